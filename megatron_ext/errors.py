@@ -1,0 +1,84 @@
+"""One exception tree for everything the package can refuse or fail at.
+
+Every message gives the value, the rule and the remedy. `UserError` and its children are mistakes that
+the user can mend; the command line prints them in one line and exits with code 2. The others are
+failures of the machine or of upstream, and keep their traceback.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArgumentsError",
+    "DataError",
+    "DeviceError",
+    "LaunchError",
+    "MegatronExtError",
+    "PatchConflict",
+    "ScheduleError",
+    "TransportError",
+    "UpstreamMismatch",
+    "UserError",
+]
+
+
+class MegatronExtError(Exception):
+    """Base of every error that megatron_ext raises on purpose."""
+
+
+class UserError(MegatronExtError):
+    """Something the user asked for cannot be done; the message says what would work."""
+
+
+class ArgumentsError(UserError):
+    """Unknown, contradictory or impossible command-line arguments."""
+
+
+class DataError(UserError):
+    """A data file, tokenizer or checkpoint is missing, damaged or of another kind than expected."""
+
+
+class DeviceError(UserError):
+    """A device backend was asked for that this machine or this torch does not have."""
+
+
+class ScheduleError(UserError):
+    """A pipeline schedule is malformed or cannot run with the given sizes."""
+
+
+class LaunchError(UserError):
+    """A job could not be started as asked, or one of its processes ended before its time."""
+
+
+class PatchConflict(MegatronExtError):
+    """Two patches that exclude each other are active on one target."""
+
+
+class TransportError(MegatronExtError):
+    """A message could not be carried; names the peer, the message and the seconds waited."""
+
+
+class UpstreamMismatch(MegatronExtError):
+    """The installed Megatron is not the one that a patch was written for.
+
+    Args:
+        target: The patched place, as `module:attribute.path`.
+        expected: What the patch relies on, for example a signature.
+        found: What is there instead.
+        installed: Version of the Megatron that was found.
+        supported: Version range or pin that this package supports.
+    """
+
+    def __init__(
+        self, target: str, *, expected: str, found: str, installed: str, supported: str
+    ) -> None:
+        self.target = target
+        self.expected = expected
+        self.found = found
+        self.installed = installed
+        self.supported = supported
+        super().__init__(
+            f"{target}: expected {expected}, found {found}; Megatron {installed} is installed, "
+            f"{supported} is supported. Install the supported version "
+            f"(pip install 'megatron-core{supported}') or, to run at your own risk, set "
+            f"MEGATRON_EXT_DRIFT=warn."
+        )
