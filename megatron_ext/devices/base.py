@@ -1,0 +1,105 @@
+"""What a device backend is: a name, a collective backend, a table of redirects and some rules.
+
+Upstream is written for one kind of device and spells it everywhere: `torch.cuda.current_device()`,
+`device="cuda"`, `tensor.cuda()`, `backend="nccl"`. A backend makes that spelling mean its own device
+by *redirects*: plain attribute assignments into torch, listed as data. A backend never assigns
+anything itself; `megatron_ext.patches.device` turns the table into registry patches, so every redirect
+is listed by `megatron-ext patches list` and undone by `deactivate()`.
+
+Only code that asks for a CUDA device is translated. A tensor never claims to live where it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    import torch
+
+__all__ = ["Device", "Redirect", "Rule"]
+
+
+@dataclass(frozen=True)
+class Redirect:
+    """One attribute outside this package that gets another value while the backend is armed.
+
+    Args:
+        target: `module:attribute.path`, as in `megatron_ext.patches.registry.Patch`.
+        make: Called once, when the redirect is installed, with the value that is there now (`None`
+            with `creates`); returns the new value. Taking the original as an argument keeps the
+            table free of references to torch, so that it can be built before torch is imported.
+        reason: One sentence for `megatron-ext patches list`.
+        creates: The attribute does not exist in this torch; installing adds it, undoing removes it.
+    """
+
+    target: str
+    make: Callable[[Any], object]
+    reason: str
+    creates: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination of upstream arguments that the backend cannot run.
+
+    Args:
+        refuses: Tells from parsed arguments whether the combination is asked for. Reads arguments
+            with `getattr(args, name, default)`: a YAML configuration may lack any of them.
+        message: Value, rule and remedy.
+    """
+
+    refuses: Callable[[Namespace], bool]
+    message: str
+
+
+class Device(Protocol):
+    """A device backend. Instances are stateless: making one starts nothing and imports no torch."""
+
+    name: str
+    """How the user names it: `cpu`, `cuda` or `musa`."""
+
+    distributed_backend: str
+    """Backend name for `torch.distributed.init_process_group`."""
+
+    environment: Mapping[str, tuple[str, str]]
+    """Environment variable -> (value, reason), set at arming where the user has not set it."""
+
+    argument_defaults: Mapping[str, tuple[object, str]]
+    """Upstream argument (dest) -> (value, reason). Becomes the parser's default; a user's explicit
+    contrary flag is refused with the reason, except for `distributed_backend`, which is corrected
+    with a logged notice."""
+
+    def missing(self) -> str | None:
+        """Say why this machine cannot run the backend (with the remedy), or `None` if it can.
+
+        Looks at the software stack, not at present hardware, where the two differ.
+        """
+        ...
+
+    def redirects(self) -> Iterable[Redirect]:
+        """List what the backend redirects. May import torch (and the device's own package)."""
+        ...
+
+    def argument_errors(self, args: Namespace) -> list[str]:
+        """List what is wrong with parsed upstream arguments on this device; empty if nothing is."""
+        ...
+
+    def torch_device(self, local_rank: int = 0) -> torch.device:
+        """Return the device that a process with this local rank computes on."""
+        ...
+
+    def bind(self, local_rank: int) -> None:
+        """Make `torch_device(local_rank)` this process's current device."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until everything queued on the current device is done."""
+        ...
+
+    def peak_memory_bytes(self) -> int:
+        """Return the most memory that this process has held on the device so far."""
+        ...
