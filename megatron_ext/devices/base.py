@@ -1,12 +1,12 @@
 """What a device backend is: a name, a collective backend, a table of redirects and some rules.
 
 Upstream is written for one kind of device and spells it everywhere: `torch.cuda.current_device()`,
-`device="cuda"`, `tensor.cuda()`, `backend="nccl"`. A backend makes that spelling mean its own device
-by *redirects*: plain attribute assignments into torch, listed as data. A backend never assigns
-anything itself; `megatron_ext.patches.device` turns the table into registry patches, so every redirect
-is listed by `megatron-ext patches list` and undone by `deactivate()`.
+`device="cuda"`, `tensor.cuda()`, `backend="nccl"`. A backend makes that spelling mean its own
+device by *redirects*: plain attribute assignments into torch, listed as data. A backend never
+assigns anything itself; `megatron_ext.patches.device` turns the table into registry patches, so
+every redirect is listed by `megatron-ext patches list` and undone by `deactivate()`.
 
-Only code that asks for a CUDA device is translated. A tensor never claims to live where it does not.
+Only code that asks for a CUDA device is translated. No tensor claims to live where it does not.
 """
 
 from __future__ import annotations

@@ -1,0 +1,301 @@
+"""The host as a device: the whole of Megatron on CPUs, with gloo collectives.
+
+Upstream asserts CUDA in its first line. Here everything that it asks of `torch.cuda` is answered by
+the host (see `host`), every device that it spells is the CPU (see `translate`), and every process
+group is a gloo group. What upstream can only do on a GPU is either off by default
+(`argument_defaults`) or refused with its reason (`argument_rules`). Meant for laptops, CI and
+tests, not for speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.devices.base import Redirect, Rule
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    import torch
+
+__all__ = ["CpuDevice", "argument_rules"]
+
+_ASKED = "answers for the host what upstream asks of a GPU"
+_NO_WORK = "on the host there is nothing to do for it"
+
+_ENVIRONMENT = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": (
+        "1",
+        "upstream refuses tensor parallelism without it on the device generation that we report",
+    ),
+    "TORCHDYNAMO_DISABLE": ("1", "compiling small host kernels takes longer than running them"),
+}
+
+_DEFAULTS: dict[str, tuple[object, str]] = {
+    "transformer_impl": ("local", "Transformer Engine has no CPU kernels"),
+    "apply_rope_fusion": (False, "the fused rotary embedding is a CUDA kernel"),
+    "gradient_accumulation_fusion": (False, "fused gradient accumulation is a CUDA kernel"),
+    "no_persist_layer_norm": (True, "the persistent layer norm is a CUDA kernel"),
+    "masked_softmax_fusion": (False, "the fused softmax is a CUDA kernel"),
+    "distributed_backend": ("gloo", "NCCL moves GPU memory only"),
+    "enable_gloo_process_groups": (
+        False,
+        "all groups are gloo groups already, and each group costs three threads",
+    ),
+}
+
+
+def _flag(dest: str) -> Callable[[Namespace], bool]:
+    return lambda args: bool(getattr(args, dest, False))
+
+
+def _not_in(dest: str, *allowed: object) -> Callable[[Namespace], bool]:
+    return lambda args: getattr(args, dest, allowed[0]) not in allowed
+
+
+_RULES = (
+    Rule(
+        lambda args: getattr(args, "context_parallel_size", 1) > 1,
+        "--context-parallel-size > 1 needs Transformer Engine's attention, which is CUDA only; "
+        "use --tensor-model-parallel-size with --sequence-parallel to split long sequences",
+    ),
+    Rule(
+        _flag("moe_grouped_gemm"),
+        "--moe-grouped-gemm is a CUDA kernel; leave it out: experts then run one by one",
+    ),
+    Rule(
+        _flag("moe_permute_fusion"),
+        "--moe-permute-fusion is a Transformer Engine kernel; leave it out",
+    ),
+    Rule(
+        _not_in("moe_token_dispatcher_type", "allgather", "alltoall", None),
+        "--moe-token-dispatcher-type flex needs DeepEP or HybridEP on GPUs; use alltoall",
+    ),
+    Rule(
+        lambda args: (
+            _not_in("cuda_graph_impl", "none", None)(args)
+            or bool(getattr(args, "enable_cuda_graph", False))
+            or bool(getattr(args, "external_cuda_graph", False))
+        ),
+        "CUDA graphs record GPU work; leave --cuda-graph-impl at none",
+    ),
+    Rule(
+        _flag("record_memory_history"),
+        "--record-memory-history is a feature of the CUDA allocator; use a host profiler",
+    ),
+    Rule(_flag("log_energy"), "--log-energy reads GPU sensors; leave it out"),
+    Rule(
+        _flag("inprocess_restart"),
+        "--inprocess-restart aborts and rebuilds NCCL communicators; leave it out",
+    ),
+    Rule(
+        _flag("overlap_p2p_comm_warmup_flush"),
+        "--overlap-p2p-communication-warmup-flush relies on NCCL's stream order: with gloo the "
+        "evaluation never ends; leave it out",
+    ),
+    Rule(
+        lambda args: (
+            bool(getattr(args, "profile", False))
+            and not getattr(args, "use_pytorch_profiler", False)
+        ),
+        "--profile starts Nsight through the CUDA runtime; add --use-pytorch-profiler",
+    ),
+    Rule(_flag("nccl_ub"), "--use-nccl-ub registers GPU buffers with NCCL; leave it out"),
+    Rule(_flag("use_sharp"), "--use-sharp is a feature of NCCL; leave it out"),
+    Rule(
+        _flag("high_priority_stream_groups"),
+        "--high-priority-stream-groups sets NCCL stream priorities; leave it out",
+    ),
+    Rule(
+        _not_in("pipeline_model_parallel_comm_backend", None),
+        "--pipeline-model-parallel-comm-backend chooses between NCCL and UCC on GPUs; leave it out",
+    ),
+    Rule(
+        lambda args: _flag("use_megatron_fsdp")(args) or _flag("use_torch_fsdp2")(args),
+        "FSDP builds CUDA device meshes; use --use-distributed-optimizer to shard optimizer state",
+    ),
+    Rule(_flag("tp_comm_overlap"), "--tp-comm-overlap is a Transformer Engine feature"),
+    Rule(_flag("fp8"), "FP8 needs Transformer Engine and a GPU; use --bf16"),
+    Rule(_flag("fp4"), "FP4 needs Transformer Engine and a GPU; use --bf16"),
+)
+
+
+def argument_rules() -> tuple[Rule, ...]:
+    """Return what upstream cannot do on the host, whatever Megatron is installed."""
+    return _RULES
+
+
+class CpuDevice:
+    """The `cpu` backend with gloo collectives."""
+
+    name = "cpu"
+    distributed_backend = "gloo"
+    environment: Mapping[str, tuple[str, str]] = _ENVIRONMENT
+    argument_defaults: Mapping[str, tuple[object, str]] = _DEFAULTS
+
+    def missing(self) -> str | None:
+        """Check for gloo; every torch build has the rest."""
+        import torch
+
+        if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+            return f"torch {torch.__version__} was built without gloo; install a stock build"
+        return None
+
+    def redirects(self) -> Iterator[Redirect]:
+        """List everything that makes `torch.cuda` and its spellings mean the host."""
+        from megatron_ext.devices.translate import (
+            collective_redirects,
+            tensor_redirects,
+            translator,
+        )
+
+        yield from _namespace()
+        yield from tensor_redirects(translator("cpu", indexed=False), pinning=False)
+        yield from collective_redirects(self.distributed_backend)
+        yield from _gloo_gathers()
+
+    def argument_errors(self, args: Namespace) -> list[str]:
+        """Apply `argument_rules`."""
+        return [rule.message for rule in argument_rules() if rule.refuses(args)]
+
+    def torch_device(self, _local_rank: int = 0) -> torch.device:
+        """Return the host."""
+        import torch
+
+        return torch.device("cpu")
+
+    def bind(self, _local_rank: int) -> None:
+        """Do nothing: the operating system places processes."""
+
+    def synchronize(self) -> None:
+        """Do nothing: work on the host is done when its call returns."""
+
+    def peak_memory_bytes(self) -> int:
+        """Return the peak resident memory of this process."""
+        from megatron_ext.devices.host import peak_rss_bytes
+
+        return peak_rss_bytes()
+
+
+def _to(value: Any) -> Callable[[Any], object]:
+    """Make a `Redirect.make` that ignores the original."""
+    return lambda _original: value
+
+
+def _returning(result: Any) -> Callable[[Any], object]:
+    """Make a `Redirect.make` whose function answers `result`, whatever it is asked."""
+
+    def make(original: Any) -> object:
+        def answer(*_args: Any, **_kwargs: Any) -> Any:
+            return result
+
+        answer.__name__ = getattr(original, "__name__", "answer")
+        return answer
+
+    return make
+
+
+def _namespace() -> Iterable[Redirect]:
+    """List the redirects of functions and classes of `torch.cuda`."""
+    import torch
+
+    from megatron_ext.devices import host
+
+    answers: dict[str, Callable[[Any], object]] = {
+        # The device. Not an index: without an accelerator torch can place nothing on number 0.
+        "is_available": _returning(True),
+        "is_initialized": _returning(True),
+        "is_bf16_supported": _returning(True),
+        "is_current_stream_capturing": _returning(False),
+        "device_count": _to(host.local_world_size),
+        "current_device": _returning(torch.device("cpu")),
+        "device": _to(host.DeviceContext),
+        "get_device_capability": _returning((8, 0)),
+        "get_device_name": _to(lambda _device=None: host.properties().name),
+        "get_device_properties": _to(host.properties),
+        # Streams and events.
+        "Event": _to(host.Event),
+        "Stream": _to(host.Stream),
+        "StreamContext": _to(host.StreamContext),
+        "current_stream": _to(host.current_stream),
+        "default_stream": _to(host.default_stream),
+        "set_stream": _to(host.set_stream),
+        "stream": _to(host.StreamContext),
+        # Random numbers. torch.manual_seed calls manual_seed_all, which must not call it back.
+        "default_generators": _to(host.Generators()),
+        "get_rng_state": _to(_get_rng_state),
+        "get_rng_state_all": _to(lambda: [_get_rng_state()]),
+        "initial_seed": _to(torch.default_generator.initial_seed),
+        "manual_seed": _to(lambda seed: torch.default_generator.manual_seed(int(seed))),
+        "manual_seed_all": _returning(None),
+        "seed": _to(torch.default_generator.seed),
+        "seed_all": _returning(None),
+        "set_rng_state": _to(_set_rng_state),
+        "set_rng_state_all": _to(lambda states: _set_rng_state(states[0])),
+        # torch queues a call until CUDA is there, which here means for ever: restored random
+        # number states would silently be lost.
+        "_lazy_call": _to(lambda function, **_kwargs: function()),
+        "_lazy_init": _returning(None),
+        # Memory.
+        "device_memory_used": _to(host.rss_bytes),
+        "max_memory_allocated": _to(host.peak_rss_bytes),
+        "max_memory_reserved": _to(host.peak_rss_bytes),
+        "mem_get_info": _to(lambda _device=None: _mem_get_info()),
+        "memory_allocated": _to(host.rss_bytes),
+        "memory_reserved": _to(host.rss_bytes),
+        "memory_stats": _to(host.memory_stats),
+        "reset_peak_memory_stats": _to(host.reset_peak_rss),
+    }
+    for kind in ("BFloat16", "Byte", "Double", "Float", "Half", "Int", "Long"):
+        answers[f"{kind}Tensor"] = _to(getattr(torch, f"{kind}Tensor"))
+    for name, make in answers.items():
+        yield Redirect(f"torch.cuda:{name}", make, _ASKED)
+    for name in ("get_rng_state", "set_rng_state"):
+        yield Redirect(f"torch.cuda.random:{name}", answers[name], _ASKED)
+    for name in ("empty_cache", "init", "ipc_collect", "set_device", "synchronize"):
+        yield Redirect(f"torch.cuda:{name}", _returning(None), _NO_WORK)
+    for name in ("mark", "range_end", "range_pop", "range_push", "range_start"):
+        yield Redirect(f"torch.cuda.nvtx:{name}", _returning(0), _NO_WORK)
+    yield Redirect("torch.cuda.nvtx:range", _to(host.DeviceContext), _NO_WORK)
+    yield Redirect("torch:Tensor.record_stream", _returning(None), _NO_WORK)
+
+
+def _get_rng_state(_device: Any = None) -> torch.Tensor:
+    import torch
+
+    return torch.default_generator.get_state()
+
+
+def _set_rng_state(state: torch.Tensor, _device: Any = None) -> None:
+    import torch
+
+    torch.default_generator.set_state(state)
+
+
+def _mem_get_info() -> tuple[int, int]:
+    from megatron_ext.devices import host
+
+    total = host.total_memory_bytes()
+    return total - host.rss_bytes(), total
+
+
+def _gloo_gathers() -> Iterator[Redirect]:
+    """List the collectives that gloo takes in fewer shapes than NCCL does."""
+    for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
+        yield Redirect(
+            f"{module}:all_gather_into_tensor",
+            _flat_gather,
+            "gloo wants input and output with equally many dimensions, NCCL only equal sizes",
+        )
+
+
+def _flat_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    def all_gather_into_tensor(
+        output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if output_tensor.dim() != input_tensor.dim():
+            output_tensor, input_tensor = output_tensor.view(-1), input_tensor.reshape(-1)
+        return original(output_tensor, input_tensor, *args, **kwargs)
+
+    return all_gather_into_tensor

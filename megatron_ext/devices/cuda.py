@@ -1,0 +1,68 @@
+"""NVIDIA GPUs: what upstream is written for, so nothing is redirected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    import torch
+
+    from megatron_ext.devices.base import Redirect
+
+__all__ = ["CudaDevice"]
+
+
+class CudaDevice:
+    """The `cuda` backend with NCCL collectives."""
+
+    name = "cuda"
+    distributed_backend = "nccl"
+    environment: Mapping[str, tuple[str, str]] = {}
+    argument_defaults: Mapping[str, tuple[object, str]] = {}
+
+    def missing(self) -> str | None:
+        """Ask torch: a CUDA build and at least one visible GPU are needed."""
+        import torch
+
+        if torch.version.cuda is None and torch.version.hip is None:
+            return (
+                f"torch {torch.__version__} was built without CUDA; install a CUDA build of torch"
+            )
+        if not torch.cuda.is_available():
+            return "torch sees no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        return None
+
+    def redirects(self) -> Iterable[Redirect]:
+        """Redirect nothing."""
+        return ()
+
+    def argument_errors(self, _args: Namespace) -> list[str]:
+        """Refuse nothing: upstream checks its own arguments for this device."""
+        return []
+
+    def torch_device(self, local_rank: int = 0) -> torch.device:
+        """Return GPU `local_rank` of this host."""
+        import torch
+
+        return torch.device("cuda", local_rank)
+
+    def bind(self, local_rank: int) -> None:
+        """Make GPU `local_rank` current."""
+        import torch
+
+        torch.cuda.set_device(local_rank)
+
+    def synchronize(self) -> None:
+        """Wait for the current GPU."""
+        import torch
+
+        torch.cuda.synchronize()
+
+    def peak_memory_bytes(self) -> int:
+        """Return the peak that torch's allocator has handed out."""
+        import torch
+
+        return int(torch.cuda.max_memory_allocated())

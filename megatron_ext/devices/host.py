@@ -1,0 +1,244 @@
+"""Streams, events, random numbers and memory counters of the host, in the shape of `torch.cuda`'s.
+
+On the host every operation is finished when its call returns. So all streams are one, waiting is
+nothing, and an event is a point in time: its `elapsed_time` is a real measurement. The "device"
+generator is torch's default generator. Memory is what the operating system says this process holds.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+__all__ = [
+    "Event",
+    "Generators",
+    "Stream",
+    "StreamContext",
+    "current_stream",
+    "default_stream",
+    "memory_stats",
+    "peak_rss_bytes",
+    "properties",
+    "reset_peak_rss",
+    "rss_bytes",
+    "set_stream",
+    "total_memory_bytes",
+]
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK_RSS = "5"  # see proc(5), /proc/pid/clear_refs
+
+
+class Event:
+    """A point in time on the host's clock."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        self.recorded_s: float | None = None
+
+    def record(self, _stream: Any = None) -> None:
+        """Take the time: everything issued before is done."""
+        self.recorded_s = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        """Return the milliseconds from this event to `end`.
+
+        Raises:
+            RuntimeError: One of the two was never recorded.
+        """
+        if self.recorded_s is None or end.recorded_s is None:
+            raise RuntimeError(
+                "elapsed_time needs two recorded events: call record() on both first"
+            )
+        return (end.recorded_s - self.recorded_s) * 1e3
+
+    def query(self) -> bool:
+        """Tell whether the recorded work is done: on the host it always is."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for the recorded work: nothing to wait for."""
+
+    def wait(self, _stream: Any = None) -> None:
+        """Make a stream wait for this event: nothing to wait for."""
+
+
+class Stream:
+    """A name for the one order in which the host runs everything."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        import torch
+
+        self.device = torch.device("cpu")
+        self.cuda_stream = 0
+        self.stream_id = 0
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record `event`, or a new one, and return it."""
+        event = Event() if event is None else event
+        event.record()
+        return event
+
+    def query(self) -> bool:
+        """Tell whether all work is done: on the host it always is."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for the stream: nothing to wait for."""
+
+    def wait_event(self, _event: Any) -> None:
+        """Wait for an event: nothing to wait for."""
+
+    def wait_stream(self, _stream: Any) -> None:
+        """Wait for another stream: nothing to wait for."""
+
+
+class _Streams(threading.local):
+    def __init__(self) -> None:
+        self.default = Stream()
+        self.current: Stream = self.default
+
+
+_streams: list[_Streams] = []
+
+
+def _of_thread() -> _Streams:
+    if not _streams:  # not at import: a Stream needs torch
+        _streams.append(_Streams())
+    return _streams[0]
+
+
+def current_stream(_device: Any = None) -> Stream:
+    """Return the stream that this thread has set."""
+    return _of_thread().current
+
+
+def default_stream(_device: Any = None) -> Stream:
+    """Return this thread's first stream."""
+    return _of_thread().default
+
+
+def set_stream(stream: Stream | None) -> None:
+    """Make `stream` this thread's current stream."""
+    if stream is not None:
+        _of_thread().current = stream
+
+
+class StreamContext:
+    """`with torch.cuda.stream(s)`: the current stream is `s` inside; `None` changes nothing."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+        self._outer: Stream | None = None
+
+    def __enter__(self) -> None:
+        self._outer = current_stream()
+        set_stream(self.stream)
+
+    def __exit__(self, *_exc: object) -> None:
+        set_stream(self._outer)
+
+
+class DeviceContext:
+    """`with torch.cuda.device(i)`: there is one host, so nothing changes."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = device
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *_exc: object) -> None:
+        return
+
+
+class Generators:
+    """`torch.cuda.default_generators`: every index is the host's default generator."""
+
+    def __getitem__(self, _index: Any) -> Any:
+        import torch
+
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return local_world_size()
+
+
+def local_world_size() -> int:
+    """Return the number of this job's processes on this host, one "device" for each."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def properties(_device: Any = None) -> SimpleNamespace:
+    """Describe the host like a device.
+
+    The capability is the lowest that upstream has no special treatment for.
+    """
+    return SimpleNamespace(
+        name=platform.processor() or platform.machine(),
+        major=8,
+        minor=0,
+        total_memory=total_memory_bytes(),
+        multi_processor_count=os.cpu_count() or 1,
+    )
+
+
+def total_memory_bytes() -> int:
+    """Return the size of the host's physical memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def rss_bytes(_device: Any = None) -> int:
+    """Return the resident memory of this process."""
+    return _status("VmRSS", _max_rss_bytes)
+
+
+def peak_rss_bytes(_device: Any = None) -> int:
+    """Return the largest resident memory of this process since its start or `reset_peak_rss`."""
+    return _status("VmHWM", _max_rss_bytes)
+
+
+def reset_peak_rss(_device: Any = None) -> None:
+    """Start the peak anew at the present memory, where the kernel lets a process do that."""
+    try:
+        _CLEAR_REFS.write_text(_RESET_PEAK_RSS)
+    except OSError:
+        return  # the peak stays that of the whole life of the process, which is still true
+
+
+def memory_stats(_device: Any = None) -> defaultdict[str, int]:
+    """Return the counters that upstream logs; the host keeps no others, so those are 0."""
+    resident, peak = rss_bytes(), peak_rss_bytes()
+    stats: defaultdict[str, int] = defaultdict(int)
+    for kind in ("allocated", "reserved", "active"):
+        stats[f"{kind}_bytes.all.current"] = resident
+        stats[f"{kind}_bytes.all.peak"] = peak
+    return stats
+
+
+def _status(field: str, otherwise: Callable[[], int]) -> int:
+    """Read a kB field of /proc/self/status, or ask `otherwise` on systems without it."""
+    try:
+        lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return otherwise()
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    return otherwise()
+
+
+def _max_rss_bytes() -> int:
+    import resource
+
+    kilobytes_except_macos = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilobytes_except_macos * (1 if platform.system() == "Darwin" else 1024)

@@ -1,0 +1,62 @@
+"""Arms the device: its redirects become registry patches, its environment needs are met.
+
+Called just before `megatron.core` is first executed, because `tensor_parallel/random.py` copies
+names of `torch.cuda` while it is imported. Called later, the registry's sweep by identity mends the
+copies.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from megatron_ext import devices
+from megatron_ext.patches.registry import REGISTRY, Patch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatron_ext.devices import Device
+
+__all__ = ["arm", "disarm"]
+
+_LOG = logging.getLogger(__name__)
+
+_armed: list[Patch] = []
+
+
+def arm() -> Device:
+    """Select the device of this process and register what it redirects. Idempotent.
+
+    Raises:
+        DeviceError: The device that was asked for is unknown or cannot run here.
+    """
+    device = devices.current()
+    if not _armed:
+        for variable, (value, _reason) in device.environment.items():
+            os.environ.setdefault(variable, value)
+        _armed.extend(_patches(device))
+        REGISTRY.register(_armed)
+        _LOG.info("device %s: %d redirects", device.name, len(_armed))
+    return device
+
+
+def disarm() -> None:
+    """Forget the device: originals come back, and the next `arm()` selects anew."""
+    REGISTRY.remove([patch.id for patch in _armed])
+    _armed.clear()
+    devices.reset()
+
+
+def _patches(device: Device) -> Iterator[Patch]:
+    for redirect in device.redirects():
+        yield Patch(
+            id=f"{device.name}.{redirect.target.replace(':', '.')}",
+            target=redirect.target,
+            reason=redirect.reason,
+            fn=redirect.make,
+            kind="set",
+            feature=device.name,
+            creates=redirect.creates,
+        )
