@@ -1,0 +1,241 @@
+"""Turning batches of documents into token ids, in this process or in worker processes.
+
+Workers come from a fork server that has imported megatron.core once, so that each costs
+milliseconds and none is forked from a process with threads. At most two batches for each worker are
+in flight, and results are taken in the order of the input: memory is bounded and the output does
+not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ext.errors import DataError, LaunchError
+from megatron_ext.preprocess.sentences import split_sentences
+from megatron_ext.preprocess.tokenizer import build_tokenizer
+
+if TYPE_CHECKING:
+    from megatron_ext.preprocess.corpus import Batch, Kind
+
+__all__ = ["EncodedDocument", "Encoder", "EncoderOptions", "encode_batches", "start_fork_server"]
+
+EncodedDocument = dict[str, tuple[npt.NDArray[Any], list[int]]]
+"""For each JSON key: the token ids of the document and the number of ids of each sentence."""
+
+_BATCHES_IN_FLIGHT_PER_WORKER = 2
+
+
+@dataclass(frozen=True)
+class EncoderOptions:
+    """What an encoder does with a document.
+
+    Args:
+        tokenizer: The tokenizer's flags, see `tokenizer.add_tokenizer_arguments`.
+        json_keys: Which values of a JSON document are encoded. Plain text counts as the first.
+        append_eod: Whether the end-of-document token ends each document that is not empty.
+        split_sentences: Whether text is split into sentences.
+    """
+
+    tokenizer: argparse.Namespace
+    json_keys: tuple[str, ...]
+    append_eod: bool
+    split_sentences: bool
+
+
+class Encoder:
+    """Encodes documents with one tokenizer.
+
+    Args:
+        options: What to do with each document.
+
+    Raises:
+        DataError: If the tokenizer cannot be built, or lacks the end-of-document token asked for.
+    """
+
+    def __init__(self, options: EncoderOptions) -> None:
+        self.options = options
+        self.tokenizer = build_tokenizer(options.tokenizer)
+        self.dtype = _token_dtype(self.tokenizer.vocab_size)
+        self._eod = _end_of_document(self.tokenizer, options) if options.append_eod else None
+
+    def encode(self, batch: Batch) -> list[EncodedDocument]:
+        """Encodes every document of `batch`.
+
+        Raises:
+            DataError: If a document is not valid UTF-8 or JSON, lacks a key, or cannot be
+                tokenized; names the file and the line.
+        """
+        return [self._encode_document(batch, line, raw) for line, raw in batch.documents]
+
+    def _encode_document(self, batch: Batch, line: int, raw: bytes) -> EncodedDocument:
+        try:
+            values = self._values(batch.kind, raw.decode("utf-8"))
+            return {key: self._encode_value(value) for key, value in values.items()}
+        except json.JSONDecodeError as error:
+            problem = (
+                f"not valid JSON ({error.msg} at column {error.colno}); each line has to be one "
+                f"whole JSON object"
+            )
+            raise DataError(f"{batch.source}:{line}: {problem}") from error
+        except UnicodeDecodeError as error:
+            problem = f"not valid UTF-8 ({error.reason} at byte {error.start} of the document)"
+            raise DataError(f"{batch.source}:{line}: {problem}; convert the file") from error
+        except (DataError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise DataError(f"{batch.source}:{line}: {error}") from error
+
+    def _values(self, kind: Kind, text: str) -> dict[str, str | list[str]]:
+        if kind == "text":
+            return {self.options.json_keys[0]: text}
+        document = json.loads(text)
+        if not isinstance(document, dict):
+            found = _excerpt(document)
+            raise DataError(f'found {found}, expected an object such as {{"text": "..."}}')
+        return {key: _value(document, key) for key in self.options.json_keys}
+
+    def _encode_value(self, value: str | list[str]) -> tuple[npt.NDArray[Any], list[int]]:
+        if isinstance(value, str):
+            value = split_sentences(value) if self.options.split_sentences else [value]
+        ids: list[int] = []
+        lengths: list[int] = []
+        for sentence in value:
+            sentence_ids = self.tokenizer.tokenize(sentence)
+            if len(sentence_ids) > 0:
+                ids.extend(sentence_ids)
+                lengths.append(len(sentence_ids))
+        if ids and self._eod is not None:
+            ids.append(self._eod)
+            lengths[-1] += 1
+        _check_range(ids, self.dtype)
+        return np.array(ids, dtype=self.dtype), lengths
+
+
+def encode_batches(
+    batches: Iterable[Batch], encoder: Encoder, num_workers: int
+) -> Iterator[list[EncodedDocument]]:
+    """Encodes batches in order, with `num_workers` processes (1: in this one).
+
+    Raises:
+        DataError: As `Encoder.encode`; nothing further is encoded.
+        LaunchError: If a worker process dies.
+    """
+    if num_workers == 1:
+        yield from map(encoder.encode, batches)
+        return
+    pool = ProcessPoolExecutor(
+        num_workers,
+        mp_context=multiprocessing.get_context("forkserver"),
+        initializer=_start_worker,
+        initargs=(encoder.options,),
+    )
+    pending: deque[Future[list[EncodedDocument]]] = deque()
+    try:
+        for batch in batches:
+            pending.append(pool.submit(_encode_in_worker, batch))
+            if len(pending) >= _BATCHES_IN_FLIGHT_PER_WORKER * num_workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise LaunchError(
+            f"one of the {num_workers} preprocessing workers ended before its time (out of "
+            f"memory?); retry with fewer --workers"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def start_fork_server() -> None:
+    """Starts the server that workers are forked from; it imports megatron.core in the background.
+
+    It and its workers ignore SIGINT: Ctrl-C is for the parent, which then ends them.
+    """
+    multiprocessing.set_forkserver_preload(["megatron_ext.preprocess.preload"])
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+_worker_encoder: Encoder | None = None
+
+
+def _start_worker(options: EncoderOptions) -> None:
+    global _worker_encoder
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    # The workers are the parallelism; a thread pool in each would only compete with the others.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker_encoder = Encoder(options)
+
+
+def _exit_with_parent() -> None:
+    """Ends this worker when its parent is gone, even when the parent was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _encode_in_worker(batch: Batch) -> list[EncodedDocument]:
+    assert _worker_encoder is not None
+    return _worker_encoder.encode(batch)
+
+
+def _token_dtype(vocab_size: int) -> type[np.number[Any]]:
+    from megatron.core.datasets.indexed_dataset import DType
+
+    dtype: type[np.number[Any]] = DType.optimal_dtype(vocab_size)
+    return dtype
+
+
+def _end_of_document(tokenizer: Any, options: EncoderOptions) -> int:
+    eod = tokenizer.eod
+    if not isinstance(eod, int):
+        raise DataError(
+            f"--append-eod: {options.tokenizer.tokenizer_type} has no end-of-document token; leave "
+            f"--append-eod out or use another tokenizer"
+        )
+    return eod
+
+
+def _value(document: dict[str, Any], key: str) -> str | list[str]:
+    if key not in document:
+        raise DataError(
+            f'no key "{key}" (found: {_excerpt(sorted(document))}); --json-keys names the keys to '
+            f"encode"
+        )
+    value = document[key]
+    if isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(sentence, str) for sentence in value)
+    ):
+        return value
+    raise DataError(f'"{key}" is {_excerpt(value)}, expected a string or a list of strings')
+
+
+def _check_range(ids: Sequence[int], dtype: type[np.number[Any]]) -> None:
+    limit = np.iinfo(dtype).max  # type: ignore[type-var]
+    if ids and (min(ids) < 0 or max(ids) > limit):
+        raise DataError(
+            f"token ids reach from {min(ids)} to {max(ids)}, the vocabulary allows 0 to {limit}; "
+            f"check --vocab-size"
+        )
+
+
+def _excerpt(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
