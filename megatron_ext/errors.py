@@ -1,8 +1,8 @@
 """One exception tree for everything the package can refuse or fail at.
 
-Every message gives the value, the rule and the remedy. `UserError` and its children are mistakes that
-the user can mend; the command line prints them in one line and exits with code 2. The others are
-failures of the machine or of upstream, and keep their traceback.
+Every message gives the value, the rule and the remedy. `UserError` and its children are mistakes
+that the user can mend; the command line prints them in one line and exits with code 2. The others
+are failures of the machine or of upstream, and keep their traceback.
 """
 
 from __future__ import annotations
@@ -66,19 +66,30 @@ class UpstreamMismatch(MegatronExtError):
         found: What is there instead.
         installed: Version of the Megatron that was found.
         supported: Version range or pin that this package supports.
+        remedy: What to do about it; by default, install the supported version.
     """
 
     def __init__(
-        self, target: str, *, expected: str, found: str, installed: str, supported: str
+        self,
+        target: str,
+        *,
+        expected: str,
+        found: str,
+        installed: str,
+        supported: str,
+        remedy: str | None = None,
     ) -> None:
         self.target = target
         self.expected = expected
         self.found = found
         self.installed = installed
         self.supported = supported
+        if remedy is None:
+            remedy = (
+                f"Install the supported version (pip install 'megatron-core{supported}') or, at "
+                f"your own risk, set MEGATRON_EXT_DRIFT=warn"
+            )
         super().__init__(
             f"{target}: expected {expected}, found {found}; Megatron {installed} is installed, "
-            f"{supported} is supported. Install the supported version "
-            f"(pip install 'megatron-core{supported}') or, to run at your own risk, set "
-            f"MEGATRON_EXT_DRIFT=warn."
+            f"{supported} is supported. {remedy}."
         )

@@ -1,0 +1,34 @@
+"""`python -m megatron_ext [--embedded] SCRIPT.py FLAGS...`, or any subcommand of `megatron-ext`."""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_ext import cli, runner
+
+_USAGE = "usage: python -m megatron_ext [--embedded] SCRIPT.py FLAGS... | COMMAND ..."
+
+
+def main() -> int:
+    """Run a script or a subcommand, by what the first argument is."""
+    arguments = sys.argv[1:]
+    embedded = arguments[:1] == ["--embedded"]
+    if embedded:
+        arguments = arguments[1:]
+    if not arguments:
+        print(_USAGE, file=sys.stderr)
+        return 2
+    if arguments[0].endswith(".py"):
+        return _record(arguments[0], arguments[1:], embedded=embedded)
+    return cli.main(arguments)
+
+
+def _record(script: str, argv: list[str], *, embedded: bool) -> int:
+    """Run a script so that torchrun can show which rank failed first and how."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(runner.run)(script, argv, embedded=embedded) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Our command-line flags, and the one frozen object that the rest of the package reads.
+
+Arguments flow one way: `add_arguments` puts our group on a parser (upstream's or the embedded
+trainer's), `ExtConfig.from_args` reads the parsed values, and everything behind it sees only the
+`ExtConfig`.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass, fields
+from typing import Any
+
+__all__ = ["DEVICE_CHOICES", "ExtConfig", "add_arguments"]
+
+DEVICE_CHOICES = ("auto", "cuda", "musa", "cpu")
+
+
+@dataclass(frozen=True)
+class ExtConfig:
+    """The settings of this package for one run; field names are flag names with underscores."""
+
+    device_backend: str = "auto"
+    """Which device backend to use: auto, cuda, musa or cpu."""
+    ext_list_patches: bool = False
+    """Whether rank 0 prints the table of patches before training."""
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> ExtConfig:
+        """Read our settings from parsed arguments.
+
+        Settings that are missing get their defaults: a namespace that upstream built from a YAML
+        file holds none of our flags.
+        """
+        found: dict[str, Any] = {
+            field.name: getattr(args, field.name)
+            for field in fields(cls)
+            if getattr(args, field.name, None) is not None
+        }
+        return cls(**found)
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add our group of flags to a parser, once.
+
+    Args:
+        parser: Upstream's parser or the embedded trainer's.
+
+    Returns:
+        The same parser.
+    """
+    if any(group.title == "megatron_ext" for group in parser._action_groups):
+        return parser
+    group = parser.add_argument_group(title="megatron_ext")
+    group.add_argument(
+        "--device-backend",
+        choices=DEVICE_CHOICES,
+        default=ExtConfig.device_backend,
+        help="Device that the whole of Megatron runs on. auto takes CUDA, else MUSA, else the CPU. "
+        "MEGATRON_EXT_DEVICE does the same for programs that build their arguments themselves.",
+    )
+    group.add_argument(
+        "--ext-list-patches",
+        action="store_true",
+        help="Print the table of patches on rank 0 before training.",
+    )
+    return parser

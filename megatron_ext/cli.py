@@ -1,0 +1,174 @@
+"""The `megatron-ext` command: one subcommand for each thing that is not training itself.
+
+Each `_add_*` registers a subcommand and names its `_run_*`, which returns an exit code. Imports of
+torch and Megatron stay inside those, so that `--help` and errors are immediate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_ext import upstream
+from megatron_ext.errors import MegatronExtError, UserError
+from megatron_ext.version import __version__
+
+__all__ = ["SUBCOMMANDS", "build_parser", "main"]
+
+SUBCOMMANDS = ("patches", "preprocess", "upstream")
+
+_Subparsers = Any  # argparse._SubParsersAction is private
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the `megatron-ext` command with all subcommands."""
+    from megatron_ext import preprocess
+
+    parser = argparse.ArgumentParser(
+        prog="megatron-ext",
+        description="Better pipelines for an unmodified Megatron-LM. Training itself is started "
+        "with `torchrun ... -m megatron_ext pretrain_gpt.py FLAGS`.",
+    )
+    parser.add_argument("--version", action="version", version=f"megatron_ext {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_patches(subparsers)
+    preprocess.add_subcommand(subparsers)
+    _add_upstream(subparsers)
+    return parser
+
+
+def _add_patches(subparsers: _Subparsers) -> None:
+    parser = subparsers.add_parser("patches", help="show or check what is patched in Megatron")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    show = actions.add_parser("list", help="show every patch, its state and its reason")
+    show.add_argument("--all", action="store_true", help="also each name redirected in torch")
+    show.add_argument("--json", action="store_true", help="as JSON")
+    show.add_argument("--markdown", action="store_true", help="as the table of the documentation")
+    show.set_defaults(run=_run_patches_list)
+    check = actions.add_parser("check", help="compare every target with the pinned Megatron")
+    check.set_defaults(run=_run_patches_check)
+    renew = actions.add_parser("fingerprint", help="record the targets of a new pin (developers)")
+    renew.set_defaults(run=_run_patches_fingerprint)
+
+
+def _add_upstream(subparsers: _Subparsers) -> None:
+    parser = subparsers.add_parser("upstream", help="get, find or check the Megatron-LM tree")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    fetch = actions.add_parser("fetch", help=f"clone Megatron-LM at {upstream.PIN_TAG}, verified")
+    fetch.add_argument("--path", type=Path, help="where to (default: below ~/.cache)")
+    fetch.add_argument("--url", default=upstream.URL, help="the repository or a mirror of it")
+    fetch.set_defaults(run=_run_upstream_fetch)
+    path = actions.add_parser("path", help="print the tree that would be used")
+    path.set_defaults(run=_run_upstream_path)
+    check = actions.add_parser("check", help="compare the tree and the installed core with the pin")
+    check.set_defaults(run=_run_upstream_check)
+
+
+def _run_patches_list(args: argparse.Namespace) -> int:
+    from megatron_ext.patches import listing
+    from megatron_ext.patches.registry import REGISTRY
+
+    absent = listing.import_targets()
+    rows = REGISTRY.rows()
+    if args.json:
+        print(json.dumps([asdict(row) for row in rows], indent=1))
+    elif args.markdown:
+        print(listing.markdown_table(rows))
+    else:
+        print(listing.text_table(rows, redirects=args.all))
+        if absent:
+            print(f"not there, so pending: {', '.join(absent)}")
+    return 0
+
+
+def _run_patches_check(_args: argparse.Namespace) -> int:
+    from megatron_ext.patches import listing
+    from megatron_ext.patches.registry import REGISTRY
+
+    absent = listing.import_targets()
+    rows = REGISTRY.rows()
+    problems = listing.problems(rows)
+    for line in problems:
+        print(line)
+    checked = sum(row.state != "pending" for row in rows)
+    note = f", {len(rows) - checked} not checked (no {', '.join(absent)})" if absent else ""
+    print(f"{checked} patches checked{note}: {len(problems)} problems")
+    return 1 if problems else 0
+
+
+def _run_patches_fingerprint(_args: argparse.Namespace) -> int:
+    from megatron_ext.patches import drift, listing
+    from megatron_ext.patches.registry import REGISTRY
+
+    absent = listing.import_targets()
+    if any(name.startswith("megatron.training") for name in absent):
+        upstream.require_tree()
+    fingerprints = drift.collect(REGISTRY.originals())
+    print(f"wrote {drift.write(fingerprints)}: {len(fingerprints['targets'])} targets")
+    return 0
+
+
+def _run_upstream_fetch(args: argparse.Namespace) -> int:
+    path = upstream.fetch(args.path, args.url)
+    print(path)
+    if args.path is not None:
+        print(f"export MEGATRON_LM_PATH={path.resolve()}", file=sys.stderr)
+    return 0
+
+
+def _run_upstream_path(_args: argparse.Namespace) -> int:
+    print(upstream.require_tree())
+    return 0
+
+
+def _run_upstream_check(_args: argparse.Namespace) -> int:
+    from megatron_ext.patches import drift
+
+    core = drift.installed_version()
+    print(f"megatron-core {core} is installed, {upstream.SUPPORTED} is supported")
+    tree = upstream.find_tree()
+    if tree is None:
+        upstream.require_tree()
+    else:
+        status = upstream.tree_status(tree)
+        commit = status.commit[:12] if status.commit else "not a git checkout"
+        print(f"{tree}: version {status.version}, commit {commit}")
+        for problem in status.problems:
+            print(f"{tree}: {problem}")
+        if status.problems:
+            return 1
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the `megatron-ext` command.
+
+    Args:
+        argv: Arguments without the program's name; by default those of the process.
+
+    Returns:
+        The exit code: 0, 1 for a check that found something, 2 for a mistake of the user.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = build_parser().parse_args(arguments)
+    try:
+        return int(args.run(args))
+    except MegatronExtError as error:
+        print(f"megatron-ext: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    except KeyboardInterrupt:
+        print("megatron-ext: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): nothing is wrong.
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

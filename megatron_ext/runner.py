@@ -1,0 +1,135 @@
+"""Starts a training script: upstream's own where a tree is, the embedded trainer where none is.
+
+The script's file is run unmodified, as `__main__`, with the patches armed first. Errors that the
+user can mend end in one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_ext import devices, upstream
+from megatron_ext.errors import MegatronExtError, UserError
+
+__all__ = ["Start", "choose", "run"]
+
+_EMBEDDED: dict[str, Literal["gpt", "bert"]] = {
+    "pretrain_gpt.py": "gpt",
+    "pretrain_bert.py": "bert",
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """What will run: a script's file, or a model of the embedded trainer."""
+
+    script: Path | None
+    model: Literal["gpt", "bert"] | None
+    why: str
+
+    def __str__(self) -> str:
+        if self.script is not None:
+            return f"runs {self.script} ({self.why})"
+        return f"runs the embedded trainer for {self.model} ({self.why})"
+
+
+def choose(script: str, *, embedded: bool = False) -> Start:
+    """Decide what a script's name stands for; runs and imports nothing.
+
+    Args:
+        script: A path, or the name of a script of Megatron-LM.
+        embedded: Take the embedded trainer even where a tree is.
+
+    Raises:
+        UserError: There is no such file, and no tree or embedded trainer to take it from.
+        UpstreamMismatch: The tree is of another version than the pin.
+    """
+    path, name = Path(script), Path(script).name
+    model = _EMBEDDED.get(name)
+    if embedded:
+        if model is None:
+            raise UserError(
+                f"--embedded has no {name}; the embedded trainer has {', '.join(_EMBEDDED)}"
+            )
+        return Start(None, model, "--embedded")
+    if path.is_file():
+        resolved = path.resolve()
+        if upstream.is_tree(resolved.parent):
+            upstream.check_tree(resolved.parent)
+            upstream.use_tree(resolved.parent)
+        return Start(resolved, None, "the file given")
+    tree = upstream.find_tree()
+    if tree is not None:
+        upstream.check_tree(tree)
+        if (tree / script).is_file():
+            return Start(tree / script, None, "of the Megatron-LM tree")
+        raise UserError(f"there is no {script}, neither here nor in the Megatron-LM tree {tree}")
+    if model is not None and len(path.parts) == 1:
+        return Start(None, model, "no Megatron-LM tree was found")
+    raise UserError(
+        f"there is no {script}; the scripts of Megatron-LM need its tree: `megatron-ext upstream "
+        f"fetch`, or set MEGATRON_LM_PATH (without a tree there are {', '.join(_EMBEDDED)})"
+    )
+
+
+def _execute(start: Start, argv: Sequence[str]) -> None:
+    if start.script is None:
+        from megatron_ext.training.main import main as train
+
+        assert start.model is not None
+        train(start.model, argv)
+        return
+    # What Python itself does for `python SCRIPT`; the tree's megatron.core is kept out by our
+    # finder.
+    sys.path.insert(0, str(start.script.parent))
+    runpy.run_path(str(start.script), run_name="__main__")
+
+
+def _distributed_started() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _explain(error: BaseException) -> int:
+    """Print an error that needs no traceback; return the exit code.
+
+    Before the ranks are connected all of them see the same mistake, so one of them tells it.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or _distributed_started():
+        prefix = f"[rank {rank}] " if _distributed_started() else ""
+        print(f"{prefix}megatron_ext: error: {error}", file=sys.stderr, flush=True)
+    return 2 if isinstance(error, UserError) else 1
+
+
+def run(script: str, argv: Sequence[str], *, embedded: bool = False) -> int:
+    """Run a training script under the patches, in this process.
+
+    Args:
+        script: A path, or the name of a script of Megatron-LM.
+        argv: The script's own arguments.
+        embedded: Take the embedded trainer even where a tree is.
+
+    Returns:
+        The exit code. Errors that are not ours come out as they are, with their traceback.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("megatron_ext").setLevel(logging.INFO)
+    try:
+        start = choose(script, embedded=embedded)
+        sys.argv = [str(start.script or script), *argv]
+        # Before Megatron is imported: it copies names of torch.cuda. Reads --device-backend too.
+        devices.current()
+        if os.environ.get("RANK", "0") == "0":
+            print(f"megatron_ext {start}", flush=True)
+        _execute(start, argv)
+    except MegatronExtError as error:
+        return _explain(error)
+    return 0
