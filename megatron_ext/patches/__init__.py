@@ -1,0 +1,58 @@
+"""Everything that this package changes in others: tables of patches, and the registry behind them.
+
+A table is a module with a tuple `PATCHES`; importing one imports neither torch nor Megatron. To add
+a patch, add it to the table of its upstream area. To add a table, write the module and name it
+here.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from megatron_ext.patches import hooks
+from megatron_ext.patches.registry import REGISTRY, Patch
+
+__all__ = ["REGISTRY", "TABLES", "arm", "disarm"]
+
+TABLES = (
+    "arguments",
+    "attention",
+    "moe",
+    "norms",
+    "optimizer",
+    "pipeline",
+    "training_init",
+)
+"""Modules of this package with a tuple `PATCHES`, by upstream area."""
+
+_registered = False
+
+
+def _register_tables() -> None:
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    patches: list[Patch] = []
+    for name in TABLES:
+        patches.extend(import_module(f"{__name__}.{name}").PATCHES)
+    REGISTRY.register(patches)
+
+
+def _arm_device() -> None:
+    from megatron_ext.patches import device
+
+    device.arm()
+
+
+def arm() -> None:
+    """Register all tables, hook Megatron's import and activate the registry. Idempotent."""
+    _register_tables()
+    hooks.install(before_core=_arm_device)
+    REGISTRY.activate()
+
+
+def disarm() -> None:
+    """Restore every original and take the import hooks out. Idempotent."""
+    REGISTRY.deactivate()
+    hooks.remove()

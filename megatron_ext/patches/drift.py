@@ -1,0 +1,214 @@
+"""The drift guard: is an upstream function still the one that a patch was written for?
+
+`fingerprints.json` holds, for the pinned Megatron, the hash of every file that has targets, and the
+hash and signature of each target. A file that is equal as a whole needs no closer look, which keeps
+importing fast. Otherwise the targets themselves are compared, by source tokens without comments,
+docstrings and layout, so that a harmless edit elsewhere in the file does not matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import io
+import json
+import os
+import re
+import sys
+import tokenize
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_ext.errors import UpstreamMismatch, UserError
+from megatron_ext.upstream import SUPPORTED
+
+__all__ = ["collect", "compare", "missing", "policy", "refuses"]
+
+_FILE = Path(__file__).with_name("fingerprints.json")
+_LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+    tokenize.ENCODING,
+}
+_FSTRING_START = getattr(tokenize, "FSTRING_START", None)
+_FSTRING_END = getattr(tokenize, "FSTRING_END", None)
+
+
+def policy() -> Literal["error", "warn", "ignore"]:
+    """Return what to do about drift: `MEGATRON_EXT_DRIFT`, by default `error`.
+
+    Raises:
+        UserError: The variable holds anything else.
+    """
+    value = os.environ.get("MEGATRON_EXT_DRIFT", "error")
+    if value not in {"error", "warn", "ignore"}:
+        raise UserError(f"MEGATRON_EXT_DRIFT is {value!r}; it takes error, warn or ignore")
+    return value  # type: ignore[return-value]
+
+
+def refuses(mismatch: UpstreamMismatch | None) -> bool:
+    """Whether a mismatch stops the patch. A missing target always does."""
+    if mismatch is None:
+        return False
+    return policy() == "error" or mismatch.found.startswith("nothing")
+
+
+def installed_version() -> str:
+    """Return the version of the Megatron that is imported, or of the installed distribution."""
+    info = sys.modules.get("megatron.core.package_info")
+    if info is not None:
+        return str(info.__version__)
+    from importlib import metadata
+
+    try:
+        return metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        return "(none)"
+
+
+def missing(target: str, detail: str) -> UpstreamMismatch:
+    """Return the mismatch of a target that does not exist."""
+    return _mismatch(target, "this name", f"nothing ({detail})")
+
+
+def compare(target: str, original: Any) -> UpstreamMismatch | None:
+    """Compare a target with the pin.
+
+    Args:
+        target: `module:attribute.path`.
+        original: The object found there.
+
+    Returns:
+        What differs, or None. Targets without a fingerprint (torch's, constants) have no drift.
+    """
+    pin = _load()["targets"].get(target)
+    if pin is None or _same_file(target.partition(":")[0]):
+        return None
+    found = fingerprint(original)
+    if found is None:
+        return _mismatch(target, f"a function {pin['signature']}", f"{type(original).__name__}")
+    if found["sha256"] == pin["sha256"]:
+        return None
+    if found["signature"] != pin["signature"]:
+        return _mismatch(target, f"signature {pin['signature']}", f"{found['signature']}")
+    return _mismatch(
+        target, f"source {pin['sha256'][:12]}", f"source {found['sha256'][:12]} (edited)"
+    )
+
+
+def _mismatch(target: str, expected: str, found: str) -> UpstreamMismatch:
+    return UpstreamMismatch(
+        target,
+        expected=expected,
+        found=found,
+        installed=installed_version(),
+        supported=SUPPORTED,
+    )
+
+
+def fingerprint(obj: Any) -> dict[str, str] | None:
+    """Return the hash of an object's normalised source and its signature; None without source."""
+    plain = inspect.unwrap(getattr(obj, "__func__", obj))
+    try:
+        source = inspect.getsource(plain)
+    except (TypeError, OSError):
+        return None
+    try:
+        signature = re.sub(r" at 0x[0-9a-f]+", "", str(inspect.signature(plain)))
+    except (TypeError, ValueError):
+        signature = ""
+    tokens = "\0".join(_tokens(source))
+    return {"sha256": hashlib.sha256(tokens.encode()).hexdigest(), "signature": signature}
+
+
+def _tokens(source: str) -> list[str]:
+    """Return the strings of the tokens that carry meaning, equal on every Python.
+
+    Token types are numbered differently from one Python to the next, and an f-string is one token
+    up to 3.11 and a run of them afterwards, so only strings are kept and runs are joined again.
+    """
+    lines = source.splitlines(keepends=True)
+    strings: list[str] = []
+    start: tuple[int, int] | None = None
+    depth = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if _FSTRING_START is not None and token.type == _FSTRING_START:
+            start = token.start if depth == 0 else start
+            depth += 1
+        elif depth and token.type == _FSTRING_END:
+            depth -= 1
+            if depth == 0 and start is not None:
+                strings.append(_slice(lines, start, token.end))
+        elif depth == 0 and token.type not in _LAYOUT:
+            strings.append(token.string)
+    return _without_docstring(strings)
+
+
+def _slice(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
+    if start[0] == end[0]:
+        return lines[start[0] - 1][start[1] : end[1]]
+    first = lines[start[0] - 1][start[1] :]
+    middle = lines[start[0] : end[0] - 1]
+    return "".join([first, *middle, lines[end[0] - 1][: end[1]]])
+
+
+def _without_docstring(strings: list[str]) -> list[str]:
+    """Drop the string literal that follows the header's colon (the one outside brackets)."""
+    depth = 0
+    for index, string in enumerate(strings[:-1]):
+        if string in {"(", "[", "{"}:
+            depth += 1
+        elif string in {")", "]", "}"}:
+            depth -= 1
+        elif string == ":" and depth == 0:
+            following = strings[index + 1]
+            if following.lstrip("rRuU")[:3] in {'"""', "'''"}:
+                return strings[: index + 1] + strings[index + 2 :]
+            return strings
+    return strings
+
+
+@lru_cache(maxsize=1)
+def _load() -> dict[str, Any]:
+    if not _FILE.exists():
+        return {"version": None, "files": {}, "targets": {}}
+    return json.loads(_FILE.read_text())  # type: ignore[no-any-return]
+
+
+@cache
+def _file_hash(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def _same_file(module_name: str) -> bool:
+    path = getattr(sys.modules.get(module_name), "__file__", None)
+    pinned = _load()["files"].get(module_name)
+    return path is not None and pinned is not None and _file_hash(path) == pinned
+
+
+def collect(originals: dict[str, Any]) -> dict[str, Any]:
+    """Fingerprint targets of the pinned Megatron, in the form of `fingerprints.json`.
+
+    Args:
+        originals: Original object by target.
+    """
+    targets = {}
+    for target, original in sorted(originals.items()):
+        found = fingerprint(original) if target.startswith("megatron.") else None
+        if found is not None:
+            targets[target] = found
+    modules = sorted({target.partition(":")[0] for target in targets})
+    files = {name: _file_hash(str(sys.modules[name].__file__)) for name in modules}
+    return {"version": installed_version(), "files": files, "targets": targets}
+
+
+def write(fingerprints: dict[str, Any]) -> Path:
+    """Write `fingerprints.json` and return its path."""
+    _FILE.write_text(json.dumps(fingerprints, indent=1, sort_keys=True) + "\n")
+    _load.cache_clear()
+    return _FILE

@@ -1,0 +1,96 @@
+"""How the patches are shown: as text, as Markdown for the documentation, and as a check."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections import Counter
+from collections.abc import Iterable
+
+from megatron_ext.patches.registry import REGISTRY, Row
+
+__all__ = ["import_targets", "markdown_table", "problems", "text_table"]
+
+_LOG = logging.getLogger(__name__)
+
+
+def import_targets() -> list[str]:
+    """Import every module that has patches, so that their state can be looked at.
+
+    Returns:
+        The modules that are not there: `megatron.training` without a Megatron-LM tree, for example.
+    """
+    absent = []
+    importlib.import_module("megatron.core")
+    for name in REGISTRY.modules():
+        if name in sys.modules:
+            continue
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            _LOG.debug("%s cannot be imported: %s", name, error)
+            absent.append(name)
+    return absent
+
+
+def _status(row: Row) -> str:
+    words: list[str] = [row.state]
+    if row.state == "installed":
+        words.append("active" if row.active else "idle")
+        words.append("intact" if row.intact else "OVERWRITTEN")
+    if row.drift:
+        words.append(f"DRIFT: {row.drift}")
+    return ", ".join(words)
+
+
+def _is_redirect(row: Row) -> bool:
+    return row.target.startswith("torch")
+
+
+def text_table(rows: Iterable[Row], *, redirects: bool = False) -> str:
+    """Return the patches as text, grouped by feature.
+
+    Args:
+        rows: From `Registry.rows()`.
+        redirects: Whether to list each name that a device redirects in torch, or only their number.
+    """
+    listed = list(rows)
+    lines: list[str] = []
+    for feature in sorted({row.feature for row in listed}):
+        lines.append(f"{feature}:")
+        mine = [row for row in listed if row.feature == feature]
+        hidden = [row for row in mine if _is_redirect(row) and not redirects]
+        for row in mine:
+            if row in hidden:
+                continue
+            lines.append(f"  {row.id}  [{row.kind}, order {row.order}; {_status(row)}]")
+            lines.append(f"      {row.target}")
+            lines.append(f"      {row.reason}")
+        if hidden:
+            states = Counter(_status(row) for row in hidden)
+            summary = "; ".join(f"{count} {state}" for state, count in states.items())
+            lines.append(f"  {len(hidden)} names of torch redirected ({summary}); --all lists them")
+    return "\n".join(lines)
+
+
+def markdown_table(rows: Iterable[Row]) -> str:
+    """Return the patches on Megatron as a Markdown table that depends on the code alone."""
+    lines = ["| patch | target | kind | reason |", "|---|---|---|---|"]
+    lines += [
+        f"| `{row.id}` | `{row.target}` | {row.kind} | {row.reason} |"
+        for row in rows
+        if not _is_redirect(row)
+    ]
+    return "\n".join(lines)
+
+
+def problems(rows: Iterable[Row]) -> list[str]:
+    """Return one line for each patch that drifted, is refused or was overwritten by others."""
+    found = []
+    for row in rows:
+        if row.drift:
+            found.append(f"{row.id}: {row.target} differs from the pin: {row.drift}")
+        elif not row.intact:
+            found.append(f"{row.id}: {row.target} was overwritten by other code after patching")
+    return found

@@ -1,0 +1,447 @@
+"""The patch registry: every change that this package makes to another package, in one place.
+
+A `Patch` says what is changed, why and when. The registry installs patches right after the patched
+module was first executed, before anybody could copy the name (`from x import y`), so that no alias
+of the original survives. Two mechanisms, chosen by `Patch.kind`:
+
+* `wrap` and `replace` put exactly one `PatchPoint` (a wrapt proxy) on a function or method. At each
+  call it builds the chain of the patches that are active *now*: at most one replacement, innermost,
+  and the wraps around it by `(order, id)`. No active patch: the original runs.
+* `set` assigns a value once. It is for constants and for functions too hot for a proxy.
+
+`deactivate()` puts every original back, in its own module and in every module that had copied the
+name meanwhile. What it cannot reach (default arguments, closures, partials) still acts like the
+original, because a patch point asks the registry at each call whether it is active.
+
+The technique (post-import hooks, transparent proxies) is wrapt's; see its documentation on monkey
+patching for the background.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Any, Literal
+
+import wrapt
+
+from megatron_ext.errors import PatchConflict, UpstreamMismatch
+from megatron_ext.patches import drift
+from megatron_ext.patches.aliases import replace_aliases
+
+__all__ = ["REGISTRY", "Patch", "PatchPoint", "Registry", "Row", "always"]
+
+_LOG = logging.getLogger(__name__)
+_MISSING = object()
+
+
+def always() -> bool:
+    """Return True: the `when` of a patch that acts whenever the registry is active."""
+    return True
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to one attribute of another package."""
+
+    id: str
+    """Unique name, `area.what`."""
+    target: str
+    """`module:attribute.path`; attributes of classes are allowed."""
+    reason: str
+    """One sentence: what goes wrong, or is missing, without this patch."""
+    fn: Callable[..., Any]
+    """wrap, replace: `fn(next, instance, args, kwargs)`, where `next(*args, **kwargs)` goes on with
+    the chain (already bound to `instance` for methods). set: `fn(original)`, called once when
+    installed, returns the new value (original is None with `creates`)."""
+    kind: Literal["wrap", "replace", "set"] = "wrap"
+    when: Callable[[], bool] = always
+    """wrap, replace: asked at each call. set: asked once, when the target's module is there."""
+    order: int = 0
+    """Place among the wraps of a target: lower is further out."""
+    feature: str = "core"
+    """What the patch belongs to, for listings."""
+    conflicts: tuple[str, ...] = ()
+    """Ids that may not be active together with this patch."""
+    requires: tuple[str, ...] = ()
+    """Ids that have to be registered too."""
+    creates: bool = False
+    """set: the name does not exist upstream (and the reason says why it has to)."""
+
+    @property
+    def module(self) -> str:
+        """Name of the module that defines the target."""
+        return self.target.partition(":")[0]
+
+    @property
+    def path(self) -> str:
+        """Path of the attribute inside the module."""
+        return self.target.partition(":")[2]
+
+
+class PatchPoint(wrapt.FunctionWrapper):  # type: ignore[type-arg]
+    """A proxy that survives copy, deepcopy and pickle.
+
+    Megatron deep-copies configurations that hold function references and pickles partials; stock
+    wrapt proxies refuse both. A copy of a patch point is the point itself, and it pickles by name
+    like the function that it stands for.
+    """
+
+    def __copy__(self) -> PatchPoint:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PatchPoint:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> str:
+        return str(self.__wrapped__.__qualname__)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The state of one patch, as `megatron-ext patches list` shows it."""
+
+    id: str
+    target: str
+    kind: str
+    feature: str
+    order: int
+    state: Literal["pending", "installed", "skipped", "refused", "off"]
+    intact: bool
+    active: bool
+    drift: str
+    reason: str
+
+
+@dataclass
+class _Site:
+    """One target: its patches and, once installed, what was there and what is there now."""
+
+    target: str
+    patches: list[Patch] = field(default_factory=list)
+    parent: Any = None
+    attribute: str = ""
+    original: Any = _MISSING  # what a lookup on the parent gave
+    own: Any = _MISSING  # what the parent itself held (a class may have inherited the original)
+    installed: Any = _MISSING
+    mismatch: UpstreamMismatch | None = None
+
+    @property
+    def is_installed(self) -> bool:
+        return self.installed is not _MISSING
+
+    @property
+    def first(self) -> Patch:
+        return self.patches[0]
+
+    def intact(self) -> bool:
+        """Whether the target still is what was installed, possibly wrapped further by others."""
+        if not self.is_installed:
+            return True
+        current = vars(self.parent).get(self.attribute, _MISSING)
+        if current is self.installed:
+            return True
+        if not isinstance(self.installed, PatchPoint):
+            return False
+        return bool(wrapt.is_wrapped_by(current, self.installed))
+
+    def put(self, value: Any) -> None:
+        setattr(self.parent, self.attribute, value)
+        self.installed = value
+
+    def restore(self) -> None:
+        """Put the original back, unless somebody else has replaced the attribute since."""
+        if isinstance(self.installed, PatchPoint):
+            wrapt.unwrap_object(self.parent, self.attribute, self.installed, missing_ok=True)
+        elif self.intact():
+            if self.own is _MISSING:
+                delattr(self.parent, self.attribute)
+            else:
+                setattr(self.parent, self.attribute, self.own)
+        self.installed = _MISSING
+
+
+class Registry:
+    """All patches of a process; use the module's `REGISTRY`."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self._sites: dict[str, _Site] = {}
+        self._ids: dict[str, Patch] = {}
+        self._hooked: set[str] = set()
+
+    # -- registering and switching ---------------------------------------------------------------
+
+    def register(self, patches: Iterable[Patch]) -> None:
+        """Add patches; where the registry is active they are armed at once.
+
+        Raises:
+            ValueError: An id is taken, a `requires` is unknown, or a `set` shares its target.
+        """
+        new = list(patches)
+        for patch in new:
+            self._add(patch)
+        for patch in new:
+            unknown = [i for i in (*patch.requires, *patch.conflicts) if i not in self._ids]
+            if unknown:
+                raise ValueError(f"patch {patch.id} names unknown patches {unknown}")
+        if self.active:
+            self._arm({patch.module for patch in new})
+
+    def _add(self, patch: Patch) -> None:
+        if patch.id in self._ids:
+            raise ValueError(f"patch id {patch.id} is taken by {self._ids[patch.id].target}")
+        site = self._sites.setdefault(patch.target, _Site(patch.target))
+        if site.patches and "set" in {patch.kind, site.first.kind}:
+            raise ValueError(
+                f"{patch.target}: a 'set' patch needs the target to itself, but it has "
+                f"{site.first.id} and {patch.id}"
+            )
+        self._ids[patch.id] = patch
+        site.patches.append(patch)
+
+    def remove(self, ids: Iterable[str]) -> None:
+        """Undo and forget patches (a device that is changed, a test that ends)."""
+        doomed = set(ids)
+        sites = [s for s in self._sites.values() if any(p.id in doomed for p in s.patches)]
+        self._uninstall(sites)
+        for site in sites:
+            site.patches = [p for p in site.patches if p.id not in doomed]
+            if not site.patches:
+                del self._sites[site.target]
+        for patch_id in doomed:
+            self._ids.pop(patch_id, None)
+        if self.active:
+            self._arm({site.first.module for site in sites if site.patches})
+
+    def activate(self) -> None:
+        """Arm every registered patch; modules already imported are patched now. Idempotent."""
+        if not self.active:
+            self.active = True
+            self._arm({patch.module for patch in self._ids.values()})
+
+    def deactivate(self) -> None:
+        """Restore every original, aliases included; patches stay registered. Idempotent."""
+        self.active = False
+        self._uninstall(self._sites.values())
+
+    @contextmanager
+    def deactivated(self) -> Iterator[None]:
+        """Run a block with every original in place."""
+        was_active = self.active
+        self.deactivate()
+        try:
+            yield
+        finally:
+            if was_active:
+                self.activate()
+
+    # -- installing ------------------------------------------------------------------------------
+
+    def _arm(self, modules: set[str]) -> None:
+        """Install into the modules that are loaded and hook the others' import."""
+        loaded = {name for name in modules if _is_loaded(name)}
+        self._install(loaded, late=True)
+        for name in modules - loaded - self._hooked:
+            self._hooked.add(name)
+            wrapt.register_post_import_hook(partial(self._imported, name), name)
+
+    def _imported(self, name: str, _module: ModuleType) -> None:
+        self._hooked.discard(name)
+        if self.active:
+            self._install({name}, late=False)
+
+    def _install(self, modules: set[str], *, late: bool) -> None:
+        """Install all sites of some loaded modules; when late, mend copies of the names as well."""
+        swapped: list[tuple[Any, Any]] = []
+        for site in self._sites.values():
+            wanted = site.first.module in modules and not site.is_installed
+            if wanted and self._install_site(site) and callable(site.original):
+                swapped.append((site.original, site.installed))
+        if not late or not swapped:
+            return
+        count = replace_aliases(swapped)
+        megatron = sorted(m for m in modules if m.startswith("megatron."))
+        if megatron:
+            _LOG.warning(
+                "%s imported before megatron_ext: %d copied names mended; copies in closures, "
+                "partials and default arguments cannot be. Put `import megatron_ext` first.",
+                "1 module was" if len(megatron) == 1 else f"{len(megatron)} modules were",
+                count,
+            )
+
+    def _install_site(self, site: _Site) -> bool:
+        """Install one site; a mismatch is kept for `raise_mismatches`: imports must not fail."""
+        site.mismatch = None
+        try:
+            self._resolve(site)
+        except UpstreamMismatch as error:
+            site.mismatch = error
+            _LOG.debug("patch target is not as expected: %s", error)
+            return False
+        if site.first.kind == "set":
+            if not site.first.when() or drift.refuses(site.mismatch):
+                return False
+            site.put(site.first.fn(None if site.original is _MISSING else site.original))
+        else:
+            site.put(
+                PatchPoint(site.own, partial(self._dispatch, site), enabled=lambda: self.active)
+            )
+        return True
+
+    def _resolve(self, site: _Site) -> None:
+        """Find the target and compare it with the pin.
+
+        Raises:
+            UpstreamMismatch: The target does not exist.
+        """
+        module = sys.modules[site.first.module]
+        try:
+            if site.first.creates:
+                prefix, _, site.attribute = site.first.path.rpartition(".")
+                site.parent = wrapt.resolve_path(module, prefix)[2] if prefix else module
+                site.original = _MISSING
+            else:
+                site.parent, site.attribute, site.original = wrapt.resolve_path(
+                    module, site.first.path
+                )
+        except AttributeError as error:
+            raise drift.missing(site.target, str(error)) from error
+        site.own = vars(site.parent).get(site.attribute, _MISSING)
+        if site.first.kind != "set" and site.own is _MISSING:
+            site.own = site.original
+        site.mismatch = drift.compare(site.target, site.original)
+        if site.mismatch is not None and drift.policy() == "warn":
+            _LOG.warning("%s", site.mismatch)
+
+    def _uninstall(self, sites: Iterable[_Site]) -> None:
+        swapped: list[tuple[Any, Any]] = []
+        for site in sites:
+            if site.is_installed:
+                if callable(site.original):
+                    swapped.append((site.installed, site.original))
+                site.restore()
+        replace_aliases(swapped)
+
+    # -- calling ---------------------------------------------------------------------------------
+
+    def _dispatch(
+        self,
+        site: _Site,
+        wrapped: Callable[..., Any],
+        instance: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run one call of a patch point through the patches that are active now."""
+        active = [patch for patch in site.patches if patch.when()]
+        if not active:
+            return wrapped(*args, **kwargs)
+        if drift.refuses(site.mismatch):
+            raise site.mismatch  # type: ignore[misc]
+        if len(active) > 1:
+            _check_conflicts(site.target, active)
+            active.sort(key=lambda patch: (patch.kind == "replace", patch.order, patch.id))
+        call = wrapped
+        for patch in reversed(active):
+            call = partial(_step, patch.fn, call, instance)
+        return call(*args, **kwargs)
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    def rows(self) -> list[Row]:
+        """Return the state of every patch, by feature and id."""
+        rows = [self._row(patch) for patch in self._ids.values()]
+        return sorted(rows, key=lambda row: (row.feature, row.id))
+
+    def _row(self, patch: Patch) -> Row:
+        site = self._sites[patch.target]
+        loaded = _is_loaded(patch.module)
+        wanted = bool(patch.when()) if loaded else False
+        if not self.active:
+            state = "off"
+        elif not loaded:
+            state = "pending"
+        elif site.is_installed:
+            state = "installed"
+        else:
+            state = "refused" if site.mismatch is not None else "skipped"
+        return Row(
+            id=patch.id,
+            target=patch.target,
+            kind=patch.kind,
+            feature=patch.feature,
+            order=patch.order,
+            state=state,  # type: ignore[arg-type]
+            intact=site.intact(),
+            active=self.active and wanted and site.is_installed,
+            drift="" if site.mismatch is None else f"{site.mismatch.found}",
+            reason=patch.reason,
+        )
+
+    def mismatches(self) -> list[UpstreamMismatch]:
+        """Return what differs from the pin at the targets of patches that would act now."""
+        return [
+            site.mismatch
+            for site in self._sites.values()
+            if site.mismatch is not None and any(patch.when() for patch in site.patches)
+        ]
+
+    def raise_mismatches(self) -> None:
+        """Refuse to start a run on a Megatron that active patches were not written for.
+
+        Raises:
+            UpstreamMismatch: The first of `mismatches()`, unless `MEGATRON_EXT_DRIFT` allows it.
+        """
+        for mismatch in self.mismatches():
+            if drift.refuses(mismatch):
+                raise mismatch
+
+    def originals(self) -> dict[str, Any]:
+        """Return the original object of every installed target, for tests and for debugging."""
+        return {t: s.original for t, s in self._sites.items() if s.is_installed}
+
+    def modules(self) -> list[str]:
+        """Return the names of all patched modules, sorted."""
+        return sorted({patch.module for patch in self._ids.values()})
+
+    def targets(self) -> list[str]:
+        """Return all targets that exist upstream, sorted."""
+        return sorted(t for t, site in self._sites.items() if not site.first.creates)
+
+
+def _step(
+    fn: Callable[..., Any], call: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
+) -> Any:
+    return fn(call, instance, args, kwargs)
+
+
+def _is_loaded(name: str) -> bool:
+    """Whether a module is imported to its end (one being executed gets its post-import hook)."""
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    return module is not None and not getattr(spec, "_initializing", False)
+
+
+def _check_conflicts(target: str, active: list[Patch]) -> None:
+    replacements = [patch.id for patch in active if patch.kind == "replace"]
+    if len(replacements) > 1:
+        raise PatchConflict(
+            f"{target} has {len(replacements)} active replacements, {', '.join(replacements)}; at "
+            f"most one may be: switch all but one of these features off"
+        )
+    ids = {patch.id for patch in active}
+    for patch in active:
+        for other in ids.intersection(patch.conflicts):
+            raise PatchConflict(
+                f"{target}: {patch.id} cannot be active together with {other}; switch one off"
+            )
+
+
+REGISTRY = Registry()
+"""The patches of this process."""
