@@ -1,0 +1,25 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def megatron_lm_path() -> Path:
+    """A Megatron-LM tree at the pinned tag; tests that need one are skipped without."""
+    path = os.environ.get("MEGATRON_LM_PATH")
+    if not path:
+        pytest.skip(
+            "needs a Megatron-LM tree: set MEGATRON_LM_PATH to a checkout of the pinned tag"
+        )
+    return Path(path)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep tests away from the user's cache (a fetched tree there would change what runs)."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

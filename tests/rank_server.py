@@ -1,0 +1,218 @@
+"""A process that has torch and Megatron imported already and forks ranks of tests from there.
+
+Importing them takes ten seconds for each rank; forking takes milliseconds. Started by
+`tests.ranks`, one server for each device. Requests and answers are pickles, length first, on stdin
+and stdout; the ranks' own output goes to log files. The server stays single-threaded, so forking it
+is safe. When its stdin closes it kills what it started and ends; a rank dies with the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_S = 5.0
+
+
+@dataclass
+class Request:
+    """One run: a module-level function, called on every rank."""
+
+    module: str
+    function: str
+    args: tuple[Any, ...]
+    num_ranks: int
+    timeout_s: float
+    directory: str
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Answer:
+    """How a run ended, by rank; -n is death by signal n, None a rank that had to be stopped."""
+
+    exit_codes: list[int | None]
+    first_failed: int | None
+    timed_out: bool
+
+
+def send(stream: BinaryIO, message: object) -> None:
+    """Write one length-prefixed pickle."""
+    data = pickle.dumps(message)
+    stream.write(struct.pack("<Q", len(data)) + data)
+    stream.flush()
+
+
+def receive(stream: BinaryIO) -> Any:
+    """Read one length-prefixed pickle; EOFError where the other side is gone."""
+    header = stream.read(8)
+    if len(header) < 8:
+        raise EOFError
+    return pickle.loads(stream.read(struct.unpack("<Q", header)[0]))
+
+
+def preload() -> None:
+    """Import what every rank needs."""
+    import pytest  # noqa: F401
+    import torch  # noqa: F401
+
+    import megatron_ext  # noqa: F401  (arms the patches first)
+
+    for name in ("megatron.core", "megatron.core.models.gpt", "megatron.core.pipeline_parallel"):
+        importlib.import_module(name)
+    if os.environ.get("MEGATRON_LM_PATH"):
+        importlib.import_module("megatron.training.training")
+
+
+def _die_with_parent(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _use_file_store(path: str, rank: int, num_ranks: int) -> None:
+    """Serve `env://` rendezvous from files: no ports, so nothing to collide with."""
+    from torch.distributed import FileStore
+
+    # The package binds the function `rendezvous` over its submodule of the same name.
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    count = 0
+
+    def handler(url: str, timeout: Any = None, **kwargs: Any) -> Iterator[Any]:
+        nonlocal count
+        count += 1
+        store = FileStore(f"{path}.{count}", num_ranks)
+        if timeout is not None:
+            store.set_timeout(timeout)
+        yield store, rank, num_ranks
+
+    handlers["env"] = handler
+
+
+def _rank_main(request: Request, rank: int, parent: int) -> None:
+    """Become one rank: never returns."""
+    _die_with_parent(parent)
+    directory = Path(request.directory)
+    log = os.open(directory / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, destination in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, destination)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    # Hangs are told by their stacks: the server sends SIGUSR1 before it kills.
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    n = str(request.num_ranks)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=n, LOCAL_WORLD_SIZE=n,
+        GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
+    )  # fmt: skip
+    os.environ.update(request.env)
+    os.chdir(directory)
+    code = 1
+    try:
+        _use_file_store(str(directory / "store"), rank, request.num_ranks)
+        function: Any = importlib.import_module(request.module)
+        for name in request.function.split("."):
+            function = getattr(function, name)
+        value = function(*request.args)
+        (directory / f"rank{rank}.value").write_bytes(pickle.dumps(value))
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(Exception):
+        from torch import distributed
+
+        if code == 0 and distributed.is_initialized():
+            distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class _Run:
+    """The ranks of one request while they run."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.exit_codes: dict[int, int] = {}
+        self.first_failed: int | None = None
+        self.deadline = time.monotonic() + request.timeout_s
+        self.timed_out = False
+        parent = os.getpid()
+        self.pids: dict[int, int] = {}  # pidfd -> rank
+        self.pid_of: dict[int, int] = {}
+        for rank in range(request.num_ranks):
+            pid = os.fork()
+            if pid == 0:
+                _rank_main(request, rank, parent)
+            self.pids[os.pidfd_open(pid)] = rank
+            self.pid_of[rank] = pid
+
+    def wait(self, stdin: int) -> Answer:
+        """Wait for all ranks; the first failure shortens the deadline of the others."""
+        while self.pids:
+            left = max(0.0, self.deadline - time.monotonic())
+            readable, _, _ = select.select([stdin, *self.pids], [], [], left)
+            if stdin in readable or not readable:
+                self.timed_out = not readable and self.first_failed is None
+                self._kill()
+                break
+            for pidfd in readable:
+                self._reap(pidfd)
+        codes = [self.exit_codes.get(rank) for rank in range(self.request.num_ranks)]
+        return Answer(codes, self.first_failed, self.timed_out)
+
+    def _reap(self, pidfd: int) -> None:
+        rank = self.pids.pop(pidfd)
+        os.close(pidfd)
+        status = os.waitpid(self.pid_of.pop(rank), 0)[1]
+        code = os.waitstatus_to_exitcode(status)
+        self.exit_codes[rank] = code
+        if code != 0 and self.first_failed is None:
+            self.first_failed = rank
+            self.deadline = min(self.deadline, time.monotonic() + _GRACE_S)
+
+    def _kill(self) -> None:
+        for number in (signal.SIGUSR1, signal.SIGKILL):
+            for pidfd in self.pids:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, number)
+            time.sleep(0.3 if number == signal.SIGUSR1 else 0)
+        for pidfd, rank in self.pids.items():
+            os.close(pidfd)
+            os.waitpid(self.pid_of[rank], 0)
+        self.pids.clear()
+
+
+def main() -> None:
+    """Serve requests until stdin closes."""
+    # Requests come on a private descriptor, so that nothing the ranks print can spoil the protocol.
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    preload()
+    send(answers, "ready")
+    while True:
+        try:
+            request = receive(requests)
+        except EOFError:
+            return
+        send(answers, _Run(request).wait(requests.fileno()))

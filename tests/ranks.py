@@ -1,0 +1,222 @@
+"""Runs a function, or a training script, on several real ranks (processes, gloo) of this machine.
+
+    def add(x):                      # module level: ranks find it by name
+        ...torch.distributed...
+    assert run_ranks(4, add, 1) == [10, 10, 10, 10]
+
+Ranks are forked from a server that has torch and Megatron imported (`tests.rank_server`), so a run
+costs as little as a unit test. A rank that fails ends the run: the error shows the first failing
+rank and the end of its log. A run that lasts too long is killed and shows where each rank stood.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.rank_server import Answer, Request, receive, send
+
+_ROOT = Path(__file__).resolve().parent.parent
+_TAIL_LINES = 50
+_BASE_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCHDYNAMO_DISABLE": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+class RanksFailed(AssertionError):
+    """A run whose ranks did not all end well."""
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """A finished run; lists are by rank."""
+
+    exit_codes: list[int | None]
+    logs: list[str]
+    values: list[Any]
+    first_failed: int | None
+    timed_out: bool
+
+    def describe(self) -> str:
+        """Say which rank failed first, and how its log ends."""
+        if self.timed_out:
+            tails = (f"rank {r}:\n{_tail(log)}" for r, log in enumerate(self.logs))
+            return "the ranks did not end in time\n" + "\n".join(tails)
+        rank = self.first_failed or 0
+        return (
+            f"rank {rank} failed first (exit code {self.exit_codes[rank]}; all: "
+            f"{self.exit_codes})\n{_tail(self.logs[rank])}"
+        )
+
+
+def _tail(log: str) -> str:
+    return "\n".join(log.splitlines()[-_TAIL_LINES:])
+
+
+class _Server:
+    """A running `tests.rank_server` for one device."""
+
+    def __init__(self, device: str) -> None:
+        env = {**os.environ, **_BASE_ENV, "MEGATRON_EXT_DEVICE": device}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), env.get("PYTHONPATH")]))
+        env.update(_device_env(device))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from tests.rank_server import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+            cwd=_ROOT,
+        )
+        try:
+            assert receive(self.process.stdout) == "ready"
+        except EOFError:
+            raise RanksFailed(f"the rank server for {device} did not start; see stderr") from None
+
+    def run(self, request: Request) -> Answer:
+        send(self.process.stdin, request)
+        try:
+            return receive(self.process.stdout)
+        except EOFError:
+            raise RanksFailed("the rank server died; see stderr") from None
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def _device_env(device: str) -> dict[str, str]:
+    if device != "musa":
+        return {}
+    from tests.fake_musa.build import environment
+
+    return environment()
+
+
+_servers: dict[str, _Server] = {}
+
+
+def _server(device: str) -> _Server:
+    server = _servers.get(device)
+    if server is None or server.process.poll() is not None:
+        server = _servers[device] = _Server(device)
+        atexit.register(server.close)
+    return server
+
+
+def start_ranks(
+    num_ranks: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 120,
+    env: Mapping[str, str] | None = None,
+    device: str = "cpu",
+) -> RankRun:
+    """Run `fn(*args)` on every rank and return how it ended, failed or not."""
+    with tempfile.TemporaryDirectory(prefix="megatron_ext_ranks_") as directory:
+        request = Request(
+            module=fn.__module__,
+            function=fn.__qualname__,
+            args=args,
+            num_ranks=num_ranks,
+            timeout_s=timeout_s,
+            directory=directory,
+            env=dict(env or {}),
+        )
+        answer = _server(device).run(request)
+        base = Path(directory)
+        logs = [(base / f"rank{r}.log").read_text(errors="replace") for r in range(num_ranks)]
+        values = [_value(base / f"rank{r}.value") for r in range(num_ranks)]
+    return RankRun(answer.exit_codes, logs, values, answer.first_failed, answer.timed_out)
+
+
+def _value(path: Path) -> Any:
+    return pickle.loads(path.read_bytes()) if path.exists() else None
+
+
+def run_ranks(
+    num_ranks: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 120,
+    env: Mapping[str, str] | None = None,
+    device: str = "cpu",
+) -> list[Any]:
+    """Run `fn(*args)` on every rank and return what it returned, by rank.
+
+    Raises:
+        RanksFailed: A rank failed or the run lasted longer than `timeout_s`.
+    """
+    run = start_ranks(num_ranks, fn, *args, timeout_s=timeout_s, env=env, device=device)
+    if any(code != 0 for code in run.exit_codes):
+        raise RanksFailed(run.describe())
+    return run.values
+
+
+def _run_script(script: str, argv: Sequence[str], embedded: bool) -> None:
+    from megatron_ext import runner
+
+    code = runner.run(script, argv, embedded=embedded)
+    if code:
+        raise SystemExit(code)
+
+
+def start_script(
+    num_ranks: int,
+    script: str,
+    argv: Sequence[str],
+    *,
+    embedded: bool = False,
+    timeout_s: float = 120,
+    env: Mapping[str, str] | None = None,
+    device: str = "cpu",
+) -> RankRun:
+    """Run a training script as `python -m megatron_ext` does; return how it ended."""
+    return start_ranks(
+        num_ranks,
+        _run_script,
+        script,
+        list(argv),
+        embedded,
+        timeout_s=timeout_s,
+        env=env,
+        device=device,
+    )
+
+
+def run_script(num_ranks: int, script: str, argv: Sequence[str], **options: Any) -> list[str]:
+    """Run a training script on every rank and return what each printed.
+
+    Raises:
+        RanksFailed: A rank failed or the run lasted too long.
+    """
+    run = start_script(num_ranks, script, argv, **options)
+    if any(code != 0 for code in run.exit_codes):
+        raise RanksFailed(run.describe())
+    return run.logs
+
+
+def losses(logs: Sequence[str] | str, name: str = "lm loss") -> list[float]:
+    """Return the training losses that a run logged, in order (they stand in the last rank's
+    log)."""
+    text = logs if isinstance(logs, str) else "\n".join(logs)
+    return [
+        float(value)
+        for value in re.findall(rf"iteration\s+\d+/.*?\| {re.escape(name)}: ([-+.\dE]+|nan)", text)
+    ]

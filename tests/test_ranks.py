@@ -1,0 +1,70 @@
+"""The multi-rank harness itself: results, errors, time-outs, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from tests.ranks import RanksFailed, losses, run_ranks, start_ranks
+
+
+def _sum_of_ranks(offset: int) -> int:
+    import torch
+    from torch import distributed
+
+    distributed.init_process_group("gloo")
+    value = torch.tensor(distributed.get_rank() + offset)
+    distributed.all_reduce(value)
+    return int(value)
+
+
+def _fail_on(rank: int) -> None:
+    if int(os.environ["RANK"]) == rank:
+        raise RuntimeError("this rank fails on purpose")
+    time.sleep(60)
+
+
+def _sleep_on(rank: int) -> None:
+    if int(os.environ["RANK"]) == rank:
+        time.sleep(60)
+
+
+def _exit_with(code: int) -> None:
+    raise SystemExit(code)
+
+
+def _environment(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def test_every_rank_returns_its_value() -> None:
+    assert run_ranks(4, _sum_of_ranks, 1) == [10, 10, 10, 10]
+
+
+def test_the_first_failing_rank_is_named_and_the_others_are_stopped() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RanksFailed, match=r"(?s)rank 1 failed first.*this rank fails on purpose"):
+        run_ranks(3, _fail_on, 1)
+    assert time.monotonic() - begin < 50
+
+
+def test_a_hang_is_ended_and_shows_where_the_rank_stood() -> None:
+    run = start_ranks(2, _sleep_on, 1, timeout_s=2)
+    assert run.timed_out
+    assert run.exit_codes == [0, None]
+    assert "_sleep_on" in run.logs[1]
+
+
+def test_exit_codes_are_kept() -> None:
+    assert start_ranks(2, _exit_with, 2).exit_codes == [2, 2]
+
+
+def test_environment_reaches_the_ranks() -> None:
+    assert run_ranks(1, _environment, "WORLD_SIZE", env={"WORLD_SIZE": "7"}) == ["7"]
+
+
+def test_losses_are_read_from_upstreams_log_line() -> None:
+    line = " iteration       10/      20 | learning rate: 1.0E-03 | lm loss: 5.545E+00 | x: 1 |"
+    assert losses([line, line.replace("5.545E+00", "nan")])[0] == 5.545
