@@ -1,0 +1,21 @@
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace megatron_ext {
+
+/// A failure of the machine, of the operating system or of a peer process: something a caller can
+/// meet at run time without having made a mistake. The Python module turns it into
+/// `megatron_ext.errors.TransportError`. Wrong arguments are `std::invalid_argument` (ValueError)
+/// instead.
+class TransportError : public std::runtime_error {
+  public:
+    using std::runtime_error::runtime_error;
+};
+
+/// Throws TransportError("<what>: <text of error_number> (errno N)"). Pass `errno` saved right
+/// after the failed call: building `what` may change it.
+[[noreturn]] void throw_errno(const std::string& what, int error_number);
+
+}  // namespace megatron_ext

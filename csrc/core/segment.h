@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstddef>
+
+#include "core/unique_fd.h"
+
+namespace megatron_ext {
+
+/// Memory shared between processes: one anonymous file (memfd), mapped once for each Segment
+/// object.
+///
+/// One process create()s it, hands fd() to others (see fd_passing.h), they attach(). There is no
+/// name in /dev/shm or anywhere else, so when the last mapping and descriptor is gone, by whatever
+/// kind of death, the kernel frees the memory; nothing is left to clean up. All pages are allocated
+/// by create(): too little memory is an error there and never a SIGBUS later. The size is sealed:
+/// no process can shrink or grow it.
+///
+/// Ownership: a Segment owns its mapping and its descriptor; pointers into data() die with it.
+/// Objects of different processes (or several of one process) are independent of each other.
+/// Concurrency: members may be called by any thread. The bytes are not synchronised: processes that
+/// share them need atomics or a Doorbell. After fork() parent and child share the mapping.
+class Segment {
+  public:
+    /// A new segment of `size_bytes` zero bytes. Throws std::invalid_argument for 0 or an unusable
+    /// size, and TransportError with the number of bytes if the memory is not there.
+    static Segment create(std::size_t size_bytes);
+
+    /// Maps the segment behind `fd`, which it owns from now on (also if it throws). Throws
+    /// TransportError unless `fd` is a complete, sealed segment of this version of the package.
+    static Segment attach(UniqueFd fd);
+
+    Segment(Segment&& other) noexcept;
+    Segment& operator=(Segment&& other) noexcept;
+    ~Segment();
+
+    /// First byte, aligned to 4096; readable and writable, shared.
+    void* data() const noexcept;
+
+    /// Number of usable bytes at data(), as given to create().
+    std::size_t size_bytes() const noexcept { return size_bytes_; }
+
+    /// The descriptor to hand over; owned by the Segment, close-on-exec.
+    int fd() const noexcept { return fd_.get(); }
+
+  private:
+    Segment(UniqueFd fd, void* mapping, std::size_t size_bytes) noexcept;
+    void unmap() noexcept;
+
+    UniqueFd fd_;
+    void* mapping_ = nullptr;  // header page, then the payload
+    std::size_t size_bytes_ = 0;
+};
+
+}  // namespace megatron_ext

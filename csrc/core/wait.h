@@ -1,0 +1,27 @@
+#pragma once
+
+#include <chrono>
+
+namespace megatron_ext {
+
+/// Every wait of the core is bounded by a point on the monotonic clock, so neither a change of the
+/// wall clock nor repeated interruptions by signals move its end.
+using Clock = std::chrono::steady_clock;
+using Deadline = Clock::time_point;
+inline constexpr Deadline kNever = Deadline::max();
+
+/// Called on the waiting thread between two sleeps, at least every kInterruptPeriod; may throw,
+/// which ends the wait with that exception. The Python module looks for Ctrl-C here. A null pointer
+/// means no check: the wait then sleeps until its event or its deadline.
+using InterruptCheck = void (*)();
+inline constexpr std::chrono::milliseconds kInterruptPeriod{100};
+
+/// The deadline `seconds` from now. Infinity and anything beyond 30 years is kNever.
+/// Throws std::invalid_argument if `seconds` is negative or not a number.
+Deadline deadline_after(double seconds);
+
+/// When one sleep of a longer wait has to end: at `deadline`, or earlier if `check` wants to be
+/// called.
+Deadline end_of_sleep(Deadline deadline, InterruptCheck check);
+
+}  // namespace megatron_ext
