@@ -1,0 +1,48 @@
+"""Access to the native core, which may be absent.
+
+An installation without a working C++ compiler leaves `megatron_ext.transport._C` out. Everything that
+needs it asks here, so that its absence is one error with a remedy and not an ImportError from somewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+
+from megatron_ext.errors import TransportError
+
+__all__ = ["available", "require_native"]
+
+_MODULE = "megatron_ext.transport._C"
+_REMEDY = (
+    "Install a C++17 compiler and the Python headers (Debian: apt-get install g++ python3-dev), then "
+    "reinstall with MEGATRON_EXT_REQUIRE_NATIVE=1 pip install --force-reinstall --no-deps, which fails "
+    "with the compiler's own message if the build does not work"
+)
+
+
+@functools.cache
+def _load() -> ModuleType | ImportError:
+    """The module, or why it cannot be imported (absent, or built for another system)."""
+    try:
+        return importlib.import_module(_MODULE)
+    except ImportError as error:
+        return error
+
+
+def available() -> bool:
+    """Whether the native core can be used; loads it on the first call, never raises."""
+    return isinstance(_load(), ModuleType)
+
+
+def require_native() -> ModuleType:
+    """Return the native core, `megatron_ext.transport._C` (see `_C.pyi` for what it holds).
+
+    Raises:
+        TransportError: It is not installed, or does not load; the message says what to do.
+    """
+    module = _load()
+    if isinstance(module, ImportError):
+        raise TransportError(f"The native module {_MODULE} is not usable: {module}. {_REMEDY}.") from module
+    return module
