@@ -14,7 +14,17 @@ from collections.abc import Callable, Sequence
 from megatron_ext.devices.base import Device, Redirect, Rule
 from megatron_ext.errors import DeviceError
 
-__all__ = ["CHOICES", "Device", "Redirect", "Rule", "current", "requested", "reset", "select"]
+__all__ = [
+    "CHOICES",
+    "Device",
+    "Redirect",
+    "Rule",
+    "current",
+    "on_cuda",
+    "requested",
+    "reset",
+    "select",
+]
 
 CHOICES = ("auto", "cuda", "musa", "cpu")
 """Values of `--device-backend` and `MEGATRON_EXT_DEVICE`."""
@@ -77,6 +87,11 @@ def current() -> Device:
     if _current is None:
         _current = select(requested())
     return _current
+
+
+def on_cuda() -> bool:
+    """Tell whether this process computes on what upstream was written for."""
+    return current().name == "cuda"
 
 
 def reset() -> None:

@@ -183,17 +183,21 @@ def _to(value: Any) -> Callable[[Any], object]:
     return lambda _original: value
 
 
-def _returning(result: Any) -> Callable[[Any], object]:
-    """Make a `Redirect.make` whose function answers `result`, whatever it is asked."""
+def _answering(function: Callable[[], Any]) -> Callable[[Any], object]:
+    """Make a `Redirect.make` whose function ignores which device it is asked about."""
 
-    def make(original: Any) -> object:
+    def make(_original: Any) -> object:
         def answer(*_args: Any, **_kwargs: Any) -> Any:
-            return result
+            return function()
 
-        answer.__name__ = getattr(original, "__name__", "answer")
         return answer
 
     return make
+
+
+def _returning(result: Any) -> Callable[[Any], object]:
+    """Make a `Redirect.make` whose function answers `result`, whatever it is asked."""
+    return _answering(lambda: result)
 
 
 def _namespace() -> Iterable[Redirect]:
@@ -212,20 +216,20 @@ def _namespace() -> Iterable[Redirect]:
         "current_device": _returning(torch.device("cpu")),
         "device": _to(host.DeviceContext),
         "get_device_capability": _returning((8, 0)),
-        "get_device_name": _to(lambda _device=None: host.properties().name),
-        "get_device_properties": _to(host.properties),
+        "get_device_name": _answering(lambda: host.properties().name),
+        "get_device_properties": _answering(host.properties),
         # Streams and events.
         "Event": _to(host.Event),
         "Stream": _to(host.Stream),
         "StreamContext": _to(host.StreamContext),
-        "current_stream": _to(host.current_stream),
-        "default_stream": _to(host.default_stream),
+        "current_stream": _answering(host.current_stream),
+        "default_stream": _answering(host.default_stream),
         "set_stream": _to(host.set_stream),
         "stream": _to(host.StreamContext),
         # Random numbers. torch.manual_seed calls manual_seed_all, which must not call it back.
         "default_generators": _to(host.Generators()),
-        "get_rng_state": _to(_get_rng_state),
-        "get_rng_state_all": _to(lambda: [_get_rng_state()]),
+        "get_rng_state": _answering(torch.default_generator.get_state),
+        "get_rng_state_all": _answering(lambda: [torch.default_generator.get_state()]),
         "initial_seed": _to(torch.default_generator.initial_seed),
         "manual_seed": _to(lambda seed: torch.default_generator.manual_seed(int(seed))),
         "manual_seed_all": _returning(None),
@@ -238,14 +242,14 @@ def _namespace() -> Iterable[Redirect]:
         "_lazy_call": _to(lambda function, **_kwargs: function()),
         "_lazy_init": _returning(None),
         # Memory.
-        "device_memory_used": _to(host.rss_bytes),
-        "max_memory_allocated": _to(host.peak_rss_bytes),
-        "max_memory_reserved": _to(host.peak_rss_bytes),
-        "mem_get_info": _to(lambda _device=None: _mem_get_info()),
-        "memory_allocated": _to(host.rss_bytes),
-        "memory_reserved": _to(host.rss_bytes),
-        "memory_stats": _to(host.memory_stats),
-        "reset_peak_memory_stats": _to(host.reset_peak_rss),
+        "device_memory_used": _answering(host.rss_bytes),
+        "max_memory_allocated": _answering(host.peak_rss_bytes),
+        "max_memory_reserved": _answering(host.peak_rss_bytes),
+        "mem_get_info": _answering(_mem_get_info),
+        "memory_allocated": _answering(host.rss_bytes),
+        "memory_reserved": _answering(host.rss_bytes),
+        "memory_stats": _answering(host.memory_stats),
+        "reset_peak_memory_stats": _answering(host.reset_peak_rss),
     }
     for kind in ("BFloat16", "Byte", "Double", "Float", "Half", "Int", "Long"):
         answers[f"{kind}Tensor"] = _to(getattr(torch, f"{kind}Tensor"))
@@ -261,16 +265,10 @@ def _namespace() -> Iterable[Redirect]:
     yield Redirect("torch:Tensor.record_stream", _returning(None), _NO_WORK)
 
 
-def _get_rng_state(_device: Any = None) -> torch.Tensor:
+def _set_rng_state(new_state: torch.Tensor, *_device: Any, **_named: Any) -> None:
     import torch
 
-    return torch.default_generator.get_state()
-
-
-def _set_rng_state(state: torch.Tensor, _device: Any = None) -> None:
-    import torch
-
-    torch.default_generator.set_state(state)
+    torch.default_generator.set_state(new_state)
 
 
 def _mem_get_info() -> tuple[int, int]:

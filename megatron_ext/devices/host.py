@@ -116,12 +116,12 @@ def _of_thread() -> _Streams:
     return _streams[0]
 
 
-def current_stream(_device: Any = None) -> Stream:
+def current_stream() -> Stream:
     """Return the stream that this thread has set."""
     return _of_thread().current
 
 
-def default_stream(_device: Any = None) -> Stream:
+def default_stream() -> Stream:
     """Return this thread's first stream."""
     return _of_thread().default
 
@@ -177,7 +177,7 @@ def local_world_size() -> int:
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def properties(_device: Any = None) -> SimpleNamespace:
+def properties() -> SimpleNamespace:
     """Describe the host like a device.
 
     The capability is the lowest that upstream has no special treatment for.
@@ -196,17 +196,17 @@ def total_memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def rss_bytes(_device: Any = None) -> int:
+def rss_bytes() -> int:
     """Return the resident memory of this process."""
     return _status("VmRSS", _max_rss_bytes)
 
 
-def peak_rss_bytes(_device: Any = None) -> int:
+def peak_rss_bytes() -> int:
     """Return the largest resident memory of this process since its start or `reset_peak_rss`."""
     return _status("VmHWM", _max_rss_bytes)
 
 
-def reset_peak_rss(_device: Any = None) -> None:
+def reset_peak_rss() -> None:
     """Start the peak anew at the present memory, where the kernel lets a process do that."""
     try:
         _CLEAR_REFS.write_text(_RESET_PEAK_RSS)
@@ -214,7 +214,7 @@ def reset_peak_rss(_device: Any = None) -> None:
         return  # the peak stays that of the whole life of the process, which is still true
 
 
-def memory_stats(_device: Any = None) -> defaultdict[str, int]:
+def memory_stats() -> defaultdict[str, int]:
     """Return the counters that upstream logs; the host keeps no others, so those are 0."""
     resident, peak = rss_bytes(), peak_rss_bytes()
     stats: defaultdict[str, int] = defaultdict(int)

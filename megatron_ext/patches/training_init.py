@@ -1,0 +1,69 @@
+"""Patches on what upstream builds, compiles and warms up before training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from megatron_ext.patches.conditions import off_cuda
+from megatron_ext.patches.registry import Patch
+
+__all__ = ["PATCHES"]
+
+
+def _skip_if_built(
+    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run `make` only where the compiled index helpers are missing."""
+    try:
+        import_module("megatron.core.datasets.helpers_cpp")
+    except ImportError:
+        return call(*args, **kwargs)
+    return None
+
+
+def _nothing(
+    _call: Callable[..., Any], _instance: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> None:
+    """Do nothing instead."""
+
+
+def _no_fuser(_original: Any) -> Any:
+    return sys.modules["megatron.core.jit"].noop_decorator
+
+
+PATCHES = (
+    Patch(
+        id="training_init.dataset_helpers",
+        target="megatron.core.datasets.utils:compile_helpers",
+        fn=_skip_if_built,
+        reason="the wheel brings the compiled helpers but no Makefile, and a failed make ends the "
+        "process",
+    ),
+    Patch(
+        id="training_init.fused_kernels",
+        target="megatron.legacy.fused_kernels:load",
+        kind="replace",
+        fn=_nothing,
+        when=off_cuda,
+        reason="looks for nvcc; without a CUDA toolkit it raises TypeError",
+    ),
+    Patch(
+        id="training_init.jit_fuser",
+        target="megatron.core.jit:jit_fuser",
+        kind="set",
+        fn=_no_fuser,
+        when=off_cuda,
+        reason="torch.compile needs a compiler for the device and gains nothing here",
+    ),
+    Patch(
+        id="training_init.jit_warmup",
+        target="megatron.training.initialize:_warmup_jit_function",
+        kind="replace",
+        fn=_nothing,
+        when=off_cuda,
+        reason="warms up fused functions that are not compiled here",
+    ),
+)
