@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.devices.base import Redirect, Rule
+from megatron_ext.devices.redirects import answering, nvtx_redirects, returning, to
+from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, flag
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -46,84 +48,16 @@ _DEFAULTS: dict[str, tuple[object, str]] = {
 }
 
 
-def _flag(dest: str) -> Callable[[Namespace], bool]:
-    return lambda args: bool(getattr(args, dest, False))
-
-
-def _not_in(dest: str, *allowed: object) -> Callable[[Namespace], bool]:
-    return lambda args: getattr(args, dest, allowed[0]) not in allowed
-
-
-_RULES = (
-    Rule(
-        lambda args: getattr(args, "context_parallel_size", 1) > 1,
-        "--context-parallel-size > 1 needs Transformer Engine's attention, which is CUDA only; "
-        "use --tensor-model-parallel-size with --sequence-parallel to split long sequences",
-    ),
-    Rule(
-        _flag("moe_grouped_gemm"),
-        "--moe-grouped-gemm is a CUDA kernel; leave it out: experts then run one by one",
-    ),
-    Rule(
-        _flag("moe_permute_fusion"),
-        "--moe-permute-fusion is a Transformer Engine kernel; leave it out",
-    ),
-    Rule(
-        _not_in("moe_token_dispatcher_type", "allgather", "alltoall", None),
-        "--moe-token-dispatcher-type flex needs DeepEP or HybridEP on GPUs; use alltoall",
-    ),
-    Rule(
-        lambda args: (
-            _not_in("cuda_graph_impl", "none", None)(args)
-            or bool(getattr(args, "enable_cuda_graph", False))
-            or bool(getattr(args, "external_cuda_graph", False))
-        ),
-        "CUDA graphs record GPU work; leave --cuda-graph-impl at none",
-    ),
-    Rule(
-        _flag("record_memory_history"),
-        "--record-memory-history is a feature of the CUDA allocator; use a host profiler",
-    ),
-    Rule(_flag("log_energy"), "--log-energy reads GPU sensors; leave it out"),
-    Rule(
-        _flag("inprocess_restart"),
-        "--inprocess-restart aborts and rebuilds NCCL communicators; leave it out",
-    ),
-    Rule(
-        _flag("overlap_p2p_comm_warmup_flush"),
-        "--overlap-p2p-communication-warmup-flush relies on NCCL's stream order: with gloo the "
-        "evaluation never ends; leave it out",
-    ),
-    Rule(
-        lambda args: (
-            bool(getattr(args, "profile", False))
-            and not getattr(args, "use_pytorch_profiler", False)
-        ),
-        "--profile starts Nsight through the CUDA runtime; add --use-pytorch-profiler",
-    ),
-    Rule(_flag("nccl_ub"), "--use-nccl-ub registers GPU buffers with NCCL; leave it out"),
-    Rule(_flag("use_sharp"), "--use-sharp is a feature of NCCL; leave it out"),
-    Rule(
-        _flag("high_priority_stream_groups"),
-        "--high-priority-stream-groups sets NCCL stream priorities; leave it out",
-    ),
-    Rule(
-        _not_in("pipeline_model_parallel_comm_backend", None),
-        "--pipeline-model-parallel-comm-backend chooses between NCCL and UCC on GPUs; leave it out",
-    ),
-    Rule(
-        lambda args: _flag("use_megatron_fsdp")(args) or _flag("use_torch_fsdp2")(args),
-        "FSDP builds CUDA device meshes; use --use-distributed-optimizer to shard optimizer state",
-    ),
-    Rule(_flag("tp_comm_overlap"), "--tp-comm-overlap is a Transformer Engine feature"),
-    Rule(_flag("fp8"), "FP8 needs Transformer Engine and a GPU; use --bf16"),
-    Rule(_flag("fp4"), "FP4 needs Transformer Engine and a GPU; use --bf16"),
+_GLOO = Rule(
+    flag("overlap_p2p_comm_warmup_flush"),
+    "--overlap-p2p-communication-warmup-flush relies on NCCL's stream order: with gloo the "
+    "evaluation never ends; leave it out",
 )
 
 
 def argument_rules() -> tuple[Rule, ...]:
     """Return what upstream cannot do on the host, whatever Megatron is installed."""
-    return _RULES
+    return (*TRANSFORMER_ENGINE_ONLY, *CUDA_ONLY, _GLOO)
 
 
 class CpuDevice:
@@ -178,28 +112,6 @@ class CpuDevice:
         return peak_rss_bytes()
 
 
-def _to(value: Any) -> Callable[[Any], object]:
-    """Make a `Redirect.make` that ignores the original."""
-    return lambda _original: value
-
-
-def _answering(function: Callable[[], Any]) -> Callable[[Any], object]:
-    """Make a `Redirect.make` whose function ignores which device it is asked about."""
-
-    def make(_original: Any) -> object:
-        def answer(*_args: Any, **_kwargs: Any) -> Any:
-            return function()
-
-        return answer
-
-    return make
-
-
-def _returning(result: Any) -> Callable[[Any], object]:
-    """Make a `Redirect.make` whose function answers `result`, whatever it is asked."""
-    return _answering(lambda: result)
-
-
 def _namespace() -> Iterable[Redirect]:
     """List the redirects of functions and classes of `torch.cuda`."""
     import torch
@@ -208,61 +120,59 @@ def _namespace() -> Iterable[Redirect]:
 
     answers: dict[str, Callable[[Any], object]] = {
         # The device. Not an index: without an accelerator torch can place nothing on number 0.
-        "is_available": _returning(True),
-        "is_initialized": _returning(True),
-        "is_bf16_supported": _returning(True),
-        "is_current_stream_capturing": _returning(False),
-        "device_count": _to(host.local_world_size),
-        "current_device": _returning(torch.device("cpu")),
-        "device": _to(host.DeviceContext),
-        "get_device_capability": _returning((8, 0)),
-        "get_device_name": _answering(lambda: host.properties().name),
-        "get_device_properties": _answering(host.properties),
+        "is_available": returning(True),
+        "is_initialized": returning(True),
+        "is_bf16_supported": returning(True),
+        "is_current_stream_capturing": returning(False),
+        "device_count": to(host.local_world_size),
+        "current_device": returning(torch.device("cpu")),
+        "device": to(host.DeviceContext),
+        "get_device_capability": returning((8, 0)),
+        "get_device_name": answering(lambda: host.properties().name),
+        "get_device_properties": answering(host.properties),
         # Streams and events.
-        "Event": _to(host.Event),
-        "Stream": _to(host.Stream),
-        "StreamContext": _to(host.StreamContext),
-        "current_stream": _answering(host.current_stream),
-        "default_stream": _answering(host.default_stream),
-        "set_stream": _to(host.set_stream),
-        "stream": _to(host.StreamContext),
+        "Event": to(host.Event),
+        "Stream": to(host.Stream),
+        "StreamContext": to(host.StreamContext),
+        "current_stream": answering(host.current_stream),
+        "default_stream": answering(host.default_stream),
+        "set_stream": to(host.set_stream),
+        "stream": to(host.StreamContext),
         # Random numbers. torch.manual_seed calls manual_seed_all, which must not call it back.
-        "default_generators": _to(host.Generators()),
-        "get_rng_state": _answering(torch.default_generator.get_state),
-        "get_rng_state_all": _answering(lambda: [torch.default_generator.get_state()]),
-        "initial_seed": _to(torch.default_generator.initial_seed),
-        "manual_seed": _to(lambda seed: torch.default_generator.manual_seed(int(seed))),
-        "manual_seed_all": _returning(None),
-        "seed": _to(torch.default_generator.seed),
-        "seed_all": _returning(None),
-        "set_rng_state": _to(_set_rng_state),
-        "set_rng_state_all": _to(lambda states: _set_rng_state(states[0])),
+        "default_generators": to(host.Generators()),
+        "get_rng_state": answering(torch.default_generator.get_state),
+        "get_rng_state_all": answering(lambda: [torch.default_generator.get_state()]),
+        "initial_seed": to(torch.default_generator.initial_seed),
+        "manual_seed": to(lambda seed: torch.default_generator.manual_seed(int(seed))),
+        "manual_seed_all": returning(None),
+        "seed": to(torch.default_generator.seed),
+        "seed_all": returning(None),
+        "set_rng_state": to(_set_rng_state),
+        "set_rng_state_all": to(lambda states: _set_rng_state(states[0])),
         # torch queues a call until CUDA is there, which here means for ever: restored random
         # number states would silently be lost.
-        "_lazy_call": _to(lambda function, **_kwargs: function()),
-        "_lazy_init": _returning(None),
+        "_lazy_call": to(lambda function, **_kwargs: function()),
+        "_lazy_init": returning(None),
         # Memory.
-        "device_memory_used": _answering(host.rss_bytes),
-        "max_memory_allocated": _answering(host.peak_rss_bytes),
-        "max_memory_reserved": _answering(host.peak_rss_bytes),
-        "mem_get_info": _answering(_mem_get_info),
-        "memory_allocated": _answering(host.rss_bytes),
-        "memory_reserved": _answering(host.rss_bytes),
-        "memory_stats": _answering(host.memory_stats),
-        "reset_peak_memory_stats": _answering(host.reset_peak_rss),
+        "device_memory_used": answering(host.rss_bytes),
+        "max_memory_allocated": answering(host.peak_rss_bytes),
+        "max_memory_reserved": answering(host.peak_rss_bytes),
+        "mem_get_info": answering(_mem_get_info),
+        "memory_allocated": answering(host.rss_bytes),
+        "memory_reserved": answering(host.rss_bytes),
+        "memory_stats": answering(host.memory_stats),
+        "reset_peak_memory_stats": answering(host.reset_peak_rss),
     }
     for kind in ("BFloat16", "Byte", "Double", "Float", "Half", "Int", "Long"):
-        answers[f"{kind}Tensor"] = _to(getattr(torch, f"{kind}Tensor"))
+        answers[f"{kind}Tensor"] = to(getattr(torch, f"{kind}Tensor"))
     for name, make in answers.items():
         yield Redirect(f"torch.cuda:{name}", make, _ASKED)
     for name in ("get_rng_state", "set_rng_state"):
         yield Redirect(f"torch.cuda.random:{name}", answers[name], _ASKED)
     for name in ("empty_cache", "init", "ipc_collect", "set_device", "synchronize"):
-        yield Redirect(f"torch.cuda:{name}", _returning(None), _NO_WORK)
-    for name in ("mark", "range_end", "range_pop", "range_push", "range_start"):
-        yield Redirect(f"torch.cuda.nvtx:{name}", _returning(0), _NO_WORK)
-    yield Redirect("torch.cuda.nvtx:range", _to(host.DeviceContext), _NO_WORK)
-    yield Redirect("torch:Tensor.record_stream", _returning(None), _NO_WORK)
+        yield Redirect(f"torch.cuda:{name}", returning(None), _NO_WORK)
+    yield from nvtx_redirects()
+    yield Redirect("torch:Tensor.record_stream", returning(None), _NO_WORK)
 
 
 def _set_rng_state(new_state: torch.Tensor, *_device: Any, **_named: Any) -> None:

@@ -1,0 +1,47 @@
+"""Small parts that redirect tables are made of."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron_ext.devices.base import Redirect
+
+__all__ = ["answering", "nvtx_redirects", "returning", "to"]
+
+
+def to(value: Any) -> Callable[[Any], object]:
+    """Make a `Redirect.make` that ignores the original."""
+    return lambda _original: value
+
+
+def answering(function: Callable[[], Any]) -> Callable[[Any], object]:
+    """Make a `Redirect.make` whose function calls `function`, whatever it is asked."""
+
+    def make(original: Any) -> object:
+        def answer(*_args: Any, **_kwargs: Any) -> Any:
+            return function()
+
+        answer.__name__ = getattr(original, "__name__", "answer")
+        return answer
+
+    return make
+
+
+def returning(result: Any) -> Callable[[Any], object]:
+    """Make a `Redirect.make` whose function answers `result`, whatever it is asked."""
+    return answering(lambda: result)
+
+
+def nvtx_redirects() -> Iterator[Redirect]:
+    """List the redirects of the markers for NVIDIA's profiler, which raise in other builds."""
+    reason = "marks ranges for NVIDIA's profiler, which sees no other device"
+    for name in ("mark", "range_end", "range_pop", "range_push", "range_start"):
+        yield Redirect(f"torch.cuda.nvtx:{name}", returning(0), reason)
+    yield Redirect("torch.cuda.nvtx:range", to(_unmarked), reason)
+
+
+@contextlib.contextmanager
+def _unmarked(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+    yield

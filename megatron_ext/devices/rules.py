@@ -1,0 +1,92 @@
+"""Combinations of upstream's arguments that only NVIDIA GPUs, or only Transformer Engine, can run.
+
+Shared by the backends that are not CUDA. Every message says what is refused, why, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatron_ext.devices.base import Rule
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+__all__ = ["CUDA_ONLY", "TRANSFORMER_ENGINE_ONLY", "flag"]
+
+
+def flag(dest: str) -> Callable[[Namespace], bool]:
+    """Make a `Rule.refuses` that looks at one switch."""
+    return lambda args: bool(getattr(args, dest, False))
+
+
+def _not_in(dest: str, *allowed: object) -> Callable[[Namespace], bool]:
+    return lambda args: getattr(args, dest, allowed[0]) not in allowed
+
+
+CUDA_ONLY = (
+    Rule(
+        _not_in("moe_token_dispatcher_type", "allgather", "alltoall", None),
+        "--moe-token-dispatcher-type flex needs DeepEP or HybridEP on GPUs; use alltoall",
+    ),
+    Rule(
+        lambda args: (
+            _not_in("cuda_graph_impl", "none", None)(args)
+            or bool(getattr(args, "enable_cuda_graph", False))
+            or bool(getattr(args, "external_cuda_graph", False))
+        ),
+        "CUDA graphs record GPU work; leave --cuda-graph-impl at none",
+    ),
+    Rule(
+        flag("record_memory_history"),
+        "--record-memory-history is a feature of the CUDA allocator; use a host profiler",
+    ),
+    Rule(flag("log_energy"), "--log-energy reads GPU sensors; leave it out"),
+    Rule(
+        flag("inprocess_restart"),
+        "--inprocess-restart aborts and rebuilds NCCL communicators; leave it out",
+    ),
+    Rule(
+        lambda args: (
+            bool(getattr(args, "profile", False))
+            and not getattr(args, "use_pytorch_profiler", False)
+        ),
+        "--profile starts Nsight through the CUDA runtime; add --use-pytorch-profiler",
+    ),
+    Rule(flag("nccl_ub"), "--use-nccl-ub registers GPU buffers with NCCL; leave it out"),
+    Rule(flag("use_sharp"), "--use-sharp is a feature of NCCL; leave it out"),
+    Rule(
+        flag("high_priority_stream_groups"),
+        "--high-priority-stream-groups sets NCCL stream priorities; leave it out",
+    ),
+    Rule(
+        _not_in("pipeline_model_parallel_comm_backend", None),
+        "--pipeline-model-parallel-comm-backend chooses between NCCL and UCC on GPUs; leave it out",
+    ),
+    Rule(
+        lambda args: flag("use_megatron_fsdp")(args) or flag("use_torch_fsdp2")(args),
+        "FSDP builds CUDA device meshes; use --use-distributed-optimizer to shard optimizer state",
+    ),
+)
+"""What only NVIDIA's GPUs and libraries can do."""
+
+TRANSFORMER_ENGINE_ONLY = (
+    Rule(
+        lambda args: getattr(args, "context_parallel_size", 1) > 1,
+        "--context-parallel-size > 1 needs Transformer Engine's attention, which is CUDA only; "
+        "use --tensor-model-parallel-size with --sequence-parallel to split long sequences",
+    ),
+    Rule(
+        flag("moe_grouped_gemm"),
+        "--moe-grouped-gemm is a CUDA kernel; leave it out: experts then run one by one",
+    ),
+    Rule(
+        flag("moe_permute_fusion"),
+        "--moe-permute-fusion is a Transformer Engine kernel; leave it out",
+    ),
+    Rule(flag("tp_comm_overlap"), "--tp-comm-overlap is a Transformer Engine feature"),
+    Rule(flag("fp8"), "FP8 needs Transformer Engine and a GPU; use --bf16"),
+    Rule(flag("fp4"), "FP4 needs Transformer Engine and a GPU; use --bf16"),
+)
+"""What upstream can do with Transformer Engine only."""
