@@ -1,0 +1,351 @@
+"""From a command line to arguments that hang together, or to one `ArgumentsError`.
+
+The result is an `argparse.Namespace` with upstream's names, because upstream's checkpoints carry
+such a namespace and read it back. What upstream derives in `megatron/training/arguments.py` is
+derived here under the same names; what it asserts is an error here with value, rule and remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from typing import Literal, NoReturn
+
+import torch
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron_ext.errors import ArgumentsError
+from megatron_ext.patches.arguments import check_arguments, prepare_parser
+from megatron_ext.training.flags import add_flags
+
+__all__ = ["Model", "parse"]
+
+Model = Literal["gpt", "bert"]
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_TOKENIZER: dict[Model, str] = {
+    "gpt": "GPT2BPETokenizer",
+    "bert": "BertWordPieceLowerCase",
+}
+_REQUIRED = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "seq_length",
+    "micro_batch_size",
+    "lr",
+)
+
+
+class _Parser(ArgumentParser):
+    """A parser whose errors are `ArgumentsError`, so that every rank fails in the same way."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentsError(f"{message} (--help lists all flags of the embedded trainer)")
+
+
+def parse(model: Model, argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Namespace:
+    """Parse, complete and check a command line.
+
+    Args:
+        model: What is trained; decides the default tokenizer.
+        argv: The flags, without the program's name.
+        environ: Where RANK, WORLD_SIZE and LOCAL_RANK are read from (one process if unset).
+
+    Returns:
+        Upstream's arguments, complete: data-parallel size, layer split, dtypes and so on.
+
+    Raises:
+        ArgumentsError: A flag is unknown, unsupported, missing, or contradicts another.
+    """
+    parser = _Parser(prog=f"pretrain_{model}.py", allow_abbrev=False)
+    add_flags(parser, local_rank=int(environ.get("LOCAL_RANK", "0")))
+    prepare_parser(parser)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _refuse_unknown(parser, unknown)
+    args.rank = int(environ.get("RANK", "0"))
+    args.world_size = int(environ.get("WORLD_SIZE", "1"))
+    args.tokenizer_type = args.tokenizer_type or _DEFAULT_TOKENIZER[model]
+    _complete(args)
+    check_arguments(args)
+    return args
+
+
+def _refuse_unknown(parser: ArgumentParser, unknown: list[str]) -> NoReturn:
+    flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+    if not flags:
+        raise ArgumentsError(f"no flag takes these words: {' '.join(unknown)}")
+    near = difflib.get_close_matches(flags[0], parser._option_string_actions, n=1, cutoff=0.8)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise ArgumentsError(
+        f"{', '.join(flags)}: not among the flags of the embedded trainer.{hint} A flag of "
+        "Megatron-LM that is missing here needs Megatron-LM's own script: run `megatron-ext "
+        "upstream fetch` once, then the same command line."
+    )
+
+
+def _require(condition: object, message: str) -> None:
+    if not condition:
+        raise ArgumentsError(message)
+
+
+def _complete(args: Namespace) -> None:
+    """Check what was given and derive the rest, in upstream's order."""
+    for dest in _REQUIRED:
+        flag = "--" + dest.replace("_", "-")
+        _require(getattr(args, dest) is not None, f"{flag} is missing: give it a value")
+    _parallel_sizes(args)
+    _batch_sizes(args)
+    _pipeline_split(args)
+    _overlaps(args)
+    _precision(args)
+    _training_length(args)
+    _architecture(args)
+    _data(args)
+    args.consumed_train_samples = args.skipped_train_samples = args.consumed_valid_samples = 0
+    args.iteration = 0
+    # Names that upstream's checkpoint code reads from the arguments that it finds in a checkpoint.
+    args.use_dist_ckpt = True
+    args.dataloader_type = "single"
+    args.variable_seq_lengths = False
+
+
+def _parallel_sizes(args: Namespace) -> None:
+    tp, pp, cp = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+    )
+    product, world = tp * pp * cp, args.world_size
+    sizes = f"tensor {tp} x pipeline {pp} x context {cp} = {product}"
+    _require(
+        world >= product,
+        f"{world} process(es), but {sizes} are needed for one copy of the model: start more "
+        f"processes (torchrun --nproc-per-node {product}) or lower a parallel size",
+    )
+    _require(
+        world % product == 0,
+        f"{world} processes do not divide by {sizes}: start a multiple of {product}",
+    )
+    args.data_parallel_size = world // product
+    args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or tp
+    if tp == 1 and args.sequence_parallel:
+        logger.info("sequence parallelism is off: it needs tensor parallelism")
+        args.sequence_parallel = False
+    ep = args.expert_model_parallel_size
+    if ep > 1:
+        _require(args.num_experts, f"--expert-model-parallel-size {ep} needs --num-experts")
+        _require(
+            args.num_experts % ep == 0,
+            f"--num-experts {args.num_experts} do not divide by --expert-model-parallel-size {ep}",
+        )
+        experts = ep * args.expert_tensor_parallel_size * pp
+        _require(
+            world % experts == 0,
+            f"{world} processes do not divide by expert {ep} x expert-tensor "
+            f"{args.expert_tensor_parallel_size} x pipeline {pp} = {experts}: start a multiple",
+        )
+
+
+def _batch_sizes(args: Namespace) -> None:
+    step = args.micro_batch_size * args.data_parallel_size
+    _require(step > 0, f"--micro-batch-size {args.micro_batch_size} must be at least 1")
+    args.global_batch_size = args.global_batch_size or step
+    _require(
+        args.global_batch_size % step == 0,
+        f"--global-batch-size {args.global_batch_size} does not divide by micro-batch "
+        f"{args.micro_batch_size} x data-parallel {args.data_parallel_size} = {step}: give a "
+        "multiple",
+    )
+    args.decrease_batch_size_if_needed = False
+
+
+def _pipeline_split(args: Namespace) -> None:
+    """Set `virtual_pipeline_model_parallel_size` and check that layers divide."""
+    pp, layout = args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout
+    per_chunk = args.num_layers_per_virtual_pipeline_stage
+    chunks = args.num_virtual_stages_per_pipeline_rank
+    _require(
+        [layout, per_chunk, chunks].count(None) >= 2,
+        "--pipeline-model-parallel-layout, --num-layers-per-virtual-pipeline-stage and "
+        "--num-virtual-stages-per-pipeline-rank exclude each other: give one of them",
+    )
+    uneven = args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
+    layers = (
+        args.num_layers
+        + args.account_for_embedding_in_pipeline_split
+        + args.account_for_loss_in_pipeline_split
+    )
+    if layout is not None:
+        stages = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+        _require(
+            stages % pp == 0,
+            f"--pipeline-model-parallel-layout has {stages} stages, which do not divide by "
+            f"--pipeline-model-parallel-size {pp}",
+        )
+        chunks = stages // pp
+    elif not uneven:
+        _require(
+            layers % pp == 0,
+            f"{layers} layers do not divide by --pipeline-model-parallel-size {pp}: change "
+            "--num-layers, or split by --pipeline-model-parallel-layout",
+        )
+    if per_chunk is not None:
+        _require(
+            not uneven,
+            "uneven first or last stages need --num-virtual-stages-per-pipeline-rank instead of "
+            "--num-layers-per-virtual-pipeline-stage",
+        )
+        _require(
+            layers // pp % per_chunk == 0,
+            f"{layers // pp} layers per pipeline rank do not divide by "
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk}",
+        )
+        chunks = layers // pp // per_chunk
+    args.virtual_pipeline_model_parallel_size = chunks if chunks and chunks > 1 else None
+
+
+def _overlaps(args: Namespace) -> None:
+    if args.virtual_pipeline_model_parallel_size is None:
+        # One chunk per rank: neighbours are never sent to while computing, nor gathered for.
+        args.overlap_p2p_comm = args.align_param_gather = False
+    else:
+        least = 2 if args.overlap_p2p_comm else 3
+        _require(
+            args.pipeline_model_parallel_size >= least,
+            f"virtual pipeline stages need --pipeline-model-parallel-size >= {least} (it is "
+            f"{args.pipeline_model_parallel_size})",
+        )
+    if args.overlap_param_gather:
+        _require(
+            args.use_distributed_optimizer and args.overlap_grad_reduce,
+            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
+        )
+    _require(
+        args.ddp_num_buckets is None or args.ddp_bucket_size is None,
+        "--ddp-num-buckets and --ddp-bucket-size exclude each other: give one of them",
+    )
+    args.overlap_param_gather_with_optimizer_step = False
+
+
+def _precision(args: Namespace) -> None:
+    _require(not (args.fp16 and args.bf16), "--fp16 and --bf16 exclude each other: give one")
+    args.params_dtype = torch.float32
+    if args.fp16:
+        args.params_dtype = torch.float16
+        if not args.loss_scale:  # a dynamic loss scale finds its value by overflowing
+            args.check_for_nan_in_loss_and_grad = False
+    if args.bf16:
+        args.params_dtype = torch.bfloat16
+        args.accumulate_allreduce_grads_in_fp32 = not args.grad_reduce_in_bf16
+    _require(args.fp16 or not args.fp16_lm_cross_entropy, "--fp16-lm-cross-entropy needs --fp16")
+    _require(
+        args.fp16 or args.bf16 or not args.fp32_residual_connection,
+        "--fp32-residual-connection needs --fp16 or --bf16",
+    )
+    if args.apply_query_key_layer_scaling:
+        args.attention_softmax_in_fp32 = True
+
+
+def _training_length(args: Namespace) -> None:
+    """Training is counted in iterations or in samples, and so are warm-up and decay."""
+    _require(
+        bool(args.train_iters) != bool(args.train_samples),
+        "give --train-iters or --train-samples, and not both",
+    )
+    unit, other = ("iters", "samples") if args.train_iters else ("samples", "iters")
+    for dest in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
+        flag, mended = (f"--{name}".replace("_", "-") for name in (dest, dest.replace(other, unit)))
+        _require(not getattr(args, dest), f"{flag} contradicts --train-{unit}: use {mended}")
+    _require(
+        args.train_samples or not args.rampup_batch_size,
+        "--rampup-batch-size needs --train-samples",
+    )
+    _require(
+        args.lr_warmup_fraction is None or not getattr(args, f"lr_warmup_{unit}"),
+        f"--lr-warmup-fraction and --lr-warmup-{unit} exclude each other: give one of them",
+    )
+    _require(args.min_lr <= args.lr, f"--min-lr {args.min_lr} is above --lr {args.lr}")
+    ends = (args.start_weight_decay, args.end_weight_decay)
+    if args.weight_decay_incr_style == "constant":
+        _require(ends == (None, None), "--start/end-weight-decay need --weight-decay-incr-style")
+        args.start_weight_decay = args.end_weight_decay = args.weight_decay
+    else:
+        _require(None not in ends, "give both --start-weight-decay and --end-weight-decay")
+    _require(not args.save or args.save_interval, "--save needs --save-interval")
+
+
+def _architecture(args: Namespace) -> None:
+    heads, tp = args.num_attention_heads, args.tensor_model_parallel_size
+    if args.ffn_hidden_size is None:
+        # Three matrices instead of two with SwiGLU: keep the parameter count, in multiples of 64.
+        args.ffn_hidden_size = 4 * args.hidden_size
+        if args.swiglu:
+            args.ffn_hidden_size = int((4 * args.hidden_size * 2 / 3) / 64) * 64
+    if args.kv_channels is None:
+        _require(
+            args.hidden_size % heads == 0,
+            f"--hidden-size {args.hidden_size} does not divide by --num-attention-heads {heads}: "
+            "change one, or give --kv-channels",
+        )
+        args.kv_channels = args.hidden_size // heads
+    _require(
+        heads % tp == 0, f"--num-attention-heads {heads} do not divide by tensor-parallel {tp}"
+    )
+    _require(
+        args.max_position_embeddings >= args.seq_length,
+        f"--max-position-embeddings {args.max_position_embeddings} is below --seq-length "
+        f"{args.seq_length}",
+    )
+    splits = tp if args.sequence_parallel else 1
+    splits *= 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+    _require(
+        args.seq_length % splits == 0,
+        f"--seq-length {args.seq_length} does not divide into {splits} parts (sequence and context "
+        "parallelism)",
+    )
+    if args.recompute_activations:
+        args.recompute_granularity = "selective"
+    if args.use_rotary_position_embeddings:
+        args.position_embedding_type = "rope"
+    if args.position_embedding_type != "rope":
+        args.apply_rope_fusion = False
+        _require(not args.mtp_num_layers or args.position_embedding_type == "none",
+                 "--mtp-num-layers needs --position-embedding-type rope or none")  # fmt: skip
+    if args.add_bias_linear:
+        args.add_qkv_bias = True
+    else:
+        args.bias_gelu_fusion = False
+    args.num_experts = args.num_experts or None
+    if args.num_experts and args.moe_ffn_hidden_size is None:
+        args.moe_ffn_hidden_size = args.ffn_hidden_size
+    for dest in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+        value = getattr(args, dest)
+        if isinstance(value, list) and len(value) == 1:
+            setattr(args, dest, value[0])
+    _require(
+        not (args.multi_latent_attention and args.group_query_attention),
+        "--multi-latent-attention and --group-query-attention exclude each other: give one",
+    )
+
+
+def _data(args: Namespace) -> None:
+    per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    given = {
+        "--mock-data": args.mock_data,
+        "--data-path": args.data_path,
+        "--data-args-path": args.data_args_path,
+        "--train/valid/test-data-path": any(per_split),
+        "--per-split-data-args-path": args.per_split_data_args_path,
+    }
+    chosen = [flag for flag, value in given.items() if value]
+    _require(len(chosen) <= 1, f"{' and '.join(chosen)} exclude each other: give one data source")
+    _require(chosen, f"no data: give one of {', '.join(given)}")
+    if args.data_path and args.split is None:
+        args.split = "969, 30, 1"  # upstream's, for scripts that rely on it

@@ -1,0 +1,319 @@
+"""Tokenizers, datasets and data loaders: the same samples in the same order as upstream's script.
+
+Follows the dataset providers of `pretrain_gpt.py` and `pretrain_bert.py`, and
+`megatron/training/datasets/data_samplers.py`. Files are checked before megatron.core reads them, so
+that a damaged one is named instead of mapped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.datasets.bert_dataset import (
+    BERTMaskedWordPieceDataset,
+    BERTMaskedWordPieceDatasetConfig,
+)
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.indexed_dataset import DType
+from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.tokenizers import MegatronTokenizer
+from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer as build_core
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+
+from megatron_ext import devices
+from megatron_ext.errors import DataError
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_ext.training.arguments import Model
+
+__all__ = ["Iterators", "build_iterators", "build_tokenizer", "check_indexed_dataset"]
+
+Blend: TypeAlias = tuple[list[str], list[float] | None] | None
+DataIterator: TypeAlias = "RerunDataIterator | list[RerunDataIterator | None] | None"
+
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents
+_MAGIC = b"MMIDIDX\x00\x00"
+
+
+@dataclass(frozen=True)
+class Iterators:
+    """What one rank reads. None where it reads nothing; a list with one entry for each chunk."""
+
+    train: DataIterator
+    valid: DataIterator
+    test: DataIterator
+
+
+def build_tokenizer(args: Namespace) -> Any:
+    """Build the tokenizer that the flags name and set `args.padded_vocab_size`.
+
+    Types are upstream's, plus ByteLevelTokenizer: every byte is a token, no file is needed.
+
+    Raises:
+        DataError: A file that the tokenizer needs was not given or is not there.
+    """
+    kind = args.tokenizer_type
+    for flag in _tokenizer_files(kind):
+        path = getattr(args, flag)
+        name = f"--{flag.replace('_', '-')}"
+        if path is None:
+            raise DataError(f"--tokenizer-type {kind} needs {name}: give its path")
+        if kind != "HuggingFaceTokenizer" and not Path(path).is_file():
+            raise DataError(f"{name} {path}: there is no such file")
+    if kind == "NullTokenizer" and args.vocab_size is None:
+        raise DataError("--tokenizer-type NullTokenizer needs --vocab-size: give the largest id")
+    try:
+        if kind == "ByteLevelTokenizer":
+            tokenizer = MegatronTokenizer.from_pretrained(metadata_path={"library": "byte-level"})
+        else:
+            tokenizer = build_core(args)
+    except (AssertionError, OSError, ValueError, ImportError) as error:
+        raise DataError(f"the {kind} cannot be built: {error}") from error
+    if args.padded_vocab_size is None:
+        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        args.padded_vocab_size = math.ceil(tokenizer.vocab_size / multiple) * multiple
+    return tokenizer
+
+
+def _tokenizer_files(kind: str) -> tuple[str, ...]:
+    if kind.startswith("BertWordPiece"):
+        return ("vocab_file",)
+    if kind == "GPT2BPETokenizer":
+        return ("vocab_file", "merge_file")
+    return () if kind in {"NullTokenizer", "ByteLevelTokenizer"} else ("tokenizer_model",)
+
+
+def check_indexed_dataset(prefix: str) -> None:
+    """Check that `prefix.bin` and `prefix.idx` are a whole Megatron dataset.
+
+    Looks at the header, at the size that the header promises, and at the last entry of the index.
+
+    Raises:
+        DataError: A file is missing, damaged, or of another kind or version.
+    """
+    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    remake = "write it again with `megatron-ext preprocess`"
+    for path in (index, data):
+        if not path.is_file():
+            raise DataError(
+                f"{path}: there is no such file; {prefix} must be the common prefix of an .idx and "
+                "a .bin file, for example as `megatron-ext preprocess` wrote them"
+            )
+    with index.open("rb") as stream:
+        header = stream.read(_HEADER.size)
+        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            raise DataError(f"{index}: not the index of a Megatron dataset (bad header); {remake}")
+        _, version, code, sequences, documents = _HEADER.unpack(header)
+        if version != 1 or code not in {kind.value for kind in DType}:
+            raise DataError(
+                f"{index}: version {version}, type code {code}; version 1 and a known type are "
+                f"needed; {remake}"
+            )
+        # A length (int32) and an offset (int64) for each sequence, the document bounds (int64), and
+        # in multimodal datasets one byte for each sequence.
+        size = _HEADER.size + sequences * 12 + documents * 8
+        found = index.stat().st_size
+        if found not in (size, size + sequences):
+            raise DataError(f"{index}: {found} bytes instead of {size}, a damaged index; {remake}")
+        end = 0
+        if sequences:
+            stream.seek(_HEADER.size + (sequences - 1) * 4)
+            (length,) = struct.unpack("<i", stream.read(4))
+            stream.seek(_HEADER.size + sequences * 12 - 8)
+            (offset,) = struct.unpack("<q", stream.read(8))
+            end = offset + length * DType.size(DType.dtype_from_code(code))
+    if data.stat().st_size != end:
+        raise DataError(f"{data}: {data.stat().st_size} bytes, its index tells {end}; {remake}")
+
+
+def build_iterators(
+    args: Namespace, model: Model, config: TransformerConfig, tokenizer: Any
+) -> Iterators:
+    """Build datasets, loaders and iterators; sets `args.do_train`, `do_valid` and `do_test`.
+
+    Collective: rank 0 builds dataset indices first and decides for all ranks what is evaluated.
+
+    Raises:
+        DataError: A dataset is missing or damaged, or too small for its split.
+    """
+    stages: Sequence[int | None] = range(args.virtual_pipeline_model_parallel_size or 0) or [None]
+    dataset_config = (_gpt_config if model == "gpt" else _bert_config)(args, tokenizer)
+    chunks = [_chunk_iterators(args, model, config, dataset_config, stage) for stage in stages]
+    splits = list(zip(*chunks, strict=True))
+    flags = torch.tensor(
+        [int(any(iterator is not None for iterator in split)) for split in splits],
+        device=devices.current().torch_device(args.local_rank),
+    )
+    dist.broadcast(flags, 0)
+    args.do_train, args.do_valid, args.do_test = (bool(flag) for flag in flags.tolist())
+    if args.virtual_pipeline_model_parallel_size is None:
+        return Iterators(*(split[0] for split in splits))
+    return Iterators(*(list(split) for split in splits))
+
+
+def sample_counts(args: Namespace) -> tuple[int, int, int]:
+    """Tell how many training, validation and test samples a run takes."""
+    evaluations = args.train_iters // args.eval_interval if args.eval_interval else 0
+    train = args.train_samples or args.train_iters * args.global_batch_size
+    evaluation = args.eval_iters * args.global_batch_size
+    return train, (evaluations + 1) * evaluation, evaluation
+
+
+def _chunk_iterators(
+    args: Namespace, model: Model, config: TransformerConfig, dataset_config: Any, stage: int | None
+) -> list[RerunDataIterator | None]:
+    def built_here() -> bool:
+        first_of_tp = parallel_state.get_tensor_model_parallel_rank() == 0
+        return first_of_tp and (model == "bert" or reads_data(config, stage))
+
+    dataset: Any = BERTMaskedWordPieceDataset if model == "bert" else GPTDataset
+    if model == "gpt" and args.mock_data:
+        dataset = MockGPTDataset
+    datasets = BlendedMegatronDatasetBuilder(
+        dataset, sample_counts(args), built_here, dataset_config
+    ).build()
+    # A run that is over reads no training data: it may have used up all there is.
+    trained = 0 if args.iteration >= args.train_iters else args.consumed_train_samples
+    consumed = (trained, args.consumed_valid_samples, 0)
+    loaders = [_loader(args, one, start) for one, start in zip(datasets, consumed, strict=True)]
+    # Making an iterator draws from the default generator: only now, and in this order.
+    return [None if one is None else RerunDataIterator(iter(one)) for one in loaders]
+
+
+def reads_data(config: TransformerConfig, vp_stage: int | None) -> bool:
+    """Tell whether a stage of GPT needs tokens or labels: the first, the last, and those of MTP."""
+    where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    return bool(
+        parallel_state.is_pipeline_first_stage(**where)
+        or parallel_state.is_pipeline_last_stage(**where)
+        or mtp_on_this_rank(config, ignore_virtual=False, vp_stage=vp_stage)
+    )
+
+
+def _loader(args: Namespace, dataset: Any, consumed: int) -> Any:
+    if dataset is None or len(dataset) == 0:
+        return None
+    if consumed >= len(dataset):
+        raise DataError(
+            f"{consumed} samples were consumed of a dataset of {len(dataset)}: train for more "
+            "iterations than the checkpoint has, or give --finetune to start its data anew"
+        )
+    return torch.utils.data.DataLoader(
+        dataset,
+        batch_sampler=_Sampler(
+            len(dataset),
+            consumed,
+            args.micro_batch_size,
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+        ),
+        num_workers=args.num_workers,
+        pin_memory=True,
+        persistent_workers=args.num_workers > 0,
+    )
+
+
+@dataclass(frozen=True)
+class _Sampler:
+    """Deals consecutive samples to replicas, a micro-batch each; drops an incomplete round."""
+
+    total: int
+    consumed: int
+    micro_batch_size: int
+    replica: int
+    replicas: int
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __iter__(self) -> Iterator[list[int]]:
+        step = self.micro_batch_size * self.replicas
+        for start in range(self.consumed, self.total - step + 1, step):
+            first = start + self.replica * self.micro_batch_size
+            yield list(range(first, first + self.micro_batch_size))
+
+
+def _blends(args: Namespace) -> tuple[Blend, list[Blend] | None]:
+    """Read which datasets are asked for; check every one of them."""
+    blend: Blend = None
+    per_split: list[Blend] | None = None
+    try:
+        if args.per_split_data_args_path:
+            splits = json.loads(Path(args.per_split_data_args_path).read_text(encoding="utf-8"))
+            lists = [splits[name] for name in ("train", "valid", "test")]
+            lists = [one.split() if isinstance(one, str) else one for one in lists]
+            per_split = [get_blend_from_list(one) for one in lists]
+        elif args.data_args_path:
+            words = Path(args.data_args_path).read_text(encoding="utf-8").split()
+            blend = get_blend_from_list(words)
+        elif args.data_path:
+            blend = get_blend_from_list(args.data_path)
+        elif not args.mock_data:
+            lists = [args.train_data_path, args.valid_data_path, args.test_data_path]
+            per_split = [get_blend_from_list(one) for one in lists]
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"the list of datasets cannot be read: {error}") from error
+    for one in [blend, *(per_split or [])]:
+        for prefix in one[0] if one else []:
+            check_indexed_dataset(prefix)
+    return blend, per_split
+
+
+def _common_config(args: Namespace, tokenizer: Any) -> dict[str, Any]:
+    blend, per_split = _blends(args)
+    return {
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "blend": blend,
+        "blend_per_split": per_split,
+        "split": None if per_split else args.split,
+        "path_to_cache": args.data_cache_path,
+        "tokenizer": tokenizer,
+        "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
+        "allow_ambiguous_pad_tokens": args.allow_ambiguous_pad_tokens,
+    }
+
+
+def _gpt_config(args: Namespace, tokenizer: Any) -> GPTDatasetConfig:
+    return GPTDatasetConfig(
+        **_common_config(args, tokenizer),
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        mmap_bin_files=args.mmap_bin_files,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+    )
+
+
+def _bert_config(args: Namespace, tokenizer: Any) -> BERTMaskedWordPieceDatasetConfig:
+    if args.mock_data:
+        raise DataError("--mock-data: BERT has no artificial data; give --data-path")
+    return BERTMaskedWordPieceDatasetConfig(
+        **_common_config(args, tokenizer),
+        masking_probability=args.mask_prob,
+        short_sequence_probability=args.short_seq_prob,
+        masking_max_ngram=3,
+        masking_do_full_word=True,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=False,
+        classification_head=args.bert_binary_head,
+    )

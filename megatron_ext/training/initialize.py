@@ -1,0 +1,177 @@
+"""Processes, groups and random numbers, in the state in which upstream's script starts a model.
+
+Follows `megatron/training/initialize.py`. Bit-equality with it needs more than the same seeds:
+whatever draws from the default generator between seeding and building the model has to draw the
+same.
+"""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.config import set_experimental_flag
+from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_train
+from megatron.core.fusions.fused_bias_gelu import bias_gelu
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu
+from megatron.core.jit import disable_jit_fuser
+from megatron.core.num_microbatches_calculator import (
+    init_num_microbatches_calculator,
+    unset_num_microbatches_calculator,
+)
+from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
+
+from megatron_ext import devices
+from megatron_ext.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_ext.training.arguments import Model
+
+__all__ = ["agreed", "initialize"]
+
+
+def initialize(args: Namespace, model: Model, config: TransformerConfig) -> None:
+    """Join the process group, build the parallel groups, seed, and warm up fused functions.
+
+    Args:
+        args: Complete arguments.
+        model: GPT gives the stages with multi-token prediction an embedding of their own.
+        config: The model's configuration, for where those stages are.
+    """
+    device = devices.current()
+    device.bind(args.local_rank)
+    if not dist.is_initialized():
+        # A single process needs no launcher: it is its own store.
+        lone = dist.HashStore() if args.world_size == 1 else None
+        dist.init_process_group(
+            device.distributed_backend,
+            store=lone,
+            rank=args.rank,
+            world_size=args.world_size,
+            timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        )
+    unset_num_microbatches_calculator()
+    init_num_microbatches_calculator(
+        args.rank,
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+        args.decrease_batch_size_if_needed,
+    )
+    if args.enable_experimental:
+        set_experimental_flag(True)
+    if args.disable_jit_fuser:
+        disable_jit_fuser()
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    initialize_rerun_state_machine(
+        state_save_func=lambda: {"rng_tracker_states": tracker.get_states()},
+        state_restore_func=lambda state: tracker.set_states(state["rng_tracker_states"]),
+        mode=RerunMode(args.rerun_mode),
+    )
+    _initialize_groups(args, model, config)
+    _seed(args)
+    _warm_up_fused_functions(args)
+
+
+@contextmanager
+def agreed() -> Iterator[None]:
+    """Turn a `UserError` of any rank inside the block into the same error on every rank.
+
+    Without it a rank that finds, say, a file missing on its host would leave the others waiting in
+    their next collective until that times out. Collective itself.
+
+    Raises:
+        UserError: The error of the lowest rank that had one; only rank 0 tells the user.
+    """
+    error: UserError | None = None
+    try:
+        yield
+    except UserError as caught:
+        error = caught
+    found: list[UserError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, error)
+    first = next((one for one in found if one is not None), None)
+    if first is None:
+        return
+    if dist.get_rank() == 0:
+        raise first
+    raise SystemExit(2)
+
+
+def _initialize_groups(args: Namespace, model: Model, config: TransformerConfig) -> None:
+    def embedding_ranks(pp_ranks: list[int]) -> list[int]:
+        ranks = {pp_ranks[0]}
+        if len(pp_ranks) > 1:
+            ranks.update(get_mtp_ranks(pp_ranks, config))
+            if not args.untie_embeddings_and_output_weights:
+                ranks.add(pp_ranks[-1])
+        return sorted(ranks)
+
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.virtual_pipeline_model_parallel_size,
+        pipeline_model_parallel_comm_backend=args.pipeline_model_parallel_comm_backend,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        get_embedding_ranks=embedding_ranks if model == "gpt" else None,
+        create_gloo_process_groups=args.enable_gloo_process_groups,
+    )
+
+
+def _seed(args: Namespace) -> None:
+    """Seed every generator; pipeline stages differ, and replicas only if asked to."""
+    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    if args.data_parallel_random_init:
+        seed += 10 * parallel_state.get_data_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _warm_up_fused_functions(args: Namespace) -> None:
+    """Let the just-in-time compiler see the fused functions with and without gradients.
+
+    The numbers drawn here come out of the default generator, from which position embeddings and
+    routers are initialised afterwards: shapes, counts and order are upstream's for that reason.
+    """
+    device = devices.current().torch_device(args.local_rank)
+    seq_length = args.seq_length // args.context_parallel_size
+    ffn_width = args.ffn_hidden_size // args.tensor_model_parallel_size
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, dtype=args.params_dtype, device=device)
+
+    bias, hidden = draw(ffn_width), draw(seq_length, args.micro_batch_size, ffn_width)
+    for hidden_grad in (False, True):
+        bias.requires_grad, hidden.requires_grad = True, hidden_grad
+        for _ in range(5):
+            bias_swiglu(hidden, bias) if args.swiglu else bias_gelu(bias, hidden)
+    if args.sequence_parallel:
+        seq_length = args.seq_length // args.tensor_model_parallel_size
+        seq_length //= args.context_parallel_size
+    shape = (seq_length, args.micro_batch_size, args.hidden_size)
+    hidden, residual = draw(*shape), draw(*shape)
+    bias = draw(args.hidden_size).expand_as(residual)
+    bias.requires_grad = residual.requires_grad = True
+    for hidden_grad in (False, True):
+        hidden.requires_grad = hidden_grad
+        for _ in range(5):
+            bias_dropout_add_fused_train([hidden, bias], residual, 0.1)

@@ -1,0 +1,84 @@
+"""Entry point of the embedded trainer: `pretrain_gpt.py` and `pretrain_bert.py` without a tree."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from megatron.core import Timers
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    update_num_microbatches,
+)
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_ext.training.arguments import Model, parse
+from megatron_ext.training.checkpoint import check_save_directory, load_checkpoint
+from megatron_ext.training.data import build_iterators, build_tokenizer
+from megatron_ext.training.initialize import agreed, initialize
+from megatron_ext.training.loop import Trainer, build_optimizer
+from megatron_ext.training.model import build_model, transformer_config
+from megatron_ext.training.report import Reporter, make_writer
+from megatron_ext.training.steps import forward_step
+
+__all__ = ["main"]
+
+
+def main(model: Model, argv: Sequence[str]) -> None:
+    """Train a model as upstream's script would with the same flags.
+
+    Runs in every process of the job; RANK, WORLD_SIZE and LOCAL_RANK tell them apart, as `torchrun`
+    sets them. A job of one process needs no launcher.
+
+    Args:
+        model: `gpt` or `bert`.
+        argv: Upstream's flags and ours, without the name of a script.
+
+    Raises:
+        UserError: The flags, the data or the checkpoint cannot be used. Before the processes are
+            connected every one of them raises it, afterwards rank 0 alone does.
+        SystemExit: On the other ranks in the latter case, with code 2.
+    """
+    args = parse(model, argv)
+    config = transformer_config(args)
+    initialize(args, model, config)
+    with agreed():
+        tokenizer = build_tokenizer(args)
+        writer = make_writer(args)
+        if args.save:
+            check_save_directory(args.save)
+    timers = Timers(args.timing_log_level, args.timing_log_option)
+    chunks = build_model(args, model, config)
+    if args.train_samples:
+        args.train_iters = _count_iterations(args)
+    optimizer, scheduler = build_optimizer(args, chunks, timers)
+    if args.load:
+        args.iteration = load_checkpoint(args, chunks, optimizer, scheduler)
+    groups = get_attr_wrapped_model(chunks[0], "pg_collection")
+    Trainer(
+        args=args,
+        config=config,
+        chunks=chunks,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        iterators=build_iterators(args, model, config, tokenizer),
+        forward_step=forward_step(model, args, config, timers),
+        timers=timers,
+        reporter=Reporter(args, timers, writer, groups),
+    ).run()
+    if writer is not None:
+        writer.close()
+    dist.barrier()
+
+
+def _count_iterations(args: Namespace) -> int:
+    """Tell how many global batches `--train-samples` are, with a batch that may ramp up."""
+    iterations = consumed = 0
+    if args.rampup_batch_size:
+        while consumed <= min(int(args.rampup_batch_size[2]), args.train_samples):
+            update_num_microbatches(consumed, consistency_check=False)
+            consumed += get_current_global_batch_size()
+            iterations += 1
+        update_num_microbatches(0, consistency_check=False)
+    return iterations + max(0, args.train_samples - consumed) // args.global_batch_size

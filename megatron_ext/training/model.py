@@ -1,0 +1,224 @@
+"""GPT and BERT out of megatron.core, wrapped for mixed and data-parallel training.
+
+Follows `gpt_builders.py`, `pretrain_bert.py` and `get_model` of `megatron/training/training.py`.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.activations import squared_relu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.enums import ModelType
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.bert import bert_layer_specs
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.spec_utils import import_module
+
+from megatron_ext import devices
+from megatron_ext.arguments import ExtConfig
+from megatron_ext.errors import ArgumentsError
+
+if TYPE_CHECKING:
+    from megatron_ext.training.arguments import Model
+
+__all__ = ["build_model", "fill", "transformer_config"]
+
+_Config = TypeVar("_Config")
+
+
+def fill(config: type[_Config], args: Namespace, **renamed: Any) -> _Config:
+    """Make a dataclass of megatron.core from the arguments that have the names of its fields."""
+    names = (field.name for field in fields(config))  # type: ignore[arg-type]
+    return config(**{name: getattr(args, name) for name in names if hasattr(args, name)} | renamed)
+
+
+def transformer_config(args: Namespace) -> TransformerConfig:
+    """Translate arguments to the model's configuration.
+
+    Raises:
+        ArgumentsError: megatron.core refuses the combination.
+    """
+    renamed: dict[str, Any] = {
+        "persist_layer_norm": not args.no_persist_layer_norm,
+        "deallocate_pipeline_outputs": True,
+        "pipeline_dtype": args.params_dtype,
+        "batch_p2p_comm": not args.overlap_p2p_comm,
+        "num_moe_experts": args.num_experts,
+        "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
+        "bias_activation_fusion": args.bias_gelu_fusion,
+        "num_query_groups": args.num_query_groups if args.group_query_attention else None,
+        "inference_sampling_seed": args.seed,
+    }
+    if args.swiglu:
+        renamed |= {
+            "activation_func": torch.nn.functional.silu,
+            "gated_linear_unit": True,
+            "bias_activation_fusion": args.bias_swiglu_fusion,
+        }
+    elif args.squared_relu:
+        renamed["activation_func"] = squared_relu
+    elif args.quick_geglu:
+        renamed |= {"activation_func": quick_gelu, "gated_linear_unit": True}
+    if args.init_method_xavier_uniform:
+        renamed["init_method"] = torch.nn.init.xavier_uniform_
+    if len(args.cp_comm_type) == 1:
+        renamed["cp_comm_type"] = args.cp_comm_type[0]
+    if args.rope_type is not None:
+        renamed["rope_type"] = args.rope_type
+    kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    given = Namespace(**{key: value for key, value in vars(args).items() if key != "rope_type"})
+    try:
+        config = fill(kind, given, **renamed)
+    except (AssertionError, ValueError) as error:
+        raise ArgumentsError(f"megatron.core refuses these flags: {error}") from error
+    config.megatron_ext = ExtConfig.from_args(args)  # type: ignore[attr-defined]
+    return config
+
+
+def build_model(args: Namespace, model: Model, config: TransformerConfig) -> list[MegatronModule]:
+    """Build this rank's model chunks, wrapped for mixed precision and data parallelism."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    build = _build_gpt if model == "gpt" else _build_bert
+    stages: list[int | None] = [None]
+    if args.virtual_pipeline_model_parallel_size is not None:
+        stages = list(range(args.virtual_pipeline_model_parallel_size))
+    chunks = []
+    for vp_stage in stages:
+        where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+        chunk = build(
+            args,
+            config,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            vp_stage=vp_stage,
+            pg_collection=groups,
+        )
+        chunk.model_type = ModelType.encoder_or_decoder
+        chunk.vp_stage = vp_stage
+        chunks.append(chunk)
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    device = devices.current().torch_device(args.local_rank)
+    chunks = [chunk.to(device) for chunk in chunks]
+    if args.fp16 or args.bf16:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    return _wrap_data_parallel(args, config, chunks)
+
+
+def _build_gpt(args: Namespace, config: TransformerConfig, **place: Any) -> GPTModel:
+    use_te, vp_stage = args.transformer_impl == "transformer_engine", place["vp_stage"]
+    layers = {
+        "use_transformer_engine": use_te,
+        "normalization": args.normalization,
+        "qk_l2_norm": args.qk_l2_norm,
+        "vp_stage": vp_stage,
+    }
+    if args.spec is not None:
+        layer_spec = import_module(tuple(args.spec))
+    elif args.num_experts:
+        layer_spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, **layers)
+    else:
+        layer_spec = _layer_spec(args, use_te)
+    mtp_block_spec = None
+    if args.mtp_num_layers is not None:
+        if getattr(layer_spec, "layer_specs", True):
+            mtp_layer = gpt_layer_specs.get_gpt_decoder_layer_specs(config, **layers)[-1]
+        else:  # a stage without decoder layers
+            mtp_layer = _layer_spec(args, use_te)
+        mtp_block_spec = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, mtp_layer, use_transformer_engine=use_te, vp_stage=vp_stage
+        )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        mtp_block_spec=mtp_block_spec,
+        **place,
+    )
+
+
+def _layer_spec(args: Namespace, use_te: bool) -> Any:
+    common = (args.num_experts, args.moe_grouped_gemm, args.qk_layernorm)
+    if use_te:
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            *common, args.multi_latent_attention, qk_l2_norm=args.qk_l2_norm
+        )
+    return gpt_layer_specs.get_gpt_layer_local_spec(
+        *common, args.multi_latent_attention, normalization=args.normalization
+    )
+
+
+def _build_bert(args: Namespace, config: TransformerConfig, **place: Any) -> BertModel:
+    if args.spec == ["local"] or (args.spec is None and args.transformer_impl == "local"):
+        layer_spec = bert_layer_specs.bert_layer_local_spec
+    elif args.spec is None:
+        layer_spec = bert_layer_specs.get_bert_layer_with_transformer_engine_spec()
+    else:
+        layer_spec = import_module(tuple(args.spec))
+    del place["pg_collection"]  # as upstream: BERT takes the default groups
+    return BertModel(
+        config=config,
+        transformer_layer_spec=layer_spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        num_tokentypes=2 if args.bert_binary_head else 0,
+        add_binary_head=args.bert_binary_head,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        parallel_output=True,
+        **place,
+    )
+
+
+def _wrap_data_parallel(
+    args: Namespace, config: TransformerConfig, chunks: list[MegatronModule]
+) -> list[MegatronModule]:
+    bucket_size = args.ddp_bucket_size
+    if args.ddp_num_buckets is not None:
+        parameters = sum(p.nelement() for chunk in chunks for p in chunk.parameters())
+        bucket_size = parameters // args.ddp_num_buckets
+    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    if not args.overlap_grad_reduce:
+        bucket_size = None  # one bucket: nothing to overlap with
+    elif bucket_size is None:
+        bucket_size = max(40_000_000, 1_000_000 * replicas)
+    ddp_config = fill(
+        DistributedDataParallelConfig,
+        args,
+        bucket_size=bucket_size,
+        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
+        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
+        pad_buckets_for_high_nccl_busbw=args.ddp_pad_buckets_for_high_nccl_busbw,
+        reduce_scatter_with_fp32_accumulation=args.ddp_reduce_scatter_with_fp32_accumulation,
+        average_in_collective=args.ddp_average_in_collective,
+    )
+    wrapped = [
+        DistributedDataParallel(
+            config=config,
+            ddp_config=ddp_config,
+            module=chunk,
+            disable_bucketing=position > 0,
+        )
+        for position, chunk in enumerate(chunks)
+    ]
+    if args.data_parallel_random_init:
+        for chunk in wrapped:
+            chunk.broadcast_params()
+    return wrapped

@@ -1,0 +1,225 @@
+"""What a run tells: upstream's lines on standard output and upstream's TensorBoard tags.
+
+The last rank reports, because it holds the loss. Format of `training_log` and
+`evaluate_and_print_results` of `megatron/training/training.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+from megatron_ext.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.core import Timers
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["Reporter", "StepResult", "make_writer", "say"]
+
+_TIMERS = (
+    (),
+    [
+        "forward-backward",
+        "layernorm-grads-all-reduce",
+        "embedding-grads-all-reduce",
+        "all-grads-sync",
+        "params-all-gather",
+        "optimizer-copy-to-main-grad",
+        "optimizer-unscale-and-check-inf",
+        "optimizer-clip-main-grad",
+        "optimizer-count-zeros",
+        "optimizer-inner-step",
+        "optimizer-copy-main-to-model-params",
+        "optimizer",
+    ],
+    [
+        "batch-generator",
+        "forward-compute",
+        "backward-compute",
+        "forward-recv",
+        "forward-send",
+        "backward-recv",
+        "backward-send",
+        "forward-send-forward-recv",
+        "forward-send-backward-recv",
+        "backward-send-forward-recv",
+        "backward-send-backward-recv",
+        "forward-backward-send-forward-backward-recv",
+    ],
+)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One training step, as every rank knows it; only the last stage knows losses."""
+
+    losses: Mapping[str, torch.Tensor]
+    skipped: bool
+    grad_norm: float | None
+    num_zeros: float | None
+    learning_rate: float | None
+    loss_scale: float
+
+
+@dataclass
+class Reporter:
+    """Sums up steps between two log lines and writes the lines."""
+
+    args: Namespace
+    timers: Timers
+    writer: SummaryWriter | None
+    groups: Any
+    totals: dict[str, torch.Tensor] = field(default_factory=dict)
+    advanced: int = 0
+    skipped: int = 0
+    nan: int = 0
+    first: bool = True
+
+    def step(self, iteration: int, result: StepResult) -> None:
+        """Take in one step, and print a line after the first and after each log interval."""
+        args = self.args
+        self._accumulate(result)
+        batch_size = args.micro_batch_size * args.data_parallel_size * get_num_microbatches()
+        if self.writer and iteration % args.tensorboard_log_interval == 0:
+            self._write_scalars(iteration, result, batch_size)
+        self._track_auxiliary_losses(iteration)
+        if iteration % args.log_interval == 0 or self.first:
+            self._print_line(iteration, result, batch_size)
+        self.first = False
+
+    def evaluation(self, label: str, iteration: int, losses: Mapping[str, float]) -> None:
+        """Print and write the losses of an evaluation."""
+        line = f" validation loss at {label} | "
+        for key, value in losses.items():
+            perplexity = math.exp(min(20, value))
+            line += f"{key} value: {value:.6E} | {key} PPL: {perplexity:.6E} | "
+            self._scalar(f"{key} validation", value, iteration)
+            if self.args.log_validation_ppl_to_tensorboard:
+                self._scalar(f"{key} validation ppl", perplexity, iteration)
+        rule = "-" * (len(line) + 1)
+        for text in (rule, line, rule):
+            say(text)
+
+    def _accumulate(self, result: StepResult) -> None:
+        self.skipped += result.skipped
+        self.advanced += not result.skipped
+        values = [loss.float().sum().item() for loss in result.losses.values()]
+        if result.skipped:
+            self.nan += not all(map(math.isfinite, values))
+            return
+        for key, loss in result.losses.items():
+            self.totals[key] = self.totals.get(key, torch.zeros_like(loss)) + loss
+
+    def _print_line(self, iteration: int, result: StepResult, batch_size: int) -> None:
+        """The first step of a run is printed on its own, but still counts for its interval."""
+        args, reset = self.args, not self.first
+        seconds = self.timers("interval-time").elapsed(barrier=True, reset=reset)
+        seconds /= self.advanced + self.skipped
+        if args.log_timers_to_tensorboard and reset and self.writer:
+            self.writer.add_scalar("iteration-time", seconds, iteration)
+        learning_rate = math.nan if result.learning_rate is None else result.learning_rate
+        line = f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}]"
+        line += f" iteration {iteration:8d}/{args.train_iters:8d} |"
+        line += f" consumed samples: {args.consumed_train_samples:12d} |"
+        line += f" elapsed time per iteration (ms): {seconds * 1000.0:.1f} |"
+        line += f" learning rate: {learning_rate:.6E} | global batch size: {batch_size:5d} |"
+        for key, total in self.totals.items():
+            mean = total.item() / float(max(1, self.advanced))
+            line += f" {key}: {mean:.6E} |" if mean > 0.0 else ""
+        line += f" loss scale: {result.loss_scale:.1f} |"
+        line += "" if result.grad_norm is None else f" grad norm: {result.grad_norm:.3f} |"
+        line += "" if result.num_zeros is None else f" num zeros: {result.num_zeros} |"
+        line += f" number of skipped iterations: {self.skipped:3d} |"
+        line += f" number of nan iterations: {self.nan:3d} |"
+        say(line)
+        names = [name for level in _TIMERS[: args.timing_log_level + 1] for name in level]
+        if args.log_timers_to_tensorboard:
+            self.timers.write(names, self.writer, iteration, args.log_interval, reset=False)
+        self.timers.log(names, normalizer=args.log_interval, reset=reset)
+        if reset:
+            self.totals = {key: torch.zeros_like(total) for key, total in self.totals.items()}
+            self.advanced = self.skipped = self.nan = 0
+
+    def _write_scalars(self, iteration: int, result: StepResult, batch_size: int) -> None:
+        args = self.args
+        self._scalar("learning-rate", result.learning_rate, iteration)
+        self._scalar("batch-size", batch_size, iteration)
+        for key, loss in result.losses.items():
+            self._scalar(key, loss, iteration)
+        if args.log_loss_scale_to_tensorboard:
+            self._scalar("loss-scale", result.loss_scale, iteration)
+        if args.log_world_size_to_tensorboard:
+            self._scalar("world-size", args.world_size, iteration)
+        self._scalar("grad-norm", result.grad_norm, iteration)
+        self._scalar("num-zeros", result.num_zeros, iteration)
+
+    def _scalar(self, tag: str, value: Any, iteration: int) -> None:
+        """Write a value by iteration and by consumed samples, if there is a value."""
+        if self.writer is not None and value is not None:
+            self.writer.add_scalar(tag, value, iteration)
+            self.writer.add_scalar(f"{tag} vs samples", value, self.args.consumed_train_samples)
+
+    def _track_auxiliary_losses(self, iteration: int) -> None:
+        """Let megatron.core reduce and write the losses of routers and of multi-token prediction."""
+        args, scale = self.args, 1 / get_num_microbatches()
+        if args.num_experts is not None:
+            kinds = {
+                "aux_loss": "load_balancing_loss",
+                "seq_aux_loss": "seq_load_balancing_loss",
+                "global_aux_loss": "global_load_balancing_loss",
+            }
+            # As upstream: a single name is searched as a string, so seq_aux_loss tracks both.
+            names = [n for kind, n in kinds.items() if kind in args.moe_router_load_balancing_type]
+            if args.moe_z_loss_coeff is not None:
+                names.append("z_loss")
+            track_moe_metrics(
+                loss_scale=scale,
+                iteration=iteration,
+                writer=self.writer,
+                total_loss_dict=self.totals,
+                per_layer_logging=args.moe_per_layer_logging,
+                force_initialize=True,
+                track_names=names,
+                num_layers=args.num_layers,
+                moe_layer_freq=args.moe_layer_freq,
+                mtp_num_layers=args.mtp_num_layers,
+                pg_collection=self.groups,
+            )
+        if args.mtp_num_layers is not None:
+            MTPLossLoggingHelper.track_mtp_metrics(scale, iteration, self.writer, None, self.totals)
+
+
+def say(line: str) -> None:
+    """Print a line on the last rank."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+
+def make_writer(args: Namespace) -> SummaryWriter | None:
+    """Open TensorBoard on the last rank, if a directory was given.
+
+    Raises:
+        UserError: TensorBoard is not installed.
+    """
+    if not args.tensorboard_dir or args.rank != args.world_size - 1:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError(
+            "--tensorboard-dir needs TensorBoard: pip install tensorboard, or leave the flag out"
+        ) from error
+    return SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size)

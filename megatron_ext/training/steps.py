@@ -1,0 +1,160 @@
+"""One micro-batch of GPT or BERT: fetch it, run the model on it, reduce its loss.
+
+The functions have the signatures that megatron.core's schedules call. Follows `pretrain_gpt.py`,
+`pretrain_bert.py` and `get_batch_on_this_tp_rank` of `megatron/training/utils.py`.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import Timers, parallel_state, tensor_parallel
+from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+
+from megatron_ext import devices
+from megatron_ext.training.data import reads_data
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_ext.training.arguments import Model
+
+__all__ = ["forward_step"]
+
+_BERT_FIELDS = ("text", "types", "labels", "is_random", "loss_mask", "padding_mask")
+
+
+def forward_step(
+    model: Model, args: Namespace, config: TransformerConfig, timers: Timers
+) -> Callable[..., Any]:
+    """Make the `forward_step_func` of a model: `(data_iterator, chunk) -> (output, loss_func)`."""
+    if model == "gpt":
+        return partial(_gpt_step, args, config, timers)
+    return partial(_bert_step, args, timers)
+
+
+def _gpt_step(
+    args: Namespace,
+    config: TransformerConfig,
+    timers: Timers,
+    data_iterator: RerunDataIterator | None,
+    chunk: torch.nn.Module,
+) -> tuple[torch.Tensor, Callable[..., Any]]:
+    timers("batch-generator", log_level=2).start()
+    batch = _gpt_batch(args, config, data_iterator, get_attr_wrapped_model(chunk, "vp_stage"))
+    timers("batch-generator").stop()
+    output = chunk(
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        batch.get("attention_mask"),
+        labels=batch.get("labels"),
+        loss_mask=batch.get("loss_mask"),
+    )
+    return output, partial(_gpt_loss, args, batch.get("loss_mask"))
+
+
+def _gpt_batch(
+    args: Namespace,
+    config: TransformerConfig,
+    data_iterator: RerunDataIterator | None,
+    vp_stage: int | None,
+) -> dict[str, torch.Tensor]:
+    """Fetch the fields that this stage needs; one tensor-parallel rank reads for the others."""
+    if not reads_data(config, vp_stage):
+        return {}
+    shape = (args.micro_batch_size, args.seq_length)
+    everything = {
+        "tokens": (shape, torch.int64),
+        "labels": (shape, torch.int64),
+        "loss_mask": (shape, torch.float32),
+        "attention_mask": ((shape[0], 1, shape[1], shape[1]), torch.bool),
+        "position_ids": (shape, torch.int64),
+    }
+    where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    needed = {"attention_mask"} if args.create_attention_mask_in_dataloader else set()
+    has_mtp = mtp_on_this_rank(config, ignore_virtual=False, vp_stage=vp_stage)
+    if parallel_state.is_pipeline_first_stage(**where) or has_mtp:
+        needed |= {"tokens", "position_ids"}
+    if parallel_state.is_pipeline_last_stage(**where) or has_mtp:
+        needed |= {"labels", "loss_mask"}
+    sample = next(data_iterator) if data_iterator is not None else {}
+    device = devices.current().torch_device(args.local_rank)
+    batch = {}
+    for field, (size, dtype) in everything.items():
+        if field not in needed:
+            continue
+        if data_iterator is not None:
+            batch[field] = sample[field].to(device, non_blocking=True)
+        else:
+            batch[field] = torch.empty(size, dtype=dtype, device=device)
+        dist.broadcast(
+            batch[field],
+            parallel_state.get_tensor_model_parallel_src_rank(),
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
+    return get_batch_on_this_cp_rank(batch)  # type: ignore[no-any-return]
+
+
+def _gpt_loss(
+    args: Namespace, loss_mask: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum a micro-batch's losses; the schedule divides by the number of tokens."""
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    tokens = mask.sum().clone().detach().to(torch.int)
+    if args.check_for_nan_in_loss_and_grad:
+        for rejects, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            get_rerun_state_machine().validate_result(
+                result=loss,
+                rejection_func=rejects,
+                message=f"{what} in the loss of a micro-batch",
+                tolerance=0.0,
+                fatal=True,
+            )
+    return loss, tokens, {"lm loss": torch.cat([loss.clone().detach().view(1), tokens.view(1)])}
+
+
+def _bert_step(
+    args: Namespace,
+    timers: Timers,
+    data_iterator: RerunDataIterator | None,
+    chunk: torch.nn.Module,
+) -> tuple[torch.Tensor, Callable[..., Any]]:
+    timers("batch-generator", log_level=2).start()
+    sample = next(data_iterator) if data_iterator is not None else None
+    batch = tensor_parallel.broadcast_data(list(_BERT_FIELDS), sample, torch.int64)
+    timers("batch-generator").stop()
+    output = chunk(
+        batch["text"],
+        batch["padding_mask"],
+        tokentype_ids=batch["types"] if args.bert_binary_head else None,
+        lm_labels=batch["labels"],
+    )
+    return output, partial(_bert_loss, batch["loss_mask"].float(), batch["is_random"])
+
+
+def _bert_loss(
+    loss_mask: torch.Tensor,
+    is_random: torch.Tensor,
+    output: tuple[torch.Tensor, torch.Tensor | None],
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Mean over the masked positions, plus the loss of the sentence-order head if there is one."""
+    lm_losses, order_logits = output
+    loss = torch.sum(lm_losses.float().view(-1) * loss_mask.reshape(-1)) / loss_mask.sum()
+    losses = {"lm loss": loss}
+    if order_logits is not None:
+        losses["sop loss"] = torch.nn.functional.cross_entropy(
+            order_logits.view(-1, 2).float(), is_random.view(-1), ignore_index=-1
+        )
+        loss = loss + losses["sop loss"]
+    group = parallel_state.get_data_parallel_group()
+    averaged = torch.cat([one.clone().detach().view(1) for one in losses.values()])
+    dist.all_reduce(averaged, group=group)
+    return loss, dict(zip(losses, averaged / group.size(), strict=True))
