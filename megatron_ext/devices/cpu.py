@@ -80,11 +80,13 @@ class CpuDevice:
         """List everything that makes `torch.cuda` and its spellings mean the host."""
         from megatron_ext.devices.translate import (
             collective_redirects,
+            spelling_redirects,
             tensor_redirects,
             translator,
         )
 
         yield from _namespace()
+        yield from spelling_redirects("cpu")
         yield from tensor_redirects(translator("cpu", indexed=False), pinning=False)
         yield from collective_redirects(self.distributed_backend)
         yield from _gloo_gathers()

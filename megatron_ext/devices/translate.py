@@ -18,7 +18,13 @@ from typing import Any
 
 from megatron_ext.devices.base import Redirect
 
-__all__ = ["Translator", "collective_redirects", "tensor_redirects", "translator"]
+__all__ = [
+    "Translator",
+    "collective_redirects",
+    "spelling_redirects",
+    "tensor_redirects",
+    "translator",
+]
 
 Translator = Callable[[Any], Any]
 """Maps a `device=` value (str, int, torch.device, None) to the value that torch gets."""
@@ -81,11 +87,6 @@ def tensor_redirects(translate: Translator, *, pinning: bool) -> Iterator[Redire
         "tensor.cuda() means the device in use",
     )
     yield Redirect(
-        "torch:Tensor.type",
-        _translated_type,
-        "upstream compares type names, such as torch.cuda.HalfTensor, with the device's prefix",
-    )
-    yield Redirect(
         "torch:load",
         lambda original: _translated_keyword(original, "map_location", translate),
         "loads tensors to the device that upstream spells",
@@ -96,6 +97,37 @@ def tensor_redirects(translate: Translator, *, pinning: bool) -> Iterator[Redire
             lambda _original: _pin_memory,
             "without an accelerator there is nothing to pin host memory for",
         )
+
+
+def spelling_redirects(kind: str) -> Iterator[Redirect]:
+    """List the redirects of questions and modes that take or give a device type by its name.
+
+    Args:
+        kind: torch's name of the device type in use.
+    """
+    yield Redirect(
+        "torch:Tensor.type",
+        _translated_type,
+        "upstream compares type names, such as torch.cuda.HalfTensor, with the device's prefix",
+    )
+    if kind != "cpu":  # the host is no accelerator, and no tensor claims to be where it is not
+        yield Redirect(
+            "torch:Tensor.is_cuda",
+            lambda original: _translated_is_cuda(original, kind),
+            "upstream asks it to find out whether a tensor is on the device in use",
+        )
+    yield Redirect(
+        "torch.amp.autocast_mode:autocast.__init__",
+        lambda original: _translated_device_type(original, kind),
+        "autocast for the device that upstream spells",
+    )
+    for module in ("torch.amp", "torch.amp.autocast_mode"):
+        for function in ("custom_bwd", "custom_fwd"):
+            yield Redirect(
+                f"{module}:{function}",
+                lambda original: _translated_device_type(original, kind),
+                "autograd functions of upstream are made for the device type that it spells",
+            )
 
 
 def collective_redirects(backend: str) -> Iterator[Redirect]:
@@ -197,6 +229,32 @@ def _translated_type(original: Callable[..., Any]) -> Callable[..., Any]:
         return name
 
     return type_
+
+
+def _translated_is_cuda(original: Any, kind: str) -> property:
+    """Answer upstream whether a tensor is on the device in use; everybody else gets the truth."""
+
+    def is_cuda(self: Any) -> bool:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith("megatron."):
+            return bool(self.device.type == kind)
+        return bool(original.__get__(self))
+
+    return property(is_cuda)
+
+
+def _translated_device_type(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """Translate the argument `device_type`, given by name or in the first place."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device_type") == "cuda":
+            kwargs["device_type"] = kind
+        elif "cuda" in args[:2]:  # after `self`, where there is one
+            args = tuple(kind if value == "cuda" else value for value in args)
+        return original(*args, **kwargs)
+
+    return call
 
 
 def _translated_keyword(
