@@ -10,18 +10,25 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["replace_aliases"]
+__all__ = ["KEEP_OURS", "replace_aliases"]
+
+KEEP_OURS = frozenset({"megatron_ext"})
+"""What to leave alone when undoing: modules of torch that were imported meanwhile may have copied a
+replacement, so they are mended too."""
 
 # Never touched: ourselves (we keep originals on purpose), torch's own internals (they must keep
 # calling what they were written for) and the proxies' library.
-_UNTOUCHED = ("megatron_ext", "torch", "wrapt")
+_UNTOUCHED = frozenset({"megatron_ext", "torch", "wrapt"})
 
 
-def replace_aliases(pairs: Iterable[tuple[Any, Any]]) -> int:
+def replace_aliases(
+    pairs: Iterable[tuple[Any, Any]], untouched: frozenset[str] = _UNTOUCHED
+) -> int:
     """Replace objects by others wherever a loaded module binds them to any name.
 
     Args:
         pairs: `(old, new)`, old objects being functions, methods or classes.
+        untouched: Top-level packages to leave alone.
 
     Returns:
         How many names were rebound.
@@ -31,7 +38,7 @@ def replace_aliases(pairs: Iterable[tuple[Any, Any]]) -> int:
         return 0
     count = 0
     for module_name, module in list(sys.modules.items()):
-        if module is None or module_name.partition(".")[0] in _UNTOUCHED:
+        if module is None or module_name.partition(".")[0] in untouched:
             continue
         # vars, not getattr: lazy modules must not be triggered.
         names = getattr(module, "__dict__", None)

@@ -32,7 +32,7 @@ import wrapt
 
 from megatron_ext.errors import PatchConflict, UpstreamMismatch
 from megatron_ext.patches import drift
-from megatron_ext.patches.aliases import replace_aliases
+from megatron_ext.patches.aliases import KEEP_OURS, replace_aliases
 
 __all__ = ["REGISTRY", "Patch", "PatchPoint", "Registry", "Row", "always"]
 
@@ -138,6 +138,17 @@ class _Site:
     @property
     def first(self) -> Patch:
         return self.patches[0]
+
+    @property
+    def spreads(self) -> bool:
+        """Whether other modules' copies of the name change with it.
+
+        Not for constants (None stands in every module), and not where the target itself is a copy
+        of another module's name: then only this copy is meant.
+        """
+        defined_in = getattr(self.original, "__module__", None) or self.first.module
+        here = defined_in == self.first.module or self.first.module.partition(".")[0] == "torch"
+        return here and callable(self.original) and callable(self.installed)
 
     def intact(self) -> bool:
         """Whether the target still is what was installed, possibly wrapped further by others."""
@@ -261,7 +272,7 @@ class Registry:
         swapped: list[tuple[Any, Any]] = []
         for site in self._sites.values():
             wanted = site.first.module in modules and not site.is_installed
-            if wanted and self._install_site(site) and callable(site.original):
+            if wanted and self._install_site(site) and site.spreads:
                 swapped.append((site.original, site.installed))
         if not late or not swapped:
             return
@@ -323,10 +334,10 @@ class Registry:
         swapped: list[tuple[Any, Any]] = []
         for site in sites:
             if site.is_installed:
-                if callable(site.original):
+                if site.spreads:
                     swapped.append((site.installed, site.original))
                 site.restore()
-        replace_aliases(swapped)
+        replace_aliases(swapped, untouched=KEEP_OURS)
 
     # -- calling ---------------------------------------------------------------------------------
 
