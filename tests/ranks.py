@@ -72,8 +72,8 @@ class _Server:
 
     def __init__(self, device: str) -> None:
         env = {**os.environ, **_BASE_ENV, "MEGATRON_EXT_DEVICE": device}
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), env.get("PYTHONPATH")]))
         env.update(_device_env(device))
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), env.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             [sys.executable, "-c", "from tests.rank_server import main; main()"],
             stdin=subprocess.PIPE,

@@ -1,0 +1,87 @@
+// An emulated MUSA device: torch's PrivateUse1 backend over host memory, for tests.
+//
+// One translation unit, because the headers of ATen are most of the compile time. The parts are in
+// runtime.h (devices, memory), guard.h, generator.h (random numbers, hooks), kernels.h, fallback.h.
+// The Python side (../torch_musa) reaches this through torch.ops.fake_musa: no Python header needed.
+
+#include "fallback.h"
+#include "generator.h"
+#include "guard.h"
+#include "kernels.h"
+#include "runtime.h"
+
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+namespace fake_musa {
+namespace {
+
+// Registers itself when the library is loaded.
+const bool registered = [] {
+    c10::SetAllocator(kDeviceType, &allocator());
+    static Hooks hooks;
+    at::RegisterPrivateUse1HooksInterface(&hooks);
+    return true;
+}();
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+    m.impl("empty.memory_format", kernels::empty);
+    m.impl("empty_strided", kernels::empty_strided);
+    m.impl("_copy_from", kernels::copy_from);
+    m.impl("_copy_from_and_resize", kernels::copy_from_and_resize);
+    m.impl("_local_scalar_dense", kernels::local_scalar_dense);
+    m.impl("resize_", kernels::resize_);
+    m.impl("record_stream", kernels::record_stream);
+    // These only touch sizes, strides and the storage handle; the CPU's own functions do.
+    m.impl("set_.source_Storage", at::native::set_);
+    m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
+    m.impl("view", at::native::view);
+    m.impl("unfold", at::native::unfold);
+    m.impl("as_strided", at::native::as_strided_tensorimpl);
+    m.impl("_reshape_alias", at::native::_reshape_alias);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+    m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+// Under autocast, matrix products run in the lower precision; everything else as it is.
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+    KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(bmm, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(baddbmm, lower_precision_fp)
+}
+
+c10::DeviceIndex checked(int64_t index) {
+    TORCH_CHECK(index >= 0 && index < device_count(), "invalid device ordinal ", index);
+    return static_cast<c10::DeviceIndex>(index);
+}
+
+TORCH_LIBRARY(fake_musa, m) {
+    m.def("cpu_alias(Tensor(a) self) -> Tensor(a)", cpu_alias);
+    m.def("device_count() -> int", []() -> int64_t { return device_count(); });
+    m.def("current_device() -> int", []() -> int64_t { return current_device_slot(); });
+    m.def("set_device(int index) -> ()", [](int64_t index) { set_current_device(checked(index)); });
+    // "Generator?" because that is what torch infers for at::Generator; it is never None.
+    m.def("default_generator(int index) -> Generator?",
+          [](int64_t index) { return default_generator(checked(index)); });
+    // [live bytes, peak bytes, live blocks, allocations so far]
+    m.def("memory_counters(int index) -> int[]", [](int64_t index) {
+        const MemoryCounters& counters = memory_counters(checked(index));
+        return std::vector<int64_t>{counters.live_bytes, counters.peak_bytes, counters.live_blocks,
+                                    counters.allocations};
+    });
+    m.def("reset_peak_memory(int index) -> ()", [](int64_t index) {
+        MemoryCounters& counters = memory_counters(checked(index));
+        counters.peak_bytes = counters.live_bytes.load();
+    });
+}
+
+}  // namespace
+}  // namespace fake_musa
