@@ -17,6 +17,7 @@ __all__ = ["REGISTRY", "TABLES", "arm", "disarm"]
 TABLES = (
     "arguments",
     "attention",
+    "dist_checkpointing",
     "moe",
     "norms",
     "optimizer",

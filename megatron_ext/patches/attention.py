@@ -52,7 +52,7 @@ PATCHES = (
             kind="set",
             fn=value,
             when=without_te,
-            reason="without Transformer Engine this is a mock, and isinstance against a mock raises",
+            reason="without Transformer Engine this is a mock, which isinstance refuses",
         )
         for name, value in (
             ("HAVE_TE", _false),

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from importlib.util import find_spec
 
 from megatron_ext import devices
 
-__all__ = ["off_cuda", "on_cpu", "without_apex", "without_te"]
+__all__ = ["off_cuda", "on_cpu", "without_psutil", "without_te"]
 
 
-@lru_cache(maxsize=None)
+@cache
 def without_te() -> bool:
     """Tell whether Transformer Engine is not installed."""
     return find_spec("transformer_engine") is None
 
 
-@lru_cache(maxsize=None)
-def without_apex() -> bool:
-    """Tell whether Apex is not installed."""
-    return find_spec("apex") is None
+@cache
+def without_psutil() -> bool:
+    """Tell whether psutil is not installed."""
+    return find_spec("psutil") is None
 
 
 def off_cuda() -> bool:

@@ -1,9 +1,9 @@
 """Patches on the distributed optimizer with torch's Adam (no Transformer Engine, no Apex).
 
 torch's Adam keeps a `step` tensor for each parameter, TE's and Apex's one for each group. Upstream
-handles that in `state_dict` and `load_state_dict`, but no checkpoint survives the round trip: saving
-asserts, loading raises, and where it does not, all parameters share one `step` tensor, which each of
-them increments. All four patches are needed to resume.
+handles that in `state_dict` and `load_state_dict`, but no checkpoint survives the round trip:
+saving asserts, loading raises, and where it does not, all parameters share one `step` tensor, which
+each of them increments. All of these patches are needed to resume.
 """
 
 from __future__ import annotations
