@@ -23,158 +23,20 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import wrapt
 
 from megatron_ext.errors import PatchConflict, UpstreamMismatch
 from megatron_ext.patches import drift
 from megatron_ext.patches.aliases import KEEP_OURS, replace_aliases
+from megatron_ext.patches.point import MISSING, Patch, PatchPoint, Row, Site, State, always
 
-__all__ = ["REGISTRY", "Patch", "PatchPoint", "Registry", "Row", "always"]
+__all__ = ["REGISTRY", "Patch", "Registry", "Row", "always"]
 
 _LOG = logging.getLogger(__name__)
-_MISSING = object()
-
-
-def always() -> bool:
-    """Return True: the `when` of a patch that acts whenever the registry is active."""
-    return True
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One change to one attribute of another package."""
-
-    id: str
-    """Unique name, `area.what`."""
-    target: str
-    """`module:attribute.path`; attributes of classes are allowed."""
-    reason: str
-    """One sentence: what goes wrong, or is missing, without this patch."""
-    fn: Callable[..., Any]
-    """wrap, replace: `fn(next, instance, args, kwargs)`, where `next(*args, **kwargs)` goes on with
-    the chain (already bound to `instance` for methods). set: `fn(original)`, called once when
-    installed, returns the new value (original is None with `creates`)."""
-    kind: Literal["wrap", "replace", "set"] = "wrap"
-    when: Callable[[], bool] = always
-    """wrap, replace: asked at each call. set: asked once, when the target's module is there."""
-    order: int = 0
-    """Place among the wraps of a target: lower is further out."""
-    feature: str = "core"
-    """What the patch belongs to, for listings."""
-    conflicts: tuple[str, ...] = ()
-    """Ids that may not be active together with this patch."""
-    requires: tuple[str, ...] = ()
-    """Ids that have to be registered too."""
-    creates: bool = False
-    """set: the name does not exist upstream (and the reason says why it has to)."""
-
-    @property
-    def module(self) -> str:
-        """Name of the module that defines the target."""
-        return self.target.partition(":")[0]
-
-    @property
-    def path(self) -> str:
-        """Path of the attribute inside the module."""
-        return self.target.partition(":")[2]
-
-
-class PatchPoint(wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """A proxy that survives copy, deepcopy and pickle.
-
-    Megatron deep-copies configurations that hold function references and pickles partials; stock
-    wrapt proxies refuse both. A copy of a patch point is the point itself, and it pickles by name
-    like the function that it stands for.
-    """
-
-    def __copy__(self) -> PatchPoint:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PatchPoint:
-        return self
-
-    def __reduce_ex__(self, protocol: Any) -> str:
-        return str(self.__wrapped__.__qualname__)
-
-
-@dataclass(frozen=True)
-class Row:
-    """The state of one patch, as `megatron-ext patches list` shows it."""
-
-    id: str
-    target: str
-    kind: str
-    feature: str
-    order: int
-    state: Literal["pending", "installed", "skipped", "refused", "off"]
-    intact: bool
-    active: bool
-    drift: str
-    reason: str
-
-
-@dataclass
-class _Site:
-    """One target: its patches and, once installed, what was there and what is there now."""
-
-    target: str
-    patches: list[Patch] = field(default_factory=list)
-    parent: Any = None
-    attribute: str = ""
-    original: Any = _MISSING  # what a lookup on the parent gave
-    own: Any = _MISSING  # what the parent itself held (a class may have inherited the original)
-    installed: Any = _MISSING
-    mismatch: UpstreamMismatch | None = None
-
-    @property
-    def is_installed(self) -> bool:
-        return self.installed is not _MISSING
-
-    @property
-    def first(self) -> Patch:
-        return self.patches[0]
-
-    @property
-    def spreads(self) -> bool:
-        """Whether other modules' copies of the name change with it.
-
-        Not for constants (None stands in every module), and not where the target itself is a copy
-        of another module's name: then only this copy is meant.
-        """
-        defined_in = getattr(self.original, "__module__", None) or self.first.module
-        here = defined_in == self.first.module or self.first.module.partition(".")[0] == "torch"
-        return here and callable(self.original) and callable(self.installed)
-
-    def intact(self) -> bool:
-        """Whether the target still is what was installed, possibly wrapped further by others."""
-        if not self.is_installed:
-            return True
-        current = vars(self.parent).get(self.attribute, _MISSING)
-        if current is self.installed:
-            return True
-        if not isinstance(self.installed, PatchPoint):
-            return False
-        return bool(wrapt.is_wrapped_by(current, self.installed))
-
-    def put(self, value: Any) -> None:
-        setattr(self.parent, self.attribute, value)
-        self.installed = value
-
-    def restore(self) -> None:
-        """Put the original back, unless somebody else has replaced the attribute since."""
-        if isinstance(self.installed, PatchPoint):
-            wrapt.unwrap_object(self.parent, self.attribute, self.installed, missing_ok=True)
-        elif self.intact():
-            if self.own is _MISSING:
-                delattr(self.parent, self.attribute)
-            else:
-                setattr(self.parent, self.attribute, self.own)
-        self.installed = _MISSING
 
 
 class Registry:
@@ -182,7 +44,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.active = False
-        self._sites: dict[str, _Site] = {}
+        self._sites: dict[str, Site] = {}
         self._ids: dict[str, Patch] = {}
         self._hooked: set[str] = set()
 
@@ -207,7 +69,7 @@ class Registry:
     def _add(self, patch: Patch) -> None:
         if patch.id in self._ids:
             raise ValueError(f"patch id {patch.id} is taken by {self._ids[patch.id].target}")
-        site = self._sites.setdefault(patch.target, _Site(patch.target))
+        site = self._sites.setdefault(patch.target, Site(patch.target))
         if site.patches and "set" in {patch.kind, site.first.kind}:
             raise ValueError(
                 f"{patch.target}: a 'set' patch needs the target to itself, but it has "
@@ -286,7 +148,7 @@ class Registry:
                 count,
             )
 
-    def _install_site(self, site: _Site) -> bool:
+    def _install_site(self, site: Site) -> bool:
         """Install one site; a mismatch is kept for `raise_mismatches`: imports must not fail."""
         site.mismatch = None
         try:
@@ -298,14 +160,14 @@ class Registry:
         if site.first.kind == "set":
             if not site.first.when() or drift.refuses(site.mismatch):
                 return False
-            site.put(site.first.fn(None if site.original is _MISSING else site.original))
+            site.put(site.first.fn(None if site.original is MISSING else site.original))
         else:
             site.put(
                 PatchPoint(site.own, partial(self._dispatch, site), enabled=lambda: self.active)
             )
         return True
 
-    def _resolve(self, site: _Site) -> None:
+    def _resolve(self, site: Site) -> None:
         """Find the target and compare it with the pin.
 
         Raises:
@@ -316,21 +178,21 @@ class Registry:
             if site.first.creates:
                 prefix, _, site.attribute = site.first.path.rpartition(".")
                 site.parent = wrapt.resolve_path(module, prefix)[2] if prefix else module
-                site.original = _MISSING
+                site.original = MISSING
             else:
                 site.parent, site.attribute, site.original = wrapt.resolve_path(
                     module, site.first.path
                 )
         except AttributeError as error:
             raise drift.missing(site.target, str(error)) from error
-        site.own = vars(site.parent).get(site.attribute, _MISSING)
-        if site.first.kind != "set" and site.own is _MISSING:
+        site.own = vars(site.parent).get(site.attribute, MISSING)
+        if site.first.kind != "set" and site.own is MISSING:
             site.own = site.original
         site.mismatch = drift.compare(site.target, site.original)
         if site.mismatch is not None and drift.policy() == "warn":
             _LOG.warning("%s", site.mismatch)
 
-    def _uninstall(self, sites: Iterable[_Site]) -> None:
+    def _uninstall(self, sites: Iterable[Site]) -> None:
         swapped: list[tuple[Any, Any]] = []
         for site in sites:
             if site.is_installed:
@@ -343,7 +205,7 @@ class Registry:
 
     def _dispatch(
         self,
-        site: _Site,
+        site: Site,
         wrapped: Callable[..., Any],
         instance: Any,
         args: tuple[Any, ...],
@@ -374,6 +236,7 @@ class Registry:
         site = self._sites[patch.target]
         loaded = _is_loaded(patch.module)
         wanted = bool(patch.when()) if loaded else False
+        state: State
         if not self.active:
             state = "off"
         elif not loaded:
@@ -388,7 +251,7 @@ class Registry:
             kind=patch.kind,
             feature=patch.feature,
             order=patch.order,
-            state=state,  # type: ignore[arg-type]
+            state=state,
             intact=site.intact(),
             active=self.active and wanted and site.is_installed,
             drift="" if site.mismatch is None else f"{site.mismatch.found}",

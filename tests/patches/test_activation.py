@@ -51,7 +51,7 @@ def test_the_import_can_be_switched_off() -> None:
 
 def _foreign_objects_of_ours() -> list[str]:
     """Names in Megatron and torch, and in their classes, that are bound to objects of ours."""
-    from megatron_ext.patches.registry import PatchPoint
+    from megatron_ext.patches.point import PatchPoint
 
     def ours(value: object) -> bool:
         return type(value) is PatchPoint or str(getattr(value, "__module__", "")).startswith(

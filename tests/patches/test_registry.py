@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import PatchConflict, UpstreamMismatch
 from megatron_ext.patches import drift
-from megatron_ext.patches.registry import Patch, PatchPoint, Registry
+from megatron_ext.patches.point import PatchPoint
+from megatron_ext.patches.registry import Patch, Registry
 
 _SOURCE = '''
 LIMIT = 3

@@ -1,0 +1,163 @@
+"""What a patch is, and the one place in another package that patches share.
+
+A `Patch` is a row of a table: data. A `Site` is its target in the running process: what was there,
+what is there now, and how to put it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import wrapt
+
+if TYPE_CHECKING:
+    from megatron_ext.errors import UpstreamMismatch
+
+__all__ = ["MISSING", "Patch", "PatchPoint", "Row", "Site", "State", "always"]
+
+MISSING = object()
+"""Stands for an attribute that is not there; None is a value like any other."""
+
+State = Literal["pending", "installed", "skipped", "refused", "off"]
+
+
+def always() -> bool:
+    """Return True: the `when` of a patch that acts whenever the registry is active."""
+    return True
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to one attribute of another package."""
+
+    id: str
+    """Unique name, `area.what`."""
+    target: str
+    """`module:attribute.path`; attributes of classes are allowed."""
+    reason: str
+    """One sentence: what goes wrong, or is missing, without this patch."""
+    fn: Callable[..., Any]
+    """wrap, replace: `fn(next, instance, args, kwargs)`, where `next(*args, **kwargs)` goes on with
+    the chain (already bound to `instance` for methods). set: `fn(original)`, called once when
+    installed, returns the new value (original is None with `creates`)."""
+    kind: Literal["wrap", "replace", "set"] = "wrap"
+    when: Callable[[], bool] = always
+    """wrap, replace: asked at each call. set: asked once, when the target's module is there."""
+    order: int = 0
+    """Place among the wraps of a target: lower is further out."""
+    feature: str = "core"
+    """What the patch belongs to, for listings."""
+    conflicts: tuple[str, ...] = ()
+    """Ids that may not be active together with this patch."""
+    requires: tuple[str, ...] = ()
+    """Ids that have to be registered too."""
+    creates: bool = False
+    """set: the name does not exist upstream (and the reason says why it has to)."""
+
+    @property
+    def module(self) -> str:
+        """Name of the module that defines the target."""
+        return self.target.partition(":")[0]
+
+    @property
+    def path(self) -> str:
+        """Path of the attribute inside the module."""
+        return self.target.partition(":")[2]
+
+
+class PatchPoint(wrapt.FunctionWrapper):  # type: ignore[type-arg]
+    """A proxy that survives copy, deepcopy and pickle.
+
+    Megatron deep-copies configurations that hold function references and pickles partials; stock
+    wrapt proxies refuse both. A copy of a patch point is the point itself, and it pickles by name
+    like the function that it stands for.
+    """
+
+    def __copy__(self) -> PatchPoint:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PatchPoint:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> str:
+        return str(self.__wrapped__.__qualname__)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The state of one patch, as `megatron-ext patches list` shows it."""
+
+    id: str
+    target: str
+    kind: str
+    feature: str
+    order: int
+    state: State
+    intact: bool
+    active: bool
+    drift: str
+    reason: str
+
+
+@dataclass
+class Site:
+    """One target: its patches and, once installed, what was there and what is there now."""
+
+    target: str
+    patches: list[Patch] = field(default_factory=list)
+    parent: Any = None
+    attribute: str = ""
+    original: Any = MISSING  # what a lookup on the parent gave
+    own: Any = MISSING  # what the parent itself held (a class may have inherited the original)
+    installed: Any = MISSING
+    mismatch: UpstreamMismatch | None = None
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the patched value is in place."""
+        return self.installed is not MISSING
+
+    @property
+    def first(self) -> Patch:
+        """The patch that made the site; a `set` patch is the only one of its site."""
+        return self.patches[0]
+
+    @property
+    def spreads(self) -> bool:
+        """Whether other modules' copies of the name change with it.
+
+        Not for constants (None stands in every module), and not where the target itself is a copy
+        of another module's name: then only this copy is meant.
+        """
+        defined_in = getattr(self.original, "__module__", None) or self.first.module
+        here = defined_in == self.first.module or self.first.module.partition(".")[0] == "torch"
+        return here and callable(self.original) and callable(self.installed)
+
+    def intact(self) -> bool:
+        """Whether the target still is what was installed, possibly wrapped further by others."""
+        if not self.is_installed:
+            return True
+        current = vars(self.parent).get(self.attribute, MISSING)
+        if current is self.installed:
+            return True
+        if not isinstance(self.installed, PatchPoint):
+            return False
+        return bool(wrapt.is_wrapped_by(current, self.installed))
+
+    def put(self, value: Any) -> None:
+        """Assign the patched value."""
+        setattr(self.parent, self.attribute, value)
+        self.installed = value
+
+    def restore(self) -> None:
+        """Put the original back, unless somebody else has replaced the attribute since."""
+        if isinstance(self.installed, PatchPoint):
+            wrapt.unwrap_object(self.parent, self.attribute, self.installed, missing_ok=True)
+        elif self.intact():
+            if self.own is MISSING:
+                delattr(self.parent, self.attribute)
+            else:
+                setattr(self.parent, self.attribute, self.own)
+        self.installed = MISSING
