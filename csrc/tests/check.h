@@ -4,6 +4,8 @@
 // where and ends the process with status 1, so it works in forked children as well; ctest reports
 // the program.
 
+#include <signal.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -42,6 +44,7 @@ pid_t fork_child(Function run) {
     if (pid != 0) {
         return pid;
     }
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // a test that is stopped takes its children along
     try {
         run();
     } catch (const std::exception& error) {
@@ -101,6 +104,7 @@ inline int join_child(pid_t pid) {
 int main() {
     for (const auto& test : megatron_ext::testing::test_cases()) {
         std::printf("%s\n", test.name);
+        std::fflush(stdout);  // so that ctest shows in which test a program hangs
         try {
             test.run();
         } catch (const std::exception& error) {

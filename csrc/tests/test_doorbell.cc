@@ -1,10 +1,13 @@
 #include <pthread.h>
 #include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
-#include <new>
+#include <fstream>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -18,7 +21,8 @@ using megatron_ext::testing::join_child;
 
 namespace {
 
-constexpr double kLongS = 30.0;  // a time-out that only a lost wake-up reaches
+// Waits that have to succeed are without a time-out: a late wake-up would still find the sequence
+// changed, whereas one that is lost hangs here, until ctest reports it.
 
 /// What two processes share in these tests, at the start of a fresh (zeroed) segment.
 struct Shared {
@@ -35,9 +39,34 @@ template <typename Condition>
 void wait_until(const Doorbell& bell, Condition condition) {
     std::uint32_t seen = bell.sequence();
     while (!condition()) {
-        CHECK(bell.wait(seen, deadline_after(kLongS)));
+        CHECK(bell.wait(seen));
         seen = bell.sequence();
     }
+}
+
+pid_t thread_id() { return static_cast<pid_t>(::syscall(SYS_gettid)); }
+
+/// Returns once the thread sleeps in the kernel; here that can only be a wait. `task` is below
+/// /proc.
+void wait_until_asleep(const std::string& task) {
+    for (;;) {
+        std::ifstream file("/proc/" + task + "/stat");
+        std::string stat;
+        std::getline(file, stat);
+        const auto name_end = stat.rfind(')');
+        CHECK(name_end != std::string::npos);
+        if (stat.at(name_end + 2) == 'S') {
+            return;
+        }
+        std::this_thread::yield();
+    }
+}
+
+void wait_until_asleep_thread(const std::atomic<pid_t>& tid) {
+    while (tid.load() == 0) {
+        std::this_thread::yield();
+    }
+    wait_until_asleep("self/task/" + std::to_string(tid.load()));
 }
 
 struct Stop : std::runtime_error {
@@ -98,14 +127,19 @@ TEST(signals_do_not_end_a_wait) {
     std::uint32_t word = 0;
     Doorbell bell(&word);
     std::atomic<bool> done{false};
+    std::atomic<pid_t> tid{0};
     bool rung = false;
     std::thread waiter([&] {
-        rung = bell.wait(0, deadline_after(kLongS));
+        tid = thread_id();
+        rung = bell.wait(0);
         done = true;
     });
-    while (num_signals.load() < 20) {
-        ::pthread_kill(waiter.native_handle(), SIGUSR1);
-        std::this_thread::yield();
+    for (int sent = 1; sent <= 20; ++sent) {
+        wait_until_asleep_thread(tid);
+        CHECK(::pthread_kill(waiter.native_handle(), SIGUSR1) == 0);
+        while (num_signals.load() < sent) {
+            std::this_thread::yield();
+        }
     }
     CHECK(!done.load());
     bell.ring();
@@ -117,13 +151,18 @@ TEST(one_ring_wakes_all_threads_and_publishes_what_was_written_before) {
     constexpr int kNumWaiters = 8;
     std::uint32_t word = 0;
     Doorbell bell(&word);
+    std::vector<std::atomic<pid_t>> tids(kNumWaiters);
     int plain_value = 0;  // not atomic: ring() and wait() have to order it, which TSan checks
     std::vector<std::thread> waiters;
     for (int i = 0; i < kNumWaiters; ++i) {
-        waiters.emplace_back([&] {
-            CHECK(bell.wait(0, deadline_after(kLongS)));
+        waiters.emplace_back([&, i] {
+            tids[static_cast<std::size_t>(i)] = thread_id();
+            CHECK(bell.wait(0));
             CHECK_EQ(plain_value, 7);
         });
+    }
+    for (const auto& tid : tids) {
+        wait_until_asleep_thread(tid);
     }
     plain_value = 7;
     bell.ring();
@@ -190,10 +229,13 @@ TEST(one_ring_wakes_all_processes) {
             const std::uint32_t seen = ping.sequence();
             shared->num_waiting.fetch_add(1);
             pong.ring();
-            CHECK(ping.wait(seen, deadline_after(kLongS)));
+            CHECK(ping.wait(seen));
         }));
     }
     wait_until(pong, [&] { return shared->num_waiting.load() == kNumChildren; });
+    for (const pid_t child : children) {
+        wait_until_asleep(std::to_string(child));
+    }
     ping.ring();
     for (const pid_t child : children) {
         CHECK_EQ(join_child(child), 0);
@@ -218,6 +260,7 @@ TEST(a_killed_waiter_or_ringer_leaves_the_doorbell_usable) {
             }
         });
         wait_until(pong, [&] { return shared->num_waiting.load() == 2; });
+        wait_until_asleep(std::to_string(waiter));
         for (const pid_t child : {waiter, ringer}) {
             CHECK(::kill(child, SIGKILL) == 0);
             const int status = join_child(child);
