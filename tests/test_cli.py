@@ -1,0 +1,91 @@
+"""The `megatron-ext` command: golden list of subcommands, output and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext import arguments, cli
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def _run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_ext", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(_ROOT), "MEGATRON_EXT_DEVICE": "cpu", **env},
+    )
+
+
+def test_the_subcommands_are_these() -> None:
+    parser = cli.build_parser()
+    [action] = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    assert tuple(sorted(action.choices)) == cli.SUBCOMMANDS == ("patches", "preprocess", "upstream")
+
+
+def test_our_training_flags_are_these() -> None:
+    parser = arguments.add_arguments(argparse.ArgumentParser())
+    arguments.add_arguments(parser)  # a second time changes nothing
+    flags = sorted(
+        o for a in parser._actions for o in a.option_strings if o not in {"-h", "--help"}
+    )
+    assert flags == ["--device-backend", "--ext-list-patches"]
+
+
+def test_settings_missing_from_a_namespace_get_their_defaults() -> None:
+    assert arguments.ExtConfig.from_args(argparse.Namespace()) == arguments.ExtConfig()
+    config = arguments.ExtConfig.from_args(argparse.Namespace(device_backend="cpu", other=1))
+    assert config == arguments.ExtConfig(device_backend="cpu")
+
+
+def test_listing_shows_each_patch_with_target_and_reason() -> None:
+    done = _run("patches", "list", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    ids = {row["id"] for row in rows}
+    assert {"arguments.flags", "pipeline.sends_own_storage"} <= ids or len(ids) > 100
+    assert all(row["reason"] and ":" in row["target"] and row["intact"] for row in rows)
+    states = {row["id"]: row["state"] for row in rows}
+    assert states["arguments.flags"] in {"pending", "installed"}
+    text = _run("patches", "list").stdout
+    assert "names of torch redirected" in text
+    assert "megatron.training.arguments:validate_args" in text
+
+
+def test_check_passes_on_the_pin() -> None:
+    done = _run("patches", "check")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].endswith("0 problems")
+
+
+def test_upstream_check_compares_the_tree_with_the_pin(megatron_lm_path: Path) -> None:
+    done = _run("upstream", "check")
+    assert done.returncode == 0, done.stdout
+    assert str(megatron_lm_path) in done.stdout
+    assert _run("upstream", "path").stdout.strip() == str(megatron_lm_path.resolve())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["upstream", "path"], 2, "no Megatron-LM tree was found"),
+        (["upstream", "fetch", "--url", "file:///nowhere"], 2, "git could not fetch"),
+        (["nonsense"], 2, "invalid choice"),
+        (["patches"], 2, "ACTION"),
+    ],
+)
+def test_mistakes_end_in_one_line(arguments: list[str], code: int, message: str) -> None:
+    done = _run(*arguments, MEGATRON_LM_PATH="")
+    assert done.returncode == code
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

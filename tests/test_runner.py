@@ -1,0 +1,149 @@
+"""Starting scripts: which file or trainer a name stands for, and how errors end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext import runner, upstream
+from megatron_ext.errors import UpstreamMismatch, UserError
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def no_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    monkeypatch.setattr(upstream, "_chosen", None)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "tree"
+    (path / "megatron" / "training").mkdir(parents=True)
+    (path / "megatron" / "training" / "__init__.py").write_text("")
+    (path / "megatron" / "core").mkdir()
+    info = "MAJOR = 0\nMINOR = 16\nPATCH = 1\n"
+    (path / "megatron" / "core" / "package_info.py").write_text(info)
+    (path / "pretrain_gpt.py").write_text("")
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(path))
+    return path
+
+
+def test_a_file_of_the_users_own_is_run_as_it_is(tmp_path: Path, tree: Path) -> None:
+    script = Path("mine.py")
+    script.write_text("")
+    assert runner.choose("mine.py").script == script.resolve()
+
+
+def test_a_bare_name_is_taken_from_the_tree(tree: Path) -> None:
+    assert runner.choose("pretrain_gpt.py").script == tree / "pretrain_gpt.py"
+
+
+def test_without_a_tree_the_embedded_trainer_stands_in() -> None:
+    start = runner.choose("pretrain_bert.py")
+    assert (start.script, start.model) == (None, "bert")
+    assert "no Megatron-LM tree was found" in str(start)
+
+
+def test_the_embedded_trainer_can_be_asked_for(tree: Path) -> None:
+    assert runner.choose("pretrain_gpt.py", embedded=True).model == "gpt"
+    with pytest.raises(UserError, match="--embedded has no pretrain_t5.py"):
+        runner.choose("pretrain_t5.py", embedded=True)
+
+
+def test_a_script_inside_a_tree_uses_that_tree(tree: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    tree.rename(other)
+    tree.mkdir()
+    start = runner.choose(str(other / "pretrain_gpt.py"))
+    assert start.script == other / "pretrain_gpt.py"
+    assert upstream.find_tree() == other
+
+
+def test_a_missing_script_says_how_to_get_the_tree(tree: Path) -> None:
+    with pytest.raises(UserError, match="neither here nor in the Megatron-LM tree"):
+        runner.choose("pretrain_t5.py")
+
+
+def test_a_missing_script_without_a_tree_says_how_to_get_one() -> None:
+    with pytest.raises(UserError, match="megatron-ext upstream fetch"):
+        runner.choose("pretrain_t5.py")
+    with pytest.raises(UserError, match="there is no gone/pretrain_gpt.py"):
+        runner.choose("gone/pretrain_gpt.py")
+
+
+def test_a_tree_of_another_version_is_refused(tree: Path) -> None:
+    info = tree / "megatron" / "core" / "package_info.py"
+    info.write_text("MAJOR = 0\nMINOR = 15\nPATCH = 0\n")
+    with pytest.raises(UpstreamMismatch, match=r"found version 0\.15\.0"):
+        runner.choose("pretrain_gpt.py")
+
+
+def _run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_ext", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(_ROOT), "MEGATRON_EXT_DEVICE": "cpu", **env},
+    )
+
+
+def test_a_script_sees_its_own_arguments_and_armed_patches() -> None:
+    Path("mine.py").write_text(
+        "import sys, helper\n"
+        "from megatron.core.pipeline_parallel import p2p_communication as p2p\n"
+        "print(__name__, sys.argv, helper.x, type(p2p._p2p_ops).__name__)\n"
+    )
+    Path("helper.py").write_text("x = 3\n")
+    done = _run("mine.py", "--flag", "1")
+    assert done.returncode == 0, done.stderr
+    path = str(Path("mine.py").resolve())
+    assert done.stdout.splitlines()[-1] == f"__main__ {[path, '--flag', '1']} 3 PatchPoint"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "message"),
+    [
+        (["gone.py"], {}, "there is no gone.py"),
+        (["pretrain_gpt.py"], {"MEGATRON_LM_PATH": "/nowhere"}, "is not a Megatron-LM tree"),
+        (["pretrain_gpt.py"], {"MEGATRON_EXT_DEVICE": "abacus"}, "abacus"),
+        (["pretrain_gpt.py"], {"MEGATRON_EXT_DEVICE": "musa"}, "musa"),
+    ],
+)
+def test_user_errors_are_one_message_and_exit_code_2(
+    arguments: list[str], env: dict[str, str], message: str
+) -> None:
+    done = _run(*arguments, **env)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "megatron_ext: error: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_only_one_rank_tells_what_all_of_them_see() -> None:
+    done = _run("gone.py", RANK="3")
+    assert done.returncode == 2
+    assert "there is no gone.py" not in done.stderr
+
+
+def test_errors_of_the_script_keep_their_traceback() -> None:
+    Path("mine.py").write_text("raise RuntimeError('a bug of mine')\n")
+    done = _run("mine.py")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "a bug of mine" in done.stderr
+
+
+def test_without_arguments_the_usage_is_shown() -> None:
+    done = _run()
+    assert done.returncode == 2
+    assert "usage:" in done.stderr

@@ -1,0 +1,139 @@
+"""Finding, checking and fetching the Megatron-LM tree; git runs for real, on repositories made here."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_ext import upstream
+from megatron_ext.errors import UpstreamMismatch, UserError
+
+
+def _make_tree(path: Path, version: tuple[int, int, int] = (0, 16, 1)) -> Path:
+    (path / "megatron" / "training").mkdir(parents=True)
+    (path / "megatron" / "training" / "__init__.py").write_text("")
+    (path / "megatron" / "core").mkdir()
+    major, minor, patch = version
+    info = f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\n"
+    (path / "megatron" / "core" / "package_info.py").write_text(info)
+    return path
+
+
+def _git(path: Path, *arguments: str) -> str:
+    command = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(path), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _commit_and_tag(tree: Path) -> str:
+    _git(tree, "init", "-q")
+    _git(tree, "add", ".")
+    _git(tree, "commit", "-q", "-m", "all")
+    _git(tree, "tag", upstream.PIN_TAG)
+    return _git(tree, "rev-parse", "HEAD")
+
+
+@pytest.fixture(autouse=True)
+def no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    monkeypatch.setattr(upstream, "_chosen", None)
+
+
+def test_without_any_tree_the_error_says_how_to_get_one() -> None:
+    assert upstream.find_tree() is None
+    with pytest.raises(UserError, match="megatron-ext upstream fetch"):
+        upstream.require_tree()
+
+
+def test_the_order_is_environment_then_path_then_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = _make_tree(upstream.cache_dir())
+    assert upstream.find_tree() == cached
+    on_path = _make_tree(tmp_path / "on_path")
+    monkeypatch.syspath_prepend(str(on_path))
+    assert upstream.find_tree() == on_path
+    named = _make_tree(tmp_path / "named")
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(named))
+    assert upstream.find_tree() == named
+
+
+def test_a_wrong_megatron_lm_path_is_an_error_not_a_fallback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _make_tree(upstream.cache_dir())
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match=r"nowhere is not a Megatron-LM tree"):
+        upstream.find_tree()
+
+
+@pytest.mark.parametrize("version", [(0, 15, 0), (0, 17, 0), (1, 16, 1)])
+def test_a_tree_of_another_release_is_refused(
+    version: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = _make_tree(tmp_path / "tree", version)
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(tree))
+    with pytest.raises(UpstreamMismatch) as caught:
+        upstream.require_tree()
+    text = str(caught.value)
+    assert "version 0.16.1" in text
+    assert ".".join(map(str, version)) in text
+
+
+def test_the_status_names_edited_files_and_a_foreign_commit(tmp_path: Path) -> None:
+    tree = _make_tree(tmp_path / "tree")
+    commit = _commit_and_tag(tree)
+    (tree / "megatron" / "training" / "__init__.py").write_text("edited = True\n")
+    problems = upstream.tree_status(tree).problems
+    assert any(commit[:12] in line for line in problems)
+    assert "megatron/training/__init__.py is modified" in problems
+
+
+def test_fetch_verifies_the_commit_and_leaves_nothing_when_it_differs(tmp_path: Path) -> None:
+    origin = _make_tree(tmp_path / "origin")
+    commit = _commit_and_tag(origin)
+    target = tmp_path / "fetched" / "tree"
+    with pytest.raises(UpstreamMismatch, match=commit):
+        upstream.fetch(target, origin.as_uri())
+    assert list(target.parent.iterdir()) == []
+
+
+def test_fetch_puts_the_pinned_commit_in_place_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = _make_tree(tmp_path / "origin")
+    monkeypatch.setattr(upstream, "PIN_COMMIT", _commit_and_tag(origin))
+    target = tmp_path / "fetched" / "tree"
+    assert upstream.fetch(target, origin.as_uri()) == target
+    assert upstream.tree_status(target).problems == []
+    assert [path.name for path in target.parent.iterdir()] == ["tree"]
+    assert upstream.fetch(target, "file:///nowhere") == target
+
+
+def test_fetch_keeps_away_from_a_directory_that_is_something_else(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(UserError, match="it is no Megatron-LM tree"):
+        upstream.fetch(tmp_path / "mine")
+
+
+def test_fetch_explains_a_repository_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"git could not fetch core_v0.16.1 from file:///nowhere"):
+        upstream.fetch(tmp_path / "tree", "file:///nowhere")
+    assert list(tmp_path.glob(".fetch-*")) == []
+
+
+def test_fetch_without_git_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="needs git"):
+        upstream.fetch(tmp_path / "tree")
+
+
+def test_the_pinned_tree_is_the_pin(megatron_lm_path: Path) -> None:
+    assert upstream.tree_status(megatron_lm_path).problems == []
+
+
+def test_the_installed_core_is_found() -> None:
+    core = upstream.installed_core()
+    assert core is not None
+    assert (core / "package_info.py").is_file()
