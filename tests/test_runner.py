@@ -54,7 +54,7 @@ def test_without_a_tree_the_embedded_trainer_stands_in() -> None:
 
 def test_the_embedded_trainer_can_be_asked_for(tree: Path) -> None:
     assert runner.choose("pretrain_gpt.py", embedded=True).model == "gpt"
-    with pytest.raises(UserError, match="--embedded has no pretrain_t5.py"):
+    with pytest.raises(UserError, match=r"--embedded has no pretrain_t5\.py"):
         runner.choose("pretrain_t5.py", embedded=True)
 
 
@@ -75,7 +75,7 @@ def test_a_missing_script_says_how_to_get_the_tree(tree: Path) -> None:
 def test_a_missing_script_without_a_tree_says_how_to_get_one() -> None:
     with pytest.raises(UserError, match="megatron-ext upstream fetch"):
         runner.choose("pretrain_t5.py")
-    with pytest.raises(UserError, match="there is no gone/pretrain_gpt.py"):
+    with pytest.raises(UserError, match=r"there is no gone/pretrain_gpt\.py"):
         runner.choose("gone/pretrain_gpt.py")
 
 

@@ -1,4 +1,4 @@
-"""Finding, checking and fetching the Megatron-LM tree; git runs for real, on repositories made here."""
+"""Finding, checking and fetching the tree; git runs for real, on repositories made here."""
 
 from __future__ import annotations
 
