@@ -17,11 +17,14 @@ __all__ = ["REGISTRY", "TABLES", "arm", "disarm"]
 TABLES = (
     "arguments",
     "attention",
+    "bert",
     "dist_checkpointing",
     "moe",
     "norms",
     "optimizer",
+    "parallel_state",
     "pipeline",
+    "tensor_parallel",
     "training_init",
 )
 """Modules of this package with a tuple `PATCHES`, by upstream area."""

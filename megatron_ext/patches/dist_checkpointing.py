@@ -19,8 +19,8 @@ def _start_without_main(
 ) -> Any:
     """Start the queue's process without the training script.
 
-    A spawned process first imports the main script of its parent, where that has a file. The process
-    behind this queue needs nothing of it.
+    A spawned process first imports the main script of its parent, where that has a file. The
+    process behind this queue needs nothing of it.
     """
     names = vars(sys.modules["__main__"])
     path = names.pop("__file__", None)
