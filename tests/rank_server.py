@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -77,6 +78,8 @@ def preload() -> None:
         importlib.import_module(name)
     if os.environ.get("MEGATRON_LM_PATH"):
         importlib.import_module("megatron.training.training")
+    # Takes as long as the rest, and the first step of any optimizer imports it.
+    importlib.import_module("torch._dynamo")
 
 
 def _die_with_parent(parent: int) -> None:
@@ -209,6 +212,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     preload()
+    gc.freeze()  # a rank's collections would copy every page of what it shares with the server
     send(answers, "ready")
     while True:
         try:
