@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
 from typing import TYPE_CHECKING, Any
@@ -145,7 +146,8 @@ def encode_batches(
     pending: deque[Future[list[EncodedDocument]]] = deque()
     try:
         for batch in batches:
-            pending.append(pool.submit(_encode_in_worker, batch))
+            with _signals_deferred():
+                pending.append(pool.submit(_encode_in_worker, batch))
             if len(pending) >= _BATCHES_IN_FLIGHT_PER_WORKER * num_workers:
                 yield pending.popleft().result()
         while pending:
@@ -170,6 +172,16 @@ def start_fork_server() -> None:
         forkserver.ensure_running()
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Holds Ctrl-C and termination back: a pool interrupted at its start never ends its workers."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 _worker_encoder: Encoder | None = None

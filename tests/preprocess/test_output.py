@@ -1,0 +1,56 @@
+"""Outputs appear whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.errors import DataError
+from megatron_ext.preprocess.output import DatasetWriter, output_paths
+
+
+def write(prefix: Path, value: int, *, overwrite: bool = False, fail: bool = False) -> None:
+    paths = output_paths(str(prefix), ["text"], "document")
+    with DatasetWriter(paths, np.uint16, overwrite=overwrite) as writer:
+        writer.add("text", np.full(3, value, dtype=np.uint16), [1, 2])
+        if fail:
+            raise KeyboardInterrupt
+
+
+def read(prefix: Path) -> list[list[int]]:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    return [item.tolist() for item in IndexedDataset(f"{prefix}_text_document")]
+
+
+def test_the_files_are_read_by_megatron(tmp_path: Path) -> None:
+    write(tmp_path / "p", 5)
+    assert read(tmp_path / "p") == [[5], [5, 5]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "p_text_document.bin",
+        "p_text_document.idx",
+    ]
+
+
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "p", 5, fail=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_files_are_replaced_only_if_asked(tmp_path: Path) -> None:
+    write(tmp_path / "p", 5)
+    with pytest.raises(DataError, match=r"p_text_document\.bin exists; give --overwrite"):
+        write(tmp_path / "p", 6)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "p", 6, overwrite=True, fail=True)
+    assert read(tmp_path / "p") == [[5], [5, 5]]
+    write(tmp_path / "p", 6, overwrite=True)
+    assert read(tmp_path / "p") == [[6], [6, 6]]
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent does not exist; create it \(mkdir -p"):
+        write(tmp_path / "absent" / "p", 5)
