@@ -1,0 +1,244 @@
+# What the example scripts and the test command share. Sourced, never run.
+#
+# prepare_environment KIND   finds or makes a Python environment with this package in it, sets PYTHON
+# detect_device FLAGS...     sets DEVICE (cpu, cuda, musa) and DEVICE_COUNT
+# python_reference PREFIX    makes the indexed dataset PREFIX_text_document from Python's own manual
+# choose_way FLAGS...        sets WAY: upstream (a Megatron-LM tree was found) or embedded
+# flag_value NAME DEFAULT FLAGS...   prints the last value that the flags give NAME
+# run_command OUTPUT COMMAND...      runs a command, shows its output and keeps it in a file
+
+REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+readonly REPO
+readonly TORCH_VERSION=2.13.0
+readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+
+say() { printf '%s: %s\n' "$(basename "$0")" "$*"; }
+
+fail() {
+    printf '%s: error: %s\n' "$(basename "$0")" "$*" >&2
+    exit 2
+}
+
+# --- Python environment ---------------------------------------------------------------------------
+
+# An activated environment (VIRTUAL_ENV) is used as it is: its torch is the one that its owner wants.
+# Otherwise the repository's own .venv is made, or brought up to date. KIND: run, or test (also the
+# test tools, and the native module is required to build).
+prepare_environment() {
+    local kind=$1
+    if [[ -n ${VIRTUAL_ENV:-} ]]; then
+        PYTHON=$VIRTUAL_ENV/bin/python
+        check_environment "$kind"
+        say "uses the environment $VIRTUAL_ENV"
+        return
+    fi
+    PYTHON=$REPO/.venv/bin/python
+    mkdir -p "$REPO/.venv"
+    # One set-up at a time. Commands inside get no copy of the descriptor: a daemon would keep the lock.
+    exec 9>"$REPO/.venv/.lock"
+    if command -v flock >/dev/null; then
+        flock 9
+    fi
+    if ! is_current "$kind"; then
+        install_environment "$kind" 9>&-
+    fi
+    exec 9>&-
+}
+
+# Whether prepare_environment would have nothing to install.
+environment_exists() {
+    PYTHON=$REPO/.venv/bin/python
+    [[ -n ${VIRTUAL_ENV:-} ]] || is_current run
+}
+
+check_environment() {
+    local kind=$1 missing modules=(torch megatron.core megatron_ext) remedy="pip install -e $REPO"
+    [[ -x $PYTHON ]] || fail "VIRTUAL_ENV=$VIRTUAL_ENV has no bin/python; activate an environment, or unset it"
+    if [[ $kind == test ]]; then
+        modules+=(hypothesis pytest pytest_timeout)
+        remedy="MEGATRON_EXT_REQUIRE_NATIVE=1 pip install -e '$REPO[dev]'"
+    fi
+    missing=$("$PYTHON" - "${modules[@]}" <<'PYTHON'
+import sys
+from importlib.util import find_spec
+
+def absent(name):
+    try:
+        return find_spec(name) is None
+    except ModuleNotFoundError:
+        return True
+
+sys.path.remove("") if "" in sys.path else None
+print(*(name for name in sys.argv[1:] if absent(name)))
+PYTHON
+    )
+    [[ -z $missing ]] || fail "the environment $VIRTUAL_ENV lacks $missing; run: $remedy (or unset VIRTUAL_ENV to get an own environment)"
+}
+
+# A stamp holds the hash of everything that an installation depends on. Python sources are not among
+# it: the installation is an editable one.
+stamp() { printf '%s/.venv/.installed-%s' "$REPO" "$1"; }
+
+fingerprint() {
+    (cd "$REPO" && find pyproject.toml CMakeLists.txt csrc -type f -print0 | LC_ALL=C sort -z |
+        xargs -0 cat | cksum)
+}
+
+is_current() {
+    [[ -x $PYTHON && -f $(stamp "$1") && $(<"$(stamp "$1")") == "$(fingerprint)" ]]
+}
+
+install_environment() {
+    local kind=$1 base log=$REPO/.venv/install.log target=$REPO native=
+    base=$(find_python)
+    rm -f "$(stamp run)" "$(stamp test)"
+    say "sets up $REPO/.venv with $base (log: $log)"
+    [[ -x $PYTHON ]] || "$base" -m venv "$REPO/.venv" || fail "cannot make a virtual environment with $base"
+    : >"$log"
+    if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
+        install_torch "$log"
+    fi
+    if [[ $kind == test ]]; then
+        target="$REPO[dev]"
+        native=1
+    fi
+    say "installs ${target/#$REPO/.} and what it needs"
+    MEGATRON_EXT_REQUIRE_NATIVE=${native:-${MEGATRON_EXT_REQUIRE_NATIVE:-}} \
+        logged "$log" "$PYTHON" -m pip install --editable "$target" || installation_failed "$log"
+    fingerprint >"$(stamp run)"
+    if [[ $kind == test ]]; then
+        fingerprint >"$(stamp test)"
+    fi
+}
+
+# The wheel for machines without GPU is a tenth of the size. PyPI does not have it, PyTorch's own index
+# does, and mirrors may.
+install_torch() {
+    local log=$1
+    if has_nvidia_gpu; then
+        say "installs torch $TORCH_VERSION for the GPU of this machine"
+        logged "$log" "$PYTHON" -m pip install "torch==$TORCH_VERSION" || installation_failed "$log"
+    elif command -v mthreads-gmi >/dev/null; then
+        fail "this machine has a Moore Threads GPU: activate its vendor's environment (torch, torch_musa), install this package into it with pip install -e $REPO, and start again"
+    else
+        say "installs torch $TORCH_VERSION for the CPU"
+        logged "$log" "$PYTHON" -m pip install "torch==$TORCH_VERSION+cpu" ||
+            logged "$log" "$PYTHON" -m pip install "torch==$TORCH_VERSION+cpu" --extra-index-url "$TORCH_CPU_INDEX" ||
+            installation_failed "$log"
+    fi
+}
+
+has_nvidia_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON3:-python3 python3.13 python3.12 python3.11 python3.10}; do
+        if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            "$candidate" -c 'import sys; print(sys.executable)'
+            return
+        fi
+    done
+    fail "found no Python >= 3.10 that can make virtual environments (tried ${PYTHON3:-python3, python3.13 ... python3.10}); install one (Debian: apt-get install python3 python3-venv) or name it: PYTHON3=/path/to/python3"
+}
+
+logged() {
+    local log=$1
+    shift
+    printf '+ %s\n' "$*" >>"$log"
+    "$@" >>"$log" 2>&1
+}
+
+installation_failed() {
+    tail -n 25 "$1" >&2
+    fail "the installation failed; the end of $1 is above"
+}
+
+# --- Device, data, launch -------------------------------------------------------------------------
+
+detect_device() {
+    local found
+    found=$("$PYTHON" - "$@" <<'PYTHON'
+import sys
+
+import torch
+
+from megatron_ext import devices
+from megatron_ext.errors import UserError
+
+try:
+    name = devices.current().name
+except UserError as error:
+    sys.exit(str(error))
+print(name, 0 if name == "cpu" else getattr(torch, name).device_count())
+PYTHON
+    ) || fail "no usable device"
+    read -r DEVICE DEVICE_COUNT <<<"$found"
+}
+
+python_reference() {
+    local prefix=$1
+    [[ ! -f ${prefix}_text_document.idx ]] || return 0
+    mkdir -p "$(dirname "$prefix")"
+    say "makes training data from Python's language reference"
+    "$PYTHON" "$REPO/examples/data/python_reference.py" "$prefix.jsonl"
+    "$PYTHON" -m megatron_ext preprocess --input "$prefix.jsonl" --output-prefix "$prefix" \
+        --tokenizer-type ByteLevelTokenizer --append-eod --overwrite
+}
+
+# The runner decides by the same rule; here it is needed for flags that only one of the two knows.
+choose_way() {
+    if [[ " $* " != *" --embedded "* ]] && "$PYTHON" -m megatron_ext upstream path >/dev/null 2>&1; then
+        WAY=upstream
+    else
+        WAY=embedded
+    fi
+}
+
+flag_value() {
+    local name=$1 value=$2
+    shift 2
+    while (($# > 0)); do
+        if [[ $1 == "$name" && $# -gt 1 ]]; then
+            value=$2
+        elif [[ $1 == "$name="* ]]; then
+            value=${1#*=}
+        fi
+        shift
+    done
+    printf '%s\n' "$value"
+}
+
+# Prints a command so that it can be pasted into a shell, one flag on a line.
+print_command() {
+    local word line=
+    for word in "$@"; do
+        if [[ $word == --* && -n $line ]]; then
+            printf '%s \\\n    ' "$line"
+            line=
+        fi
+        if [[ ! $word =~ ^[A-Za-z0-9_./,:=+@%-]+$ ]]; then
+            printf -v word '%q' "$word"
+        fi
+        line+=${line:+ }$word
+    done
+    printf '%s\n' "$line"
+}
+
+# Shows the output of a command and keeps it in a file. A termination request goes to the command, which
+# ends its own processes; the script then goes on with its exit code.
+run_command() {
+    local output=$1 pid tee_pid status=0
+    shift
+    exec 8> >(exec tee -i "$output")
+    tee_pid=$!
+    "$@" >&8 2>&1 8>&- &
+    pid=$!
+    exec 8>&-
+    trap 'kill -TERM "$pid" 2>/dev/null || true' INT TERM HUP
+    while kill -0 "$pid" 2>/dev/null; do
+        wait "$pid" && status=0 || status=$?
+    done
+    trap - INT TERM HUP
+    wait "$tee_pid" || true
+    return "$status"
+}

@@ -1,0 +1,48 @@
+"""Writes the language reference that ships inside Python as a small training corpus.
+
+About 450 kB of English prose with code, in every CPython's `pydoc_data.topics` (what `help("if")`
+shows), so nothing is downloaded and nothing is shipped here. One topic is one document:
+
+    python examples/data/python_reference.py OUTPUT.jsonl
+
+The text is part of Python's documentation, under the PSF License. It differs a little from one
+Python version to the next.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+
+def topics() -> dict[str, str]:
+    """Returns the topics by name.
+
+    Raises:
+        SystemExit: If this Python was packaged without its help texts.
+    """
+    try:
+        from pydoc_data.topics import topics as found
+    except ImportError:
+        sys.exit(
+            f"{sys.executable} has no help texts (the module pydoc_data.topics); use another "
+            f"Python (Debian: apt-get install libpython3-stdlib)"
+        )
+    return dict(sorted(found.items()))
+
+
+def main() -> None:
+    """Writes one JSON object for each topic to the file named on the command line."""
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python {sys.argv[0]} OUTPUT.jsonl")
+    output = Path(sys.argv[1])
+    partial = output.with_name(f".{output.name}.partial")
+    with partial.open("w", encoding="utf-8") as stream:
+        for text in topics().values():
+            stream.write(json.dumps({"text": text}) + "\n")
+    partial.replace(output)
+
+
+if __name__ == "__main__":
+    main()
