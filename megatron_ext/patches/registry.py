@@ -47,6 +47,7 @@ class Registry:
         self._sites: dict[str, Site] = {}
         self._ids: dict[str, Patch] = {}
         self._hooked: set[str] = set()
+        self._seen: set[str] = set()  # modules that were patched before: arming again is not late
 
     # -- registering and switching ---------------------------------------------------------------
 
@@ -126,6 +127,7 @@ class Registry:
 
     def _imported(self, name: str, _module: ModuleType) -> None:
         self._hooked.discard(name)
+        self._seen.add(name)
         if self.active:
             self._install({name}, late=False)
 
@@ -139,7 +141,8 @@ class Registry:
         if not late or not swapped:
             return
         count = replace_aliases(swapped)
-        megatron = sorted(m for m in modules if m.startswith("megatron."))
+        megatron = {m for m in modules if m.startswith("megatron.")} - self._seen
+        self._seen |= megatron
         if megatron:
             _LOG.warning(
                 "%s imported before megatron_ext: %d copied names mended; copies in closures, "

@@ -1,0 +1,101 @@
+"""Our flags on upstream's parser, the device's defaults and rules, and how mistakes end."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+import pytest
+
+from megatron_ext import devices
+from megatron_ext.devices.cpu import CpuDevice
+from megatron_ext.errors import ArgumentsError
+from megatron_ext.patches.arguments import check_arguments, prepare_parser
+from tests.ranks import RankRun, start_script
+
+_TINY = """
+    --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16
+    --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 2 --train-iters 1
+    --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 16 --eval-interval 10
+    --eval-iters 0
+""".split()
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_current", CpuDevice())
+
+
+def _parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--distributed-backend", default="nccl", choices=["nccl", "gloo"])
+    parser.add_argument("--transformer-impl", default="transformer_engine")
+    parser.add_argument("--context-parallel-size", type=int, default=1)
+    return prepare_parser(parser).parse_args(argv)
+
+
+def test_the_devices_needs_become_the_parsers_defaults() -> None:
+    args = _parse()
+    assert (args.distributed_backend, args.transformer_impl) == ("gloo", "local")
+    check_arguments(args)
+
+
+def test_a_contrary_flag_is_refused_with_the_reason() -> None:
+    with pytest.raises(ArgumentsError, match=r"--transformer-impl is 'transformer_engine', cpu ne"):
+        check_arguments(_parse("--transformer-impl", "transformer_engine"))
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    args = _parse("--transformer-impl", "transformer_engine", "--context-parallel-size", "2")
+    with pytest.raises(ArgumentsError) as caught:
+        check_arguments(args)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_nccl_on_the_cpu_becomes_gloo_with_a_notice(caplog: pytest.LogCaptureFixture) -> None:
+    args = _parse("--distributed-backend", "nccl")
+    with caplog.at_level(logging.WARNING):
+        check_arguments(args)
+    assert args.distributed_backend == "gloo"
+    assert "--distributed-backend nccl: gloo is used" in caplog.text
+
+
+def test_a_device_named_too_late_is_an_error_that_says_how() -> None:
+    with pytest.raises(ArgumentsError, match="set MEGATRON_EXT_DEVICE=musa"):
+        check_arguments(_parse("--device-backend", "musa"))
+    check_arguments(_parse("--device-backend", "cpu"))
+
+
+def test_a_namespace_without_our_flags_is_fine() -> None:
+    check_arguments(argparse.Namespace())
+
+
+def _refused(run: RankRun) -> str:
+    assert run.exit_codes == [2] * len(run.exit_codes), run.logs
+    assert "Traceback" not in run.logs[0]
+    assert all("megatron_ext: error" not in log for log in run.logs[1:])
+    [line] = [line for line in run.logs[0].splitlines() if "megatron_ext: error" in line]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--pipeline-model-parallel-size 3", "world size"),
+        ("--transformer-impl transformer_engine", "local"),
+        ("--context-parallel-size 2", "context-parallel"),
+        ("--device-backend musa", "MEGATRON_EXT_DEVICE"),
+    ],
+)
+def test_upstreams_script_refuses_in_one_line(
+    flags: str, message: str, megatron_lm_path: object
+) -> None:
+    line = _refused(start_script(2, "pretrain_gpt.py", [*_TINY, *flags.split()]))
+    assert message in line
+
+
+def test_upstreams_script_lists_the_patches_on_demand(megatron_lm_path: object) -> None:
+    run = start_script(2, "pretrain_gpt.py", [*_TINY, "--ext-list-patches"])
+    assert run.exit_codes == [0, 0], run.describe()
+    assert "arguments.validate  [wrap, order 0; installed, active, intact]" in run.logs[0]
+    assert "arguments.validate  [" not in run.logs[1]
