@@ -82,7 +82,8 @@ def initialize(args: Namespace, model: Model, config: TransformerConfig) -> None
     )
     _initialize_groups(args, model, config)
     _seed(args)
-    _warm_up_fused_functions(args)
+    if devices.on_cuda():  # elsewhere nothing is compiled
+        _warm_up_fused_functions(args)
 
 
 @contextmanager
