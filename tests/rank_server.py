@@ -19,6 +19,7 @@ import select
 import signal
 import struct
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 5.0
 
 
@@ -88,6 +90,16 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def _kill_orphans() -> None:
+    """End what ranks left behind (checkpoint writers, their managers); it became ours by
+    adoption."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while pids := children.read_text().split():
+        for pid in map(int, pids):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
 def _use_file_store(path: str, rank: int, num_ranks: int) -> None:
     """Serve `env://` rendezvous from files: no ports, so nothing to collide with."""
     from torch.distributed import FileStore
@@ -124,7 +136,9 @@ def _rank_main(request: Request, rank: int, parent: int) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=n, LOCAL_WORLD_SIZE=n,
         GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
+        TMPDIR=request.directory,  # helpers of a rank leave nothing in /tmp
     )  # fmt: skip
+    tempfile.tempdir = None
     os.environ.update(request.env)
     os.chdir(directory)
     code = 1
@@ -180,6 +194,7 @@ class _Run:
                 break
             for pidfd in readable:
                 self._reap(pidfd)
+        _kill_orphans()
         codes = [self.exit_codes.get(rank) for rank in range(self.request.num_ranks)]
         return Answer(codes, self.first_failed, self.timed_out)
 
@@ -211,6 +226,7 @@ def main() -> None:
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     preload()
     gc.freeze()  # a rank's collections would copy every page of what it shares with the server
     send(answers, "ready")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +57,15 @@ def test_a_hang_is_ended_and_shows_where_the_rank_stood() -> None:
     assert run.timed_out
     assert run.exit_codes == [0, None]
     assert "_sleep_on" in run.logs[1]
+
+
+def _leave_a_process_behind() -> int:
+    return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+
+
+def test_nothing_that_a_rank_started_outlives_the_run() -> None:
+    for pid in run_ranks(2, _leave_a_process_behind):
+        assert not Path(f"/proc/{pid}").exists()
 
 
 def test_exit_codes_are_kept() -> None:
