@@ -142,6 +142,7 @@ PYBIND11_MODULE(_C, module) {
     register_errors();
 
     py::class_<Segment, std::shared_ptr<Segment>>(module, "Segment", py::buffer_protocol(),
+                                                  py::is_final(),
                                                   "Anonymous shared memory (memfd); freed by the "
                                                   "kernel with its last user. A buffer of bytes.")
         .def_static("create", &create_segment, py::arg("size_bytes"),
@@ -163,7 +164,7 @@ PYBIND11_MODULE(_C, module) {
              })
         .def_buffer(&segment_buffer);
 
-    py::class_<SegmentDoorbell>(module, "Doorbell",
+    py::class_<SegmentDoorbell>(module, "Doorbell", py::is_final(),
                                 "A futex on a 32-bit word of a segment: wakes waiting threads of "
                                 "every process that shares it.")
         .def(py::init<std::shared_ptr<Segment>, std::int64_t>(), py::arg("segment"),

@@ -1,8 +1,11 @@
 """Types and contracts of the native core (source: csrc/bind.cc).
 
-Waits release the GIL, sleep in the kernel and look for Python signals every 100 ms, so Ctrl-C ends them.
-Every `timeout_s` is in seconds, None waits for ever; a negative or NaN one is a ValueError.
+Waits release the GIL, sleep in the kernel and look for Python signals every 100 ms, so Ctrl-C ends
+them. Every `timeout_s` is in seconds, None waits for ever; a negative or NaN one is a ValueError.
 """
+
+# Native modules that are a package's own business are called _C by convention.
+# ruff: noqa: N999
 
 from typing import Protocol, final
 
@@ -13,11 +16,11 @@ class _HasFileno(Protocol):
 class Segment:
     """Anonymous shared memory between processes: a sealed memfd and one mapping of it.
 
-    It has no name, so nothing can be left behind: the kernel frees it when the last process that has it mapped
-    or holds its descriptor is gone. A writable buffer of bytes, zero at first: `memoryview(segment)`,
-    `numpy.frombuffer(segment, ...)` and `torch.frombuffer(segment, ...)` share it and keep it mapped. The mapping and the
-    descriptor go with the last reference to the object; there is no close(), because views would dangle.
-    The bytes are not synchronised between processes; see Doorbell.
+    It has no name, so nothing can be left behind: the kernel frees it when the last process that
+    has it mapped or holds its descriptor is gone. It is a writable buffer of bytes, zero at first:
+    `memoryview(segment)` and `torch.frombuffer(segment, ...)` share its memory and keep it mapped.
+    Mapping and descriptor go with the last reference to the object; there is no close(), which
+    would leave such views dangling. Processes that write to it synchronise by a Doorbell.
     """
 
     @staticmethod
@@ -31,7 +34,7 @@ class Segment:
 
     @staticmethod
     def attach(file: int | _HasFileno) -> Segment:
-        """Map the segment behind a descriptor. The caller keeps the descriptor, the segment duplicates it.
+        """Map the segment behind a descriptor, which the caller keeps.
 
         Raises:
             TransportError: Not a descriptor of a segment, or one that another version made.
@@ -64,11 +67,11 @@ class Segment:
 
 @final
 class Doorbell:
-    """Wakes threads of every process that shares one 32-bit word of a segment, without any spinning.
+    """Wakes threads of every process that shares one 32-bit word of a segment; nobody ever spins.
 
-    The word counts rings. Nothing is lost if a waiter reads `sequence`, then looks whether there is something
-    to do, and only then calls `wait` with what it read; and if the other side first does its
-    work and then rings. Several doorbells may stand on one word; it must hold zeros before the first one.
+    The word counts rings. Nothing is lost if a waiter reads `sequence`, then looks whether there is
+    something to do, and only then calls `wait` with what it read; and if the other side first does
+    its work and then rings. Any number of doorbells may stand on one word of a segment.
 
     Args:
         segment: The segment that holds the word; kept alive.

@@ -1,7 +1,8 @@
 """Access to the native core, which may be absent.
 
-An installation without a working C++ compiler leaves `megatron_ext.transport._C` out. Everything that
-needs it asks here, so that its absence is one error with a remedy and not an ImportError from somewhere.
+An installation without a working C++ compiler leaves `megatron_ext.transport._C` out. Everything
+that needs it asks here, so that its absence is one error with a remedy, not an ImportError from
+somewhere.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ __all__ = ["available", "require_native"]
 
 _MODULE = "megatron_ext.transport._C"
 _REMEDY = (
-    "Install a C++17 compiler and the Python headers (Debian: apt-get install g++ python3-dev), then "
-    "reinstall with MEGATRON_EXT_REQUIRE_NATIVE=1 pip install --force-reinstall --no-deps, which fails "
-    "with the compiler's own message if the build does not work"
+    "Install a C++17 compiler and the headers of Python (Debian: apt-get install g++ python3-dev), "
+    "then install megatron_ext again with MEGATRON_EXT_REQUIRE_NATIVE=1 set, which makes pip stop "
+    "with the compiler's message if the build still fails"
 )
 
 
@@ -44,5 +45,7 @@ def require_native() -> ModuleType:
     """
     module = _load()
     if isinstance(module, ImportError):
-        raise TransportError(f"The native module {_MODULE} is not usable: {module}. {_REMEDY}.") from module
+        raise TransportError(
+            f"The native module {_MODULE} is not usable: {module}. {_REMEDY}."
+        ) from module
     return module

@@ -1,0 +1,92 @@
+"""Builds and runs the C++ tests, plain and under sanitizers, and keeps foreign headers out."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SOURCES = sorted(path for path in (REPOSITORY / "csrc").rglob("*") if path.suffix in {".cc", ".h"})
+
+
+def run(*command: str) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}{result.stderr}"
+
+
+def skip_without_runtime(sanitizers: str, scratch: Path) -> None:
+    """Skips if not even an empty program can be built with the sanitizers, or none can start."""
+    source, program = scratch / "empty.cc", scratch / "empty"
+    source.write_text("int main() {}\n")
+    compiler = os.environ.get("CXX", "c++")
+    for command in (
+        [compiler, f"-fsanitize={sanitizers}", str(source), "-o", str(program)],
+        [str(program)],
+    ):
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        if result.returncode != 0:
+            pytest.skip(f"-fsanitize={sanitizers} does not work here: {result.stderr.strip()}")
+
+
+@pytest.mark.skipif(not shutil.which("cmake"), reason="cmake is not on PATH")
+@pytest.mark.parametrize("sanitizers", ["OFF", "address,undefined", "thread"])
+def test_the_cxx_tests_pass(tmp_path, sanitizers):
+    options = ["-DCMAKE_BUILD_TYPE=Release"]
+    if sanitizers != "OFF":
+        skip_without_runtime(sanitizers, tmp_path)
+        options = ["-DCMAKE_BUILD_TYPE=Debug"]
+    build = str(tmp_path / "build")
+    options += ["-DMEGATRON_EXT_BUILD_PYTHON=OFF", "-DMEGATRON_EXT_BUILD_TESTS=ON"]
+    run(
+        "cmake",
+        "-S",
+        str(REPOSITORY),
+        "-B",
+        build,
+        f"-DMEGATRON_EXT_SANITIZE={sanitizers}",
+        *options,
+    )
+    run("cmake", "--build", build, "--parallel", "2")
+    run("ctest", "--test-dir", build, "--output-on-failure", "--no-tests=error")
+
+
+@pytest.mark.skipif(not shutil.which("cmake"), reason="cmake is not on PATH")
+def test_an_unknown_sanitizer_is_refused(tmp_path):
+    command = [
+        "cmake",
+        "-S",
+        str(REPOSITORY),
+        "-B",
+        str(tmp_path),
+        "-DMEGATRON_EXT_SANITIZE=memory",
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode != 0
+    assert "unknown sanitizer" in result.stderr
+
+
+def test_every_cxx_test_is_built():
+    listed = re.search(
+        r"foreach\(name IN ITEMS ([\w ]+)\)", (REPOSITORY / "CMakeLists.txt").read_text()
+    )
+    tests = {path.stem.removeprefix("test_") for path in SOURCES if path.stem.startswith("test_")}
+    assert listed is not None
+    assert set(listed[1].split()) == tests
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_sources_stay_small_and_free_of_foreign_headers(path):
+    text = path.read_text(encoding="ascii")
+    lines = text.splitlines()
+    assert len(lines) <= 400
+    assert max(map(len, lines)) <= 100
+    included = re.findall(r"#include [<\"](.*)[>\"]", text)
+    foreign = re.compile(r"torch/|ATen/|c10/|cuda|musa|nccl|infiniband/|rdma/", re.IGNORECASE)
+    assert [name for name in included if foreign.match(name)] == []
+    if path.name != "bind.cc":
+        assert [name for name in included if name.startswith(("pybind11/", "Python.h"))] == []
