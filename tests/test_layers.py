@@ -1,0 +1,141 @@
+"""The import rules of the package, read off its source files."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+PACKAGE = REPO / "megatron_ext"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+NATIVE = sorted(path for path in (REPO / "csrc").rglob("*") if path.suffix in {".cc", ".h"})
+
+DEVICE_NAME = re.compile(r"(cuda|nccl|musa|mccl)(:\d+)?")
+# Flags list the names that users and upstream give devices; nothing is done with them there.
+FLAG_CHOICES = {"megatron_ext/arguments.py", "megatron_ext/training/flags.py"}
+
+
+def name(path: Path) -> str:
+    return path.relative_to(REPO).as_posix()
+
+
+def parsed(paths: list[Path]) -> Iterator[tuple[Path, ast.Module]]:
+    for path in paths:
+        yield path, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_there_are_sources_to_check() -> None:
+    assert len(SOURCES) > 20
+    assert NATIVE
+
+
+def test_only_device_files_call_devices_by_name() -> None:
+    elsewhere = [
+        path
+        for path in SOURCES
+        if not path.is_relative_to(PACKAGE / "devices")
+        and path != PACKAGE / "patches" / "device.py"
+        and name(path) not in FLAG_CHOICES
+    ]
+    found = [
+        f"{name(path)}:{node.lineno}: {node.value!r}"
+        for path, tree in parsed(elsewhere)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and DEVICE_NAME.fullmatch(node.value)
+    ]
+    assert not found, "this belongs into megatron_ext/devices/:\n" + "\n".join(found)
+
+
+def foreign_names(tree: ast.Module) -> set[str]:
+    """Names that a file binds by importing other packages (the standard library is none)."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [(alias.name, alias.asname) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            modules = [(f"{node.module}.{a.name}", a.asname or a.name) for a in node.names]
+        else:
+            continue
+        for module, bound in modules:
+            package = module.split(".")[0]
+            if package != "megatron_ext" and package not in sys.stdlib_module_names:
+                names.add(bound or package)
+    return names
+
+
+def assigned_attributes(tree: ast.Module) -> Iterator[tuple[int, ast.expr]]:
+    """Each attribute that a file sets or deletes: (line, the object that has the attribute)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            yield node.lineno, node.value
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in {"setattr", "delattr"}
+        ):
+            yield node.lineno, node.args[0]
+
+
+def root(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def foreign_assignments(path: Path, tree: ast.Module) -> list[str]:
+    foreign = foreign_names(tree)
+    return [
+        f"{name(path)}:{line}: {ast.unparse(target)}"
+        for line, target in assigned_attributes(tree)
+        if root(target) in foreign
+    ]
+
+
+def test_only_patches_assign_into_other_packages() -> None:
+    elsewhere = [path for path in SOURCES if not path.is_relative_to(PACKAGE / "patches")]
+    found = [line for path, tree in parsed(elsewhere) for line in foreign_assignments(path, tree)]
+    assert not found, "this has to be a patch of the registry:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\ntorch.cuda.is_available = print",
+        "import torch.cuda as c\ndef f():\n    c.x += 1",
+        "from megatron.core import parallel_state\nsetattr(parallel_state, 'x', 1)",
+        "def f():\n    from torch import Tensor\n    del Tensor.cuda",
+    ],
+)
+def test_the_scan_finds_assignments(code: str) -> None:
+    assert foreign_assignments(PACKAGE / "sample.py", ast.parse(code))
+
+
+def test_the_native_core_includes_no_torch() -> None:
+    include = re.compile(r'#\s*include\s*[<"](torch|ATen|c10)')
+    found = [name(path) for path in NATIVE if include.search(path.read_text(encoding="utf-8"))]
+    assert not found, f"pointers and sizes cross into C++, no tensors: {found}"
+
+
+def test_cheap_commands_import_nothing_heavy() -> None:
+    code = (
+        "import sys, megatron_ext, megatron_ext.cli; megatron_ext.cli.build_parser(); "
+        "print(*{'torch', 'numpy', 'megatron.core', 'rich'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
+
+
+def test_the_import_contracts_hold() -> None:
+    tool = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([tool], cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
