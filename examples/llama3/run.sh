@@ -171,6 +171,13 @@ look_around() {
     choose_way "${EXTRA[@]}"
 }
 
+# torchrun ends with a report on every rank; what the user can mend was said in one line before it.
+explain_failure() {
+    local reason
+    reason=$(grep -m 1 -o 'megatron_ext: error: .*' "$OUT/log.txt" || true)
+    fail "training ended with exit code $1${reason:+: ${reason#megatron_ext: error: }} (log: $OUT/log.txt)"
+}
+
 main() {
     parse_options "$@"
     look_around
@@ -197,8 +204,9 @@ main() {
     announce || return 0
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    run_command "$OUT/log.txt" "${command[@]}" ||
-        fail "training ended with exit code $?; the log is $OUT/log.txt"
+    # Every process would warn of kernels that are not installed and of deprecated calls in Megatron.
+    export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
+    run_command "$OUT/log.txt" "${command[@]}" || explain_failure $?
     if $TINY; then
         summary
     fi
