@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def build_wheel(source: Path, out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs pip on a directory or an sdist, offline, with the build tools that are installed here."""
+    """Runs pip on a directory or an sdist, offline, with the build tools installed here."""
     command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"]
     command += ["--no-index", "--no-cache-dir", "--wheel-dir", str(out), str(source)]
     inherited = {k: v for k, v in os.environ.items() if k != "MEGATRON_EXT_REQUIRE_NATIVE"}
