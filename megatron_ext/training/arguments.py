@@ -323,6 +323,10 @@ def _architecture(args: Namespace) -> None:
     else:
         args.bias_gelu_fusion = False
     args.num_experts = args.num_experts or None
+    _require(
+        not args.num_experts or args.moe_router_topk <= args.num_experts,
+        f"--moe-router-topk {args.moe_router_topk} is above --num-experts {args.num_experts}",
+    )
     if args.num_experts and args.moe_ffn_hidden_size is None:
         args.moe_ffn_hidden_size = args.ffn_hidden_size
     for dest in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):

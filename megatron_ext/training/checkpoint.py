@@ -70,18 +70,22 @@ _MODEL_ARGUMENTS = [
 
 
 def check_save_directory(path: str) -> None:
-    """Check that checkpoints can be written below `path`, without making it.
+    """Check that checkpoints can be written below `path`; leaves nothing behind.
 
     Raises:
-        DataError: It is a file, or its nearest existing parent is not writable.
+        DataError: It cannot be made or written.
     """
-    nearest = Path(path).absolute()
-    while not nearest.exists():
-        nearest = nearest.parent
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise DataError(
-            f"--save {path}: {nearest} is no directory that can be written; give another"
-        )
+    target = Path(path).absolute()
+    missing = [one for one in (target, *target.parents) if not one.exists()]
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        writable = os.access(target, os.W_OK)
+        for made in missing:
+            made.rmdir()
+    except OSError as error:
+        raise DataError(f"--save {path} cannot be made: {error.strerror}; give another") from error
+    if not writable:
+        raise DataError(f"--save {path} cannot be written by this user; give another")
 
 
 def save_checkpoint(

@@ -36,11 +36,19 @@ from megatron_ext import devices
 from megatron_ext.errors import DataError
 
 if TYPE_CHECKING:
+    from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
     from megatron.core.transformer import TransformerConfig
 
     from megatron_ext.training.arguments import Model
 
-__all__ = ["Iterators", "build_iterators", "build_tokenizer", "check_indexed_dataset"]
+__all__ = [
+    "Iterators",
+    "build_iterators",
+    "build_tokenizer",
+    "check_indexed_dataset",
+    "dataset_config",
+    "reads_data",
+]
 
 Blend: TypeAlias = tuple[list[str], list[float] | None] | None
 DataIterator: TypeAlias = "RerunDataIterator | list[RerunDataIterator | None] | None"
@@ -97,10 +105,13 @@ def _tokenizer_files(kind: str) -> tuple[str, ...]:
     return () if kind in {"NullTokenizer", "ByteLevelTokenizer"} else ("tokenizer_model",)
 
 
-def check_indexed_dataset(prefix: str) -> None:
+def check_indexed_dataset(prefix: str) -> tuple[int, int]:
     """Check that `prefix.bin` and `prefix.idx` are a whole Megatron dataset.
 
     Looks at the header, at the size that the header promises, and at the last entry of the index.
+
+    Returns:
+        The number of sequences and the number of documents.
 
     Raises:
         DataError: A file is missing, damaged, or of another kind or version.
@@ -129,30 +140,53 @@ def check_indexed_dataset(prefix: str) -> None:
         found = index.stat().st_size
         if found not in (size, size + sequences):
             raise DataError(f"{index}: {found} bytes instead of {size}, a damaged index; {remake}")
-        end = 0
-        if sequences:
-            stream.seek(_HEADER.size + (sequences - 1) * 4)
-            (length,) = struct.unpack("<i", stream.read(4))
-            stream.seek(_HEADER.size + sequences * 12 - 8)
-            (offset,) = struct.unpack("<q", stream.read(8))
-            end = offset + length * DType.size(DType.dtype_from_code(code))
+        if not sequences:
+            raise DataError(f"{index}: no documents in it; {remake}")
+        stream.seek(_HEADER.size + (sequences - 1) * 4)
+        (length,) = struct.unpack("<i", stream.read(4))
+        stream.seek(_HEADER.size + sequences * 12 - 8)
+        (offset,) = struct.unpack("<q", stream.read(8))
+    end = offset + length * DType.size(DType.dtype_from_code(code))
     if data.stat().st_size != end:
         raise DataError(f"{data}: {data.stat().st_size} bytes, its index tells {end}; {remake}")
+    return sequences, documents - 1
+
+
+def dataset_config(args: Namespace, model: Model, tokenizer: Any) -> BlendedMegatronDatasetConfig:
+    """Make the configuration of the datasets that the flags name, once their files are checked.
+
+    Raises:
+        DataError: A dataset is missing or damaged, or the flags about data contradict each other.
+    """
+    try:
+        config = (_gpt_config if model == "gpt" else _bert_config)(args, tokenizer)
+    except (AssertionError, ValueError) as error:
+        reason = str(error) or f"--split {args.split} is not a list of at most three numbers"
+        raise DataError(f"megatron.core refuses the data flags: {reason}") from error
+    for blend in [config.blend, *(config.blend_per_split or [])]:
+        for prefix in blend[0] if blend else ():
+            count = check_indexed_dataset(prefix)[model == "bert"]  # BERT splits by documents
+            for bounds in config.split_matrix or ():
+                if bounds and round(bounds[0] * count) >= round(bounds[1] * count):
+                    raise DataError(
+                        f"{prefix}: {count} documents are too few for --split {args.split}, which "
+                        "would leave a part empty; give more text, or 0 for that part"
+                    )
+    return config
 
 
 def build_iterators(
-    args: Namespace, model: Model, config: TransformerConfig, tokenizer: Any
+    args: Namespace, model: Model, config: TransformerConfig, datasets: BlendedMegatronDatasetConfig
 ) -> Iterators:
     """Build datasets, loaders and iterators; sets `args.do_train`, `do_valid` and `do_test`.
 
     Collective: rank 0 builds dataset indices first and decides for all ranks what is evaluated.
 
     Raises:
-        DataError: A dataset is missing or damaged, or too small for its split.
+        DataError: A dataset is too small for its split, or used up.
     """
     stages: Sequence[int | None] = range(args.virtual_pipeline_model_parallel_size or 0) or [None]
-    dataset_config = (_gpt_config if model == "gpt" else _bert_config)(args, tokenizer)
-    chunks = [_chunk_iterators(args, model, config, dataset_config, stage) for stage in stages]
+    chunks = [_chunk_iterators(args, model, config, datasets, stage) for stage in stages]
     splits = list(zip(*chunks, strict=True))
     flags = torch.tensor(
         [int(any(iterator is not None for iterator in split)) for split in splits],
@@ -174,7 +208,11 @@ def sample_counts(args: Namespace) -> tuple[int, int, int]:
 
 
 def _chunk_iterators(
-    args: Namespace, model: Model, config: TransformerConfig, dataset_config: Any, stage: int | None
+    args: Namespace,
+    model: Model,
+    config: TransformerConfig,
+    dataset_config: BlendedMegatronDatasetConfig,
+    stage: int | None,
 ) -> list[RerunDataIterator | None]:
     def built_here() -> bool:
         first_of_tp = parallel_state.get_tensor_model_parallel_rank() == 0
@@ -248,7 +286,7 @@ class _Sampler:
 
 
 def _blends(args: Namespace) -> tuple[Blend, list[Blend] | None]:
-    """Read which datasets are asked for; check every one of them."""
+    """Read which datasets are asked for: one list for all splits, or one for each."""
     blend: Blend = None
     per_split: list[Blend] | None = None
     try:
@@ -267,9 +305,6 @@ def _blends(args: Namespace) -> tuple[Blend, list[Blend] | None]:
             per_split = [get_blend_from_list(one) for one in lists]
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"the list of datasets cannot be read: {error}") from error
-    for one in [blend, *(per_split or [])]:
-        for prefix in one[0] if one else []:
-            check_indexed_dataset(prefix)
     return blend, per_split
 
 

@@ -15,7 +15,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_ext.training.arguments import Model, parse
 from megatron_ext.training.checkpoint import check_save_directory, load_checkpoint
-from megatron_ext.training.data import build_iterators, build_tokenizer
+from megatron_ext.training.data import build_iterators, build_tokenizer, dataset_config
 from megatron_ext.training.initialize import agreed, initialize
 from megatron_ext.training.loop import Trainer, build_optimizer
 from megatron_ext.training.model import build_model, transformer_config
@@ -44,8 +44,7 @@ def main(model: Model, argv: Sequence[str]) -> None:
     config = transformer_config(args)
     initialize(args, model, config)
     with agreed():
-        tokenizer = build_tokenizer(args)
-        writer = make_writer(args)
+        datasets = dataset_config(args, model, build_tokenizer(args))
         if args.save:
             check_save_directory(args.save)
     timers = Timers(args.timing_log_level, args.timing_log_option)
@@ -55,6 +54,9 @@ def main(model: Model, argv: Sequence[str]) -> None:
     optimizer, scheduler = build_optimizer(args, chunks, timers)
     if args.load:
         args.iteration = load_checkpoint(args, chunks, optimizer, scheduler)
+    iterators = build_iterators(args, model, config, datasets)
+    with agreed():
+        writer = make_writer(args)
     groups = get_attr_wrapped_model(chunks[0], "pg_collection")
     Trainer(
         args=args,
@@ -62,7 +64,7 @@ def main(model: Model, argv: Sequence[str]) -> None:
         chunks=chunks,
         optimizer=optimizer,
         scheduler=scheduler,
-        iterators=build_iterators(args, model, config, tokenizer),
+        iterators=iterators,
         forward_step=forward_step(model, args, config, timers),
         timers=timers,
         reporter=Reporter(args, timers, writer, groups),
