@@ -19,6 +19,18 @@ def megatron_lm_path() -> Path:
     return Path(path)
 
 
+@pytest.fixture(scope="session")
+def emulated_musa() -> None:
+    """The emulated MUSA device (`tests.fake_musa`), built; tests that need it are skipped without a
+    compiler."""
+    from tests.fake_musa import build
+
+    try:
+        build.library()
+    except build.NoCompiler as error:
+        pytest.skip(f"the emulated MUSA device cannot be built: {error}")
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep tests away from the user's cache (a fetched tree there would change what runs)."""

@@ -11,10 +11,10 @@ without one (CI, a login node) can parse arguments and list patches.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -133,7 +133,7 @@ class MusaDevice:
         return int(_musa().max_memory_allocated())
 
 
-@cache
+@functools.cache
 def _has_te() -> bool:
     return find_spec("transformer_engine") is not None
 
@@ -197,12 +197,39 @@ def _completions() -> Iterator[Redirect]:
         to(lambda device=None: musa.get_device_properties(device)),
         "upstream asks about the current device by leaving the argument out, torch_musa wants it",
     )
+    yield Redirect(
+        "torch.nn:Module._apply",
+        _keep_attributes,
+        "torch makes new parameters when it moves host parameters to a device of this kind, and "
+        "upstream's marks on them (sequence_parallel, shared, ...) would be lost",
+    )
     if hasattr(torch.cuda, "device_memory_used"):
         yield Redirect(
             "torch.cuda:device_memory_used",
             to(_device_memory_used),
             "upstream logs it; torch_musa has free and total memory instead",
         )
+
+
+def _keep_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Carry what was attached to parameters over to those that take their place.
+
+    CUDA parameters are moved by exchanging their data, so that they stay the same objects. torch
+    does not allow that between the host and a device that is registered from outside.
+    """
+
+    @functools.wraps(original)
+    def apply(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        before = dict(self._parameters)
+        result: torch.nn.Module = original(self, *args, **kwargs)
+        for name, parameter in before.items():
+            moved = self._parameters[name]
+            if moved is not None and moved is not parameter:
+                for attribute, value in vars(parameter).items():
+                    vars(moved).setdefault(attribute, value)
+        return result
+
+    return apply
 
 
 def _device_memory_used(device: Any = None) -> int:

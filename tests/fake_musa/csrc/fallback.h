@@ -1,16 +1,21 @@
-// Every other operator: copy the arguments to the CPU, compute there, copy the results back.
+// Every other operator: the CPU's kernel runs on the device's bytes, its results are copied back.
 //
-// Two things are done first, because torch's generic fallback is more forgiving than a device. It
-// would quietly move CPU arguments along, and it would draw random numbers from the CPU's generator.
+// torch's own CPU fallback is not used, because it is more forgiving than a device: it quietly moves
+// CPU arguments along, and random numbers would come from the CPU's generator. It also copies each
+// argument, which changes strides and with them the order of sums; here, results are those of the
+// CPU bit for bit.
 #pragma once
 
 #include "generator.h"
+#include "kernels.h"
 #include "runtime.h"
 
-#include <ATen/native/CPUFallback.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 
 #include <optional>
 #include <string_view>
+#include <vector>
 
 namespace fake_musa {
 
@@ -77,14 +82,114 @@ inline at::Generator take_generator(const c10::OperatorHandle& op, Stack& stack)
     return default_generator(-1);
 }
 
+// Calls `visit` on every tensor of an argument or result and stores what it returns instead.
+template <typename Visit>
+void replace_tensors(c10::IValue& value, Visit&& visit) {
+    if (value.isTensor()) {
+        value = visit(value.toTensor());
+    } else if (value.isTensorList()) {
+        c10::List<at::Tensor> replaced;
+        for (const at::Tensor& tensor : value.toTensorVector()) {
+            replaced.push_back(visit(tensor));
+        }
+        value = std::move(replaced);
+    } else if (value.isOptionalTensorList()) {
+        c10::List<std::optional<at::Tensor>> replaced;
+        for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
+            replaced.push_back(tensor ? std::make_optional(visit(*tensor)) : std::nullopt);
+        }
+        value = std::move(replaced);
+    }
+}
+
+// The arguments of one call on the CPU, and the device tensors that they stand for.
+class CpuCall {
+public:
+    CpuCall(const c10::OperatorHandle& op, Stack& stack) : op_(op), stack_(stack) {
+        const auto& schema = op.schema().arguments();
+        const size_t first = stack.size() - schema.size();
+        for (size_t i = 0; i < schema.size(); ++i) {
+            c10::IValue& argument = stack[first + i];
+            if (argument.isDevice()) {
+                device_ = argument.toDevice();
+                argument = c10::Device(c10::kCPU);
+                continue;
+            }
+            const auto* alias = schema[i].alias_info();
+            const bool written = alias != nullptr && alias->isWrite();
+            replace_tensors(argument, [&](const at::Tensor& t) { return to_cpu(t, written); });
+        }
+    }
+
+    void run() {
+        op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack_);
+        for (const Pair& pair : pairs_) {
+            if (pair.cpu.sizes() != pair.device.sizes()) {
+                kernels::copy_from_and_resize(pair.cpu, pair.device);
+            }
+        }
+        const size_t first = stack_.size() - op_.schema().returns().size();
+        for (size_t i = first; i < stack_.size(); ++i) {
+            replace_tensors(stack_[i], [&](const at::Tensor& t) { return to_device(t); });
+        }
+    }
+
+private:
+    struct Pair {
+        at::Tensor device;
+        at::Tensor cpu;
+    };
+
+    // An alias of the same bytes: kernels see the tensor's true strides and write where they should.
+    // Only an empty tensor that the operator is to fill has no bytes to share yet.
+    at::Tensor to_cpu(const at::Tensor& tensor, bool written) {
+        if (!tensor.defined() || tensor.device().type() != kDeviceType) {
+            return tensor;
+        }
+        device_ = tensor.device();
+        const bool to_fill = written && tensor.numel() == 0;
+        at::Tensor cpu = to_fill ? at::empty(tensor.sizes(), tensor.options().device(c10::kCPU))
+                                 : cpu_alias(tensor);
+        if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+            cpu.unsafeGetTensorImpl()->set_wrapped_number(true);
+        }
+        pairs_.push_back({tensor, cpu});
+        return cpu;
+    }
+
+    // In-place operators return their argument, the others something new.
+    at::Tensor to_device(const at::Tensor& tensor) const {
+        for (const Pair& pair : pairs_) {
+            if (tensor.is_same(pair.cpu)) {
+                return pair.device;
+            }
+        }
+        return tensor.defined() ? tensor.to(device_) : tensor;
+    }
+
+    const c10::OperatorHandle& op_;
+    Stack& stack_;
+    c10::Device device_ = current_device();
+    std::vector<Pair> pairs_;
+};
+
+// A view computed on the CPU would not share the device tensor's storage.
+inline void check_no_view(const c10::OperatorHandle& op) {
+    for (const c10::Argument& result : op.schema().returns()) {
+        const auto* alias = result.alias_info();
+        TORCH_CHECK_NOT_IMPLEMENTED(alias == nullptr || alias->isWrite(), op.schema().name(),
+                                    " is a view, which the emulated MUSA device does not have");
+    }
+}
+
 inline void fallback(const c10::OperatorHandle& op, Stack* stack) {
+    check_no_view(op);
     check_same_device(op, *stack);
     std::optional<BorrowCpuGenerator> random;
     if (op.hasTag(at::Tag::nondeterministic_seeded)) {
         random.emplace(take_generator(op, *stack));
     }
-    // A view that was copied through the CPU would no longer share its storage: an error.
-    at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
+    CpuCall(op, *stack).run();
 }
 
 }  // namespace fake_musa
