@@ -23,11 +23,6 @@ def _torch_adam() -> bool:
     return not getattr(sys.modules.get(_MODULE), "HAVE_APEX_OR_TE", True)
 
 
-def _steps(optimizer: Any) -> int:
-    """Return how many steps the loaded parameter groups have seen."""
-    return int(max((group.get("step", 0) for group in optimizer.param_groups), default=0))
-
-
 def _initialize_state(
     call: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -47,15 +42,19 @@ def _load_with_own_steps(
 ) -> Any:
     """Load without recording gradients, then give each parameter its own `step`.
 
-    fp32 parameters are leaves that require gradients, and upstream copies into views of them.
+    fp32 parameters are leaves that require gradients, and upstream copies into views of them. The
+    groups say how many steps were done; the tensors of the default (`dp_reshardable`) format are
+    those of the loader's template.
     """
     import torch
 
     with torch.no_grad():
         result = call(*args, **kwargs)
-    for state in instance.optimizer.state.values():
-        if "step" in state:
-            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).clone()
+    for group in instance.optimizer.param_groups:
+        for parameter in group["params"]:
+            state = instance.optimizer.state.get(parameter)
+            if state and "step" in group:
+                state["step"] = torch.tensor(float(group["step"]))
     return result
 
 
