@@ -3,7 +3,7 @@
 # prepare_environment KIND   finds or makes a Python environment with this package in it, sets PYTHON
 # detect_device FLAGS...     sets DEVICE (cpu, cuda, musa) and DEVICE_COUNT
 # python_reference PREFIX    makes the indexed dataset PREFIX_text_document from Python's own manual
-# choose_way FLAGS...        sets WAY: upstream (a Megatron-LM tree was found) or embedded
+# choose_way [--embedded]    sets WAY: upstream (a Megatron-LM tree was found) or embedded
 # flag_value NAME DEFAULT FLAGS...   prints the last value that the flags give NAME
 # run_command OUTPUT COMMAND...      runs a command, shows its output and keeps it in a file
 
@@ -187,7 +187,7 @@ python_reference() {
 
 # The runner decides by the same rule; here it is needed for flags that only one of the two knows.
 choose_way() {
-    if [[ " $* " != *" --embedded "* ]] && "$PYTHON" -m megatron_ext upstream path >/dev/null 2>&1; then
+    if [[ ${1:-} != --embedded ]] && "$PYTHON" -m megatron_ext upstream path >/dev/null 2>&1; then
         WAY=upstream
     else
         WAY=embedded

@@ -10,10 +10,11 @@ source "$HERE/model.env"
 
 usage() {
     cat <<'TEXT'
-usage: bash examples/llama3/run.sh [--tiny] [--dry-run] [--out DIR] [MEGATRON_FLAGS...]
+usage: bash examples/llama3/run.sh [--tiny] [--dry-run] [--embedded] [--out DIR] [MEGATRON_FLAGS...]
 
   --tiny      a small model on Python's manual, in minutes, also without a GPU; run again to resume
   --dry-run   print the command instead of running it
+  --embedded  the trainer of this package even where a Megatron-LM tree is found
   --out DIR   checkpoints and logs (default: examples/llama3/out/tiny or .../8b)
 
 Any other flag goes to Megatron and wins over the script's own. The 8B model needs
@@ -26,11 +27,12 @@ TEXT
 }
 
 parse_options() {
-    TINY=false DRY_RUN=false OUT= EXTRA=()
+    TINY=false DRY_RUN=false EMBEDDED=() OUT= EXTRA=()
     while (($# > 0)); do
         case $1 in
             --tiny) TINY=true ;;
             --dry-run) DRY_RUN=true ;;
+            --embedded) EMBEDDED=(--embedded) ;;
             --out)
                 (($# > 1)) || fail "--out needs a directory"
                 OUT=$2
@@ -161,14 +163,14 @@ summary() {
 look_around() {
     if $DRY_RUN && ! environment_exists; then
         PYTHON=python3 DEVICE=unknown DEVICE_COUNT=$TINY_NPROC WAY=embedded
-        if [[ -n ${MEGATRON_LM_PATH:-} ]]; then
+        if [[ -n ${MEGATRON_LM_PATH:-} ]] && ((${#EMBEDDED[@]} == 0)); then
             WAY=upstream
         fi
         return
     fi
     prepare_environment run >&2
     detect_device "${EXTRA[@]}"
-    choose_way "${EXTRA[@]}"
+    choose_way "${EMBEDDED[@]}"
 }
 
 # torchrun ends with a report on every rank; what the user can mend was said in one line before it.
@@ -194,7 +196,7 @@ main() {
         FLAGS=("${FULL_MODEL[@]}" "${LLAMA3[@]}" "${PARALLEL[@]}" "${FULL_TRAINING[@]}")
     fi
     FLAGS+=("${KERNELS[@]}" "${DATA[@]}" --save "$OUT/checkpoints" --load "$OUT/checkpoints" "${EXTRA[@]}")
-    local command=("$PYTHON" -m torch.distributed.run "${LAUNCH[@]}" -m megatron_ext pretrain_gpt.py "${FLAGS[@]}")
+    local command=("$PYTHON" -m torch.distributed.run "${LAUNCH[@]}" -m megatron_ext "${EMBEDDED[@]}" pretrain_gpt.py "${FLAGS[@]}")
     if $DRY_RUN; then
         print_command "${command[@]}"
         return

@@ -1,0 +1,168 @@
+"""README and documentation name only what exists: files, flags, commands, variables, patches.
+
+Standard library only, so that it can run anywhere; commands are asked for their help, not run.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+DOCUMENTS = sorted(
+    path for pattern in ("*.md", "docs/*.md", "examples/*/README.md") for path in REPO.glob(pattern)
+)
+IDS = [path.relative_to(REPO).as_posix() for path in DOCUMENTS]
+OWN_FOLDERS = ("megatron_ext/", "csrc/", "examples/", "tests/", "docs/", "benchmarks/", ".ci/")
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def tracked() -> set[str]:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=False
+    )
+    if listed.returncode == 0:
+        return set(listed.stdout.split())
+    return {path.relative_to(REPO).as_posix() for path in REPO.rglob("*") if path.is_file()}
+
+
+def code_spans(text: str) -> list[str]:
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
+
+
+def blocks(text: str) -> list[str]:
+    """The fenced blocks without a language: commands."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [block for language, block in fenced if not language]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The command lines of a document as words, without comments and variables."""
+    found = []
+    for block in blocks(text):
+        for line in re.split(r"\n|&&", block.replace("\\\n", " ")):
+            words = shlex.split(line, comments=True)
+            while words and re.fullmatch(r"[A-Z_0-9]+=.*", words[0]):
+                words.pop(0)
+            if words:
+                found.append(words)
+    return found
+
+
+def help_of(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_ext", *arguments, "--help"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def known_flags() -> set[str]:
+    """The flags of the package's commands, of the embedded trainer and of the example scripts."""
+    from megatron_ext import cli
+
+    texts = [help_of("--embedded", "pretrain_gpt.py"), text_of(REPO / "examples/llama3/run.sh")]
+    parsers = [cli.build_parser()]
+    while parsers:
+        parser = parsers.pop()
+        texts.append(parser.format_help())
+        for action in parser._actions:
+            parsers += action.choices.values() if isinstance(action.choices, dict) else []
+    return set(re.findall(r"--[a-z][\w-]+", "\n".join(texts)))
+
+
+FOREIGN_FLAGS = {"--nproc-per-node"}  # torchrun's
+
+
+def test_the_documents_are_found() -> None:
+    assert {"README.md", "CONTRIBUTING.md", "docs/patching.md", "examples/llama3/README.md"} <= set(
+        IDS
+    )
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
+def test_links_and_paths_exist(path: Path) -> None:
+    text = text_of(path)
+    files = tracked()
+    folders = {parent.as_posix() for file in files for parent in Path(file).parents}
+    missing = []
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)|(?:src|srcset)=\"([^\"]+)\"", text):
+        link = next(filter(None, target))
+        if not link.startswith(("http:", "https:")) and not (path.parent / link).exists():
+            missing.append(link)
+    words = [word for span in code_spans(text) for word in span.split()]
+    words += [word for command in commands(text) for word in command]
+    for word in words:
+        if word.startswith(OWN_FOLDERS) and "/out" not in word:
+            plain = word.rstrip("/").rstrip(".,:")
+            if plain not in files | folders:
+                missing.append(word)
+    assert not missing, f"{path.name} names what is not there: {missing}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
+def test_flags_exist(path: Path, known_flags: set[str]) -> None:
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text_of(path)))
+    assert named - known_flags - FOREIGN_FLAGS == set()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
+def test_commands_exist(path: Path) -> None:
+    from megatron_ext import cli
+
+    files = tracked()
+    for program, *rest in commands(text_of(path)):
+        if program == "bash":
+            assert rest[0] in files, rest
+        elif program == "megatron-ext":
+            assert rest[0] in cli.SUBCOMMANDS, rest
+        else:
+            assert program.startswith(".venv/bin/") or program == "torchrun", program
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
+def test_variables_and_functions_exist(path: Path) -> None:
+    import megatron_ext
+
+    text = text_of(path)
+    sources = "\n".join(
+        text_of(REPO / file)
+        for file in tracked()
+        if file.endswith((".py", ".sh", ".toml", ".cc", "CMakeLists.txt"))
+        and not file.startswith("tests/test_readme")
+    )
+    named = set(re.findall(r"\bMEGATRON_\w+\b", text))
+    assert {name for name in named if name not in sources} == set()
+    assert set(re.findall(r"megatron_ext\.(\w+)\(\)", text)) <= set(megatron_ext.__all__)
+
+
+def test_the_table_of_patches_is_current() -> None:
+    from megatron_ext.patches import listing
+    from megatron_ext.patches.registry import REGISTRY
+
+    text = text_of(REPO / "docs/patching.md")
+    [written] = re.findall(r"<!-- patches: begin -->\n(.*)<!-- patches: end -->", text, re.DOTALL)
+    assert written.strip() == listing.markdown_table(REGISTRY.rows()), (
+        "copy the output of `megatron-ext patches list --markdown` between the two marks"
+    )
+
+
+def test_the_picture_is_well_formed_and_follows_the_colour_scheme() -> None:
+    from xml.etree import ElementTree as ET
+
+    for path in (REPO / "docs/images").glob("*.svg"):
+        ET.parse(path)
+        assert "prefers-color-scheme: dark" in text_of(path)
