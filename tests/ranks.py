@@ -12,13 +12,15 @@ rank and the end of its log. A run that lasts too long is killed and shows where
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import pickle
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,11 +141,24 @@ def start_ranks(
             directory=directory,
             env=dict(env or {}),
         )
-        answer = _server(device).run(request)
+        server = _server(device)
+        with _turn():
+            answer = server.run(request)
         base = Path(directory)
         logs = [(base / f"rank{r}.log").read_text(errors="replace") for r in range(num_ranks)]
         values = [_value(base / f"rank{r}.value") for r in range(num_ranks)]
     return RankRun(answer.exit_codes, logs, values, answer.first_failed, answer.timed_out)
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    """Wait until no other run is under way on this machine: each fills the cores.
+
+    Two test sessions would slow each other down into their time-outs otherwise.
+    """
+    with Path(tempfile.gettempdir(), "megatron_ext_ranks.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _value(path: Path) -> Any:
