@@ -152,11 +152,11 @@ def start_ranks(
 
 @contextmanager
 def _turn() -> Iterator[None]:
-    """Wait until no other run is under way on this machine: each fills the cores.
+    """Wait until no other run of this checkout is under way: each fills the cores.
 
     Two test sessions would slow each other down into their time-outs otherwise.
     """
-    with Path(tempfile.gettempdir(), "megatron_ext_ranks.lock").open("a") as lock:
+    with Path(__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
