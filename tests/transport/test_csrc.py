@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from .build_tools import ENVIRONMENT, GENERATOR, needs_cmake
+
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = sorted(path for path in (REPOSITORY / "csrc").rglob("*") if path.suffix in {".cc", ".h"})
 
 
+def execute(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
 def run(*command: str) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    result = execute(list(command))
     assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}{result.stderr}"
 
 
@@ -28,44 +35,30 @@ def skip_without_runtime(sanitizers: str, scratch: Path) -> None:
         [compiler, f"-fsanitize={sanitizers}", str(source), "-o", str(program)],
         [str(program)],
     ):
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        result = execute(command)
         if result.returncode != 0:
             pytest.skip(f"-fsanitize={sanitizers} does not work here: {result.stderr.strip()}")
 
 
-@pytest.mark.skipif(not shutil.which("cmake"), reason="cmake is not on PATH")
+@needs_cmake
 @pytest.mark.parametrize("sanitizers", ["OFF", "address,undefined", "thread"])
 def test_the_cxx_tests_pass(tmp_path, sanitizers):
-    options = ["-DCMAKE_BUILD_TYPE=Release"]
+    build_type = "Release"
     if sanitizers != "OFF":
         skip_without_runtime(sanitizers, tmp_path)
-        options = ["-DCMAKE_BUILD_TYPE=Debug"]
+        build_type = "Debug"
     build = str(tmp_path / "build")
+    options = [f"-DCMAKE_BUILD_TYPE={build_type}", f"-DMEGATRON_EXT_SANITIZE={sanitizers}"]
     options += ["-DMEGATRON_EXT_BUILD_PYTHON=OFF", "-DMEGATRON_EXT_BUILD_TESTS=ON"]
-    run(
-        "cmake",
-        "-S",
-        str(REPOSITORY),
-        "-B",
-        build,
-        f"-DMEGATRON_EXT_SANITIZE={sanitizers}",
-        *options,
-    )
+    run("cmake", "-S", str(REPOSITORY), "-B", build, *GENERATOR, *options)
     run("cmake", "--build", build, "--parallel", "2")
     run("ctest", "--test-dir", build, "--output-on-failure", "--no-tests=error")
 
 
-@pytest.mark.skipif(not shutil.which("cmake"), reason="cmake is not on PATH")
+@needs_cmake
 def test_an_unknown_sanitizer_is_refused(tmp_path):
-    command = [
-        "cmake",
-        "-S",
-        str(REPOSITORY),
-        "-B",
-        str(tmp_path),
-        "-DMEGATRON_EXT_SANITIZE=memory",
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    command = ["cmake", "-S", str(REPOSITORY), "-B", str(tmp_path), *GENERATOR]
+    result = execute([*command, "-DMEGATRON_EXT_SANITIZE=memory"])
     assert result.returncode != 0
     assert "unknown sanitizer" in result.stderr
 

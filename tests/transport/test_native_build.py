@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -14,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from .build_tools import ENVIRONMENT, needs_cmake
+
 pytest.importorskip("scikit_build_core", reason="the build backend is not installed")
 pytest.importorskip("pybind11", reason="pybind11 is not installed")
-pytestmark = pytest.mark.skipif(not shutil.which("cmake"), reason="cmake is not on PATH")
+pytestmark = needs_cmake
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -25,7 +26,7 @@ def build_wheel(source: Path, out: Path, **environment: str) -> subprocess.Compl
     """Runs pip on a directory or an sdist, offline, with the build tools installed here."""
     command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"]
     command += ["--no-index", "--no-cache-dir", "--wheel-dir", str(out), str(source)]
-    inherited = {k: v for k, v in os.environ.items() if k != "MEGATRON_EXT_REQUIRE_NATIVE"}
+    inherited = {k: v for k, v in ENVIRONMENT.items() if k != "MEGATRON_EXT_REQUIRE_NATIVE"}
     return subprocess.run(
         command,
         env=inherited | environment,
