@@ -157,6 +157,10 @@ installation_failed() {
 
 detect_device() {
     local found
+    if [[ ${MEGATRON_EXT_DEVICE:-} == cpu ]]; then
+        DEVICE=cpu DEVICE_COUNT=0 # nothing to look for
+        return
+    fi
     found=$("$PYTHON" - "$@" <<'PYTHON'
 import sys
 

@@ -139,7 +139,8 @@ announce() {
     else
         say "resumes from iteration $latest of $OUT/checkpoints"
     fi
-    [[ -n $total && -n $every ]] || return 0
+    # Megatron says what is wrong with other values.
+    [[ $total =~ ^[0-9]+$ && $every =~ ^[1-9][0-9]*$ ]] || return 0
     if ((latest >= total)); then
         say "nothing to do: trained to --train-iters $total; give a larger one, or --out DIR for a new run"
         return 1
@@ -214,4 +215,5 @@ main() {
     fi
 }
 
-main "$@"
+# In one line with its exit, so that editing this file does not disturb a run.
+main "$@"; exit

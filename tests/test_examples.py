@@ -1,0 +1,240 @@
+"""The example scripts: what they would run, what they refuse, and the tiny run from end to end."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+LLAMA3 = "examples/llama3/run.sh"
+
+
+def bash(
+    *words: str, timeout_s: float = 240, **env: str | None
+) -> subprocess.CompletedProcess[str]:
+    """Runs bash with this test's own Python environment activated, on the CPU."""
+    merged = {
+        **os.environ,
+        "VIRTUAL_ENV": sys.prefix,
+        "MEGATRON_EXT_DEVICE": "cpu",
+        "MEGATRON_LM_PATH": None,
+        **env,
+    }
+    return subprocess.run(
+        ["bash", *words],
+        cwd=REPO,
+        env={name: value for name, value in merged.items() if value is not None},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def dry_run(*flags: str, **env: str | None) -> list[str]:
+    done = bash(LLAMA3, "--dry-run", *flags, **env)
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout.replace("\\\n", ""))
+
+
+def value_of(words: list[str], flag: str) -> str:
+    positions = [position for position, word in enumerate(words) if word == flag]
+    return words[positions[-1] + 1]
+
+
+def megatron_flags(words: list[str]) -> list[str]:
+    return words[words.index("pretrain_gpt.py") + 1 :]
+
+
+def test_the_tiny_command() -> None:
+    words = dry_run("--tiny", "--log-interval", "7")
+    assert words[1:3] == ["-m", "torch.distributed.run"]
+    launch = words[: words.index("pretrain_gpt.py")]
+    assert launch[-2:] == ["-m", "megatron_ext"]
+    assert "--standalone" in launch
+    assert value_of(launch, "--nproc-per-node") == "4"
+    assert value_of(words, "--pipeline-model-parallel-size") == "2"
+    assert value_of(words, "--tokenizer-type") == "ByteLevelTokenizer"
+    assert words[-2:] == ["--log-interval", "7"]
+
+
+def test_the_tiny_command_with_a_tree(tmp_path: Path) -> None:
+    init = tmp_path / "megatron" / "training" / "__init__.py"
+    init.parent.mkdir(parents=True)
+    init.touch()
+    core = tmp_path / "megatron" / "core" / "package_info.py"
+    core.parent.mkdir()
+    core.write_text("MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ''\n")
+    words = dry_run("--tiny", MEGATRON_LM_PATH=str(tmp_path))
+    assert value_of(words, "--tokenizer-type") == "NullTokenizer"
+    words = dry_run("--tiny", "--embedded", MEGATRON_LM_PATH=str(tmp_path))
+    assert words[words.index("pretrain_gpt.py") - 1] == "--embedded"
+    assert value_of(words, "--tokenizer-type") == "ByteLevelTokenizer"
+
+
+def test_one_process_has_no_pipeline() -> None:
+    words = dry_run("--tiny", NPROC="1")
+    assert value_of(words, "--nproc-per-node") == "1"
+    assert value_of(words, "--pipeline-model-parallel-size") == "1"
+
+
+def test_the_full_size_is_the_published_one() -> None:
+    words = dry_run()
+    expected = {
+        "--num-layers": "32",
+        "--hidden-size": "4096",
+        "--ffn-hidden-size": "14336",
+        "--num-attention-heads": "32",
+        "--num-query-groups": "8",
+        "--seq-length": "8192",
+        "--rotary-base": "500000",
+        "--nproc-per-node": "8",
+        "--decoder-last-pipeline-num-layers": "14",
+    }
+    assert {flag: value_of(words, flag) for flag in expected} == expected
+    assert {"--bf16", "--swiglu", "--untie-embeddings-and-output-weights"} <= set(words)
+
+
+@pytest.mark.parametrize("size", [["--tiny"], []], ids=["tiny", "8b"])
+def test_the_flags_hang_together(size: list[str]) -> None:
+    """The embedded trainer's parser takes them, and the parallel sizes come out as intended."""
+    from megatron_ext.training.arguments import parse
+
+    words = dry_run(*size)
+    world = value_of(words, "--nproc-per-node")
+    data = [] if size else ["--mock-data", "--vocab-size", "128256"]
+    args = parse("gpt", [*megatron_flags(words), *data], {"WORLD_SIZE": world})
+    assert args.pipeline_model_parallel_size == 2
+    assert args.data_parallel_size == int(world) // 2
+    assert args.num_query_groups < args.num_attention_heads
+
+
+def test_several_nodes() -> None:
+    words = dry_run(NNODES="2", NODE_RANK="1", MASTER_ADDR="node0")
+    assert value_of(words, "--nnodes") == "2"
+    assert value_of(words, "--node-rank") == "1"
+    assert value_of(words, "--master-addr") == "node0"
+    assert "--standalone" not in words
+
+
+def test_the_command_can_be_pasted() -> None:
+    done = bash(LLAMA3, "--dry-run", "--tiny", "--moe-layer-freq", "([0]*1+[1]*7)")
+    assert r"--moe-layer-freq \(\[0\]\*1+\[1\]\*7\)" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) < 200
+
+
+def test_a_dry_run_needs_no_environment_and_makes_none(tmp_path: Path) -> None:
+    folder = copy_of_the_scripts(tmp_path)
+    done = bash(str(folder / LLAMA3), "--tiny", "--dry-run", VIRTUAL_ENV=None)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("python3 -m torch.distributed.run")
+    assert not (folder / ".venv").exists()
+
+
+def copy_of_the_scripts(tmp_path: Path) -> Path:
+    folder = tmp_path / "clone"
+    for name in ("examples/common.sh", LLAMA3, "examples/llama3/model.env"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes((REPO / name).read_bytes())
+    for name in ("pyproject.toml", "CMakeLists.txt"):
+        (folder / name).touch()
+    (folder / "csrc").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "message"),
+    [
+        (["stray"], {}, 'unexpected "stray"; flags start with --'),
+        (["--out"], {}, "--out needs a directory"),
+        (["--tiny"], {"VIRTUAL_ENV": "/absent"}, "/absent has no bin/python"),
+        (["--tiny"], {"MEGATRON_EXT_DEVICE": "abacus"}, "MEGATRON_EXT_DEVICE is 'abacus'"),
+        (["--data-path", "p"], {}, "the 8B model needs accelerators"),
+        (["--dry-run"], {"NNODES": "2"}, "NNODES=2 needs NODE_RANK (0 to 1) and MASTER_ADDR"),
+    ],
+)
+def test_bad_input_is_explained(
+    flags: list[str], env: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    done = bash(LLAMA3, *flags, **env)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_a_usable_python_the_remedy_is_named(tmp_path: Path) -> None:
+    folder = copy_of_the_scripts(tmp_path)
+    done = bash(str(folder / LLAMA3), "--tiny", VIRTUAL_ENV=None, PYTHON3="/absent/python3")
+    assert done.returncode == 2
+    assert "found no Python >= 3.10" in done.stderr
+    assert "apt-get install python3 python3-venv" in done.stderr
+
+
+def common(script: str) -> subprocess.CompletedProcess[str]:
+    return bash("-c", f"set -euo pipefail; source examples/common.sh; {script}")
+
+
+def test_the_last_value_of_a_flag_counts() -> None:
+    done = common("flag_value --a 0 --a 1 --b 5 --a=3; flag_value --c none --a 1")
+    assert done.stdout.split() == ["3", "none"]
+
+
+def test_a_command_keeps_its_output_and_its_exit_code(tmp_path: Path) -> None:
+    done = common(f"run_command {tmp_path}/log bash -c 'echo out; echo err >&2; exit 7'")
+    assert done.returncode == 7
+    assert sorted(done.stdout.split()) == ["err", "out"]
+    assert (tmp_path / "log").read_text() == done.stdout
+
+
+def test_termination_reaches_the_command(tmp_path: Path) -> None:
+    program = (
+        f"trap 'echo told; exit 3' TERM; touch {tmp_path}/started; while :; do sleep 0.1; done"
+    )
+    script = f"source examples/common.sh; run_command {tmp_path}/log bash -c {shlex.quote(program)}"
+    with subprocess.Popen(["bash", "-c", script], cwd=REPO, stdout=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "started").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    assert output == b"told\n"
+    assert process.returncode == 3
+
+
+@pytest.mark.e2e
+def test_the_tiny_run_learns_and_resumes(tmp_path: Path) -> None:
+    flags = ["--tiny", "--out", str(tmp_path), "--log-interval", "1", "--eval-iters", "1"]
+    first = bash(LLAMA3, *flags, "--train-iters", "6")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "starts from random weights" in first.stdout
+    shown = re.search(r"loss (\S+) at iteration 1, (\S+) at iteration 6", first.stdout)
+    assert shown, first.stdout
+    assert float(shown[2]) < float(shown[1]) < 7
+
+    second = bash(LLAMA3, *flags, "--train-iters", "8")
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert f"resumes from iteration 6 of {tmp_path}/checkpoints" in second.stdout
+    resumed = re.search(r"loss (\S+) at iteration 7, (\S+) at iteration 8", second.stdout)
+    assert resumed, second.stdout
+    assert float(resumed[1]) < float(shown[1])
+
+    third = bash(LLAMA3, *flags, "--train-iters", "8")
+    assert third.returncode == 0
+    assert "nothing to do: trained to --train-iters 8" in third.stdout
+
+
+@pytest.mark.e2e
+def test_an_unknown_flag_is_named_last(tmp_path: Path) -> None:
+    done = bash(LLAMA3, "--tiny", "--out", str(tmp_path), "--no-such-flag", NPROC="1")
+    assert done.returncode == 2
+    assert "--no-such-flag" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "checkpoints").exists()
