@@ -1,0 +1,140 @@
+"""Whole runs of the embedded trainer: resuming, exiting, and what a user may get wrong."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import losses
+
+from .helpers import GPT, LLAMA, MOCK, NO_DROPOUT, bert_flags, errors, gpt_dataset, report, train
+
+FOUR = MOCK.replace("--train-iters 3", "--train-iters 4")
+PP2 = "--pipeline-model-parallel-size 2 "
+TP2 = "--tensor-model-parallel-size 2 "
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of iteration 2 of a run without dropout, made on one rank."""
+    directory = tmp_path_factory.mktemp("saved")
+    run = train(1, f"{FOUR}{NO_DROPOUT}--save {directory} --save-interval 2 --exit-interval 2")
+    assert len(losses(run.logs)) == 2, "--exit-interval ends the run"
+    assert (directory / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert (directory / "iter_0000002" / "common.pt").is_file()
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [
+        pytest.param(1, "", id="same"),
+        pytest.param(2, PP2 + "--num-layers-per-virtual-pipeline-stage 1", id="vpp2"),
+        pytest.param(2, TP2, id="tp2"),
+        pytest.param(2, "", id="dp2"),
+    ],
+)
+def test_resuming_with_other_parallel_sizes_goes_on(
+    saved: Path, num_ranks: int, flags: str
+) -> None:
+    # The vocabulary is padded for the tensor-parallel size unless its padded size is given.
+    whole = f"{FOUR}{NO_DROPOUT}--padded-vocab-size 128 --log-interval 2 "
+    straight = losses(train(1, whole).logs)[-1]
+    resumed = losses(train(num_ranks, f"{whole}{flags} --load {saved}").logs)[-1]
+    assert resumed == pytest.approx(straight, rel=1e-5)
+
+
+def test_a_finished_run_can_be_started_again(tmp_path: Path) -> None:
+    data = gpt_dataset(tmp_path / "data")
+    flags = (
+        f"{GPT}--data-path {data} --split 80,10,10 --data-cache-path {tmp_path}/cache "
+        f"--save {tmp_path}/save --load {tmp_path}/save --save-interval 3 "
+    )
+    first, again = report(train(2, flags)), report(train(2, flags))
+    assert len([line for line in first if line.startswith(" iteration")]) == 3
+    assert [line for line in again if line.startswith(" iteration")] == []
+    assert again[-2:] == first[-2:], "validation and test of the loaded weights"
+
+
+def test_only_the_latest_checkpoints_are_kept(tmp_path: Path) -> None:
+    train(1, f"{FOUR}--save {tmp_path} --save-interval 1 --save-retain-interval 2")
+    kept = sorted(path.name for path in tmp_path.glob("iter_*"))
+    assert kept == ["iter_0000002", "iter_0000004"]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags", "parts"),
+    [
+        pytest.param(
+            2, GPT + "--data-path /absent/x --split 90,5,5", ["/absent/x.idx"], id="no data"
+        ),
+        pytest.param(
+            1, MOCK + "--tokenizer-type GPT2BPETokenizer", ["--vocab-file"], id="no vocabulary"
+        ),
+        pytest.param(
+            1,
+            MOCK + "--tokenizer-type SentencePieceTokenizer --tokenizer-model /absent/x.model",
+            ["/absent/x.model"],
+            id="no tokenizer",
+        ),
+        pytest.param(
+            1, MOCK + "--save /proc/absent --save-interval 1", ["--save /proc/absent"], id="no save"
+        ),
+        pytest.param(
+            2,
+            MOCK + "--load /absent --exit-on-missing-checkpoint",
+            ["--load /absent", "latest_checkpointed_iteration.txt"],
+            id="no checkpoint",
+        ),
+    ],
+)
+def test_what_is_missing_is_named_once(num_ranks: int, flags: str, parts: list[str]) -> None:
+    (line,) = errors(train(num_ranks, flags))
+    for part in parts:
+        assert part in line
+
+
+def test_a_split_that_is_too_small_is_refused(tmp_path: Path) -> None:
+    data = gpt_dataset(tmp_path / "data", documents=3)
+    (line,) = errors(train(2, f"{GPT}--data-path {data} --split 90,5,5"))
+    assert "3 documents are too few for --split 90,5,5" in line
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_both_values(saved: Path) -> None:
+    (line,) = errors(train(2, f"{FOUR}{LLAMA}--num-layers 2 {PP2}--load {saved}"))
+    assert "num_layers is 4 there and 2 here" in line
+    assert "normalization is LayerNorm there and RMSNorm here" in line
+
+
+def test_gpt_does_not_load_into_bert(saved: Path, tmp_path: Path) -> None:
+    flags = bert_flags(tmp_path) + f"--padded-vocab-size 128 --load {saved}"
+    (line,) = errors(train(1, flags, script="pretrain_bert.py"))
+    assert f"{saved}/iter_0000002" in line
+
+
+def test_a_damaged_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    (tmp_path / "copy" / "iter_0000002" / "common.pt").write_bytes(b"damaged")
+    (line,) = errors(train(2, f"{FOUR}{NO_DROPOUT}--load {tmp_path}/copy"))
+    assert "cannot be read" in line
+
+
+def test_optimizer_state_that_cannot_be_resharded_is_refused(tmp_path: Path) -> None:
+    flags = f"{FOUR}--use-distributed-optimizer "
+    train(1, f"{flags}--save {tmp_path} --save-interval 2 --exit-interval 2")
+    (line,) = errors(train(2, f"{flags}{PP2}--load {tmp_path}"))
+    assert "--dist-ckpt-optim-fully-reshardable" in line
+    assert len(losses(train(2, f"{flags}{PP2}--load {tmp_path} --no-load-optim").logs)) == 2
+
+
+def test_nothing_is_left_behind_by_a_refused_run(tmp_path: Path) -> None:
+    errors(
+        train(
+            1,
+            f"{MOCK}--save {tmp_path}/new/save --save-interval 1 --load {tmp_path}/absent "
+            f"--tensorboard-dir {tmp_path}/board --exit-on-missing-checkpoint",
+        )
+    )
+    assert list(tmp_path.iterdir()) == []
