@@ -55,9 +55,16 @@ _GLOO = Rule(
 )
 
 
+_WORKER = Rule(
+    lambda args: flag("async_save")(args) and flag("use_persistent_ckpt_worker")(args),
+    "--use-persistent-ckpt-worker would read parameters from shared memory while training changes "
+    "them (on a GPU they are copied to the host first); leave it out, --async-save forks then",
+)
+
+
 def argument_rules() -> tuple[Rule, ...]:
     """Return what upstream cannot do on the host, whatever Megatron is installed."""
-    return (*TRANSFORMER_ENGINE_ONLY, *CUDA_ONLY, _GLOO)
+    return (*TRANSFORMER_ENGINE_ONLY, *CUDA_ONLY, _GLOO, _WORKER)
 
 
 class CpuDevice:

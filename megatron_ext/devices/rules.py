@@ -66,7 +66,8 @@ CUDA_ONLY = (
     ),
     Rule(
         lambda args: flag("use_megatron_fsdp")(args) or flag("use_torch_fsdp2")(args),
-        "FSDP builds CUDA device meshes; use --use-distributed-optimizer to shard optimizer state",
+        "--use-megatron-fsdp and --use-torch-fsdp2 build CUDA device meshes; use "
+        "--use-distributed-optimizer to shard optimizer state",
     ),
 )
 """What only NVIDIA's GPUs and libraries can do."""
