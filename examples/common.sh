@@ -1,3 +1,4 @@
+# shellcheck shell=bash disable=SC2034
 # What the example scripts and the test command share. Sourced, never run.
 #
 # prepare_environment KIND   finds or makes a Python environment with this package in it, sets PYTHON
@@ -56,7 +57,7 @@ check_environment() {
     [[ -x $PYTHON ]] || fail "VIRTUAL_ENV=$VIRTUAL_ENV has no bin/python; activate an environment, or unset it"
     if [[ $kind == test ]]; then
         modules+=(hypothesis pytest pytest_timeout)
-        remedy="MEGATRON_EXT_REQUIRE_NATIVE=1 pip install -e '$REPO[dev]'"
+        remedy="MEGATRON_EXT_REQUIRE_NATIVE=1 pip install -e '${REPO}[dev]'"
     fi
     missing=$("$PYTHON" - "${modules[@]}" <<'PYTHON'
 import sys
@@ -99,7 +100,7 @@ install_environment() {
         install_torch "$log"
     fi
     if [[ $kind == test ]]; then
-        target="$REPO[dev]"
+        target="${REPO}[dev]"
         native=1
     fi
     say "installs ${target/#$REPO/.} and what it needs"

@@ -3,7 +3,7 @@
 # Arguments go to pytest: bash tests/run.sh -k preprocess -x
 set -euo pipefail
 
-# shellcheck source=../examples/common.sh
+# shellcheck source=examples/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../examples/common.sh"
 
 prepare_environment test

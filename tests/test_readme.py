@@ -71,10 +71,17 @@ def help_of(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def known_flags() -> set[str]:
-    """The flags of the package's commands, of the embedded trainer and of the example scripts."""
+    """The flags of the package's commands, of the embedded trainer and of the scripts."""
     from megatron_ext import cli
 
-    texts = [help_of("--embedded", "pretrain_gpt.py"), text_of(REPO / "examples/llama3/run.sh")]
+    texts = [help_of("--embedded", "pretrain_gpt.py")]
+    texts += [text_of(REPO / file) for file in tracked() if file.endswith(".sh")]
+    texts += [
+        flag
+        for file in tracked()
+        if file.startswith(("tests/", "benchmarks/")) and file.endswith(".py")
+        for flag in re.findall(r"add_argument\(\s*\"(--[a-z][\w-]+)\"", text_of(REPO / file))
+    ]
     parsers = [cli.build_parser()]
     while parsers:
         parser = parsers.pop()
@@ -129,6 +136,9 @@ def test_commands_exist(path: Path) -> None:
             assert rest[0] in files, rest
         elif program == "megatron-ext":
             assert rest[0] in cli.SUBCOMMANDS, rest
+        elif program == "python":
+            script = rest[1].replace(".", "/") + ".py" if rest[0] == "-m" else rest[0]
+            assert script in files, rest
         else:
             assert program.startswith(".venv/bin/") or program == "torchrun", program
 

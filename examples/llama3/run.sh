@@ -3,9 +3,9 @@
 set -euo pipefail
 
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-# shellcheck source=../common.sh
+# shellcheck source=examples/common.sh
 source "$HERE/../common.sh"
-# shellcheck source=model.env
+# shellcheck source=examples/llama3/model.env
 source "$HERE/model.env"
 
 usage() {
@@ -27,7 +27,7 @@ TEXT
 }
 
 parse_options() {
-    TINY=false DRY_RUN=false EMBEDDED=() OUT= EXTRA=()
+    TINY=false DRY_RUN=false EMBEDDED=() OUT='' EXTRA=()
     while (($# > 0)); do
         case $1 in
             --tiny) TINY=true ;;
