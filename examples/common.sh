@@ -93,6 +93,9 @@ install_environment() {
     local kind=$1 base log=$REPO/.venv/install.log target=$REPO native=
     base=$(find_python)
     rm -f "$(stamp run)" "$(stamp test)"
+    if [[ $kind == test ]]; then
+        check_compiler "$base"
+    fi
     say "sets up $REPO/.venv with $base (log: $log)"
     [[ -x $PYTHON ]] || "$base" -m venv "$REPO/.venv" || fail "cannot make a virtual environment with $base"
     : >"$log"
@@ -110,6 +113,16 @@ install_environment() {
     if [[ $kind == test ]]; then
         fingerprint >"$(stamp test)"
     fi
+}
+
+# What the native module is built with; CMake itself comes from the package index.
+check_compiler() {
+    local header
+    command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null ||
+        fail "the native module needs a C++ compiler (Debian: apt-get install g++)"
+    header=$("$1" -c 'import sysconfig; print(sysconfig.get_paths()["include"] + "/Python.h")')
+    [[ -f $header ]] ||
+        fail "the native module needs Python's headers, $header is missing (Debian: apt-get install python3-dev)"
 }
 
 # The wheel for machines without GPU is a tenth of the size. PyPI does not have it, PyTorch's own index
