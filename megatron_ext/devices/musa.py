@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.devices.base import Redirect, Rule
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     import torch
+
+    from megatron_ext.devices.translate import Translator
 
 __all__ = ["MusaDevice"]
 
@@ -101,10 +104,10 @@ class MusaDevice:
 
         cuda_to_musa = translate.translator("musa", indexed=True)
         yield from translate.spelling_redirects("musa")
-        yield from _completions()
+        yield from _completions(cuda_to_musa)
         if _torchada() is not None:
             return
-        yield from _namespace()
+        yield from _namespace(cuda_to_musa)
         yield from nvtx_redirects()
         yield from translate.tensor_redirects(cuda_to_musa, pinning=True)
         yield from translate.collective_redirects(self.distributed_backend)
@@ -161,18 +164,31 @@ def _torchada() -> ModuleType | None:
     return torchada
 
 
-def _namespace() -> Iterator[Redirect]:
-    """List every name of `torch.cuda` that torch_musa has as well."""
+def _namespace(cuda_to_musa: Translator) -> Iterator[Redirect]:
+    """List every name of `torch.cuda` that torch_musa has as well.
+
+    torch_musa refuses `torch.device("cuda")` as an argument, so that is translated.
+    """
     import torch
+
+    from megatron_ext.devices.translate import translated_argument, translated_class
+
+    def same(name: str, value: Any) -> Callable[[Any], object]:
+        if isfunction(value):
+            return to(translated_argument(value, cuda_to_musa))
+        if name in {"ExternalStream", "Stream", "device"}:
+            return to(translated_class(value, cuda_to_musa))
+        return to(value)
 
     musa = _musa()
     private = ("_is_in_bad_fork", "_lazy_call", "_lazy_init")
-    for name in sorted({*torch.cuda.__all__, *private} - {"is_available", "get_device_properties"}):
+    different = {"get_device_properties", "is_available"}
+    for name in sorted({*torch.cuda.__all__, *private} - different):
         value = getattr(musa, name, None)
         if callable(value):
-            yield Redirect(f"torch.cuda:{name}", to(value), _SAME)
+            yield Redirect(f"torch.cuda:{name}", same(name, value), _SAME)
     for name in torch.cuda.random.__all__:
-        yield Redirect(f"torch.cuda.random:{name}", to(getattr(musa, name)), _SAME)
+        yield Redirect(f"torch.cuda.random:{name}", same(name, getattr(musa, name)), _SAME)
     for name in ("GradScaler", "autocast", "custom_bwd", "custom_fwd"):
         yield Redirect(f"torch.cuda.amp:{name}", to(getattr(musa.amp, name)), _SAME)
     yield Redirect(
@@ -182,7 +198,7 @@ def _namespace() -> Iterator[Redirect]:
     )
 
 
-def _completions() -> Iterator[Redirect]:
+def _completions(cuda_to_musa: Translator) -> Iterator[Redirect]:
     """List what neither torch_musa nor torchada does as upstream expects of `torch.cuda`."""
     import torch
 
@@ -194,7 +210,7 @@ def _completions() -> Iterator[Redirect]:
     )
     yield Redirect(
         "torch.cuda:get_device_properties",
-        to(lambda device=None: musa.get_device_properties(device)),
+        to(lambda device=None: musa.get_device_properties(cuda_to_musa(device))),
         "upstream asks about the current device by leaving the argument out, torch_musa wants it",
     )
     yield Redirect(
@@ -206,7 +222,7 @@ def _completions() -> Iterator[Redirect]:
     if hasattr(torch.cuda, "device_memory_used"):
         yield Redirect(
             "torch.cuda:device_memory_used",
-            to(_device_memory_used),
+            to(lambda device=None: _device_memory_used(cuda_to_musa(device))),
             "upstream logs it; torch_musa has free and total memory instead",
         )
 
@@ -232,7 +248,7 @@ def _keep_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def _device_memory_used(device: Any = None) -> int:
+def _device_memory_used(device: Any) -> int:
     free, total = _musa().mem_get_info(device)
     return int(total - free)
 

@@ -12,6 +12,7 @@ Factories and `Tensor.to` are on the hot path: their redirect is one dictionary 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,8 @@ __all__ = [
     "collective_redirects",
     "spelling_redirects",
     "tensor_redirects",
+    "translated_argument",
+    "translated_class",
     "translator",
 ]
 
@@ -60,6 +63,42 @@ def translator(kind: str, *, indexed: bool) -> Translator:
         return device
 
     return translate
+
+
+def translated_argument(function: Callable[..., Any], translate: Translator) -> Callable[..., Any]:
+    """Translate the parameter `device` of a function, by name or by position.
+
+    A function without that parameter is returned as it is.
+    """
+    names = list(inspect.signature(function).parameters)
+    if "device" not in names:
+        return function
+    position = names.index("device")
+
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > position:
+            args = (*args[:position], translate(args[position]), *args[position + 1 :])
+        elif "device" in kwargs:
+            kwargs["device"] = translate(kwargs["device"])
+        return function(*args, **kwargs)
+
+    return call
+
+
+def translated_class(base: type, translate: Translator) -> type:
+    """Translate the parameter `device` of a class's constructor.
+
+    The result makes instances of `base`, and takes all of those, whoever made them, for its own.
+    """
+
+    class Spelled(type):
+        __call__ = staticmethod(translated_argument(base, translate))
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, base)
+
+    return Spelled(base.__name__, (), {"__doc__": base.__doc__, "__module__": base.__module__})
 
 
 def tensor_redirects(translate: Translator, *, pinning: bool) -> Iterator[Redirect]:
@@ -281,8 +320,6 @@ def _translated_group(
     Options of a NCCL group and the CUDA device that it would be bound to mean nothing to another
     backend and are left out with it.
     """
-    import inspect
-
     signature = inspect.signature(original)
 
     @functools.wraps(original)

@@ -133,6 +133,11 @@ def test_every_spelling_of_a_device_is_translated():
     }
 
 
+def _current_in(device):
+    with torch.cuda.device(device):
+        return torch.cuda.current_device()
+
+
 def _answers():
     # Answers in upstream's spelling are for upstream's own modules only.
     upstream = {"__name__": "megatron.core.example", "torch": torch}
@@ -143,6 +148,9 @@ def _answers():
         "count": torch.cuda.device_count(),
         "capability": torch.cuda.get_device_capability(),
         "properties": torch.cuda.get_device_properties().major,
+        "of a device": torch.cuda.get_device_properties(torch.device("cuda:0")).major,
+        "state of a device": len(torch.cuda.get_rng_state(torch.device("cuda"))) > 0,
+        "in a context": _current_in(torch.device("cuda", 1)),
         "upstream": [eval(name, upstream, {"tensor": tensor}) for name in names],
         "others": [tensor.type(), tensor.is_cuda, torch.ones(1).is_cuda],
         "nvtx": torch.cuda.nvtx.range_push("name"),
@@ -157,6 +165,9 @@ def test_questions_about_the_device():
         "count": 8,
         "capability": (3, 1),
         "properties": 3,
+        "of a device": 3,
+        "state of a device": True,
+        "in a context": 1,
         "upstream": ["torch.cuda.HalfTensor", True, False],
         "others": ["torch.musa.HalfTensor", False, False],
         "nvtx": 0,
@@ -217,7 +228,8 @@ def test_random_numbers_are_the_devices_own():
 
 def _streams():
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream(device="cuda")
+    assert isinstance(torch.cuda.current_stream(), torch.cuda.Stream)
     start.record()
     with torch.cuda.stream(side):
         tensor = torch.ones(4, device="cuda")
