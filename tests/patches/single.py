@@ -1,0 +1,33 @@
+"""Tools of the tests of single patches: everything here runs inside a rank (see `tests.ranks`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+
+
+@contextmanager
+def without(*ids: str) -> Iterator[None]:
+    """Run a block as upstream is without these patches."""
+    from megatron_ext.patches import REGISTRY, TABLES
+
+    tables = [import_module(f"megatron_ext.patches.{name}").PATCHES for name in TABLES]
+    taken = [patch for table in tables for patch in table if patch.id in ids]
+    assert len(taken) == len(ids), ids
+    REGISTRY.remove(ids)
+    try:
+        yield
+    finally:
+        REGISTRY.register(taken)
+
+
+def start_parallel(**sizes: int) -> None:
+    """Open the process groups of model parallelism and seed its generators."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    torch.distributed.init_process_group("nccl")
+    parallel_state.initialize_model_parallel(**sizes)
+    model_parallel_cuda_manual_seed(1)

@@ -1,0 +1,54 @@
+"""Arming and disarming the device."""
+
+from __future__ import annotations
+
+import os
+
+from tests.ranks import run_ranks
+
+
+def disarm_and_arm_late() -> None:
+    import torch
+    from megatron.core.tensor_parallel import random as copied
+
+    from megatron_ext.patches import REGISTRY, device
+
+    assert torch.cuda.is_available()
+    assert copied._lazy_call is torch.cuda._lazy_call
+    redirected = [row for row in REGISTRY.rows() if row.feature == "cpu"]
+    assert len(redirected) > 80
+    assert all(row.state == "installed" and row.intact for row in redirected)
+
+    armed = torch.empty, torch.Tensor.to, torch.distributed.new_group, copied._lazy_call
+    device.disarm()
+    assert not torch.cuda.is_available()
+    assert "to" not in vars(torch.Tensor)
+    assert torch.distributed.new_group.__module__ == "torch.distributed.distributed_c10d"
+    assert copied._lazy_call is torch.cuda._lazy_call is not armed[3]
+    assert not [row for row in REGISTRY.rows() if row.feature == "cpu"]
+
+    # Late: megatron.core has copied names of torch.cuda, which have to be found by identity.
+    device.arm()
+    assert torch.cuda.is_available()
+    assert copied._lazy_call is torch.cuda._lazy_call
+    assert torch.empty(1, device="cuda").device.type == "cpu"
+    assert device.arm() is device.arm()
+
+
+def environment() -> None:
+    from megatron_ext.patches import device
+
+    device.disarm()
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "7"
+    del os.environ["TORCHDYNAMO_DISABLE"]
+    device.arm()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "7"  # the user's choice stays
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+
+
+def test_disarm_and_arm_late() -> None:
+    run_ranks(1, disarm_and_arm_late)
+
+
+def test_environment() -> None:
+    run_ranks(1, environment)

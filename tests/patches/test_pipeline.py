@@ -1,0 +1,94 @@
+"""Each patch of the table, and what upstream does without it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.patches.single import without
+from tests.ranks import run_ranks, start_ranks
+
+_NUMEL = 1 << 20  # large enough for the allocator to give freed memory back at once
+
+
+def overlapped_send(patched: bool) -> float:
+    """Free an output while it is being sent, as the interleaved schedule does; return the error."""
+    if not patched:
+        with without("pipeline.sends_own_storage"):
+            return _send_and_free()
+    return _send_and_free()
+
+
+def _send_and_free() -> float:
+    import time
+
+    import torch
+    from megatron.core.pipeline_parallel import p2p_communication
+    from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
+    from torch import distributed as dist
+
+    dist.init_process_group("nccl")
+    group = dist.new_group([0, 1])
+    sends = dist.get_rank() == 0
+    output = torch.full((_NUMEL,), 7.0) if sends else None
+    received = None if sends else torch.empty(_NUMEL)
+    dist.barrier()
+    if not sends:
+        time.sleep(0.3)  # the sender frees its output before anybody takes it
+    requests = p2p_communication._p2p_ops(
+        tensor_send_prev=None,
+        tensor_recv_prev=received,
+        tensor_send_next=output,
+        tensor_recv_next=None,
+        group=group,
+        prev_pipeline_rank=0,
+        next_pipeline_rank=1,
+    )
+    if sends:
+        deallocate_output_tensor(output, deallocate_pipeline_outputs=True)
+        assert output.numel() == 1
+        junk = [torch.zeros(_NUMEL) for _ in range(4)]
+        del junk
+    for request in requests.values():
+        request.wait()
+    return 0.0 if received is None else (received - 7.0).abs().max().item()
+
+
+def test_a_freed_output_arrives() -> None:
+    assert run_ranks(2, overlapped_send, True) == [0.0, 0.0]
+
+
+def test_without_the_patch_it_does_not() -> None:
+    for _ in range(3):  # a sender that is slow to free could be lucky
+        run = start_ranks(2, overlapped_send, False, timeout_s=60)
+        if run.exit_codes != [0, 0] or run.values != [0.0, 0.0]:
+            return
+    pytest.fail("upstream keeps the storage now: the patch can go")
+
+
+def holders() -> None:
+    """What is sent shares storage with the output but is another tensor, so both can be freed."""
+    import torch
+    from megatron.core.pipeline_parallel import p2p_communication
+    from torch import distributed as dist
+
+    dist.init_process_group("nccl")
+    sent = []
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(dist, "isend", lambda tensor, **_kwargs: sent.append(tensor))
+        output = torch.ones(3, requires_grad=True) * 2
+        p2p_communication._p2p_ops(
+            tensor_send_prev=output,
+            tensor_recv_prev=None,
+            tensor_send_next=None,
+            tensor_recv_next=None,
+            group=dist.group.WORLD,
+            prev_pipeline_rank=0,
+            next_pipeline_rank=0,
+        )
+    assert sent[0] is not output
+    assert sent[0].data_ptr() == output.data_ptr()
+    assert not sent[0].requires_grad
+
+
+def test_sends_are_aliases() -> None:
+    run_ranks(1, holders)
