@@ -95,6 +95,17 @@ def _require(condition: object, message: str) -> None:
         raise ArgumentsError(message)
 
 
+def _divides(value: int, what: str, by: int, by_what: str, remedy: str = "change one") -> None:
+    _require(value % by == 0, f"{what} = {value} does not divide by {by_what} = {by}: {remedy}")
+
+
+def _at_most_one(args: Namespace, *flags: str) -> list[str]:
+    """Return which of some flags that exclude each other was given."""
+    given = [flag for flag in flags if getattr(args, flag[2:].replace("-", "_"))]
+    _require(len(given) <= 1, f"{' and '.join(given)} exclude each other: give one of them")
+    return given
+
+
 def _complete(args: Namespace) -> None:
     """Check what was given and derive the rest, in upstream's order."""
     for dest in _REQUIRED:
@@ -107,6 +118,7 @@ def _complete(args: Namespace) -> None:
     _precision(args)
     _training_length(args)
     _architecture(args)
+    _experts(args)
     _data(args)
     args.consumed_train_samples = args.skipped_train_samples = args.consumed_valid_samples = 0
     args.iteration = 0
@@ -117,52 +129,33 @@ def _complete(args: Namespace) -> None:
 
 
 def _parallel_sizes(args: Namespace) -> None:
-    tp, pp, cp = (
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.context_parallel_size,
-    )
-    product, world = tp * pp * cp, args.world_size
-    sizes = f"tensor {tp} x pipeline {pp} x context {cp} = {product}"
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    cp, world = args.context_parallel_size, args.world_size
+    product, factors = tp * pp * cp, f"tensor {tp} x pipeline {pp} x context {cp}"
     _require(
         world >= product,
-        f"{world} process(es), but {sizes} are needed for one copy of the model: start more "
-        f"processes (torchrun --nproc-per-node {product}) or lower a parallel size",
+        f"{world} process(es), but one copy of the model takes {factors} = {product}: start more "
+        f"(torchrun --nproc-per-node {product}) or lower a parallel size",
     )
-    _require(
-        world % product == 0,
-        f"{world} processes do not divide by {sizes}: start a multiple of {product}",
-    )
+    _divides(world, "number of processes", product, factors, f"start a multiple of {product}")
     args.data_parallel_size = world // product
-    args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or tp
-    if tp == 1 and args.sequence_parallel:
-        logger.info("sequence parallelism is off: it needs tensor parallelism")
+    if tp == 1:
         args.sequence_parallel = False
+    etp = args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or tp
     ep = args.expert_model_parallel_size
     if ep > 1:
         _require(args.num_experts, f"--expert-model-parallel-size {ep} needs --num-experts")
-        _require(
-            args.num_experts % ep == 0,
-            f"--num-experts {args.num_experts} do not divide by --expert-model-parallel-size {ep}",
-        )
-        experts = ep * args.expert_tensor_parallel_size * pp
-        _require(
-            world % experts == 0,
-            f"{world} processes do not divide by expert {ep} x expert-tensor "
-            f"{args.expert_tensor_parallel_size} x pipeline {pp} = {experts}: start a multiple",
-        )
+        _divides(args.num_experts, "--num-experts", ep, "--expert-model-parallel-size")
+        factors = f"expert {ep} x expert-tensor {etp} x pipeline {pp}"
+        _divides(world, "number of processes", ep * etp * pp, factors, "start a multiple")
 
 
 def _batch_sizes(args: Namespace) -> None:
     step = args.micro_batch_size * args.data_parallel_size
     _require(step > 0, f"--micro-batch-size {args.micro_batch_size} must be at least 1")
     args.global_batch_size = args.global_batch_size or step
-    _require(
-        args.global_batch_size % step == 0,
-        f"--global-batch-size {args.global_batch_size} does not divide by micro-batch "
-        f"{args.micro_batch_size} x data-parallel {args.data_parallel_size} = {step}: give a "
-        "multiple",
-    )
+    factors = f"micro-batch {args.micro_batch_size} x data-parallel {args.data_parallel_size}"
+    _divides(args.global_batch_size, "--global-batch-size", step, factors, "give a multiple")
     args.decrease_batch_size_if_needed = False
 
 
@@ -171,42 +164,31 @@ def _pipeline_split(args: Namespace) -> None:
     pp, layout = args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout
     per_chunk = args.num_layers_per_virtual_pipeline_stage
     chunks = args.num_virtual_stages_per_pipeline_rank
-    _require(
-        [layout, per_chunk, chunks].count(None) >= 2,
-        "--pipeline-model-parallel-layout, --num-layers-per-virtual-pipeline-stage and "
-        "--num-virtual-stages-per-pipeline-rank exclude each other: give one of them",
+    _at_most_one(
+        args,
+        "--pipeline-model-parallel-layout",
+        "--num-layers-per-virtual-pipeline-stage",
+        "--num-virtual-stages-per-pipeline-rank",
     )
     uneven = args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
-    layers = (
-        args.num_layers
-        + args.account_for_embedding_in_pipeline_split
-        + args.account_for_loss_in_pipeline_split
-    )
+    layers = args.num_layers + args.account_for_embedding_in_pipeline_split
+    layers += args.account_for_loss_in_pipeline_split
+    size = "--pipeline-model-parallel-size"
     if layout is not None:
         stages = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
-        _require(
-            stages % pp == 0,
-            f"--pipeline-model-parallel-layout has {stages} stages, which do not divide by "
-            f"--pipeline-model-parallel-size {pp}",
-        )
+        _divides(stages, "stages of --pipeline-model-parallel-layout", pp, size)
         chunks = stages // pp
     elif not uneven:
-        _require(
-            layers % pp == 0,
-            f"{layers} layers do not divide by --pipeline-model-parallel-size {pp}: change "
-            "--num-layers, or split by --pipeline-model-parallel-layout",
-        )
+        remedy = "change --num-layers, or split by --pipeline-model-parallel-layout"
+        _divides(layers, "number of layers", pp, size, remedy)
     if per_chunk is not None:
         _require(
             not uneven,
             "uneven first or last stages need --num-virtual-stages-per-pipeline-rank instead of "
             "--num-layers-per-virtual-pipeline-stage",
         )
-        _require(
-            layers // pp % per_chunk == 0,
-            f"{layers // pp} layers per pipeline rank do not divide by "
-            f"--num-layers-per-virtual-pipeline-stage {per_chunk}",
-        )
+        flag = "--num-layers-per-virtual-pipeline-stage"
+        _divides(layers // pp, "layers per pipeline rank", per_chunk, flag)
         chunks = layers // pp // per_chunk
     args.virtual_pipeline_model_parallel_size = chunks if chunks and chunks > 1 else None
 
@@ -216,26 +198,22 @@ def _overlaps(args: Namespace) -> None:
         # One chunk per rank: neighbours are never sent to while computing, nor gathered for.
         args.overlap_p2p_comm = args.align_param_gather = False
     else:
-        least = 2 if args.overlap_p2p_comm else 3
+        least, pp = 2 if args.overlap_p2p_comm else 3, args.pipeline_model_parallel_size
         _require(
-            args.pipeline_model_parallel_size >= least,
-            f"virtual pipeline stages need --pipeline-model-parallel-size >= {least} (it is "
-            f"{args.pipeline_model_parallel_size})",
-        )
-    if args.overlap_param_gather:
-        _require(
-            args.use_distributed_optimizer and args.overlap_grad_reduce,
-            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
+            pp >= least,
+            f"virtual pipeline stages need --pipeline-model-parallel-size >= {least} (it is {pp})",
         )
     _require(
-        args.ddp_num_buckets is None or args.ddp_bucket_size is None,
-        "--ddp-num-buckets and --ddp-bucket-size exclude each other: give one of them",
+        not args.overlap_param_gather
+        or (args.use_distributed_optimizer and args.overlap_grad_reduce),
+        "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
     )
+    _at_most_one(args, "--ddp-num-buckets", "--ddp-bucket-size")
     args.overlap_param_gather_with_optimizer_step = False
 
 
 def _precision(args: Namespace) -> None:
-    _require(not (args.fp16 and args.bf16), "--fp16 and --bf16 exclude each other: give one")
+    _at_most_one(args, "--fp16", "--bf16")
     args.params_dtype = torch.float32
     if args.fp16:
         args.params_dtype = torch.float16
@@ -244,33 +222,29 @@ def _precision(args: Namespace) -> None:
     if args.bf16:
         args.params_dtype = torch.bfloat16
         args.accumulate_allreduce_grads_in_fp32 = not args.grad_reduce_in_bf16
+    half = args.fp16 or args.bf16
     _require(args.fp16 or not args.fp16_lm_cross_entropy, "--fp16-lm-cross-entropy needs --fp16")
     _require(
-        args.fp16 or args.bf16 or not args.fp32_residual_connection,
+        half or not args.fp32_residual_connection,
         "--fp32-residual-connection needs --fp16 or --bf16",
     )
-    if args.apply_query_key_layer_scaling:
-        args.attention_softmax_in_fp32 = True
+    args.attention_softmax_in_fp32 |= args.apply_query_key_layer_scaling
 
 
 def _training_length(args: Namespace) -> None:
     """Training is counted in iterations or in samples, and so are warm-up and decay."""
-    _require(
-        bool(args.train_iters) != bool(args.train_samples),
-        "give --train-iters or --train-samples, and not both",
-    )
+    given = _at_most_one(args, "--train-iters", "--train-samples")
+    _require(given, "give --train-iters or --train-samples")
     unit, other = ("iters", "samples") if args.train_iters else ("samples", "iters")
-    for dest in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
-        flag, mended = (f"--{name}".replace("_", "-") for name in (dest, dest.replace(other, unit)))
-        _require(not getattr(args, dest), f"{flag} contradicts --train-{unit}: use {mended}")
+    for name in ("lr-decay", "lr-warmup", "lr-wsd-decay"):
+        wrong = getattr(args, f"{name}-{other}".replace("-", "_"))
+        _require(not wrong, f"--{name}-{other} contradicts {given[0]}: use --{name}-{unit}")
     _require(
         args.train_samples or not args.rampup_batch_size,
         "--rampup-batch-size needs --train-samples",
     )
-    _require(
-        args.lr_warmup_fraction is None or not getattr(args, f"lr_warmup_{unit}"),
-        f"--lr-warmup-fraction and --lr-warmup-{unit} exclude each other: give one of them",
-    )
+    if args.lr_warmup_fraction is not None:
+        _at_most_one(args, "--lr-warmup-fraction", f"--lr-warmup-{unit}")
     _require(args.min_lr <= args.lr, f"--min-lr {args.min_lr} is above --lr {args.lr}")
     ends = (args.start_weight_decay, args.end_weight_decay)
     if args.weight_decay_incr_style == "constant":
@@ -282,74 +256,67 @@ def _training_length(args: Namespace) -> None:
 
 
 def _architecture(args: Namespace) -> None:
-    heads, tp = args.num_attention_heads, args.tensor_model_parallel_size
+    heads, tp, longest = (
+        args.num_attention_heads,
+        args.tensor_model_parallel_size,
+        args.max_position_embeddings,
+    )
     if args.ffn_hidden_size is None:
         # Three matrices instead of two with SwiGLU: keep the parameter count, in multiples of 64.
         args.ffn_hidden_size = 4 * args.hidden_size
         if args.swiglu:
             args.ffn_hidden_size = int((4 * args.hidden_size * 2 / 3) / 64) * 64
     if args.kv_channels is None:
-        _require(
-            args.hidden_size % heads == 0,
-            f"--hidden-size {args.hidden_size} does not divide by --num-attention-heads {heads}: "
-            "change one, or give --kv-channels",
-        )
+        remedy = "change one, or give --kv-channels"
+        _divides(args.hidden_size, "--hidden-size", heads, "--num-attention-heads", remedy)
         args.kv_channels = args.hidden_size // heads
+    _divides(heads, "--num-attention-heads", tp, "--tensor-model-parallel-size")
     _require(
-        heads % tp == 0, f"--num-attention-heads {heads} do not divide by tensor-parallel {tp}"
+        longest >= args.seq_length,
+        f"--max-position-embeddings {longest} is below --seq-length {args.seq_length}",
     )
-    _require(
-        args.max_position_embeddings >= args.seq_length,
-        f"--max-position-embeddings {args.max_position_embeddings} is below --seq-length "
-        f"{args.seq_length}",
+    parts = (tp if args.sequence_parallel else 1) * (
+        2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
     )
-    splits = tp if args.sequence_parallel else 1
-    splits *= 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
-    _require(
-        args.seq_length % splits == 0,
-        f"--seq-length {args.seq_length} does not divide into {splits} parts (sequence and context "
-        "parallelism)",
-    )
+    _divides(args.seq_length, "--seq-length", parts, "its sequence- and context-parallel parts")
     if args.recompute_activations:
         args.recompute_granularity = "selective"
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
     if args.position_embedding_type != "rope":
         args.apply_rope_fusion = False
-        _require(not args.mtp_num_layers or args.position_embedding_type == "none",
-                 "--mtp-num-layers needs --position-embedding-type rope or none")  # fmt: skip
-    if args.add_bias_linear:
-        args.add_qkv_bias = True
-    else:
-        args.bias_gelu_fusion = False
-    args.num_experts = args.num_experts or None
+    args.add_qkv_bias |= args.add_bias_linear
+    args.bias_gelu_fusion &= args.add_bias_linear
+    _at_most_one(args, "--multi-latent-attention", "--group-query-attention")
     _require(
-        not args.num_experts or args.moe_router_topk <= args.num_experts,
-        f"--moe-router-topk {args.moe_router_topk} is above --num-experts {args.num_experts}",
+        not args.mtp_num_layers or args.position_embedding_type in {"rope", "none"},
+        "--mtp-num-layers needs --position-embedding-type rope or none",
     )
-    if args.num_experts and args.moe_ffn_hidden_size is None:
-        args.moe_ffn_hidden_size = args.ffn_hidden_size
+
+
+def _experts(args: Namespace) -> None:
+    args.num_experts = args.num_experts or None
     for dest in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
         value = getattr(args, dest)
         if isinstance(value, list) and len(value) == 1:
             setattr(args, dest, value[0])
+    if args.num_experts is None:
+        return
+    args.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size
     _require(
-        not (args.multi_latent_attention and args.group_query_attention),
-        "--multi-latent-attention and --group-query-attention exclude each other: give one",
+        args.moe_router_topk <= args.num_experts,
+        f"--moe-router-topk {args.moe_router_topk} is above --num-experts {args.num_experts}",
+    )
+    _require(
+        args.swiglu or args.quick_geglu or not args.bias_gelu_fusion,
+        "--num-experts cannot fuse bias and GELU: add --no-bias-gelu-fusion, or use --swiglu",
     )
 
 
 def _data(args: Namespace) -> None:
-    per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
-    given = {
-        "--mock-data": args.mock_data,
-        "--data-path": args.data_path,
-        "--data-args-path": args.data_args_path,
-        "--train/valid/test-data-path": any(per_split),
-        "--per-split-data-args-path": args.per_split_data_args_path,
-    }
-    chosen = [flag for flag, value in given.items() if value]
-    _require(len(chosen) <= 1, f"{' and '.join(chosen)} exclude each other: give one data source")
-    _require(chosen, f"no data: give one of {', '.join(given)}")
+    sources = ["--mock-data", "--data-path", "--data-args-path", "--per-split-data-args-path"]
+    splits = ("--train-data-path", "--valid-data-path", "--test-data-path")
+    given = [flag for split in splits for flag in _at_most_one(args, *sources, split)]
+    _require(given, f"no data: give one of {', '.join(sources)}, --train-data-path")
     if args.data_path and args.split is None:
         args.split = "969, 30, 1"  # upstream's, for scripts that rely on it

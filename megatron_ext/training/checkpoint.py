@@ -1,8 +1,8 @@
 """Checkpoints that upstream's script loads, and loading those that it wrote.
 
 Format `torch_dist` with upstream's directory layout and state-dict keys (`megatron/training/
-checkpointing.py`). Model weights load under any parallel sizes, and so does optimizer state, except
-for that of the distributed optimizer: it has to be saved with `--dist-ckpt-optim-fully-reshardable`.
+checkpointing.py`). Weights load under any parallel sizes, and so does optimizer state; that of the
+distributed optimizer only if it was saved with `--dist-ckpt-optim-fully-reshardable`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import random
 import shutil
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +36,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.errors import DataError
 from megatron_ext.training.initialize import agreed
@@ -46,27 +49,16 @@ __all__ = ["check_save_directory", "load_checkpoint", "save_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
+_UNREADABLE = (CheckpointingException, OSError, RuntimeError, LookupError, ValueError)
 _TRACKER = "latest_checkpointed_iteration.txt"
 _OPTIMIZER_TYPE = "distrib_optim_sharding_type"
 
 # What makes another model; a checkpoint of a run with other values does not fit.
-_MODEL_ARGUMENTS = [
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "group_query_attention",
-    "swiglu",
-    "normalization",
-    "add_bias_linear",
-    "position_embedding_type",
-    "multi_latent_attention",
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "mtp_num_layers",
-    "untie_embeddings_and_output_weights",
-]
+_MODEL_ARGUMENTS = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention
+    swiglu normalization add_bias_linear position_embedding_type multi_latent_attention num_experts
+    moe_ffn_hidden_size mtp_num_layers untie_embeddings_and_output_weights
+"""
 
 
 def check_save_directory(path: str) -> None:
@@ -161,56 +153,72 @@ def load_checkpoint(
         source, common = _open(args)
         if source is None:
             return 0
-        fresh = args.finetune or source.name == "release"
-        saved: Namespace = common.get("args") or Namespace()
-        with_optimizer = not (fresh or args.no_load_optim or getattr(saved, "no_save_optim", False))
-        metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
-        if not args.finetune:
-            _check_same_model(args, saved, source)
-        if with_optimizer and args.use_distributed_optimizer:
-            _check_optimizer_fits(args, saved, metadata, source)
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    same_sizes = all(getattr(saved, size, 1) == getattr(args, size) for size in sizes)
-    with_rng = (
-        not (fresh or args.no_load_rng or getattr(saved, "no_save_rng", False)) and same_sizes
-    )
+        plan = _plan(args, common, source)
     wanted = _state_dict(
         args,
         chunks,
-        optimizer if with_optimizer else None,
-        scheduler if with_optimizer else None,
-        _rng_state(args) if with_rng else None,
-        metadata,
+        optimizer if plan.optimizer else None,
+        scheduler if plan.optimizer else None,
+        _rng_state(args) if plan.rng else None,
+        plan.metadata,
         is_loading=True,
     )
     with agreed():
         state = _read(args, wanted, source)
     for number, chunk in enumerate(chunks):
         chunk.load_state_dict(state["model" if len(chunks) == 1 else f"model{number}"])
-    if with_optimizer:
+    if plan.optimizer:
         if not optimizer.is_stub_optimizer:
             optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["opt_param_scheduler"])
     elif args.fp16 or args.bf16:
         optimizer.reload_model_params()
-    if with_rng:
+    if plan.rng:
         _set_rng_state(args, state["rng_state"])
-    if not args.finetune:
-        for counter in (
-            "consumed_train_samples",
-            "skipped_train_samples",
-            "consumed_valid_samples",
-        ):
-            setattr(args, counter, getattr(saved, counter, 0))
-        update_num_microbatches(args.consumed_train_samples, verbose=True)
-    iteration = 0 if fresh else int(state["iteration"])
+    for counter, count in plan.counters.items():
+        setattr(args, counter, count)
+    update_num_microbatches(args.consumed_train_samples)
+    iteration = int(state["iteration"]) if plan.iteration else 0
     if dist.get_rank() == 0:
         logger.info("loaded %s, going on from iteration %d", source, iteration)
     dist.barrier()
     return iteration
 
 
-def _replicas() -> dist.ProcessGroup:
+@dataclass(frozen=True)
+class _Plan:
+    """Which parts of a checkpoint a run takes over, besides the weights."""
+
+    iteration: bool
+    optimizer: bool
+    rng: bool
+    counters: dict[str, int]
+    metadata: dict[str, Any]
+
+
+def _plan(args: Namespace, common: dict[str, Any], source: Path) -> _Plan:
+    saved: Namespace = common.get("args") or Namespace()
+    fresh = args.finetune or source.name == "release"
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    same_sizes = all(getattr(saved, size, 1) == getattr(args, size) for size in sizes)
+    counters = {}
+    if not args.finetune:
+        _check_same_model(args, saved, source)
+        names = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+        counters = {name: getattr(saved, name, 0) for name in names}
+    plan = _Plan(
+        iteration=not fresh,
+        optimizer=not (fresh or args.no_load_optim or getattr(saved, "no_save_optim", False)),
+        rng=not (fresh or args.no_load_rng or getattr(saved, "no_save_rng", False)) and same_sizes,
+        counters=counters,
+        metadata=dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {},
+    )
+    if plan.optimizer and args.use_distributed_optimizer:
+        _check_optimizer_fits(args, saved, plan.metadata, source)
+    return plan
+
+
+def _replicas() -> Any:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
@@ -287,14 +295,14 @@ def _open(args: Namespace) -> tuple[Path | None, dict[str, Any]]:
         )
     try:
         return source, dist_checkpointing.load_common_state_dict(str(source))
-    except (CheckpointingException, OSError, RuntimeError, EOFError, ImportError) as error:
-        raise DataError(f"{source} cannot be read: {error}") from error
+    except (*_UNREADABLE, EOFError, UnpicklingError) as error:
+        raise DataError(f"{source} cannot be read: {_brief(error)}; give another") from error
 
 
 def _check_same_model(args: Namespace, saved: Namespace, source: Path) -> None:
     other = [
         f"{name} is {getattr(saved, name)} there and {getattr(args, name)} here"
-        for name in _MODEL_ARGUMENTS
+        for name in _MODEL_ARGUMENTS.split()
         if hasattr(saved, name) and getattr(saved, name) != getattr(args, name)
     ]
     if other:
@@ -319,9 +327,9 @@ def _check_optimizer_fits(
     there, here = ([getattr(one, name, None) for name in where] for one in (saved, args))
     if there != here or _OPTIMIZER_TYPE not in metadata:
         raise DataError(
-            f"{source}: its optimizer state was saved for (TP, PP, VPP, layout) = {there}, this run "
-            f"has {here}; save with --dist-ckpt-optim-fully-reshardable to change them, or load "
-            "the weights alone with --no-load-optim"
+            f"{source}: its optimizer state was saved for (TP, PP, VPP, layout) = {there}, this "
+            f"run has {here}; save with --dist-ckpt-optim-fully-reshardable to change them, or "
+            "load the weights alone with --no-load-optim"
         )
 
 
@@ -333,12 +341,20 @@ def _read(args: Namespace, wanted: dict[str, Any], source: Path) -> dict[str, An
         loaded = dist_checkpointing.load(
             wanted, str(source), strategy, strict=args.dist_ckpt_strictness
         )
-    except (CheckpointingException, OSError, RuntimeError, KeyError, ValueError) as error:
+    except (*_UNREADABLE, CheckpointException) as error:
         raise DataError(
-            f"{source} does not fit this model, or is damaged: {error}; check the flags of the model "
-            "against those that it was trained with"
+            f"{source} does not fit this model, or is damaged: {_brief(error)}; compare the flags "
+            "with those that it was trained with"
         ) from error
-    return loaded[0] if isinstance(loaded, tuple) else loaded
+    state: dict[str, Any] = loaded[0] if isinstance(loaded, tuple) else loaded
+    return state
+
+
+def _brief(error: BaseException) -> str:
+    """Reduce an error to its cause's first words: some list the whole checkpoint."""
+    if isinstance(error, CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+    return f"{str(error).splitlines()[0]:.200}"
 
 
 def _rng_state(args: Namespace) -> ShardedObject:

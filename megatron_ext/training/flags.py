@@ -220,8 +220,9 @@ def add_flags(parser: ArgumentParser, local_rank: int) -> None:
     for flag, (kind, nargs, default) in _LISTS.items():
         group.add_argument(flag, type=kind, nargs=nargs, default=default)
     for flag, (choices, default) in _CHOICES.items():
-        many = {"nargs": "+"} if flag == "--moe-router-load-balancing-type" else {}
-        group.add_argument(flag, type=type(choices[0]), choices=choices, default=default, **many)
+        several = "+" if flag == "--moe-router-load-balancing-type" else None
+        kind = type(choices[0])
+        group.add_argument(flag, type=kind, choices=choices, default=default, nargs=several)
     for flag in _SWITCHES.split():
         group.add_argument(flag, action="store_true")
     for flag in _UNSET_SWITCHES.split():

@@ -53,7 +53,7 @@ def initialize(args: Namespace, model: Model, config: TransformerConfig) -> None
     device.bind(args.local_rank)
     if not dist.is_initialized():
         # A single process needs no launcher: it is its own store.
-        lone = dist.HashStore() if args.world_size == 1 else None
+        lone = dist.HashStore() if args.world_size == 1 else None  # type: ignore[attr-defined]
         dist.init_process_group(
             device.distributed_backend,
             store=lone,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,6 +102,8 @@ class Trainer:
     forward_step: Callable[..., Any]
     timers: Timers
     reporter: Reporter
+    _gathering: bool = field(default=False, init=False)
+    _param_sync_func: Any = field(default=None, init=False)
 
     def run(self) -> None:
         """Train to the end, then validate and test, unless an exit flag ends the run before."""
@@ -120,35 +122,26 @@ class Trainer:
                 self._evaluate(iterator, f"iteration {iteration} on {what} set", iteration)
 
     def _train(self, iteration: int) -> tuple[int, bool]:
-        """Run training steps; tells the iteration reached and whether it is the last one."""
+        """Run training steps; tells the iteration reached and whether no exit flag ended it."""
         args, started = self.args, time.monotonic()
         self._connect()
         for chunk in self.chunks:
             chunk.train()
         get_rerun_state_machine().current_iteration = iteration
         forward_backward = schedules.get_forward_backward_func()
-        gathers = args.use_distributed_optimizer and args.overlap_param_gather
-        param_sync_func = self.config.param_sync_func
-        if gathers:  # nothing to gather before the first successful step
+        if self._gathers:  # nothing to gather before the first successful step
             self._pause_gathering(param_sync=False)
-        waiting = gathers
-        microbatches = get_num_microbatches()
         self.timers("interval-time", log_level=0).start(barrier=True)
         while iteration < args.train_iters:
-            update_num_microbatches(args.consumed_train_samples, consistency_check=False)
-            if get_num_microbatches() != microbatches and iteration and args.save:
-                self._save(iteration)  # the last state with the smaller batch
-            microbatches = get_num_microbatches()
-            update_num_microbatches(args.consumed_train_samples, consistency_check=True)
+            self._update_batch_size(iteration)
             result = self._step(forward_backward, iteration)
-            if waiting and not result.skipped:
-                self._resume_gathering(param_sync_func)
-                waiting = False
+            if self._gathers and not self._gathering and not result.skipped:
+                self._resume_gathering()
             iteration += 1
             args.consumed_train_samples += get_current_global_batch_size()
             self.reporter.step(iteration, result)
             if args.eval_interval and iteration % args.eval_interval == 0 and args.do_valid:
-                self._validate(iteration, gathers and not waiting, param_sync_func)
+                self._validate(iteration)
             saved = bool(args.save and iteration % args.save_interval == 0)
             if saved:
                 self._save(iteration)
@@ -156,9 +149,17 @@ class Trainer:
                 if args.save and not saved:
                     self._save(iteration)
                 return iteration, False
-        if gathers and not waiting:
+        if self._gathering:
             self._pause_gathering()
         return iteration, True
+
+    def _update_batch_size(self, iteration: int) -> None:
+        """Follow the ramp-up; the last state with a smaller batch is saved."""
+        consumed, before = self.args.consumed_train_samples, get_num_microbatches()
+        update_num_microbatches(consumed, consistency_check=False)
+        if get_num_microbatches() != before and iteration and self.args.save:
+            self._save(iteration)
+        update_num_microbatches(consumed, consistency_check=True)
 
     def _connect(self) -> None:
         """Hand the schedules what they call around the backward pass."""
@@ -174,7 +175,7 @@ class Trainer:
             if args.align_grad_reduce:
                 config.grad_sync_func = one_or_all([chunk.start_grad_sync for chunk in chunks])
         if args.overlap_param_gather and args.align_param_gather:
-            config.param_sync_func = one_or_all([chunk.start_param_sync for chunk in chunks])
+            self._param_sync_func = one_or_all([chunk.start_param_sync for chunk in chunks])
         config.finalize_model_grads_func = distributed.finalize_model_grads
 
     def _step(self, forward_backward: Callable[..., Any], iteration: int) -> StepResult:
@@ -232,13 +233,14 @@ class Trainer:
         dist.all_reduce(tensor, op=operation, group=parallel_state.get_model_parallel_group())
         return tensor.item()
 
-    def _validate(self, iteration: int, gathers: bool, param_sync_func: Any) -> None:
+    def _validate(self, iteration: int) -> None:
         self.timers("interval-time").stop()
-        if gathers:
+        gathering = self._gathering
+        if gathering:
             self._pause_gathering()
         self._evaluate(self.iterators.valid, f"iteration {iteration}", iteration)
-        if gathers:
-            self._resume_gathering(param_sync_func)
+        if gathering:
+            self._resume_gathering()
         if self.args.num_experts is not None:
             clear_aux_losses_tracker()
         self.timers("interval-time", log_level=0).start(barrier=True)
@@ -274,20 +276,26 @@ class Trainer:
         losses = {key: (total[0] / total[1]).item() for key, total in totals.items()}
         self.reporter.evaluation(label, iteration, losses)
 
+    @property
+    def _gathers(self) -> bool:
+        """Whether forward passes gather the parameters that the optimizer updated."""
+        return bool(self.args.use_distributed_optimizer and self.args.overlap_param_gather)
+
     def _pause_gathering(self, *, param_sync: bool = True) -> None:
         for chunk in self.chunks:
             chunk.disable_forward_pre_hook(param_sync=param_sync)
-        if not param_sync:
-            self.config.param_sync_func = None
+        self.config.param_sync_func = None
+        self._gathering = False
 
-    def _resume_gathering(self, param_sync_func: Any) -> None:
+    def _resume_gathering(self) -> None:
         for chunk in self.chunks:
             chunk.enable_forward_pre_hook()
-        self.config.param_sync_func = param_sync_func
+        self.config.param_sync_func = self._param_sync_func
+        self._gathering = True
 
     def _save(self, iteration: int) -> None:
         self.timers("interval-time").stop()
-        if self.args.use_distributed_optimizer and self.args.overlap_param_gather:
+        if self._gathers:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
         save_checkpoint(self.args, iteration, self.chunks, self.optimizer, self.scheduler)

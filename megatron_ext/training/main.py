@@ -76,11 +76,11 @@ def main(model: Model, argv: Sequence[str]) -> None:
 
 def _count_iterations(args: Namespace) -> int:
     """Tell how many global batches `--train-samples` are, with a batch that may ramp up."""
-    iterations = consumed = 0
+    iterations, consumed = 0, 0
     if args.rampup_batch_size:
         while consumed <= min(int(args.rampup_batch_size[2]), args.train_samples):
             update_num_microbatches(consumed, consistency_check=False)
             consumed += get_current_global_batch_size()
             iterations += 1
         update_num_microbatches(0, consistency_check=False)
-    return iterations + max(0, args.train_samples - consumed) // args.global_batch_size
+    return iterations + int(max(0, args.train_samples - consumed) // args.global_batch_size)

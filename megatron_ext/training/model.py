@@ -81,7 +81,7 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         config = fill(kind, given, **renamed)
     except (AssertionError, ValueError) as error:
         raise ArgumentsError(f"megatron.core refuses these flags: {error}") from error
-    config.megatron_ext = ExtConfig.from_args(args)  # type: ignore[attr-defined]
+    config.megatron_ext = ExtConfig.from_args(args)
     return config
 
 

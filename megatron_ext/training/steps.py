@@ -103,9 +103,10 @@ def _gpt_batch(
 
 
 def _gpt_loss(
-    args: Namespace, loss_mask: torch.Tensor, output: torch.Tensor
+    args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum a micro-batch's losses; the schedule divides by the number of tokens."""
+    assert loss_mask is not None, "only the last stage has a loss"
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     tokens = mask.sum().clone().detach().to(torch.int)

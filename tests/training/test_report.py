@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .helpers import MOCK, MOE, train
+from .helpers import LLAMA, MOCK, MOE, train
 
 LINE = re.compile(
     r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration {8}(?P<step>\d)/ {7}3 \|"
@@ -18,7 +18,7 @@ LINE = re.compile(
 
 
 def test_lines_and_tags(tmp_path: Path) -> None:
-    run = train(2, f"{MOCK}{MOE}--tensorboard-dir {tmp_path} --timing-log-level 1")
+    run = train(2, f"{MOCK}{LLAMA}{MOE}--tensorboard-dir {tmp_path} --timing-log-level 1")
     assert not any(run.exit_codes), run.describe()
     assert "iteration" not in run.logs[0], "the last rank reports alone"
     steps = [match.groupdict() for match in map(LINE.fullmatch, run.logs[1].splitlines()) if match]
