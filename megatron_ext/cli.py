@@ -20,7 +20,7 @@ from megatron_ext.version import __version__
 
 __all__ = ["SUBCOMMANDS", "build_parser", "main"]
 
-SUBCOMMANDS = ("patches", "preprocess", "upstream")
+SUBCOMMANDS = ("patches", "plan", "plot", "preprocess", "upstream")
 
 _Subparsers = Any  # argparse._SubParsersAction is private
 
@@ -28,6 +28,7 @@ _Subparsers = Any  # argparse._SubParsersAction is private
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the `megatron-ext` command with all subcommands."""
     from megatron_ext import preprocess
+    from megatron_ext.schedules import commands as schedules
 
     parser = argparse.ArgumentParser(
         prog="megatron-ext",
@@ -37,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megatron_ext {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_patches(subparsers)
+    schedules.add_subcommand(subparsers)
     preprocess.add_subcommand(subparsers)
     _add_upstream(subparsers)
     return parser

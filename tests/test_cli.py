@@ -31,7 +31,8 @@ def _run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_the_subcommands_are_these() -> None:
     parser = cli.build_parser()
     [action] = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    assert tuple(sorted(action.choices)) == cli.SUBCOMMANDS == ("patches", "preprocess", "upstream")
+    assert tuple(sorted(action.choices)) == cli.SUBCOMMANDS
+    assert cli.SUBCOMMANDS == ("patches", "plan", "plot", "preprocess", "upstream")
 
 
 def test_our_training_flags_are_these() -> None:

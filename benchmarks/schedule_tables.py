@@ -1,0 +1,58 @@
+"""How long it takes to generate, validate and simulate large schedules.
+
+    python benchmarks/schedule_tables.py [--pp P] [--microbatches M] [--repeats N] [--json FILE]
+
+CPU seconds of this process (best of N), so that whatever else the machine does hardly counts. The
+bar is 2 s for interleaved with 64 ranks, 1024 micro-batches and 2 chunks, all three together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from pathlib import Path
+
+from megatron_ext.schedules import generate, simulate, validate
+
+PHASES = ("generate", "validate", "simulate")
+
+
+def measure_s(name: str, pp: int, num_microbatches: int) -> tuple[float, ...]:
+    """Return the CPU seconds of generating, validating and simulating one schedule."""
+    ticks = [time.process_time()]
+    schedule = generate(name, pp, num_microbatches)
+    ticks.append(time.process_time())
+    report = validate(schedule)
+    ticks.append(time.process_time())
+    simulate(schedule, runs=report.runs)
+    ticks.append(time.process_time())
+    return tuple(end - begin for begin, end in itertools.pairwise(ticks))
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pp", type=int, default=64)
+    parser.add_argument("--microbatches", type=int, default=1024)
+    parser.add_argument("--schedules", nargs="+", default=["interleaved", "1f1b", "zb-v"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    args = parser.parse_args()
+
+    figures = {}
+    print(f"pp {args.pp}, {args.microbatches} micro-batches: CPU seconds, best of {args.repeats}")
+    print(f"{'schedule':<14}" + "".join(f"{phase:>10}" for phase in (*PHASES, "together")))
+    for name in args.schedules:
+        runs = [measure_s(name, args.pp, args.microbatches) for _ in range(args.repeats)]
+        best = min(runs, key=sum)
+        figures[name] = dict(zip(PHASES, best, strict=True)) | {"together": sum(best)}
+        print(f"{name:<14}" + "".join(f"{seconds:>10.2f}" for seconds in figures[name].values()))
+    if args.json:
+        content = {"pp": args.pp, "num_microbatches": args.microbatches, "cpu_s": figures}
+        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""The subcommands `plan` and `plot`, which start at once: no torch and no Megatron is imported."""
+
+# ruff: noqa: T201 - commands report on stdout and stderr
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules import csv_io, json_io, plan, render, svg
+from megatron_ext.schedules.costs import Costs
+from megatron_ext.schedules.registry import registered
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.actions import Option
+    from megatron_ext.schedules.simulate import Timeline
+
+__all__ = ["add_plan", "add_plot", "add_subcommand"]
+
+_Subparsers = argparse._SubParsersAction
+
+# Megatron's own schedules: these flags work today, all others need the executor of tables.
+_TRAINABLE = ("1f1b", "interleaved")
+
+
+def add_subcommand(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
+    """Register `plan` and `plot`; the parsed namespace carries what runs as its `run` attribute."""
+    add_plan(subparsers)
+    add_plot(subparsers)
+
+
+def add_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
+    """Register `plan`."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="compare pipeline schedules by simulation",
+        description="Simulates pipeline schedules and ranks them by the time of one step.",
+    )
+    parser.add_argument(
+        "--schedule", default="all", metavar="NAME|all", help=f"{_names()} (default: all of them)"
+    )
+    _add_sizes(parser)
+    parser.add_argument("--json", action="store_true", help="as a JSON list of objects")
+    parser.set_defaults(run=_run_plan)
+
+
+def add_plot(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
+    """Register `plot`."""
+    parser = subparsers.add_parser(
+        "plot",
+        help="draw a pipeline schedule",
+        description="Draws one pipeline schedule, in the terminal or into a file.",
+    )
+    parser.add_argument("schedule", metavar="NAME", help=_names())
+    _add_sizes(parser)
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=".svg (picture), .csv (the table, as torch.distributed.pipelining writes it) or .json",
+    )
+    parser.set_defaults(run=_run_plot)
+
+
+def _names() -> str:
+    return f"{', '.join(registered())} or csv:FILE"
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pp", type=int, metavar="P", help="ranks of the pipeline")
+    parser.add_argument(
+        "--microbatches", type=int, metavar="M", help="micro-batches of the pipeline in one step"
+    )
+    parser.add_argument("--chunks", type=int, metavar="V", help="stages on each rank (interleaved)")
+    for generator in registered().values():
+        for key, values in generator.options.items():
+            parser.add_argument(
+                f"--{generator.name}-{key}",
+                dest=f"{generator.name} {key}",
+                choices=values,
+                help=f"of {generator.name} (default: {values[0]})",
+            )
+    parser.add_argument(
+        "--costs",
+        default="1,1,1",
+        metavar="F,I,W",
+        help="times of forward, input gradient and weight gradient on 1/pp of the model "
+        "(default: 1,1,1)",
+    )
+    parser.add_argument(
+        "--comm", type=float, default=0.0, metavar="C", help="latency of a message (default: 0)"
+    )
+
+
+def _costs(args: argparse.Namespace) -> Costs:
+    try:
+        forward, input_gradient, weight = map(float, args.costs.split(","))
+    except ValueError:
+        raise ScheduleError(
+            f"--costs needs three numbers F,I,W, got {args.costs!r}; for example --costs 1,1,1"
+        ) from None
+    return Costs(forward, input_gradient, weight, latency=args.comm)
+
+
+def _options(args: argparse.Namespace) -> dict[str, dict[str, Option]]:
+    """What was said about each schedule, by its name."""
+    said: dict[str, dict[str, Option]] = {}
+    for destination, value in vars(args).items():
+        name, _, key = destination.partition(" ")
+        if key and value is not None:
+            said.setdefault(name, {})[key] = value
+    return said
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    if args.schedule.startswith("csv:"):
+        return
+    for flag, value in (("--pp", args.pp), ("--microbatches", args.microbatches)):
+        if value is None:
+            raise ScheduleError(f"{flag} is missing; only csv:FILE knows its own size")
+
+
+def _run_plan(args: argparse.Namespace) -> int:
+    _check_sizes(args)
+    timelines, left_out = plan.compare(
+        args.schedule, args.pp, args.microbatches, _costs(args), args.chunks, _options(args)
+    )
+    if args.json:
+        print(json.dumps([plan.figures(timeline) for timeline in timelines], indent=1))
+    else:
+        print(plan.table(timelines))
+        _print_notes(args, timelines)
+    for reason in left_out:
+        print(f"left out: {reason}", file=sys.stderr)
+    return 0
+
+
+def _print_notes(args: argparse.Namespace, timelines: list[Timeline]) -> None:
+    unit = "1 = forward of 1/pp of the model" if args.costs == "1,1,1" else "in the unit of --costs"
+    print(f"\ntimes: {unit}; activations: 1 = one micro-batch on 1/pp of the model")
+    print("\nflags:")
+    width = max(len(timeline.schedule.label) for timeline in timelines)
+    for timeline in timelines:
+        label = timeline.schedule.label.ljust(width)
+        print(f"  {label}  {plan.training_flags(timeline.schedule)}")
+    if any(timeline.schedule.name not in _TRAINABLE for timeline in timelines):
+        print(
+            f"\nThis version trains with {' and '.join(_TRAINABLE)} (Megatron's own); the flags of "
+            f"the others are not there yet."
+        )
+
+
+def _run_plot(args: argparse.Namespace) -> int:
+    _check_sizes(args)
+    if args.schedule == "all":
+        raise ScheduleError("plot draws one schedule; name it, or compare all with plan")
+    [timeline], _ = plan.compare(
+        args.schedule, args.pp, args.microbatches, _costs(args), args.chunks, _options(args)
+    )
+    if args.output is None:
+        width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
+        print(render.picture(timeline, width))
+        return 0
+    text = _file_text(timeline, args.output)
+    try:
+        args.output.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise ScheduleError(f"{args.output} cannot be written: {error.strerror}") from error
+    print(f"{render.caption(timeline)}\nwrote {args.output}")
+    if args.output.suffix == ".csv" and timeline.schedule.placement.twins == 2:
+        print(
+            f"the CSV holds one of the two mirrored pipelines ({timeline.schedule.pp // 2} ranks)",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _file_text(timeline: Timeline, path: Path) -> str:
+    if path.suffix == ".svg":
+        return svg.draw(timeline)
+    if path.suffix == ".csv":
+        return csv_io.dumps(timeline.schedule)
+    if path.suffix == ".json":
+        return json_io.dumps(timeline.schedule, timeline)
+    raise ScheduleError(f"{path}: unknown kind of file; take .svg, .csv or .json")

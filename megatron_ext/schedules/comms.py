@@ -1,0 +1,116 @@
+"""Derives from a table what each rank receives, sends, hands over, reduces and gathers.
+
+Generators place computation only. This pass adds, around each action, the messages that it needs
+and makes. A message has a tag (kind, stage that needs it, micro-batch), so a receiver may take
+messages in any order and a send never waits for the order in which its peer receives. Where two
+stages that follow each other share a rank, the tensor is handed over and no message exists.
+
+Markers say where the gradients of a stage are complete (after its last B or W), so that their
+reduction over the data-parallel ranks can start, and where its parameters are needed first (before
+its first F), so that gathering them can be awaited there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from megatron_ext.schedules.actions import Action, Row, Schedule
+
+__all__ = ["Mark", "Step", "Tag", "Transfer", "collectives", "literal_programs", "lower"]
+
+
+class Tag(NamedTuple):
+    """Identity of a tensor that goes from one stage to a neighbouring one, unique in a step."""
+
+    kind: Literal["F", "B"]
+    """F: an activation. B: the gradient of one."""
+    stage: int
+    """The stage that needs it."""
+    microbatch: int
+
+
+class Transfer(NamedTuple):
+    """A tensor arrives (RECV), leaves (SEND) or stays on its rank for the next stage (LOCAL)."""
+
+    verb: Literal["RECV", "SEND", "LOCAL"]
+    tag: Tag
+    peer: int
+    """Rank of the same pipeline that the tensor comes from or goes to."""
+    to_twin: bool = False
+    """Whether that peer is the one of the mirrored pipeline instead."""
+
+    def __str__(self) -> str:
+        """Return the form of torch.distributed.pipelining: a SEND names the sending stage."""
+        kind, stage, microbatch = self.tag
+        if self.verb == "SEND":
+            stage += -1 if kind == "F" else 1
+        return f"{stage}{self.verb}_{kind}{microbatch}"
+
+
+class Mark(NamedTuple):
+    """A collective over the data-parallel ranks that may start (reduce) or must be done (sync)."""
+
+    verb: Literal["REDUCE_GRAD", "PARAM_SYNC"]
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.verb}"
+
+
+Step = Action | Transfer | Mark
+
+
+def lower(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
+    """Return the program of each rank: its actions in the table's order, with all else added."""
+    return tuple(_program(schedule, row) for row in schedule.rows)
+
+
+def _program(schedule: Schedule, row: Row) -> tuple[Step, ...]:
+    last_use = {action.stage: index for index, action in enumerate(row)}
+    seen: set[int] = set()
+    steps: list[Step] = []
+    for index, action in enumerate(row):
+        if action.stage not in seen:
+            seen.add(action.stage)
+            steps.append(Mark("PARAM_SYNC", action.stage))
+        if action.kind != "W":
+            steps += _needs(schedule, action)
+        steps.append(action)
+        if action.kind != "W":
+            steps += _makes(schedule, action)
+        if last_use[action.stage] == index:
+            steps.append(Mark("REDUCE_GRAD", action.stage))
+    return tuple(steps)
+
+
+def _needs(schedule: Schedule, action: Action) -> list[Step]:
+    source = action.stage - 1 if action.kind == "F" else action.stage + 1
+    if not 0 <= source < schedule.num_stages:
+        return []
+    hop = schedule.placement.hops[min(source, action.stage)]
+    if hop == "local":
+        return []  # the LOCAL step of the stage that made it is enough
+    tag = Tag("F" if action.kind == "F" else "B", action.stage, action.microbatch)
+    return [Transfer("RECV", tag, schedule.placement.rank_of[source], hop == "twin")]
+
+
+def _makes(schedule: Schedule, action: Action) -> list[Step]:
+    target = action.stage + 1 if action.kind == "F" else action.stage - 1
+    if not 0 <= target < schedule.num_stages:
+        return []
+    hop = schedule.placement.hops[min(target, action.stage)]
+    tag = Tag("F" if action.kind == "F" else "B", target, action.microbatch)
+    peer = schedule.placement.rank_of[target]
+    return [Transfer("LOCAL" if hop == "local" else "SEND", tag, peer, hop == "twin")]
+
+
+def literal_programs(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
+    """Return the program of every rank of the world: with twins, of both mirrored pipelines."""
+    programs = lower(schedule)
+    return programs + programs[::-1] if schedule.placement.twins == 2 else programs
+
+
+def collectives(program: Sequence[Step]) -> list[Mark]:
+    """Return the gradient reductions of a program in their order."""
+    return [s for s in program if isinstance(s, Mark) and s.verb == "REDUCE_GRAD"]

@@ -1,0 +1,1 @@
+"""One module for each schedule; `registry.py` finds them."""

@@ -1,0 +1,177 @@
+"""BitPipe: two mirrored pipelines, each interleaved in a V, on the same ranks.
+
+One pipeline goes down the ranks and back up through 2pp stages, the other starts at the last rank.
+While one fills, the other works. Ranks r and pp-1-r hold the same four stages (weights are stored
+twice), so this is one table on pp/2 ranks in W placement with half of the micro-batches, run twice,
+mirrored; the twins are data-parallel peers. With `routing=twin` activations cross to the twin at
+the inner folds, as the paper's do; with `local` they stay, which saves messages.
+
+`order=paper` is the published code's order. Its bubble grows with every pp micro-batches.
+
+Paper: Wu et al., BitPipe, 2024 (arXiv 2410.19367); code: wuhouming/BitPipe.
+
+bitpipe order=paper: pp 4, m 4, makespan 14, bubble 2 (14.3 %), peak 4
+0|F0 F1 .  F2 f2 F3 f3 f0 b0--- f1 b1--- .  b2--- B2--- b3--- B3--- B0--- .  .  B1---
+1|.  F0 F2 F1 F3 f2 f0 f3 f1 .  b0--- b2--- b1--- b3--- B2--- B0--- B3--- B1--- .  .
+2|.  F2 F0 F3 F1 f0 f2 f1 f3 .  b2--- b0--- b3--- b1--- B0--- B2--- B1--- B3--- .  .
+3|F2 F3 .  F0 f0 F1 f1 f2 b2--- f3 b3--- .  b0--- B0--- b1--- B1--- B2--- .  .  B3---
+
+Bubble: (pp/2 - 1) max(Tf, Tb + Tw) for m = pp; (k + 1)(pp - 2)Tf / 2 for m = k pp at Tb + Tw = 2Tf.
+
+`order=zb` splits backwards and searches an order (greedy.py) with the same activations.
+
+bitpipe order=zb: pp 4, m 4, makespan 12.5, bubble 0.5 (4.0 %), peak 4
+0|F0 F1 .  F2 f2 F3 f3 f0 i0 f1 i1 i2 I2 i3 I3 I0 W0 I1 W1 W2 W3 w2 w3 w0 w1
+1|.  F0 F2 F1 F3 f2 f0 f3 f1 i0 i2 i1 i3 I2 I0 I3 I1 W0 W1 W2 W3 w2 w3 w0 w1
+2|.  F2 F0 F3 F1 f0 f2 f1 f3 i2 i0 i3 i1 I0 I2 I1 I3 W2 W3 W0 W1 w0 w1 w2 w3
+3|F2 F3 .  F0 f0 F1 f1 f2 i2 f3 i3 i0 I0 i1 I1 I2 W2 I3 W3 W0 W1 w0 w1 w2 w3
+
+Bubble: (pp - 2)Tf / 4 at Tf = Tb = Tw for m = pp, 2pp - 2, 2pp, 3pp, 4pp, up to pp = 24. No table
+of this placement has less: the middle ranks cannot start earlier. Any even m is legal; fewer than
+pp, or few more, leave a larger bubble.
+
+Activations: min(pp, m) at most. Each direction sums its gradients in the order of its
+micro-batches; then the twins are reduced, as data-parallel ranks are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules import placement
+from megatron_ext.schedules.actions import Action, Option, Schedule
+from megatron_ext.schedules.greedy import Problem, Rows, search
+from megatron_ext.schedules.registry import Size, register
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.costs import Costs
+
+
+def bubble(size: Size, costs: Costs) -> float | None:
+    """Return the bubble of either order, see above."""
+    pp, m = size.pp, size.num_microbatches
+    if size.options["order"] == "paper":
+        return _paper_bubble(pp, m, costs)
+    is_reached = pp <= 24 and m in (pp, 2 * pp - 2, 2 * pp, 3 * pp, 4 * pp)
+    if is_reached and costs.forward == costs.input == costs.weight:
+        return (pp - 2) / 4 * costs.forward
+    return None
+
+
+def _paper_bubble(pp: int, num_microbatches: int, costs: Costs) -> float | None:
+    units = num_microbatches // pp
+    if units == 1:
+        return (pp / 2 - 1) * max(costs.forward, costs.backward)
+    if costs.backward == 2 * costs.forward:
+        return (units + 1) * (pp - 2) / 2 * costs.forward
+    return None
+
+
+def peak(size: Size) -> float:
+    """Return min(pp, m)."""
+    return min(size.pp, size.num_microbatches)
+
+
+@register(
+    "bitpipe",
+    summary="two mirrored interleaved Vs that share every rank",
+    bubble=bubble,
+    peak=peak,
+    num_chunks=4,
+    options={"order": ("zb", "paper"), "routing": ("twin", "local")},
+    variants=({"order": "zb"}, {"order": "paper"}),
+    flags="--enable-bitpipe-schedule",
+)
+def bitpipe(pp: int, num_microbatches: int, *, order: str, routing: placement.Routing) -> Schedule:
+    """Return the table of one of BitPipe's two mirrored pipelines."""
+    _check_sizes(pp, num_microbatches, order)
+    folded = placement.mirrored(placement.w(pp // 2), routing)
+    make = _paper_rows if order == "paper" else _greedy_rows
+    rows = make(pp, num_microbatches // 2)
+    options: dict[str, Option] = {"order": order}
+    if routing != "twin":
+        options["routing"] = routing
+    return Schedule("bitpipe", folded, num_microbatches // 2, rows, options)
+
+
+def _check_sizes(pp: int, num_microbatches: int, order: str) -> None:
+    if pp < 4 or pp % 2:
+        near = f"{pp - 1} or {pp + 1}" if pp > 4 else "4"
+        raise ScheduleError(
+            f"bitpipe mirrors two pipelines on one set of ranks, so pp must be even and at least "
+            f"4, got {pp}; take {near}, or zb-v, which takes any"
+        )
+    if num_microbatches % 2:
+        raise ScheduleError(
+            f"bitpipe runs half of the micro-batches in each direction, so their number must be "
+            f"even, got {num_microbatches}; take {num_microbatches + 1}"
+        )
+    if order == "paper" and num_microbatches % pp:
+        raise ScheduleError(
+            f"the paper's order runs micro-batches in units of pp = {pp}, got {num_microbatches}; "
+            f"take a multiple of {pp}, or --bitpipe-order zb, which takes any even number"
+        )
+
+
+def _paper_rows(pp: int, num_microbatches: int) -> Rows:
+    return tuple(_paper_row(rank, pp, num_microbatches) for rank in range(pp // 2))
+
+
+def _paper_row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
+    """The published order of one rank, for which h - rank is the depth of its alternation."""
+    h = pp // 2
+    near = (rank, 2 * pp - 1 - rank)
+    far = (pp - 1 - rank, pp + rank)
+    units = range(0, num_microbatches, h)
+    forwards = [Action(s, "F", i) for first in units for s, i in _unit(near, far, first, h, rank)]
+    near, far = near[::-1], far[::-1]
+    backwards = [Action(s, "B", i) for first in units for s, i in _unit(near, far, first, h, rank)]
+    return tuple(_weave(forwards, backwards, len(units), pp, h - rank))
+
+
+def _unit(
+    near: tuple[int, int], far: tuple[int, int], first: int, h: int, rank: int
+) -> list[tuple[int, int]]:
+    """(stage, micro-batch) of one pass over one unit of h micro-batches in each direction."""
+    head, tail = range(first, first + h - rank), range(first + h - rank, first + h)
+    early, late = range(first, first + rank), range(first + rank, first + h)
+    order = [(near[0], i) for i in head]
+    for i, j in zip(early, tail, strict=True):
+        order += [(far[0], i), (near[0], j)]
+    for i, j in zip(late, head, strict=True):
+        order += [(far[0], i), (far[1], j)]
+    for i, j in zip(early, tail, strict=True):
+        order += [(near[1], i), (far[1], j)]
+    return order + [(near[1], i) for i in late]
+
+
+def _weave(
+    forwards: list[Action], backwards: list[Action], num_units: int, pp: int, pairs: int
+) -> list[Action]:
+    """Warm-up, then for each unit: pairs, drain, pairs with the next unit, refill."""
+    warm_up = 2 * pp - pairs
+    f, b = iter(forwards), iter(backwards)
+
+    def take(source: object, count: int) -> list[Action]:
+        return [next(source) for _ in range(count)]  # type: ignore[call-overload]
+
+    row = take(f, warm_up)
+    for unit in range(num_units):
+        for _ in range(pairs):
+            row += (next(f), next(b))
+        if unit == num_units - 1:
+            return row + list(b)
+        row += take(b, warm_up - pairs + 1)
+        for _ in range(pairs - 1):
+            row += (next(f), next(b))
+        row += take(f, warm_up - pairs + 1)
+    return row
+
+
+def _greedy_rows(pp: int, num_microbatches: int) -> Rows:
+    h = pp // 2
+    problem = Problem(placement.w(h), num_microbatches, cap=2 * pp)
+    # No rank has less work than this, and the last one starts h - 1 stages late.
+    bound = 12 * num_microbatches + h - 1
+    return search(problem, (None, *range(h, pp + 1)), bound)

@@ -1,0 +1,67 @@
+"""DualPipe: two pipelines in opposite directions on the same ranks, each with half of the step.
+
+Ranks r and pp-1-r hold the same two stages: the weights are stored twice, and the step ends with a
+reduction over these twins. The table is that of DualPipeV on pp/2 ranks, run twice, mirrored.
+
+Paper: DeepSeek-V3 technical report, 2024 (arXiv 2412.19437).
+
+dualpipe overlap=False: pp 4, m 8, makespan 25, bubble 1 (4.0 %), peak 5
+0|F0 F1 F2 F4 I4 W4 F5 F3 B5--- F6 B0--- B6--- F7 .  B1--- B7--- I2 W2 I3 W3
+1|.  F0 F4 F1 F5 F2 B4--- F6 B0--- F3 B5--- F7 B1--- B6--- B2--- I7 I3 W7 W3
+2|.  F4 F0 F5 F1 F6 B0--- F2 B4--- F7 B1--- F3 B5--- B2--- B6--- I3 I7 W3 W7
+3|F4 F5 F6 F0 I0 W0 F1 F7 B1--- F2 B4--- B2--- F3 .  B5--- B3--- I6 W6 I7 W7
+
+Bubble: (pp/2 - 1)Tf at Tf = Tb = Tw. Activations: pp + 1 on every rank.
+Needs even pp and even m >= 2pp. Each direction sums its gradients in the order of its
+micro-batches; then the twins are reduced, as data-parallel ranks are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules import placement
+from megatron_ext.schedules.actions import Schedule
+from megatron_ext.schedules.generators.dualpipe_v import step_list
+from megatron_ext.schedules.registry import Size, register
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.costs import Costs
+
+
+def bubble(size: Size, costs: Costs) -> float | None:
+    """Return (pp / 2 - 1)Tf at Tf = Tb = Tw."""
+    if costs.forward == costs.input == costs.weight:
+        return (size.pp / 2 - 1) * costs.forward
+    return None
+
+
+def peak(size: Size) -> float:
+    """Return pp + 1, on every rank."""
+    return size.pp + 1
+
+
+@register(
+    "dualpipe",
+    summary="two mirrored pipelines that share every rank",
+    bubble=bubble,
+    peak=peak,
+    num_chunks=2,
+)
+def dualpipe(pp: int, num_microbatches: int) -> Schedule:
+    """Return the table of one of DualPipe's two mirrored pipelines.
+
+    Raises:
+        ScheduleError: If pp is odd, or the micro-batches are odd or fewer than 2 pp.
+    """
+    if pp % 2 or num_microbatches % 2 or num_microbatches < 2 * pp:
+        raise ScheduleError(
+            f"dualpipe mirrors two pipelines, so it needs an even pp and an even number of at "
+            f"least 2 * pp micro-batches, got pp {pp} and {num_microbatches}; take pp "
+            f"{pp + pp % 2} and {2 * (pp + pp % 2)} micro-batches, or zb-v, which takes any"
+        )
+    h, each = pp // 2, num_microbatches // 2
+    folded = placement.mirrored(placement.v(h), "twin")
+    rows = tuple(step_list(rank, h, each) for rank in range(h))
+    return Schedule("dualpipe", folded, each, rows, {"overlap": False})

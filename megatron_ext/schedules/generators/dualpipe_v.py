@@ -1,0 +1,91 @@
+"""DualPipeV: DualPipe folded into a V, so that weights are stored once.
+
+Forwards of one chunk and backwards of the other alternate, F B F B, so that an executor can overlap
+the communication of each with the computation of the other. Backwards are split in the transitions
+only. Here forward and backward are two actions, each with its result at its own end.
+
+Code: deepseek-ai/DualPipe; idea: DeepSeek-V3 technical report, 2024 (arXiv 2412.19437).
+
+dualpipe-v chunks=2 overlap=False: pp 4, m 8, makespan 25.5, bubble 1.5 (5.9 %), peak 4.5
+0|F0 F1 F2 F3 F4 F5 F6 f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 F7 b3--- f4 B0--- b4--- f5 .  B1--- b5--- f6 .
+1|.  F0 F1 F2 F3 F4 f0 F5 f1 i0 w0 f2 i1 w1 f3 F6 b2--- f4 B0--- F7 b3--- f5 B1--- b4--- f6 .  B2---
+2|.  .  F0 F1 F2 f0 F3 f1 F4 f2 i0 w0 f3 F5 b1--- f4 B0--- F6 b2--- f5 B1--- F7 b3--- f6 B2--- b4---
+3|.  .  .  F0 f0 F1 f1 F2 f2 F3 f3 F4 b0--- f4 B0--- F5 b1--- f5 B1--- F6 b2--- f6 B2--- F7 b3--- f7
+
+0|B2--- b6--- f7 .  B3--- b7--- I4 W4 I5 W5 I6 W6 I7 W7
+1|b5--- f7 .  B3--- b6--- B4--- i7 I5 w7 I6 W5 I7 W6 W7
+2|f7 .  B3--- b5--- B4--- b6--- I5 i7 I6 W5 I7 w7 W6 W7
+3|B3--- b4--- B4--- b5--- B5--- i6 I6 i7 I7 w6 W6 w7 W7
+
+Bubble: (pp - 1)Tf / 2 at Tf = Tb = Tw. Activations: pp + 1/2 on every rank. Needs m >= 2pp.
+Gradients are summed in the order of the micro-batches, as without a pipeline.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules import placement
+from megatron_ext.schedules.actions import Action, Schedule
+from megatron_ext.schedules.patterns import expand
+from megatron_ext.schedules.registry import Size, register
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.costs import Costs
+
+
+def bubble(size: Size, costs: Costs) -> float | None:
+    """Return (pp - 1)Tf / 2 at Tf = Tb = Tw."""
+    if costs.forward == costs.input == costs.weight:
+        return (size.pp - 1) * costs.forward / 2
+    return None
+
+
+def peak(size: Size) -> float:
+    """Return pp + 1/2, on every rank."""
+    return size.pp + 0.5
+
+
+@register(
+    "dualpipe-v",
+    summary="DualPipe folded into a V: backwards split in the transitions only",
+    bubble=bubble,
+    peak=peak,
+    num_chunks=2,
+)
+def dualpipe_v(pp: int, num_microbatches: int) -> Schedule:
+    """Return the table of DualPipeV.
+
+    Raises:
+        ScheduleError: If there are fewer than 2 pp micro-batches.
+    """
+    if num_microbatches < 2 * pp:
+        raise ScheduleError(
+            f"dualpipe-v needs at least 2 * pp = {2 * pp} micro-batches, got {num_microbatches}; "
+            f"take {2 * pp} or more, or zb-v, which takes any number"
+        )
+    rows = tuple(step_list(rank, pp, num_microbatches) for rank in range(pp))
+    options = {"chunks": 2, "overlap": False}
+    return Schedule("dualpipe-v", placement.v(pp), num_microbatches, rows, options)
+
+
+def step_list(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
+    """Return the published steps of one rank."""
+    below = pp - 1 - rank
+    half = (rank + 1) // 2
+    if rank % 2:
+        turn = [("B1 B0", half), ("I1 I0", rank + 1 - half)]
+    else:
+        turn = [("B1 B0", half), ("B1 I0", 1), ("I1 I0", rank - half)]
+    phases = (
+        ("F0", 2 * below),
+        ("F0 F1", rank + 1),
+        ("I1 W F1", below),
+        ("F0 B1 F1 B0", num_microbatches - 2 * pp + rank + 1),
+        ("B1 F1 B0", below),
+        *turn,
+        ("W I0", below),
+        ("W", rank + 1),
+    )
+    return expand(phases, (rank, 2 * pp - 1 - rank))

@@ -1,0 +1,51 @@
+"""GPipe: every forward of the step, then every backward.
+
+The simplest pipeline, and the one that keeps the most: all micro-batches are alive when the last
+forward ends, so memory grows with their number.
+
+Paper: Huang et al., GPipe, 2019 (arXiv 1811.06965).
+
+gpipe: pp 4, m 4, makespan 21, bubble 9 (42.9 %), peak 4
+0|F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B0--- B1--- B2--- B3---
+1|.  F0 F1 F2 F3 .  .  .  .  .  .  B0--- B1--- B2--- B3--- .  .
+2|.  .  F0 F1 F2 F3 .  .  .  B0--- B1--- B2--- B3--- .  .  .  .
+3|.  .  .  F0 F1 F2 F3 B0--- B1--- B2--- B3--- .  .  .  .  .  .
+
+Bubble: (pp - 1)(Tf + Tb + Tw), as 1F1B's. Activations: m on every rank.
+Gradients are summed in the order of the micro-batches, as without a pipeline.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_ext.schedules import placement
+from megatron_ext.schedules.actions import Action, Schedule
+from megatron_ext.schedules.registry import Size, register
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.costs import Costs
+
+
+def bubble(size: Size, costs: Costs) -> float:
+    """Return (pp - 1)(Tf + Tb + Tw)."""
+    return (size.pp - 1) * costs.work
+
+
+def peak(size: Size) -> float:
+    """Return m: every micro-batch of the step is alive at once."""
+    return size.num_microbatches
+
+
+@register("gpipe", summary="all forwards, then all backwards", bubble=bubble, peak=peak)
+def gpipe(pp: int, num_microbatches: int) -> Schedule:
+    """Return the table of GPipe."""
+    microbatches = range(num_microbatches)
+    rows = tuple(
+        (
+            *(Action(rank, "F", i) for i in microbatches),
+            *(Action(rank, "B", i) for i in microbatches),
+        )
+        for rank in range(pp)
+    )
+    return Schedule("gpipe", placement.linear(pp), num_microbatches, rows)

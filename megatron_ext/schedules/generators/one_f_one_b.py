@@ -1,0 +1,58 @@
+"""1F1B: as soon as a micro-batch can go back it does, which frees its activations.
+
+Rank r runs pp - 1 - r forwards ahead, then one forward and one backward in turn. The bubble is that
+of GPipe, but the activations are bounded by the depth of the pipeline. This is Megatron's schedule
+without interleaving.
+
+Paper: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, 2021 (arXiv 2006.09503).
+
+1f1b: pp 4, m 4, makespan 21, bubble 9 (42.9 %), peak 4
+0|F0 F1 F2 F3 .  .  .  .  .  .  B0--- .  B1--- .  B2--- .  B3---
+1|.  F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3--- .  .
+2|.  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .  .  .
+3|.  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .  .  .
+
+Bubble: (pp - 1)(Tf + Tb + Tw). Activations: min(pp - rank, m).
+Gradients are summed in the order of the micro-batches, as without a pipeline.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_ext.schedules import placement
+from megatron_ext.schedules.actions import Action, Schedule
+from megatron_ext.schedules.patterns import alternate
+from megatron_ext.schedules.registry import Size, register
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.costs import Costs
+
+
+def bubble(size: Size, costs: Costs) -> float:
+    """Return (pp - 1)(Tf + Tb + Tw)."""
+    return (size.pp - 1) * costs.work
+
+
+def peak(size: Size) -> float:
+    """Return min(pp, m), on rank 0."""
+    return min(size.pp, size.num_microbatches)
+
+
+@register(
+    "1f1b",
+    summary="one forward, one backward: Megatron's schedule without interleaving",
+    bubble=bubble,
+    peak=peak,
+    flags="",  # what Megatron runs unless told otherwise
+)
+def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
+    """Return the table of 1F1B."""
+    rows = tuple(_row(rank, pp, num_microbatches) for rank in range(pp))
+    return Schedule("1f1b", placement.linear(pp), num_microbatches, rows)
+
+
+def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
+    forwards = [Action(rank, "F", i) for i in range(num_microbatches)]
+    backwards = [Action(rank, "B", i) for i in range(num_microbatches)]
+    return alternate(forwards, backwards, min(pp - 1 - rank, num_microbatches))

@@ -1,0 +1,46 @@
+"""V-Half: the V of ZB-V at half of its activations.
+
+The paper repeats a building block whose life span is half of 1F1B's. Here a greedy search
+(greedy.py) orders the actions under the same cap; it finds shorter tables than the building block.
+
+Paper: Qi et al., Pipeline Parallelism with Controllable Memory, 2024 (arXiv 2405.15362).
+
+v-half chunks=2: pp 4, m 4, makespan 15.5, bubble 3.5 (22.6 %), peak 3
+0|F0 F1 F2 F3 .  .  .  f0 i0 f1 i1 w0 w1 .  .  I0 f2 I1 i2 W0 W1 f3 i3 w2 w3 I2 W2 .  .  I3 W3
+1|.  F0 F1 F2 F3 .  f0 .  f1 i0 w0 i1 w1 .  I0 f2 I1 W0 W1 i2 f3 w2 .  i3 I2 W2 w3 .  I3 W3 .
+2|.  .  F0 F1 F2 f0 F3 f1 .  .  i0 w0 i1 I0 f2 I1 W0 W1 w1 f3 i2 w2 .  I2 i3 W2 w3 I3 W3 .  .
+3|.  .  .  F0 f0 F1 f1 F2 f2 .  .  i0 I0 i1 I1 W0 F3 W1 f3 w0 w1 i2 I2 W2 w2 i3 I3 W3 w3 .  .
+
+Bubble: no formula; at Tf = Tb = Tw at most half of 1F1B's for m = pp, 2pp and 4pp, pp up to 16.
+Activations: min((pp + 2) / 2, m) at most.
+Gradients are summed in the order of the micro-batches, as without a pipeline.
+"""
+
+from __future__ import annotations
+
+from megatron_ext.schedules import placement
+from megatron_ext.schedules.actions import Schedule
+from megatron_ext.schedules.greedy import PRIORITIES, Problem, search
+from megatron_ext.schedules.registry import Size, register
+
+
+def peak(size: Size) -> float:
+    """Return (pp + 2) / 2, half of 1F1B's and one more, but never more than m."""
+    return min((size.pp + 2) / 2, size.num_microbatches)
+
+
+@register(
+    "v-half",
+    summary="two chunks in a V at half of 1F1B's activations",
+    peak=peak,
+    num_chunks=2,
+)
+def v_half(pp: int, num_microbatches: int) -> Schedule:
+    """Return the table of V-Half."""
+    folded = placement.v(pp)
+    problem = Problem(folded, num_microbatches, cap=pp + 2)
+    # No rank has less work than this, and the last one starts pp - 1 stages late.
+    bound = 6 * num_microbatches + pp - 1
+    limits = (None, *range(pp // 2 + 1, pp + 2))
+    rows = search(problem, limits, bound, PRIORITIES[:1])
+    return Schedule("v-half", folded, num_microbatches, rows, {"chunks": 2})

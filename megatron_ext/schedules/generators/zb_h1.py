@@ -1,0 +1,69 @@
+"""ZB-H1: only the gradient of the input is urgent; that of the weights fills the bubble.
+
+1F1B with its backward split into I, which the previous stage waits for, and W, which nobody waits
+for. The order is 1F1B's; W runs when memory asks for it and at the end, where 1F1B idles.
+
+Paper: Qi et al., Zero Bubble Pipeline Parallelism, 2023 (arXiv 2401.10241).
+
+zb-h1: pp 4, m 4, makespan 15, bubble 3 (20.0 %), peak 4
+0|F0 F1 F2 F3 .  .  .  I0 W0 I1 W1 I2 W2 I3 W3
+1|.  F0 F1 F2 .  .  I0 F3 I1 W0 I2 W1 I3 W2 W3
+2|.  .  F0 F1 .  I0 F2 I1 F3 I2 W0 I3 W1 W2 W3
+3|.  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
+
+Bubble: (pp - 1) max(Tf, Tf + Tb - Tw) for m >= pp. Activations: min(pp, m) on every rank.
+Gradients are summed in the order of the micro-batches, as without a pipeline.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_ext.schedules import placement
+from megatron_ext.schedules.actions import Action, Schedule
+from megatron_ext.schedules.patterns import alternate
+from megatron_ext.schedules.registry import Size, register
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.costs import Costs
+
+
+def bubble(size: Size, costs: Costs) -> float | None:
+    """Return (pp - 1) max(Tf, Tf + Tb - Tw), for at least pp micro-batches."""
+    if size.num_microbatches < size.pp:
+        return None
+    return (size.pp - 1) * max(costs.forward, costs.forward + costs.input - costs.weight)
+
+
+def peak(size: Size) -> float:
+    """Return min(pp, m), on every rank."""
+    return min(size.pp, size.num_microbatches)
+
+
+@register(
+    "zb-h1",
+    summary="1F1B with split backwards: W fills the bubble, memory stays that of 1F1B",
+    bubble=bubble,
+    peak=peak,
+)
+def zb_h1(pp: int, num_microbatches: int) -> Schedule:
+    """Return the table of ZB-H1."""
+    rows = tuple(_row(rank, pp, num_microbatches) for rank in range(pp))
+    return Schedule("zb-h1", placement.linear(pp), num_microbatches, rows)
+
+
+def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
+    """1F1B's order, with a W after an I wherever memory needs one or no forward is left."""
+    forwards = [Action(rank, "F", i) for i in range(num_microbatches)]
+    inputs = [Action(rank, "I", i) for i in range(num_microbatches)]
+    row: list[Action] = []
+    num_forwards = num_weights = 0
+    for action in alternate(forwards, inputs, min(pp - 1 - rank, num_microbatches)):
+        row.append(action)
+        if action.kind == "F":
+            num_forwards += 1
+        elif num_forwards - num_weights >= pp or num_forwards == num_microbatches:
+            row.append(Action(rank, "W", num_weights))
+            num_weights += 1
+    row += (Action(rank, "W", i) for i in range(num_weights, num_microbatches))
+    return tuple(row)

@@ -1,0 +1,89 @@
+"""ZB-V: two chunks on each rank, laid out as a V, with split backwards.
+
+The model goes down the ranks and back up, so rank 0 holds the first and the last stage and the turn
+at the last rank is no message. Every rank keeps the same activations, and for m >= 2pp each rank
+works without a gap from its first to its last action: the bubble is the skewed start alone. With
+few micro-batches the published order has holes; then the table is searched (greedy.py).
+
+Paper: Qi et al., Zero Bubble Pipeline Parallelism, 2023 (arXiv 2401.10241), section 6.
+
+zb-v chunks=2: pp 4, m 4, makespan 13.5, bubble 1.5 (11.1 %), peak 4
+0|F0 F1 F2 F3 .  .  .  f0 i0 f1 i1 f2 i2 f3 i3 I0 W0 I1 W1 I2 W2 I3 W3 w0 w1 w2 w3
+1|.  F0 F1 F2 F3 .  f0 .  f1 i0 f2 i1 f3 i2 I0 i3 I1 W0 I2 W1 I3 W2 W3 w0 w1 w2 w3
+2|.  .  F0 F1 F2 f0 F3 f1 .  f2 i0 f3 i1 I0 i2 I1 i3 I2 W0 I3 W1 W2 W3 w0 w1 w2 w3
+3|.  .  .  F0 f0 F1 f1 F2 f2 F3 f3 i0 I0 i1 I1 i2 I2 i3 I3 W0 W1 W2 W3 w0 w1 w2 w3
+
+Bubble: (pp - 1)Tf / 2 at Tf = Tb = Tw, for m = pp and m >= 2pp - 2 (pp = 2: m >= 2).
+Activations: min(pp, m) on every rank.
+Gradients are summed in the order of the micro-batches, as without a pipeline.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_ext.schedules import placement
+from megatron_ext.schedules.actions import Action, Schedule
+from megatron_ext.schedules.greedy import Problem, Rows, search
+from megatron_ext.schedules.patterns import expand
+from megatron_ext.schedules.registry import Size, register
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.costs import Costs
+
+
+def bubble(size: Size, costs: Costs) -> float | None:
+    """Return (pp - 1)Tf / 2 at Tf = Tb = Tw."""
+    is_reached = size.num_microbatches == size.pp or size.num_microbatches >= 2 * size.pp - 2
+    if is_reached and costs.forward == costs.input == costs.weight:
+        return (size.pp - 1) * costs.forward / 2
+    return None
+
+
+def peak(size: Size) -> float:
+    """Return min(pp, m), on every rank."""
+    return min(size.pp, size.num_microbatches)
+
+
+@register(
+    "zb-v",
+    summary="two chunks in a V, split backwards",
+    bubble=bubble,
+    peak=peak,
+    num_chunks=2,
+)
+def zb_v(pp: int, num_microbatches: int) -> Schedule:
+    """Return the table of ZB-V."""
+    if num_microbatches <= max(2 * pp - 3, pp):
+        rows = _short_rows(pp, num_microbatches)
+    else:
+        rows = tuple(_row(rank, pp, num_microbatches) for rank in range(pp))
+    return Schedule("zb-v", placement.v(pp), num_microbatches, rows, {"chunks": 2})
+
+
+def _short_rows(pp: int, num_microbatches: int) -> Rows:
+    """With too few micro-batches to fill the pipeline the published order has holes: search."""
+    problem = Problem(placement.v(pp), num_microbatches, cap=2 * pp)
+    bound = 6 * num_microbatches + pp - 1
+    return search(problem, (None, *range(pp // 2 + 1, pp + 1)), bound)
+
+
+def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
+    below = pp - 1 - rank
+    count = max(num_microbatches, 2 * pp - 1)
+    phases = (
+        # Warm-up: down the V, then as many forwards as memory takes, then up.
+        ("F0", 2 * below + 1),
+        ("F1 F0", rank),
+        ("F1 I1 W1", below + 1),
+        # Steady: no rank ever waits.
+        ("F0 I0 W0 F1 I1 W1", count - 2 * pp + rank + 1),
+        ("I0 W0 F1 I1 W1", below),
+        # Cool-down: what others wait for first, the remaining W last.
+        ("I0 I1", rank),
+        ("I0 W0", below + 1),
+        ("W1", rank),
+        ("W0", rank),
+    )
+    row = expand(phases, (rank, 2 * pp - 1 - rank))
+    return tuple(action for action in row if action.microbatch < num_microbatches)

@@ -1,0 +1,100 @@
+"""Draws a simulated schedule as SVG, readable on light and on dark pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from typing import TYPE_CHECKING
+
+from megatron_ext.schedules.render import caption, slot_time
+from megatron_ext.schedules.unfold import chunk_on_screen, literal_rows, table_rank
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.actions import Action
+    from megatron_ext.schedules.simulate import Timeline
+
+__all__ = ["draw"]
+
+_ROW, _LEFT, _TOP, _BAR = 24, 34, 30, 20
+_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+_STYLE = """\
+text { font: 11px sans-serif; fill: #1f2328 }
+.n { text-anchor: middle; font-size: 10px; fill: #1f2328 }
+.lane { fill: #8882 } .up { stroke: #1f2328; stroke-width: 1.2 }
+.F { fill: #79b8ff } .B { fill: #8ddb8c } .I { fill: #ffd33d } .W { fill: #f9b384 }
+.F.odd { fill: #c8e1ff } .B.odd { fill: #d2f4d3 } .I.odd { fill: #fff1b0 } .W.odd { fill: #fde2cf }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 } .n { fill: #0d1117 } .up { stroke: #e6edf3 }
+}"""
+
+
+def draw(timeline: Timeline) -> str:
+    """Return the picture: a lane for each rank, odd chunks pale, the second direction framed."""
+    schedule = timeline.schedule
+    scale = _scale(timeline)
+    height = _TOP + _ROW * schedule.pp + 40
+    width = max(480, _LEFT + round(timeline.makespan * scale) + 12)
+    title = escape(caption(timeline))
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">',
+        f"<title>{title}</title>",
+        f"<style>\n{_STYLE}\n</style>",
+        f'<text x="4" y="17">{title}</text>',
+    ]
+    for rank in range(schedule.pp):
+        parts += _lane(timeline, rank, scale)
+    parts += _legend(timeline, height - 12)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _scale(timeline: Timeline) -> float:
+    """Pixels for one unit of time: about 1000 in all, and legible numbers in short actions."""
+    slot = slot_time(timeline)
+    return min(max(1000 / timeline.makespan, 9 / slot), 24 / slot)
+
+
+def _lane(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
+    schedule, y = timeline.schedule, _TOP + _ROW * rank
+    yield f'<text x="4" y="{y + 14}">{rank}</text>'
+    length = timeline.makespan * scale
+    yield f'<rect class="lane" x="{_LEFT}" y="{y}" width="{_n(length)}" height="{_BAR}"/>'
+    source = table_rank(schedule, rank)
+    times = zip(timeline.starts[source], timeline.ends[source], strict=True)
+    for action, (start, end) in zip(literal_rows(schedule)[rank], times, strict=True):
+        x, width = _LEFT + start * scale, (end - start) * scale
+        yield (
+            f'<rect class="{_classes(timeline, action)}" x="{_n(x + 0.4)}" y="{y}" '
+            f'width="{_n(width - 0.8)}" height="{_BAR}"/>'
+        )
+        label = str(action.microbatch)
+        if 6 * len(label) <= width:
+            yield f'<text class="n" x="{_n(x + width / 2)}" y="{y + 14}">{label}</text>'
+
+
+def _classes(timeline: Timeline, action: Action) -> str:
+    schedule = timeline.schedule
+    odd = " odd" if chunk_on_screen(schedule, action.stage) % 2 else ""
+    up = " up" if action.microbatch >= schedule.num_microbatches else ""
+    return f"{action.kind}{odd}{up}"
+
+
+def _legend(timeline: Timeline, y: int) -> Iterator[str]:
+    kinds = {action.kind for row in timeline.schedule.rows for action in row}
+    x = _LEFT
+    for kind, name in _NAMES.items():
+        if kind in kinds:
+            yield f'<rect class="{kind}" x="{x}" y="{y - 10}" width="12" height="12"/>'
+            yield f'<text x="{x + 17}" y="{y}">{name}</text>'
+            x += 32 + 6 * len(name)
+    notes = []
+    if any(chunk_on_screen(timeline.schedule, s) for s in range(timeline.schedule.num_stages)):
+        notes.append("pale: odd chunks")
+    if timeline.schedule.placement.twins == 2:
+        notes.append("framed: second direction")
+    yield f'<text x="{x}" y="{y}">{escape(", ".join(notes))}</text>'
+
+
+def _n(number: float) -> str:
+    return f"{number:.1f}".removesuffix(".0")
