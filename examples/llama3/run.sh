@@ -157,7 +157,7 @@ summary() {
             split(first, a); split(last, b)
             if (NR) printf "loss %.3f at iteration %d, %.3f at iteration %d", a[2], a[1], b[2], b[1] }')
     say "${losses:-no loss was logged (see --log-interval)}"
-    say "checkpoint: $OUT/checkpoints, log: $OUT/log.txt; run again to resume"
+    say "checkpoint in ${OUT#"$REPO"/}/checkpoints, log in ${OUT#"$REPO"/}/log.txt; run again to resume"
 }
 
 # A dry run installs nothing: without an environment it shows the defaults.
