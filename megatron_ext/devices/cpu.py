@@ -147,13 +147,14 @@ def _namespace() -> Iterable[Redirect]:
         "default_stream": answering(host.default_stream),
         "set_stream": to(host.set_stream),
         "stream": to(host.StreamContext),
-        # Random numbers. torch.manual_seed calls manual_seed_all, which must not call it back.
+        # Random numbers. torch.manual_seed calls manual_seed_all, which must not call it back:
+        # the generator's own method does not.
         "default_generators": to(host.Generators()),
         "get_rng_state": answering(torch.default_generator.get_state),
         "get_rng_state_all": answering(lambda: [torch.default_generator.get_state()]),
         "initial_seed": to(torch.default_generator.initial_seed),
-        "manual_seed": to(lambda seed: torch.default_generator.manual_seed(int(seed))),
-        "manual_seed_all": returning(None),
+        "manual_seed": to(_manual_seed),
+        "manual_seed_all": to(_manual_seed),
         "seed": to(torch.default_generator.seed),
         "seed_all": returning(None),
         "set_rng_state": to(_set_rng_state),
@@ -175,6 +176,8 @@ def _namespace() -> Iterable[Redirect]:
     for kind in ("BFloat16", "Byte", "Double", "Float", "Half", "Int", "Long"):
         answers[f"{kind}Tensor"] = to(getattr(torch, f"{kind}Tensor"))
     for name, make in answers.items():
+        if not hasattr(torch.cuda, name):  # younger than the oldest torch we support
+            continue
         yield Redirect(f"torch.cuda:{name}", make, _ASKED)
     for name in ("get_rng_state", "set_rng_state"):
         yield Redirect(f"torch.cuda.random:{name}", answers[name], _ASKED)
@@ -182,6 +185,12 @@ def _namespace() -> Iterable[Redirect]:
         yield Redirect(f"torch.cuda:{name}", returning(None), _NO_WORK)
     yield from nvtx_redirects()
     yield Redirect("torch:Tensor.record_stream", returning(None), _NO_WORK)
+
+
+def _manual_seed(seed: int) -> None:
+    import torch
+
+    torch.default_generator.manual_seed(int(seed))
 
 
 def _set_rng_state(new_state: torch.Tensor, *_device: Any, **_named: Any) -> None:

@@ -82,8 +82,9 @@ def random_numbers() -> None:
 
     torch.manual_seed(3)
     expected = torch.rand(4)
-    torch.cuda.manual_seed(3)
-    assert torch.equal(torch.rand(4), expected)
+    for seed in (torch.cuda.manual_seed, torch.cuda.manual_seed_all):
+        seed(3)
+        assert torch.equal(torch.rand(4), expected)
     state = torch.cuda.get_rng_state(device="cuda")
     drawn = torch.rand(4)
     torch.cuda.set_rng_state(state, device=0)
