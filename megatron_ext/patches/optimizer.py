@@ -26,14 +26,19 @@ def _torch_adam() -> bool:
 def _initialize_state(
     call: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Create the state of an optimizer that has not stepped, as the loader's template needs it."""
+    """Create the state of an optimizer that has not stepped, as the loader's template needs it.
+
+    Upstream's own creation of it gives the moments only, as TE's Adam has them.
+    """
     import torch
 
     optimizer = instance.optimizer
-    if not instance.is_stub_optimizer and len(optimizer.state) == 0 and instance.init_state_fn:
-        instance.init_state_fn(optimizer, instance.config)
+    if not instance.is_stub_optimizer:
+        if len(optimizer.state) == 0 and instance.init_state_fn:
+            instance.init_state_fn(optimizer, instance.config)
         for state in optimizer.state.values():
-            state.setdefault("step", torch.tensor(0.0))
+            if "exp_avg" in state:
+                state.setdefault("step", torch.tensor(0.0))
     return call(*args, **kwargs)
 
 
