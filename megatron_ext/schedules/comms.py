@@ -41,7 +41,7 @@ class Transfer(NamedTuple):
     """Whether that peer is the one of the mirrored pipeline instead."""
 
     def __str__(self) -> str:
-        """Return the form of torch.distributed.pipelining: a SEND names the sending stage."""
+        """Return the form of torch.distributed.pipelining, where a SEND names the sending stage."""
         kind, stage, microbatch = self.tag
         if self.verb == "SEND":
             stage += -1 if kind == "F" else 1

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Edge", "Memory", "live_counts", "measure", "slots_needed"]
 
 Edge = tuple[int, int, str]
-"""(sending rank, receiving rank, kind F or B)."""
+"""(sending rank, receiving rank, kind F or B); equal ranks: to the twin."""
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,9 @@ def grid(timeline: Timeline, width: int = 100) -> str:
     """Return the lines of all ranks; what is wider than `width` goes on in a further block."""
     rows = _cells(timeline)
     rank_width = len(str(len(rows) - 1))
-    columns = max(1, (width + 1 - rank_width - 1) // len(rows[0][0]))
+    columns = len(rows[0])
+    if rank_width + columns * len(rows[0][0]) > width:  # the last character is a space
+        columns = max(1, (width - rank_width - 1) // len(rows[0][0]))
     blocks = []
     for first in range(0, len(rows[0]), columns):
         lines = (

@@ -7,15 +7,15 @@ only. Here forward and backward are two actions, each with its result at its own
 Code: deepseek-ai/DualPipe; idea: DeepSeek-V3 technical report, 2024 (arXiv 2412.19437).
 
 dualpipe-v chunks=2 overlap=False: pp 4, m 8, makespan 25.5, bubble 1.5 (5.9 %), peak 4.5
-0|F0 F1 F2 F3 F4 F5 F6 f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 F7 b3--- f4 B0--- b4--- f5 .  B1--- b5--- f6 .
-1|.  F0 F1 F2 F3 F4 f0 F5 f1 i0 w0 f2 i1 w1 f3 F6 b2--- f4 B0--- F7 b3--- f5 B1--- b4--- f6 .  B2---
-2|.  .  F0 F1 F2 f0 F3 f1 F4 f2 i0 w0 f3 F5 b1--- f4 B0--- F6 b2--- f5 B1--- F7 b3--- f6 B2--- b4---
-3|.  .  .  F0 f0 F1 f1 F2 f2 F3 f3 F4 b0--- f4 B0--- F5 b1--- f5 B1--- F6 b2--- f6 B2--- F7 b3--- f7
+0|F0 F1 F2 F3 F4 F5 F6 f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 F7 b3--- f4 B0--- b4--- f5 .  B1--- b5--- f6
+1|.  F0 F1 F2 F3 F4 f0 F5 f1 i0 w0 f2 i1 w1 f3 F6 b2--- f4 B0--- F7 b3--- f5 B1--- b4--- f6 .  B2-
+2|.  .  F0 F1 F2 f0 F3 f1 F4 f2 i0 w0 f3 F5 b1--- f4 B0--- F6 b2--- f5 B1--- F7 b3--- f6 B2--- b4-
+3|.  .  .  F0 f0 F1 f1 F2 f2 F3 f3 F4 b0--- f4 B0--- F5 b1--- f5 B1--- F6 b2--- f6 B2--- F7 b3---
 
-0|B2--- b6--- f7 .  B3--- b7--- I4 W4 I5 W5 I6 W6 I7 W7
-1|b5--- f7 .  B3--- b6--- B4--- i7 I5 w7 I6 W5 I7 W6 W7
-2|f7 .  B3--- b5--- B4--- b6--- I5 i7 I6 W5 I7 w7 W6 W7
-3|B3--- b4--- B4--- b5--- B5--- i6 I6 i7 I7 w6 W6 w7 W7
+0|.  B2--- b6--- f7 .  B3--- b7--- I4 W4 I5 W5 I6 W6 I7 W7
+1|-- b5--- f7 .  B3--- b6--- B4--- i7 I5 w7 I6 W5 I7 W6 W7
+2|-- f7 .  B3--- b5--- B4--- b6--- I5 i7 I6 W5 I7 w7 W6 W7
+3|f7 B3--- b4--- B4--- b5--- B5--- i6 I6 i7 I7 w6 W6 w7 W7
 
 Bubble: (pp - 1)Tf / 2 at Tf = Tb = Tw. Activations: pp + 1/2 on every rank. Needs m >= 2pp.
 Gradients are summed in the order of the micro-batches, as without a pipeline.

@@ -11,7 +11,7 @@ zb-h1: pp 4, m 4, makespan 15, bubble 3 (20.0 %), peak 4
 2|.  .  F0 F1 .  I0 F2 I1 F3 I2 W0 I3 W1 W2 W3
 3|.  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
 
-Bubble: (pp - 1) max(Tf, Tf + Tb - Tw) for m >= pp. Activations: min(pp, m) on every rank.
+Bubble: (pp - 1) max(Tf, Tb, Tf + Tb - Tw) for m >= pp. Activations: min(pp, m) on every rank.
 Gradients are summed in the order of the micro-batches, as without a pipeline.
 """
 
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 
 def bubble(size: Size, costs: Costs) -> float | None:
-    """Return (pp - 1) max(Tf, Tf + Tb - Tw), for at least pp micro-batches."""
+    """Return (pp - 1) max(Tf, Tb, Tf + Tb - Tw), for at least pp micro-batches."""
     if size.num_microbatches < size.pp:
         return None
-    return (size.pp - 1) * max(costs.forward, costs.forward + costs.input - costs.weight)
+    forward, backward = costs.forward, costs.input
+    return (size.pp - 1) * max(forward, backward, forward + backward - costs.weight)
 
 
 def peak(size: Size) -> float:

@@ -1,0 +1,31 @@
+"""What hypothesis draws: sizes, schedules of every registered generator, costs."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules import Costs, Schedule, generate, registered
+
+TIMES = st.sampled_from([0.25, 0.5, 0.75, 1.0, 1.25, 2.0, 3.0])
+EQUAL = st.builds(lambda time: Costs(time, time, time), TIMES)
+UNEQUAL = st.builds(Costs, TIMES, TIMES, TIMES)
+COSTS = EQUAL | UNEQUAL
+
+
+@st.composite
+def schedules(draw: st.DrawFn, name: str | None = None, largest: int = 24) -> Schedule:
+    """A schedule of any size that its generator takes (by default of any generator)."""
+    generator = registered()[name or draw(st.sampled_from(list(registered())))]
+    pp = draw(st.integers(1, 9))
+    count = draw(st.integers(1, largest))
+    options = {key: draw(st.sampled_from(values)) for key, values in generator.options.items()}
+    chunks = draw(st.integers(2, 4)) if generator.free_chunks else None
+    # From there the next sizes that the generator takes.
+    for ranks in (pp, pp + 1, 4):
+        for number in range(count, count + 2 * ranks + 2):
+            try:
+                return generate(generator.name, ranks, number, chunks, **options)
+            except ScheduleError:  # noqa: PERF203 - sizes are refused by an exception
+                continue
+    raise AssertionError(f"{generator.name} takes no size near pp {pp}, m {count}, {options}")

@@ -1,0 +1,31 @@
+"""Schedules are data: all but the runtime imports the standard library only."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "megatron_ext" / "schedules"
+ALLOWED = ("megatron_ext.schedules", "megatron_ext.errors")
+
+
+def _imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." * node.level + (node.module or "")
+
+
+def test_only_the_standard_library_is_imported() -> None:
+    files = [path for path in PACKAGE.rglob("*.py") if "runtime" not in path.parts]
+    assert len(files) > 20
+    found = [
+        f"{path.relative_to(PACKAGE)}: {name}"
+        for path in files
+        for name in _imported(path)
+        if name.split(".")[0] not in sys.stdlib_module_names and not name.startswith(ALLOWED)
+    ]
+    assert not found
