@@ -9,7 +9,8 @@ import os
 import pytest
 import torch
 
-from tests.ranks import run_ranks
+from tests.ranks import losses, run_ranks, run_script
+from tests.training import helpers
 
 _SEED = 7
 _STEPS = 3
@@ -188,3 +189,15 @@ def test_losses_equal_those_of_the_cpu(case):
     last = on_musa[-1]["losses"]
     assert len(last) == _STEPS * _MICRO_BATCHES
     assert last[-1] < last[_MICRO_BATCHES - 1]
+
+
+@pytest.mark.usefixtures("emulated_musa")
+def test_the_embedded_trainer_trains_as_on_the_cpu():
+    flags = helpers.MOCK + helpers.NO_DROPOUT
+    flags += "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
+    on_cpu, on_musa = (
+        losses(run_script(2, "pretrain_gpt.py", flags.split(), embedded=True, device=device))
+        for device in ("cpu", "musa")
+    )
+    assert len(on_cpu) == 3
+    assert on_musa == pytest.approx(on_cpu, rel=1e-6)

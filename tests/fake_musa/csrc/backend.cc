@@ -2,16 +2,17 @@
 //
 // One translation unit, because the headers of ATen are most of the compile time. The parts are in
 // runtime.h (devices, memory), guard.h, generator.h (random numbers, hooks), kernels.h, fallback.h.
-// The Python side (../torch_musa) reaches this through torch.ops.fake_musa: no Python header needed.
+// The Python side (../site/torch_musa) reaches this through torch.ops.fake_musa, so that no header
+// of Python is needed.
+
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
 
 #include "fallback.h"
 #include "generator.h"
 #include "guard.h"
 #include "kernels.h"
 #include "runtime.h"
-
-#include <ATen/autocast_mode.h>
-#include <torch/library.h>
 
 namespace fake_musa {
 namespace {
@@ -53,12 +54,12 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 // Under autocast, matrix products run in the lower precision; everything else as it is.
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
-    KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
-    KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
-    KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
-    KERNEL_PRIVATEUSEONE(bmm, lower_precision_fp)
-    KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
-    KERNEL_PRIVATEUSEONE(baddbmm, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(linear, lower_precision_fp);
+    KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp);
+    KERNEL_PRIVATEUSEONE(mm, lower_precision_fp);
+    KERNEL_PRIVATEUSEONE(bmm, lower_precision_fp);
+    KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp);
+    KERNEL_PRIVATEUSEONE(baddbmm, lower_precision_fp);
 }
 
 c10::DeviceIndex checked(int64_t index) {

@@ -1,14 +1,10 @@
 // Every other operator: the CPU's kernel runs on the device's bytes, its results are copied back.
 //
-// torch's own CPU fallback is not used, because it is more forgiving than a device: it quietly moves
-// CPU arguments along, and random numbers would come from the CPU's generator. It also copies each
-// argument, which changes strides and with them the order of sums; here, results are those of the
-// CPU bit for bit.
+// torch's own CPU fallback is not used, because it is more forgiving than a device: it quietly
+// moves CPU arguments along, and random numbers would come from the CPU's generator. It also copies
+// each argument, which changes strides and with them the order of sums; here, results are those of
+// the CPU bit for bit.
 #pragma once
-
-#include "generator.h"
-#include "kernels.h"
-#include "runtime.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
@@ -16,6 +12,10 @@
 #include <optional>
 #include <string_view>
 #include <vector>
+
+#include "generator.h"
+#include "kernels.h"
+#include "runtime.h"
 
 namespace fake_musa {
 
@@ -104,7 +104,7 @@ void replace_tensors(c10::IValue& value, Visit&& visit) {
 
 // The arguments of one call on the CPU, and the device tensors that they stand for.
 class CpuCall {
-public:
+  public:
     CpuCall(const c10::OperatorHandle& op, Stack& stack) : op_(op), stack_(stack) {
         const auto& schema = op.schema().arguments();
         const size_t first = stack.size() - schema.size();
@@ -134,14 +134,14 @@ public:
         }
     }
 
-private:
+  private:
     struct Pair {
         at::Tensor device;
         at::Tensor cpu;
     };
 
-    // An alias of the same bytes: kernels see the tensor's true strides and write where they should.
-    // Only an empty tensor that the operator is to fill has no bytes to share yet.
+    // An alias of the same bytes: kernels see the tensor's true strides and write where they
+    // should. Only an empty tensor that the operator is to fill has no bytes to share yet.
     at::Tensor to_cpu(const at::Tensor& tensor, bool written) {
         if (!tensor.defined() || tensor.device().type() != kDeviceType) {
             return tensor;

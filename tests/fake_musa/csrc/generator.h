@@ -5,8 +5,6 @@
 // (Mersenne Twister), so that equal seeds give equal numbers on both.
 #pragma once
 
-#include "runtime.h"
-
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Generator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -15,6 +13,8 @@
 
 #include <mutex>
 #include <vector>
+
+#include "runtime.h"
 
 namespace fake_musa {
 
@@ -40,7 +40,7 @@ inline at::Generator& default_generator(c10::DeviceIndex index) {
 // For its lifetime the CPU's default generator continues the sequence of `source`. The emulated
 // kernels are the CPU's, and they draw from that generator (often without taking one as argument).
 class BorrowCpuGenerator {
-public:
+  public:
     explicit BorrowCpuGenerator(at::Generator source)
         : lock_(mutex()),
           source_(std::move(source)),
@@ -55,7 +55,7 @@ public:
     BorrowCpuGenerator(const BorrowCpuGenerator&) = delete;
     BorrowCpuGenerator& operator=(const BorrowCpuGenerator&) = delete;
 
-private:
+  private:
     static std::recursive_mutex& mutex() {
         static std::recursive_mutex instance;
         return instance;

@@ -1,15 +1,16 @@
-// The device guard: how torch's own code (dispatcher, autograd threads) switches devices and streams.
+// The device guard: how torch's own code (dispatcher, autograd threads) switches devices and
+// streams.
 #pragma once
-
-#include "runtime.h"
 
 #include <c10/core/Stream.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "runtime.h"
+
 namespace fake_musa {
 
 class Guard final : public c10::impl::DeviceGuardImplInterface {
-public:
+  public:
     c10::DeviceType type() const override { return kDeviceType; }
 
     c10::Device exchangeDevice(c10::Device device) const override {
@@ -47,7 +48,7 @@ public:
     bool queryEvent(void*) const override { return true; }
     void synchronizeEvent(void*) const override {}
 
-private:
+  private:
     static c10::Stream default_stream(c10::Device device) {
         return c10::Stream(c10::Stream::DEFAULT, device);
     }

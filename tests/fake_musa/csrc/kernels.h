@@ -1,8 +1,6 @@
-// The operators that cannot be emulated by copying to the CPU and back: making tensors, moving bytes
-// between devices, and the views, which must share storage.
+// The operators that cannot be emulated by copying to the CPU and back: making tensors, moving
+// bytes between devices, and the views, which must share storage.
 #pragma once
-
-#include "runtime.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -15,6 +13,8 @@
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
+
+#include "runtime.h"
 
 namespace fake_musa {
 

@@ -1,7 +1,7 @@
 // What the emulated machine consists of: how many devices, which one is current, and their memory.
 //
-// A device is a number and a share of host memory. Everything runs at once, on the calling thread: the
-// only stream is the default one, and it is always idle.
+// A device is a number and a share of host memory. Everything runs at once, on the calling thread:
+// the only stream is the default one, and it is always idle.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -29,16 +29,16 @@ inline c10::DeviceIndex device_count() noexcept {
     return static_cast<c10::DeviceIndex>(count);
 }
 
-// Thread-local, as in the real runtime: autograd's own threads start on device 0 and have to be told.
+// Thread-local, as in the real runtime: autograd's own threads start on device 0 and have to be
+// told.
 inline c10::DeviceIndex& current_device_slot() noexcept {
     thread_local c10::DeviceIndex current = 0;
     return current;
 }
 
 inline void set_current_device(c10::DeviceIndex index) {
-    TORCH_CHECK(index >= 0 && index < device_count(),
-                "MUSA error: invalid device ordinal ", static_cast<int>(index), " of ",
-                static_cast<int>(device_count()));
+    TORCH_CHECK(index >= 0 && index < device_count(), "MUSA error: invalid device ordinal ",
+                static_cast<int>(index), " of ", static_cast<int>(device_count()));
     current_device_slot() = index;
 }
 
@@ -71,7 +71,7 @@ inline MemoryCounters& memory_counters(c10::DeviceIndex index) {
 
 // Hands out aligned host memory that is labelled with the device it counts for.
 class Allocator final : public c10::Allocator {
-public:
+  public:
     c10::DataPtr allocate(size_t nbytes) override {
         const c10::Device device = current_device();
         if (nbytes == 0) {
@@ -80,7 +80,8 @@ public:
         const size_t rounded = (nbytes + kAlignment - 1) / kAlignment * kAlignment;
         void* data = std::aligned_alloc(kAlignment, rounded);
         TORCH_CHECK(data != nullptr, "MUSA out of memory: tried to allocate ", nbytes, " bytes");
-        // NaN in every float format: reading memory that nobody wrote must show, not look like zero.
+        // NaN in every float format: reading memory that nobody wrote must show, not look like
+        // zero.
         std::memset(data, 0xff, rounded);
         memory_counters(device.index()).add(static_cast<int64_t>(nbytes));
         return {data, new Block{data, nbytes, device.index()}, &Allocator::release, device};
@@ -90,7 +91,7 @@ public:
         default_copy_data(dest, src, count);
     }
 
-private:
+  private:
     static constexpr size_t kAlignment = 64;
 
     struct Block {
