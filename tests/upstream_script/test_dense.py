@@ -61,6 +61,16 @@ def test_vpp2_without_overlap_is_refused_at_pp2(start: str) -> None:
     assert "pipeline-model-parallel size should be greater than 2" in ended.logs[0]
 
 
+def test_pp4_vpp2_equals_one_with_and_without_overlap(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    eight = save_start(tmp_path_factory.mktemp("eight") / "start", GPT + "--num-layers 8 ")
+    one = train(1, eight)
+    flags = "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1 "
+    for overlap in ("", "--no-overlap-p2p-communication"):
+        assert train(4, eight + flags + overlap) == pytest.approx(one, rel=1e-5)
+
+
 def test_untied_pp2_equals_one(untied: str) -> None:
     assert train(2, untied + _PP2) == pytest.approx(train(1, untied), rel=1e-5)
 
