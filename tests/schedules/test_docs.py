@@ -1,0 +1,95 @@
+"""docs/schedules.md and docs/adding-a-schedule.md show what the code does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext import cli
+from megatron_ext.schedules import UNIT, csv_io, generate, plan, registered, simulate, svg
+
+ROOT = Path(__file__).parents[2]
+SCHEDULES = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+ADDING = (ROOT / "docs" / "adding-a-schedule.md").read_text(encoding="utf-8")
+IMAGES = ROOT / "docs" / "images" / "schedules"
+
+PICTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in registered()},
+    "bitpipe-paper": ("bitpipe", {"order": "paper"}),
+}
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+def test_pictures_are_current(picture: str) -> None:
+    name, options = PICTURES[picture]
+    flags = "".join(f" --{name}-{key} {value}" for key, value in options.items())
+    path = IMAGES / f"{picture}.svg"
+    command = f"megatron-ext plot {name} --pp 4 --microbatches 8{flags} -o {path.relative_to(ROOT)}"
+    drawn = svg.draw(simulate(generate(name, 4, 8, **options)))
+    assert path.read_text(encoding="utf-8") == drawn, f"run `{command}`"
+    assert f"](images/schedules/{path.name})" in SCHEDULES
+
+
+def test_there_are_no_other_pictures() -> None:
+    assert {path.stem for path in IMAGES.iterdir()} == set(PICTURES)
+
+
+def test_the_comparison_is_current() -> None:
+    pattern = r"<!-- plan: begin -->\n```text\n(.*)\n```\n<!-- plan: end -->"
+    [written] = re.findall(pattern, SCHEDULES, re.DOTALL)
+    timelines, _ = plan.compare("all", 8, 16, UNIT)
+    assert written == plan.table(timelines), "copy what `megatron-ext plan` prints"
+
+
+def test_each_schedule_has_its_formulas() -> None:
+    rows = re.findall(r"^\| ([\w-]+)(?:, \w+)? \|", SCHEDULES, re.MULTILINE)
+    assert set(rows) - {"schedule"} == set(registered())
+
+
+def test_figures_at_equal_memory_for_weights() -> None:
+    sizes = [("zb-v", None), ("interleaved", 4), ("interleaved", 2)]
+    # A share of 1/4 of the model takes twice the time of one of 1/8.
+    bubbles = [2 * simulate(generate(name, 4, 8, chunks)).bubble for name, chunks in sizes]
+    assert bubbles == [3, 4.5, 9]
+    assert "3\nwith zb-v, 4.5 with interleaved in 4 chunks and 9 in 2" in SCHEDULES
+
+
+def test_the_error_that_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("table.csv").write_text(csv_io.dumps(generate("1f1b", 4, 6)).replace("2F3,", ""))
+    assert cli.main(["plan", "--schedule", "csv:table.csv"]) == 2
+    assert f"```text\n{capsys.readouterr().err}```" in SCHEDULES
+
+
+CHECK = """
+from megatron_ext.schedules import Costs, generate, render, simulate, validate
+from megatron_ext.schedules.registry import published_bubble, published_peak
+
+for pp in (1, 2, 4, 5):
+    for count in (1, 3, 4, 8):
+        schedule = generate("zb-late", pp, count)
+        report = validate(schedule, max_activations=published_peak(schedule))
+        costs = Costs(1, 2, 0.5)
+        assert simulate(schedule, costs).bubble == published_bubble(schedule, costs)
+print(render.picture(simulate(generate("zb-late", 4, 4))))
+"""
+
+
+def test_the_example_of_a_new_schedule_works() -> None:
+    [code] = re.findall(r"```python\n(.*?)```", ADDING, re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("from __future__ import annotations\n", "") + CHECK],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"```text\n{done.stdout}```" in ADDING
