@@ -1,0 +1,160 @@
+"""Runs upstream's own unit tests on CPU ranks and compares how many pass with what is expected.
+
+    python -m tests.upstream.runner [PATTERN...]   # all, or the files whose path holds a pattern
+    python -m tests.upstream.runner --list         # what runs, and what does not and why
+    python -m tests.upstream.runner --markdown     # the same, as docs/upstream-tests.md holds it
+
+The tests come from the Megatron-LM tree that MEGATRON_LM_PATH names. Any difference from
+`selection.py` is a failure: a test that fails, one that passes though it is left out no more, one
+that skips itself, one that is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.ranks import start_ranks
+from tests.upstream import listing, session
+from tests.upstream.selection import SUITES
+from tests.upstream.table import Suite, problems
+
+__all__ = ["Result", "main", "run_suite"]
+
+_WORST_FIRST = ("failed", "passed", "skipped", "left out")
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a suite ended."""
+
+    suite: Suite
+    outcomes: dict[str, str]
+    complaints: list[str]
+    wall_s: float
+    cpu_s: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether every count is what it should be."""
+        return not self.complaints
+
+    def __str__(self) -> str:
+        counts = Counter(self.outcomes.values())
+        told = ", ".join(f"{counts[name]} {name}" for name in _WORST_FIRST if counts[name])
+        state = "ok  " if self.ok else "FAIL"
+        return (
+            f"{state} {self.suite.file} on {self.suite.ranks}: {told or 'no test'} "
+            f"({self.wall_s:.0f} s, {self.cpu_s:.0f} s of processor time)"
+        )
+
+
+def run_suite(suite: Suite, tree: Path) -> Result:
+    """Run one file of upstream's tests on its ranks."""
+    left_out = {group.reason: group.tests for group in suite.left_out}
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="megatron_ext_upstream_") as directory:
+        run = start_ranks(
+            suite.ranks,
+            session.run,
+            str(tree),
+            suite.file,
+            left_out,
+            directory,
+            timeout_s=suite.timeout_s,
+        )
+        reports = [_read(Path(directory), rank) for rank in range(suite.ranks)]
+    outcomes, complaints = _merge(reports)
+    complaints += problems(suite.expected(), Counter(outcomes.values()))
+    if any(code != 0 for code in run.exit_codes):
+        complaints.append(run.describe())
+    return Result(
+        suite,
+        outcomes,
+        complaints,
+        wall_s=time.monotonic() - start,
+        cpu_s=sum(value for value in run.values if value is not None),
+    )
+
+
+def _read(directory: Path, rank: int) -> dict[str, tuple[str, str]]:
+    """Return outcome and reason by test; a test that is noted twice counts as its worse end."""
+    path = session.report_file(directory, rank)
+    found: dict[str, tuple[str, str]] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        note = json.loads(line)
+        before = found.get(note["test"], ("left out", ""))
+        both = (before, (note["outcome"], note["reason"]))
+        found[note["test"]] = min(both, key=lambda end: _WORST_FIRST.index(end[0]))
+    return found
+
+
+def _merge(
+    reports: Sequence[dict[str, tuple[str, str]]],
+) -> tuple[dict[str, str], list[str]]:
+    """Join the ranks' reports: a test passes where it passes on each rank that does not skip it."""
+    outcomes: dict[str, str] = {}
+    complaints = []
+    for test in dict.fromkeys(test for report in reports for test in report):
+        ends = [report.get(test, ("failed", "it did not end")) for report in reports]
+        outcome, reason = min(ends, key=lambda end: _WORST_FIRST.index(end[0]))
+        outcomes[test] = outcome
+        if outcome == "failed":
+            rank = next(rank for rank, end in enumerate(ends) if end[0] == "failed")
+            complaints.append(f"{test} on rank {rank}:\n{reason}")
+    return outcomes, complaints
+
+
+def _tree() -> Path:
+    named = os.environ.get("MEGATRON_LM_PATH")
+    if not named:
+        sys.exit("set MEGATRON_LM_PATH to a Megatron-LM tree at the pinned tag: its tests are run")
+    tree = Path(named).resolve()
+    if not (tree / "tests" / "unit_tests").is_dir():
+        sys.exit(f"MEGATRON_LM_PATH={named} has no tests/unit_tests; it needs the whole tree")
+    return tree
+
+
+def _run_all(suites: Sequence[Suite]) -> int:
+    tree = _tree()
+    results = []
+    for suite in suites:
+        results.append(run_suite(suite, tree))
+        print(results[-1], flush=True)
+        for complaint in results[-1].complaints:
+            print("    " + complaint.replace("\n", "\n    "), flush=True)
+    counts = sum((Counter(result.outcomes.values()) for result in results), Counter())
+    bad = [result.suite.file for result in results if not result.ok]
+    told = ", ".join(f"{counts[name]} {name}" for name in _WORST_FIRST)
+    print(f"{len(results)} files: {told}; {sum(r.wall_s for r in results):.0f} s")
+    print("as expected" if not bad else f"not as expected: {', '.join(bad)}")
+    return 1 if bad else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, or list, upstream's tests; returns the exit code."""
+    parser = argparse.ArgumentParser(description="run upstream's own unit tests on CPU ranks")
+    parser.add_argument("patterns", nargs="*", help="parts of file paths; none means all files")
+    parser.add_argument("--list", action="store_true", help="show what runs, and what does not")
+    parser.add_argument("--markdown", action="store_true", help="show that as Markdown")
+    arguments = parser.parse_args(argv)
+    if arguments.markdown or arguments.list:
+        print(listing.markdown() if arguments.markdown else listing.text(), end="")
+        return 0
+    patterns = arguments.patterns or [""]
+    suites = [suite for suite in SUITES if any(part in suite.file for part in patterns)]
+    if not suites:
+        sys.exit(f"no file matches {' '.join(patterns)}; see --list")
+    return _run_all(suites)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
