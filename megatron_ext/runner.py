@@ -10,6 +10,7 @@ import logging
 import os
 import runpy
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from megatron_ext import devices, upstream
 from megatron_ext.errors import MegatronExtError, UserError
 
 __all__ = ["Start", "choose", "run"]
+
+_TELLING_S = 2.0
 
 _EMBEDDED: dict[str, Literal["gpt", "bert"]] = {
     "pretrain_gpt.py": "gpt",
@@ -100,12 +103,15 @@ def _distributed_started() -> bool:
 def _explain(error: BaseException) -> int:
     """Print an error that needs no traceback; return the exit code.
 
-    Before the ranks are connected all of them see the same mistake, so one of them tells it.
+    Before the ranks are connected all of them see the same mistake, so one of them tells it. The
+    others wait for it: a launcher kills all processes as soon as one has ended.
     """
     rank = os.environ.get("RANK", "0")
     if rank == "0" or _distributed_started():
         prefix = f"[rank {rank}] " if _distributed_started() else ""
         print(f"{prefix}megatron_ext: error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(_TELLING_S)
     return 2 if isinstance(error, UserError) else 1
 
 

@@ -62,21 +62,18 @@ _MODEL_ARGUMENTS = """
 
 
 def check_save_directory(path: str) -> None:
-    """Check that checkpoints can be written below `path`; leaves nothing behind.
+    """Check that checkpoints can be written below `path`, without making anything.
+
+    Every rank asks at the same time, so trying it out would be a race.
 
     Raises:
         DataError: It cannot be made or written.
     """
     target = Path(path).absolute()
-    missing = [one for one in (target, *target.parents) if not one.exists()]
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        writable = os.access(target, os.W_OK)
-        for made in missing:
-            made.rmdir()
-    except OSError as error:
-        raise DataError(f"--save {path} cannot be made: {error.strerror}; give another") from error
-    if not writable:
+    nearest = next(one for one in (target, *target.parents) if one.exists())
+    if not nearest.is_dir():
+        raise DataError(f"--save {path} cannot be made: {nearest} is no directory; give another")
+    if not os.access(nearest, os.W_OK | os.X_OK):
         raise DataError(f"--save {path} cannot be written by this user; give another")
 
 

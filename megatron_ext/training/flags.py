@@ -201,7 +201,9 @@ _NEGATIONS: dict[str, str] = {
     ),
 }
 
-_TWO_SPELLINGS: dict[str, str] = {
+# Switches that store under another name, or have two: {flag or flags: where}.
+_RENAMED: dict[str, str] = {
+    "--use-mcore-models": "deprecated_use_mcore_models",
     "--override-opt_param-scheduler --override-opt-param-scheduler": "override_opt_param_scheduler",
     "--use-checkpoint-opt_param-scheduler --use-checkpoint-opt-param-scheduler": (
         "use_checkpoint_opt_param_scheduler"
@@ -229,7 +231,7 @@ def add_flags(parser: ArgumentParser, local_rank: int) -> None:
         group.add_argument(flag, action="store_true", default=None)
     for spellings, dest in _NEGATIONS.items():
         group.add_argument(*spellings.split(), dest=dest, action="store_false")
-    for spellings, dest in _TWO_SPELLINGS.items():
+    for spellings, dest in _RENAMED.items():
         group.add_argument(*spellings.split(), dest=dest, action="store_true")
     group.add_argument("--save-interval", "--persistent-save-interval", type=int)
     group.add_argument("--local-rank", type=int, default=local_rank)

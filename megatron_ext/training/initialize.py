@@ -8,6 +8,7 @@ same.
 from __future__ import annotations
 
 import random
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from megatron_ext.training.arguments import Model
 
 __all__ = ["agreed", "initialize"]
+
+_TELLING_S = 2.0
 
 
 def initialize(args: Namespace, model: Model, config: TransformerConfig) -> None:
@@ -108,6 +111,7 @@ def agreed() -> Iterator[None]:
         return
     if dist.get_rank() == 0:
         raise first
+    time.sleep(_TELLING_S)  # a launcher kills all processes as soon as one has ended
     raise SystemExit(2)
 
 
