@@ -233,6 +233,23 @@ def test_the_tiny_run_learns_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.tree
+def test_both_ways_print_the_same_losses(tmp_path: Path, megatron_lm_path: Path) -> None:
+    """Upstream's script has no byte-level tokenizer, but trains on the same ids."""
+    printed = {}
+    for way, flag in (("upstream", []), ("embedded", ["--embedded"])):
+        flags = ["--tiny", "--train-iters", "3", "--log-interval", "1", "--eval-iters", "1", *flag]
+        done = bash(
+            LLAMA3, *flags, "--out", str(tmp_path / way), MEGATRON_LM_PATH=str(megatron_lm_path)
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("of the Megatron-LM tree" in done.stdout) == (way == "upstream")
+        printed[way] = re.findall(r"lm loss: (\S+)", done.stdout)
+    assert len(printed["upstream"]) == 3
+    assert printed["embedded"] == printed["upstream"]
+
+
+@pytest.mark.e2e
 def test_an_unknown_flag_is_named_last(tmp_path: Path) -> None:
     done = bash(LLAMA3, "--tiny", "--out", str(tmp_path), "--no-such-flag", NPROC="1")
     assert done.returncode == 2
