@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import runpy
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -95,6 +96,18 @@ def _execute(start: Start, argv: Sequence[str]) -> None:
     runpy.run_path(str(start.script), run_name="__main__")
 
 
+def _address_of_one() -> None:
+    """Let a process that no launcher started be a world of one: torch asks it for an address."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" or "MASTER_ADDR" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("MASTER_PORT", port)):
+        os.environ.setdefault(name, str(value))
+    os.environ["MASTER_ADDR"] = "localhost"
+
+
 def _distributed_started() -> bool:
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
@@ -135,6 +148,7 @@ def run(script: str, argv: Sequence[str], *, embedded: bool = False) -> int:
         devices.current()
         if os.environ.get("RANK", "0") == "0":
             print(f"megatron_ext {start}", flush=True)
+        _address_of_one()
         _execute(start, argv)
     except MegatronExtError as error:
         return _explain(error)

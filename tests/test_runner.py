@@ -135,6 +135,17 @@ def test_only_one_rank_tells_what_all_of_them_see() -> None:
     assert "there is no gone.py" not in done.stderr
 
 
+def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
+    Path("mine.py").write_text(
+        "from torch import distributed\n"
+        "distributed.init_process_group('gloo')\n"
+        "print(distributed.get_world_size())\n"
+    )
+    done = _run("mine.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "1"
+
+
 def test_errors_of_the_script_keep_their_traceback() -> None:
     Path("mine.py").write_text("raise RuntimeError('a bug of mine')\n")
     done = _run("mine.py")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import ArgumentsError
@@ -101,10 +103,15 @@ def _validate(
     try:
         validated = call(*args, **kwargs)
     except (AssertionError, ValueError) as error:
-        text = str(error) or "an assertion without a message; see the traceback above"
-        raise ArgumentsError(f"Megatron-LM refused the arguments: {text}") from error
+        raise ArgumentsError(f"Megatron-LM refused the arguments: {_told(error)}") from error
     _show_patches(validated)
     return validated
+
+
+def _told(error: Exception) -> str:
+    """Return an error's message, or the line that raised it where upstream gave none."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return str(error) or f"{place.line} ({Path(place.filename).name}:{place.lineno})"
 
 
 def _show_patches(args: Namespace) -> None:

@@ -94,6 +94,12 @@ def test_upstreams_script_refuses_in_one_line(
     assert message in line
 
 
+def test_an_assertion_without_a_message_shows_its_condition(megatron_lm_path: object) -> None:
+    flags = " ".join(_TINY).replace("--micro-batch-size 1", "").split()
+    line = _refused(start_script(1, "pretrain_gpt.py", flags))
+    assert "assert args.micro_batch_size is not None (arguments.py:" in line
+
+
 def test_upstreams_script_lists_the_patches_on_demand(megatron_lm_path: object) -> None:
     run = start_script(2, "pretrain_gpt.py", [*_TINY, "--ext-list-patches"])
     assert run.exit_codes == [0, 0], run.describe()
