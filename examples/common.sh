@@ -126,7 +126,7 @@ check_compiler() {
 }
 
 # The wheel for machines without GPU is a tenth of the size. PyPI does not have it, PyTorch's own index
-# does, and mirrors may.
+# does, and mirrors may. Where neither can be reached, the wheel for GPUs runs on a CPU as well.
 install_torch() {
     local log=$1
     if has_nvidia_gpu; then
@@ -138,8 +138,13 @@ install_torch() {
         say "installs torch $TORCH_VERSION for the CPU"
         logged "$log" "$PYTHON" -m pip install "torch==$TORCH_VERSION+cpu" ||
             logged "$log" "$PYTHON" -m pip install "torch==$TORCH_VERSION+cpu" --extra-index-url "$TORCH_CPU_INDEX" ||
-            installation_failed "$log"
+            install_gpu_torch "$log" || installation_failed "$log"
     fi
+}
+
+install_gpu_torch() {
+    say "finds no CPU build of torch; installs the build for GPUs instead, which takes several GB"
+    logged "$1" "$PYTHON" -m pip install "torch==$TORCH_VERSION"
 }
 
 has_nvidia_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
