@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 _UNREADABLE = (CheckpointingException, OSError, RuntimeError, LookupError, ValueError)
 _TRACKER = "latest_checkpointed_iteration.txt"
+_OPERATIONS = "num_floating_point_operations_so_far"
 _OPTIMIZER_TYPE = "distrib_optim_sharding_type"
 
 # What makes another model; a checkpoint of a run with other values does not fit.
@@ -107,7 +108,7 @@ def save_checkpoint(
         metadata,
     )
     state["iteration"] = iteration
-    state["num_floating_point_operations_so_far"] = 0
+    state[_OPERATIONS] = getattr(args, _OPERATIONS, 0)  # upstream's count, carried along
     strategy = get_default_save_sharded_strategy("torch_dist")
     if args.ckpt_fully_parallel_save:
         strategy = FullyParallelSaveStrategyWrapper(strategy, _replicas())
@@ -172,6 +173,7 @@ def load_checkpoint(
         optimizer.reload_model_params()
     if plan.rng:
         _set_rng_state(args, state["rng_state"])
+    setattr(args, _OPERATIONS, state.get(_OPERATIONS, 0))
     for counter, count in plan.counters.items():
         setattr(args, counter, count)
     update_num_microbatches(args.consumed_train_samples)

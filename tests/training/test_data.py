@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.ranks import run_ranks
 
-from .helpers import gpt_dataset, write_dataset
+from .helpers import MOCK, gpt_dataset, write_dataset
 
 
 def checked(prefixes: list[str]) -> list[Any]:
@@ -65,3 +65,25 @@ def dealt(total: int, consumed: int, replicas: int) -> list[list[list[int]]]:
 def test_replicas_take_turns() -> None:
     (found,) = run_ranks(1, dealt, 15, 4, 2)
     assert found == [[[4, 5], [8, 9]], [[6, 7], [10, 11]]]
+
+
+def padded_vocabularies(flags: list[str]) -> list[int]:
+    from megatron_ext.training.arguments import parse
+    from megatron_ext.training.data import build_tokenizer
+
+    sizes = []
+    for line in flags:
+        args = parse("gpt", line.split(), {"WORLD_SIZE": "2"})
+        build_tokenizer(args)
+        sizes.append(args.padded_vocab_size)
+    return sizes
+
+
+def test_vocabularies_are_padded() -> None:
+    flags = [
+        MOCK,  # 100 ids and an end of document
+        MOCK + "--tensor-model-parallel-size 2",
+        MOCK + "--tokenizer-type ByteLevelTokenizer --make-vocab-size-divisible-by 100",
+        MOCK + "--padded-vocab-size 104",
+    ]
+    assert run_ranks(1, padded_vocabularies, flags) == [[128, 256, 600, 104]]

@@ -87,7 +87,10 @@ def test_only_the_latest_checkpoints_are_kept(tmp_path: Path) -> None:
             id="no tokenizer",
         ),
         pytest.param(
-            1, MOCK + "--save /proc/absent --save-interval 1", ["--save /proc/absent"], id="no save"
+            1,
+            f"{MOCK}--save {__file__}/save --save-interval 1",
+            [f"--save {__file__}/save", "is no directory"],
+            id="no save",
         ),
         pytest.param(
             2,
