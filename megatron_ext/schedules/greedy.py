@@ -2,15 +2,15 @@
 
 It fills the time line from the front. Whenever a rank is free it starts, among the actions whose
 inputs are there, the one of best priority: I before F before W, so that W fills gaps and otherwise
-runs only when the cap leaves nothing else. A search tries several priorities and limits on the
-micro-batches in flight, and keeps the shortest table.
+runs only when the cap leaves nothing else. A search tries several limits on the micro-batches in
+flight and keeps the shortest table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import product
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
@@ -19,38 +19,20 @@ from megatron_ext.schedules.actions import Action
 if TYPE_CHECKING:
     from megatron_ext.schedules.placement import Placement
 
-__all__ = ["PRIORITIES", "Problem", "Rows", "search"]
+__all__ = ["Problem", "Rows", "search", "spread"]
 
 Rows = tuple[tuple[Action, ...], ...]
 Key = tuple[int, int, int]
-Priority = Callable[[Action], Key]
+
+_PILOT_ROUNDS = 4
+"""So many micro-batches for each rank show how a limit does with more."""
 
 
-def _late_forward(action: Action) -> Key:
+def _priority(action: Action) -> Key:
+    """I before F before W; of the forwards the deepest stage, of the others the first."""
     if action.kind == "F":
         return 1, -action.stage, action.microbatch
     return (0 if action.kind == "I" else 2), action.stage, action.microbatch
-
-
-def _old_backward(action: Action) -> Key:
-    if action.kind == "F":
-        return 1, -action.stage, action.microbatch
-    return (0 if action.kind == "I" else 2), action.microbatch, action.stage
-
-
-def _early_forward(action: Action) -> Key:
-    if action.kind == "F":
-        return 1, action.stage, action.microbatch
-    return (0 if action.kind == "I" else 2), action.stage, action.microbatch
-
-
-def _old_forward(action: Action) -> Key:
-    if action.kind == "F":
-        return 1, action.microbatch, -action.stage
-    return (0 if action.kind == "I" else 2), action.microbatch, action.stage
-
-
-PRIORITIES: tuple[Priority, ...] = (_late_forward, _old_backward, _early_forward, _old_forward)
 
 
 @dataclass(frozen=True)
@@ -63,62 +45,96 @@ class Problem:
     """Most stages' activations alive on one rank."""
 
 
-def search(
-    problem: Problem,
-    limits: Iterable[int | None],
-    bound: int,
-    priorities: Sequence[Priority] = PRIORITIES,
-) -> Rows:
+def search(problem: Problem, limits: Sequence[int | None], bound: int) -> Rows:
     """Return the shortest table that the greedy scheduler finds.
 
     Args:
         problem: What to schedule.
         limits: Limits to try on the micro-batches between first F and last I; None: no limit.
         bound: A makespan that cannot be beaten; the search ends when it is reached.
-        priorities: Priorities to try with each limit.
 
     Raises:
         ScheduleError: If the cap is too low for any table.
     """
-    best: Rows | None = None
-    shortest = 0
-    for limit, priority in product(limits, priorities):
-        attempt = _Attempt(problem, limit or problem.num_microbatches, priority)
-        if not attempt.run():
-            continue
-        if best is None or attempt.makespan < shortest:
-            best, shortest = tuple(map(tuple, attempt.rows)), attempt.makespan
-        if shortest <= bound:
-            break
-    if best is None:
+    num_ranks = problem.placement.num_ranks
+    surplus = max(0, problem.num_microbatches // num_ranks - _PILOT_ROUNDS) * num_ranks
+    found = None
+    if surplus:
+        # The pipeline is in its steady state long before: the limit that is best then stays best.
+        work = 3 * max(map(len, problem.placement.stages_of)) * surplus
+        pilot = replace(problem, num_microbatches=problem.num_microbatches - surplus)
+        best = _best(pilot, limits, bound - work)
+        found = best and _best(problem, [best.limit], bound)
+    found = found or _best(problem, limits, bound)
+    if found is None:
         raise ScheduleError(
             f"no order of {problem.num_microbatches} micro-batches keeps at most {problem.cap} "
-            f"activations of a stage on each of {problem.placement.num_ranks} ranks; allow more"
+            f"activations of a stage on each of {num_ranks} ranks; allow more"
         )
+    return tuple(map(tuple, found.rows))
+
+
+def _best(problem: Problem, limits: Iterable[int | None], bound: int) -> _Attempt | None:
+    best: _Attempt | None = None
+    for limit in limits:
+        attempt = _Attempt(problem, limit)
+        if attempt.run() and (best is None or attempt.makespan < best.makespan):
+            best = attempt
+        if best is not None and best.makespan <= bound:
+            break
     return best
+
+
+def spread(first: int, last: int) -> list[int]:
+    """Return the numbers from first to last, or some ten of them where there are more."""
+    return list(range(first, last + 1, 1 + (last - first) // 12))
+
+
+Choice = tuple[int, Key, Action]
+"""(time, priority, action): from when it may start, or as chosen when it does."""
 
 
 @dataclass
 class _Rank:
-    """One rank's time line so far and what it could do next."""
+    """One rank's time line so far and what it could do next.
+
+    What became ready while the rank was busy waits in heaps by priority; `later` is what becomes
+    ready after it is free, which is little.
+    """
 
     free: int = 0
     live: int = 0
-    ready: list[tuple[int, Key, Action]] = field(default_factory=list)
-    """(time from which it may run, priority, action)"""
-    choice: tuple[int, Key, Action] | None = None
-    """(start, priority, action) of the best of them, or None if there is none."""
+    later: list[Choice] = field(default_factory=list)
+    backwards: list[tuple[Key, Action]] = field(default_factory=list)
+    forwards: list[tuple[Key, Action]] = field(default_factory=list)
+    entries: list[tuple[Key, Action]] = field(default_factory=list)
+    """Forwards of the first stage, which the limit on micro-batches in flight may hold back."""
+    choice: Choice | None = None
+
+    def heap_of(self, action: Action) -> list[tuple[Key, Action]]:
+        """Return the heap that an action waits in."""
+        if action.kind != "F":
+            return self.backwards
+        return self.forwards if action.stage else self.entries
+
+    def remove(self, choice: Choice) -> None:
+        """Take the chosen action out: it is in `later`, or the first of its heap."""
+        if choice in self.later:
+            self.later.remove(choice)
+        else:
+            heappop(self.heap_of(choice[2]))
 
 
 class _Attempt:
     """One greedy run."""
 
-    def __init__(self, problem: Problem, limit: int, priority: Priority) -> None:
+    def __init__(self, problem: Problem, limit: int | None) -> None:
+        self.limit = limit
         self._problem = problem
-        self._limit = limit
-        self._priority = priority
+        self._max_in_flight = problem.num_microbatches if limit is None else limit
         self._in_flight = 0
         self._ranks = [_Rank() for _ in range(problem.placement.num_ranks)]
+        self._starts: list[tuple[int, int]] = []
         self.rows: list[list[Action]] = [[] for _ in self._ranks]
 
     @property
@@ -139,21 +155,22 @@ class _Attempt:
 
     def _next_rank(self) -> int | None:
         """Return the rank that can start first, the lowest on ties."""
-        found, earliest = None, 0
-        for number, rank in enumerate(self._ranks):
-            if rank.choice is not None and (found is None or rank.choice[0] < earliest):
-                found, earliest = number, rank.choice[0]
-        return found
+        while self._starts:
+            start, number = heappop(self._starts)
+            choice = self._ranks[number].choice
+            if choice is not None and choice[0] == start:  # else it has chosen anew since
+                return number
+        return None
 
     def _commit(self, number: int) -> None:
         rank = self._ranks[number]
         assert rank.choice is not None
-        start, key, action = rank.choice
-        rank.ready.remove(next(r for r in rank.ready if r[1] == key and r[2] == action))
+        start, _, action = rank.choice
+        rank.remove(rank.choice)
         rank.free = start + 1
         self.rows[number].append(action)
         self._follow(rank, action)
-        self._choose(rank)
+        self._choose(number)
 
     def _follow(self, rank: _Rank, action: Action) -> None:
         """Release what an action makes possible."""
@@ -177,18 +194,30 @@ class _Attempt:
             rank.live -= 1
 
     def _release(self, time: int, action: Action) -> None:
-        rank = self._ranks[self._problem.placement.rank_of[action.stage]]
-        rank.ready.append((time, self._priority(action), action))
-        self._choose(rank)
+        number = self._problem.placement.rank_of[action.stage]
+        self._ranks[number].later.append((time, _priority(action), action))
+        self._choose(number)
 
-    def _choose(self, rank: _Rank) -> None:
+    def _choose(self, number: int) -> None:
+        """Find the best action that a rank can start first, and offer its start."""
+        rank = self._ranks[number]
+        if any(time <= rank.free for time, _, _ in rank.later):
+            for time, key, action in rank.later:
+                if time <= rank.free:
+                    heappush(rank.heap_of(action), (key, action))
+            rank.later = [choice for choice in rank.later if choice[0] > rank.free]
         may_grow = rank.live < self._problem.cap
-        may_begin = self._in_flight < self._limit
-        best: tuple[int, Key, Action] | None = None
-        for time, key, action in rank.ready:
-            if action.kind == "F" and not (may_grow and (action.stage or may_begin)):
-                continue
-            start = max(time, rank.free)
-            if best is None or (start, key) < best[:2]:
-                best = start, key, action
-        rank.choice = best
+        may_enter = may_grow and self._in_flight < self._max_in_flight
+        heaps = [rank.backwards]
+        if may_grow:
+            heaps.append(rank.forwards)
+        if may_enter:
+            heaps.append(rank.entries)
+        first = min((heap[0] for heap in heaps if heap), default=None)
+        if first is not None:
+            rank.choice = (rank.free, *first)
+        else:
+            allowed = (c for c in rank.later if any(rank.heap_of(c[2]) is heap for heap in heaps))
+            rank.choice = min(allowed, default=None)
+        if rank.choice is not None:
+            heappush(self._starts, (rank.choice[0], number))

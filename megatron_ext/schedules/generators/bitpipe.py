@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import placement
 from megatron_ext.schedules.actions import Action, Option, Schedule
-from megatron_ext.schedules.greedy import Problem, Rows, search
+from megatron_ext.schedules.greedy import Problem, Rows, search, spread
 from megatron_ext.schedules.registry import Size, register
 
 if TYPE_CHECKING:
@@ -174,4 +174,4 @@ def _greedy_rows(pp: int, num_microbatches: int) -> Rows:
     problem = Problem(placement.w(h), num_microbatches, cap=2 * pp)
     # No rank has less work than this, and the last one starts h - 1 stages late.
     bound = 12 * num_microbatches + h - 1
-    return search(problem, (None, *range(h, pp + 1)), bound)
+    return search(problem, (None, *spread(h, pp)), bound)

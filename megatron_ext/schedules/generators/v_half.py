@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from megatron_ext.schedules import placement
 from megatron_ext.schedules.actions import Schedule
-from megatron_ext.schedules.greedy import PRIORITIES, Problem, search
+from megatron_ext.schedules.greedy import Problem, search, spread
 from megatron_ext.schedules.registry import Size, register
 
 
@@ -41,6 +41,6 @@ def v_half(pp: int, num_microbatches: int) -> Schedule:
     problem = Problem(folded, num_microbatches, cap=pp + 2)
     # No rank has less work than this, and the last one starts pp - 1 stages late.
     bound = 6 * num_microbatches + pp - 1
-    limits = (None, *range(pp // 2 + 1, pp + 2))
-    rows = search(problem, limits, bound, PRIORITIES[:1])
+    limits = (None, *spread(pp // 2 + 1, pp + 1))
+    rows = search(problem, limits, bound)
     return Schedule("v-half", folded, num_microbatches, rows, {"chunks": 2})

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.schedules import placement
 from megatron_ext.schedules.actions import Action, Schedule
-from megatron_ext.schedules.greedy import Problem, Rows, search
+from megatron_ext.schedules.greedy import Problem, Rows, search, spread
 from megatron_ext.schedules.patterns import expand
 from megatron_ext.schedules.registry import Size, register
 
@@ -65,7 +65,7 @@ def _short_rows(pp: int, num_microbatches: int) -> Rows:
     """With too few micro-batches to fill the pipeline the published order has holes: search."""
     problem = Problem(placement.v(pp), num_microbatches, cap=2 * pp)
     bound = 6 * num_microbatches + pp - 1
-    return search(problem, (None, *range(pp // 2 + 1, pp + 1)), bound)
+    return search(problem, (None, *spread(pp // 2 + 1, pp)), bound)
 
 
 def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
