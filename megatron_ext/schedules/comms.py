@@ -12,12 +12,11 @@ its first F), so that gathering them can be awaited there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from megatron_ext.schedules.actions import Action, Row, Schedule
 
-__all__ = ["Mark", "Step", "Tag", "Transfer", "collectives", "literal_programs", "lower"]
+__all__ = ["Mark", "Step", "Tag", "Transfer", "lower", "reduction_order"]
 
 
 class Tag(NamedTuple):
@@ -105,12 +104,7 @@ def _makes(schedule: Schedule, action: Action) -> list[Step]:
     return [Transfer("LOCAL" if hop == "local" else "SEND", tag, peer, hop == "twin")]
 
 
-def literal_programs(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
-    """Return the program of every rank of the world: with twins, of both mirrored pipelines."""
-    programs = lower(schedule)
-    return programs + programs[::-1] if schedule.placement.twins == 2 else programs
-
-
-def collectives(program: Sequence[Step]) -> list[Mark]:
-    """Return the gradient reductions of a program in their order."""
-    return [s for s in program if isinstance(s, Mark) and s.verb == "REDUCE_GRAD"]
+def reduction_order(row: Row) -> list[Mark]:
+    """Return the gradient reductions of a row in their order: that of the stages' last actions."""
+    last_use = {action.stage: index for index, action in enumerate(row)}
+    return [Mark("REDUCE_GRAD", stage) for stage in sorted(last_use, key=last_use.__getitem__)]

@@ -67,12 +67,10 @@ def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
     are alive between F and B (or I), on the stages that an edge serves, are enough for either
     direction, in whatever order the messages arrive.
     """
-    rank_of = schedule.placement.rank_of
     slots: dict[Edge, int] = {}
     for rank, row in enumerate(schedule.rows):
         for peer, peak in _live_by_peer(schedule, row).items():
             slots[rank, peer, "F"] = slots[peer, rank, "B"] = peak
-    assert all(0 <= edge[1] < len(rank_of) for edge in slots)
     return dict(sorted(slots.items()))
 
 

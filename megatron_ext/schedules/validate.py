@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules import comms
 from megatron_ext.schedules.actions import Action, Schedule
+from megatron_ext.schedules.comms import reduction_order
 from megatron_ext.schedules.marking import marked_row
 from megatron_ext.schedules.memory import Edge, Memory, live_counts, measure, slots_needed
 from megatron_ext.schedules.order import Run, execution_order
 from megatron_ext.schedules.slots import check_slots
+from megatron_ext.schedules.unfold import literal_rows
 
 __all__ = ["Report", "check_cover", "check_group_order", "validate"]
 
@@ -177,11 +178,14 @@ def _is_ascending(schedule: Schedule) -> bool:
 
 
 def _check_twins(schedule: Schedule) -> None:
-    """Twins hold the same stages, so they reduce gradients together: in the same order."""
-    collectives = [comms.collectives(row) for row in comms.literal_programs(schedule)]
+    """Twins hold the same stages and reduce their gradients together: in the same order.
+
+    All other data-parallel peers run the very same row, which they make sure of by the digest.
+    """
+    orders = [reduction_order(row) for row in literal_rows(schedule)]
     last = schedule.pp - 1
     for rank in range(schedule.placement.num_ranks):
-        members = {rank: collectives[rank], last - rank: collectives[last - rank]}
+        members = {rank: orders[rank], last - rank: orders[last - rank]}
         check_group_order(f"twins {rank} and {last - rank}", members)
 
 

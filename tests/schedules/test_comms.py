@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 
 from megatron_ext.schedules import Action, Schedule, generate, lower, simulate
-from megatron_ext.schedules.comms import Mark, Transfer, collectives, literal_programs
+from megatron_ext.schedules.comms import Mark, Transfer, reduction_order
 
 from .strategies import schedules
 
@@ -81,9 +81,11 @@ def test_markers_enclose_the_use_of_each_stage(schedule: Schedule) -> None:
             assert sync < used[0] <= used[-1] < reduce
 
 
-def test_twins_reduce_in_one_order() -> None:
-    programs = [collectives(program) for program in literal_programs(generate("bitpipe", 8, 8))]
-    assert programs == programs[::-1]
+@given(schedules())
+def test_reductions_stand_where_the_order_says(schedule: Schedule) -> None:
+    for row, program in zip(schedule.rows, lower(schedule), strict=True):
+        marks = [step for step in program if isinstance(step, Mark)]
+        assert [mark for mark in marks if mark.verb == "REDUCE_GRAD"] == reduction_order(row)
 
 
 def test_a_stage_that_ends_early_is_reduced_early() -> None:
