@@ -114,6 +114,8 @@ def _options(args: argparse.Namespace) -> dict[str, dict[str, Option]]:
     for destination, value in vars(args).items():
         name, _, key = destination.partition(" ")
         if key and value is not None:
+            if args.schedule not in (name, "all"):
+                raise ScheduleError(f"--{name}-{key} is for {name}, not for {args.schedule}")
             said.setdefault(name, {})[key] = value
     return said
 

@@ -17,6 +17,8 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.actions import Action
 
 if TYPE_CHECKING:
+    from megatron_ext.schedules.actions import Kind
+    from megatron_ext.schedules.costs import Costs
     from megatron_ext.schedules.placement import Placement
 
 __all__ = ["Problem", "Rows", "search", "spread"]
@@ -35,23 +37,49 @@ def _priority(action: Action) -> Key:
     return (0 if action.kind == "I" else 2), action.stage, action.microbatch
 
 
+_TICKS = 10**6
+"""Times are whole numbers of ticks, so many for a time of 1: sums stay exact."""
+
+
 @dataclass(frozen=True)
 class Problem:
-    """What to schedule. All stages take the same time, one unit for each of F, I and W."""
+    """What to schedule. All stages take the same time; of the costs, jitter is left out."""
 
     placement: Placement
     num_microbatches: int
     cap: int
     """Most stages' activations alive on one rank."""
+    costs: Costs
+
+    @property
+    def durations(self) -> dict[Kind, int]:
+        """Ticks of each kind of action on one stage."""
+        share = self.placement.num_ranks * self.placement.twins / self.placement.num_stages
+        costs = self.costs
+        times: dict[Kind, float] = {"F": costs.forward, "I": costs.input, "W": costs.weight}
+        return {kind: round(time * share * _TICKS) for kind, time in times.items()}
+
+    @property
+    def delays(self) -> list[int]:
+        """Ticks from the end of a stage until the next one can start, by the lower of the two."""
+        latency = round(self.costs.latency * _TICKS)
+        return [0 if hop == "local" else latency for hop in self.placement.hops]
+
+    @property
+    def bound(self) -> int:
+        """A makespan that no table can beat: the last rank starts late and does all of its work."""
+        num_ranks, durations = self.placement.num_ranks, self.durations
+        start = durations["F"] * (num_ranks - 1) + sum(self.delays[: num_ranks - 1])
+        work = sum(durations.values()) * len(self.placement.stages_of[-1])
+        return start + self.num_microbatches * work
 
 
-def search(problem: Problem, limits: Sequence[int | None], bound: int) -> Rows:
+def search(problem: Problem, limits: Sequence[int | None]) -> Rows:
     """Return the shortest table that the greedy scheduler finds.
 
     Args:
         problem: What to schedule.
         limits: Limits to try on the micro-batches between first F and last I; None: no limit.
-        bound: A makespan that cannot be beaten; the search ends when it is reached.
 
     Raises:
         ScheduleError: If the cap is too low for any table.
@@ -61,11 +89,10 @@ def search(problem: Problem, limits: Sequence[int | None], bound: int) -> Rows:
     found = None
     if surplus:
         # The pipeline is in its steady state long before: the limit that is best then stays best.
-        work = 3 * max(map(len, problem.placement.stages_of)) * surplus
         pilot = replace(problem, num_microbatches=problem.num_microbatches - surplus)
-        best = _best(pilot, limits, bound - work)
-        found = best and _best(problem, [best.limit], bound)
-    found = found or _best(problem, limits, bound)
+        best = _best(pilot, limits)
+        found = best and _best(problem, [best.limit])
+    found = found or _best(problem, limits)
     if found is None:
         raise ScheduleError(
             f"no order of {problem.num_microbatches} micro-batches keeps at most {problem.cap} "
@@ -74,13 +101,13 @@ def search(problem: Problem, limits: Sequence[int | None], bound: int) -> Rows:
     return tuple(map(tuple, found.rows))
 
 
-def _best(problem: Problem, limits: Iterable[int | None], bound: int) -> _Attempt | None:
+def _best(problem: Problem, limits: Iterable[int | None]) -> _Attempt | None:
     best: _Attempt | None = None
     for limit in limits:
         attempt = _Attempt(problem, limit)
         if attempt.run() and (best is None or attempt.makespan < best.makespan):
             best = attempt
-        if best is not None and best.makespan <= bound:
+        if best is not None and best.makespan <= problem.bound:
             break
     return best
 
@@ -133,6 +160,8 @@ class _Attempt:
         self._problem = problem
         self._max_in_flight = problem.num_microbatches if limit is None else limit
         self._in_flight = 0
+        self._durations = problem.durations
+        self._delays = problem.delays
         self._ranks = [_Rank() for _ in range(problem.placement.num_ranks)]
         self._starts: list[tuple[int, int]] = []
         self.rows: list[list[Action]] = [[] for _ in self._ranks]
@@ -167,7 +196,7 @@ class _Attempt:
         assert rank.choice is not None
         start, _, action = rank.choice
         rank.remove(rank.choice)
-        rank.free = start + 1
+        rank.free = start + self._durations[action.kind]
         self.rows[number].append(action)
         self._follow(rank, action)
         self._choose(number)
@@ -182,12 +211,14 @@ class _Attempt:
                 self._in_flight += 1
                 if microbatch + 1 < self._problem.num_microbatches:
                     self._release(now, Action(0, "F", microbatch + 1))
-            above = Action(stage + 1, "F", microbatch)
-            self._release(now, above if stage < last else action._replace(kind="I"))
+            if stage < last:
+                self._release(now + self._delays[stage], Action(stage + 1, "F", microbatch))
+            else:
+                self._release(now, Action(stage, "I", microbatch))
         elif kind == "I":
-            self._release(now, action._replace(kind="W"))
+            self._release(now, Action(stage, "W", microbatch))
             if stage:
-                self._release(now, Action(stage - 1, "I", microbatch))
+                self._release(now + self._delays[stage - 1], Action(stage - 1, "I", microbatch))
             else:
                 self._in_flight -= 1
         else:

@@ -48,14 +48,14 @@ def compare(
     """
     options = options or {}
     if name != "all":
-        schedule = generate(name, pp, num_microbatches, chunks, **options.get(name, {}))
+        schedule = generate(name, pp, num_microbatches, chunks, costs, **options.get(name, {}))
         return [evaluate(schedule, costs)], []
     found: list[Timeline] = []
     left_out: list[str] = []
     for generator in registered().values():
         for variant in _variants(generator, chunks, options.get(generator.name, {})):
             try:
-                schedule = generate(generator.name, pp, num_microbatches, **variant)  # type: ignore[arg-type]
+                schedule = generate(generator.name, pp, num_microbatches, costs=costs, **variant)  # type: ignore[arg-type]
             except ScheduleError as error:
                 left_out.append(str(error))
                 continue

@@ -1,9 +1,9 @@
 """Schedules by name.
 
 A generator is a pure function `(pp, num_microbatches, **options) -> Schedule` in a module of
-`generators/`, decorated with `@register`; with `free_chunks` the number of chunks is its third
-argument. That is all it takes: plan, plot and the tests of all schedules find it here. See
-docs/adding-a-schedule.md.
+`generators/`, decorated with `@register`; with `free_chunks` the number of chunks is a third
+argument, with `needs_costs` the costs are the last. That is all it takes: plan, plot and the tests
+of all schedules find it here. See docs/adding-a-schedule.md.
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.actions import Option, Schedule
-
-if TYPE_CHECKING:
-    from megatron_ext.schedules.costs import Costs
+from megatron_ext.schedules.costs import UNIT, Costs
 
 __all__ = [
     "CSV_PREFIX",
     "Generator",
     "Size",
     "generate",
-    "registered",
     "get",
     "published_bubble",
     "published_peak",
     "register",
+    "registered",
 ]
 
 CSV_PREFIX = "csv:"
@@ -68,6 +66,8 @@ class Generator:
     """Values of each further option, the default first."""
     variants: tuple[Mapping[str, Option], ...] = ({},)
     """Options (and `chunks`) of the rows that a comparison of all schedules shows."""
+    needs_costs: bool = False
+    """Whether the table is made for given costs, which are then the generator's last argument."""
     flags: str | None = None
     """Training flags that select it, with `{chunks}`; None: `--pipeline-schedule NAME`."""
 
@@ -171,6 +171,7 @@ def generate(
     pp: int | None = None,
     num_microbatches: int | None = None,
     chunks: int | None = None,
+    costs: Costs = UNIT,
     **options: Option,
 ) -> Schedule:
     """Return a schedule by name, or the one of a CSV file by `csv:FILE`.
@@ -180,6 +181,7 @@ def generate(
         pp: Ranks of the pipeline world. A file knows its own; then this is compared with it.
         num_microbatches: Micro-batches of that world in one step. Likewise.
         chunks: Stages on each rank, where the schedule leaves that open.
+        costs: What to make the table for, where the generator searches one.
         options: Those of the generator.
 
     Raises:
@@ -188,6 +190,8 @@ def generate(
     if name.startswith(CSV_PREFIX):
         from megatron_ext.schedules import csv_io
 
+        if chunks is not None or options:
+            raise ScheduleError(f"{name} is what the file says; leave chunks and options out")
         return csv_io.load(name.removeprefix(CSV_PREFIX), pp, num_microbatches)
     generator = get(name)
     complete = generator.complete(chunks, options)
@@ -196,9 +200,12 @@ def generate(
     for what, number in (("pp", pp), ("the number of micro-batches", num_microbatches)):
         if number < 1:
             raise ScheduleError(f"{what} must be at least 1, got {number}")
+    arguments: list[int | Costs] = [pp, num_microbatches]
     if generator.free_chunks:
-        return generator.build(pp, num_microbatches, chunks or generator.num_chunks, **complete)
-    return generator.build(pp, num_microbatches, **complete)
+        arguments.append(chunks or generator.num_chunks)
+    if generator.needs_costs:
+        arguments.append(costs)
+    return generator.build(*arguments, **complete)
 
 
 def published_bubble(schedule: Schedule, costs: Costs) -> float | None:

@@ -65,6 +65,11 @@ def test_plan_with_costs_and_latency(capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(out)[0]["ideal"] == 6
 
 
+def test_searched_tables_are_made_for_the_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = _run(capsys, "plan --pp 8 --microbatches 16 --schedule bitpipe --comm 0.1 --json")
+    assert json.loads(out)[0]["makespan"] == 51.7
+
+
 def test_plan_tells_what_it_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = _run(capsys, "plan --pp 3 --microbatches 4")
     assert code == 0
@@ -118,6 +123,11 @@ def test_a_csv_needs_no_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path
         ("plan --pp 4 --microbatches 8 --comm -1", ["must be 0 or more"]),
         ("plan --pp -4 --microbatches 8", ["pp must be at least 1"]),
         ("plan --schedule csv:/nowhere.csv", ["/nowhere.csv cannot be read"]),
+        ("plan --schedule csv:x.csv --chunks 2", ["csv:x.csv is what the file says"]),
+        (
+            "plan --pp 4 --microbatches 8 --schedule zb-v --bitpipe-order zb",
+            ["--bitpipe-order is for bitpipe, not for zb-v"],
+        ),
         ("plot all --pp 4 --microbatches 8", ["plot draws one schedule"]),
         ("plot 1f1b --pp 4 --microbatches 8 -o x.png", ["take .svg, .csv or .json"]),
         ("plot 1f1b --pp 4 --microbatches 8 -o /nowhere/x.svg", ["cannot be written"]),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ext import cli
-from megatron_ext.schedules import UNIT, csv_io, generate, plan, registered, simulate, svg
+from megatron_ext.schedules import UNIT, Costs, csv_io, generate, plan, registered, simulate, svg
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
@@ -57,6 +57,14 @@ def test_figures_at_equal_memory_for_weights() -> None:
     bubbles = [2 * simulate(generate(name, 4, 8, chunks)).bubble for name, chunks in sizes]
     assert bubbles == [3, 4.5, 9]
     assert "3\nwith zb-v, 4.5 with interleaved in 4 chunks and 9 in 2" in SCHEDULES
+
+
+def test_figures_of_tables_made_for_other_costs() -> None:
+    slow_links = Costs(latency=0.1)
+    for made_for, makespan in ((UNIT, 57), (slow_links, 51.7)):
+        schedule = generate("bitpipe", 8, 16, costs=made_for)
+        assert simulate(schedule, slow_links).makespan == pytest.approx(makespan)
+    assert "takes 57, one made for\nthis latency 51.7" in SCHEDULES
 
 
 def test_the_error_that_is_shown(

@@ -48,6 +48,34 @@ def test_noise_and_latency_never_deadlock(
     assert timeline.makespan >= timeline.ideal > 0
 
 
+@settings(max_examples=40)
+@given(
+    schedules("bitpipe") | schedules("v-half") | schedules("zb-v"), COSTS, st.sampled_from([0, 0.3])
+)
+def test_tables_made_for_other_costs_are_correct(
+    schedule: Schedule, costs: Costs, latency: float
+) -> None:
+    costs = Costs(costs.forward, costs.input, costs.weight, latency)
+    options = {
+        key: schedule.options[key]
+        for key in registered()[schedule.name].options
+        if key in schedule.options
+    }
+    size = schedule.pp, schedule.total_microbatches
+    other = generate(schedule.name, *size, costs=costs, **options)
+    assert validate(other, max_activations=published_peak(other)).ascending
+    assert other.placement == schedule.placement
+
+
+def test_bitpipe_zb_for_known_costs() -> None:
+    slow_links, slow_input = Costs(latency=0.1), Costs(1, 1.2, 0.8)
+    for costs, makespan in ((slow_links, 51.7), (slow_input, 49.8)):
+        made_for_them = generate("bitpipe", 8, 16, costs=costs)
+        assert simulate(made_for_them, costs).makespan == pytest.approx(makespan)
+        made_for_others = generate("bitpipe", 8, 16)
+        assert simulate(made_for_others, costs).makespan > makespan + 5
+
+
 @pytest.mark.parametrize("pp", [4, 6, 8, 10, 12, 16])
 def test_bitpipe_zb_reaches_the_bound_of_its_placement(pp: int) -> None:
     for num_microbatches in (pp, 2 * pp - 2, 2 * pp, 3 * pp, 4 * pp):

@@ -18,7 +18,8 @@ bitpipe order=paper: pp 4, m 4, makespan 14, bubble 2 (14.3 %), peak 4
 
 Bubble: (pp/2 - 1) max(Tf, Tb + Tw) for m = pp; (k + 1)(pp - 2)Tf / 2 for m = k pp at Tb + Tw = 2Tf.
 
-`order=zb` splits backwards and searches an order (greedy.py) with the same activations.
+`order=zb` splits backwards and searches an order (greedy.py) with the same activations, for given
+costs: a table made for equal times and free links is much longer under others.
 
 bitpipe order=zb: pp 4, m 4, makespan 12.5, bubble 0.5 (4.0 %), peak 4
 0|F0 F1 .  F2 f2 F3 f3 f0 i0 f1 i1 i2 I2 i3 I3 I0 W0 I1 W1 W2 W3 w2 w3 w0 w1
@@ -82,13 +83,18 @@ def peak(size: Size) -> float:
     options={"order": ("zb", "paper"), "routing": ("twin", "local")},
     variants=({"order": "zb"}, {"order": "paper"}),
     flags="--enable-bitpipe-schedule",
+    needs_costs=True,
 )
-def bitpipe(pp: int, num_microbatches: int, *, order: str, routing: placement.Routing) -> Schedule:
+def bitpipe(
+    pp: int, num_microbatches: int, costs: Costs, *, order: str, routing: placement.Routing
+) -> Schedule:
     """Return the table of one of BitPipe's two mirrored pipelines."""
     _check_sizes(pp, num_microbatches, order)
     folded = placement.mirrored(placement.w(pp // 2), routing)
-    make = _paper_rows if order == "paper" else _greedy_rows
-    rows = make(pp, num_microbatches // 2)
+    if order == "paper":
+        rows = _paper_rows(pp, num_microbatches // 2)
+    else:
+        rows = _greedy_rows(folded, pp, num_microbatches // 2, costs)
     options: dict[str, Option] = {"order": order}
     if routing != "twin":
         options["routing"] = routing
@@ -169,9 +175,6 @@ def _weave(
     return row
 
 
-def _greedy_rows(pp: int, num_microbatches: int) -> Rows:
-    h = pp // 2
-    problem = Problem(placement.w(h), num_microbatches, cap=2 * pp)
-    # No rank has less work than this, and the last one starts h - 1 stages late.
-    bound = 12 * num_microbatches + h - 1
-    return search(problem, (None, *spread(h, pp)), bound)
+def _greedy_rows(folded: placement.Placement, pp: int, num_microbatches: int, costs: Costs) -> Rows:
+    problem = Problem(folded, num_microbatches, 2 * pp, costs)
+    return search(problem, (None, *spread(pp // 2, pp)))

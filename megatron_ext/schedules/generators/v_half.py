@@ -18,10 +18,15 @@ Gradients are summed in the order of the micro-batches, as without a pipeline.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megatron_ext.schedules import placement
 from megatron_ext.schedules.actions import Schedule
 from megatron_ext.schedules.greedy import Problem, search, spread
 from megatron_ext.schedules.registry import Size, register
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.costs import Costs
 
 
 def peak(size: Size) -> float:
@@ -34,13 +39,11 @@ def peak(size: Size) -> float:
     summary="two chunks in a V at half of 1F1B's activations",
     peak=peak,
     num_chunks=2,
+    needs_costs=True,
 )
-def v_half(pp: int, num_microbatches: int) -> Schedule:
+def v_half(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     """Return the table of V-Half."""
     folded = placement.v(pp)
-    problem = Problem(folded, num_microbatches, cap=pp + 2)
-    # No rank has less work than this, and the last one starts pp - 1 stages late.
-    bound = 6 * num_microbatches + pp - 1
-    limits = (None, *spread(pp // 2 + 1, pp + 1))
-    rows = search(problem, limits, bound)
+    problem = Problem(folded, num_microbatches, pp + 2, costs)
+    rows = search(problem, (None, *spread(pp // 2 + 1, pp + 1)))
     return Schedule("v-half", folded, num_microbatches, rows, {"chunks": 2})

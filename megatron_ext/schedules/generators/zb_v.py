@@ -51,21 +51,21 @@ def peak(size: Size) -> float:
     bubble=bubble,
     peak=peak,
     num_chunks=2,
+    needs_costs=True,
 )
-def zb_v(pp: int, num_microbatches: int) -> Schedule:
+def zb_v(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     """Return the table of ZB-V."""
     if num_microbatches <= max(2 * pp - 3, pp):
-        rows = _short_rows(pp, num_microbatches)
+        rows = _short_rows(pp, num_microbatches, costs)
     else:
         rows = tuple(_row(rank, pp, num_microbatches) for rank in range(pp))
     return Schedule("zb-v", placement.v(pp), num_microbatches, rows, {"chunks": 2})
 
 
-def _short_rows(pp: int, num_microbatches: int) -> Rows:
+def _short_rows(pp: int, num_microbatches: int, costs: Costs) -> Rows:
     """With too few micro-batches to fill the pipeline the published order has holes: search."""
-    problem = Problem(placement.v(pp), num_microbatches, cap=2 * pp)
-    bound = 6 * num_microbatches + pp - 1
-    return search(problem, (None, *spread(pp // 2 + 1, pp)), bound)
+    problem = Problem(placement.v(pp), num_microbatches, 2 * pp, costs)
+    return search(problem, (None, *spread(pp // 2 + 1, pp)))
 
 
 def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
