@@ -29,7 +29,8 @@ bitpipe order=zb: pp 4, m 4, makespan 12.5, bubble 0.5 (4.0 %), peak 4
 
 Bubble: (pp - 2)Tf / 4 at Tf = Tb = Tw for m = pp, 2pp - 2, 2pp, 3pp, 4pp, up to pp = 24. No table
 of this placement has less: the middle ranks cannot start earlier. Any even m is legal; fewer than
-pp, or few more, leave a larger bubble.
+pp, or few more, leave a larger bubble, and so do unequal costs, where from pp = 16 on it also grows
+slowly with m.
 
 Activations: min(pp, m) at most. Each direction sums its gradients in the order of its
 micro-batches; then the twins are reduced, as data-parallel ranks are.
