@@ -11,9 +11,9 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["DEVICE_CHOICES", "ExtConfig", "add_arguments"]
+from megatron_ext import devices
 
-DEVICE_CHOICES = ("auto", "cuda", "musa", "cpu")
+__all__ = ["ExtConfig", "add_arguments"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     group = parser.add_argument_group(title="megatron_ext")
     group.add_argument(
         "--device-backend",
-        choices=DEVICE_CHOICES,
+        choices=devices.CHOICES,
         default=ExtConfig.device_backend,
         help="Device that the whole of Megatron runs on. auto takes CUDA, else MUSA, else the CPU. "
         "MEGATRON_EXT_DEVICE does the same for programs that build their arguments themselves.",

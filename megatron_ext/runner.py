@@ -140,7 +140,8 @@ def run(script: str, argv: Sequence[str], *, embedded: bool = False) -> int:
         The exit code. Errors that are not ours come out as they are, with their traceback.
     """
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("megatron_ext").setLevel(logging.INFO)
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
+    logging.getLogger("megatron_ext").setLevel(level)
     try:
         start = choose(script, embedded=embedded)
         sys.argv = [str(start.script or script), *argv]

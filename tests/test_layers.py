@@ -18,7 +18,7 @@ NATIVE = sorted(path for path in (REPO / "csrc").rglob("*") if path.suffix in {"
 
 DEVICE_NAME = re.compile(r"(cuda|nccl|musa|mccl)(:\d+)?")
 # Flags list the names that users and upstream give devices; nothing is done with them there.
-FLAG_CHOICES = {"megatron_ext/arguments.py", "megatron_ext/training/flags.py"}
+FLAG_CHOICES = {"megatron_ext/training/flags.py"}
 
 
 def name(path: Path) -> str:

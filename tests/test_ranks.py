@@ -53,7 +53,7 @@ def test_the_first_failing_rank_is_named_and_the_others_are_stopped() -> None:
 
 
 def test_a_hang_is_ended_and_shows_where_the_rank_stood() -> None:
-    run = start_ranks(2, _sleep_on, 1, timeout_s=2)
+    run = start_ranks(2, _sleep_on, 1, timeout_s=6)
     assert run.timed_out
     assert run.exit_codes == [0, None]
     assert "_sleep_on" in run.logs[1]

@@ -31,7 +31,7 @@ import wrapt
 
 from megatron_ext.errors import PatchConflict, UpstreamMismatch
 from megatron_ext.patches import drift
-from megatron_ext.patches.aliases import KEEP_OURS, replace_aliases
+from megatron_ext.patches.aliases import replace_aliases, restore_aliases
 from megatron_ext.patches.point import MISSING, Patch, PatchPoint, Row, Site, State, always
 
 __all__ = ["REGISTRY", "Patch", "Registry", "Row", "always"]
@@ -202,7 +202,7 @@ class Registry:
                 if site.spreads:
                     swapped.append((site.installed, site.original))
                 site.restore()
-        replace_aliases(swapped, untouched=KEEP_OURS)
+        restore_aliases(swapped)
 
     # -- calling ---------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ def test_argument_defaults_need_no_transformer_engine():
         ({"moe_grouped_gemm": True}, "--moe-grouped-gemm"),
         ({"context_parallel_size": 2}, "--context-parallel-size"),
         ({"profile": True}, "--profile"),
-        ({"use_megatron_fsdp": True}, "FSDP"),
+        ({"use_megatron_fsdp": True}, "fsdp"),
     ],
 )
 def test_arguments_that_need_nvidia_are_refused(arguments, flag):

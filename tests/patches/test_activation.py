@@ -90,7 +90,7 @@ def _deactivate_everything() -> tuple[int, list[str], list[str], list[str]]:
         module, _, path = target.partition(":")
         try:
             current = wrapt.resolve_path(sys.modules[module], path)[2]
-        except AttributeError:
+        except (AttributeError, ImportError):  # a name that we create; lazy modules raise their own
             current = None
         if current is not original and type(original) is not object:
             changed.append(target)

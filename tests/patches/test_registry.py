@@ -159,6 +159,22 @@ def test_deactivate_restores_every_original(package: str, registry: Registry) ->
     assert not hasattr(core.Box, "extra")
 
 
+def test_copies_of_a_replacement_in_classes_are_restored_too(
+    package: str, registry: Registry
+) -> None:
+    core = _load("core")
+    original = core.add
+    registry.register([_patch("add")])
+    registry.activate()
+    user = _load("user")
+    user.Keeper = type(
+        "Keeper", (), {"__module__": user.__name__, "f": core.add, "g": staticmethod(core.add)}
+    )
+    registry.deactivate()
+    assert vars(user.Keeper)["f"] is original
+    assert user.Keeper.g is original
+
+
 def test_copies_out_of_reach_act_like_the_original_once_inactive(
     package: str, registry: Registry
 ) -> None:
