@@ -76,7 +76,7 @@ def test_bitpipe_zb_for_known_costs() -> None:
         assert simulate(made_for_others, costs).makespan > makespan + 5
 
 
-@pytest.mark.parametrize("pp", [4, 6, 8, 10, 12, 16])
+@pytest.mark.parametrize("pp", [4, 6, 8, 10, 12, 16, 22, 32])
 def test_bitpipe_zb_reaches_the_bound_of_its_placement(pp: int) -> None:
     for num_microbatches in (pp, 2 * pp - 2, 2 * pp, 3 * pp, 4 * pp):
         timeline = simulate(generate("bitpipe", pp, num_microbatches))

@@ -27,7 +27,7 @@ bitpipe order=zb: pp 4, m 4, makespan 12.5, bubble 0.5 (4.0 %), peak 4
 2|.  F2 F0 F3 F1 f0 f2 f1 f3 i2 i0 i3 i1 I0 I2 I1 I3 W2 W3 W0 W1 w0 w1 w2 w3
 3|F2 F3 .  F0 f0 F1 f1 f2 i2 f3 i3 i0 I0 i1 I1 I2 W2 I3 W3 W0 W1 w0 w1 w2 w3
 
-Bubble: (pp - 2)Tf / 4 at Tf = Tb = Tw for m = pp, 2pp - 2, 2pp, 3pp, 4pp, up to pp = 24. No table
+Bubble: (pp - 2)Tf / 4 at Tf = Tb = Tw for m = pp, 2pp - 2, 2pp, 3pp, 4pp, up to pp = 40. No table
 of this placement has less: the middle ranks cannot start earlier. Any even m is legal; fewer than
 pp, or few more, leave a larger bubble, and so do unequal costs, where from pp = 16 on it also grows
 slowly with m.
@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import placement
 from megatron_ext.schedules.actions import Action, Option, Schedule
-from megatron_ext.schedules.greedy import Problem, Rows, search, spread
+from megatron_ext.schedules.greedy import Problem, Rows, search
 from megatron_ext.schedules.registry import Size, register
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def bubble(size: Size, costs: Costs) -> float | None:
     pp, m = size.pp, size.num_microbatches
     if size.options["order"] == "paper":
         return _paper_bubble(pp, m, costs)
-    is_reached = pp <= 24 and m in (pp, 2 * pp - 2, 2 * pp, 3 * pp, 4 * pp)
+    is_reached = pp <= 40 and m in (pp, 2 * pp - 2, 2 * pp, 3 * pp, 4 * pp)
     if is_reached and costs.forward == costs.input == costs.weight:
         return (pp - 2) / 4 * costs.forward
     return None
@@ -178,4 +178,4 @@ def _weave(
 
 def _greedy_rows(folded: placement.Placement, pp: int, num_microbatches: int, costs: Costs) -> Rows:
     problem = Problem(folded, num_microbatches, 2 * pp, costs)
-    return search(problem, (None, *spread(pp // 2, pp)))
+    return search(problem, (None, *range(pp // 2, pp + 1)))
