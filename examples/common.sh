@@ -53,7 +53,7 @@ environment_exists() {
 }
 
 check_environment() {
-    local kind=$1 missing modules=(torch megatron.core megatron_ext) remedy="pip install -e $REPO"
+    local kind=$1 missing modules=(torch megatron.core megatron_ext) remedy="pip install -e '$REPO[upstream]'"
     [[ -x $PYTHON ]] || fail "VIRTUAL_ENV=$VIRTUAL_ENV has no bin/python; activate an environment, or unset it"
     if [[ $kind == test ]]; then
         modules+=(hypothesis pytest pytest_timeout)
@@ -90,7 +90,7 @@ is_current() {
 }
 
 install_environment() {
-    local kind=$1 base log=$REPO/.venv/install.log target=$REPO native=
+    local kind=$1 base log=$REPO/.venv/install.log target="$REPO[upstream]" native=
     base=$(find_python)
     rm -f "$(stamp run)" "$(stamp test)"
     if [[ $kind == test ]]; then

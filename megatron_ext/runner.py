@@ -12,6 +12,7 @@ import runpy
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +114,17 @@ def _distributed_started() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
+def _is_upstreams_need(error: ModuleNotFoundError) -> bool:
+    """Whether the import that failed stands in Megatron, and asks for another package."""
+    importers = [
+        frame.f_globals.get("__name__", "")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if "importlib" not in frame.f_code.co_filename
+    ]
+    asked = (error.name or "").partition(".")[0]
+    return importers[-1].startswith("megatron.") and asked not in {"megatron", "megatron_ext"}
+
+
 def _explain(error: BaseException) -> int:
     """Print an error that needs no traceback; return the exit code.
 
@@ -153,4 +165,13 @@ def run(script: str, argv: Sequence[str], *, embedded: bool = False) -> int:
         _execute(start, argv)
     except MegatronExtError as error:
         return _explain(error)
+    except ModuleNotFoundError as error:
+        if not _is_upstreams_need(error):
+            raise
+        return _explain(
+            UserError(
+                f"Megatron-LM's own code imports {error.name}, which is not installed; "
+                f"pip install 'megatron-ext[upstream]' brings what its scripts need"
+            )
+        )
     return 0

@@ -146,6 +146,18 @@ def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
     assert done.stdout.splitlines()[-1] == "1"
 
 
+def test_a_package_that_only_upstream_needs_is_named_with_the_remedy(tree: Path) -> None:
+    (tree / "megatron" / "training" / "__init__.py").write_text("import surely_not_there\n")
+    (tree / "pretrain_gpt.py").write_text("import megatron.training\n")
+    done = _run("pretrain_gpt.py")
+    assert done.returncode == 2
+    assert "imports surely_not_there, which is not installed" in done.stderr
+    assert "megatron-ext[upstream]" in done.stderr
+    assert "Traceback" not in done.stderr
+    Path("mine.py").write_text("import surely_not_there\n")
+    assert "Traceback" in _run("mine.py").stderr
+
+
 def test_errors_of_the_script_keep_their_traceback() -> None:
     Path("mine.py").write_text("raise RuntimeError('a bug of mine')\n")
     done = _run("mine.py")
