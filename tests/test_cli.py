@@ -5,27 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_ext import arguments, cli
-
-_ROOT = Path(__file__).resolve().parent.parent
-
-
-def _run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_ext", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(_ROOT), "MEGATRON_EXT_DEVICE": "cpu", **env},
-    )
+from tests.commands import run_package
 
 
 def test_the_subcommands_are_these() -> None:
@@ -49,7 +34,7 @@ def test_settings_missing_from_a_namespace_get_their_defaults() -> None:
 
 
 def test_listing_shows_each_patch_with_target_and_reason() -> None:
-    done = _run("patches", "list", "--json")
+    done = run_package("patches", "list", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     ids = {row["id"] for row in rows}
@@ -59,22 +44,22 @@ def test_listing_shows_each_patch_with_target_and_reason() -> None:
     assert all(row["reason"] and ":" in row["target"] and row["intact"] for row in rows)
     states = {row["id"]: row["state"] for row in rows}
     assert states["arguments.flags"] in {"pending", "installed"}
-    text = _run("patches", "list").stdout
+    text = run_package("patches", "list").stdout
     assert "names of torch redirected" in text
     assert "megatron.training.arguments:validate_args" in text
 
 
 def test_check_passes_on_the_pin() -> None:
-    done = _run("patches", "check")
+    done = run_package("patches", "check")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].endswith("0 problems")
 
 
 def test_upstream_check_compares_the_tree_with_the_pin(megatron_lm_path: Path) -> None:
-    done = _run("upstream", "check")
+    done = run_package("upstream", "check")
     assert done.returncode == 0, done.stdout
     assert str(megatron_lm_path) in done.stdout
-    assert _run("upstream", "path").stdout.strip() == str(megatron_lm_path.resolve())
+    assert run_package("upstream", "path").stdout.strip() == str(megatron_lm_path.resolve())
 
 
 @pytest.mark.parametrize(
@@ -87,7 +72,7 @@ def test_upstream_check_compares_the_tree_with_the_pin(megatron_lm_path: Path) -
     ],
 )
 def test_mistakes_end_in_one_line(arguments: list[str], code: int, message: str) -> None:
-    done = _run(*arguments, MEGATRON_LM_PATH="")
+    done = run_package(*arguments, MEGATRON_LM_PATH="")
     assert done.returncode == code
     assert message in done.stderr
     assert "Traceback" not in done.stderr

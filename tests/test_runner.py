@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_ext import runner, upstream
 from megatron_ext.errors import UpstreamMismatch, UserError
-
-_ROOT = Path(__file__).resolve().parent.parent
+from tests.commands import run_package
 
 
 @pytest.fixture(autouse=True)
@@ -86,17 +82,6 @@ def test_a_tree_of_another_version_is_refused(tree: Path) -> None:
         runner.choose("pretrain_gpt.py")
 
 
-def _run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_ext", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(_ROOT), "MEGATRON_EXT_DEVICE": "cpu", **env},
-    )
-
-
 def test_a_script_sees_its_own_arguments_and_armed_patches() -> None:
     Path("mine.py").write_text(
         "import sys, helper\n"
@@ -104,7 +89,7 @@ def test_a_script_sees_its_own_arguments_and_armed_patches() -> None:
         "print(__name__, sys.argv, helper.x, type(p2p._p2p_ops).__name__)\n"
     )
     Path("helper.py").write_text("x = 3\n")
-    done = _run("mine.py", "--flag", "1")
+    done = run_package("mine.py", "--flag", "1")
     assert done.returncode == 0, done.stderr
     path = str(Path("mine.py").resolve())
     assert done.stdout.splitlines()[-1] == f"__main__ {[path, '--flag', '1']} 3 PatchPoint"
@@ -122,7 +107,7 @@ def test_a_script_sees_its_own_arguments_and_armed_patches() -> None:
 def test_user_errors_are_one_message_and_exit_code_2(
     arguments: list[str], env: dict[str, str], message: str
 ) -> None:
-    done = _run(*arguments, **env)
+    done = run_package(*arguments, **env)
     assert done.returncode == 2
     assert message in done.stderr
     assert "megatron_ext: error: " in done.stderr
@@ -130,7 +115,7 @@ def test_user_errors_are_one_message_and_exit_code_2(
 
 
 def test_only_one_rank_tells_what_all_of_them_see() -> None:
-    done = _run("gone.py", RANK="3")
+    done = run_package("gone.py", RANK="3")
     assert done.returncode == 2
     assert "there is no gone.py" not in done.stderr
 
@@ -141,7 +126,7 @@ def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
         "distributed.init_process_group('gloo')\n"
         "print(distributed.get_world_size())\n"
     )
-    done = _run("mine.py")
+    done = run_package("mine.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "1"
 
@@ -149,24 +134,24 @@ def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
 def test_a_package_that_only_upstream_needs_is_named_with_the_remedy(tree: Path) -> None:
     (tree / "megatron" / "training" / "__init__.py").write_text("import surely_not_there\n")
     (tree / "pretrain_gpt.py").write_text("import megatron.training\n")
-    done = _run("pretrain_gpt.py")
+    done = run_package("pretrain_gpt.py")
     assert done.returncode == 2
     assert "imports surely_not_there, which is not installed" in done.stderr
     assert "megatron-ext[upstream]" in done.stderr
     assert "Traceback" not in done.stderr
     Path("mine.py").write_text("import surely_not_there\n")
-    assert "Traceback" in _run("mine.py").stderr
+    assert "Traceback" in run_package("mine.py").stderr
 
 
 def test_errors_of_the_script_keep_their_traceback() -> None:
     Path("mine.py").write_text("raise RuntimeError('a bug of mine')\n")
-    done = _run("mine.py")
+    done = run_package("mine.py")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "a bug of mine" in done.stderr
 
 
 def test_without_arguments_the_usage_is_shown() -> None:
-    done = _run()
+    done = run_package()
     assert done.returncode == 2
     assert "usage:" in done.stderr

@@ -53,7 +53,8 @@ def restore_aliases(pairs: Iterable[tuple[Any, Any]]) -> int:
             continue
         count += _rebind(names, table)
         for value in list(names.values()):
-            if isinstance(value, type) and value.__module__ == name:
+            # Not isinstance: it asks instances for their class, and some answer with a warning.
+            if issubclass(type(value), type) and value.__module__ == name:
                 count += _rebind_class(value, table)
     return count
 

@@ -5,33 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from tests.commands import run_package, run_python
 from tests.ranks import run_ranks
-
-_ROOT = Path(__file__).resolve().parents[2]
-
-
-def _python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "MEGATRON_EXT_DEVICE": "cpu", **env}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(_ROOT)]))
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-        check=False,
-    )
 
 
 def _output(code: str, **env: str) -> str:
-    done = _python(code, **env)
+    done = run_python("-c", code, **env)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -138,7 +123,7 @@ import sys
 print([f"{m}.{k}" for m, mod in list(sys.modules.items()) if m.startswith("megatron.") and mod
        for k, v in list(vars(mod).items()) if id(v) in originals])
 """
-    done = _python(code)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
     assert "Put `import megatron_ext` first" in done.stderr
@@ -174,18 +159,7 @@ def edited_core(tmp_path: Path) -> str:
 
 
 def test_an_edited_upstream_function_is_reported_and_refused(edited_core: str) -> None:
-    check = subprocess.run(
-        [sys.executable, "-m", "megatron_ext", "patches", "check"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{edited_core}{os.pathsep}{_ROOT}",
-            "MEGATRON_EXT_DEVICE": "cpu",
-        },
-        check=False,
-    )
+    check = run_package("patches", "check", PYTHONPATH=edited_core)
     assert check.returncode == 1, check.stderr
     assert "p2p_communication:_p2p_ops differs from the pin: (*, more=0," in check.stdout
     code = """
