@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 from megatron_ext import devices, upstream
 from megatron_ext.errors import MegatronExtError, UserError
@@ -89,6 +89,8 @@ def _execute(start: Start, argv: Sequence[str]) -> None:
         from megatron_ext.training.main import main as train
 
         assert start.model is not None
+        # As upstream's scripts: megatron.core's timers tell what they measured at this level.
+        _show_log("megatron", logging.INFO, sys.stdout)
         train(start.model, argv)
         return
     # What Python itself does for `python SCRIPT`; the tree's megatron.core is kept out by our
@@ -140,6 +142,15 @@ def _explain(error: BaseException) -> int:
     return 2 if isinstance(error, UserError) else 1
 
 
+def _show_log(name: str, level: int, stream: TextIO) -> None:
+    """Write what a logger and those below it say to a stream, as bare lines."""
+    logger = logging.getLogger(name)
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(level)
+
+
 def run(script: str, argv: Sequence[str], *, embedded: bool = False) -> int:
     """Run a training script under the patches, in this process.
 
@@ -151,9 +162,9 @@ def run(script: str, argv: Sequence[str], *, embedded: bool = False) -> int:
     Returns:
         The exit code. Errors that are not ours come out as they are, with their traceback.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    # Not basicConfig: upstream calls it itself, and that does nothing once the root has a handler.
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
-    logging.getLogger("megatron_ext").setLevel(level)
+    _show_log("megatron_ext", level, sys.stderr)
     try:
         start = choose(script, embedded=embedded)
         sys.argv = [str(start.script or script), *argv]

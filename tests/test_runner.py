@@ -151,6 +151,17 @@ def test_errors_of_the_script_keep_their_traceback() -> None:
     assert "a bug of mine" in done.stderr
 
 
+def test_a_script_configures_logging_itself() -> None:
+    Path("script.py").write_text(
+        "import logging, sys\n"
+        "logging.basicConfig(level=logging.INFO, stream=sys.stdout, format='%(message)s')\n"
+        "logging.getLogger('megatron.core.timers').info('times of the script')\n"
+    )
+    run = run_package("script.py")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "times of the script" in run.stdout
+
+
 def test_without_arguments_the_usage_is_shown() -> None:
     done = run_package()
     assert done.returncode == 2
