@@ -66,6 +66,8 @@ class Generator:
     """Values of each further option, the default first."""
     variants: tuple[Mapping[str, Option], ...] = ({},)
     """Options (and `chunks`) of the rows that a comparison of all schedules shows."""
+    twins: int = 1
+    """2: two mirrored pipelines share the ranks, each with half of the micro-batches."""
     needs_costs: bool = False
     """Whether the table is made for given costs, which are then the generator's last argument."""
     flags: str | None = None

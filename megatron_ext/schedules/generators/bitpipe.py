@@ -81,6 +81,7 @@ def peak(size: Size) -> float:
     bubble=bubble,
     peak=peak,
     num_chunks=4,
+    twins=2,
     options={"order": ("zb", "paper"), "routing": ("twin", "local")},
     variants=({"order": "zb"}, {"order": "paper"}),
     flags="--enable-bitpipe-schedule",

@@ -48,6 +48,7 @@ def peak(size: Size) -> float:
     bubble=bubble,
     peak=peak,
     num_chunks=2,
+    twins=2,
 )
 def dualpipe(pp: int, num_microbatches: int) -> Schedule:
     """Return the table of one of DualPipe's two mirrored pipelines.

@@ -1,0 +1,79 @@
+"""The schedule that a training run was asked for, and the tables that follow from it.
+
+The arguments are read once into a `Choice` (`training_flags.py`), which is put here with `use`.
+Everything behind that, patches and executor alike, asks `current`: None means that Megatron's own
+schedules run and that nothing of ours takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from megatron_ext.schedules.actions import Option, Schedule
+from megatron_ext.schedules.costs import UNIT, Costs
+from megatron_ext.schedules.placement import Placement
+from megatron_ext.schedules.registry import CSV_PREFIX, generate, get
+
+__all__ = ["Choice", "current", "use"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule by name, for any number of micro-batches."""
+
+    name: str
+    """As registered, or `csv:FILE`."""
+    pp: int
+    """Ranks of the whole pipeline world, as the user says it (BitPipe: both twins together)."""
+    num_microbatches: int
+    """Micro-batches of one model replica of Megatron's (BitPipe: of one twin) in a full batch."""
+    chunks: int | None = None
+    """Stages on each rank, where the schedule leaves that open."""
+    options: Mapping[str, Option] = field(default_factory=dict)
+    costs: Costs = UNIT
+    timeout_s: float = 600.0
+    """How long a rank waits for one message before it gives up."""
+    _tables: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Which rank holds which stage; the same for every number of micro-batches."""
+        return self.schedule(self.num_microbatches).placement
+
+    @property
+    def twins(self) -> int:
+        """Mirrored pipelines, each of which is a data-parallel replica in Megatron's eyes."""
+        return 1 if self.name.startswith(CSV_PREFIX) else get(self.name).twins
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Return the table for a number of micro-batches of one replica; made once for each.
+
+        Raises:
+            ScheduleError: If there is none for that number.
+        """
+        if num_microbatches not in self._tables:
+            self._tables[num_microbatches] = generate(
+                self.name,
+                self.pp,
+                num_microbatches * self.twins,
+                self.chunks,
+                self.costs,
+                **self.options,
+            )
+        return self._tables[num_microbatches]
+
+
+_current: Choice | None = None
+
+
+def use(choice: Choice | None) -> None:
+    """Make a choice the one of this process; None: back to Megatron's own schedules."""
+    global _current
+    _current = choice
+
+
+def current() -> Choice | None:
+    """Return the choice in force, or None."""
+    return _current

@@ -1,0 +1,113 @@
+"""What carries tensors between the stages of a pipeline: the interface of all transports.
+
+A message is named by what it is for: kind, stage and micro-batch, so a receiver may take messages
+in any order, and a send never waits for the order in which its peer receives. Nothing here knows
+schedules: the executor says at the start of each step what will arrive, and from whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Expected", "Key", "Stats", "Transport"]
+
+
+class Key(NamedTuple):
+    """Identity of a tensor that crosses ranks, unique in one step."""
+
+    kind: Literal["F", "B"]
+    """F: an activation. B: the gradient of one."""
+    stage: int
+    """The stage that needs it."""
+    microbatch: int
+    part: int = 0
+    """Which of the tensors of one hand-over it is, where stages exchange several."""
+
+    def __str__(self) -> str:
+        return f"{self.stage}RECV_{self.kind}{self.microbatch}" + (
+            f"/{self.part}" * (self.part > 0)
+        )
+
+
+class Expected(NamedTuple):
+    """A message that will arrive in this step."""
+
+    source: int
+    """Global rank of the sender."""
+    key: Key
+    shape: tuple[int, ...] | None
+    """None: only the sender knows it."""
+    dtype: torch.dtype
+
+
+@dataclass
+class Stats:
+    """What a transport did since it was opened."""
+
+    messages: int = 0
+    """Messages sent."""
+    bytes: int = 0
+    """Bytes of tensors sent."""
+    waited_s: float = 0.0
+    """Time spent in `recv` and `poll`, waiting."""
+
+
+class Transport(Protocol):
+    """Carries tensors between ranks. All calls of one instance come from one thread."""
+
+    def begin(self, expected: Sequence[Expected]) -> None:
+        """Start a step, and say what will arrive in it.
+
+        Args:
+            expected: In the order in which each source sends its messages; messages of different
+                sources in the order in which they will probably be needed. Wires that cannot take a
+                message without knowing its size, or before room for it was posted, use this.
+
+        Raises:
+            TransportError: Messages of the step before were not received.
+        """
+
+    def isend(self, tensor: torch.Tensor, target: int, key: Key) -> None:
+        """Send a tensor to a global rank, without waiting for it to receive.
+
+        The transport keeps the tensor's storage alive as long as it needs it; the caller must not
+        write to it again, but may drop it or swap its `data`.
+        """
+
+    def recv(self, source: int, key: Key, timeout_s: float) -> torch.Tensor:
+        """Return a tensor that was sent, when it is there.
+
+        Raises:
+            TransportError: It did not come in time, or the peer is gone; names key and peer.
+        """
+
+    def poll(self, timeout_s: float) -> Sequence[Key]:
+        """Return the messages that arrived since the last call; sleep until there is one.
+
+        Returns:
+            Their keys; empty after the time-out. They still have to be taken with `recv`.
+
+        Raises:
+            TransportError: The wire cannot tell before it is received, or a peer is gone.
+        """
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until everything sent has left, so that its memory is free.
+
+        Raises:
+            TransportError: A peer does not take its messages in time.
+        """
+
+    def abort(self, reason: str) -> None:
+        """Make the waits of all peers end with an error that gives the reason."""
+
+    def close(self) -> None:
+        """Give up everything that is held. May be called twice."""
+
+    def stats(self) -> Stats:
+        """Return what was done so far."""
