@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from megatron_ext.schedules.actions import Option, Schedule
 from megatron_ext.schedules.costs import UNIT, Costs
-from megatron_ext.schedules.placement import Placement
 from megatron_ext.schedules.registry import CSV_PREFIX, generate, get
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.actions import Option, Schedule
+    from megatron_ext.schedules.placement import Placement
 
 __all__ = ["Choice", "current", "use"]
 
