@@ -24,6 +24,9 @@ TABLES = (
     "optimizer",
     "parallel_state",
     "pipeline",
+    "placement",
+    "split_backward",
+    "schedules",
     "tensor_parallel",
     "training_init",
 )

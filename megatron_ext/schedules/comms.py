@@ -12,11 +12,12 @@ its first F), so that gathering them can be awaited there.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from megatron_ext.schedules.actions import Action, Row, Schedule
 
-__all__ = ["Mark", "Step", "Tag", "Transfer", "lower", "reduction_order"]
+__all__ = ["Mark", "Operation", "Step", "Tag", "Transfer", "lower", "operations", "reduction_order"]
 
 
 class Tag(NamedTuple):
@@ -63,6 +64,42 @@ Step = Action | Transfer | Mark
 def lower(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     """Return the program of each rank: its actions in the table's order, with all else added."""
     return tuple(_program(schedule, row) for row in schedule.rows)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One action with all that belongs to it: what the executor runs at once."""
+
+    action: Action
+    needs: Transfer | None
+    """The message that it waits for; None where its input was handed over, or is the data."""
+    makes: Transfer | None
+    """Where its result goes; None at the ends of the pipeline, and for W."""
+    is_first: bool
+    """Whether no action of its stage comes before: parameters are needed from here on."""
+    is_last: bool
+    """Whether no action of its stage comes after: gradients are complete from here on."""
+
+
+def operations(schedule: Schedule, rank: int) -> tuple[Operation, ...]:
+    """Return the program of one rank, by action."""
+    found: list[Operation] = []
+    needs: Transfer | None = None
+    is_first = False
+    for step in _program(schedule, schedule.rows[rank]):
+        if isinstance(step, Action):
+            found.append(Operation(step, needs, None, is_first, False))
+            needs, is_first = None, False
+        elif isinstance(step, Mark):
+            if step.verb == "PARAM_SYNC":
+                is_first = True
+            else:
+                found[-1] = replace(found[-1], is_last=True)
+        elif step.verb == "RECV":
+            needs = step
+        else:
+            found[-1] = replace(found[-1], makes=step)
+    return tuple(found)
 
 
 def _program(schedule: Schedule, row: Row) -> tuple[Step, ...]:

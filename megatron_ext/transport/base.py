@@ -29,9 +29,8 @@ class Key(NamedTuple):
     """Which of the tensors of one hand-over it is, where stages exchange several."""
 
     def __str__(self) -> str:
-        return f"{self.stage}RECV_{self.kind}{self.microbatch}" + (
-            f"/{self.part}" * (self.part > 0)
-        )
+        what = "the activation" if self.kind == "F" else "the gradient"
+        return f"{what} that stage {self.stage} needs for micro-batch {self.microbatch}"
 
 
 class Expected(NamedTuple):
@@ -54,19 +53,21 @@ class Stats:
     bytes: int = 0
     """Bytes of tensors sent."""
     waited_s: float = 0.0
-    """Time spent in `recv` and `poll`, waiting."""
+    """Time spent waiting for messages."""
 
 
 class Transport(Protocol):
     """Carries tensors between ranks. All calls of one instance come from one thread."""
 
-    def begin(self, expected: Sequence[Expected]) -> None:
+    def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step, and say what will arrive in it.
 
         Args:
-            expected: In the order in which each source sends its messages; messages of different
-                sources in the order in which they will probably be needed. Wires that cannot take a
-                message without knowing its size, or before room for it was posted, use this.
+            expected: Everything, in the order in which each source sends it. Wires that cannot take
+                a message without knowing its size, or before room for it was posted, use this.
+            slots: Messages of one kind that one rank may have sent to another and that were not
+                received yet. With so many no send waits, whatever the timing (see
+                `schedules/memory.py`), so it is the room that a wire needs.
 
         Raises:
             TransportError: Messages of the step before were not received.
@@ -104,7 +105,7 @@ class Transport(Protocol):
         """
 
     def abort(self, reason: str) -> None:
-        """Make the waits of all peers end with an error that gives the reason."""
+        """Give the step up: free what it holds, and end the waits of peers where the wire can."""
 
     def close(self) -> None:
         """Give up everything that is held. May be called twice."""

@@ -1,0 +1,288 @@
+"""What runs in place of Megatron's schedules: `forward_backward`, with their keywords.
+
+`megatron.core.pipeline_parallel.get_forward_backward_func` returns it while a schedule is chosen
+(`schedules/choice.py`). Contract: `forward_backward_pipelining_with_interleaving` of
+`megatron/core/pipeline_parallel/schedules.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules as upstream
+from megatron.core.pipeline_parallel.utils import is_pp_last_stage
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.choice import Choice, current
+from megatron_ext.schedules.runtime.compute import Call, StageCompute
+from megatron_ext.schedules.runtime.executor import Executor, Peers, Shapes
+from megatron_ext.schedules.runtime.microbatches import MicrobatchData
+from megatron_ext.schedules.runtime.split import SPLIT
+from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
+from megatron_ext.schedules.runtime.tables import Table, check_agreement, make_table
+from megatron_ext.transport.torch_dist import Channel, TorchTransport
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.placement import Placement
+    from megatron_ext.transport.base import Transport
+
+__all__ = ["forward_backward"]
+
+_Model = torch.nn.Module | list[torch.nn.Module]
+
+
+def forward_backward(
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: _Model,
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    p2p_communicator: Any = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool | None = False,
+) -> list[Any]:
+    """Run one step under the chosen schedule; keywords as of Megatron's own schedules.
+
+    Returns:
+        What the loss function reported, by micro-batch; empty where the last stage is not.
+
+    Raises:
+        ScheduleError: The schedule does not fit the model, the ranks or the micro-batches.
+        TransportError: A message did not come in time.
+    """
+    choice = current()
+    assert choice is not None, "get_forward_backward_func gives this out while there is a choice"
+    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    if (p2p_communicator is None) != (pg_collection is None):
+        raise ScheduleError("give both p2p_communicator and pg_collection, or neither of them")
+    groups = _default_groups() if pg_collection is None else pg_collection
+    config = get_model_config(chunks[0])
+    runtime = _runtime(choice, groups, chunks, config)
+    table = runtime.table(num_microbatches, backward=not forward_only)
+    call = Call(
+        forward_step_func=forward_step_func,
+        data=[MicrobatchData(iterator) for iterator in iterators],
+        chunks=chunks,
+        config=config,
+        num_microbatches=num_microbatches,
+        cp_group_size=groups.cp.size(),
+        forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
+        first_val_step=first_val_step,
+    )
+    shapes = _shapes(
+        config, groups, decoder_seq_length or seq_length, micro_batch_size, adjust_tensor_shapes_fn
+    )
+    finalizes = config.finalize_model_grads_func is not None and not forward_only
+    if finalizes:
+        upstream.clear_embedding_activation_buffer(config, chunks, is_pp_last_stage(groups.pp))
+    with _timed(config), _aside(config, forward_only):
+        compute = runtime.run(table, call, shapes, force_all_reduce=bool(force_all_reduce))
+        if finalizes:
+            config.finalize_model_grads_func(
+                chunks,
+                _tokens(compute, runtime.device) if config.calculate_per_token_loss else None,
+                pg_collection=groups,
+                force_all_reduce=force_all_reduce,
+            )
+    return [report for _, report in sorted(compute.reports.items())]
+
+
+def _tokens(compute: StageCompute, device: torch.device) -> torch.Tensor:
+    """Number of tokens of this rank; those without the last stage have counted none."""
+    total = torch.zeros((), dtype=torch.int, device=device)
+    return total if compute.num_tokens is None else total + compute.num_tokens
+
+
+@dataclass
+class _Runtime:
+    """What lasts from step to step for one model on one set of groups."""
+
+    choice: Choice
+    groups: ProcessGroupCollection
+    device: torch.device
+    transport: Transport
+    peers: Peers
+    _tables: dict[tuple[int, bool], Table] = field(default_factory=dict)
+
+    def table(self, num_microbatches: int, *, backward: bool) -> Table:
+        """Return the table for a number of micro-batches; all ranks compare it when it is new."""
+        key = (num_microbatches, backward)
+        if key not in self._tables:
+            rank = self.groups.pp.rank()
+            table = make_table(self.choice, num_microbatches, rank, backward=backward)
+            members = [self.groups.pp, self.groups.dp_cp, self.groups.tp]
+            check_agreement(table, members, self.device)
+            self._tables[key] = table
+        return self._tables[key]
+
+    def run(
+        self, table: Table, call: Call, shapes: Shapes, *, force_all_reduce: bool
+    ) -> StageCompute:
+        """Run one step; after a failure nothing of it is left."""
+        compute = StageCompute(call, table)
+        gradients = GradientSync(call.config, call.chunks, table, force_all_reduce=force_all_reduce)
+        executor = Executor(
+            table=table,
+            compute=compute,
+            gradients=gradients,
+            parameters=ParameterSync(call.config, call.chunks, table),
+            transport=self.transport,
+            peers=self.peers,
+            shapes=shapes,
+            dtype=call.config.pipeline_dtype,
+            timeout_s=self.choice.timeout_s,
+        )
+        try:
+            with gradients:
+                executor.run()
+        except BaseException as error:
+            SPLIT.clear()
+            self.transport.abort(str(error))
+            raise
+        return compute
+
+
+_runtimes: dict[tuple[int, int], _Runtime] = {}
+
+
+def _runtime(
+    choice: Choice, groups: ProcessGroupCollection, chunks: Sequence[torch.nn.Module], config: Any
+) -> _Runtime:
+    """Return the runtime of a choice and a pipeline group, made at the first step."""
+    key = (id(choice), id(groups.pp))
+    found = _runtimes.get(key)
+    if found is not None and found.choice is choice and found.groups.pp is groups.pp:
+        return found
+    placement = choice.placement
+    _check_fit(choice, placement, groups, chunks)
+    device = next(chunks[0].parameters()).device
+    peers = Peers(dist.get_process_group_ranks(groups.pp), _twin() if choice.twins == 2 else None)
+    assert dist.group.WORLD is not None
+    transport = TorchTransport(
+        dist.group.WORLD,
+        device,
+        _channels(placement, groups.pp.rank(), peers),
+        shapes_travel=_shapes_travel(config),
+    )
+    _runtimes[key] = _Runtime(choice, groups, device, transport, peers)
+    return _runtimes[key]
+
+
+def _check_fit(
+    choice: Choice,
+    placement: Placement,
+    groups: ProcessGroupCollection,
+    chunks: Sequence[torch.nn.Module],
+) -> None:
+    if groups.pp.size() != placement.num_ranks:
+        raise ScheduleError(
+            f"{choice.name} was chosen for {placement.num_ranks} pipeline ranks, Megatron was "
+            f"initialised with {groups.pp.size()}; use the same --pipeline-model-parallel-size"
+        )
+    wanted = len(placement.stages_of[groups.pp.rank()])
+    if len(chunks) != wanted:
+        raise ScheduleError(
+            f"{choice.name} needs {wanted} model chunks on each rank, the model has {len(chunks)}; "
+            f"build it with that virtual pipeline size"
+        )
+
+
+def _default_groups() -> ProcessGroupCollection:
+    """What Megatron's schedules take where they are given no groups."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(
+        with_context_parallel=True, partial_data_parallel=False
+    )
+    return groups
+
+
+def _twin() -> int:
+    """Twins are neighbours among the data-parallel ranks."""
+    ranks = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    return ranks[ranks.index(dist.get_rank()) ^ 1]
+
+
+def _channels(placement: Placement, rank: int, peers: Peers) -> list[Channel]:
+    """All queues that this rank sends to or receives from under a placement."""
+    me, channels = peers.pipeline[rank], []
+    for stage, hop in enumerate(placement.hops):
+        here, there = placement.rank_of[stage], placement.rank_of[stage + 1]
+        if hop == "twin" and here == rank:
+            assert peers.twin is not None
+            ends = [(me, peers.twin), (peers.twin, me)]
+        elif hop == "rank" and rank in (here, there):
+            ends = [(peers.pipeline[here], peers.pipeline[there])]
+        else:
+            continue
+        for source, target in ends:
+            channels += [Channel(source, target, "F"), Channel(target, source, "B")]
+    return channels
+
+
+def _shapes_travel(config: Any) -> bool:
+    return bool(config.variable_seq_lengths or config.mtp_standalone)
+
+
+def _shapes(
+    config: Any,
+    groups: ProcessGroupCollection,
+    length: int,
+    micro_batch_size: int,
+    adjust: Callable[..., Any] | None,
+) -> Shapes:
+    """Shapes of activations and gradients: [sequence, micro-batch, hidden]."""
+    divisor = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+    received: Any = [(length // divisor, micro_batch_size, config.hidden_size)]
+    sent = list(received)
+    if adjust is not None:
+        received, sent = adjust(received, sent)
+    if _shapes_travel(config):
+        return {"F": [None] * len(received), "B": [None] * len(sent)}
+    return {"F": [tuple(s) for s in received], "B": [tuple(s) for s in sent]}
+
+
+@contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    if config.timers is None:
+        yield
+        return
+    timer = config.timers("forward-backward", log_level=1)
+    timer.start(barrier=config.barrier_with_L1_time)
+    yield
+    timer.stop()
+
+
+@contextmanager
+def _aside(config: Any, forward_only: bool) -> Iterator[None]:
+    """Evaluation neither reduces gradients nor gathers parameters."""
+    if not forward_only:
+        yield
+        return
+    kept = config.grad_sync_func, config.param_sync_func
+    config.grad_sync_func = config.param_sync_func = None
+    try:
+        yield
+    finally:
+        config.grad_sync_func, config.param_sync_func = kept

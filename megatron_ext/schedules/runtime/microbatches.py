@@ -1,0 +1,59 @@
+"""Data by micro-batch.
+
+Megatron's forward steps take the next item of an iterator, so the order of the calls decides which
+tokens a micro-batch has. A table may run micro-batches in any order, and in another order on each
+stage. Here every micro-batch gets its own item, whatever was run before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_ext.errors import ScheduleError
+
+__all__ = ["MicrobatchData"]
+
+
+class MicrobatchData:
+    """The items of one chunk's data iterator, for one step.
+
+    Nothing is fetched that no forward step asks for: stages in the middle of a GPT ask for none.
+
+    Args:
+        iterator: Megatron's iterator; None on ranks that read no data.
+    """
+
+    def __init__(self, iterator: Iterator[Any] | None) -> None:
+        self._iterator = iterator
+        self._fetched = 0
+        self._kept: dict[int, Any] = {}
+
+    def view(self, microbatch: int) -> Iterator[Any] | None:
+        """Return an iterator over the one item of a micro-batch."""
+        return None if self._iterator is None else _View(self, microbatch)
+
+    def take(self, microbatch: int) -> Any:
+        """Return the item of a micro-batch, once; items before it are kept for theirs."""
+        assert self._iterator is not None
+        while self._fetched <= microbatch:
+            self._kept[self._fetched] = next(self._iterator)
+            self._fetched += 1
+        try:
+            return self._kept.pop(microbatch)
+        except KeyError:
+            raise ScheduleError(
+                f"the forward step took a second item for micro-batch {microbatch}; with "
+                f"--pipeline-schedule it may take one for each micro-batch"
+            ) from None
+
+
+class _View(Iterator[Any]):
+    """What a forward step sees as its data iterator."""
+
+    def __init__(self, data: MicrobatchData, microbatch: int) -> None:
+        self._data = data
+        self._microbatch = microbatch
+
+    def __next__(self) -> Any:
+        return self._data.take(self._microbatch)

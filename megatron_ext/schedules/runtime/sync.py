@@ -1,0 +1,126 @@
+"""When gradients are reduced over the data-parallel ranks and parameters are gathered.
+
+Megatron's DDP does both, the schedule only says when. All data-parallel peers run the same table,
+so they all start the same collectives in the same order.
+
+- A chunk whose last action is B reduces bucket by bucket during that B: DDP's hooks start it, as in
+  upstream's schedules.
+- A chunk with split backwards starts its reduction after its last W, all at once: hooks run at I,
+  too early, so they stay silent the whole step.
+- With `--align-grad-reduce` upstream hands over a function; it is called after the last action.
+
+Without `--overlap-grad-reduce` nothing is started here, `finalize_model_grads` reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_ext.schedules.comms import Operation
+    from megatron_ext.schedules.runtime.tables import Table
+
+__all__ = ["GradientSync", "ParameterSync"]
+
+_Enter = Callable[[], AbstractContextManager[Any]]
+
+
+class GradientSync:
+    """Reductions of one step; a context that keeps DDP's hooks silent outside of their windows."""
+
+    def __init__(
+        self,
+        config: Any,
+        chunks: Sequence[torch.nn.Module],
+        table: Table,
+        *,
+        force_all_reduce: bool,
+    ) -> None:
+        self._chunks = chunks
+        self._table = table
+        self._force_all_reduce = force_all_reduce
+        self._aligned = _by_chunk(config.grad_sync_func, len(chunks))
+        self._overlaps = config.no_sync_func is not None
+        silent = config.no_sync_func
+        self._silent: list[_Enter] = []
+        if silent is not None:
+            self._silent = list(silent) if isinstance(silent, (list, tuple)) else [silent]
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> GradientSync:
+        self._entered = [_entered(context) for context in self._silent]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stack in self._entered:
+            stack.close()
+
+    @contextmanager
+    def around(self, operation: Operation) -> Iterator[None]:
+        """Let DDP reduce during the last full backward of a chunk."""
+        action = operation.action
+        if not (operation.is_last and self._overlaps) or action.kind != "B":
+            yield
+            return
+        chunk = self._table.schedule.placement.chunk_of(action.stage)
+        if self._aligned is not None or action.stage in self._table.split_stages:
+            yield
+            return
+        # One function for several chunks silences them all at once.
+        index = chunk if len(self._silent) > 1 else 0
+        self._entered[index].close()
+        yield
+        self._entered[index] = _entered(self._silent[index])
+
+    def after(self, operation: Operation) -> None:
+        """Start the reduction of a chunk that is complete and that no hook has started."""
+        if not operation.is_last:
+            return
+        stage = operation.action.stage
+        number = self._table.schedule.placement.chunk_of(stage)
+        if self._aligned is not None:
+            self._aligned[number](self._chunks[number].parameters())
+        elif self._overlaps and stage in self._table.split_stages:
+            self._start(self._chunks[number])
+
+    def _start(self, chunk: torch.nn.Module) -> None:
+        """As `chunk.start_grad_sync`, which cannot be told to reduce everything."""
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):  # type: ignore[misc]
+            group.start_grad_sync(force_all_reduce=self._force_all_reduce)
+
+
+class ParameterSync:
+    """Gathers of updated parameters, one chunk ahead of the first forward that needs them."""
+
+    def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], table: Table) -> None:
+        self._functions = _by_chunk(config.param_sync_func, len(chunks))
+        self._chunks = chunks
+        placement = table.schedule.placement
+        first_uses = (o.action.stage for o in table.operations if o.is_first)
+        self._order = [placement.chunk_of(stage) for stage in first_uses]
+        self._started = 0
+
+    def before(self, operation: Operation) -> None:
+        """At the first use of a chunk, start the gather of the next one."""
+        if self._functions is None or not operation.is_first:
+            return
+        ahead = 2 if self._started == 0 else 1
+        for number in self._order[self._started : self._started + ahead]:
+            self._functions[number](self._chunks[number].parameters())
+        self._started += ahead
+
+
+def _by_chunk(function: Any, num_chunks: int) -> list[Callable[..., Any]] | None:
+    if function is None:
+        return None
+    return list(function) if isinstance(function, (list, tuple)) else [function] * num_chunks
+
+
+def _entered(context: _Enter) -> ExitStack:
+    stack = ExitStack()
+    stack.enter_context(context())
+    return stack

@@ -1,0 +1,99 @@
+"""The table that this rank runs, and the certainty that all ranks run the same one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.comms import Operation, Transfer, operations
+from megatron_ext.schedules.forward_only import forward_only, slots_for_forward
+from megatron_ext.schedules.validate import validate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatron_ext.schedules.actions import Schedule
+    from megatron_ext.schedules.choice import Choice
+
+__all__ = ["Table", "check_agreement", "make_table"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A validated schedule from the point of view of one rank."""
+
+    schedule: Schedule
+    rank: int
+    """Of this process in its pipeline."""
+    slots: int
+    """Messages that one edge may hold at most, so that no send waits."""
+
+    @cached_property
+    def operations(self) -> tuple[Operation, ...]:
+        """What this rank runs, in the table's order."""
+        return operations(self.schedule, self.rank)
+
+    @cached_property
+    def arrivals(self) -> tuple[Transfer, ...]:
+        """The messages that this rank receives, each source's in the order in which it sends."""
+        return tuple(
+            Transfer("RECV", makes.tag, rank, makes.to_twin)
+            for rank in range(self.schedule.placement.num_ranks)
+            for operation in operations(self.schedule, rank)
+            if (makes := operation.makes) is not None
+            and makes.verb == "SEND"
+            and makes.peer == self.rank
+        )
+
+    @cached_property
+    def split_stages(self) -> frozenset[int]:
+        """The stages whose weight gradients run as W."""
+        return frozenset(a.stage for a in self.schedule.rows[self.rank] if a.kind == "W")
+
+    @cached_property
+    def max_live(self) -> int:
+        """Most forwards of this rank that wait for their backward."""
+        live = peak = 0
+        for action in self.schedule.rows[self.rank]:
+            live += {"F": 1, "W": 0}.get(action.kind, -1)
+            peak = max(peak, live)
+        return peak
+
+
+def make_table(choice: Choice, num_microbatches: int, rank: int, *, backward: bool) -> Table:
+    """Generate and validate the table for a number of micro-batches.
+
+    Raises:
+        ScheduleError: If the schedule cannot run that number.
+    """
+    if not backward:
+        schedule = forward_only(choice.placement, num_microbatches)
+        return Table(schedule, rank, slots_for_forward(schedule))
+    schedule = choice.schedule(num_microbatches)
+    return Table(schedule, rank, max(validate(schedule).slots.values(), default=1))
+
+
+def check_agreement(
+    table: Table, groups: Sequence[dist.ProcessGroup], device: torch.device
+) -> None:
+    """Make sure that all ranks of all groups run the same table.
+
+    Raises:
+        ScheduleError: On every rank of a group in which they differ.
+    """
+    mine = torch.tensor([int(table.schedule.digest[:15], 16)], device=device)
+    for group in groups:
+        others = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(others, mine, group=group)
+        ranks = dist.get_process_group_ranks(group)
+        different = [r for r, other in zip(ranks, others, strict=True) if other != mine]
+        if different:
+            raise ScheduleError(
+                f"rank {dist.get_rank()} made another table for {table.schedule.label} than ranks "
+                f"{', '.join(map(str, different))}; give all ranks the same flags and version"
+            )

@@ -1,0 +1,149 @@
+"""Trains a small model and captures every loss, gradient and parameter, to compare bit for bit.
+
+Weights are drawn by name, so they do not depend on which rank builds which layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.ranks import run_ranks
+from tests.training.helpers import MOCK, NO_DROPOUT
+
+GPT = MOCK + NO_DROPOUT + "--eval-iters 0 --train-iters 3 "
+PP2 = "--pipeline-model-parallel-size 2 "
+PP4 = "--pipeline-model-parallel-size 4 "
+
+
+@dataclass
+class Captured:
+    """What one rank, or all of them together, computed."""
+
+    losses: list[dict[str, float]] = field(default_factory=list)
+    """By step, on the ranks that have the loss."""
+    gradients: list[dict[str, str]] = field(default_factory=list)
+    """By step: parameter name to the digest of its reduced gradient."""
+    parameters: dict[str, str] = field(default_factory=dict)
+    """After the last step: parameter name to digest."""
+    tables: list[str] = field(default_factory=list)
+    """Labels of the tables that the executor ran, in the order of first use."""
+
+
+def train(num_ranks: int, flags: str, *, model: str = "gpt", timeout_s: float = 120) -> Captured:
+    """Train on some ranks and put together what they computed.
+
+    Replicas of a parameter must agree.
+    """
+    by_rank = run_ranks(num_ranks, run_here, model, flags.split(), timeout_s=timeout_s)
+    together = Captured(gradients=[{} for _ in by_rank[0].gradients])
+    for rank, captured in enumerate(by_rank):
+        together.losses = captured.losses if any(captured.losses) else together.losses
+        together.tables = captured.tables
+        for mine, theirs in zip(together.gradients, captured.gradients, strict=True):
+            _merge(mine, theirs, rank)
+        _merge(together.parameters, captured.parameters, rank)
+    assert together.losses, "no rank has a loss"
+    return together
+
+
+def _merge(mine: dict[str, str], theirs: dict[str, str], rank: int) -> None:
+    for name, digest in theirs.items():
+        assert mine.setdefault(name, digest) == digest, f"rank {rank} has another {name}"
+
+
+def run_here(model: str, argv: list[str]) -> Captured:
+    """Train as one rank."""
+    from megatron_ext.schedules.runtime import entry
+    from megatron_ext.training import main as trainer
+
+    captured = Captured()
+    trainer.Trainer = _capturing(trainer.Trainer, captured)  # this process is a rank and ends
+    make_table = entry.make_table
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        table = make_table(*args, **kwargs)
+        captured.tables.append(table.schedule.label)
+        return table
+
+    entry.make_table = told
+    trainer.main(model, argv)
+    return captured
+
+
+def _capturing(base: Any, captured: Captured) -> Any:
+    class CapturingTrainer(base):
+        def run(self) -> None:
+            if not self.args.load:
+                _fill_by_name(self.chunks, self.optimizer)
+            super().run()
+            for name, parameter in _named(self.chunks):
+                captured.parameters[name] = _digest(parameter)
+
+        def _step(self, *args: Any) -> Any:
+            step = self.optimizer.step
+
+            def stepping() -> Any:
+                # The distributed optimizer leaves each rank a shard of the reduced gradients.
+                shards = self.args.use_distributed_optimizer
+                captured.gradients.append(
+                    {n: _digest(p.main_grad) for n, p in _named(self.chunks) if not shards}
+                )
+                return step()
+
+            self.optimizer.step = stepping
+            result = super()._step(*args)
+            self.optimizer.step = step
+            captured.losses.append({key: loss.item() for key, loss in result.losses.items()})
+            return result
+
+    return CapturingTrainer
+
+
+def _named(chunks: list[Any]) -> list[tuple[str, Any]]:
+    """Parameters under names that hold whichever rank has them."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    ep_rank = parallel_state.get_expert_model_parallel_rank()
+    found = []
+    for chunk in chunks:
+        module = unwrap_model(chunk)
+        for name, parameter in module.named_parameters():
+            path = re.match(r"((?:decoder|encoder)\.layers)\.(\d+)\.(.*)", name)
+            if path:
+                layer = module.get_submodule(f"{path[1]}.{path[2]}")
+                name = f"{path[1]}.{layer.layer_number - 1}.{path[3]}"
+            if getattr(parameter, "tensor_model_parallel", False):
+                name += f"@tp{tp_rank}"
+            if not getattr(parameter, "allreduce", True):
+                name += f"@ep{ep_rank}"
+            found.append((name, parameter))
+    return found
+
+
+def _fill_by_name(chunks: list[Any], optimizer: Any) -> None:
+    import torch
+
+    tied = all(chunk.module.share_embeddings_and_output_weights for chunk in chunks[:1])
+    with torch.no_grad():
+        for name, parameter in _named(chunks):
+            if name.endswith(".bias") or "layernorm" in name:
+                continue
+            drawn = name
+            if tied:
+                drawn = name.replace("output_layer.weight", "embedding.word_embeddings.weight")
+            generator = torch.Generator().manual_seed(zlib.crc32(drawn.encode()))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    optimizer.reload_model_params()
+
+
+def _digest(tensor: Any) -> str:
+    import torch
+
+    raw = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(raw).hexdigest()[:16]
