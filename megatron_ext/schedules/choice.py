@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.actions import Option, Schedule
     from megatron_ext.schedules.placement import Placement
 
-__all__ = ["Choice", "current", "use"]
+__all__ = ["Choice", "current", "folded", "use"]
 
 
 @dataclass(frozen=True)
@@ -80,3 +80,8 @@ def use(choice: Choice | None) -> None:
 def current() -> Choice | None:
     """Return the choice in force, or None."""
     return _current
+
+
+def folded() -> bool:
+    """Tell whether the choice in force brings the pipeline back to its first rank (V and W)."""
+    return _current is not None and _current.placement.name in ("v", "w")
