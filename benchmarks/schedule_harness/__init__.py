@@ -1,0 +1,12 @@
+"""Runs pipeline schedules of several systems on emulated stages, side by side.
+
+Real processes, autograd and messages; only the computation is emulated, by sleeping, so that a
+laptop can tell schedules and runtimes apart. `benchmarks/schedules.py` is the command.
+
+    stage.py      the emulated stage, and the probe that records what ran when and what is alive
+    systems.py    what is measured: the rows of the table
+    megatron_core.py, torch_pipelining.py, own.py    one step of each system, on one rank
+    rank.py       the measurement on one rank
+    metrics.py    what follows from the records of all ranks
+    report.py     table and picture
+"""

@@ -1,0 +1,133 @@
+"""Steps of Megatron's own schedules, through its own functions.
+
+They run on the CPU through this package's device redirects, which change no schedule. The options
+are those of training: outputs are deallocated, interleaved with either kind of P2P.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer import TransformerConfig
+
+from .stage import MESSAGE_SHAPE, EmulatedStage, Probe
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules import Kind, Placement
+
+__all__ = ["Chunk", "make_config", "prepare", "record_steps", "step_keywords"]
+
+
+class Chunk(torch.nn.Module):
+    """A stage as Megatron's schedules expect a model chunk to be."""
+
+    def __init__(self, probe: Probe, config: TransformerConfig, vp_stage: int | None) -> None:
+        super().__init__()
+        self.stage = EmulatedStage(probe)
+        self.config = config
+        self.vp_stage = vp_stage
+        self.model_type = ModelType.encoder_or_decoder
+        self._input: torch.Tensor | None = None
+
+    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
+        """Take the input of the next forward."""
+        [self._input] = tensors
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        """Run on the given input, or without one on the data."""
+        return self.stage(data if self._input is None else self._input)
+
+
+def make_config(pp: int, **options: Any) -> TransformerConfig:
+    """Return the configuration of emulated stages."""
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=MESSAGE_SHAPE[-1],
+        num_attention_heads=1,
+        pipeline_model_parallel_size=pp,
+        pipeline_dtype=torch.float32,
+        gradient_accumulation_fusion=False,
+        deallocate_pipeline_outputs=True,
+        **options,
+    )
+
+
+def _forward_step(data: Iterator[torch.Tensor], chunk: Chunk) -> tuple[torch.Tensor, Any]:
+    return chunk(next(data)), lambda output: (output.mean(), {"loss": output.detach().mean()})
+
+
+def step_keywords(chunks: list[Chunk], num_microbatches: int) -> dict[str, Any]:
+    """Return the arguments of a forward-backward function."""
+    seq_length, micro_batch_size, _ = MESSAGE_SHAPE
+    data = torch.zeros(MESSAGE_SHAPE)
+    return {
+        "forward_step_func": _forward_step,
+        "data_iterator": [itertools.repeat(data) for _ in chunks],
+        "model": chunks,
+        "num_microbatches": num_microbatches,
+        "seq_length": seq_length,
+        "micro_batch_size": micro_batch_size,
+    }
+
+
+def record_steps(
+    probe: Probe,
+    stages: tuple[int, ...],
+    backward_kind: Callable[[], Kind],
+) -> None:
+    """Record every forward and backward step that this process runs, for the rest of its life.
+
+    Args:
+        probe: Takes the records.
+        stages: The stage of each chunk.
+        backward_kind: Says what a backward step that begins now is.
+    """
+    forward_step, backward_step = schedules.forward_step, schedules.backward_step
+
+    def recorded_forward(*args: Any, **kwargs: Any) -> Any:
+        key = stages[kwargs.get("vp_stage") or 0], kwargs["current_microbatch"]
+        with probe.op("F", *key):
+            output, num_tokens = forward_step(*args, **kwargs)
+        _first(output).benchmark_key = key
+        return output, num_tokens
+
+    def recorded_backward(input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
+        with probe.op(backward_kind(), *_first(output_tensor).benchmark_key):
+            return backward_step(input_tensor, output_tensor, *args)
+
+    schedules.forward_step, schedules.backward_step = recorded_forward, recorded_backward
+
+
+def _first(tensors: Any) -> Any:
+    return tensors[0] if isinstance(tensors, list) else tensors
+
+
+def prepare(
+    schedule: str, placement: Placement, num_microbatches: int, probe: Probe
+) -> Callable[[], None]:
+    """Return a function that runs one step of `1f1b`, `interleaved-batched` or `-overlap`."""
+    pp, interleaved = placement.num_ranks, schedule != "1f1b"
+    chunks_per_rank = placement.num_stages // pp
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=chunks_per_rank if interleaved else None,
+    )
+    overlap = schedule == "interleaved-overlap"
+    config = make_config(
+        pp,
+        virtual_pipeline_model_parallel_size=chunks_per_rank if interleaved else None,
+        overlap_p2p_comm=overlap,
+        batch_p2p_comm=not overlap,
+    )
+    stages = placement.stages_of[parallel_state.get_pipeline_model_parallel_rank()]
+    chunks = [Chunk(probe, config, c if interleaved else None) for c in range(chunks_per_rank)]
+    record_steps(probe, stages, lambda: "B")
+    keywords = step_keywords(chunks, num_microbatches)
+    function = schedules.get_forward_backward_func()
+    return lambda: function(**keywords)

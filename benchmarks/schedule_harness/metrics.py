@@ -1,0 +1,153 @@
+"""What follows from the records of all ranks.
+
+The *replay* takes the order in which each rank ran its ops and gives every op its earliest time:
+when its rank is free and its inputs exist, with messages that cost nothing. With the recorded
+durations it tells what runtime and messages added (noise in the ops themselves is in both), with
+the nominal ones what the order is worth.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules import Placement
+
+    from .ops import Op, OpTimes, Step
+
+__all__ = ["Figures", "evaluate", "replay"]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of one system; activations in those of one micro-batch on 1/pp of the model."""
+
+    median_s: float
+    """Of the steps, each from its first rank's begin to its last rank's end."""
+    min_s: float
+    max_s: float
+    ideal_s: float
+    """The largest sum of op times of a rank."""
+    optimum_s: float
+    """What the order that ran would take with exact op times and free messages."""
+    replay_overhead: float
+    """Median of (last end - first begin) / replay with the recorded durations, minus 1."""
+    op_inflation: float
+    """Time recorded in ops over the time that they sleep, minus 1."""
+    peak_live: float
+    """Activations that were alive at once, at most, on the worst rank."""
+    peak_of_order: float
+    """Those that the order must keep: from F to B or W."""
+    cpu_s: float
+    """Median over the steps of the mean processor time of a rank."""
+
+    @property
+    def ratio(self) -> float:
+        """Median time over ideal."""
+        return self.median_s / self.ideal_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all figures for `--json`."""
+        return {**asdict(self), "ratio": self.ratio}
+
+
+def evaluate(steps: Sequence[Sequence[Step]], placement: Placement, times: OpTimes) -> Figures:
+    """Return the figures of a measurement.
+
+    Args:
+        steps: By rank of the world, then by step.
+        placement: Where the stages are; rank r of pipeline t is rank `r * twins + t` of the world.
+        times: What the ops slept.
+    """
+    by_step = list(zip(*steps, strict=True))
+    seconds = [max(s.end_s for s in ranks) - min(s.begin_s for s in ranks) for ranks in by_step]
+
+    def nominal(op: Op) -> float:
+        return times.seconds(op.kind, op.stage, op.microbatch)
+
+    rows = [[step.ops for step in ranks] for ranks in by_step]
+    ops = [op for ranks in rows for row in ranks for op in row]
+    return Figures(
+        median_s=statistics.median(seconds),
+        min_s=min(seconds),
+        max_s=max(seconds),
+        ideal_s=max(sum(map(nominal, row)) for row in rows[0]),
+        optimum_s=statistics.median(replay(ranks, placement, nominal) for ranks in rows),
+        replay_overhead=statistics.median(
+            _span(ranks) / replay(ranks, placement, lambda op: op.duration_s) - 1 for ranks in rows
+        ),
+        op_inflation=sum(op.duration_s for op in ops) / sum(map(nominal, ops)) - 1,
+        peak_live=times.share * max(step.peak_live for ranks in by_step for step in ranks),
+        peak_of_order=times.share * max(_peak(row) for ranks in rows for row in ranks),
+        cpu_s=statistics.median(statistics.mean(s.cpu_s for s in ranks) for ranks in by_step),
+    )
+
+
+def _span(rows: Sequence[Sequence[Op]]) -> float:
+    ops = [op for row in rows for op in row]
+    return max(op.end_s for op in ops) - min(op.begin_s for op in ops)
+
+
+def _peak(row: Sequence[Op]) -> int:
+    live = peak = 0
+    for op in row:
+        if op.kind == "F":
+            live += 1
+            peak = max(peak, live)
+        elif op.kind in ("B", "W"):
+            live -= 1
+    return peak
+
+
+def replay(
+    rows: Sequence[Sequence[Op]], placement: Placement, duration_s: Callable[[Op], float]
+) -> float:
+    """Return the makespan of an order of ops with free messages.
+
+    Args:
+        rows: By rank of the world, the ops in the order in which they ran.
+        placement: Where the stages are.
+        duration_s: The time of an op.
+
+    Raises:
+        ValueError: The order is impossible, so the record is wrong.
+    """
+    made: dict[tuple[str, int, int, int], float] = {}  # what, stage, micro-batch, twin -> since
+    position, now = [0] * len(rows), [0.0] * len(rows)
+    progress = True
+    while progress:
+        progress = False
+        for rank, row in enumerate(rows):
+            twin = rank % placement.twins
+            while position[rank] < len(row):
+                op = row[position[rank]]
+                ready = _ready(op, twin, placement, made)
+                if ready is None:
+                    break
+                now[rank] = max(now[rank], ready) + duration_s(op)
+                if op.kind != "W":
+                    what = "F" if op.kind == "F" else "B"
+                    made[what, op.stage, op.microbatch, twin] = now[rank]
+                position[rank] += 1
+                progress = True
+    for rank, row in enumerate(rows):
+        if position[rank] < len(row):
+            raise ValueError(f"rank {rank} ran {row[position[rank]]} before what it needs")
+    return max(now)
+
+
+def _ready(
+    op: Op, twin: int, placement: Placement, made: dict[tuple[str, int, int, int], float]
+) -> float | None:
+    """Return since when the input of an op exists, or None."""
+    if op.kind == "W":
+        return 0.0  # its rank made the input
+    source = op.stage - 1 if op.kind == "F" else op.stage + 1
+    if not 0 <= source < placement.num_stages:
+        return 0.0
+    crosses = min(source, op.stage) in placement.twin_hops
+    what = "F" if op.kind == "F" else "B"
+    return made.get((what, source, op.microbatch, twin ^ crosses))

@@ -1,0 +1,69 @@
+"""What a rank records, and how long its ops have to take.
+
+The parent of the ranks reads this too; neither torch nor Megatron is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules import Kind
+
+__all__ = ["Op", "OpTimes", "Sizes", "Step"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is run."""
+
+    pp: int
+    num_microbatches: int
+    forward_s: float
+    """Forward of one device share; both gradients take as long."""
+    warmup: int
+    steps: int
+    timeout_s: float
+    """For every wait."""
+
+
+class Op(NamedTuple):
+    """One executed action of one rank; times are of the machine's monotonic clock, in seconds."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+    begin_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        """How long it took."""
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True)
+class OpTimes:
+    """How long each op has to take."""
+
+    forward_s: float
+    """Forward of one device share (1/pp of the model); both gradients take as long."""
+    share: float
+    """Part of a device share that one stage is."""
+
+    def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
+        """Return the time of one op. All stages and micro-batches are equal (no jitter yet)."""
+        return self.forward_s * self.share * (2 if kind == "B" else 1)
+
+
+class Step(NamedTuple):
+    """What one rank recorded in one step."""
+
+    begin_s: float
+    end_s: float
+    ops: list[Op]
+    peak_live: int
+    """Activations of stages."""
+    cpu_s: float
+    """Processor time of the rank."""

@@ -1,0 +1,67 @@
+"""Steps of this package's executor, as training calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from megatron.core import parallel_state
+
+from megatron_ext.schedules.choice import Choice, use
+from megatron_ext.schedules.runtime.entry import forward_backward
+from megatron_ext.schedules.runtime.split import SPLIT
+
+from .megatron_core import Chunk, make_config, record_steps, step_keywords
+
+if TYPE_CHECKING:
+    from .stage import Probe
+
+__all__ = ["prepare"]
+
+
+def prepare(choice: Choice, probe: Probe) -> Callable[[], None]:
+    """Return a function that runs one step of a chosen schedule.
+
+    A schedule with twins is hosted as in training: as half as many pipeline ranks, each twice.
+    """
+    placement = choice.placement
+    num_chunks = placement.num_stages // placement.num_ranks
+    virtual = num_chunks if num_chunks > 1 else None
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=placement.num_ranks,
+        virtual_pipeline_model_parallel_size=virtual,
+    )
+    config = make_config(placement.num_ranks, virtual_pipeline_model_parallel_size=virtual)
+    stages = placement.stages_of[parallel_state.get_pipeline_model_parallel_rank()]
+    chunks = [Chunk(probe, config, virtual and c) for c in range(num_chunks)]
+    _emulate_split(probe)
+    record_steps(probe, stages, lambda: "I" if probe.splitting else "B")
+    use(choice)
+    keywords = step_keywords(chunks, choice.num_microbatches)
+    return lambda: forward_backward(**keywords)
+
+
+def _emulate_split(probe: Probe) -> None:
+    """Sleep the time of a deferred weight gradient where the split computes it, and record it.
+
+    The gradient itself is computed by the split, from what it kept of the stage's linear.
+    """
+    defer, run = SPLIT.defer, SPLIT.run
+
+    @contextmanager
+    def deferring(stage: int, microbatch: int) -> Iterator[None]:
+        probe.splitting = True
+        try:
+            with defer(stage, microbatch):
+                yield
+        finally:
+            probe.splitting = False
+
+    def running(stage: int, microbatch: int) -> None:
+        with probe.op("W", stage, microbatch):
+            probe.spend("W", stage, microbatch)
+            assert (stage, microbatch) in SPLIT.pending(), "the split left the stage's linear alone"
+            run(stage, microbatch)
+
+    SPLIT.defer, SPLIT.run = deferring, running  # type: ignore[method-assign]

@@ -1,0 +1,109 @@
+"""The table and the picture of a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .metrics import Figures
+
+__all__ = ["draw", "table"]
+
+_HEADS = (
+    "system",
+    "T ms",
+    "T/ideal",
+    "order",
+    "replay %",
+    "ops %",
+    "peak act.",
+    "of order",
+    "weights",
+)
+
+NOISY = 0.05
+"""Ops that took longer than this above their time: the machine was too busy."""
+
+
+def table(figures: Mapping[str, Figures], weights: Mapping[str, int]) -> str:
+    """Return the comparison as text.
+
+    Args:
+        figures: By name of the system.
+        weights: How often each stores every weight.
+    """
+    rows = [_HEADS, *(_row(name, found, weights[name]) for name, found in figures.items())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
+
+
+def _row(name: str, found: Figures, weights: int) -> tuple[str, ...]:
+    mark = "!" if found.op_inflation > NOISY else ""
+    return (
+        name,
+        f"{1e3 * found.median_s:.0f}",
+        f"{found.ratio:.3f}",
+        f"{found.optimum_s / found.ideal_s:.3f}",
+        f"{100 * found.replay_overhead:.1f}",
+        f"{mark}{100 * found.op_inflation:.1f}",
+        f"{found.peak_live:g}",
+        f"{found.peak_of_order:g}",
+        f"{weights}x",
+    )
+
+
+_ROW, _TOP, _NAME, _SCALE, _BAR = 22, 46, 290, 600, 15
+
+_STYLE = """\
+text { font: 12px sans-serif; fill: #1f2328 }
+.axis { stroke: #8888; stroke-width: 1 }
+.order { fill: #79b8ff } .rest { fill: #f9b384 }
+.own .order { fill: #388bfd } .own .rest { fill: #e5714b }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } }"""
+
+
+def draw(figures: Mapping[str, Figures], title: str) -> str:
+    """Return bars as SVG: what each system takes beyond ideal, as a share of it."""
+    highest = max([0.1, *(found.ratio - 1 for found in figures.values())])
+    height = _TOP + _ROW * len(figures) + 34
+    width = _NAME + _SCALE + 60
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}">',
+        f"<title>{escape(title)}</title>",
+        f"<style>\n{_STYLE}\n</style>",
+        f'<text x="4" y="17">{escape(title)}</text>',
+    ]
+    for index, (name, found) in enumerate(figures.items()):
+        parts += _bar(name, found, _TOP + _ROW * index, _SCALE / highest)
+    bottom = _TOP + _ROW * len(figures)
+    parts.append(f'<path class="axis" d="M{_NAME} {_TOP - 6}V{bottom}"/>')
+    legend = (("order", "bubble of the order that ran", 0), ("rest", "what was added to it", 220))
+    for kind, text, x in legend:
+        left = _NAME + x
+        parts.append(f'<rect class="{kind}" x="{left}" y="{bottom + 8}" width="12" height="12"/>')
+        parts.append(f'<text x="{left + 17}" y="{bottom + 18}">{text}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _bar(name: str, found: Figures, y: int, scale: float) -> Sequence[str]:
+    order = scale * max(0.0, min(found.optimum_s, found.median_s) / found.ideal_s - 1)
+    whole = scale * max(0.0, found.ratio - 1)
+    rest = whole - order
+    text = f"+{100 * (found.ratio - 1):.1f} %"
+    style = ' class="own"' if name.startswith("megatron_ext") else ""
+    return [
+        f"<g{style}>",
+        f'<text x="4" y="{y + 12}">{escape(name)}</text>',
+        f'<rect class="order" x="{_NAME}" y="{y}" width="{order:.1f}" height="{_BAR}"/>',
+        f'<rect class="rest" x="{_NAME + order:.1f}" y="{y}" width="{rest:.1f}" height="{_BAR}"/>',
+        f'<text x="{_NAME + whole + 5:.1f}" y="{y + 12}">{text}</text>',
+        "</g>",
+    ]

@@ -1,0 +1,129 @@
+"""The emulated stage, and the probe that records what ran when and what is alive.
+
+A stage computes `y = A(x + z) + weights(x)`. `A` sleeps for the forward and, in its backward, for
+the input gradient. The weights are a real, tiny linear of Megatron's, so that whatever splits the
+backward of real models splits this one too; the time of the weight gradient is slept where that
+gradient is computed. The parameter `z` makes the first stage have an input gradient to compute, as
+an embedding does. `x + z` is the stage's activation: `A` and the linear both keep it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import tensor_parallel
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .ops import Op
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules import Kind
+
+    from .ops import OpTimes
+
+__all__ = ["MESSAGE_SHAPE", "EmulatedStage", "Probe"]
+
+MESSAGE_SHAPE = (64, 1, 256)
+"""Sequence, batch, hidden: 64 KiB in fp32."""
+
+
+@dataclass
+class Probe:
+    """Records the ops of one rank and counts the activations that its stages keep alive."""
+
+    times: OpTimes
+    ops: list[Op] = field(default_factory=list)
+    peak_live: int = 0
+    """Most activations of stages that were alive at once."""
+    splitting: bool = False
+    """Whether a backward that runs now leaves the weight gradient for later."""
+    current: tuple[int, int] = (0, 0)
+    """(stage, micro-batch) of the op that runs."""
+    _alive: list[StorageWeakRef] = field(default_factory=list)
+
+    @contextmanager
+    def op(self, kind: Kind, stage: int, microbatch: int) -> Iterator[None]:
+        """Record what runs inside as one op."""
+        self.current = stage, microbatch
+        begin_s = time.perf_counter()
+        yield
+        self.ops.append(Op(stage, kind, microbatch, begin_s, time.perf_counter()))
+
+    def spend(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Take the time of an op, without using the processor."""
+        time.sleep(self.times.seconds(kind, stage, microbatch))
+
+    def keep(self, activation: torch.Tensor) -> None:
+        """Count a new activation: until nothing, no graph and no stash, holds its storage."""
+        self._alive = [storage for storage in self._alive if not storage.expired()]
+        self._alive.append(StorageWeakRef(activation.untyped_storage()))
+        self.peak_live = max(self.peak_live, len(self._alive))
+
+    def take(self) -> tuple[list[Op], int]:
+        """Return ops and peak since the last call."""
+        taken = self.ops, self.peak_live
+        self.ops, self.peak_live = [], 0
+        return taken
+
+
+class _Compute(torch.autograd.Function):
+    """`A`: the identity, in the time of a forward and of an input gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, activation: torch.Tensor, probe: Probe) -> torch.Tensor:
+        ctx.probe, ctx.op = probe, probe.current
+        ctx.save_for_backward(activation)
+        probe.spend("F", *probe.current)
+        return activation.view_as(activation)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.probe.spend("I", *ctx.op)
+        return gradient, None
+
+
+class _WeightGradient(torch.autograd.Function):
+    """The identity behind the linear: takes the time of its weight gradient just before it."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, probe: Probe) -> torch.Tensor:
+        ctx.probe, ctx.op = probe, probe.current
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if not ctx.probe.splitting:
+            ctx.probe.spend("W", *ctx.op)
+        return gradient, None
+
+
+class EmulatedStage(torch.nn.Module):
+    """One stage of the emulated model."""
+
+    def __init__(self, probe: Probe) -> None:
+        super().__init__()
+        self.probe = probe
+        hidden = MESSAGE_SHAPE[-1]
+        self.z = torch.nn.Parameter(torch.zeros(hidden))
+        self.weight = torch.nn.Parameter(torch.zeros(hidden, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the stage's output."""
+        activation = x + self.z
+        self.probe.keep(activation)
+        output = _Compute.apply(activation, self.probe)
+        # One feature of it: the product costs microseconds. Detached: the input gradient is A's.
+        from_weights = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
+            input=activation.detach()[..., :1],
+            weight=self.weight,
+            bias=None,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=False,
+            sequence_parallel=False,
+        )
+        return output + _WeightGradient.apply(from_weights, self.probe)

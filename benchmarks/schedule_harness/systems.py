@@ -1,0 +1,120 @@
+"""What is measured: one system for each row of the table."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.schedules import Placement, registered
+from megatron_ext.schedules.choice import Choice
+from megatron_ext.schedules.placement import linear, loop, v
+
+if TYPE_CHECKING:
+    from .stage import Probe
+
+__all__ = ["Own", "Peer", "System", "all_systems"]
+
+
+@dataclass(frozen=True)
+class System:
+    """A runtime with one of its schedules."""
+
+    name: str
+    """What the table shows."""
+
+    def placement(self, pp: int) -> Placement:
+        """Return where the stages are."""
+        raise NotImplementedError
+
+    def prepare(
+        self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
+    ) -> Callable[[], None]:
+        """Return the function that runs one step on this rank, of an initialised world."""
+        raise NotImplementedError
+
+    def share(self, pp: int) -> float:
+        """Return which part of 1/pp of the model one stage is."""
+        return pp / self.placement(pp).num_stages
+
+
+@dataclass(frozen=True)
+class Peer(System):
+    """Somebody else's runtime."""
+
+    module: str
+    """Of this package; its `prepare` runs the steps."""
+    schedule: str
+    """As that module names it."""
+    placement_of: Callable[[int], Placement]
+
+    def placement(self, pp: int) -> Placement:
+        """Return where the stages are."""
+        return self.placement_of(pp)
+
+    def prepare(
+        self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
+    ) -> Callable[[], None]:
+        """Return the function that runs one step on this rank."""
+        module = importlib.import_module(f"{__package__}.{self.module}")
+        return module.prepare(self.schedule, self.placement(pp), num_microbatches, probe)
+
+
+@dataclass(frozen=True)
+class Own(System):
+    """The executor of this package with one of the registered schedules."""
+
+    schedule: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def choice(self, pp: int, num_microbatches: int, timeout_s: float = 60.0) -> Choice:
+        """Return what training would be told.
+
+        Raises:
+            ScheduleError: The schedule cannot have these sizes.
+        """
+        options = dict(self.options)
+        chunks = options.pop("chunks", None)
+        twins = registered()[self.schedule].twins
+        return Choice(
+            self.schedule, pp, num_microbatches // twins, chunks, options, timeout_s=timeout_s
+        )
+
+    def placement(self, pp: int) -> Placement:
+        """Return where the stages are."""
+        return self.choice(pp, 4 * pp).placement
+
+    def prepare(
+        self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
+    ) -> Callable[[], None]:
+        """Return the function that runs one step on this rank."""
+        from . import own
+
+        return own.prepare(self.choice(pp, num_microbatches, timeout_s), probe)
+
+
+def _loop2(pp: int) -> Placement:
+    return loop(pp, 2)
+
+
+_PEERS = (
+    ("megatron-core 1F1B", "megatron_core", "1f1b", linear),
+    ("megatron-core interleaved, batched P2P", "megatron_core", "interleaved-batched", _loop2),
+    ("megatron-core interleaved, overlapped P2P", "megatron_core", "interleaved-overlap", _loop2),
+    ("torch 1F1B", "torch_pipelining", "Schedule1F1B", linear),
+    ("torch Interleaved1F1B", "torch_pipelining", "ScheduleInterleaved1F1B", _loop2),
+    ("torch InterleavedZeroBubble", "torch_pipelining", "ScheduleInterleavedZeroBubble", _loop2),
+    ("torch ZBVZeroBubble", "torch_pipelining", "ScheduleZBVZeroBubble", v),
+    ("torch DualPipeV", "torch_pipelining", "ScheduleDualPipeV", v),
+)
+
+
+def all_systems() -> list[System]:
+    """Return every system, in the order of the table."""
+    systems: list[System] = [Peer(*row) for row in _PEERS]
+    for name, generator in registered().items():
+        for variant in generator.variants:
+            options = "".join(f" {key}={value}" for key, value in variant.items())
+            systems.append(Own(f"megatron_ext {name}{options}", name, dict(variant)))
+    return systems

@@ -1,0 +1,151 @@
+"""Pipeline schedules and runtimes side by side, on emulated stages.
+
+    python benchmarks/schedules.py [--pp P] [--microbatches M] [--only TEXT ...] [--steps N]
+        [--forward-ms T] [--json FILE] [--svg FILE] [--markdown]
+
+Every system runs the same model in real processes with real messages; computation is emulated by
+sleeping. Columns of the table:
+
+    T ms       median time of a step, from the first rank's begin to the last rank's end
+    T/ideal    the same over the work of one rank, the time without any bubble
+    order      what T/ideal would be for the order that ran, with exact ops and free messages
+    replay %   what the runtime and its messages added to that order with the ops as they were
+    ops %      how much longer ops took than they sleep; marked ! above 5: a machine too busy
+    peak act.  activations alive at once, as tensors in memory, on the worst rank; in those of
+               one micro-batch on 1/pp of the model
+    of order   activations that the order must keep
+    weights    how often each weight is stored
+
+Sleeping ops say nothing about kernels, memory bandwidth or collectives that share a GPU with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
+
+from benchmarks.schedule_harness import rank, report  # noqa: E402
+from benchmarks.schedule_harness.metrics import Figures, evaluate  # noqa: E402
+from benchmarks.schedule_harness.ops import OpTimes, Sizes  # noqa: E402
+from benchmarks.schedule_harness.systems import System, all_systems  # noqa: E402
+from tests.ranks import RanksFailed, run_ranks  # noqa: E402
+
+
+def measure(system: System, sizes: Sizes) -> Figures | str:
+    """Run one system on as many processes as the pipeline has ranks.
+
+    Returns:
+        Its figures, or why there are none.
+    """
+    work_s = 3 * sizes.forward_s * sizes.num_microbatches * (sizes.warmup + sizes.steps)
+    limit_s = sizes.timeout_s + 4 * work_s
+    try:
+        steps = run_ranks(sizes.pp, rank.measure, system, sizes, timeout_s=limit_s)
+    except RanksFailed as error:
+        return str(error)
+    times = OpTimes(sizes.forward_s, system.share(sizes.pp))
+    return evaluate(steps, system.placement(sizes.pp), times)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pp", type=int, default=4, help="processes, the ranks of the pipeline")
+    parser.add_argument("--microbatches", type=int, help="in one step; default: 4 for each rank")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="TEXT", help="systems whose name has one of these"
+    )
+    parser.add_argument("--steps", type=int, default=5, help="measured steps, after two others")
+    parser.add_argument(
+        "--forward-ms",
+        type=float,
+        help="forward of 1/pp of the model; either gradient takes as long; default: 160/pp",
+    )
+    parser.add_argument("--timeout-s", type=float, default=60.0, help="for every wait")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--svg", type=Path, help="also draw them to this file")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the section of docs/schedules.md instead"
+    )
+    args = parser.parse_args(argv)
+    args.microbatches = args.microbatches or 4 * args.pp
+    args.forward_ms = args.forward_ms or 160 / args.pp
+    return args
+
+
+def chosen(args: argparse.Namespace) -> list[System]:
+    """Return the systems to measure, those of the options."""
+    return [
+        system
+        for system in all_systems()
+        if not args.only or any(text in system.name for text in args.only)
+    ]
+
+
+def conditions(args: argparse.Namespace, load: float) -> str:
+    """Say under which conditions the figures were taken."""
+    packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("torch", "megatron-core"))
+    return (
+        f"pp {args.pp}, {args.microbatches} micro-batches, forward = input gradient = weight "
+        f"gradient = {args.forward_ms:g} ms, gloo, median of {args.steps} steps; {packages}, "
+        f"Python {platform.python_version()}, {os.cpu_count()} cores, load average {load:.1f}"
+    )
+
+
+def write(args: argparse.Namespace, figures: dict[str, Figures], failures: dict[str, str]) -> None:
+    """Print the table and write the files that were asked for."""
+    weights = {s.name: s.placement(args.pp).twins for s in all_systems()}
+    text = conditions(args, os.getloadavg()[1])
+    lines = report.table(figures, weights)
+    if args.markdown:
+        print(f"<!-- measured: begin -->\n```text\n{lines}\n```\n\n{text}.\n<!-- measured: end -->")
+    else:
+        print(f"{text}\n\n{lines}")
+    for name, reason in failures.items():
+        print(f"\n{name} failed: {reason}", file=sys.stderr)
+    if args.json:
+        content: dict[str, Any] = {
+            "conditions": text,
+            "pp": args.pp,
+            "num_microbatches": args.microbatches,
+            "forward_s": args.forward_ms / 1e3,
+            "systems": {n: {**f.as_dict(), "weights": weights[n]} for n, f in figures.items()},
+            "failures": failures,
+        }
+        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if args.svg:
+        title = f"time beyond ideal, measured: pp {args.pp}, {args.microbatches} micro-batches"
+        args.svg.write_text(report.draw(figures, title), encoding="utf-8")
+
+
+def main() -> int:
+    """Measure and print; 1 if a system failed."""
+    args = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # clean up as after an interrupt
+    sizes = Sizes(
+        pp=args.pp,
+        num_microbatches=args.microbatches,
+        forward_s=args.forward_ms / 1e3,
+        warmup=2,
+        steps=args.steps,
+        timeout_s=args.timeout_s,
+    )
+    results = {system.name: measure(system, sizes) for system in chosen(args)}
+    figures = {name: found for name, found in results.items() if isinstance(found, Figures)}
+    failures = {name: found for name, found in results.items() if isinstance(found, str)}
+    write(args, figures, failures)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
