@@ -39,6 +39,7 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.errors import DataError
+from megatron_ext.schedules.choice import folded
 from megatron_ext.training.initialize import agreed
 
 if TYPE_CHECKING:
@@ -324,6 +325,12 @@ def _check_optimizer_fits(
         "pipeline_model_parallel_layout",
     )
     there, here = ([getattr(one, name, None) for name in where] for one in (saved, args))
+    if folded():  # saved under such a schedule it would be reshardable
+        raise DataError(
+            f"{source}: its optimizer state fits only the stages that it was saved with; save with "
+            "--dist-ckpt-optim-fully-reshardable to change the schedule, or load the weights "
+            "alone with --no-load-optim"
+        )
     if there != here or _OPTIMIZER_TYPE not in metadata:
         raise DataError(
             f"{source}: its optimizer state was saved for (TP, PP, VPP, layout) = {there}, this "

@@ -32,6 +32,7 @@ from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 
 from megatron_ext import devices
+from megatron_ext.schedules.runtime.folded import share_losses, share_mtp_losses
 from megatron_ext.training.checkpoint import save_checkpoint
 from megatron_ext.training.model import fill
 from megatron_ext.training.report import Reporter, StepResult
@@ -213,8 +214,10 @@ class Trainer:
                 increment=get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
             )
         stub = self.optimizer.is_stub_optimizer
+        share_mtp_losses()
+        losses = {key: total[0] / total[1] for key, total in _sum_losses(reports).items()}
         return StepResult(
-            losses={key: total[0] / total[1] for key, total in _sum_losses(reports).items()},
+            losses=share_losses(losses),
             skipped=not succeeded,
             grad_norm=grad_norm,
             num_zeros=num_zeros,
@@ -273,6 +276,7 @@ class Trainer:
         for chunk in self.chunks:
             chunk.train()
         rerun.set_mode(mode)
+        totals = share_losses(totals)
         losses = {key: (total[0] / total[1]).item() for key, total in totals.items()}
         self.reporter.evaluation(label, iteration, losses)
 

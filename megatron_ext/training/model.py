@@ -26,6 +26,7 @@ from megatron.core.transformer.spec_utils import import_module
 from megatron_ext import devices
 from megatron_ext.arguments import ExtConfig
 from megatron_ext.errors import ArgumentsError
+from megatron_ext.schedules.runtime.folded import tie_embeddings
 
 if TYPE_CHECKING:
     from megatron_ext.training.arguments import Model
@@ -112,7 +113,9 @@ def build_model(args: Namespace, model: Model, config: TransformerConfig) -> lis
     chunks = [chunk.to(device) for chunk in chunks]
     if args.fp16 or args.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
-    return _wrap_data_parallel(args, config, chunks)
+    chunks = _wrap_data_parallel(args, config, chunks)
+    tie_embeddings(chunks)
+    return chunks
 
 
 def _build_gpt(args: Namespace, config: TransformerConfig, **place: Any) -> GPTModel:

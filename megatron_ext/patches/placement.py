@@ -1,0 +1,263 @@
+"""Patches for pipelines that end on the rank where they began (V and W placements).
+
+Upstream's first and last stage are on different ranks, and it asks by rank which is which. All of
+these act only while a schedule with such a placement is in force, together with its runtime:
+upstream's own schedules cannot run under them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.errors import DataError
+from megatron_ext.patches.registry import Patch
+from megatron_ext.schedules import choice
+from megatron_ext.schedules.choice import folded
+
+__all__ = ["PATCHES"]
+
+_STATE = "megatron.core.parallel_state"
+_STAGES = "megatron.core.pipeline_parallel.utils"
+_GRADS = "megatron.core.distributed.finalize_model_grads"
+_LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout"
+_TRAINING = "megatron.training.training"
+_CHECKPOINTING = "megatron.training.checkpointing"
+
+_Args = tuple[Any, ...]
+_Keywords = dict[str, Any]
+
+
+def _place_layers(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+    """Parse a layout string for the placement in force, unless it is for another pipeline."""
+    from megatron_ext.schedules.runtime.layout import placed_layout
+
+    parsed = call(*args, **kwargs)
+    chosen = choice.current()
+    assert chosen is not None
+    if parsed.pipeline_model_parallel_size != chosen.placement.num_ranks:
+        return parsed
+    return placed_layout(parsed.input_data, chosen.placement)
+
+
+def _is_first_rank(
+    _call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords
+) -> bool:
+    return bool(sys.modules[_STAGES].is_pp_first_stage(*args, **kwargs))
+
+
+def _first_rank(_call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> int:
+    return int(sys.modules[_STAGES].get_pp_first_rank(*args, **kwargs))
+
+
+def _is_last_stage(
+    _call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords
+) -> bool:
+    return _last_stage_is_here(*args, **kwargs)
+
+
+def _last_stage_is_here(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    state = sys.modules[_STATE]
+    chunks = state.get_virtual_pipeline_model_parallel_world_size()
+    if not ignore_virtual and chunks is not None:
+        assert vp_stage is not None, "ranks hold several chunks: give vp_stage"
+        if vp_stage != chunks - 1:
+            return False
+    return bool(state.get_pipeline_model_parallel_rank() == 0)
+
+
+def _first_rank_of_pipeline(
+    _call: Callable[..., Any], _instance: Any, _args: _Args, _kwargs: _Keywords
+) -> int:
+    return int(sys.modules[_STATE].get_pipeline_model_parallel_first_rank())
+
+
+def _embed_on_first_rank(
+    call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords
+) -> Any:
+    """Let the embedding groups be the first rank alone, whatever the script says."""
+
+    def first(ranks: list[int]) -> list[int]:
+        return ranks[:1]
+
+    return call(
+        *args, **{**kwargs, "get_embedding_ranks": first, "get_position_embedding_ranks": first}
+    )
+
+
+def _sum_in_place(
+    _call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords
+) -> None:
+    from megatron_ext.schedules.runtime.folded import sum_tied_gradients
+
+    sum_tied_gradients(args[0] if args else kwargs["model"])
+
+
+def _tie(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+    from megatron_ext.schedules.runtime.folded import tie_embeddings
+
+    chunks = call(*args, **kwargs)
+    tie_embeddings(chunks)
+    return chunks
+
+
+def _share_step(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+    """Bring a training step's losses, the first of its results, to the rank that logs."""
+    from megatron_ext.schedules.runtime.folded import share_losses, share_mtp_losses
+
+    losses, *others = call(*args, **kwargs)
+    share_mtp_losses()
+    return share_losses(losses), *others
+
+
+def _share_evaluation(
+    call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords
+) -> Any:
+    """Bring the losses of an evaluation to the rank that logs; None: the time was up."""
+    from megatron_ext.schedules.runtime.folded import share_losses
+
+    losses, *others = call(*args, **kwargs)
+    return losses if losses is None else share_losses(losses), *others
+
+
+def _whole_batch(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+    """Give all tensor-parallel ranks all fields.
+
+    Upstream sends those of the first stage to a rank that has it and those of the last stage to
+    others, without asking which chunk it is for; stages with MTP get both.
+    """
+    return call(*args[:1], **{**kwargs, "mtp_on_this_rank": True})
+
+
+def _check_optimizer_state(
+    call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords
+) -> Any:
+    """Refuse to read optimizer state that is cut along the gradient buffers of other stages."""
+    optimizer = args[2] if len(args) > 2 else kwargs["optimizer"]
+    options = kwargs.get("optim_sd_kwargs") or {}
+    if optimizer is not None and options.get("is_loading"):
+        found = options["metadata"].get("distrib_optim_sharding_type")
+        module = sys.modules["megatron.core.optimizer.distrib_optimizer"]
+        fits = module.DistributedOptimizer.checkpoint_fully_reshardable_formats
+        if found is not None and found not in fits:
+            raise DataError(
+                f"the checkpoint's optimizer state is {found}: it fits only the stages that it was "
+                "saved with; save with --dist-ckpt-optim-fully-reshardable to change the schedule, "
+                "or load the weights alone with --no-load-optim"
+            )
+    return call(*args, **kwargs)
+
+
+def _check_format(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+    """Refuse checkpoints that name tensors by rank and chunk instead of by layer."""
+    loaded = call(*args, **kwargs)
+    kind = loaded[3]
+    if kind is not None and kind.name != "GLOBAL":
+        raise DataError(
+            f"{loaded[1]} is of format {kind.name.lower()}, which fits only the stages that it was "
+            "saved with; convert it to torch_dist (--ckpt-convert-format) with Megatron's own "
+            "schedule"
+        )
+    return loaded
+
+
+def _patch(name: str, target: str, fn: Callable[..., Any], reason: str, **options: Any) -> Patch:
+    return Patch(
+        id=f"placement.{name}",
+        target=target,
+        fn=fn,
+        reason=reason,
+        when=folded,
+        feature="schedules",
+        **options,
+    )
+
+
+PATCHES = (
+    _patch(
+        "layers",
+        f"{_LAYOUT}:PipelineParallelLayerLayout.from_str",
+        _place_layers,
+        "layouts deal stages out round and round; this one puts them where the placement says",
+    ),
+    _patch(
+        "is_pp_last_stage",
+        f"{_STAGES}:is_pp_last_stage",
+        _is_first_rank,
+        "takes the last rank for the one with the last stage",
+        kind="replace",
+    ),
+    _patch(
+        "get_pp_last_rank",
+        f"{_STAGES}:get_pp_last_rank",
+        _first_rank,
+        "the number of tokens is broadcast from the rank with the last stage",
+        kind="replace",
+    ),
+    _patch(
+        "is_pipeline_last_stage",
+        f"{_STATE}:is_pipeline_last_stage",
+        _is_last_stage,
+        "takes the last rank for the one with the last stage",
+        kind="replace",
+    ),
+    _patch(
+        "get_pipeline_model_parallel_last_rank",
+        f"{_STATE}:get_pipeline_model_parallel_last_rank",
+        _first_rank_of_pipeline,
+        "takes the last rank for the one with the last stage",
+        kind="replace",
+    ),
+    _patch(
+        "embedding_groups",
+        f"{_STATE}:initialize_model_parallel",
+        _embed_on_first_rank,
+        "the group of the ranks with a copy of the embedding names the last rank, which has none: "
+        "the first would wait for it for ever",
+    ),
+    _patch(
+        "tied_gradients",
+        f"{_GRADS}:_allreduce_word_embedding_grads",
+        _sum_in_place,
+        "adds up the gradients of tied embeddings between ranks, but both are on one",
+        kind="replace",
+    ),
+    _patch(
+        "tied_weights",
+        f"{_TRAINING}:get_model",
+        _tie,
+        "the copy of a tied embedding is filled from another rank, but both are on one: it would "
+        "stay zero",
+    ),
+    _patch(
+        "train_step",
+        f"{_TRAINING}:train_step",
+        _share_step,
+        "the last rank logs, but the first has the losses",
+    ),
+    _patch(
+        "evaluate",
+        f"{_TRAINING}:evaluate",
+        _share_evaluation,
+        "the last rank logs, but the first has the losses",
+    ),
+    _patch(
+        "batch",
+        "megatron.training.utils:get_batch_on_this_tp_rank",
+        _whole_batch,
+        "sends tensor-parallel ranks the fields of the first stage only, where a rank has both",
+    ),
+    _patch(
+        "checkpoint_format",
+        f"{_CHECKPOINTING}:_load_base_checkpoint",
+        _check_format,
+        "reads files of formats that tell layers by rank: other layers would be loaded",
+    ),
+    _patch(
+        "optimizer_state",
+        f"{_CHECKPOINTING}:generate_state_dict",
+        _check_optimizer_state,
+        "looks at the parallel sizes only: optimizer state of other stages would be loaded",
+    ),
+)

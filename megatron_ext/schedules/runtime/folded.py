@@ -1,0 +1,108 @@
+"""What a pipeline owes Megatron when it ends on the rank where it began.
+
+Megatron takes for granted that the first and the last stage are on different ranks, and that the
+last rank of the world logs because it has the loss. In V and W placements the first rank of the
+pipeline holds both ends: the two copies of the word embedding meet in one process, and losses have
+to travel to where they are logged. All functions do nothing in any other placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_ext.schedules.choice import folded
+
+__all__ = ["share_losses", "share_mtp_losses", "sum_tied_gradients", "tie_embeddings"]
+
+
+def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
+    """Start the copy of the word embedding in the last stage with the values of the first stage.
+
+    To be called when all chunks are built and before an optimizer copies their parameters. Upstream
+    fills the copy with an all-reduce between ranks, which does nothing within one.
+    """
+    tied = _tied_weights(chunks)
+    if tied is None:
+        return
+    embedding, copy = tied
+    with torch.no_grad():
+        copy.copy_(embedding)  # in place: gradient buffers have mapped the storage
+
+
+def sum_tied_gradients(chunks: Sequence[torch.nn.Module]) -> None:
+    """Give both copies of the word embedding the sum of their gradients.
+
+    To be called when replicas have been reduced and before gradients are scaled by the number of
+    tokens, in place of upstream's all-reduce over the embedding group. With the distributed
+    optimizer each replica has one part of the gradient; tied weights have buckets of their own, so
+    that the parts of both copies are the same.
+    """
+    tied = _tied_weights(chunks)
+    if tied is None:
+        return
+    first, last = (getattr(weight, "main_grad", None) for weight in tied)
+    if first is None or last is None:  # frozen
+        return
+    first.add_(last)
+    last.copy_(first)
+
+
+def _tied_weights(
+    chunks: Sequence[torch.nn.Module],
+) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
+    """Return the word embedding of the first stage and its copy in the last, if both are here."""
+    if not folded():
+        return None
+    first, last = (
+        get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        for chunk in (chunks[0], chunks[-1])
+    )
+    if first is last or not (first.pre_process and last.post_process):
+        return None
+    if not first.share_embeddings_and_output_weights and not first.config.mtp_num_layers:
+        return None
+    return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
+
+
+def share_losses(losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Bring the losses of the last stage to all stages, whatever they are called. Collective.
+
+    Args:
+        losses: On the rank with the last stage what it has, anything elsewhere.
+
+    Returns:
+        The last stage's losses.
+    """
+    if not folded():
+        return dict(losses)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    source = parallel_state.get_pipeline_model_parallel_last_rank()
+    holder = dist.get_rank() == source
+    box: list[Any] = [{k: v.detach().cpu() for k, v in losses.items()} if holder else None]
+    dist.broadcast_object_list(box, src=source, group=group)
+    if holder:
+        return dict(losses)
+    return {key: loss.to(torch.cuda.current_device()) for key, loss in box[0].items()}
+
+
+def share_mtp_losses() -> None:
+    """Bring the losses of multi-token prediction in this step to all stages. Collective.
+
+    Upstream keeps them in a tracker of the rank that computed them and averages them over its
+    replicas when they are logged; each rank's own replicas have the same values, so that the
+    average is right everywhere.
+    """
+    if not folded():
+        return
+    tracker = MTPLossLoggingHelper.tracker
+    shared = share_losses({"values": tracker["values"]} if "values" in tracker else {})
+    if shared:
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        tracker.update(values=shared["values"], reduce_group=None, avg_group=replicas)
