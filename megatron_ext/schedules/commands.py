@@ -24,9 +24,6 @@ __all__ = ["add_plan", "add_plot", "add_subcommand"]
 
 _Subparsers = argparse._SubParsersAction
 
-# Megatron's own schedules: these flags work today, all others need the executor of tables.
-_TRAINABLE = ("1f1b", "interleaved")
-
 
 def add_subcommand(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     """Register `plan` and `plot`; the parsed namespace carries what runs as its `run` attribute."""
@@ -81,7 +78,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     for generator in registered().values():
         for key, values in generator.options.items():
             parser.add_argument(
-                f"--{generator.name}-{key}",
+                generator.flag(key),
                 dest=f"{generator.name} {key}",
                 choices=values,
                 help=f"of {generator.name} (default: {values[0]})",
@@ -150,12 +147,7 @@ def _print_notes(args: argparse.Namespace, timelines: list[Timeline]) -> None:
     width = max(len(timeline.schedule.label) for timeline in timelines)
     for timeline in timelines:
         label = timeline.schedule.label.ljust(width)
-        print(f"  {label}  {plan.training_flags(timeline.schedule)}")
-    if any(timeline.schedule.name not in _TRAINABLE for timeline in timelines):
-        print(
-            f"\nThis version trains with {' and '.join(_TRAINABLE)} (Megatron's own); the flags of "
-            f"the others are not there yet."
-        )
+        print(f"  {label}  {plan.training_flags(timeline.schedule, timeline.costs)}")
 
 
 def _run_plot(args: argparse.Namespace) -> int:

@@ -50,6 +50,28 @@ class Costs:
         if self.jitter < 0 or self.link_jitter < 0:
             raise ScheduleError("jitter is the sigma of a distribution and cannot be negative")
 
+    @classmethod
+    def parse(cls, text: str) -> Costs:
+        """Return the costs that `F,I,W` or `F,I,W,latency` says, for example `1,1.2,0.8`.
+
+        Raises:
+            ScheduleError: If the text is no such list of numbers, or a number is impossible.
+        """
+        try:
+            forward, input_gradient, weight, *rest = map(float, text.split(","))
+            (latency,) = rest or (0.0,)
+        except ValueError:
+            raise ScheduleError(
+                f"costs are three numbers F,I,W and perhaps a latency, for example 1,1.2,0.8 or "
+                f"1,1,1,0.1; got {text!r}"
+            ) from None
+        return cls(forward, input_gradient, weight, latency=latency)
+
+    def __str__(self) -> str:
+        """Return what `parse` reads."""
+        times = f"{self.forward:g},{self.input:g},{self.weight:g}"
+        return f"{times},{self.latency:g}" if self.latency else times
+
     @property
     def backward(self) -> float:
         """Full backward of one device share, Tb + Tw."""

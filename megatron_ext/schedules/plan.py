@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.costs import UNIT, Costs
 from megatron_ext.schedules.registry import CSV_PREFIX, Generator, generate, get, registered
 from megatron_ext.schedules.simulate import Timeline, simulate
 from megatron_ext.schedules.validate import validate
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.actions import Option, Schedule
-    from megatron_ext.schedules.costs import Costs
 
 __all__ = ["compare", "evaluate", "figures", "table", "training_flags"]
 
@@ -105,11 +105,14 @@ def _number(value: float) -> float | int:
     return int(rounded) if rounded == int(rounded) else rounded
 
 
-def training_flags(schedule: Schedule) -> str:
-    """Return the flags that train with a schedule."""
+def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
+    """Return the flags that train with a schedule, made and simulated for given costs."""
     if schedule.name.startswith(CSV_PREFIX):
-        return f"--pipeline-model-parallel-size {schedule.pp} --pipeline-schedule {schedule.name}"
-    return get(schedule.name).training_flags(schedule)
+        chosen = f"--pipeline-schedule {schedule.name}"
+    else:
+        chosen = get(schedule.name).chosen_by(schedule)
+    made_for = "" if costs == UNIT else f" --pipeline-costs {costs}"
+    return f"--pipeline-model-parallel-size {schedule.pp} {chosen}{made_for}"
 
 
 _HEADS = ("schedule", "makespan", "ideal", "bubble", "bubble %", "peak act.", "weights", "messages")

@@ -105,16 +105,19 @@ class Generator:
         if chunks is not None and chunks < 2:
             raise ScheduleError(f"{self.name} needs at least 2 chunks, got {chunks}; or take 1f1b")
 
-    def training_flags(self, schedule: Schedule) -> str:
-        """Return the flags that train with a schedule of this generator."""
+    def flag(self, key: str) -> str:
+        """Return the flag of an option."""
+        return f"--{self.name}-{key}"
+
+    def chosen_by(self, schedule: Schedule) -> str:
+        """Return the training flags that choose a schedule of this generator."""
         chunks = schedule.num_stages // schedule.placement.num_ranks
         chosen = f"--pipeline-schedule {self.name}" if self.flags is None else self.flags
-        flags = [f"--pipeline-model-parallel-size {schedule.pp}"]
-        flags += chosen.format(chunks=chunks).split()
+        flags = [chosen.format(chunks=chunks)]
         for key, values in self.options.items():
             value = schedule.options.get(key, values[0])
             if value != values[0]:
-                flags.append(f"--{self.name}-{key} {value}")
+                flags.append(f"{self.flag(key)} {value}")
         return " ".join(flags)
 
 

@@ -37,8 +37,9 @@ def test_plan_ranks_all_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[1].split() == "bitpipe order=zb 49.5 48 1.5 3.0 8 2x 448".split()
     table = lines[1 : lines.index("")]
     assert {line.split()[0] for line in table} == set(registered())
-    assert "--pipeline-model-parallel-size 8 --enable-bitpipe-schedule" in out
-    assert "are not there yet" in out
+    flags = [line for line in lines if "--pipeline-model-parallel-size 8 " in line]
+    assert len(flags) == len(table)
+    assert flags[0].endswith("--enable-bitpipe-schedule")
 
 
 def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +69,8 @@ def test_plan_with_costs_and_latency(capsys: pytest.CaptureFixture[str]) -> None
 def test_searched_tables_are_made_for_the_costs(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = _run(capsys, "plan --pp 8 --microbatches 16 --schedule bitpipe --comm 0.1 --json")
     assert json.loads(out)[0]["makespan"] == 51.7
+    _, out, _ = _run(capsys, "plan --pp 8 --microbatches 16 --schedule bitpipe --comm 0.1")
+    assert "--enable-bitpipe-schedule --pipeline-costs 1,1,1,0.1" in out
 
 
 def test_plan_tells_what_it_left_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,8 +43,12 @@ def test_choices_of_the_user_are_kept() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "flags"),
     [
-        ("1f1b", {}, ""),
-        ("interleaved", {"chunks": 4}, " --num-virtual-stages-per-pipeline-rank 4"),
+        ("1f1b", {}, " --pipeline-schedule 1f1b"),
+        (
+            "interleaved",
+            {"chunks": 4},
+            " --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 4",
+        ),
         ("zb-v", {}, " --pipeline-schedule zb-v"),
         ("bitpipe", {}, " --enable-bitpipe-schedule"),
         (

@@ -51,7 +51,7 @@ def peak(size: Size) -> float:
     num_chunks=2,
     free_chunks=True,
     variants=({"chunks": 2}, {"chunks": 4}),
-    flags="--num-virtual-stages-per-pipeline-rank {chunks}",
+    flags="--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank {chunks}",
 )
 def interleaved(pp: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """Return the table of interleaved 1F1B.

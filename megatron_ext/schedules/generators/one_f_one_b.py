@@ -44,7 +44,6 @@ def peak(size: Size) -> float:
     summary="one forward, one backward: Megatron's schedule without interleaving",
     bubble=bubble,
     peak=peak,
-    flags="",  # what Megatron runs unless told otherwise
 )
 def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
     """Return the table of 1F1B."""
