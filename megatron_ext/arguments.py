@@ -2,7 +2,7 @@
 
 Arguments flow one way: `add_arguments` puts our group on a parser (upstream's or the embedded
 trainer's), `ExtConfig.from_args` reads the parsed values, and everything behind it sees only the
-`ExtConfig`.
+`ExtConfig`. The flags of schedules become a `Choice` instead (`schedules/training_flags.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_ext import devices
+from megatron_ext.schedules import training_flags
 
-__all__ = ["ExtConfig", "add_arguments"]
+__all__ = ["DROPPED", "ExtConfig", "add_arguments"]
+
+DROPPED = {"--data-impl": "datasets are always the memory-mapped ones"}
+"""Flags of older command lines that Megatron-LM has dropped: accepted, with a notice, for nothing.
+Why nothing is lost."""
 
 
 @dataclass(frozen=True)
@@ -64,4 +69,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         action="store_true",
         help="Print the table of patches on rank 0 before training.",
     )
+    training_flags.add_flags(group)
+    for flag, reason in DROPPED.items():
+        group.add_argument(flag, metavar="VALUE", help=f"Ignored: {reason}.")
     return parser

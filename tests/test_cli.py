@@ -24,7 +24,12 @@ def test_our_training_flags_are_these() -> None:
     parser = arguments.add_arguments(argparse.ArgumentParser())
     arguments.add_arguments(parser)  # a second time changes nothing
     flags = {option for action in parser._actions for option in action.option_strings}
-    assert flags == {"-h", "--help", "--device-backend", "--ext-list-patches"}
+    assert flags == {
+        "-h", "--help", "--device-backend", "--ext-list-patches",
+        "--pipeline-schedule", "--enable-bitpipe-schedule", "--bitpipe-order", "--bitpipe-routing",
+        "--pipeline-costs",
+        "--data-impl",
+    }  # fmt: skip
 
 
 def test_settings_missing_from_a_namespace_get_their_defaults() -> None:

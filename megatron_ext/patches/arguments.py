@@ -66,6 +66,7 @@ def check_arguments(args: Namespace) -> None:
     from megatron_ext.patches.registry import REGISTRY
 
     REGISTRY.raise_mismatches()
+    _tell_dropped(args)
     device = devices.current()
     asked = ExtConfig.from_args(args).device_backend
     if asked not in {"auto", device.name}:
@@ -89,6 +90,15 @@ def check_arguments(args: Namespace) -> None:
         raise ArgumentsError("\n".join(errors))
 
 
+def _tell_dropped(args: Namespace) -> None:
+    from megatron_ext.arguments import DROPPED
+
+    for flag, reason in DROPPED.items():
+        value = getattr(args, flag[2:].replace("-", "_"), None)
+        if value is not None and getattr(args, "rank", 0) == 0:
+            _LOG.warning("%s %s is ignored: Megatron-LM has dropped it, %s", flag, value, reason)
+
+
 def _add_flags(
     call: Callable[..., ArgumentParser], _instance: Any, args: tuple[Any, ...], kwargs: Any
 ) -> ArgumentParser:
@@ -98,12 +108,20 @@ def _add_flags(
 def _validate(
     call: Callable[..., Namespace], _instance: Any, args: tuple[Any, ...], kwargs: Any
 ) -> Namespace:
-    """Check ours first, then upstream's, whose assertions are about what the user typed."""
-    check_arguments(args[0] if args else kwargs["args"])
+    """Check ours first, then upstream's, whose assertions are about what the user typed.
+
+    A schedule rewrites some of that in between: it is hosted under other sizes than it has.
+    """
+    from megatron_ext.schedules import training_flags
+
+    given = args[0] if args else kwargs["args"]
+    check_arguments(given)
+    training_flags.prepare(given)
     try:
         validated = call(*args, **kwargs)
     except (AssertionError, ValueError) as error:
         raise ArgumentsError(f"Megatron-LM refused the arguments: {_told(error)}") from error
+    training_flags.check(validated)
     _show_patches(validated)
     return validated
 

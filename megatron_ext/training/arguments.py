@@ -19,6 +19,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.patches.arguments import check_arguments, prepare_parser
+from megatron_ext.schedules import training_flags
 from megatron_ext.training.flags import add_flags
 
 __all__ = ["Model", "parse"]
@@ -62,6 +63,7 @@ def parse(model: Model, argv: Sequence[str], environ: Mapping[str, str] = os.env
 
     Raises:
         ArgumentsError: A flag is unknown, unsupported, missing, or contradicts another.
+        ScheduleError: The pipeline schedule cannot run with these sizes.
     """
     parser = _Parser(prog=f"pretrain_{model}.py", allow_abbrev=False)
     add_flags(parser, local_rank=int(environ.get("LOCAL_RANK", "0")))
@@ -72,8 +74,11 @@ def parse(model: Model, argv: Sequence[str], environ: Mapping[str, str] = os.env
     args.rank = int(environ.get("RANK", "0"))
     args.world_size = int(environ.get("WORLD_SIZE", "1"))
     args.tokenizer_type = args.tokenizer_type or _DEFAULT_TOKENIZER[model]
+    _check_required(args)
+    training_flags.prepare(args)
     _complete(args)
     check_arguments(args)
+    training_flags.check(args)
     return args
 
 
@@ -106,11 +111,14 @@ def _at_most_one(args: Namespace, *flags: str) -> list[str]:
     return given
 
 
-def _complete(args: Namespace) -> None:
-    """Check what was given and derive the rest, in upstream's order."""
+def _check_required(args: Namespace) -> None:
     for dest in _REQUIRED:
         flag = "--" + dest.replace("_", "-")
         _require(getattr(args, dest) is not None, f"{flag} is missing: give it a value")
+
+
+def _complete(args: Namespace) -> None:
+    """Check what was given and derive the rest, in upstream's order."""
     _parallel_sizes(args)
     _batch_sizes(args)
     _pipeline_split(args)

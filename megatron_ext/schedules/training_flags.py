@@ -1,0 +1,289 @@
+"""The training flags that choose a pipeline schedule, for both ways of starting.
+
+`prepare` runs between parsing and Megatron's own validation. It makes the `Choice` of the run,
+proves that its tables exist for every batch size, and rewrites the parsed arguments so that
+Megatron builds the stages where the table wants them. `check` runs after the validation: what
+Megatron computed has to be what the table was made for.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import ArgumentParser, Namespace, _ArgumentGroup
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.schedules import batches, plan, stages
+from megatron_ext.schedules.choice import Choice, current, use
+from megatron_ext.schedules.costs import UNIT, Costs
+from megatron_ext.schedules.incompatible import refuse_flags, refuse_flags_of_table
+from megatron_ext.schedules.registry import CSV_PREFIX, generate, get, registered
+from megatron_ext.schedules.validate import validate
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.actions import Option
+
+__all__ = ["add_flags", "check", "prepare"]
+
+_LOG = logging.getLogger(__name__)
+_REWRITTEN = "pipeline_flags_rewritten"
+"""Where `prepare` keeps (old, new) of the arguments that it changed, for the next time."""
+
+
+def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
+    """Add the flags that choose a schedule; those of options come from the registered schedules."""
+    group.add_argument(
+        "--pipeline-schedule",
+        metavar="NAME",
+        help=f"Pipeline schedule: {', '.join(registered())}, or csv:FILE. `megatron-ext plan` "
+        "compares them. Without it Megatron's own 1F1B or interleaved schedule runs.",
+    )
+    group.add_argument(
+        "--enable-bitpipe-schedule",
+        action="store_true",
+        help="The same as --pipeline-schedule bitpipe.",
+    )
+    for generator in registered().values():
+        for key, values in generator.options.items():
+            group.add_argument(
+                generator.flag(key),
+                choices=values,
+                help=f"Of --pipeline-schedule {generator.name} (default: {values[0]}).",
+            )
+    group.add_argument(
+        "--pipeline-costs",
+        metavar="F,I,W[,LATENCY]",
+        help="Times of forward, input gradient and weight gradient on 1/pp of the model, and of a "
+        f"message, that the schedule is made and simulated for (default: {UNIT}).",
+    )
+
+
+def prepare(args: Namespace) -> None:
+    """Turn the flags into the `Choice` of this process, and the arguments into what Megatron needs.
+
+    A schedule of two mirrored pipelines on D ranks is hosted as a pipeline of D/2 ranks with twice
+    as many data-parallel replicas. Where stages are placed as a V or W, Megatron is given a layout.
+    Calling it again with the same arguments, which upstream's tools may do, changes nothing.
+
+    Args:
+        args: Parsed arguments with upstream's names; changed in place.
+
+    Raises:
+        ArgumentsError: The flags contradict each other or the schedule.
+        ScheduleError: There is no such schedule, or none for these sizes.
+    """
+    use(None)
+    _restore(args)
+    name = _chosen(args)
+    options = _options(args, name)
+    if name is None:
+        return
+    refuse_flags(name, args)
+    twins = 1 if name.startswith(CSV_PREFIX) else get(name).twins
+    pp = _pipeline_ranks(args, name, twins)
+    sizes = batches.sizes(args, pp, twins)
+    choice = Choice(
+        name,
+        pp,
+        sizes.num_microbatches,
+        stages.num_chunks(args, name),
+        options,
+        _costs(args),
+        60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10),
+    )
+    _prove(args, choice, sizes)
+    refuse_flags_of_table(name, args, choice.schedule(choice.num_microbatches))
+    wanted = stages.flags_for(args, choice)
+    if getattr(args, "use_distributed_optimizer", False):
+        wanted["dist_ckpt_optim_fully_reshardable"] = True
+        if not args.dist_ckpt_optim_fully_reshardable and (args.save or args.load):
+            _tell(
+                args,
+                "--dist-ckpt-optim-fully-reshardable is set: optimizer state that is saved in "
+                "another form cannot be loaded under another schedule",
+            )
+    _rewrite(args, wanted)
+    use(choice)
+
+
+def _chosen(args: Namespace) -> str | None:
+    """Return the name of the schedule, or None where nothing of ours was asked for."""
+    name: str | None = getattr(args, "pipeline_schedule", None)
+    if getattr(args, "enable_bitpipe_schedule", False):
+        if name not in (None, "bitpipe"):
+            raise ArgumentsError(
+                f"--enable-bitpipe-schedule and --pipeline-schedule {name} name two schedules; "
+                "leave one of them out"
+            )
+        name = "bitpipe"
+    if name is None and getattr(args, "pipeline_costs", None) is not None:
+        raise ArgumentsError(
+            "--pipeline-costs is for schedules of this package; add --pipeline-schedule NAME"
+        )
+    return name
+
+
+def _options(args: Namespace, name: str | None) -> dict[str, Option]:
+    """Return what was said about the schedule; what was said about another one is an error."""
+    said: dict[str, Option] = {}
+    for generator in registered().values():
+        for key in generator.options:
+            flag = generator.flag(key)
+            value = getattr(args, flag[2:].replace("-", "_"), None)
+            if value is None:
+                continue
+            if generator.name != name:
+                chosen = "none was chosen" if name is None else f"{name} was chosen"
+                raise ArgumentsError(
+                    f"{flag} is for {generator.name}, and {chosen}; leave it out, or take "
+                    f"--pipeline-schedule {generator.name}"
+                )
+            said[key] = value
+    return said
+
+
+def _costs(args: Namespace) -> Costs:
+    text = getattr(args, "pipeline_costs", None)
+    if text is None:
+        return UNIT
+    try:
+        return Costs.parse(text)
+    except ScheduleError as error:
+        raise ArgumentsError(f"--pipeline-costs: {error}") from error
+
+
+def _pipeline_ranks(args: Namespace, name: str, twins: int) -> int:
+    """Return `--pipeline-model-parallel-size`, D, after checking that Megatron can host it."""
+    pp: int = args.pipeline_model_parallel_size
+    flag = f"--pipeline-model-parallel-size {pp}"
+    if pp < 2:
+        raise ArgumentsError(
+            f"--pipeline-schedule {name} needs a pipeline, {flag} is none; take at least "
+            f"{2 * twins}, or leave --pipeline-schedule out"
+        )
+    if twins == 2 and (pp % 2 or pp < 4):
+        near = f"{pp - 1} or {pp + 1}" if pp > 4 else "4"
+        raise ArgumentsError(
+            f"--pipeline-schedule {name} mirrors two pipelines on one set of ranks, so {flag} must "
+            f"be even and at least 4; take {near}, or --pipeline-schedule zb-v, which takes any"
+        )
+    return pp
+
+
+def _prove(args: Namespace, choice: Choice, sizes: batches.Sizes) -> None:
+    """Make and validate the table of every batch size of the run."""
+    if choice.name.startswith(CSV_PREFIX):
+        _check_file(choice, sizes)
+    for global_batch, count in sizes.counts.items():
+        error = _mistake(choice, count)
+        if error is not None:
+            raise ScheduleError(
+                f"--pipeline-schedule {choice.name} with {sizes.explained(global_batch)}: {error}"
+                f"{_remedies(args, choice, sizes, count)}"
+            )
+
+
+def _mistake(choice: Choice, count: int) -> ScheduleError | None:
+    """Return what is wrong with the table for a number of micro-batches, if anything."""
+    try:
+        validate(choice.schedule(count))
+    except ScheduleError as error:
+        return error
+    return None
+
+
+def _check_file(choice: Choice, sizes: batches.Sizes) -> None:
+    """A file is for one size: tell in terms of training flags if that is another one."""
+    table = generate(choice.name)
+    if table.pp != choice.pp:
+        raise ScheduleError(
+            f"--pipeline-schedule {choice.name} has {table.pp} rows, one for each rank; take "
+            f"--pipeline-model-parallel-size {table.pp} (it is {choice.pp}), or another file"
+        )
+    for global_batch, count in sizes.counts.items():
+        if count != table.num_microbatches:
+            raise ScheduleError(
+                f"--pipeline-schedule {choice.name} runs {table.num_microbatches} micro-batches, "
+                f"not {sizes.explained(global_batch)}; take --global-batch-size "
+                f"{sizes.global_batch(table.num_microbatches)}, or another file"
+            )
+
+
+def _remedies(args: Namespace, choice: Choice, sizes: batches.Sizes, count: int) -> str:
+    """Say the nearest batch size that the schedule takes, and the best schedule for this one."""
+    found = []
+    for distance in range(1, 4 * choice.pp):
+        near = [n for n in (count + distance, count - distance) if n > 0]
+        fitting = [n for n in near if _mistake(choice, n) is None]
+        if fitting:
+            found.append(f"--global-batch-size {sizes.global_batch(fitting[0])}")
+            break
+    other = stages.best_schedule(args, choice, sizes.total(count))
+    if other is not None:
+        found.append(f"{other} for this batch size")
+    return f". In flags: {', or '.join(found)}" if found else ""
+
+
+def _rewrite(args: Namespace, wanted: dict[str, Any]) -> None:
+    """Set arguments, and remember on the namespace what they were."""
+    setattr(args, _REWRITTEN, {k: (getattr(args, k, None), new) for k, new in wanted.items()})
+    for dest, value in wanted.items():
+        setattr(args, dest, value)
+
+
+def _restore(args: Namespace) -> None:
+    """Undo `_rewrite`, but for what was changed again since."""
+    for dest, (old, new) in getattr(args, _REWRITTEN, {}).items():
+        if getattr(args, dest, None) == new:
+            setattr(args, dest, old)
+    if hasattr(args, _REWRITTEN):
+        delattr(args, _REWRITTEN)
+
+
+def check(args: Namespace) -> None:
+    """Compare the arguments as Megatron completed them with the schedule; tell which one runs.
+
+    Raises:
+        ArgumentsError: Megatron computed another size than the tables were made for.
+    """
+    choice = current()
+    if choice is None:
+        return
+    placement = choice.placement
+    found = {
+        "pipeline ranks": (args.pipeline_model_parallel_size, placement.num_ranks),
+        "chunks": (
+            getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
+            placement.num_stages // placement.num_ranks,
+        ),
+        "micro-batches": (
+            args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
+            choice.num_microbatches,
+        ),
+    }
+    for what, (megatrons, ours) in found.items():
+        if megatrons != ours:
+            use(None)
+            raise ArgumentsError(
+                f"--pipeline-schedule {choice.name} was prepared for {ours} {what}, but Megatron "
+                f"made {megatrons} of the flags; leave out what changes it"
+            )
+    _tell(args, "%s", _running(choice))
+
+
+def _running(choice: Choice) -> str:
+    timeline = plan.evaluate(choice.schedule(choice.num_microbatches), choice.costs)
+    schedule = timeline.schedule
+    hosted = f" (two mirrored pipelines of {choice.pp // 2})" if choice.twins == 2 else ""
+    return (
+        f"pipeline schedule: {schedule.label} on {choice.pp} ranks{hosted}, "
+        f"{schedule.total_microbatches} micro-batches: bubble {timeline.bubble:g} "
+        f"({100 * timeline.bubble_ratio:.1f} %), peak {timeline.peak_activations:g} activations, "
+        f"simulated for costs {choice.costs}"
+    )
+
+
+def _tell(args: Namespace, message: str, *values: object) -> None:
+    """Tell the user once. As a warning: a script that sets up no logging shows nothing below it."""
+    if getattr(args, "rank", 0) == 0:
+        _LOG.warning(message, *values)
