@@ -1,0 +1,127 @@
+"""The transport over torch.distributed, between real gloo ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.errors import TransportError
+from megatron_ext.transport.base import Expected, Key
+from megatron_ext.transport.torch_dist import Channel, TorchTransport
+from tests.ranks import run_ranks
+
+_SHAPE = (2, 3)
+
+
+def _open(*, shapes_travel: bool = False) -> TorchTransport:
+    dist.init_process_group("gloo")
+    pairs = [(0, 1), (1, 0)]
+    channels = [Channel(source, target, kind) for source, target in pairs for kind in "FB"]
+    assert dist.group.WORLD is not None
+    return TorchTransport(
+        dist.group.WORLD, torch.device("cpu"), channels, shapes_travel=shapes_travel
+    )
+
+
+def _value(key: Key) -> torch.Tensor:
+    return torch.full(_SHAPE, float(key.microbatch + 100 * (key.kind == "B")))
+
+
+def _expected(keys: list[Key], source: int, dtype: torch.dtype = torch.float32) -> list[Expected]:
+    return [Expected(source, key, _SHAPE, dtype) for key in keys]
+
+
+def _any_order() -> int:
+    """Both ends send everything first, then take it in an order of their own."""
+    transport = _open()
+    me, peer = dist.get_rank(), 1 - dist.get_rank()
+    for step in range(3):
+        keys = [Key(kind, 1, i) for i in range(6) for kind in ("F", "B")]
+        transport.begin(_expected(keys, peer), slots=6)
+        for key in keys:
+            tensor = _value(key) + step
+            transport.isend(tensor, peer, key)
+            tensor.data = torch.empty(1)  # what freeing an output does
+        for key in sorted(keys, key=lambda key: hash((me, key.microbatch * 5 % 7))):
+            assert torch.equal(transport.recv(peer, key, 30), _value(key) + step)
+        transport.flush(30)
+    stats = transport.stats()
+    assert (stats.messages, stats.bytes) == (36, 36 * 24)
+    transport.close()
+    return stats.messages
+
+
+def test_messages_are_taken_in_any_order() -> None:
+    assert run_ranks(2, _any_order) == [36, 36]
+
+
+def _shapes() -> None:
+    transport = _open(shapes_travel=True)
+    peer = 1 - dist.get_rank()
+    tensors = [torch.randn(i + 1, 2 * i, dtype=torch.bfloat16) for i in range(3)]
+    tensors.append(torch.tensor(3.0, dtype=torch.bfloat16))
+    keys = [Key("F", 0, i, part=1) for i in range(len(tensors))]
+    transport.begin([Expected(peer, key, None, torch.bfloat16) for key in keys], slots=1)
+    received = []
+    for key, tensor in zip(keys, tensors, strict=True):
+        transport.isend(tensor, peer, key)
+        received.append(transport.recv(peer, key, 30))
+    assert [r.shape for r in received] == [t.shape for t in tensors]
+    others: list[object] = [None, None]
+    dist.all_gather_object(others, tensors)
+    theirs = others[peer]
+    assert isinstance(theirs, list)
+    assert all(torch.equal(r, t) for r, t in zip(received, theirs, strict=True))
+
+
+def test_shapes_travel_where_the_receiver_does_not_know_them() -> None:
+    run_ranks(2, _shapes)
+
+
+def _silent_peer() -> str:
+    transport = _open()
+    if dist.get_rank() == 1:
+        key = Key("F", 3, 7)
+        transport.begin(_expected([key], 0), slots=1)
+        with pytest.raises(TransportError) as raised:
+            transport.recv(0, key, 0.5)
+        return str(raised.value)
+    return ""
+
+
+def test_a_message_that_does_not_come_is_named() -> None:
+    message = run_ranks(2, _silent_peer)[1]
+    assert "the activation that stage 3 needs for micro-batch 7" in message
+    assert "did not come from rank 0" in message
+    assert "of 0.5 s" in message
+
+
+def _misuse() -> None:
+    transport = _open()
+    me, peer = dist.get_rank(), 1 - dist.get_rank()
+    key = Key("B", 0, 0)
+    transport.begin(_expected([key], peer), slots=1)
+    with pytest.raises(TransportError, match="is not expected from rank"):
+        transport.recv(peer, Key("B", 0, 1), 1)
+    with pytest.raises(TransportError, match="cannot tell whether a message has arrived"):
+        transport.poll(0)
+    with pytest.raises(TransportError, match="was never received"):
+        transport.begin([], slots=1)
+    with pytest.raises(TransportError, match="at most 1024 stages"):
+        transport.isend(_value(key), peer, Key("F", 2000, 0))
+    with pytest.raises(TransportError, match="shapes do not travel"):
+        TorchTransport(
+            dist.group.WORLD,  # type: ignore[arg-type]
+            torch.device("cpu"),
+            [Channel(peer, me, "F")],
+        ).begin([Expected(peer, Key("F", 0, 0), None, torch.float32)], slots=1)
+    transport.isend(_value(key), peer, key)
+    assert torch.equal(transport.recv(peer, key, 30), _value(key))
+    transport.flush(30)
+    transport.close()
+    transport.close()
+
+
+def test_misuse_is_told() -> None:
+    run_ranks(2, _misuse)
