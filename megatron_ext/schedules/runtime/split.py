@@ -1,0 +1,163 @@
+"""Splits the backward of a stage: the gradients of its inputs in I, those of its weights in W.
+
+The executor puts F and I of a micro-batch into `SPLIT.defer(stage, microbatch)` and calls
+`SPLIT.run(stage, microbatch)` as W. In between, `SPLIT` holds the two operands of each weight
+gradient: the input of the layer and the gradient of its output.
+
+What is split: the weights of Column- and RowParallelLinear (hence of attention, MLP, experts one by
+one and the output layer), the grouped experts, and the layers of Transformer Engine that were built
+for it (`prepare_config`, `SPLIT.register_modules`). Everything else stays in I: embeddings and what
+is tied to one on the same stage, norms, biases, the router.
+
+Contract with the executor:
+
+* A micro-batch whose F ran in `defer` gets its backward in `defer` too, and then `run`. The F of an
+  action B (backward unsplit) runs without `defer`. Transformer Engine's layers know no B: there, B
+  is I and W at once.
+* Each W adds to `main_grad`, so the order of a stage's W's decides the last bits. With sequence
+  parallelism all ranks of a tensor-parallel group run their W's in the same order, for W gathers
+  the split sequence again.
+* The gradient that a stage receives may be an operand itself, and so may the activation (if the
+  first layer takes it as it is). Memory of messages is used again after W, not after I.
+* DDP's hooks run in I, before the gradients are whole. So chunks that are split stay in `no_sync`
+  for the whole step, and `start_grad_sync` is called after the last W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.schedules.runtime import te_layers
+from megatron_ext.schedules.runtime.te_layers import DelayedModules, prepare_config
+from megatron_ext.schedules.runtime.weight_gradients import Record, WeightGradient, accumulate
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPLIT", "SplitBackward", "prepare_config", "why_not"]
+
+_Key = tuple[int, int]
+
+
+class SplitBackward:
+    """The weight gradients of this process that wait for their W, by stage and micro-batch.
+
+    The key is a plain attribute: backwards of CUDA tensors run in a thread of autograd's, which
+    sees neither thread-locals nor context variables of the thread that called it.
+    """
+
+    def __init__(self) -> None:
+        self._key: _Key | None = None
+        self._waiting: dict[_Key, list[WeightGradient]] = {}
+        self._marked: list[torch.nn.Parameter] = []
+        self._modules: dict[int, DelayedModules] = {}
+
+    @property
+    def record(self) -> Record | None:
+        """Where a layer that runs now leaves its weight gradient; None: it computes it itself."""
+        return None if self._key is None else partial(self._record, self._key)
+
+    def register_modules(self, stage: int, module: torch.nn.Module) -> None:
+        """Name the model chunk of a stage, for the layers that split their backward themselves.
+
+        Needed with Transformer Engine only, once, before the first step.
+        """
+        self._modules[stage] = DelayedModules(module)
+
+    @contextmanager
+    def defer(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Leave the weight gradients of the layers that run inside for `run`.
+
+        Around the forward, where layers note the key, and around the backward, which may run
+        forwards again (recomputation).
+        """
+        assert self._key is None, f"{(stage, microbatch)} inside {self._key}"
+        self._key = (stage, microbatch)
+        try:
+            yield
+            if stage in self._modules:
+                self._modules[stage].note(microbatch)
+        finally:
+            self._key = None
+            self._unmark()
+
+    def run(self, stage: int, microbatch: int) -> None:
+        """Compute the weight gradients of a micro-batch and add them to the parameters'.
+
+        Into `main_grad`, or into `grad` where there is no DDP. Operands are freed one weight after
+        the other. A stage without split weights has nothing to do.
+
+        Raises:
+            ScheduleError: Transformer Engine's layers cannot compute this micro-batch yet.
+        """
+        for gradients in _by_weight(self._waiting.pop((stage, microbatch), [])):
+            accumulate(gradients)
+        if stage in self._modules:
+            self._modules[stage].run(microbatch)
+
+    def pending(self) -> list[_Key]:
+        """Return the keys (stage, micro-batch) whose gradients wait for `run`, sorted."""
+        of_modules = {(s, m) for s, modules in self._modules.items() for m in modules.waiting()}
+        return sorted(of_modules.union(self._waiting))
+
+    def clear(self) -> None:
+        """Drop everything that waits: the step has failed."""
+        self._key = None
+        self._waiting.clear()
+        self._unmark()
+        for modules in self._modules.values():
+            modules.clear()
+
+    def _record(self, key: _Key, gradient: WeightGradient) -> None:
+        self._waiting.setdefault(key, []).append(gradient)
+        self._marked.append(gradient.weight)
+
+    def _unmark(self) -> None:
+        """Take back the marks that kept DDP's hooks from adding placeholders.
+
+        A mark that stayed would make the hooks drop the gradients of backwards that are not split.
+        """
+        for weight in self._marked:
+            if hasattr(weight, "grad_added_to_main_grad"):
+                weight.grad_added_to_main_grad = False
+        self._marked.clear()
+
+
+def _by_weight(gradients: list[WeightGradient]) -> list[list[WeightGradient]]:
+    """Group by weight; weights and gradients of a weight keep their order."""
+    groups: dict[int, list[WeightGradient]] = {}
+    for gradient in gradients:
+        groups.setdefault(id(gradient.weight), []).append(gradient)
+    return list(groups.values())
+
+
+SPLIT = SplitBackward()
+"""The split backward of this process."""
+
+
+def why_not(config: Any) -> str | None:
+    """Return why a model with this `TransformerConfig` cannot be split, with the remedy, or None.
+
+    Upstream's features that take backwards apart or record them in ways of their own are refused.
+    """
+    if config.cuda_graph_impl != "none":
+        return (
+            f"the backward cannot be split with --cuda-graph-impl {config.cuda_graph_impl}, which "
+            f"replays it whole; use none"
+        )
+    if config.defer_embedding_wgrad_compute:
+        return (
+            "--defer-embedding-wgrad-compute moves the weight gradient of the output layer "
+            "itself; leave it out where the backward is split"
+        )
+    if config.overlap_moe_expert_parallel_comm:
+        return (
+            "--overlap-moe-expert-parallel-comm runs layers in an order of its own; leave it out "
+            "where the backward is split"
+        )
+    if config.enable_autocast:
+        return "the backward cannot be split under torch's autocast; use --bf16 or --fp16 instead"
+    return te_layers.why_not(config)
