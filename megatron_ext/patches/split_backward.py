@@ -1,0 +1,100 @@
+"""Patches that let schedules compute the gradients of weights after those of inputs.
+
+They act inside `SPLIT.defer` only, which the executor opens for schedules that split the backward.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_ext.patches.registry import Patch
+
+__all__ = ["PATCHES"]
+
+_SPLIT = "megatron_ext.schedules.runtime.split"
+
+
+def _record() -> Any:
+    """Return where weight gradients go now; None outside of `SPLIT.defer`.
+
+    The runtime is not imported for the question: without it nothing is split.
+    """
+    split = sys.modules.get(_SPLIT)
+    return None if split is None else split.SPLIT.record
+
+
+def _splitting() -> bool:
+    return _record() is not None
+
+
+def _linear(
+    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Leave the weight's gradient of a linear layer for later."""
+    from megatron_ext.schedules.runtime import weight_gradients
+
+    return weight_gradients.linear(call, _record(), *args, **kwargs)
+
+
+def _embedding(
+    call: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Mark the weight, which the output layer of the same stage may use too."""
+    from megatron_ext.schedules.runtime.weight_gradients import mark_embedding
+
+    mark_embedding(instance.weight)
+    return call(*args, **kwargs)
+
+
+def _has_grouped_gemm() -> bool:
+    return find_spec("grouped_gemm") is not None
+
+
+def _grouped_ops(original: Any) -> Any:
+    """Return the library's operations with a product that can leave the weights for later."""
+
+    def gmm(*args: Any, **kwargs: Any) -> Any:
+        record = _record()
+        if record is None:
+            return original.gmm(*args, **kwargs)
+        from megatron_ext.schedules.runtime.weight_gradients import grouped_product
+
+        return grouped_product(original.gmm, record, *args, **kwargs)
+
+    return SimpleNamespace(**{**vars(original), "gmm": gmm})
+
+
+PATCHES = (
+    Patch(
+        id="split_backward.linear",
+        target="megatron.core.tensor_parallel.layers:"
+        "linear_with_grad_accumulation_and_async_allreduce",
+        fn=_linear,
+        when=_splitting,
+        feature="schedules",
+        reason="the backward of a linear layer computes both gradients at once; schedules without "
+        "bubbles need that of the weight later",
+    ),
+    Patch(
+        id="split_backward.embedding",
+        target="megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
+        fn=_embedding,
+        when=_splitting,
+        feature="schedules",
+        reason="the gradient of a weight that is embedding and output layer at once is one sum, "
+        "which cannot be split",
+    ),
+    Patch(
+        id="split_backward.grouped_experts",
+        target="megatron.core.transformer.moe.grouped_gemm_util:ops",
+        kind="set",
+        fn=_grouped_ops,
+        when=_has_grouped_gemm,
+        feature="schedules",
+        reason="the library's product of grouped experts computes both gradients at once",
+    ),
+)

@@ -1,0 +1,130 @@
+"""Each patch of the table: it acts inside `SPLIT.defer` only, and what upstream does without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.patches.single import start_parallel, without
+from tests.ranks import run_ranks
+
+_STAND_IN = """
+class ops:
+    def gmm(a, b, batch_sizes, trans_b=False):
+        return "product"
+
+    def permute(tokens):
+        return "permuted"
+"""
+
+_ASK = """
+import json
+import megatron_ext
+from megatron.core.transformer.moe import experts
+from megatron_ext.schedules.runtime.split import SPLIT
+rows = {row.id: row.state for row in megatron_ext.report()}
+ops = experts.gg.ops
+found = [rows["split_backward.grouped_experts"], ops.gmm(1, 2, 3), ops.permute(1)]
+megatron_ext.deactivate()
+import grouped_gemm
+print(json.dumps([*found, experts.gg.ops is grouped_gemm.ops]))
+"""
+
+
+def outside_nothing_is_touched() -> None:
+    import torch
+    from megatron.core import tensor_parallel
+    from megatron.core.tensor_parallel import layers
+
+    start_parallel()
+    seen: list[Any] = []
+
+    def apply(*args: Any) -> torch.Tensor:
+        seen.append(args)
+        return args[0]
+
+    layers.LinearWithGradAccumulationAndAsyncCommunication.apply = apply
+    x, weight, bias, buffer = torch.ones(2, 3), torch.ones(3, 3), torch.ones(3), []
+    function = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce
+    assert function is layers.linear_with_grad_accumulation_and_async_allreduce
+    assert function(x, weight, bias, False, True, False, buffer, 5) is x
+    assert all(a is b for a, b in zip(seen[0][:3], (x, weight, bias), strict=True))
+    assert seen[0][3:6] == (False, True, False)
+    assert seen[0][6] is buffer
+    assert seen[0][7] == 5
+    assert function.warned in {False, True}
+
+
+def _leaves_weight(layer: Any) -> bool:
+    import torch
+
+    from megatron_ext.schedules.runtime.split import SPLIT
+
+    layer.weight.grad = None
+    with SPLIT.defer(0, 0):
+        layer(torch.ones(2, 1, 4, requires_grad=True))[0].sum().backward()
+    SPLIT.clear()
+    return layer.weight.grad is None
+
+
+def linear() -> None:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.transformer import TransformerConfig
+    from torch.nn.init import ones_
+
+    start_parallel()
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
+    layer = ColumnParallelLinear(4, 4, config=config, init_method=ones_)
+    assert _leaves_weight(layer)
+    with without("split_backward.linear"):
+        assert not _leaves_weight(layer)
+
+
+def embedding() -> None:
+    import torch
+    from megatron.core.tensor_parallel import ColumnParallelLinear, VocabParallelEmbedding
+    from megatron.core.transformer import TransformerConfig
+    from torch.nn.init import ones_
+
+    from megatron_ext.schedules.runtime.split import SPLIT
+
+    start_parallel()
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
+    table = VocabParallelEmbedding(8, 4, init_method=ones_, config=config)
+    head = ColumnParallelLinear(
+        4, 8, config=config, init_method=ones_, bias=False, skip_weight_param_allocation=True
+    )
+
+    def complete() -> bool:
+        """Whether the one backward brings the gradient of both uses."""
+        table.weight.grad = None
+        with SPLIT.defer(0, 0):
+            head(table(torch.arange(6).view(3, 2)), weight=table.weight)[0].sum().backward()
+        left = SPLIT.pending()
+        SPLIT.clear()
+        return not left and bool((table.weight.grad[6:] != 0).all())
+
+    with without("split_backward.embedding"):
+        assert not complete()
+    assert complete()
+
+
+@pytest.mark.parametrize("case", [outside_nothing_is_touched, linear, embedding])
+def test_patch(case) -> None:
+    run_ranks(1, case)
+
+
+def test_grouped_experts_where_the_library_is_installed(tmp_path: Path) -> None:
+    (tmp_path / "grouped_gemm.py").write_text(_STAND_IN)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "MEGATRON_EXT_DEVICE": "cpu"}
+    run = subprocess.run(
+        [sys.executable, "-c", _ASK], env=env, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout.splitlines()[-1]) == ["installed", "product", "permuted", True]
