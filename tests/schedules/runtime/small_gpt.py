@@ -1,0 +1,139 @@
+"""A small GPT stage under DDP, run by hand: backward as it is, or split. Runs inside a rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+from megatron_ext.schedules.runtime.split import SPLIT
+
+VOCABULARY = 64
+SEQUENCE = 8
+NUM_MICROBATCHES = 3
+
+
+def build(
+    *,
+    mla: bool = False,
+    tied: bool = False,
+    ddp: dict[str, Any] | None = None,
+    use_ddp: bool = True,
+    **settings: Any,
+) -> Any:
+    """Return a model, the same for the same arguments."""
+    torch.manual_seed(11)
+    model_parallel_cuda_manual_seed(11)
+    if mla:
+        settings |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8}
+        settings |= {"qk_pos_emb_head_dim": 8, "v_head_dim": 8, "rope_type": "rope"}
+    config = (MLATransformerConfig if mla else TransformerConfig)(
+        **{
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "ffn_hidden_size": 64,
+            "use_cpu_initialization": True,
+            "hidden_dropout": 0.1,
+            "attention_dropout": 0.1,
+            **settings,
+        }
+    )
+    grouped = config.moe_grouped_gemm
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(
+        config.num_moe_experts, grouped, multi_latent_attention=mla
+    )
+    mtp = None
+    if config.mtp_num_layers:
+        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+    module = GPTModel(
+        config,
+        spec,
+        VOCABULARY,
+        SEQUENCE,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="rope",
+        mtp_block_spec=mtp,
+    )
+    if config.bf16:
+        module = module.bfloat16()
+    if not use_ddp:
+        return module
+    return DistributedDataParallel(config, DistributedDataParallelConfig(**(ddp or {})), module)
+
+
+def forward(model: Any, microbatch: int) -> torch.Tensor:
+    """Return the loss of a micro-batch, which differs from rank to rank of data parallelism."""
+    from megatron.core import parallel_state
+
+    seed = 1000 * parallel_state.get_data_parallel_rank() + microbatch
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (2, SEQUENCE + 1), generator=generator)
+    positions = torch.arange(SEQUENCE).expand(2, -1)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    loss = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
+    return loss.float().mean()
+
+
+def fused_step(model: DistributedDataParallel) -> None:
+    """Run a step as upstream does."""
+    model.zero_grad_buffer()
+    model_parallel_cuda_manual_seed(7)
+    with model.no_sync():
+        for microbatch in range(NUM_MICROBATCHES - 1):
+            forward(model, microbatch).backward()
+    forward(model, NUM_MICROBATCHES - 1).backward()
+    model.finish_grad_sync()
+
+
+def split_step(model: DistributedDataParallel, stage: int = 2) -> None:
+    """Run a step with I and W apart: each W after the I of the next micro-batch."""
+    model.zero_grad_buffer()
+    model_parallel_cuda_manual_seed(7)
+    with model.no_sync():
+        for microbatch in range(NUM_MICROBATCHES):
+            with SPLIT.defer(stage, microbatch):
+                loss = forward(model, microbatch)
+            with SPLIT.defer(stage, microbatch):
+                loss.backward()
+            if microbatch:
+                assert SPLIT.pending() == [(stage, microbatch - 1), (stage, microbatch)]
+                SPLIT.run(stage, microbatch - 1)
+        SPLIT.run(stage, NUM_MICROBATCHES - 1)
+    assert SPLIT.pending() == []
+    if model.ddp_config.overlap_grad_reduce:  # else finish_grad_sync starts it
+        model.start_grad_sync()
+    model.finish_grad_sync()
+
+
+def gradients(model: DistributedDataParallel) -> dict[str, torch.Tensor]:
+    """Return a copy of what each parameter has gathered."""
+    return {
+        name: parameter.main_grad.clone() for name, parameter in model.module.named_parameters()
+    }
+
+
+def deferred(model: DistributedDataParallel) -> set[str]:
+    """Return the names of the weights that one I leaves for W."""
+    model.zero_grad_buffer()
+    with SPLIT.defer(0, 0):
+        forward(model, 0).backward()
+    names = {id(weight): name for name, weight in model.module.named_parameters()}
+    waiting = {names[id(gradient.weight)] for gradient in SPLIT._waiting[0, 0]}
+    untouched = {name for name, g in gradients(model).items() if not g.any()}
+    assert waiting <= untouched
+    SPLIT.clear()
+    assert SPLIT.pending() == []
+    return waiting
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Compare bit by bit."""
+    assert found.keys() == expected.keys()
+    different = [name for name in found if not torch.equal(found[name], expected[name])]
+    assert not different, different
+    assert all(torch.isfinite(g).all() for g in found.values())
