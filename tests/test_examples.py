@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.schedules import registered
+
 REPO = Path(__file__).parents[1]
 LLAMA3 = "examples/llama3/run.sh"
 
@@ -115,6 +117,32 @@ def test_the_flags_hang_together(size: list[str]) -> None:
     assert args.pipeline_model_parallel_size == 2
     assert args.data_parallel_size == int(world) // 2
     assert args.num_query_groups < args.num_attention_heads
+
+
+@pytest.mark.parametrize("size", [["--tiny"], []], ids=["tiny", "8b"])
+@pytest.mark.parametrize("name", registered())
+def test_every_schedule_can_be_asked_for(name: str, size: list[str]) -> None:
+    """One pipeline of 4 where two are mirrored, else two pipelines of 2: no other flag needed."""
+    from megatron_ext.schedules.choice import current, use
+    from megatron_ext.training.arguments import parse
+
+    words = dry_run(*size, "--pipeline-schedule", name)
+    world = value_of(words, "--nproc-per-node")
+    data = [] if size else ["--mock-data", "--vocab-size", "128256"]
+    try:
+        args = parse("gpt", [*megatron_flags(words), *data], {"WORLD_SIZE": world})
+        choice = current()
+        assert choice is not None
+        assert choice.name == name
+        assert (choice.pp, args.pipeline_model_parallel_size) == (2 * choice.twins, 2)
+    finally:
+        use(None)
+
+
+def test_mirrored_pipelines_need_four_processes() -> None:
+    done = bash(LLAMA3, "--dry-run", "--tiny", "--enable-bitpipe-schedule", NPROC="2")
+    assert done.returncode == 2
+    assert "needs a multiple of 4 processes, NPROC is 2; take NPROC=4, or zb-v" in done.stderr
 
 
 def test_several_nodes() -> None:

@@ -17,8 +17,9 @@ usage: bash examples/llama3/run.sh [--tiny] [--dry-run] [--embedded] [--out DIR]
   --embedded  the trainer of this package even where a Megatron-LM tree is found
   --out DIR   checkpoints and logs (default: examples/llama3/out/tiny or .../8b)
 
-Any other flag goes to Megatron and wins over the script's own. The 8B model needs
---data-path PREFIX and --tokenizer-model DIR (a Hugging Face directory of the Llama 3 tokenizer).
+Any other flag goes to Megatron and wins over the script's own, for example
+--pipeline-schedule NAME (megatron-ext plan compares them). The 8B model needs --data-path PREFIX
+and --tokenizer-model DIR (a Hugging Face directory of the Llama 3 tokenizer).
 
 Environment: NPROC (processes on this node), MEGATRON_EXT_DEVICE (auto, cuda, musa, cpu),
 MEGATRON_LM_PATH (a Megatron-LM tree), VIRTUAL_ENV (an environment to use as it is), PYTHON3;
@@ -58,11 +59,31 @@ parse_options() {
     OUT=${OUT:-$HERE/out/$size}
 }
 
+# The pipeline schedule that the flags ask for; empty: Megatron's own.
+schedule_of() {
+    local word
+    for word in "$@"; do
+        if [[ $word == --enable-bitpipe-schedule ]]; then
+            printf 'bitpipe\n'
+            return
+        fi
+    done
+    flag_value --pipeline-schedule "" "$@"
+}
+
 # Number of processes on this node, and the flags that follow from it.
 choose_parallel() {
+    local stages=2 schedule
+    schedule=$(schedule_of "${EXTRA[@]}")
+    if [[ $schedule == bitpipe || $schedule == dualpipe ]]; then
+        stages=4 # two mirrored pipelines on the same processes
+    fi
     if ! $TINY; then
         NPROC=${NPROC:-$FULL_NPROC}
-        PARALLEL=("${FULL_PARALLEL[@]}")
+        PARALLEL=(--pipeline-model-parallel-size "$stages" "${FULL_PARALLEL[@]}")
+        if [[ -z $schedule ]]; then
+            PARALLEL+=("${FULL_STAGES[@]}")
+        fi
         return
     fi
     if [[ -z ${NPROC:-} ]]; then
@@ -71,7 +92,10 @@ choose_parallel() {
             NPROC=$((DEVICE_COUNT > 1 ? 2 : 1))
         fi
     fi
-    PARALLEL=(--pipeline-model-parallel-size $((NPROC % 2 == 0 ? 2 : 1)) "${TINY_PARALLEL[@]}")
+    if ((stages == 4 && NPROC % 4 != 0)); then
+        fail "--pipeline-schedule $schedule mirrors two pipelines: it needs a multiple of 4 processes, NPROC is $NPROC; take NPROC=4, or zb-v, which takes any even number"
+    fi
+    PARALLEL=(--pipeline-model-parallel-size $((NPROC % 2 == 0 ? stages : 1)) "${TINY_PARALLEL[@]}")
 }
 
 # Flags for kernels that this environment does not have.
