@@ -71,7 +71,7 @@ class StageCompute:
         """
         call, chunk = self.call, self.table.schedule.placement.chunk_of(stage)
         store: list[Any] = []
-        with SPLIT.defer(stage, microbatch) if self._is_split(stage) else _UNCHANGED:
+        with SPLIT.defer(stage, microbatch) if self._is_split(stage, microbatch) else _UNCHANGED:
             outputs: Tensors
             outputs, num_tokens = upstream.forward_step(
                 call.forward_step_func,
@@ -141,8 +141,8 @@ class StageCompute:
         left = [f"{stage}B{microbatch}" for stage, microbatch in self._live]
         return left + [f"{stage}W{microbatch}" for stage, microbatch in SPLIT.pending()]
 
-    def _is_split(self, stage: int) -> bool:
-        return not self.call.forward_only and stage in self.table.split_stages
+    def _is_split(self, stage: int, microbatch: int) -> bool:
+        return (stage, microbatch) in self.table.split_backwards
 
     def _checkpoints_all_layers(self) -> bool | None:
         """Upstream's partial checkpointing: the first few of those alive keep some layers."""

@@ -56,6 +56,13 @@ class Table:
         return frozenset(a.stage for a in self.schedule.rows[self.rank] if a.kind == "W")
 
     @cached_property
+    def split_backwards(self) -> frozenset[tuple[int, int]]:
+        """The (stage, micro-batch) whose weight gradients run as W; a stage may have both kinds."""
+        return frozenset(
+            (a.stage, a.microbatch) for a in self.schedule.rows[self.rank] if a.kind == "W"
+        )
+
+    @cached_property
     def max_live(self) -> int:
         """Most forwards of this rank that wait for their backward."""
         live = peak = 0
