@@ -1,0 +1,83 @@
+"""A pipeline of tiny linear stages with Megatron's groups and configuration, for contract tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+WIDTH, LENGTH, BATCH = 4, 3, 2
+
+
+class Stage(torch.nn.Module):
+    """A linear layer that behaves as a chunk of a Megatron model."""
+
+    def __init__(self, config: Any, number: int, vp_stage: int | None) -> None:
+        super().__init__()
+        self.config, self.number, self.vp_stage = config, number, vp_stage
+        self.model_type = None
+        self.weight = torch.nn.Parameter(
+            torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(number))
+        )
+        self.input: Any = None
+
+    def set_input_tensor(self, tensors: list[Any]) -> None:
+        """Take what the stage before sent."""
+        self.input = tensors[0]
+
+    def forward(self, data: torch.Tensor | None) -> torch.Tensor:
+        """Apply the layer to the data or to what was sent; residual, as transformers are."""
+        x = data if self.input is None else self.input
+        return x + torch.tanh(x) @ self.weight
+
+
+def start(num_pipeline_ranks: int) -> None:
+    """Join the job and make Megatron's groups."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=num_pipeline_ranks)
+
+
+def config(**changes: Any) -> Any:
+    """Return a configuration with what Megatron's training sets."""
+    from megatron.core.transformer import TransformerConfig
+
+    fields: dict[str, Any] = {
+        "num_layers": 8, "hidden_size": WIDTH, "num_attention_heads": 1,
+        "pipeline_dtype": torch.float32, "deallocate_pipeline_outputs": True,
+    } | changes  # fmt: skip
+    made = TransformerConfig(**fields)
+    made.timers = None
+    return made
+
+
+def chunks(made: Any, stages: list[int]) -> list[Stage]:
+    """Build the chunks of this rank."""
+    single = len(stages) == 1
+    return [Stage(made, stage, None if single else i) for i, stage in enumerate(stages)]
+
+
+def samples(num_microbatches: int) -> Iterator[torch.Tensor]:
+    """Yield the data of each micro-batch."""
+    for i in range(num_microbatches):
+        yield torch.randn(LENGTH, BATCH, WIDTH, generator=torch.Generator().manual_seed(1000 + i))
+
+
+def forward_step(
+    data_iterator: Iterator[torch.Tensor] | None, model: Stage, last: int = 0
+) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """Take data on the first stage only, as GPT does; report the loss on the last."""
+    data = next(data_iterator) if model.number == 0 and data_iterator is not None else None
+    return model(data), partial(_loss, last)
+
+
+def _loss(_last: int, output: torch.Tensor, non_loss_data: bool = False) -> Any:
+    if non_loss_data:
+        return output.sum().item()
+    tokens = torch.tensor(LENGTH * BATCH, dtype=torch.int)
+    loss = output.square().sum()
+    return loss, tokens, {"loss": loss.detach().clone()}
