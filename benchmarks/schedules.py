@@ -25,7 +25,6 @@ import argparse
 import json
 import os
 import platform
-import signal
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -34,11 +33,12 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
 
-from benchmarks.schedule_harness import rank, report  # noqa: E402
+from benchmarks.schedule_harness import launch, rank, report  # noqa: E402
 from benchmarks.schedule_harness.metrics import Figures, evaluate  # noqa: E402
 from benchmarks.schedule_harness.ops import OpTimes, Sizes  # noqa: E402
 from benchmarks.schedule_harness.systems import System, all_systems  # noqa: E402
-from tests.ranks import RanksFailed, run_ranks  # noqa: E402
+from megatron_ext.errors import ScheduleError  # noqa: E402
+from tests.ranks import RanksFailed  # noqa: E402
 
 
 def measure(system: System, sizes: Sizes) -> Figures | str:
@@ -47,11 +47,10 @@ def measure(system: System, sizes: Sizes) -> Figures | str:
     Returns:
         Its figures, or why there are none.
     """
-    work_s = 3 * sizes.forward_s * sizes.num_microbatches * (sizes.warmup + sizes.steps)
-    limit_s = sizes.timeout_s + 4 * work_s
     try:
-        steps = run_ranks(sizes.pp, rank.measure, system, sizes, timeout_s=limit_s)
-    except RanksFailed as error:
+        system.check(sizes.pp, sizes.num_microbatches)
+        steps = launch.run(rank.measure, system, sizes)
+    except (ScheduleError, RanksFailed) as error:
         return str(error)
     times = OpTimes(sizes.forward_s, system.share(sizes.pp))
     return evaluate(steps, system.placement(sizes.pp), times)
@@ -78,6 +77,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--markdown", action="store_true", help="print the section of docs/schedules.md instead"
     )
     args = parser.parse_args(argv)
+    if not chosen(args):
+        names = ", ".join(system.name for system in all_systems())
+        parser.error(f"no system has {' or '.join(args.only)} in its name; there are: {names}")
     args.microbatches = args.microbatches or 4 * args.pp
     args.forward_ms = args.forward_ms or 160 / args.pp
     return args
@@ -104,7 +106,7 @@ def conditions(args: argparse.Namespace, load: float) -> str:
 
 def write(args: argparse.Namespace, figures: dict[str, Figures], failures: dict[str, str]) -> None:
     """Print the table and write the files that were asked for."""
-    weights = {s.name: s.placement(args.pp).twins for s in all_systems()}
+    weights = {system.name: system.weight_copies for system in all_systems()}
     text = conditions(args, os.getloadavg()[1])
     lines = report.table(figures, weights)
     if args.markdown:
@@ -112,7 +114,7 @@ def write(args: argparse.Namespace, figures: dict[str, Figures], failures: dict[
     else:
         print(f"{text}\n\n{lines}")
     for name, reason in failures.items():
-        print(f"\n{name} failed: {reason}", file=sys.stderr)
+        print(f"\n{name}: {reason}", file=sys.stderr)
     if args.json:
         content: dict[str, Any] = {
             "conditions": text,
@@ -131,7 +133,7 @@ def write(args: argparse.Namespace, figures: dict[str, Figures], failures: dict[
 def main() -> int:
     """Measure and print; 1 if a system failed."""
     args = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # clean up as after an interrupt
+    launch.clean_up_when_terminated()
     sizes = Sizes(
         pp=args.pp,
         num_microbatches=args.microbatches,

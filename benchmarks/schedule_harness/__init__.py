@@ -3,10 +3,12 @@
 Real processes, autograd and messages; only the computation is emulated, by sleeping, so that a
 laptop can tell schedules and runtimes apart. `benchmarks/schedules.py` is the command.
 
+    ops.py        what ranks record, and how long ops have to take
     stage.py      the emulated stage, and the probe that records what ran when and what is alive
     systems.py    what is measured: the rows of the table
     megatron_core.py, torch_pipelining.py, own.py    one step of each system, on one rank
-    rank.py       the measurement on one rank
+    launch.py     starts the ranks
+    rank.py       the measurements on one rank
     metrics.py    what follows from the records of all ranks
     report.py     table and picture
 """

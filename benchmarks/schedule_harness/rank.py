@@ -1,22 +1,53 @@
-"""The measurement on one rank."""
+"""The measurements on one rank."""
 
 from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from .ops import OpTimes, Sizes, Step
 
 if TYPE_CHECKING:
+    from .stage import Probe
     from .systems import System
 
-__all__ = ["measure"]
+__all__ = ["measure", "measure_overhead"]
 
 
 def measure(system: System, sizes: Sizes) -> list[Step]:
-    """Run a system's steps on this rank, all ranks beginning each together."""
+    """Return what this rank recorded in each measured step."""
+    step, probe = _prepare(system, sizes)
+    records = []
+    for _ in range(sizes.warmup + sizes.steps):
+        _begin_together()
+        cpu_s, begin_s = time.process_time(), time.perf_counter()
+        step()
+        end_s, cpu_s = time.perf_counter(), time.process_time() - cpu_s
+        records.append(Step(begin_s, end_s, *probe.take(), cpu_s))
+    _begin_together()  # nobody leaves while others still wait for its messages
+    return records[sizes.warmup :]
+
+
+def measure_overhead(system: System, sizes: Sizes) -> float:
+    """Return the processor time of this thread outside of ops, for each op, in the best step."""
+    step, probe = _prepare(system, sizes)
+    found_s = []
+    for _ in range(sizes.warmup + sizes.steps):
+        _begin_together()
+        probe.cpu_s, begin_s = 0.0, time.thread_time()
+        step()
+        outside_s = time.thread_time() - begin_s - probe.cpu_s
+        ops, _ = probe.take()
+        found_s.append(outside_s / len(ops))
+    _begin_together()
+    return min(found_s[sizes.warmup :])
+
+
+def _prepare(system: System, sizes: Sizes) -> tuple[Callable[[], None], Probe]:
+    """Join the other ranks; return a function that runs one step, and what it records to."""
     import torch  # not by the parent of the ranks, which imports this module for its name
 
     from .stage import Probe
@@ -25,14 +56,12 @@ def measure(system: System, sizes: Sizes) -> list[Step]:
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=sizes.timeout_s))
     probe = Probe(OpTimes(sizes.forward_s, system.share(sizes.pp)))
     step = system.prepare(sizes.pp, sizes.num_microbatches, probe, sizes.timeout_s)
-    records = []
     gc.disable()  # a collection would fall into somebody's op
-    for _ in range(sizes.warmup + sizes.steps):
-        gc.collect()
-        torch.distributed.barrier()
-        cpu_s, begin_s = time.process_time(), time.perf_counter()
-        step()
-        end_s, cpu_s = time.perf_counter(), time.process_time() - cpu_s
-        records.append(Step(begin_s, end_s, *probe.take(), cpu_s))
+    return step, probe
+
+
+def _begin_together() -> None:
+    import torch
+
+    gc.collect()
     torch.distributed.barrier()
-    return records[sizes.warmup :]

@@ -40,6 +40,8 @@ class Probe:
     ops: list[Op] = field(default_factory=list)
     peak_live: int = 0
     """Most activations of stages that were alive at once."""
+    cpu_s: float = 0.0
+    """Processor time that this thread spent in ops."""
     splitting: bool = False
     """Whether a backward that runs now leaves the weight gradient for later."""
     current: tuple[int, int] = (0, 0)
@@ -50,9 +52,10 @@ class Probe:
     def op(self, kind: Kind, stage: int, microbatch: int) -> Iterator[None]:
         """Record what runs inside as one op."""
         self.current = stage, microbatch
-        begin_s = time.perf_counter()
+        cpu_s, begin_s = time.thread_time(), time.perf_counter()
         yield
         self.ops.append(Op(stage, kind, microbatch, begin_s, time.perf_counter()))
+        self.cpu_s += time.thread_time() - cpu_s
 
     def spend(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Take the time of an op, without using the processor."""

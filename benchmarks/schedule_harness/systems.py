@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.schedules import Placement, registered
+from megatron_ext.schedules import Placement, generate, registered
 from megatron_ext.schedules.choice import Choice
 from megatron_ext.schedules.placement import linear, loop, v
 
@@ -23,6 +23,14 @@ class System:
 
     name: str
     """What the table shows."""
+
+    @property
+    def weight_copies(self) -> int:
+        """How often each weight is stored."""
+        return 1
+
+    def check(self, pp: int, num_microbatches: int) -> None:
+        """Raise ScheduleError, with the rule, if there is no such schedule of these sizes."""
 
     def placement(self, pp: int) -> Placement:
         """Return where the stages are."""
@@ -68,18 +76,21 @@ class Own(System):
     schedule: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def choice(self, pp: int, num_microbatches: int, timeout_s: float = 60.0) -> Choice:
-        """Return what training would be told.
+    @property
+    def weight_copies(self) -> int:
+        """How often each weight is stored."""
+        return registered()[self.schedule].twins
 
-        Raises:
-            ScheduleError: The schedule cannot have these sizes.
-        """
+    def choice(self, pp: int, num_microbatches: int, timeout_s: float = 60.0) -> Choice:
+        """Return what training would be told."""
         options = dict(self.options)
         chunks = options.pop("chunks", None)
-        twins = registered()[self.schedule].twins
-        return Choice(
-            self.schedule, pp, num_microbatches // twins, chunks, options, timeout_s=timeout_s
-        )
+        per_replica = num_microbatches // self.weight_copies
+        return Choice(self.schedule, pp, per_replica, chunks, options, timeout_s=timeout_s)
+
+    def check(self, pp: int, num_microbatches: int) -> None:
+        """Raise ScheduleError, with the rule, if there is no such schedule of these sizes."""
+        generate(self.schedule, pp, num_microbatches, **self.options)
 
     def placement(self, pp: int) -> Placement:
         """Return where the stages are."""

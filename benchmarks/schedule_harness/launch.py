@@ -1,0 +1,37 @@
+"""Starts the ranks of a measurement, with the harness of the tests."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from .ops import Sizes
+    from .systems import System
+
+__all__ = ["clean_up_when_terminated", "run"]
+
+_T = TypeVar("_T")
+
+
+def run(measure: Callable[[System, Sizes], _T], system: System, sizes: Sizes) -> list[_T]:
+    """Run a function of `rank.py` on as many processes as the pipeline has ranks.
+
+    Returns:
+        What it returned, by rank.
+
+    Raises:
+        RanksFailed: A rank failed, or they took much longer than their work.
+    """
+    work_s = 3 * sizes.forward_s * sizes.num_microbatches * (sizes.warmup + sizes.steps)
+    limit_s = sizes.timeout_s + 4 * work_s
+    return run_ranks(sizes.pp, measure, system, sizes, timeout_s=limit_s)
+
+
+def clean_up_when_terminated() -> None:
+    """Make SIGTERM end this process as an interrupt does: ranks and their files go with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

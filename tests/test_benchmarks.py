@@ -1,0 +1,169 @@
+"""The benchmark of schedules measures what it says; how long things take is not tested here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from benchmarks.schedule_harness import launch, rank
+from benchmarks.schedule_harness.metrics import evaluate, replay
+from benchmarks.schedule_harness.ops import Op, OpTimes, Sizes, Step
+from benchmarks.schedule_harness.systems import Own, System, all_systems
+from megatron_ext.schedules import Costs, Schedule, generate, simulate
+
+ROOT = Path(__file__).parents[1]
+PP, MICROBATCHES = 4, 8
+FORWARD_S = 1e-3
+
+SYSTEMS = {system.name: system for system in all_systems()}
+OWN = {name: system for name, system in SYSTEMS.items() if isinstance(system, Own)}
+PEERS = {name: system for name, system in SYSTEMS.items() if name not in OWN}
+
+
+def measure(system: System) -> list[list[Step]]:
+    sizes = Sizes(PP, MICROBATCHES, FORWARD_S, warmup=1, steps=1, timeout_s=60)
+    return launch.run(rank.measure, system, sizes)
+
+
+def table_of(system: Own) -> Schedule:
+    return generate(system.schedule, PP, MICROBATCHES, **system.options)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_schedules_run_their_table_and_keep_what_the_simulator_says(name: str) -> None:
+    system, schedule = OWN[name], table_of(OWN[name])
+    steps = measure(system)
+    for world_rank, [step] in enumerate(steps):
+        row = schedule.rows[world_rank // schedule.placement.twins]
+        assert [op[:3] for op in step.ops] == list(row)
+    figures = evaluate(steps, system.placement(PP), OpTimes(FORWARD_S, system.share(PP)))
+    timeline = simulate(schedule)
+    assert figures.optimum_s == pytest.approx(FORWARD_S * timeline.makespan)
+    assert figures.ideal_s == pytest.approx(FORWARD_S * timeline.ideal)
+    assert figures.peak_live == figures.peak_of_order == timeline.peak_activations
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_peers_run_every_op_once(name: str) -> None:
+    system = PEERS[name]
+    steps = measure(system)
+    stages_of = system.placement(PP).stages_of
+    for stages, [step] in zip(stages_of, steps, strict=True):
+        forwards = sorted((op.stage, op.microbatch) for op in step.ops if op.kind == "F")
+        backwards = sorted((op.stage, op.microbatch) for op in step.ops if op.kind in "BI")
+        assert forwards == backwards == [(s, m) for s in stages for m in range(MICROBATCHES)]
+        split = sum(op.kind == "I" for op in step.ops)
+        assert sum(op.kind == "W" for op in step.ops) == split
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_replay_agrees_with_the_simulator(name: str) -> None:
+    schedule = table_of(OWN[name])
+    costs = Costs(forward=1, input=1.5, weight=0.75, jitter=0.3, seed=7)
+    timeline = simulate(schedule, costs)
+    durations, rows = {}, []
+    for row, starts, ends in zip(schedule.rows, timeline.starts, timeline.ends, strict=True):
+        ops = [Op(*a, s, e) for a, s, e in zip(row, starts, ends, strict=True)]
+        durations.update({op[:3]: op.duration_s for op in ops})
+        rows += [ops] * schedule.placement.twins
+    found = replay(rows, schedule.placement, lambda op: durations[op[:3]])
+    assert found == pytest.approx(timeline.makespan)
+
+
+def test_replay_refuses_an_impossible_record() -> None:
+    schedule = generate("1f1b", 2, 2)
+    rows = [[Op(*action, 0.0, 1.0) for action in row] for row in schedule.rows]
+    rows[0].reverse()
+    with pytest.raises(ValueError, match="before what it needs"):
+        replay(rows, schedule.placement, lambda op: op.duration_s)
+
+
+def command(*options: str) -> list[str]:
+    script = str(ROOT / "benchmarks" / "schedules.py")
+    return [sys.executable, script, "--pp", "2", "--microbatches", "3", *options]
+
+
+def test_command(tmp_path: Path) -> None:
+    files = {kind: tmp_path / f"figures.{kind}" for kind in ("json", "svg")}
+    options = [f"--{kind}={path}" for kind, path in files.items()]
+    done = subprocess.run(
+        command("--steps=1", "--forward-ms=1", "--only", "core 1F1B", "ext 1f1b", *options),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    names = ["megatron-core 1F1B", "megatron_ext 1f1b"]
+    content = json.loads(files["json"].read_text())
+    assert list(content["systems"]) == names
+    assert content["systems"]["megatron_ext 1f1b"]["peak_live"] == 2
+    assert all(name in done.stdout for name in names)
+    assert all(name in files["svg"].read_text() for name in names)
+    ET.fromstring(files["svg"].read_text())
+
+
+def test_what_cannot_run_is_told() -> None:
+    done = subprocess.run(
+        command("--only", "interleaved, batched", "bitpipe order=zb"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert re.search(r"interleaved, batched P2P: rank \d failed first", done.stderr)
+    assert "megatron_ext bitpipe order=zb: bitpipe mirrors two pipelines" in done.stderr
+
+
+def test_unknown_system() -> None:
+    done = subprocess.run(
+        command("--only", "gpipes"), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 2
+    assert "no system has gpipes in its name; there are: megatron-core 1F1B, " in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_after_an_interrupt(tmp_path: Path, number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        command("--forward-ms=1000", "--only", "ext 1f1b"),
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        start_new_session=True,
+    )
+    try:
+        wait_until(lambda: list(tmp_path.glob("megatron_ext_*/rank1.log")))
+        # A terminal interrupts all of its processes, `kill` only the one that was started.
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        process.wait(timeout=60)
+        wait_until(lambda: not running(process.pid))
+        assert list(tmp_path.glob("megatron_ext_*")) == []
+    finally:
+        if running(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 240  # other runs of this checkout may be first
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def running(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
