@@ -8,7 +8,7 @@ schedules run and that nothing of ours takes part.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -53,11 +53,15 @@ class Choice:
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return the table for a number of micro-batches of one replica; made once for each.
 
+        It is what the generator makes, but for twins that are crossed once (dualpipe): the last
+        stage would be on the twin of the first, which is another replica to Megatron and reads
+        other samples, so activations would meet foreign labels. There they stay where they are.
+
         Raises:
             ScheduleError: If there is none for that number.
         """
         if num_microbatches not in self._tables:
-            self._tables[num_microbatches] = generate(
+            table = generate(
                 self.name,
                 self.pp,
                 num_microbatches * self.twins,
@@ -65,6 +69,9 @@ class Choice:
                 self.costs,
                 **self.options,
             )
+            if len(table.placement.twin_hops) % 2:
+                table = replace(table, placement=replace(table.placement, twin_hops=frozenset()))
+            self._tables[num_microbatches] = table
         return self._tables[num_microbatches]
 
 

@@ -86,7 +86,7 @@ def outcomes(way: str, cases: list[tuple[str, str, int]]) -> list[dict[str, Any]
         choice = current()
         if choice is not None:
             table = choice.schedule(choice.num_microbatches)
-            result.update(digest=table.digest, pp=choice.pp, timeout_s=choice.timeout_s)
+            result.update(rows=table.rows, pp=choice.pp, timeout_s=choice.timeout_s)
         found.append({**result, "chosen": choice is not None, "log": list(lines)})
     return found
 
@@ -105,25 +105,25 @@ def run(way: str, *cases: tuple[str, int]) -> list[Any]:
     return run_ranks(1, outcomes, way, [("gpt", MODEL + flags, world) for flags, world in cases])[0]
 
 
-def tables() -> list[tuple[str, str]]:
-    """Flags that plan prints, and the digest of the table that it shows them for."""
+def tables() -> list[tuple[str, Any]]:
+    """Flags that plan prints, and the rows of the table that it shows them for."""
     found = []
     for generator in registered().values():
         for variant in generator.variants:
             for costs in (UNIT, Costs(1, 1.2, 0.8, latency=0.1)):
                 table = generate(generator.name, 4, 8, costs=costs, **variant)  # type: ignore[arg-type]
-                found.append((plan.training_flags(table, costs), table.digest))
+                found.append((plan.training_flags(table, costs), table.rows))
     found.append((f"{PP4}--enable-bitpipe-schedule --bitpipe-routing local",
-                  generate("bitpipe", 4, 8, routing="local").digest))  # fmt: skip
+                  generate("bitpipe", 4, 8, routing="local").rows))  # fmt: skip
     return found
 
 
 def test_the_flags_that_plan_prints_run_what_it_shows(way: str) -> None:
     planned = tables()
     results = run(way, *((f"{flags} --global-batch-size 16", 4) for flags, _ in planned))
-    for (flags, digest), result in zip(planned, results, strict=True):
+    for (flags, rows), result in zip(planned, results, strict=True):
         assert isinstance(result, dict), f"{flags}: {result}"
-        assert result["digest"] == digest, flags
+        assert result["rows"] == rows, flags
 
 
 RUNNING = (
@@ -351,6 +351,13 @@ def test_every_step_of_a_ramp_up_has_a_table(args: Namespace) -> None:
     args.rampup_batch_size = ["4", "3", "100"]
     with pytest.raises(ArgumentsError, match="does not lead from 4 to the --global-batch-size 12"):
         prepare(args)
+
+
+@pytest.mark.parametrize(("name", "crossings"), [("bitpipe", 2), ("dualpipe", 0)])
+def test_first_and_last_stage_are_of_one_replica(name: str, crossings: int) -> None:
+    """Tokens and labels of a micro-batch come from one sampler."""
+    placement = Choice(name, 8, 16).placement
+    assert len(placement.twin_hops) == crossings
 
 
 def test_megatron_has_to_agree(args: Namespace) -> None:
