@@ -261,6 +261,28 @@ def test_the_tiny_run_learns_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+def test_the_tiny_run_goes_on_under_another_schedule(tmp_path: Path) -> None:
+    flags = ["--tiny", "--out", str(tmp_path), "--log-interval", "1", "--eval-iters", "1"]
+    losses = []
+    for index, (chosen, name) in enumerate(
+        (
+            ([], None),
+            (["--pipeline-schedule", "zb-v"], "zb-v"),
+            (["--enable-bitpipe-schedule"], "bitpipe"),
+        )
+    ):
+        done = bash(LLAMA3, *flags, *chosen, "--train-iters", str(2 * index + 2))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert re.findall(r"^pipeline schedule: ([\w-]+)", done.stdout, re.MULTILINE) == (
+            [name] if name else []
+        )
+        losses += [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
+    assert len(losses) == 6
+    assert losses[2] < losses[1]
+    assert losses[4] < losses[3]
+
+
+@pytest.mark.e2e
 @pytest.mark.tree
 def test_both_ways_print_the_same_losses(tmp_path: Path, megatron_lm_path: Path) -> None:
     """Upstream's script has no byte-level tokenizer, but trains on the same ids."""
