@@ -244,7 +244,8 @@ def check(args: Namespace) -> None:
     """Compare the arguments as Megatron completed them with the schedule; tell which one runs.
 
     Raises:
-        ArgumentsError: Megatron computed another size than the tables were made for.
+        ArgumentsError: Megatron computed another size than the tables were made for, or builds
+            layers that the schedule cannot use.
     """
     choice = current()
     if choice is None:
@@ -268,7 +269,23 @@ def check(args: Namespace) -> None:
                 f"--pipeline-schedule {choice.name} was prepared for {ours} {what}, but Megatron "
                 f"made {megatrons} of the flags; leave out what changes it"
             )
+    _check_layers_split(args, choice)
     _tell(args, "%s", _running(choice))
+
+
+def _check_layers_split(args: Namespace, choice: Choice) -> None:
+    """Refuse layers of Transformer Engine that cannot do what a split backward asks of them."""
+    if not choice.schedule(choice.num_microbatches).splits_backward:
+        return
+    from megatron_ext.schedules.runtime.te_layers import why_not
+
+    reason = why_not(Namespace(**{"tp_comm_overlap": False, **vars(args)}))
+    if reason is not None:
+        whole = "--bitpipe-order paper" if choice.name == "bitpipe" else "1f1b or interleaved"
+        raise ArgumentsError(
+            f"--pipeline-schedule {choice.name} splits backwards, but {reason}; or take {whole}, "
+            "which does not split them"
+        )
 
 
 def _running(choice: Choice) -> str:

@@ -369,6 +369,24 @@ def test_megatron_has_to_agree(args: Namespace) -> None:
 
 
 @pytest.mark.parametrize(
+    ("schedule", "refused"), [("zb-h1", True), ("gpipe", False)], ids=["split", "whole"]
+)
+def test_layers_that_cannot_be_split_are_refused(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch, schedule: str, refused: bool
+) -> None:
+    from megatron_ext.schedules.runtime import te_layers
+
+    monkeypatch.setattr(te_layers, "why_not", lambda args: f"{args.transformer_impl} is too old")
+    args.transformer_impl, args.data_parallel_size = "transformer_engine", 1
+    choose(args, schedule)
+    if not refused:
+        check(args)
+        return
+    with pytest.raises(ArgumentsError, match="but transformer_engine is too old; or take 1f1b"):
+        check(args)
+
+
+@pytest.mark.parametrize(
     ("dest", "value", "schedule"),
     [
         ("cuda_graph_impl", "local", "1f1b"),
