@@ -1,6 +1,7 @@
 """Patches that let schedules compute the gradients of weights after those of inputs.
 
-They act inside `SPLIT.defer` only, which the executor opens for schedules that split the backward.
+Those on layers act inside `SPLIT.defer` only, which the executor opens for schedules that split the
+backward.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_ext.errors import ScheduleError
 from megatron_ext.patches.registry import Patch
 
 __all__ = ["PATCHES"]
@@ -48,6 +50,27 @@ def _embedding(
 
     mark_embedding(instance.weight)
     return call(*args, **kwargs)
+
+
+def _splits() -> bool:
+    """Tell whether the schedule in force splits backwards."""
+    from megatron_ext.schedules.choice import current
+
+    choice = current()
+    return choice is not None and choice.schedule(choice.num_microbatches).splits_backward
+
+
+def _config(
+    call: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuse what cannot be split, and prepare the layers that split themselves."""
+    from megatron_ext.schedules.runtime.split import prepare_config, why_not
+
+    call(*args, **kwargs)
+    reason = why_not(instance)
+    if reason is not None:
+        raise ScheduleError(reason)
+    prepare_config(instance)
 
 
 def _has_grouped_gemm() -> bool:
@@ -96,5 +119,14 @@ PATCHES = (
         when=_has_grouped_gemm,
         feature="schedules",
         reason="the library's product of grouped experts computes both gradients at once",
+    ),
+    Patch(
+        id="split_backward.config",
+        target="megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+        fn=_config,
+        when=_splits,
+        feature="schedules",
+        reason="layers of Transformer Engine are built for postponed weight gradients only if the "
+        "configuration says so, which it may not say when it is made",
     ),
 )

@@ -115,7 +115,37 @@ def embedding() -> None:
     assert complete()
 
 
-@pytest.mark.parametrize("case", [outside_nothing_is_touched, linear, embedding])
+def config() -> None:
+    from importlib.machinery import ModuleSpec
+
+    from megatron.core import utils
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_ext.errors import ScheduleError
+    from megatron_ext.schedules import choice
+    from megatron_ext.schedules.runtime import te_layers
+
+    def make(**settings: Any) -> TransformerConfig:
+        return TransformerConfig(num_layers=2, hidden_size=4, num_attention_heads=1, **settings)
+
+    autocast = {"enable_autocast": True, "autocast_dtype": None}
+    fused = {"gradient_accumulation_fusion": True, "add_bias_linear": False}
+    te_layers.find_spec = lambda name: ModuleSpec(name, None)
+    utils.is_te_min_version = lambda _version: True
+    for name in (None, "1f1b"):
+        choice.use(None if name is None else choice.Choice(name, 2, 4))
+        assert make(**autocast).enable_autocast
+        assert not make(**fused).delay_wgrad_compute
+    choice.use(choice.Choice("zb-h1", 2, 4))
+    with pytest.raises(ScheduleError, match="autocast"):
+        make(**autocast)
+    assert make(**fused).delay_wgrad_compute
+    assert not make(**fused, transformer_impl="local").delay_wgrad_compute
+    with without("split_backward.config"):
+        assert not make(**fused).delay_wgrad_compute
+
+
+@pytest.mark.parametrize("case", [outside_nothing_is_touched, linear, embedding, config])
 def test_patch(case) -> None:
     run_ranks(1, case)
 

@@ -12,8 +12,7 @@ is tied to one on the same stage, norms, biases, the router.
 Contract with the executor:
 
 * A micro-batch whose F ran in `defer` gets its backward in `defer` too, and then `run`. The F of an
-  action B (backward unsplit) runs without `defer`. Transformer Engine's layers know no B: there, B
-  is I and W at once.
+  action B (backward unsplit) runs without `defer`.
 * Each W adds to `main_grad`, so the order of a stage's W's decides the last bits. With sequence
   parallelism all ranks of a tensor-parallel group run their W's in the same order, for W gathers
   the split sequence again.
@@ -26,7 +25,7 @@ Contract with the executor:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +62,8 @@ class SplitBackward:
     def register_modules(self, stage: int, module: torch.nn.Module) -> None:
         """Name the model chunk of a stage, for the layers that split their backward themselves.
 
-        Needed with Transformer Engine only, once, before the first step.
+        To be called once for each stage, before its first step. Without it, layers of Transformer
+        Engine that `prepare_config` has reached would postpone their gradients for ever.
         """
         self._modules[stage] = DelayedModules(module)
 
@@ -76,10 +76,12 @@ class SplitBackward:
         """
         assert self._key is None, f"{(stage, microbatch)} inside {self._key}"
         self._key = (stage, microbatch)
+        modules = self._modules.get(stage)
         try:
-            yield
-            if stage in self._modules:
-                self._modules[stage].note(microbatch)
+            with nullcontext() if modules is None else modules.delaying():
+                yield
+            if modules is not None:
+                modules.note(microbatch)
         finally:
             self._key = None
             self._unmark()

@@ -3,7 +3,8 @@
 A layer that was built with `delay_wgrad_compute` puts the operands of its weight gradient into a
 queue of its own, and its `backward_dw` works off the oldest entry. Megatron asks for that only
 together with its own overlap of expert communication and checks this when the configuration is
-made; `prepare_config` asks later. Which entries belong to which micro-batch is counted here.
+made; `prepare_config` asks later. Here the layers are told when to postpone, and which entries
+belong to which micro-batch is counted.
 
 Written against the sources of Transformer Engine 2.3 and later. It was tested with stand-ins for
 its layers, not with the library, which needs CUDA.
@@ -12,6 +13,8 @@ its layers, not with the library, which needs CUDA.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -73,14 +76,31 @@ def why_not(config: Any) -> str | None:
 class DelayedModules:
     """The layers of one stage that postpone their weight gradients themselves.
 
+    From here on they do so inside of `delaying` only.
+
     Args:
         module: The model chunk of the stage.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._layers: list[Any] = [m for m in module.modules() if _delays(m)]
+        self._switch(on=False)
         self._counted = [0] * len(self._layers)
         self._notes: deque[tuple[int, list[int]]] = deque()
+
+    @contextmanager
+    def delaying(self) -> Iterator[None]:
+        """Let the layers postpone."""
+        self._switch(on=True)
+        try:
+            yield
+        finally:
+            self._switch(on=False)
+
+    def _switch(self, *, on: bool) -> None:
+        for layer in self._layers:
+            store = layer.wgrad_store
+            (store.enable_delay_wgrad_compute if on else store.disable_delay_wgrad_compute)()
 
     def note(self, microbatch: int) -> None:
         """Count what the layers have put aside since the last note, for this micro-batch."""
@@ -106,11 +126,11 @@ class DelayedModules:
                 f"keeps this order, or --transformer-impl local"
             )
         self._notes.popleft()
-        for index, (layer, count) in enumerate(zip(self._layers, counts, strict=True)):
-            remaining = self._counted[index] - count
-            while _queued(layer) > remaining:
-                layer.backward_dw()  # takes one entry, or the two of a layer with two weights
-            self._counted[index] = remaining
+        self._counted = [all_ - now for all_, now in zip(self._counted, counts, strict=True)]
+        with self.delaying():
+            for layer, remaining in zip(self._layers, self._counted, strict=True):
+                while _queued(layer) > remaining:
+                    layer.backward_dw()  # takes one entry, or the two of a layer with two weights
 
     def waiting(self) -> list[int]:
         """Return the micro-batches whose W has not run, oldest first."""

@@ -25,6 +25,12 @@ class _Store:
     def delay_wgrad_compute(self) -> bool:
         return self.enabled
 
+    def enable_delay_wgrad_compute(self) -> None:
+        self.enabled = True
+
+    def disable_delay_wgrad_compute(self) -> None:
+        self.enabled = False
+
 
 class _Linear(torch.autograd.Function):
     @staticmethod
@@ -56,6 +62,7 @@ class _Layer(torch.nn.Module):
         return _Linear.apply(x, self.weight, self.wgrad_store)
 
     def backward_dw(self) -> None:
+        assert self.wgrad_store.enabled
         x, grad = self.wgrad_store.context.get_nowait()
         self.weight.main_grad.add_(grad.t() @ x)
 
@@ -122,6 +129,18 @@ def test_each_w_takes_the_entries_of_its_micro_batch() -> None:
         assert all(map(torch.allclose, _main_grads(chunk), gradients))
     assert split.pending() == []
     split.run(1, 2)  # nothing is left to do
+
+
+def test_a_backward_that_is_not_split_computes_all() -> None:
+    chunk, whole, split = _Chunk(delay=True), _Chunk(delay=False), SplitBackward()
+    split.register_modules(0, chunk)
+    _backwards(split, chunk, 1, stage=0)
+    _loss(chunk, 1).backward()
+    _loss(whole, 1).backward()
+    assert all(map(torch.allclose, _main_grads(chunk), _main_grads(whole)))
+    split.run(0, 0)
+    _loss(whole, 0).backward()
+    assert all(map(torch.allclose, _main_grads(chunk), _main_grads(whole)))
 
 
 def test_another_order_is_refused() -> None:
