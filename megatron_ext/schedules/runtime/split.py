@@ -62,10 +62,13 @@ class SplitBackward:
     def register_modules(self, stage: int, module: torch.nn.Module) -> None:
         """Name the model chunk of a stage, for the layers that split their backward themselves.
 
-        To be called once for each stage, before its first step. Without it, layers of Transformer
-        Engine that `prepare_config` has reached would postpone their gradients for ever.
+        To be called before each step; it costs nothing for a chunk that is known. Without it,
+        layers of Transformer Engine that `prepare_config` has reached would postpone their
+        gradients for ever.
         """
-        self._modules[stage] = DelayedModules(module)
+        known = self._modules.get(stage)
+        if known is None or known.module is not module:
+            self._modules[stage] = DelayedModules(module)
 
     @contextmanager
     def defer(self, stage: int, microbatch: int) -> Iterator[None]:

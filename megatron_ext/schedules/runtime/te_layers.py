@@ -83,6 +83,7 @@ class DelayedModules:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
         self._layers: list[Any] = [m for m in module.modules() if _delays(m)]
         self._switch(on=False)
         self._counted = [0] * len(self._layers)
@@ -146,8 +147,9 @@ class DelayedModules:
 
 
 def _delays(module: Any) -> bool:
+    """Whether a layer was built to postpone; it may be switched off at the moment."""
     store = getattr(module, "wgrad_store", None)
-    return store is not None and bool(store.delay_wgrad_compute())
+    return store is not None and store.context is not None
 
 
 def _queued(layer: Any) -> int:

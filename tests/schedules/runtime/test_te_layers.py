@@ -120,7 +120,9 @@ def test_each_w_takes_the_entries_of_its_micro_batch() -> None:
             _loss(whole, microbatch).backward()
         expected.append(_main_grads(whole))
     chunk, split = _Chunk(delay=True), SplitBackward()
-    split.register_modules(1, chunk)
+    SplitBackward().register_modules(1, chunk)
+    for _ in range(2):  # as before each step
+        split.register_modules(1, chunk)
     _backwards(split, chunk, 3)
     assert split.pending() == [(1, 0), (1, 1), (1, 2)]
     assert not any(gradient.any() for gradient in _main_grads(chunk))
