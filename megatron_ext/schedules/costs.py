@@ -69,8 +69,10 @@ class Costs:
 
     def __str__(self) -> str:
         """Return what `parse` reads."""
-        times = f"{self.forward:g},{self.input:g},{self.weight:g}"
-        return f"{times},{self.latency:g}" if self.latency else times
+        numbers = [self.forward, self.input, self.weight]
+        if self.latency:
+            numbers.append(self.latency)
+        return ",".join(f"{number:.15g}" for number in numbers)
 
     @property
     def backward(self) -> float:
