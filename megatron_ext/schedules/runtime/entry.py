@@ -136,6 +136,9 @@ class _Runtime:
         self, table: Table, call: Call, shapes: Shapes, *, force_all_reduce: bool
     ) -> StageCompute:
         """Run one step; after a failure nothing of it is left."""
+        stages = table.schedule.placement.stages_of[table.rank]
+        for stage, chunk in zip(stages, call.chunks, strict=True):
+            SPLIT.register_modules(stage, chunk)
         compute = StageCompute(call, table)
         gradients = GradientSync(call.config, call.chunks, table, force_all_reduce=force_all_reduce)
         executor = Executor(
