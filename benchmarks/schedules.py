@@ -1,7 +1,7 @@
 """Pipeline schedules and runtimes side by side, on emulated stages.
 
     python benchmarks/schedules.py [--pp P] [--microbatches M] [--only TEXT ...] [--steps N]
-        [--forward-ms T] [--json FILE] [--svg FILE] [--markdown]
+        [--rounds N] [--forward-ms T] [--json FILE] [--svg FILE] [--markdown]
 
 Every system runs the same model in real processes with real messages; computation is emulated by
 sleeping. Columns of the table:
@@ -26,6 +26,7 @@ import json
 import os
 import platform
 import sys
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,25 +36,56 @@ sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
 
 from benchmarks.schedule_harness import launch, rank, report  # noqa: E402
 from benchmarks.schedule_harness.metrics import Figures, evaluate  # noqa: E402
-from benchmarks.schedule_harness.ops import OpTimes, Sizes  # noqa: E402
+from benchmarks.schedule_harness.ops import OpTimes, Sizes, Step  # noqa: E402
 from benchmarks.schedule_harness.systems import System, all_systems  # noqa: E402
 from megatron_ext.errors import ScheduleError  # noqa: E402
 from tests.ranks import RanksFailed  # noqa: E402
 
 
-def measure(system: System, sizes: Sizes) -> Figures | str:
-    """Run one system on as many processes as the pipeline has ranks.
+@dataclass
+class Result:
+    """What is known of one system so far."""
 
-    Returns:
-        Its figures, or why there are none.
-    """
-    try:
-        system.check(sizes.pp, sizes.num_microbatches)
-        steps = launch.run(rank.measure, system, sizes)
-    except (ScheduleError, RanksFailed) as error:
-        return str(error)
-    times = OpTimes(sizes.forward_s, system.share(sizes.pp))
-    return evaluate(steps, system.placement(sizes.pp), times)
+    steps: list[list[Step]] = field(default_factory=list)
+    """By rank."""
+    failure: str | None = None
+
+    def measure(self, system: System, sizes: Sizes) -> None:
+        """Run a system on as many processes as the pipeline has ranks, unless it failed before."""
+        if self.failure is not None:
+            return
+        try:
+            system.check(sizes.pp, sizes.num_microbatches)
+            steps = launch.run(rank.measure, system, sizes)
+        except (ScheduleError, RanksFailed) as error:
+            self.failure = str(error)
+            return
+        earlier = self.steps or [[] for _ in steps]
+        self.steps = [old + new for old, new in zip(earlier, steps, strict=True)]
+
+
+def measure(systems: list[System], sizes: Sizes, rounds: int) -> dict[str, Result]:
+    """Run all systems in turn, round after round, so that a drift of the machine hits all alike."""
+    results = {system.name: Result() for system in systems}
+    for number in range(rounds):
+        for index, system in enumerate(systems):
+            place = f"round {number + 1} of {rounds}, {index + 1} of {len(systems)}"
+            print(f"{place}: {system.name}", file=sys.stderr)
+            results[system.name].measure(system, sizes)
+    return results
+
+
+def figures_of(results: dict[str, Result], sizes: Sizes) -> dict[str, Figures]:
+    """Return the figures of the systems that ran."""
+    systems = [s for s in all_systems() if s.name in results and results[s.name].steps]
+    return {
+        system.name: evaluate(
+            results[system.name].steps,
+            system.placement(sizes.pp),
+            OpTimes(sizes.forward_s, system.share(sizes.pp)),
+        )
+        for system in systems
+    }
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -65,6 +97,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--only", nargs="+", default=[], metavar="TEXT", help="systems whose name has one of these"
     )
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after two others")
+    parser.add_argument("--rounds", type=int, default=1, help="how often all of that is done")
     parser.add_argument(
         "--forward-ms",
         type=float,
@@ -99,8 +132,9 @@ def conditions(args: argparse.Namespace, load: float) -> str:
     packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("torch", "megatron-core"))
     return (
         f"pp {args.pp}, {args.microbatches} micro-batches, forward = input gradient = weight "
-        f"gradient = {args.forward_ms:g} ms, gloo, median of {args.steps} steps; {packages}, "
-        f"Python {platform.python_version()}, {os.cpu_count()} cores, load average {load:.1f}"
+        f"gradient = {args.forward_ms:g} ms, gloo, median of {args.steps * args.rounds} steps; "
+        f"{packages}, Python {platform.python_version()}, {os.cpu_count()} cores, load average "
+        f"{load:.1f}"
     )
 
 
@@ -142,9 +176,9 @@ def main() -> int:
         steps=args.steps,
         timeout_s=args.timeout_s,
     )
-    results = {system.name: measure(system, sizes) for system in chosen(args)}
-    figures = {name: found for name, found in results.items() if isinstance(found, Figures)}
-    failures = {name: found for name, found in results.items() if isinstance(found, str)}
+    results = measure(chosen(args), sizes, args.rounds)
+    figures = figures_of(results, sizes)
+    failures = {name: found.failure for name, found in results.items() if found.failure}
     write(args, figures, failures)
     return 1 if failures else 0
 
