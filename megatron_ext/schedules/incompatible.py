@@ -55,6 +55,11 @@ ALWAYS = (
         "a schedule that splits backwards, such as zb-h1 or zb-v",
     ),
     Rule(
+        _given("defer_embedding_wgrad_compute"),
+        "--defer-embedding-wgrad-compute: weight gradients run where the table says; leave it "
+        "out, or use Megatron's own schedule",
+    ),
+    Rule(
         _given("fine_grained_activation_offloading", "cpu_offloading", "cpu_offloading_num_layers"),
         "activation offloading (--fine-grained-activation-offloading, --cpu-offloading-num-layers):"
         " it follows the order of Megatron's own schedules; use --recompute-granularity instead, "
@@ -88,11 +93,6 @@ ALWAYS = (
 """For every schedule."""
 
 SPLIT = (
-    Rule(
-        _given("defer_embedding_wgrad_compute"),
-        "--defer-embedding-wgrad-compute: the schedule defers weight gradients itself; leave it "
-        "out, or take 1f1b, which does not",
-    ),
     Rule(
         lambda args: (
             (_value(args, "num_distributed_optimizer_instances") or 1) > 1
