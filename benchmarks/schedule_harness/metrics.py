@@ -33,8 +33,12 @@ class Figures:
     """The largest sum of op times of a rank."""
     optimum_s: float
     """What the order that ran would take with exact op times and free messages."""
+    replay_s: float
+    """Median over the steps of what it would take with the op times as they were."""
     replay_overhead: float
     """Median of (last end - first begin) / replay with the recorded durations, minus 1."""
+    min_replay_overhead: float
+    """The same of the step that was disturbed least."""
     op_inflation: float
     """Time recorded in ops over the time that they sleep, minus 1."""
     peak_live: float
@@ -69,6 +73,8 @@ def evaluate(steps: Sequence[Sequence[Step]], placement: Placement, times: OpTim
         return times.seconds(op.kind, op.stage, op.microbatch)
 
     rows = [[step.ops for step in ranks] for ranks in by_step]
+    replays = [replay(ranks, placement, lambda op: op.duration_s) for ranks in rows]
+    overheads = [_span(ranks) / found - 1 for ranks, found in zip(rows, replays, strict=True)]
     ops = [op for ranks in rows for row in ranks for op in row]
     return Figures(
         median_s=statistics.median(seconds),
@@ -76,9 +82,9 @@ def evaluate(steps: Sequence[Sequence[Step]], placement: Placement, times: OpTim
         max_s=max(seconds),
         ideal_s=max(sum(map(nominal, row)) for row in rows[0]),
         optimum_s=statistics.median(replay(ranks, placement, nominal) for ranks in rows),
-        replay_overhead=statistics.median(
-            _span(ranks) / replay(ranks, placement, lambda op: op.duration_s) - 1 for ranks in rows
-        ),
+        replay_s=statistics.median(replays),
+        replay_overhead=statistics.median(overheads),
+        min_replay_overhead=min(overheads),
         op_inflation=sum(op.duration_s for op in ops) / sum(map(nominal, ops)) - 1,
         peak_live=times.share * max(step.peak_live for ranks in by_step for step in ranks),
         peak_of_order=times.share * max(_peak(row) for ranks in rows for row in ranks),

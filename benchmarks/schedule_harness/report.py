@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -61,11 +61,17 @@ def _row(name: str, found: Figures, weights: int) -> tuple[str, ...]:
 
 _ROW, _TOP, _NAME, _SCALE, _BAR = 22, 46, 290, 600, 15
 
+_LEGEND = {
+    "order": "bubble of the order that ran",
+    "ops": "ops that took longer",
+    "rest": "runtime and messages",
+}
+
 _STYLE = """\
 text { font: 12px sans-serif; fill: #1f2328 }
 .axis { stroke: #8888; stroke-width: 1 }
-.order { fill: #79b8ff } .rest { fill: #f9b384 }
-.own .order { fill: #388bfd } .own .rest { fill: #e5714b }
+.order { fill: #79b8ff } .ops { fill: #d0d7de } .rest { fill: #f9b384 }
+.own .order { fill: #388bfd } .own .ops { fill: #afb8c1 } .own .rest { fill: #e5714b }
 @media (prefers-color-scheme: dark) { text { fill: #e6edf3 } }"""
 
 
@@ -85,25 +91,23 @@ def draw(figures: Mapping[str, Figures], title: str) -> str:
         parts += _bar(name, found, _TOP + _ROW * index, _SCALE / highest)
     bottom = _TOP + _ROW * len(figures)
     parts.append(f'<path class="axis" d="M{_NAME} {_TOP - 6}V{bottom}"/>')
-    legend = (("order", "bubble of the order that ran", 0), ("rest", "what was added to it", 220))
-    for kind, text, x in legend:
-        left = _NAME + x
+    for index, (kind, text) in enumerate(_LEGEND.items()):
+        left = _NAME + 210 * index
         parts.append(f'<rect class="{kind}" x="{left}" y="{bottom + 8}" width="12" height="12"/>')
         parts.append(f'<text x="{left + 17}" y="{bottom + 18}">{text}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _bar(name: str, found: Figures, y: int, scale: float) -> Sequence[str]:
-    order = scale * max(0.0, min(found.optimum_s, found.median_s) / found.ideal_s - 1)
-    whole = scale * max(0.0, found.ratio - 1)
-    rest = whole - order
-    text = f"+{100 * (found.ratio - 1):.1f} %"
+def _bar(name: str, found: Figures, y: int, scale: float) -> Iterator[str]:
     style = ' class="own"' if name.startswith("megatron_ext") else ""
-    return [
-        f"<g{style}>",
-        f'<text x="4" y="{y + 12}">{escape(name)}</text>',
-        f'<rect class="order" x="{_NAME}" y="{y}" width="{order:.1f}" height="{_BAR}"/>',
-        f'<rect class="rest" x="{_NAME + order:.1f}" y="{y}" width="{rest:.1f}" height="{_BAR}"/>',
-        f'<text x="{_NAME + whole + 5:.1f}" y="{y + 12}">{text}</text>',
-        "</g>",
-    ]
+    yield f"<g{style}>"
+    yield f'<text x="4" y="{y + 12}">{escape(name)}</text>'
+    x, reached_s = float(_NAME), found.ideal_s
+    for kind, until_s in zip(
+        _LEGEND, (found.optimum_s, found.replay_s, found.median_s), strict=True
+    ):
+        length = scale * max(0.0, until_s - reached_s) / found.ideal_s
+        yield f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{length:.1f}" height="{_BAR}"/>'
+        x, reached_s = x + length, max(reached_s, until_s)
+    yield f'<text x="{x + 5:.1f}" y="{y + 12}">+{100 * (found.ratio - 1):.1f} %</text>'
+    yield "</g>"
