@@ -1,0 +1,135 @@
+"""Every schedule gives the losses, gradients and parameters of Megatron's own, bit for bit.
+
+Gradients are summed in the order of the micro-batches in all of them. What differs between
+placements is the norm that gradients are clipped by: it is added up rank by rank. So nothing is
+clipped where stages live elsewhere than in Megatron's own pipeline; one test measures what clipping
+changes then.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.training.helpers import LLAMA, MOE, bert_flags
+
+from .capture import GPT, PP2, PP4, Captured, train
+
+EIGHT_LAYERS = "--num-layers 8 "
+VPP2 = "--num-layers-per-virtual-pipeline-stage 1 "
+UNCLIPPED = "--clip-grad 0 "
+OVERLAP = "--overlap-grad-reduce "
+SHARDED = "--use-distributed-optimizer --overlap-param-gather " + OVERLAP
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+
+
+@cache
+def stock(num_ranks: int, flags: str, model: str = "gpt") -> Captured:
+    """Return what Megatron's own schedule computes."""
+    captured = train(num_ranks, flags, model=model)
+    assert captured.tables == []
+    return captured
+
+
+def assert_equal(ours: Captured, theirs: Captured) -> None:
+    """Compare every loss, gradient and parameter, and name what differs."""
+    assert ours.losses == theirs.losses
+    for step, (mine, stocks) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
+        different = {name for name in mine.keys() | stocks.keys() if mine[name] != stocks[name]}
+        assert not different, f"gradients of step {step}"
+    different = {n for n, digest in theirs.parameters.items() if ours.parameters[n] != digest}
+    assert not different
+    assert len(theirs.parameters) == len(ours.parameters) > 10
+
+
+def check(num_ranks: int, schedule: str, flags: str, *, theirs: str, ours: str) -> None:
+    """Compare a schedule with Megatron's own under the same other flags."""
+    found = train(num_ranks, f"{flags}{ours}--pipeline-schedule {schedule} ")
+    assert found.tables[0].split()[0] == schedule
+    assert_equal(found, stock(num_ranks, flags + theirs))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "zb-v", "v-half", "dualpipe-v"])
+def test_two_ranks(schedule: str) -> None:
+    check(2, schedule, GPT + UNCLIPPED, theirs=PP2, ours=PP2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "dualpipe-v"])
+def test_four_ranks(schedule: str) -> None:
+    flags = GPT + UNCLIPPED + EIGHT_LAYERS + "--global-batch-size 16 "
+    check(4, schedule, flags, theirs=PP4, ours=PP4)
+
+
+def test_interleaved() -> None:
+    check(4, "interleaved", GPT + EIGHT_LAYERS, theirs=PP4 + VPP2, ours=PP4 + VPP2)
+
+
+@pytest.mark.parametrize(("schedule", "m"), [("1f1b", 1), ("zb-h1", 3), ("zb-v", 1), ("zb-v", 5)])
+def test_few_and_odd_micro_batches(schedule: str, m: int) -> None:
+    flags = f"{GPT}{UNCLIPPED}--global-batch-size {2 * m} "
+    check(2, schedule, flags, theirs=PP2, ours=PP2)
+
+
+@pytest.mark.parametrize("flags", ["", "--bitpipe-routing local ", "--bitpipe-order paper "])
+def test_bitpipe_is_half_the_pipeline_twice(flags: str) -> None:
+    ours = f"--pipeline-model-parallel-size 4 {flags}"
+    check(4, "bitpipe", GPT + UNCLIPPED + EIGHT_LAYERS, theirs=PP2, ours=ours)
+
+
+def test_bitpipe_on_eight_ranks() -> None:
+    flags = GPT + UNCLIPPED + "--num-layers 16 --global-batch-size 32 " + SHARDED
+    check(8, "bitpipe", flags, theirs=PP4, ours="--pipeline-model-parallel-size 8 ")
+
+
+def test_dualpipe_is_half_the_pipeline_twice() -> None:
+    flags = GPT + UNCLIPPED + "--global-batch-size 16 "
+    check(4, "dualpipe", flags, theirs=PP2, ours="--pipeline-model-parallel-size 4 ")
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [
+        pytest.param(4, TP2, id="tp2-sequence-parallel"),
+        pytest.param(4, OVERLAP, id="dp2-overlap"),
+        pytest.param(4, SHARDED, id="dp2-distributed-optimizer-overlaps"),
+        pytest.param(2, RECOMPUTE, id="recompute"),
+        pytest.param(2, LLAMA, id="llama-untied"),
+        pytest.param(2, LLAMA + MOE, id="moe"),
+    ],
+)
+def test_with_other_parallelism(schedule: str, num_ranks: int, flags: str) -> None:
+    check(num_ranks, schedule, GPT + UNCLIPPED + flags, theirs=PP2, ours=PP2)
+
+
+def test_expert_parallelism() -> None:
+    flags = GPT + UNCLIPPED + LLAMA + MOE + EP2 + SHARDED
+    check(4, "zb-v", flags, theirs=PP2, ours=PP2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_full_backwards_overlap_their_reduction(schedule: str) -> None:
+    """Several buckets, reduced during the last backward by DDP's hooks."""
+    flags = GPT + SHARDED + "--ddp-num-buckets 4 "
+    more = PP2 + (VPP2 if schedule == "interleaved" else "")
+    check(4, schedule, flags, theirs=more, ours=more)
+
+
+def test_bert(tmp_path: Path) -> None:
+    flags = bert_flags(tmp_path) + f"--hidden-dropout 0 --attention-dropout 0 {UNCLIPPED}{PP2}"
+    ours = train(2, flags + "--pipeline-schedule zb-v", model="bert")
+    assert ours.tables[0].startswith("zb-v")
+    assert_equal(ours, train(2, flags, model="bert"))
+
+
+def test_what_clipping_changes() -> None:
+    """The norm of the same gradients in another order: the last digit of single precision."""
+    ours = train(2, GPT + PP2 + "--pipeline-schedule zb-v ")
+    theirs = stock(2, GPT + PP2)
+    assert ours.gradients[0] == theirs.gradients[0]
+    for mine, stocks in zip(ours.losses, theirs.losses, strict=True):
+        assert mine["lm loss"] == pytest.approx(stocks["lm loss"], rel=1e-6)
