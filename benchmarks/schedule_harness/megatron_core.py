@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -21,7 +22,7 @@ from .stage import MESSAGE_SHAPE, EmulatedStage, Probe
 if TYPE_CHECKING:
     from megatron_ext.schedules import Kind, Placement
 
-__all__ = ["Chunk", "make_config", "prepare", "record_steps", "step_keywords"]
+__all__ = ["Chunk", "initialize", "make_config", "prepare", "record_steps", "step_keywords"]
 
 
 class Chunk(torch.nn.Module):
@@ -42,6 +43,28 @@ class Chunk(torch.nn.Module):
     def forward(self, data: torch.Tensor) -> torch.Tensor:
         """Run on the given input, or without one on the data."""
         return self.stage(data if self._input is None else self._input)
+
+
+def initialize(pp: int, virtual_pp: int | None) -> None:
+    """Initialise Megatron's groups, with one communicator for all groups of the same ranks.
+
+    Each gloo communicator has a thread that wakes up every few milliseconds. Megatron's two dozen
+    would keep two cores from sleeping.
+    """
+    new_group = torch.distributed.new_group
+    world = tuple(range(torch.distributed.get_world_size()))
+    groups: dict[tuple[int, ...], Any] = {world: torch.distributed.group.WORLD}
+
+    def shared_group(ranks: list[int] | None = None, **options: Any) -> Any:
+        key = world if ranks is None else tuple(ranks)
+        if key not in groups:
+            groups[key] = new_group(ranks, **options)
+        return groups[key]
+
+    with mock.patch.object(torch.distributed, "new_group", shared_group):
+        parallel_state.initialize_model_parallel(
+            pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=virtual_pp
+        )
 
 
 def make_config(pp: int, **options: Any) -> TransformerConfig:
@@ -114,10 +137,7 @@ def prepare(
     """Return a function that runs one step of `1f1b`, `interleaved-batched` or `-overlap`."""
     pp, interleaved = placement.num_ranks, schedule != "1f1b"
     chunks_per_rank = placement.num_stages // pp
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=chunks_per_rank if interleaved else None,
-    )
+    initialize(pp, chunks_per_rank if interleaved else None)
     overlap = schedule == "interleaved-overlap"
     config = make_config(
         pp,

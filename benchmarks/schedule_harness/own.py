@@ -12,7 +12,7 @@ from megatron_ext.schedules.choice import Choice, use
 from megatron_ext.schedules.runtime.entry import forward_backward
 from megatron_ext.schedules.runtime.split import SPLIT
 
-from .megatron_core import Chunk, make_config, record_steps, step_keywords
+from .megatron_core import Chunk, initialize, make_config, record_steps, step_keywords
 
 if TYPE_CHECKING:
     from .stage import Probe
@@ -28,10 +28,7 @@ def prepare(choice: Choice, probe: Probe) -> Callable[[], None]:
     placement = choice.placement
     num_chunks = placement.num_stages // placement.num_ranks
     virtual = num_chunks if num_chunks > 1 else None
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=placement.num_ranks,
-        virtual_pipeline_model_parallel_size=virtual,
-    )
+    initialize(placement.num_ranks, virtual)
     config = make_config(placement.num_ranks, virtual_pipeline_model_parallel_size=virtual)
     stages = placement.stages_of[parallel_state.get_pipeline_model_parallel_rank()]
     chunks = [Chunk(probe, config, virtual and c) for c in range(num_chunks)]
@@ -60,8 +57,8 @@ def _emulate_split(probe: Probe) -> None:
 
     def running(stage: int, microbatch: int) -> None:
         with probe.op("W", stage, microbatch):
-            probe.spend("W", stage, microbatch)
             assert (stage, microbatch) in SPLIT.pending(), "the split left the stage's linear alone"
             run(stage, microbatch)
+            probe.spend("W", stage, microbatch)
 
     SPLIT.defer, SPLIT.run = deferring, running  # type: ignore[method-assign]

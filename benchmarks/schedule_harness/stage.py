@@ -1,10 +1,13 @@
 """The emulated stage, and the probe that records what ran when and what is alive.
 
-A stage computes `y = A(x + z) + weights(x)`. `A` sleeps for the forward and, in its backward, for
-the input gradient. The weights are a real, tiny linear of Megatron's, so that whatever splits the
-backward of real models splits this one too; the time of the weight gradient is slept where that
-gradient is computed. The parameter `z` makes the first stage have an input gradient to compute, as
-an embedding does. `x + z` is the stage's activation: `A` and the linear both keep it.
+A stage computes `y = A(x + z) + weights(x)` and sleeps for the forward. `A` is the identity; its
+backward sleeps for the input gradient. The weights are a real, tiny linear of Megatron's, so that
+whatever splits the backward of real models splits this one too; the time of the weight gradient is
+slept where that gradient is computed. An op sleeps until its time is over: what autograd needs is
+part of it, as on a GPU, whose kernels hide what the host does.
+
+The parameter `z` makes the first stage have an input gradient to compute, as an embedding does.
+`x + z` is the stage's activation: `A` and the linear both keep it.
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ class Probe:
     """Whether a backward that runs now leaves the weight gradient for later."""
     current: tuple[int, int] = (0, 0)
     """(stage, micro-batch) of the op that runs."""
+    _over_s: float = 0.0
+    """When the op that runs is over, as far as it has spent its time."""
     _alive: list[StorageWeakRef] = field(default_factory=list)
 
     @contextmanager
@@ -53,13 +58,15 @@ class Probe:
         """Record what runs inside as one op."""
         self.current = stage, microbatch
         cpu_s, begin_s = time.thread_time(), time.perf_counter()
+        self._over_s = begin_s
         yield
         self.ops.append(Op(stage, kind, microbatch, begin_s, time.perf_counter()))
         self.cpu_s += time.thread_time() - cpu_s
 
     def spend(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Take the time of an op, without using the processor."""
-        time.sleep(self.times.seconds(kind, stage, microbatch))
+        """Take the time of an op, or of a part of it, without using the processor."""
+        self._over_s += self.times.seconds(kind, stage, microbatch)
+        time.sleep(max(0.0, self._over_s - time.perf_counter()))
 
     def keep(self, activation: torch.Tensor) -> None:
         """Count a new activation: until nothing, no graph and no stash, holds its storage."""
@@ -75,13 +82,12 @@ class Probe:
 
 
 class _Compute(torch.autograd.Function):
-    """`A`: the identity, in the time of a forward and of an input gradient."""
+    """`A`: the identity, with a backward in the time of an input gradient."""
 
     @staticmethod
     def forward(ctx: Any, activation: torch.Tensor, probe: Probe) -> torch.Tensor:
         ctx.probe, ctx.op = probe, probe.current
         ctx.save_for_backward(activation)
-        probe.spend("F", *probe.current)
         return activation.view_as(activation)
 
     @staticmethod
@@ -119,6 +125,7 @@ class EmulatedStage(torch.nn.Module):
         """Return the stage's output."""
         activation = x + self.z
         self.probe.keep(activation)
+        # Before the linear, hence after it in a backward: ops end with their sleep.
         output = _Compute.apply(activation, self.probe)
         # One feature of it: the product costs microseconds. Detached: the input gradient is A's.
         from_weights = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(
@@ -128,5 +135,8 @@ class EmulatedStage(torch.nn.Module):
             gradient_accumulation_fusion=False,
             allreduce_dgrad=False,
             sequence_parallel=False,
+            tp_group=torch.distributed.group.WORLD,  # unused; without, Megatron's would be needed
         )
-        return output + _WeightGradient.apply(from_weights, self.probe)
+        output = output + _WeightGradient.apply(from_weights, self.probe)
+        self.probe.spend("F", *self.probe.current)
+        return output

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import parallel_state
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
@@ -67,8 +66,6 @@ def prepare(
     schedule_class = getattr(schedules, schedule, None)
     if schedule_class is None:
         raise RuntimeError(f"torch {torch.__version__} has no {schedule}; it needs a later one")
-    # The stage's linear is Megatron's and asks for its tensor-parallel group.
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=placement.num_ranks)
     own = placement.stages_of[torch.distributed.get_rank()]
     stages = [_Stage(probe, index, placement.num_stages) for index in own]
     single = issubclass(schedule_class, schedules.PipelineScheduleSingle)
