@@ -149,6 +149,13 @@ def _check_optimizer_state(
     return call(*args, **kwargs)
 
 
+def _save_once(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> None:
+    from megatron_ext.schedules.runtime.folded import keep_one_main_copy
+
+    call(*args, **kwargs)
+    keep_one_main_copy(args[0] if args else kwargs["sharded_state_dict"])
+
+
 def _check_format(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
     """Refuse checkpoints that name tensors by rank and chunk instead of by layer."""
     loaded = call(*args, **kwargs)
@@ -247,6 +254,14 @@ PATCHES = (
         "megatron.training.utils:get_batch_on_this_tp_rank",
         _whole_batch,
         "sends tensor-parallel ranks the fields of the first stage only, where a rank has both",
+    ),
+    _patch(
+        "tied_checkpoint",
+        "megatron.core.dist_checkpointing.strategies.fully_parallel:"
+        "distribute_main_replicas_with_precomputed_distribution",
+        _save_once,
+        "deals tensors out to replicas by name: a rank with both copies of a tied embedding would "
+        "save two, which is refused",
     ),
     _patch(
         "checkpoint_format",

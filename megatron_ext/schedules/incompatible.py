@@ -129,6 +129,10 @@ FOLDED = (
         "--ckpt-format other than torch_dist: those files tell layers by rank and chunk; use "
         "--ckpt-format torch_dist",
     ),
+    Rule(
+        lambda args: _value(args, "non_persistent_ckpt_type") == "local",
+        "--non-persistent-ckpt-type local: those files tell layers by rank and chunk; use global",
+    ),
 )
 """For schedules that put the first and the last stage on one rank."""
 

@@ -64,6 +64,10 @@ class Placement:
             return "twin"
         return "local" if self.rank_of[stage] == self.rank_of[stage + 1] else "rank"
 
+    def is_crossed(self, stage: int) -> bool:
+        """Tell whether a stage runs the micro-batches that began on the twin."""
+        return sum(hop < stage for hop in self.twin_hops) % 2 == 1
+
     def chunk_of(self, stage: int) -> int:
         """Return the number of a stage among those of its rank."""
         return self.stages_of[self.rank_of[stage]].index(stage)

@@ -31,9 +31,8 @@ def literal_rows(schedule: Schedule) -> tuple[Row, ...]:
 
 def _literal_row(schedule: Schedule, rank: int) -> Row:
     """With twin routing, a micro-batch changes sides at each inner fold."""
-    hops = schedule.placement.twin_hops
     mirrored = rank >= schedule.placement.num_ranks
-    crossed = [sum(hop < stage for hop in hops) % 2 == 1 for stage in range(schedule.num_stages)]
+    crossed = list(map(schedule.placement.is_crossed, range(schedule.num_stages)))
     return tuple(
         action._replace(microbatch=action.microbatch + schedule.num_microbatches)
         if crossed[action.stage] != mirrored

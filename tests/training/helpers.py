@@ -41,7 +41,13 @@ def train(
 
 
 def run_script_reproducibly(script: str, argv: Sequence[str], embedded: bool) -> None:
-    """Run a script with the order of a HuggingFace vocabulary fixed.
+    """Run a script with the order of a HuggingFace vocabulary fixed."""
+    fix_vocabulary_order()
+    _run_script(script, argv, embedded)
+
+
+def fix_vocabulary_order() -> None:
+    """Sort HuggingFace vocabularies in this process.
 
     BERT replaces masked tokens by entries of the vocabulary, whose order HuggingFace draws anew in
     each process: upstream does not even agree with itself.
@@ -50,7 +56,6 @@ def run_script_reproducibly(script: str, argv: Sequence[str], embedded: bool) ->
 
     original = HuggingFaceTokenizer.inv_vocab.fget
     HuggingFaceTokenizer.inv_vocab = property(lambda self: dict(sorted(original(self).items())))
-    _run_script(script, argv, embedded)
 
 
 def report(run: RankRun) -> list[str]:

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import schedules as upstream
-from megatron.core.pipeline_parallel.utils import is_pp_last_stage
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
@@ -24,7 +23,7 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.choice import Choice, current
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
 from megatron_ext.schedules.runtime.executor import Executor, Peers, Shapes
-from megatron_ext.schedules.runtime.microbatches import MicrobatchData
+from megatron_ext.schedules.runtime.microbatches import MicrobatchData, TwinExchange
 from megatron_ext.schedules.runtime.split import SPLIT
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.runtime.tables import Table, check_agreement, make_table
@@ -77,7 +76,7 @@ def forward_backward(
     table = runtime.table(num_microbatches, backward=not forward_only)
     call = Call(
         forward_step_func=forward_step_func,
-        data=[MicrobatchData(iterator) for iterator in iterators],
+        data=runtime.data(iterators),
         chunks=chunks,
         config=config,
         num_microbatches=num_microbatches,
@@ -90,8 +89,6 @@ def forward_backward(
         config, groups, decoder_seq_length or seq_length, micro_batch_size, adjust_tensor_shapes_fn
     )
     finalizes = config.finalize_model_grads_func is not None and not forward_only
-    if finalizes:
-        upstream.clear_embedding_activation_buffer(config, chunks, is_pp_last_stage(groups.pp))
     with _timed(config), _aside(config, forward_only):
         compute = runtime.run(table, call, shapes, force_all_reduce=bool(force_all_reduce))
         if finalizes:
@@ -120,6 +117,20 @@ class _Runtime:
     transport: Transport
     peers: Peers
     _tables: dict[tuple[int, bool], Table] = field(default_factory=dict)
+
+    def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:
+        """Return the data of each chunk by micro-batch."""
+        placement = self.choice.placement
+        crossed = map(placement.is_crossed, placement.stages_of[self.groups.pp.rank()])
+        return [
+            MicrobatchData(iterator, self._exchange if is_crossed else None)
+            for iterator, is_crossed in zip(iterators, crossed, strict=True)
+        ]
+
+    @cached_property
+    def _exchange(self) -> TwinExchange:
+        assert self.peers.twin is not None
+        return TwinExchange(dist.get_rank(), self.peers.twin)
 
     def table(self, num_microbatches: int, *, backward: bool) -> Table:
         """Return the table for a number of micro-batches; all ranks compare it when it is new."""

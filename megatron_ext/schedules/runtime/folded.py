@@ -14,12 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_ext.schedules.choice import folded
 
-__all__ = ["share_losses", "share_mtp_losses", "sum_tied_gradients", "tie_embeddings"]
+__all__ = [
+    "keep_one_main_copy",
+    "share_losses",
+    "share_mtp_losses",
+    "sum_tied_gradients",
+    "tie_embeddings",
+]
 
 
 def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
@@ -69,6 +77,22 @@ def _tied_weights(
     if not first.share_embeddings_and_output_weights and not first.config.mtp_num_layers:
         return None
     return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
+
+
+def keep_one_main_copy(sharded_state_dict: Any) -> None:
+    """Let a rank save, or read from disk, one of two copies of a tensor; the other follows it.
+
+    Args:
+        sharded_state_dict: With the replica numbers that upstream gave for saving or loading in
+            parallel, 0 for what this rank takes care of; changed in place.
+    """
+    taken: set[tuple[Any, ...]] = set()
+    for shard in nested_values(sharded_state_dict):
+        if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id):
+            name = (shard.key, shard.global_offset)
+            if name in taken:
+                shard.replica_id = 1
+            taken.add(name)
 
 
 def share_losses(losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

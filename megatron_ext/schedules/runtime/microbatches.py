@@ -7,12 +7,15 @@ stage. Here every micro-batch gets its own item, whatever was run before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron_ext.errors import ScheduleError
 
-__all__ = ["MicrobatchData"]
+__all__ = ["MicrobatchData", "TwinExchange"]
 
 
 class MicrobatchData:
@@ -22,10 +25,15 @@ class MicrobatchData:
 
     Args:
         iterator: Megatron's iterator; None on ranks that read no data.
+        exchange: Swaps an item for the twin's. For stages that run the twin's micro-batches: what
+            they read (the padding of BERT's samples) has to belong to the activations they get.
     """
 
-    def __init__(self, iterator: Iterator[Any] | None) -> None:
+    def __init__(
+        self, iterator: Iterator[Any] | None, exchange: Callable[[Any], Any] | None = None
+    ) -> None:
         self._iterator = iterator
+        self._exchange = exchange
         self._fetched = 0
         self._kept: dict[int, Any] = {}
 
@@ -40,12 +48,33 @@ class MicrobatchData:
             self._kept[self._fetched] = next(self._iterator)
             self._fetched += 1
         try:
-            return self._kept.pop(microbatch)
+            item = self._kept.pop(microbatch)
         except KeyError:
             raise ScheduleError(
                 f"the forward step took a second item for micro-batch {microbatch}; with "
                 f"--pipeline-schedule it may take one for each micro-batch"
             ) from None
+        return item if self._exchange is None else self._exchange(item)
+
+
+class TwinExchange:
+    """Swaps data with the twin, which runs the same actions and so asks at the same time."""
+
+    def __init__(self, me: int, twin: int) -> None:
+        self._ranks = sorted((me, twin))
+        self._theirs = self._ranks.index(twin)
+
+    @cached_property
+    def _group(self) -> dist.ProcessGroup:
+        """Made at the first use: most models read no data on the stages in question."""
+        group: dist.ProcessGroup = dist.new_group(self._ranks, use_local_synchronization=True)
+        return group
+
+    def __call__(self, item: Any) -> Any:
+        """Return the twin's item for this one. Collective over both."""
+        items: list[Any] = [None, None]
+        dist.all_gather_object(items, item, group=self._group)
+        return items[self._theirs]
 
 
 class _View(Iterator[Any]):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.ranks import run_ranks
-from tests.training.helpers import MOCK, NO_DROPOUT
+from tests.training.helpers import MOCK, NO_DROPOUT, fix_vocabulary_order
 
 GPT = MOCK + NO_DROPOUT + "--eval-iters 0 --train-iters 3 "
 PP2 = "--pipeline-model-parallel-size 2 "
@@ -60,6 +60,7 @@ def run_here(model: str, argv: list[str]) -> Captured:
     from megatron_ext.schedules.runtime import entry
     from megatron_ext.training import main as trainer
 
+    fix_vocabulary_order()
     captured = Captured()
     trainer.Trainer = _capturing(trainer.Trainer, captured)  # this process is a rank and ends
     make_table = entry.make_table
@@ -128,8 +129,9 @@ def _named(chunks: list[Any]) -> list[tuple[str, Any]]:
 
 def _fill_by_name(chunks: list[Any], optimizer: Any) -> None:
     import torch
+    from megatron.core.utils import unwrap_model
 
-    tied = all(chunk.module.share_embeddings_and_output_weights for chunk in chunks[:1])
+    tied = unwrap_model(chunks[0]).share_embeddings_and_output_weights
     with torch.no_grad():
         for name, parameter in _named(chunks):
             if name.endswith(".bias") or "layernorm" in name:

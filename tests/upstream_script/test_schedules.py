@@ -1,0 +1,53 @@
+"""The unmodified scripts train under every schedule, with the losses of Megatron's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.training.helpers import bert_flags, report, train
+from tests.upstream_script.runs import GPT, run, save_start
+
+pytestmark = [pytest.mark.tree, pytest.mark.usefixtures("megatron_lm_path")]
+
+PP2 = "--pipeline-model-parallel-size 2 "
+PP4 = "--pipeline-model-parallel-size 4 "
+EVERY = [
+    *(PP2 + f"--pipeline-schedule {name} " for name in ("1f1b", "gpipe", "zb-h1", "interleaved")),
+    *(PP2 + f"--pipeline-schedule {name} " for name in ("zb-v", "v-half", "dualpipe-v")),
+    PP4 + "--pipeline-schedule dualpipe ",
+    PP4 + "--enable-bitpipe-schedule ",
+    PP4 + "--enable-bitpipe-schedule --bitpipe-order paper --bitpipe-routing local ",
+]
+# All on four ranks with two replicas. The norm that clips is added up rank by rank.
+SAME = "--num-layers 8 --global-batch-size 16 --clip-grad 0 --train-iters 2 "
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
+    start = save_start(tmp_path_factory.mktemp("schedules") / "start", GPT + SAME)
+    return start, report(run(4, start + PP2))
+
+
+@pytest.mark.parametrize("schedule", EVERY)
+def test_gpt(gpt: tuple[str, list[str]], schedule: str) -> None:
+    start, stock = gpt
+    ended = run(4, start + schedule)
+    assert report(ended) == stock
+    assert "pipeline schedule: " in "".join(ended.logs)
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
+    directory = tmp_path_factory.mktemp("bert")
+    flags = bert_flags(directory) + SAME + "--hidden-dropout 0 --attention-dropout 0 "
+    saving = f"--train-iters 1 --lr-warmup-iters 0 --save {directory}/start --save-interval 1 "
+    saved = f"{flags}{saving}--no-save-optim --no-save-rng "
+    report(train(1, saved, script="pretrain_bert.py", embedded=False))
+    start = f"{flags}--load {directory}/start --finetune "
+    return start, report(train(4, start + PP2, script="pretrain_bert.py", embedded=False))
+
+
+@pytest.mark.parametrize("schedule", EVERY)
+def test_bert(bert: tuple[str, list[str]], schedule: str) -> None:
+    start, stock = bert
+    assert report(train(4, start + schedule, script="pretrain_bert.py", embedded=False)) == stock
