@@ -87,6 +87,13 @@ def test_replay_refuses_an_impossible_record() -> None:
         replay(rows, schedule.placement, lambda op: op.duration_s)
 
 
+def test_the_page_shows_every_system() -> None:
+    page = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+    [table] = re.findall(r"<!-- measured: begin -->\n```text\n(.*?)\n```", page, re.DOTALL)
+    names = [re.split(r"  +", line)[0] for line in table.splitlines()[1:]]
+    assert names == list(SYSTEMS), "copy what `benchmarks/schedules.py --markdown` prints"
+
+
 def command(*options: str) -> list[str]:
     script = str(ROOT / "benchmarks" / "schedules.py")
     return [sys.executable, script, "--pp", "2", "--microbatches", "3", *options]

@@ -40,9 +40,9 @@ class Chunk(torch.nn.Module):
         """Take the input of the next forward."""
         [self._input] = tensors
 
-    def forward(self, data: torch.Tensor) -> torch.Tensor:
-        """Run on the given input, or without one on the data."""
-        return self.stage(data if self._input is None else self._input)
+    def forward(self, data: Iterator[torch.Tensor]) -> torch.Tensor:
+        """Run on the given input, or without one on the next of the data."""
+        return self.stage(next(data) if self._input is None else self._input)
 
 
 def initialize(pp: int, virtual_pp: int | None) -> None:
@@ -82,7 +82,7 @@ def make_config(pp: int, **options: Any) -> TransformerConfig:
 
 
 def _forward_step(data: Iterator[torch.Tensor], chunk: Chunk) -> tuple[torch.Tensor, Any]:
-    return chunk(next(data)), lambda output: (output.mean(), {"loss": output.detach().mean()})
+    return chunk(data), lambda output: (output.mean(), {"loss": output.detach().mean()})
 
 
 def step_keywords(chunks: list[Chunk], num_microbatches: int) -> dict[str, Any]:
