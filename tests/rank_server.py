@@ -80,8 +80,18 @@ def preload() -> None:
         importlib.import_module(name)
     if os.environ.get("MEGATRON_LM_PATH"):
         importlib.import_module("megatron.training.training")
-    # Takes as long as the rest, and the first step of any optimizer imports it.
+    # Each takes as long as the rest: the first step of any optimizer imports the one, Megatron's
+    # tokenizers the other.
     importlib.import_module("torch._dynamo")
+    importlib.import_module("megatron.core.tokenizers.text")
+    _shrink_mock_data()
+
+
+def _shrink_mock_data() -> None:
+    """Let mock data have few documents: each rank takes seconds to shuffle 100 000 of them."""
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+
+    MockGPTLowLevelDataset.size = 1000
 
 
 def _die_with_parent(parent: int) -> None:

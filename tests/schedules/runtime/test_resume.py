@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from .capture import GPT, PP2, PP4, train
 
 LEGS = [
@@ -21,6 +23,7 @@ LEGS = [
 """All on four ranks with two replicas of the model, as Megatron counts them."""
 
 
+@pytest.mark.timeout(600)  # eleven runs
 def test_each_step_under_another_schedule(tmp_path: Path) -> None:
     """Ten steps under ten schedules end with the parameters of ten steps under Megatron's own."""
     flags = (
