@@ -76,7 +76,7 @@ def _call_method(
 @contextmanager
 def plain_redirects() -> Iterator[None]:
     """Run a block with every patch point replaced by a plain function."""
-    sites = [s for s in REGISTRY._sites.values() if isinstance(s.installed, PatchPoint)]
+    sites = [site for site in REGISTRY.sites() if isinstance(site.installed, PatchPoint)]
     plain = [_plain(site) for site in sites]
     points = [site.installed for site in sites]
     for site, function in zip(sites, plain, strict=True):

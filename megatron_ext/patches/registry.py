@@ -279,6 +279,10 @@ class Registry:
             if drift.refuses(mismatch):
                 raise mismatch
 
+    def sites(self) -> list[Site]:
+        """Return the targets that are patched now."""
+        return [site for site in self._sites.values() if site.is_installed]
+
     def originals(self) -> dict[str, Any]:
         """Return the original object of every installed target, for tests and for debugging."""
         return {t: s.original for t, s in self._sites.items() if s.is_installed}
