@@ -18,9 +18,9 @@ from megatron_ext.schedules.memory import live_counts, measure
 from megatron_ext.schedules.order import Run, execution_order
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.actions import Kind, Schedule
+    from megatron_ext.schedules.actions import Action, Kind, Schedule
 
-__all__ = ["Timeline", "simulate"]
+__all__ = ["Clock", "Timeline", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,13 @@ def simulate(
     Raises:
         ScheduleError: If the ranks wait for each other in a circle.
     """
-    clock = _Clock(schedule, costs)
+    clock = Clock(schedule, costs)
     for run in execution_order(schedule) if runs is None else runs:
         clock.run(*run)
     return Timeline(schedule, costs, tuple(clock.starts), tuple(clock.ends))
 
 
-class _Clock:
+class Clock:
     """Arrival times of everything that stages wait for, and what each rank did when."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
@@ -144,6 +144,19 @@ class _Clock:
                 inputs[key + m] = arrival("F", stage, stage, key, now)
             elif kind in ("B", "I") and stage > 0:
                 gradients[key - m] = arrival("B", stage - 1, stage, key, now)
+
+    def run_action(self, rank: int, action: Action, now: float) -> float | None:
+        """Run one action whose inputs are there; return when the next stage has what it makes."""
+        stage, kind, microbatch = action
+        key = stage * self.schedule.num_microbatches + microbatch
+        end = now + self._time(kind, stage, key)
+        self.starts[rank].append(now)
+        self.ends[rank].append(end)
+        if kind == "F" and stage < self.schedule.num_stages - 1:
+            return self._links.arrival("F", stage, stage, key, end)
+        if kind in ("B", "I") and stage > 0:
+            return self._links.arrival("B", stage - 1, stage, key, end)
+        return None
 
     def _time(self, kind: Kind, stage: int, key: int) -> float:
         time = self._durations[kind][stage]

@@ -1,0 +1,50 @@
+"""The activation curve of what a rank has still to run, whatever it ran out of order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["Curve"]
+
+
+class Curve:
+    """Changes of a count by position, and how high their running sum gets.
+
+    A change that happened early is taken out of its place, which moves the whole curve behind it.
+    Both operations take O(log n): each node of a tree keeps the sum of the changes below it and the
+    highest running sum, at least 0, among them.
+    """
+
+    def __init__(self, changes: Sequence[int]) -> None:
+        self._size = 1
+        while self._size < len(changes) + 1:
+            self._size *= 2
+        padding = [0] * (self._size - len(changes))
+        self._sum = [0] * self._size + [*changes, *padding]
+        self._top = [max(0, change) for change in self._sum]
+        for node in range(self._size - 1, 0, -1):
+            self._pull(node)
+
+    def take(self, position: int) -> int:
+        """Take the change at a position out; return it."""
+        node = position + self._size
+        change = self._sum[node]
+        self._sum[node] = self._top[node] = 0
+        while node > 1:
+            node //= 2
+            self._pull(node)
+        return change
+
+    def top(self, end: int) -> int:
+        """Return the highest running sum of the changes before a position, at least 0."""
+        node, top = end + self._size, 0
+        while node > 1:
+            if node % 2:
+                top = max(self._top[node - 1], self._sum[node - 1] + top)
+            node //= 2
+        return top
+
+    def _pull(self, node: int) -> None:
+        left, right = 2 * node, 2 * node + 1
+        self._sum[node] = self._sum[left] + self._sum[right]
+        self._top[node] = max(self._top[left], self._sum[left] + self._top[right])

@@ -1,0 +1,188 @@
+"""Dynamic schedules: which of the ready actions a rank runs next.
+
+A static table fixes the order in advance, so a late message stops its rank. A policy decides when
+the rank is free, by what has arrived. It is a pure object: the simulator and the executor drive the
+same one through `Progress.arrived`, `choose` and `finished`.
+
+`hint` follows a static table as long as that can go on. If the head of the table waits, it runs the
+first later action that is ready and keeps the activations of the whole remaining table below the
+cap. Where the policy made the W (`split.py`), a W runs only if nothing else can. The cap is the
+table's own peak on the rank, plus what the user allows. Two properties follow:
+
+- Memory: no jump lifts any later point of the rank's activation curve above the cap.
+- It ends: take the unfinished action that comes first in an order of all actions that respects data
+  and table. All before it is done, so it is the head of its rank, its input exists, and a head is
+  always admissible.
+
+`breadth-first` and `depth-first` are greedy rules without a table and without a bound on memory:
+forwards and backwards alternate, the first in the order of chunks, the second always what is
+deepest in the model. They need up to m activations, and are here to be compared with.
+
+Idea of dynamic pipelines: MegatronApp's DPP (breadth-first). The table as a hint that bounds memory
+is ours; RRFP (arXiv 2605.18750) has a similar idea.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.curve import Curve
+from megatron_ext.schedules.progress import Progress
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.actions import Action, Schedule
+
+__all__ = ["POLICIES", "Policy", "PolicyName", "make_policy"]
+
+PolicyName = Literal["hint", "breadth-first", "depth-first"]
+
+_CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
+"""What an action does to the activations of its rank, in stages."""
+
+
+class Policy(Protocol):
+    """Chooses what one rank runs, for one step."""
+
+    progress: Progress
+
+    def choose(self) -> int | None:
+        """Take the next action: its position in the rank's row, or None while nothing may run."""
+
+
+class Hint:
+    """The static table, with jumps over what waits.
+
+    Args:
+        schedule: The table.
+        rank: Of the pipeline.
+        extra_activations: How many more micro-batches than the table the rank may keep, each on all
+            of its stages.
+        weights_fill: Whether W runs only where nothing else can. For tables in which W has no place
+            of its own.
+    """
+
+    def __init__(
+        self, schedule: Schedule, rank: int, extra_activations: int = 0, *, weights_fill: bool
+    ) -> None:
+        self.progress = Progress(schedule, rank)
+        changes = [_CHANGE[action.kind] for action in self.progress.row]
+        self._rest = Curve(changes)
+        chunks = len(schedule.placement.stages_of[rank])
+        self.cap = self._rest.top(len(changes)) + extra_activations * chunks
+        self.live = 0
+        self._head = 0
+        self._weights_fill = weights_fill
+
+    def choose(self) -> int | None:
+        """Take the head of the table, else the first later action that is ready and admissible."""
+        progress = self.progress
+        while self._head < len(progress.row) and progress.done[self._head]:
+            self._head += 1
+        found = self._first()
+        if found is None:
+            return None
+        index = heapq.heappop(found)
+        self.live += self._rest.take(index)
+        return index
+
+    def _first(self) -> list[int] | None:
+        progress = self.progress
+        heaps = [progress.backwards]
+        if not self._weights_fill:
+            heaps.append(progress.weights)
+        if progress.forwards and self._is_admissible(progress.forwards[0]):
+            heaps.append(progress.forwards)
+        heaps = [heap for heap in heaps if heap]
+        if heaps:
+            return min(heaps, key=lambda heap: heap[0])
+        return progress.weights or None
+
+    def _is_admissible(self, index: int) -> bool:
+        """Tell whether a forward may run now: the rest of the table, one higher, must fit.
+
+        What comes after it in the table is as high as before; so if the first ready forward does
+        not fit, no later one does.
+        """
+        return index == self._head or self.live + self._rest.top(index) + 1 <= self.cap
+
+
+class Greedy:
+    """Forwards and backwards in turn, the best by a fixed order; W where neither can run.
+
+    Args:
+        schedule: A table, of which only the actions count, not their order.
+        rank: Of the pipeline.
+        depth_first: Whether the deepest forward goes first, instead of the first chunk's.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, *, depth_first: bool) -> None:
+        self.progress = Progress(_reordered(schedule, rank, depth_first), rank)
+        self._backward_next = True
+
+    def choose(self) -> int | None:
+        """Take the other kind than last time if one is ready."""
+        progress = self.progress
+        turns = [progress.backwards, progress.forwards]
+        if not self._backward_next:
+            turns.reverse()
+        for heap in (*turns, progress.weights):
+            if heap:
+                self._backward_next = heap is not progress.backwards
+                return heapq.heappop(heap)
+        return None
+
+
+def _reordered(schedule: Schedule, rank: int, depth_first: bool) -> Schedule:
+    """Return the schedule with the rank's row in the order of preference."""
+
+    def preference(action: Action) -> tuple[int, int]:
+        # Backwards come back through the chunks, so what is first in one direction is last there.
+        forward = action.kind == "F"
+        deep = -action.stage if forward == depth_first else action.stage
+        return deep, action.microbatch
+
+    rows = list(schedule.rows)
+    rows[rank] = tuple(sorted(rows[rank], key=preference))
+    return replace(schedule, rows=tuple(rows))
+
+
+def _hint(schedule: Schedule, rank: int, extra: int, weights_fill: bool) -> Policy:
+    return Hint(schedule, rank, extra, weights_fill=weights_fill)
+
+
+def _breadth_first(schedule: Schedule, rank: int, _extra: int, _fill: bool) -> Policy:
+    return Greedy(schedule, rank, depth_first=False)
+
+
+def _depth_first(schedule: Schedule, rank: int, _extra: int, _fill: bool) -> Policy:
+    return Greedy(schedule, rank, depth_first=True)
+
+
+POLICIES: dict[PolicyName, Callable[[Schedule, int, int, bool], Policy]] = {
+    "hint": _hint,
+    "breadth-first": _breadth_first,
+    "depth-first": _depth_first,
+}
+"""(table, rank, extra activations, whether W fills) -> policy; the default first."""
+
+
+def make_policy(
+    name: PolicyName,
+    schedule: Schedule,
+    rank: int,
+    *,
+    extra_activations: int = 0,
+    weights_fill: bool = False,
+) -> Policy:
+    """Return the policy of one rank for one step.
+
+    Raises:
+        ScheduleError: There is no such policy.
+    """
+    if name not in POLICIES:
+        raise ScheduleError(f"there is no policy {name!r}; take one of {', '.join(POLICIES)}")
+    return POLICIES[name](schedule, rank, extra_activations, weights_fill)
