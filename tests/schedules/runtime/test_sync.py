@@ -1,0 +1,130 @@
+"""Reductions start as soon as a chunk's gradients are complete, and gathers one chunk ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.schedules.choice import Choice
+from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
+from megatron_ext.schedules.runtime.tables import Table, make_table
+
+
+class Chunk(torch.nn.Module):
+    """What a chunk under DDP shows: whether its hooks are silent, and reductions by hand."""
+
+    def __init__(self, number: int, log: list[str]) -> None:
+        super().__init__()
+        self.number, self.log, self.silent = number, log, 0
+        self.bucket_groups = [self]
+        self.expert_parallel_bucket_groups: list[Any] = []
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.silent += 1
+        yield
+        self.silent -= 1
+
+    def start_grad_sync(self, *_: Any, force_all_reduce: bool = False) -> None:
+        self.log.append(f"reduce {self.number}" + (" all" if force_all_reduce else ""))
+
+
+def replay(
+    schedule: str,
+    pp: int,
+    change: Callable[[Any, list[Chunk]], None] = lambda *_: None,
+    *,
+    force_all_reduce: bool = False,
+) -> tuple[list[str], Table, list[Chunk]]:
+    """Go through the operations of rank 0; log what starts, and windows in which hooks may."""
+    choice = Choice(schedule, pp, 4, 2 if schedule == "interleaved" else None)
+    table = make_table(choice, 4, 0, backward=True)
+    log: list[str] = []
+    chunks = [Chunk(i, log) for i in range(len(table.schedule.placement.stages_of[0]))]
+    config = SimpleNamespace(
+        grad_sync_func=None, param_sync_func=None, no_sync_func=[c.no_sync for c in chunks]
+    )
+    change(config, chunks)
+    sync = GradientSync(config, chunks, table, force_all_reduce=force_all_reduce)
+    parameters = ParameterSync(config, chunks, table)
+    with sync:
+        for operation in table.operations:
+            parameters.before(operation)
+            with sync.around(operation):
+                log.append(str(operation.action))
+                log += [f"window {c.number}" for c in chunks if not c.silent]
+            sync.after(operation)
+    assert not any(chunk.silent for chunk in chunks)
+    return log, table, chunks
+
+
+@pytest.mark.parametrize(("schedule", "pp"), [("bitpipe", 4), ("zb-v", 2), ("zb-h1", 2)])
+def test_a_split_chunk_is_reduced_right_after_its_last_w(schedule: str, pp: int) -> None:
+    log, table, chunks = replay(schedule, pp)
+    for chunk in chunks:
+        stage = table.schedule.placement.stages_of[0][chunk.number]
+        before = log[log.index(f"reduce {chunk.number}") - 1]
+        assert before == [entry for entry in log if entry.startswith(f"{stage}W")][-1]
+    assert sum(entry.startswith("reduce") for entry in log) == len(chunks)
+    assert not any(entry.startswith("window") for entry in log), "hooks would run in I"
+
+
+def test_reductions_do_not_wait_for_the_end_of_the_step() -> None:
+    log, table, _ = replay("bitpipe", 4)
+    first = next(i for i, entry in enumerate(log) if entry.startswith("reduce"))
+    assert first < len(table.operations) - 1
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "gpipe"])
+def test_hooks_reduce_during_the_last_full_backward_of_a_chunk(schedule: str) -> None:
+    log, table, chunks = replay(schedule, 2)
+    for chunk in chunks:
+        stage = table.schedule.placement.stages_of[0][chunk.number]
+        assert log[log.index(f"window {chunk.number}") - 1] == f"{stage}B3"
+        assert log.count(f"window {chunk.number}") == 1
+    assert not any(entry.startswith("reduce") for entry in log)
+
+
+def test_aligned_reductions_are_called_for_once_for_each_chunk() -> None:
+    called: list[int] = []
+
+    def align(config: Any, chunks: list[Chunk]) -> None:
+        config.grad_sync_func = [lambda _, n=c.number: called.append(n) for c in chunks]
+
+    log, _, _ = replay("interleaved", 2, align)
+    assert sorted(called) == [0, 1]
+    assert not any(entry.startswith(("reduce", "window")) for entry in log)
+
+
+def test_without_overlap_nothing_starts() -> None:
+    def alone(config: Any, _: list[Chunk]) -> None:
+        config.no_sync_func = None
+
+    for schedule in ("zb-h1", "1f1b"):
+        log, _, chunks = replay(schedule, 2, alone)
+        # No chunk is silenced then, so every action counts as a window of this log.
+        assert not any(entry.startswith("reduce") for entry in log)
+        assert len(chunks) == 1
+
+
+def test_everything_can_be_reduced_everywhere() -> None:
+    log, _, _ = replay("zb-h1", 2, force_all_reduce=True)
+    assert log[-1] == "reduce 0 all"
+
+
+def test_parameters_are_gathered_one_chunk_ahead() -> None:
+    def gather(config: Any, chunks: list[Chunk]) -> None:
+        config.param_sync_func = [lambda _, c=c: c.log.append(f"gather {c.number}") for c in chunks]
+
+    log, table, _ = replay("bitpipe", 4, gather)
+    stages = table.schedule.placement.stages_of[0]
+    firsts = [log.index(f"{stage}F0") for stage in stages]
+    gathers = [log.index(f"gather {number}") for number in range(4)]
+    assert gathers == sorted(gathers)
+    assert all(gather < first for gather, first in zip(gathers, firsts, strict=True))
+    assert gathers[1] < firsts[0] < gathers[2] < firsts[1]
