@@ -120,7 +120,6 @@ def _check_required(args: Namespace) -> None:
 def _complete(args: Namespace) -> None:
     """Check what was given and derive the rest, in upstream's order."""
     _parallel_sizes(args)
-    _batch_sizes(args)
     _pipeline_split(args)
     _overlaps(args)
     _precision(args)
@@ -130,25 +129,23 @@ def _complete(args: Namespace) -> None:
     _data(args)
     args.consumed_train_samples = args.skipped_train_samples = args.consumed_valid_samples = 0
     args.iteration = 0
-    # Names that upstream's checkpoint code reads from the arguments that it finds in a checkpoint.
-    args.use_dist_ckpt = True
-    args.dataloader_type = "single"
-    args.variable_seq_lengths = False
+    args.use_dist_ckpt = True  # upstream reads it from the arguments that a checkpoint holds
 
 
 def _parallel_sizes(args: Namespace) -> None:
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    cp, world = args.context_parallel_size, args.world_size
-    product, factors = tp * pp * cp, f"tensor {tp} x pipeline {pp} x context {cp}"
-    _require(
-        world >= product,
-        f"{world} process(es), but one copy of the model takes {factors} = {product}: start more "
-        f"(torchrun --nproc-per-node {product}) or lower a parallel size",
+    """Divide processes among copies of the model, and the batch among the copies."""
+    tp, pp, world = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.world_size,
     )
-    _divides(world, "number of processes", product, factors, f"start a multiple of {product}")
-    args.data_parallel_size = world // product
-    if tp == 1:
-        args.sequence_parallel = False
+    _require(
+        world and world % (tp * pp) == 0,
+        f"{world} process(es), but one copy of the model takes tensor {tp} x pipeline {pp} = "
+        f"{tp * pp}: start a multiple (torchrun --nproc-per-node {tp * pp}) or lower a size",
+    )
+    args.data_parallel_size = world // (tp * pp)
+    args.sequence_parallel &= tp > 1
     etp = args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or tp
     ep = args.expert_model_parallel_size
     if ep > 1:
@@ -156,32 +153,26 @@ def _parallel_sizes(args: Namespace) -> None:
         _divides(args.num_experts, "--num-experts", ep, "--expert-model-parallel-size")
         factors = f"expert {ep} x expert-tensor {etp} x pipeline {pp}"
         _divides(world, "number of processes", ep * etp * pp, factors, "start a multiple")
-
-
-def _batch_sizes(args: Namespace) -> None:
     step = args.micro_batch_size * args.data_parallel_size
     _require(step > 0, f"--micro-batch-size {args.micro_batch_size} must be at least 1")
     args.global_batch_size = args.global_batch_size or step
     factors = f"micro-batch {args.micro_batch_size} x data-parallel {args.data_parallel_size}"
     _divides(args.global_batch_size, "--global-batch-size", step, factors, "give a multiple")
-    args.decrease_batch_size_if_needed = False
 
 
 def _pipeline_split(args: Namespace) -> None:
     """Set `virtual_pipeline_model_parallel_size` and check that layers divide."""
-    pp, layout = args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout
+    pp, layers = args.pipeline_model_parallel_size, args.num_layers
+    layout, size = args.pipeline_model_parallel_layout, "--pipeline-model-parallel-size"
     per_chunk = args.num_layers_per_virtual_pipeline_stage
     chunks = args.num_virtual_stages_per_pipeline_rank
+    uneven = args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
     _at_most_one(
         args,
         "--pipeline-model-parallel-layout",
         "--num-layers-per-virtual-pipeline-stage",
         "--num-virtual-stages-per-pipeline-rank",
     )
-    uneven = args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
-    layers = args.num_layers + args.account_for_embedding_in_pipeline_split
-    layers += args.account_for_loss_in_pipeline_split
-    size = "--pipeline-model-parallel-size"
     if layout is not None:
         stages = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
         _divides(stages, "stages of --pipeline-model-parallel-layout", pp, size)
@@ -190,21 +181,21 @@ def _pipeline_split(args: Namespace) -> None:
         remedy = "change --num-layers, or split by --pipeline-model-parallel-layout"
         _divides(layers, "number of layers", pp, size, remedy)
     if per_chunk is not None:
+        flag = "--num-layers-per-virtual-pipeline-stage"
         _require(
             not uneven,
             "uneven first or last stages need --num-virtual-stages-per-pipeline-rank instead of "
-            "--num-layers-per-virtual-pipeline-stage",
+            f"{flag}",
         )
-        flag = "--num-layers-per-virtual-pipeline-stage"
         _divides(layers // pp, "layers per pipeline rank", per_chunk, flag)
         chunks = layers // pp // per_chunk
     args.virtual_pipeline_model_parallel_size = chunks if chunks and chunks > 1 else None
 
 
 def _overlaps(args: Namespace) -> None:
+    args.align_param_gather = args.virtual_pipeline_model_parallel_size is not None
     if args.virtual_pipeline_model_parallel_size is None:
-        # One chunk per rank: neighbours are never sent to while computing, nor gathered for.
-        args.overlap_p2p_comm = args.align_param_gather = False
+        args.overlap_p2p_comm = False  # no other chunk to compute meanwhile
     else:
         least, pp = 2 if args.overlap_p2p_comm else 3, args.pipeline_model_parallel_size
         _require(
@@ -216,8 +207,6 @@ def _overlaps(args: Namespace) -> None:
         or (args.use_distributed_optimizer and args.overlap_grad_reduce),
         "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
     )
-    _at_most_one(args, "--ddp-num-buckets", "--ddp-bucket-size")
-    args.overlap_param_gather_with_optimizer_step = False
 
 
 def _precision(args: Namespace) -> None:
@@ -230,45 +219,25 @@ def _precision(args: Namespace) -> None:
     if args.bf16:
         args.params_dtype = torch.bfloat16
         args.accumulate_allreduce_grads_in_fp32 = not args.grad_reduce_in_bf16
-    half = args.fp16 or args.bf16
-    _require(args.fp16 or not args.fp16_lm_cross_entropy, "--fp16-lm-cross-entropy needs --fp16")
-    _require(
-        half or not args.fp32_residual_connection,
-        "--fp32-residual-connection needs --fp16 or --bf16",
-    )
-    args.attention_softmax_in_fp32 |= args.apply_query_key_layer_scaling
 
 
 def _training_length(args: Namespace) -> None:
     """Training is counted in iterations or in samples, and so are warm-up and decay."""
     given = _at_most_one(args, "--train-iters", "--train-samples")
     _require(given, "give --train-iters or --train-samples")
-    unit, other = ("iters", "samples") if args.train_iters else ("samples", "iters")
+    unit, other = ("samples", "iters") if args.train_samples else ("iters", "samples")
     for name in ("lr-decay", "lr-warmup", "lr-wsd-decay"):
         wrong = getattr(args, f"{name}-{other}".replace("-", "_"))
         _require(not wrong, f"--{name}-{other} contradicts {given[0]}: use --{name}-{unit}")
-    _require(
-        args.train_samples or not args.rampup_batch_size,
-        "--rampup-batch-size needs --train-samples",
-    )
+    if args.train_samples:
+        args.train_iters = args.train_samples // args.global_batch_size
     if args.lr_warmup_fraction is not None:
         _at_most_one(args, "--lr-warmup-fraction", f"--lr-warmup-{unit}")
     _require(args.min_lr <= args.lr, f"--min-lr {args.min_lr} is above --lr {args.lr}")
-    ends = (args.start_weight_decay, args.end_weight_decay)
-    if args.weight_decay_incr_style == "constant":
-        _require(ends == (None, None), "--start/end-weight-decay need --weight-decay-incr-style")
-        args.start_weight_decay = args.end_weight_decay = args.weight_decay
-    else:
-        _require(None not in ends, "give both --start-weight-decay and --end-weight-decay")
     _require(not args.save or args.save_interval, "--save needs --save-interval")
 
 
 def _architecture(args: Namespace) -> None:
-    heads, tp, longest = (
-        args.num_attention_heads,
-        args.tensor_model_parallel_size,
-        args.max_position_embeddings,
-    )
     if args.ffn_hidden_size is None:
         # Three matrices instead of two with SwiGLU: keep the parameter count, in multiples of 64.
         args.ffn_hidden_size = 4 * args.hidden_size
@@ -276,23 +245,21 @@ def _architecture(args: Namespace) -> None:
             args.ffn_hidden_size = int((4 * args.hidden_size * 2 / 3) / 64) * 64
     if args.kv_channels is None:
         remedy = "change one, or give --kv-channels"
+        heads = args.num_attention_heads
         _divides(args.hidden_size, "--hidden-size", heads, "--num-attention-heads", remedy)
         args.kv_channels = args.hidden_size // heads
-    _divides(heads, "--num-attention-heads", tp, "--tensor-model-parallel-size")
+    longest = args.max_position_embeddings
     _require(
         longest >= args.seq_length,
         f"--max-position-embeddings {longest} is below --seq-length {args.seq_length}",
     )
-    parts = (tp if args.sequence_parallel else 1) * (
-        2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
-    )
-    _divides(args.seq_length, "--seq-length", parts, "its sequence- and context-parallel parts")
+    parts = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    _divides(args.seq_length, "--seq-length", parts, "its sequence-parallel parts")
     if args.recompute_activations:
         args.recompute_granularity = "selective"
     if args.use_rotary_position_embeddings:
         args.position_embedding_type = "rope"
-    if args.position_embedding_type != "rope":
-        args.apply_rope_fusion = False
+    args.apply_rope_fusion &= args.position_embedding_type == "rope"
     args.add_qkv_bias |= args.add_bias_linear
     args.bias_gelu_fusion &= args.add_bias_linear
     _at_most_one(args, "--multi-latent-attention", "--group-query-attention")
@@ -316,15 +283,13 @@ def _experts(args: Namespace) -> None:
         f"--moe-router-topk {args.moe_router_topk} is above --num-experts {args.num_experts}",
     )
     _require(
-        args.swiglu or args.quick_geglu or not args.bias_gelu_fusion,
+        args.swiglu or not args.bias_gelu_fusion,
         "--num-experts cannot fuse bias and GELU: add --no-bias-gelu-fusion, or use --swiglu",
     )
 
 
 def _data(args: Namespace) -> None:
-    sources = ["--mock-data", "--data-path", "--data-args-path", "--per-split-data-args-path"]
-    splits = ("--train-data-path", "--valid-data-path", "--test-data-path")
-    given = [flag for split in splits for flag in _at_most_one(args, *sources, split)]
-    _require(given, f"no data: give one of {', '.join(sources)}, --train-data-path")
+    given = _at_most_one(args, "--mock-data", "--data-path")
+    _require(given, "no data: give --data-path or --mock-data")
     if args.data_path and args.split is None:
         args.split = "969, 30, 1"  # upstream's, for scripts that rely on it

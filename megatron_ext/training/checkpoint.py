@@ -7,14 +7,11 @@ distributed optimizer only if it was saved with `--dist-ckpt-optim-fully-reshard
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import random
-import shutil
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -25,15 +22,10 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
-from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
@@ -50,9 +42,17 @@ __all__ = ["check_save_directory", "load_checkpoint", "save_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
-_UNREADABLE = (CheckpointingException, OSError, RuntimeError, LookupError, ValueError)
+_UNREADABLE = (
+    CheckpointException,
+    CheckpointingException,
+    EOFError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    UnpicklingError,
+    ValueError,
+)
 _TRACKER = "latest_checkpointed_iteration.txt"
-_OPERATIONS = "num_floating_point_operations_so_far"
 _OPTIMIZER_TYPE = "distrib_optim_sharding_type"
 
 # What makes another model; a checkpoint of a run with other values does not fit.
@@ -60,7 +60,14 @@ _MODEL_ARGUMENTS = """
     num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels group_query_attention
     swiglu normalization add_bias_linear position_embedding_type multi_latent_attention num_experts
     moe_ffn_hidden_size mtp_num_layers untie_embeddings_and_output_weights
-"""
+""".split()  # noqa: SIM905
+# What decides how gradient buffers, and optimizer state along them, are cut.
+_STAGE_ARGUMENTS = """
+    tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+    pipeline_model_parallel_layout
+""".split()  # noqa: SIM905
+_OF_A_RANK = ("rank", "local_rank")
+_COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 
 
 def check_save_directory(path: str) -> None:
@@ -89,43 +96,31 @@ def save_checkpoint(
     """Write `args.save/iter_NNNNNNN`, then point the tracker file at it. Collective."""
     root = Path(args.save)
     target = root / f"iter_{iteration:07d}"
-    metadata: dict[str, Any] = {
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-    }
+    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if args.use_distributed_optimizer:
-        metadata[_OPTIMIZER_TYPE] = "dp_reshardable"
-        if args.dist_ckpt_optim_fully_reshardable:
-            metadata[_OPTIMIZER_TYPE] = "fully_reshardable"
-            metadata["distrib_optim_fully_reshardable_mem_efficient"] = (
-                args.distrib_optim_fully_reshardable_mem_efficient
-            )
-    state = _state_dict(
-        args,
-        chunks,
-        None if args.no_save_optim else optimizer,
-        None if args.no_save_optim else scheduler,
-        None if args.no_save_rng else _rng_state(args),
-        metadata,
-    )
-    state["iteration"] = iteration
-    state[_OPERATIONS] = getattr(args, _OPERATIONS, 0)  # upstream's count, carried along
+        any_sizes = args.dist_ckpt_optim_fully_reshardable
+        metadata[_OPTIMIZER_TYPE] = "fully_reshardable" if any_sizes else "dp_reshardable"
+    state = {
+        **_sharded_state(chunks, optimizer, metadata),
+        "opt_param_scheduler": scheduler.state_dict(),
+        "rng_state": _rng_state(args),
+        # All ranks must agree on what is not sharded.
+        "args": Namespace(**{k: v for k, v in vars(args).items() if k not in _OF_A_RANK}),
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+    }
     strategy = get_default_save_sharded_strategy("torch_dist")
-    if args.ckpt_fully_parallel_save:
-        strategy = FullyParallelSaveStrategyWrapper(strategy, _replicas())
     if dist.get_rank() == 0:
         target.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     dist_checkpointing.save(
         state,
         str(target),
-        strategy,
-        preprocess_common_before_consistancy_check=_comparable,
+        FullyParallelSaveStrategyWrapper(strategy, _replicas()),
         content_metadata=metadata,
     )
     dist.barrier()
     if dist.get_rank() == 0:
-        _retire(args, root, iteration)
         (root / _TRACKER).write_text(str(iteration), encoding="utf-8")
         logger.info("saved a checkpoint of iteration %d to %s", iteration, target)
     dist.barrier()
@@ -137,9 +132,9 @@ def load_checkpoint(
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
 ) -> int:
-    """Load the latest checkpoint below `args.load` (or that of `--ckpt-step`). Collective.
+    """Load the latest checkpoint below `args.load`. Collective.
 
-    Sets the consumed samples of `args`.
+    Sets the consumed samples of `args`. With `--finetune` only weights are taken over.
 
     Returns:
         The iteration to go on from: 0 if there is no checkpoint yet, or with `--finetune`.
@@ -149,160 +144,120 @@ def load_checkpoint(
             or has optimizer state that these parallel sizes cannot take.
     """
     with agreed():
-        source, common = _open(args)
+        source = _latest(args)
         if source is None:
             return 0
-        plan = _plan(args, common, source)
-    wanted = _state_dict(
-        args,
-        chunks,
-        optimizer if plan.optimizer else None,
-        scheduler if plan.optimizer else None,
-        _rng_state(args) if plan.rng else None,
-        plan.metadata,
-        is_loading=True,
+        common = _reading(source, dist_checkpointing.load_common_state_dict, str(source))
+        saved: Namespace = common.get("args") or Namespace()
+        metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
+        with_optimizer, with_rng = _parts(args, saved, metadata, source)
+    wanted = _sharded_state(
+        chunks, optimizer if with_optimizer else None, metadata, is_loading=True
     )
+    if with_rng:
+        wanted["rng_state"] = _rng_state(args)
     with agreed():
-        state = _read(args, wanted, source)
-    for number, chunk in enumerate(chunks):
-        chunk.load_state_dict(state["model" if len(chunks) == 1 else f"model{number}"])
-    if plan.optimizer:
+        state = _reading(source, dist_checkpointing.load, wanted, str(source))
+    for key, chunk in zip(_model_keys(chunks), chunks, strict=True):
+        chunk.load_state_dict(state[key])
+    if with_optimizer:
         if not optimizer.is_stub_optimizer:
             optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["opt_param_scheduler"])
     elif args.fp16 or args.bf16:
         optimizer.reload_model_params()
-    if plan.rng:
-        _set_rng_state(args, state["rng_state"])
-    setattr(args, _OPERATIONS, state.get(_OPERATIONS, 0))
-    for counter, count in plan.counters.items():
-        setattr(args, counter, count)
-    update_num_microbatches(args.consumed_train_samples)
-    iteration = int(state["iteration"]) if plan.iteration else 0
+    if with_rng:
+        _set_rng_state(state["rng_state"][0])
+    iteration = 0
+    if not args.finetune:
+        iteration = int(state["iteration"])
+        vars(args).update({name: getattr(saved, name, 0) for name in _COUNTERS})
     if dist.get_rank() == 0:
         logger.info("loaded %s, going on from iteration %d", source, iteration)
     dist.barrier()
     return iteration
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Which parts of a checkpoint a run takes over, besides the weights."""
-
-    iteration: bool
-    optimizer: bool
-    rng: bool
-    counters: dict[str, int]
-    metadata: dict[str, Any]
-
-
-def _plan(args: Namespace, common: dict[str, Any], source: Path) -> _Plan:
-    saved: Namespace = common.get("args") or Namespace()
-    fresh = args.finetune or source.name == "release"
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    same_sizes = all(getattr(saved, size, 1) == getattr(args, size) for size in sizes)
-    counters = {}
-    if not args.finetune:
-        _check_same_model(args, saved, source)
-        names = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
-        counters = {name: getattr(saved, name, 0) for name in names}
-    plan = _Plan(
-        iteration=not fresh,
-        optimizer=not (fresh or args.no_load_optim or getattr(saved, "no_save_optim", False)),
-        rng=not (fresh or args.no_load_rng or getattr(saved, "no_save_rng", False)) and same_sizes,
-        counters=counters,
-        metadata=dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {},
-    )
-    if plan.optimizer and args.use_distributed_optimizer:
-        _check_optimizer_fits(args, saved, plan.metadata, source)
-    return plan
-
-
 def _replicas() -> Any:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def _state_dict(
-    args: Namespace,
+def _model_keys(chunks: Sequence[Any]) -> list[str]:
+    return ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
+
+
+def _sharded_state(
     chunks: Sequence[torch.nn.Module],
     optimizer: MegatronOptimizer | None,
-    scheduler: OptimizerParamScheduler | None,
-    rng_state: ShardedObject | None,
     metadata: dict[str, Any],
     **optimizer_options: Any,
 ) -> dict[str, Any]:
+    """Collect what this rank saves or loads of the weights and, if given, the optimizer."""
     metadata = {**metadata, "dp_cp_group": _replicas()}
-    state: dict[str, Any] = {"args": args, "checkpoint_version": 3.0}
-    for number, chunk in enumerate(unwrap_model(list(chunks))):
-        key = "model" if len(chunks) == 1 else f"model{number}"
-        state[key] = chunk.sharded_state_dict(metadata=metadata)
+    models = [chunk.sharded_state_dict(metadata=metadata) for chunk in unwrap_model(list(chunks))]
+    state: dict[str, Any] = dict(zip(_model_keys(chunks), models, strict=True))
     if optimizer is not None and not optimizer.is_stub_optimizer:
         state["optimizer"] = optimizer.sharded_state_dict(
             state, metadata=metadata, **optimizer_options
         )
-    if scheduler is not None:
-        state["opt_param_scheduler"] = scheduler.state_dict()
-    if rng_state is not None:
-        state["rng_state"] = rng_state
     return state
 
 
-def _comparable(common: dict[str, Any]) -> dict[str, Any]:
-    """Strip from the part that all ranks must agree on what is each rank's own."""
-    comparable = copy.deepcopy(common)
-    comparable["args"] = dict(vars(comparable["args"]))
-    for name in ("rank", "local_rank"):
-        comparable["args"].pop(name, None)
-    return comparable
-
-
-def _retire(args: Namespace, root: Path, iteration: int) -> None:
-    """Remove the previous checkpoint unless `--save-retain-interval` keeps it."""
-    tracker = root / _TRACKER
-    if args.save_retain_interval is None or not tracker.is_file():
-        return
-    previous = tracker.read_text(encoding="utf-8").strip()
-    if previous.isdigit() and int(previous) not in {0, iteration}:
-        outdated = root / f"iter_{int(previous):07d}"
-        if int(previous) % args.save_retain_interval and not outdated.is_symlink():
-            shutil.rmtree(outdated, ignore_errors=True)
-
-
-def _open(args: Namespace) -> tuple[Path | None, dict[str, Any]]:
-    """Find the checkpoint and read the part of it that is not sharded."""
+def _latest(args: Namespace) -> Path | None:
+    """Find the checkpoint that the tracker file points at."""
     root = Path(args.load)
-    name = f"iter_{args.ckpt_step:07d}" if args.ckpt_step else ""
-    if not name and (root / _TRACKER).is_file():
-        step = (root / _TRACKER).read_text(encoding="utf-8").strip()
-        if not step.isdigit() and step != "release":
-            raise DataError(
-                f"{root / _TRACKER} holds {step!r}: an iteration or 'release' is needed"
-            )
-        name = step if step == "release" else f"iter_{int(step):07d}"
-    if not name:
+    tracker = root / _TRACKER
+    if not tracker.is_file():
         if args.exit_on_missing_checkpoint:
             raise DataError(
                 f"--load {root}: no {_TRACKER} there; give the directory that --save had"
             )
         if dist.get_rank() == 0:
             logger.warning("--load %s: no checkpoint there yet, starting from random weights", root)
-        return None, {}
-    source = root / name
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(source)):
+        return None
+    step = tracker.read_text(encoding="utf-8").strip()
+    source = root / (f"iter_{int(step):07d}" if step.isdigit() else step)
+    if not step.isdigit() or not dist_checkpointing.check_is_distributed_checkpoint(str(source)):
         raise DataError(
-            f"{source}: no checkpoint of format torch_dist; for one of another format run "
+            f"{source}: no checkpoint of an iteration in format torch_dist; for another kind run "
             "Megatron-LM's own script (`megatron-ext upstream fetch`)"
         )
+    return source
+
+
+def _reading(source: Path, load: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """Call a function of megatron.core that reads a checkpoint; its errors are the user's."""
     try:
-        return source, dist_checkpointing.load_common_state_dict(str(source))
-    except (*_UNREADABLE, EOFError, UnpicklingError) as error:
-        raise DataError(f"{source} cannot be read: {_brief(error)}; give another") from error
+        return load(*args)
+    except _UNREADABLE as error:
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):  # its text lists the whole checkpoint
+            cause, _ = next(iter(error.failures.values()))
+        raise DataError(
+            f"{source} cannot be read into this model: {str(cause).splitlines()[0]:.200}; compare "
+            "the flags with those that it was trained with, or give another if it is damaged"
+        ) from error
+
+
+def _parts(
+    args: Namespace, saved: Namespace, metadata: dict[str, Any], source: Path
+) -> tuple[bool, bool]:
+    """Tell whether optimizer and random numbers are taken over, once what was saved fits."""
+    if args.finetune:
+        return False, False
+    _check_same_model(args, saved, source)
+    with_optimizer = not (args.no_load_optim or getattr(saved, "no_save_optim", False))
+    if with_optimizer and args.use_distributed_optimizer:
+        _check_optimizer_fits(args, saved, metadata, source)
+    same_grid = all(getattr(saved, size, 1) == getattr(args, size) for size in _STAGE_ARGUMENTS[:2])
+    with_rng = not (args.no_load_rng or getattr(saved, "no_save_rng", False))
+    return with_optimizer, with_rng and same_grid
 
 
 def _check_same_model(args: Namespace, saved: Namespace, source: Path) -> None:
     other = [
         f"{name} is {getattr(saved, name)} there and {getattr(args, name)} here"
-        for name in _MODEL_ARGUMENTS.split()
+        for name in _MODEL_ARGUMENTS
         if hasattr(saved, name) and getattr(saved, name) != getattr(args, name)
     ]
     if other:
@@ -316,66 +271,31 @@ def _check_optimizer_fits(
     args: Namespace, saved: Namespace, metadata: dict[str, Any], source: Path
 ) -> None:
     """Optimizer state that is cut along gradient buffers fits where the buffers are cut alike."""
-    if metadata.get(_OPTIMIZER_TYPE) in DistributedOptimizer.checkpoint_fully_reshardable_formats:
+    kind = metadata.get(_OPTIMIZER_TYPE)
+    if kind in DistributedOptimizer.checkpoint_fully_reshardable_formats:
         return
-    where = (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "pipeline_model_parallel_layout",
-    )
-    there, here = ([getattr(one, name, None) for name in where] for one in (saved, args))
-    if folded():  # saved under such a schedule it would be reshardable
+    there, here = ([getattr(one, n, None) for n in _STAGE_ARGUMENTS] for one in (saved, args))
+    # Saved under a schedule that folds the pipeline it would be reshardable.
+    if kind is None or there != here or folded():
         raise DataError(
-            f"{source}: its optimizer state fits only the stages that it was saved with; save with "
-            "--dist-ckpt-optim-fully-reshardable to change the schedule, or load the weights "
-            "alone with --no-load-optim"
+            f"{source}: its optimizer state fits only the stages that it was saved with, (TP, PP, "
+            f"VPP, layout) = {there} under Megatron's own schedule, and this run has {here}; save "
+            "with --dist-ckpt-optim-fully-reshardable to change them, or load the weights alone "
+            "with --no-load-optim"
         )
-    if there != here or _OPTIMIZER_TYPE not in metadata:
-        raise DataError(
-            f"{source}: its optimizer state was saved for (TP, PP, VPP, layout) = {there}, this "
-            f"run has {here}; save with --dist-ckpt-optim-fully-reshardable to change them, or "
-            "load the weights alone with --no-load-optim"
-        )
-
-
-def _read(args: Namespace, wanted: dict[str, Any], source: Path) -> dict[str, Any]:
-    strategy = get_default_load_sharded_strategy(str(source))
-    if args.ckpt_fully_parallel_load:
-        strategy = FullyParallelLoadStrategyWrapper(strategy, _replicas())
-    try:
-        loaded = dist_checkpointing.load(
-            wanted, str(source), strategy, strict=args.dist_ckpt_strictness
-        )
-    except (*_UNREADABLE, CheckpointException) as error:
-        raise DataError(
-            f"{source} does not fit this model, or is damaged: {_brief(error)}; compare the flags "
-            "with those that it was trained with"
-        ) from error
-    state: dict[str, Any] = loaded[0] if isinstance(loaded, tuple) else loaded
-    return state
-
-
-def _brief(error: BaseException) -> str:
-    """Reduce an error to its cause's first words: some list the whole checkpoint."""
-    if isinstance(error, CheckpointException):
-        error, _ = next(iter(error.failures.values()))
-    return f"{str(error).splitlines()[0]:.200}"
 
 
 def _rng_state(args: Namespace) -> ShardedObject:
     """Collect every generator's state, keyed as upstream keys it: by stage and tensor rank."""
-    own = {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": np.random.get_state(),
-        "torch_rng_state": torch.get_rng_state(),
-        "cuda_rng_state": torch.cuda.get_rng_state(),
-        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-    states = [own]
-    if args.data_parallel_random_init and args.data_parallel_size > 1:
-        states = [{} for _ in range(args.data_parallel_size)]
-        dist.all_gather_object(states, own, group=parallel_state.get_data_parallel_group())
+    states = [
+        {
+            "random_rng_state": random.getstate(),
+            "np_rng_state": np.random.get_state(),
+            "torch_rng_state": torch.get_rng_state(),
+            "cuda_rng_state": torch.cuda.get_rng_state(),
+            "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        }
+    ]
     grid = [
         (parallel_state.get_pipeline_model_parallel_rank(), args.pipeline_model_parallel_size),
         (parallel_state.get_tensor_model_parallel_rank(), args.tensor_model_parallel_size),
@@ -388,9 +308,7 @@ def _rng_state(args: Namespace) -> ShardedObject:
     return ShardedObject("rng_state", states, sizes, ranks, replica_id=replica)
 
 
-def _set_rng_state(args: Namespace, states: list[dict[str, Any]]) -> None:
-    replica = parallel_state.get_data_parallel_rank() if args.data_parallel_random_init else 0
-    state = states[replica]
+def _set_rng_state(state: dict[str, Any]) -> None:
     random.setstate(state["random_rng_state"])
     np.random.set_state(state["np_rng_state"])
     torch.set_rng_state(state["torch_rng_state"])

@@ -1,23 +1,21 @@
 """Tokenizers, datasets and data loaders: the same samples in the same order as upstream's script.
 
 Follows the dataset providers of `pretrain_gpt.py` and `pretrain_bert.py`, and
-`megatron/training/datasets/data_samplers.py`. Files are checked before megatron.core reads them, so
-that a damaged one is named instead of mapped.
+`megatron/training/datasets/data_samplers.py`. Datasets are looked at before they are used, so that
+a damaged one is named.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.datasets.bert_dataset import (
     BERTMaskedWordPieceDataset,
@@ -25,14 +23,12 @@ from megatron.core.datasets.bert_dataset import (
 )
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.indexed_dataset import DType
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import get_blend_from_list
-from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer as build_core
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 
-from megatron_ext import devices
 from megatron_ext.errors import DataError
 
 if TYPE_CHECKING:
@@ -50,20 +46,25 @@ __all__ = [
     "reads_data",
 ]
 
-Blend: TypeAlias = tuple[list[str], list[float] | None] | None
-DataIterator: TypeAlias = "RerunDataIterator | list[RerunDataIterator | None] | None"
-
-_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents
-_MAGIC = b"MMIDIDX\x00\x00"
+DataIterator: TypeAlias = "Iterator[Any] | list[Iterator[Any] | None] | None"
 
 
-@dataclass(frozen=True)
-class Iterators:
+class Iterators(NamedTuple):
     """What one rank reads. None where it reads nothing; a list with one entry for each chunk."""
 
     train: DataIterator
     valid: DataIterator
     test: DataIterator
+
+
+# The flags with the files that tokenizers need.
+_TOKENIZER_FILES: dict[str, tuple[str, ...]] = {
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "NullTokenizer": (),
+    "ByteLevelTokenizer": (),
+}
 
 
 def build_tokenizer(args: Namespace) -> Any:
@@ -75,7 +76,7 @@ def build_tokenizer(args: Namespace) -> Any:
         DataError: A file that the tokenizer needs was not given or is not there.
     """
     kind = args.tokenizer_type
-    for flag in _tokenizer_files(kind):
+    for flag in _TOKENIZER_FILES.get(kind, ("tokenizer_model",)):
         path = getattr(args, flag)
         name = f"--{flag.replace('_', '-')}"
         if path is None:
@@ -97,18 +98,8 @@ def build_tokenizer(args: Namespace) -> Any:
     return tokenizer
 
 
-def _tokenizer_files(kind: str) -> tuple[str, ...]:
-    if kind.startswith("BertWordPiece"):
-        return ("vocab_file",)
-    if kind == "GPT2BPETokenizer":
-        return ("vocab_file", "merge_file")
-    return () if kind in {"NullTokenizer", "ByteLevelTokenizer"} else ("tokenizer_model",)
-
-
 def check_indexed_dataset(prefix: str) -> tuple[int, int]:
     """Check that `prefix.bin` and `prefix.idx` are a whole Megatron dataset.
-
-    Looks at the header, at the size that the header promises, and at the last entry of the index.
 
     Returns:
         The number of sequences and the number of documents.
@@ -116,40 +107,25 @@ def check_indexed_dataset(prefix: str) -> tuple[int, int]:
     Raises:
         DataError: A file is missing, damaged, or of another kind or version.
     """
-    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     remake = "write it again with `megatron-ext preprocess`"
-    for path in (index, data):
+    for path in (Path(f"{prefix}.idx"), Path(f"{prefix}.bin")):
         if not path.is_file():
             raise DataError(
                 f"{path}: there is no such file; {prefix} must be the common prefix of an .idx and "
                 "a .bin file, for example as `megatron-ext preprocess` wrote them"
             )
-    with index.open("rb") as stream:
-        header = stream.read(_HEADER.size)
-        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-            raise DataError(f"{index}: not the index of a Megatron dataset (bad header); {remake}")
-        _, version, code, sequences, documents = _HEADER.unpack(header)
-        if version != 1 or code not in {kind.value for kind in DType}:
-            raise DataError(
-                f"{index}: version {version}, type code {code}; version 1 and a known type are "
-                f"needed; {remake}"
-            )
-        # A length (int32) and an offset (int64) for each sequence, the document bounds (int64), and
-        # in multimodal datasets one byte for each sequence.
-        size = _HEADER.size + sequences * 12 + documents * 8
-        found = index.stat().st_size
-        if found not in (size, size + sequences):
-            raise DataError(f"{index}: {found} bytes instead of {size}, a damaged index; {remake}")
-        if not sequences:
-            raise DataError(f"{index}: no documents in it; {remake}")
-        stream.seek(_HEADER.size + (sequences - 1) * 4)
-        (length,) = struct.unpack("<i", stream.read(4))
-        stream.seek(_HEADER.size + sequences * 12 - 8)
-        (offset,) = struct.unpack("<q", stream.read(8))
-    end = offset + length * DType.size(DType.dtype_from_code(code))
-    if data.stat().st_size != end:
-        raise DataError(f"{data}: {data.stat().st_size} bytes, its index tells {end}; {remake}")
-    return sequences, documents - 1
+    try:
+        index = IndexedDataset(prefix, mmap=False).index
+    except (AssertionError, LookupError, ValueError, struct.error) as error:
+        reason = str(error) or "its counts contradict each other"
+        raise DataError(f"{prefix}.idx: a damaged index ({reason}); {remake}") from error
+    if not len(index):
+        raise DataError(f"{prefix}.idx: no documents in it; {remake}")
+    end = int(index.sequence_pointers[-1] + index.sequence_lengths[-1] * index.dtype_size)
+    size = path.stat().st_size
+    if size != end:
+        raise DataError(f"{path}: {size} bytes, its index tells {end}; {remake}")
+    return len(index), len(index.document_indices) - 1
 
 
 def dataset_config(args: Namespace, model: Model, tokenizer: Any) -> BlendedMegatronDatasetConfig:
@@ -163,15 +139,14 @@ def dataset_config(args: Namespace, model: Model, tokenizer: Any) -> BlendedMega
     except (AssertionError, ValueError) as error:
         reason = str(error) or f"--split {args.split} is not a list of at most three numbers"
         raise DataError(f"megatron.core refuses the data flags: {reason}") from error
-    for blend in [config.blend, *(config.blend_per_split or [])]:
-        for prefix in blend[0] if blend else ():
-            count = check_indexed_dataset(prefix)[model == "bert"]  # BERT splits by documents
-            for bounds in config.split_matrix or ():
-                if bounds and round(bounds[0] * count) >= round(bounds[1] * count):
-                    raise DataError(
-                        f"{prefix}: {count} documents are too few for --split {args.split}, which "
-                        "would leave a part empty; give more text, or 0 for that part"
-                    )
+    for prefix in config.blend[0] if config.blend else ():
+        count = check_indexed_dataset(prefix)[model == "bert"]  # BERT splits by documents
+        for bounds in config.split_matrix:
+            if bounds and round(bounds[0] * count) >= round(bounds[1] * count):
+                raise DataError(
+                    f"{prefix}: {count} documents are too few for --split {args.split}, which "
+                    "would leave a part empty; give more text, or 0 for that part"
+                )
     return config
 
 
@@ -180,23 +155,20 @@ def build_iterators(
 ) -> Iterators:
     """Build datasets, loaders and iterators; sets `args.do_train`, `do_valid` and `do_test`.
 
-    Collective: rank 0 builds dataset indices first and decides for all ranks what is evaluated.
+    Collective: rank 0 builds dataset indices first.
 
     Raises:
-        DataError: A dataset is too small for its split, or used up.
+        DataError: A dataset is used up.
     """
     stages: Sequence[int | None] = range(args.virtual_pipeline_model_parallel_size or 0) or [None]
     chunks = [_chunk_iterators(args, model, config, datasets, stage) for stage in stages]
-    splits = list(zip(*chunks, strict=True))
-    flags = torch.tensor(
-        [int(any(iterator is not None for iterator in split)) for split in splits],
-        device=devices.current().torch_device(args.local_rank),
+    wanted = (args.train_iters, args.eval_iters, args.eval_iters)
+    args.do_train, args.do_valid, args.do_test = (
+        bool(part and rounds) for part, rounds in zip(datasets.split_matrix, wanted, strict=True)
     )
-    dist.broadcast(flags, 0)
-    args.do_train, args.do_valid, args.do_test = (bool(flag) for flag in flags.tolist())
-    if args.virtual_pipeline_model_parallel_size is None:
-        return Iterators(*(split[0] for split in splits))
-    return Iterators(*(list(split) for split in splits))
+    if stages == [None]:
+        return Iterators(*chunks[0])
+    return Iterators(*(list(split) for split in zip(*chunks, strict=True)))
 
 
 def sample_counts(args: Namespace) -> tuple[int, int, int]:
@@ -213,13 +185,13 @@ def _chunk_iterators(
     config: TransformerConfig,
     dataset_config: BlendedMegatronDatasetConfig,
     stage: int | None,
-) -> list[RerunDataIterator | None]:
+) -> list[Iterator[Any] | None]:
     def built_here() -> bool:
         first_of_tp = parallel_state.get_tensor_model_parallel_rank() == 0
         return first_of_tp and (model == "bert" or reads_data(config, stage))
 
     dataset: Any = BERTMaskedWordPieceDataset if model == "bert" else GPTDataset
-    if model == "gpt" and args.mock_data:
+    if args.mock_data:
         dataset = MockGPTDataset
     datasets = BlendedMegatronDatasetBuilder(
         dataset, sample_counts(args), built_here, dataset_config
@@ -229,7 +201,7 @@ def _chunk_iterators(
     consumed = (trained, args.consumed_valid_samples, 0)
     loaders = [_loader(args, one, start) for one, start in zip(datasets, consumed, strict=True)]
     # Making an iterator draws from the default generator: only now, and in this order.
-    return [None if one is None else RerunDataIterator(iter(one)) for one in loaders]
+    return [None if one is None else iter(one) for one in loaders]
 
 
 def reads_data(config: TransformerConfig, vp_stage: int | None) -> bool:
@@ -285,56 +257,24 @@ class _Sampler:
             yield list(range(first, first + self.micro_batch_size))
 
 
-def _blends(args: Namespace) -> tuple[Blend, list[Blend] | None]:
-    """Read which datasets are asked for: one list for all splits, or one for each."""
-    blend: Blend = None
-    per_split: list[Blend] | None = None
-    try:
-        if args.per_split_data_args_path:
-            splits = json.loads(Path(args.per_split_data_args_path).read_text(encoding="utf-8"))
-            lists = [splits[name] for name in ("train", "valid", "test")]
-            lists = [one.split() if isinstance(one, str) else one for one in lists]
-            per_split = [get_blend_from_list(one) for one in lists]
-        elif args.data_args_path:
-            words = Path(args.data_args_path).read_text(encoding="utf-8").split()
-            blend = get_blend_from_list(words)
-        elif args.data_path:
-            blend = get_blend_from_list(args.data_path)
-        elif not args.mock_data:
-            lists = [args.train_data_path, args.valid_data_path, args.test_data_path]
-            per_split = [get_blend_from_list(one) for one in lists]
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"the list of datasets cannot be read: {error}") from error
-    return blend, per_split
-
-
 def _common_config(args: Namespace, tokenizer: Any) -> dict[str, Any]:
-    blend, per_split = _blends(args)
     return {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
-        "blend": blend,
-        "blend_per_split": per_split,
-        "split": None if per_split else args.split,
+        "blend": get_blend_from_list(args.data_path),
+        "split": args.split,
         "path_to_cache": args.data_cache_path,
         "tokenizer": tokenizer,
-        "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
-        "allow_ambiguous_pad_tokens": args.allow_ambiguous_pad_tokens,
     }
 
 
 def _gpt_config(args: Namespace, tokenizer: Any) -> GPTDatasetConfig:
     return GPTDatasetConfig(
         **_common_config(args, tokenizer),
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        mmap_bin_files=args.mmap_bin_files,
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
-        context_parallel_size=args.context_parallel_size,
-        data_parallel_size=args.data_parallel_size,
-        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
     )
 
 
@@ -343,12 +283,12 @@ def _bert_config(args: Namespace, tokenizer: Any) -> BERTMaskedWordPieceDatasetC
         raise DataError("--mock-data: BERT has no artificial data; give --data-path")
     return BERTMaskedWordPieceDatasetConfig(
         **_common_config(args, tokenizer),
-        masking_probability=args.mask_prob,
-        short_sequence_probability=args.short_seq_prob,
+        masking_probability=0.15,
+        short_sequence_probability=0.1,
         masking_max_ngram=3,
         masking_do_full_word=True,
         masking_do_permutation=False,
         masking_use_longer_ngrams=False,
         masking_use_geometric_distribution=False,
-        classification_head=args.bert_binary_head,
+        classification_head=True,
     )

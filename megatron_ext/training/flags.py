@@ -26,40 +26,29 @@ __all__ = ["add_flags"]
 _FROM_CORE: dict[type, str] = {
     TransformerConfig: """
         tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel
-        context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
-        pipeline_model_parallel_comm_backend microbatch_group_size_per_vp_stage
-        overlap_p2p_comm_warmup_flush account_for_embedding_in_pipeline_split
-        account_for_loss_in_pipeline_split perform_initialization use_cpu_initialization fp16 bf16
-        cross_entropy_loss_fusion cross_entropy_fusion_impl defer_embedding_wgrad_compute
-        wgrad_deferral_limit barrier_with_L1_time num_layers hidden_size num_attention_heads
-        num_query_groups ffn_hidden_size kv_channels attention_backend softmax_type hidden_dropout
-        attention_dropout fp32_residual_connection apply_residual_connection_post_layernorm
-        layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear add_qkv_bias
-        glu_linear_offset activation_func_clamp_value rotary_interleaved normalization qk_layernorm
-        qk_l2_norm attention_output_gate calculate_per_token_loss multi_latent_attention
-        mtp_num_layers mtp_loss_scaling_factor init_method_std embedding_init_method_std
-        apply_query_key_layer_scaling disable_bf16_reduced_precision_matmul
-        use_fused_weighted_squared_relu recompute_granularity recompute_method recompute_num_layers
+        expert_model_parallel_size expert_tensor_parallel_size microbatch_group_size_per_vp_stage
+        perform_initialization use_cpu_initialization fp16 bf16 cross_entropy_loss_fusion
+        cross_entropy_fusion_impl defer_embedding_wgrad_compute num_layers hidden_size
+        num_attention_heads num_query_groups ffn_hidden_size kv_channels attention_backend
+        hidden_dropout attention_dropout layernorm_epsilon layernorm_zero_centered_gamma
+        add_bias_linear add_qkv_bias rotary_interleaved normalization qk_layernorm
+        calculate_per_token_loss multi_latent_attention mtp_num_layers mtp_loss_scaling_factor
+        init_method_std recompute_granularity recompute_method recompute_num_layers
         recompute_modules distribute_saved_activations clone_scatter_output_in_embedding
-        moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap
-        moe_ffn_hidden_size moe_router_topk moe_router_num_groups moe_router_group_topk
-        moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_score_function
-        moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate
-        moe_router_force_load_balancing moe_router_fusion moe_grouped_gemm moe_z_loss_coeff
-        moe_input_jitter_eps moe_token_dispatcher_type moe_flex_dispatcher_backend
-        moe_per_layer_logging moe_expert_capacity_factor moe_pad_expert_input_to_capacity
-        moe_token_drop_policy moe_layer_recompute moe_permute_fusion moe_apply_probs_on_input
-        moe_latent_size transformer_impl
+        moe_shared_expert_intermediate_size moe_shared_expert_overlap moe_ffn_hidden_size
+        moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
+        moe_router_topk_scaling_factor moe_router_score_function moe_router_dtype
+        moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_force_load_balancing
+        moe_router_fusion moe_grouped_gemm moe_z_loss_coeff moe_token_dispatcher_type
+        moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy
+        moe_permute_fusion transformer_impl
     """,
     OptimizerConfig: """
-        lr decoupled_lr decoupled_min_lr weight_decay apply_wd_to_qk_layernorm clip_grad adam_beta1
-        adam_beta2 adam_eps sgd_momentum loss_scale initial_loss_scale min_loss_scale
-        loss_scale_window hysteresis log_num_zeros_in_grad use_distributed_optimizer
+        lr weight_decay clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum loss_scale
+        initial_loss_scale min_loss_scale loss_scale_window hysteresis use_distributed_optimizer
         overlap_param_gather
     """,
-    DistributedDataParallelConfig: """
-        overlap_grad_reduce num_distributed_optimizer_instances check_for_large_grads
-    """,
+    DistributedDataParallelConfig: "overlap_grad_reduce",
 }
 
 
@@ -78,137 +67,89 @@ def pattern(text: str) -> int | list[int]:
     return value
 
 
-def window(text: str) -> tuple[int, ...]:
-    """Read the two sides of an attention window, for example `128,0` or `(128,0)`."""
-    return tuple(int(part) for part in text.strip("()").split(","))
-
-
 # One value each: {type: {flag: default}}.
 _VALUES: dict[Any, dict[str, Any]] = {
     int: {
         "--max-position-embeddings": None, "--rotary-base": 10000, "--seq-length": None,
         "--make-vocab-size-divisible-by": 128, "--vocab-size": None, "--padded-vocab-size": None,
         "--micro-batch-size": None, "--global-batch-size": None, "--train-iters": None,
-        "--train-samples": None, "--exit-interval": None, "--exit-duration-in-mins": None,
-        "--eval-iters": 100, "--eval-interval": None, "--seed": 1234,
-        "--lr-decay-iters": None, "--lr-decay-samples": None, "--lr-wsd-decay-iters": None,
-        "--lr-wsd-decay-samples": None, "--lr-warmup-iters": 0, "--lr-warmup-samples": 0,
-        "--save-retain-interval": None, "--ckpt-step": None, "--num-experts": None,
+        "--train-samples": None, "--exit-interval": None, "--eval-iters": 100,
+        "--eval-interval": None, "--seed": 1234, "--lr-decay-iters": None,
+        "--lr-decay-samples": None, "--lr-wsd-decay-iters": None, "--lr-wsd-decay-samples": None,
+        "--lr-warmup-iters": 0, "--lr-warmup-samples": 0, "--num-experts": None,
         "--decoder-first-pipeline-num-layers": None, "--decoder-last-pipeline-num-layers": None,
         "--num-layers-per-virtual-pipeline-stage": None,
         "--num-virtual-stages-per-pipeline-rank": None, "--distributed-timeout-minutes": 10,
-        "--ddp-num-buckets": None, "--ddp-bucket-size": None, "--num-workers": 2,
-        "--num-dataset-builder-threads": 1, "--tiktoken-num-special-tokens": 1000,
-        "--q-lora-rank": None, "--kv-lora-rank": 32, "--qk-head-dim": 128,
-        "--qk-pos-emb-head-dim": 64, "--v-head-dim": 128, "--log-interval": 100,
-        "--tensorboard-log-interval": 1, "--tensorboard-queue-size": 1000,
+        "--ddp-num-buckets": None, "--num-workers": 2, "--q-lora-rank": None,
+        "--kv-lora-rank": 32, "--qk-head-dim": 128, "--qk-pos-emb-head-dim": 64,
+        "--v-head-dim": 128, "--log-interval": 100,
     },
     float: {
         "--rotary-percent": 1.0, "--min-lr": 0.0, "--lr-warmup-fraction": None,
-        "--lr-warmup-init": 0.0, "--start-weight-decay": None, "--end-weight-decay": None,
-        "--mask-prob": 0.15, "--short-seq-prob": 0.1, "--mid-level-dataset-surplus": 0.005,
         "--rotary-scaling-factor": 1.0, "--mscale": 1.0, "--mscale-all-dim": 0.0,
     },
     str: {
         "--pipeline-model-parallel-layout": None, "--save": None, "--load": None, "--split": None,
-        "--data-args-path": None, "--per-split-data-args-path": None, "--data-cache-path": None,
-        "--vocab-file": None, "--merge-file": None, "--tokenizer-model": None,
-        "--tokenizer-metadata": None, "--tiktoken-pattern": None, "--tensorboard-dir": None,
+        "--data-cache-path": None, "--vocab-file": None, "--merge-file": None,
+        "--tokenizer-model": None, "--tokenizer-metadata": None, "--tensorboard-dir": None,
     },
-    pattern: {"--moe-layer-freq": 1, "--window-attn-skip-freq": None, "--no-rope-freq": None},
-    window: {"--window-size": None},
+    pattern: {"--moe-layer-freq": 1},
 }  # fmt: skip
 
 # Several values each: {flag: (type, nargs, default)}.
-_LISTS: dict[str, tuple[Any, int | str, Any]] = {
-    "--rampup-batch-size": (int, 3, None),
+_LISTS: dict[str, tuple[Any, str, Any]] = {
     "--data-path": (str, "*", None),
-    "--train-data-path": (str, "*", None),
-    "--valid-data-path": (str, "*", None),
-    "--test-data-path": (str, "*", None),
     "--tokenizer-special-tokens": (str, "+", None),
     "--moe-aux-loss-coeff": (float, "+", 0.0),
-    "--cp-comm-type": (str, "+", ["p2p"]),
     "--spec": (str, "*", None),
 }
 
 # One of a few: {flag: (choices, default)}.
-_CHOICES: dict[str, tuple[tuple[Any, ...], Any]] = {
-    "--position-embedding-type": (
-        ("learned_absolute", "rope", "relative", "none"), "learned_absolute"),
-    "--rope-type": (("rope", "yarn"), None),
+_CHOICES: dict[str, tuple[tuple[str, ...], Any]] = {
+    "--position-embedding-type": (("learned_absolute", "rope", "none"), "learned_absolute"),
     "--optimizer": (("adam", "sgd"), "adam"),
-    "--dataloader-type": (("single",), None),
     "--lr-decay-style": (
         ("constant", "linear", "cosine", "inverse-square-root", "WSD"), "linear"),
     "--lr-wsd-decay-style": (("exponential", "linear", "cosine", "minus_sqrt"), "exponential"),
-    "--weight-decay-incr-style": (("constant", "linear", "cosine"), "constant"),
     "--ckpt-format": (("torch_dist",), "torch_dist"),
-    "--dist-ckpt-strictness": (
-        ("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all",
-         "return_unexpected", "return_all", "ignore_all"), "assume_ok_unexpected"),
     "--distributed-backend": (("nccl", "gloo"), "nccl"),
-    "--rerun-mode": (("disabled", "validate_results", "report_stats"), "validate_results"),
-    "--timing-log-level": ((0, 1, 2), 0),
-    "--timing-log-option": (("max", "minmax", "all"), "minmax"),
     "--tokenizer-type": (
         ("BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer",
          "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "HuggingFaceTokenizer",
-         "Llama2Tokenizer", "TikTokenizer", "NullTokenizer", "ByteLevelTokenizer"), None),
+         "Llama2Tokenizer", "NullTokenizer", "ByteLevelTokenizer"), None),
     "--moe-router-load-balancing-type": (
         ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"), "aux_loss"),
 }  # fmt: skip
 
 _SWITCHES = """
-    --group-query-attention --use-rotary-position-embeddings --use-rope-scaling --squared-relu
-    --swiglu --quick-geglu --untie-embeddings-and-output-weights --recompute-activations
-    --no-persist-layer-norm --disable-jit-fuser --data-parallel-random-init
-    --init-method-xavier-uniform --finetune --exit-on-missing-checkpoint --ckpt-fully-parallel-load
-    --dist-ckpt-optim-fully-reshardable --distrib-optim-fully-reshardable-mem-efficient
+    --group-query-attention --use-rotary-position-embeddings --use-rope-scaling --swiglu
+    --untie-embeddings-and-output-weights --recompute-activations --no-persist-layer-norm
+    --finetune --exit-on-missing-checkpoint --dist-ckpt-optim-fully-reshardable
     --grad-reduce-in-bf16 --attention-softmax-in-fp32 --accumulate-allreduce-grads-in-fp32
-    --fp16-lm-cross-entropy --ddp-pad-buckets-for-high-nccl-busbw --ddp-average-in-collective
-    --ddp-reduce-scatter-with-fp32-accumulation --use-tp-pp-dp-mapping --mock-data
-    --reset-position-ids --reset-attention-mask --eod-mask-loss --allow-ambiguous-pad-tokens
+    --mock-data --reset-position-ids --reset-attention-mask --eod-mask-loss
     --tokenizer-sentencepiece-legacy --tokenizer-hf-use-fast --tokenizer-hf-include-special-tokens
-    --trust-remote-code --enable-experimental --log-timers-to-tensorboard
-    --log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard
+    --trust-remote-code
 """
 
-# Switches whose default upstream keeps apart from False, to tell "not given".
-_UNSET_SWITCHES = "--no-save-optim --no-save-rng --no-load-optim --no-load-rng"
-
-# Switches that turn something off: {flag or flags: what}.
-_NEGATIONS: dict[str, str] = {
-    "--no-position-embedding": "add_position_embedding",
-    "--bert-no-binary-head": "bert_binary_head",
-    "--no-check-for-nan-in-loss-and-grad": "check_for_nan_in_loss_and_grad",
-    "--disable-gloo-process-groups": "enable_gloo_process_groups",
-    "--no-masked-softmax-fusion": "masked_softmax_fusion",
-    "--no-bias-gelu-fusion": "bias_gelu_fusion",
-    "--no-bias-swiglu-fusion": "bias_swiglu_fusion",
-    "--no-bias-dropout-fusion": "bias_dropout_fusion",
-    "--no-rope-fusion": "apply_rope_fusion",
-    "--no-gradient-accumulation-fusion": "gradient_accumulation_fusion",
-    "--no-overlap-p2p-communication": "overlap_p2p_comm",
-    "--no-align-grad-reduce": "align_grad_reduce",
-    "--no-align-param-gather": "align_param_gather",
-    "--no-gradient-reduce-div-fusion": "gradient_reduce_div_fusion",
-    "--no-mmap-bin-files": "mmap_bin_files",
-    "--no-create-attention-mask-in-dataloader": "create_attention_mask_in_dataloader",
-    "--no-ckpt-fully-parallel-save --disable-ckpt-fully-parallel-save": "ckpt_fully_parallel_save",
-    "--no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard": (
-        "log_loss_scale_to_tensorboard"
-    ),
-}
-
-# Switches that store under another name, or have two: {flag or flags: where}.
-_RENAMED: dict[str, str] = {
-    "--use-mcore-models": "deprecated_use_mcore_models",
-    "--override-opt_param-scheduler --override-opt-param-scheduler": "override_opt_param_scheduler",
+# Switches that store under another name: {flag or flags: (where, what)}.
+_STORING: dict[str, tuple[str, bool]] = {
+    "--no-position-embedding": ("add_position_embedding", False),
+    "--no-check-for-nan-in-loss-and-grad": ("check_for_nan_in_loss_and_grad", False),
+    "--disable-gloo-process-groups": ("enable_gloo_process_groups", False),
+    "--no-masked-softmax-fusion": ("masked_softmax_fusion", False),
+    "--no-bias-gelu-fusion": ("bias_gelu_fusion", False),
+    "--no-bias-swiglu-fusion": ("bias_swiglu_fusion", False),
+    "--no-bias-dropout-fusion": ("bias_dropout_fusion", False),
+    "--no-rope-fusion": ("apply_rope_fusion", False),
+    "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", False),
+    "--no-overlap-p2p-communication": ("overlap_p2p_comm", False),
+    "--no-create-attention-mask-in-dataloader": ("create_attention_mask_in_dataloader", False),
+    "--use-mcore-models": ("deprecated_use_mcore_models", True),
+    "--override-opt_param-scheduler --override-opt-param-scheduler": (
+        "override_opt_param_scheduler", True),
     "--use-checkpoint-opt_param-scheduler --use-checkpoint-opt-param-scheduler": (
-        "use_checkpoint_opt_param_scheduler"
-    ),
-}
+        "use_checkpoint_opt_param_scheduler", True),
+}  # fmt: skip
 
 
 def add_flags(parser: ArgumentParser, local_rank: int) -> None:
@@ -223,16 +164,14 @@ def add_flags(parser: ArgumentParser, local_rank: int) -> None:
         group.add_argument(flag, type=kind, nargs=nargs, default=default)
     for flag, (choices, default) in _CHOICES.items():
         several = "+" if flag == "--moe-router-load-balancing-type" else None
-        kind = type(choices[0])
-        group.add_argument(flag, type=kind, choices=choices, default=default, nargs=several)
+        group.add_argument(flag, choices=choices, default=default, nargs=several)
     for flag in _SWITCHES.split():
         group.add_argument(flag, action="store_true")
-    for flag in _UNSET_SWITCHES.split():
+    for flag in ("--no-load-optim", "--no-load-rng"):
         group.add_argument(flag, action="store_true", default=None)
-    for spellings, dest in _NEGATIONS.items():
-        group.add_argument(*spellings.split(), dest=dest, action="store_false")
-    for spellings, dest in _RENAMED.items():
-        group.add_argument(*spellings.split(), dest=dest, action="store_true")
+    for spellings, (dest, value) in _STORING.items():
+        action = "store_true" if value else "store_false"
+        group.add_argument(*spellings.split(), dest=dest, action=action)
     group.add_argument("--save-interval", "--persistent-save-interval", type=int)
     group.add_argument("--local-rank", type=int, default=local_rank)
 

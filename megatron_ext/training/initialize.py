@@ -19,11 +19,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.config import set_experimental_flag
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_train
 from megatron.core.fusions.fused_bias_gelu import bias_gelu
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu
-from megatron.core.jit import disable_jit_fuser
 from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
     unset_num_microbatches_calculator,
@@ -66,25 +64,16 @@ def initialize(args: Namespace, model: Model, config: TransformerConfig) -> None
         )
     unset_num_microbatches_calculator()
     init_num_microbatches_calculator(
-        args.rank,
-        args.rampup_batch_size,
-        args.global_batch_size,
-        args.micro_batch_size,
-        args.data_parallel_size,
-        args.decrease_batch_size_if_needed,
+        args.rank, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
     )
-    if args.enable_experimental:
-        set_experimental_flag(True)
-    if args.disable_jit_fuser:
-        disable_jit_fuser()
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    initialize_rerun_state_machine(
-        state_save_func=lambda: {"rng_tracker_states": tracker.get_states()},
-        state_restore_func=lambda state: tracker.set_states(state["rng_tracker_states"]),
-        mode=RerunMode(args.rerun_mode),
-    )
+    initialize_rerun_state_machine(mode=RerunMode.DISABLED)  # checks of gradients ask for one
     _initialize_groups(args, model, config)
-    _seed(args)
+    # Pipeline stages draw different numbers, replicas the same.
+    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
     if devices.on_cuda():  # elsewhere nothing is compiled
         _warm_up_fused_functions(args)
 
@@ -128,27 +117,12 @@ def _initialize_groups(args: Namespace, model: Model, config: TransformerConfig)
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
         args.virtual_pipeline_model_parallel_size,
-        pipeline_model_parallel_comm_backend=args.pipeline_model_parallel_comm_backend,
-        context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
-        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
-        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         get_embedding_ranks=embedding_ranks if model == "gpt" else None,
         create_gloo_process_groups=args.enable_gloo_process_groups,
     )
-
-
-def _seed(args: Namespace) -> None:
-    """Seed every generator; pipeline stages differ, and replicas only if asked to."""
-    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
-    if args.data_parallel_random_init:
-        seed += 10 * parallel_state.get_data_parallel_rank()
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def _warm_up_fused_functions(args: Namespace) -> None:
@@ -158,7 +132,7 @@ def _warm_up_fused_functions(args: Namespace) -> None:
     routers are initialised afterwards: shapes, counts and order are upstream's for that reason.
     """
     device = devices.current().torch_device(args.local_rank)
-    seq_length = args.seq_length // args.context_parallel_size
+    seq_length = args.seq_length
     ffn_width = args.ffn_hidden_size // args.tensor_model_parallel_size
 
     def draw(*shape: int) -> torch.Tensor:
@@ -170,8 +144,7 @@ def _warm_up_fused_functions(args: Namespace) -> None:
         for _ in range(5):
             bias_swiglu(hidden, bias) if args.swiglu else bias_gelu(bias, hidden)
     if args.sequence_parallel:
-        seq_length = args.seq_length // args.tensor_model_parallel_size
-        seq_length //= args.context_parallel_size
+        seq_length //= args.tensor_model_parallel_size
     shape = (seq_length, args.micro_batch_size, args.hidden_size)
     hidden, residual = draw(*shape), draw(*shape)
     bias = draw(args.hidden_size).expand_as(residual)

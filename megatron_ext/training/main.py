@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 
 import torch.distributed as dist
-from megatron.core import Timers
-from megatron.core.num_microbatches_calculator import (
-    get_current_global_batch_size,
-    update_num_microbatches,
-)
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_ext.training.arguments import Model, parse
@@ -47,11 +41,8 @@ def main(model: Model, argv: Sequence[str]) -> None:
         datasets = dataset_config(args, model, build_tokenizer(args))
         if args.save:
             check_save_directory(args.save)
-    timers = Timers(args.timing_log_level, args.timing_log_option)
     chunks = build_model(args, model, config)
-    if args.train_samples:
-        args.train_iters = _count_iterations(args)
-    optimizer, scheduler = build_optimizer(args, chunks, timers)
+    optimizer, scheduler = build_optimizer(args, chunks)
     if args.load:
         args.iteration = load_checkpoint(args, chunks, optimizer, scheduler)
     iterators = build_iterators(args, model, config, datasets)
@@ -65,22 +56,9 @@ def main(model: Model, argv: Sequence[str]) -> None:
         optimizer=optimizer,
         scheduler=scheduler,
         iterators=iterators,
-        forward_step=forward_step(model, args, config, timers),
-        timers=timers,
-        reporter=Reporter(args, timers, writer, groups),
+        forward_step=forward_step(model, args, config),
+        reporter=Reporter(args, writer, groups),
     ).run()
     if writer is not None:
         writer.close()
     dist.barrier()
-
-
-def _count_iterations(args: Namespace) -> int:
-    """Tell how many global batches `--train-samples` are, with a batch that may ramp up."""
-    iterations, consumed = 0, 0
-    if args.rampup_batch_size:
-        while consumed <= min(int(args.rampup_batch_size[2]), args.train_samples):
-            update_num_microbatches(consumed, consistency_check=False)
-            consumed += get_current_global_batch_size()
-            iterations += 1
-        update_num_microbatches(0, consistency_check=False)
-    return iterations + int(max(0, args.train_samples - consumed) // args.global_batch_size)

@@ -6,15 +6,14 @@ Follows `gpt_builders.py`, `pretrain_bert.py` and `get_model` of `megatron/train
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.bert import bert_layer_specs
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -66,20 +65,9 @@ def transformer_config(args: Namespace) -> TransformerConfig:
             "gated_linear_unit": True,
             "bias_activation_fusion": args.bias_swiglu_fusion,
         }
-    elif args.squared_relu:
-        renamed["activation_func"] = squared_relu
-    elif args.quick_geglu:
-        renamed |= {"activation_func": quick_gelu, "gated_linear_unit": True}
-    if args.init_method_xavier_uniform:
-        renamed["init_method"] = torch.nn.init.xavier_uniform_
-    if len(args.cp_comm_type) == 1:
-        renamed["cp_comm_type"] = args.cp_comm_type[0]
-    if args.rope_type is not None:
-        renamed["rope_type"] = args.rope_type
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
-    given = Namespace(**{key: value for key, value in vars(args).items() if key != "rope_type"})
     try:
-        config = fill(kind, given, **renamed)
+        config = fill(kind, args, **renamed)
     except (AssertionError, ValueError) as error:
         raise ArgumentsError(f"megatron.core refuses these flags: {error}") from error
     config.megatron_ext = ExtConfig.from_args(args)
@@ -88,28 +76,28 @@ def transformer_config(args: Namespace) -> TransformerConfig:
 
 def build_model(args: Namespace, model: Model, config: TransformerConfig) -> list[MegatronModule]:
     """Build this rank's model chunks, wrapped for mixed precision and data parallelism."""
-    groups = ProcessGroupCollection.use_mpu_process_groups()
     build = _build_gpt if model == "gpt" else _build_bert
-    stages: list[int | None] = [None]
-    if args.virtual_pipeline_model_parallel_size is not None:
-        stages = list(range(args.virtual_pipeline_model_parallel_size))
+    stages: Sequence[int | None] = range(args.virtual_pipeline_model_parallel_size or 0) or [None]
+    device = devices.current().torch_device(args.local_rank)
     chunks = []
     for vp_stage in stages:
         where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
         chunk = build(
             args,
-            config,
+            config=config,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            parallel_output=True,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
             pre_process=parallel_state.is_pipeline_first_stage(**where),
             post_process=parallel_state.is_pipeline_last_stage(**where),
             vp_stage=vp_stage,
-            pg_collection=groups,
         )
         chunk.model_type = ModelType.encoder_or_decoder
         chunk.vp_stage = vp_stage
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(chunk)
-    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
-        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    device = devices.current().torch_device(args.local_rank)
     chunks = [chunk.to(device) for chunk in chunks]
     if args.fp16 or args.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
@@ -118,89 +106,59 @@ def build_model(args: Namespace, model: Model, config: TransformerConfig) -> lis
     return chunks
 
 
-def _build_gpt(args: Namespace, config: TransformerConfig, **place: Any) -> GPTModel:
-    use_te, vp_stage = args.transformer_impl == "transformer_engine", place["vp_stage"]
-    layers = {
-        "use_transformer_engine": use_te,
-        "normalization": args.normalization,
-        "qk_l2_norm": args.qk_l2_norm,
-        "vp_stage": vp_stage,
-    }
+def _build_gpt(args: Namespace, config: TransformerConfig, **shape: Any) -> GPTModel:
+    use_te = args.transformer_impl == "transformer_engine"
+    where = {"use_transformer_engine": use_te, "vp_stage": shape["vp_stage"]}
+    specs = {**where, "normalization": args.normalization}
     if args.spec is not None:
         layer_spec = import_module(tuple(args.spec))
     elif args.num_experts:
-        layer_spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, **layers)
+        layer_spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, **specs)
     else:
-        layer_spec = _layer_spec(args, use_te)
+        kinds = {"qk_layernorm": args.qk_layernorm}
+        kinds["multi_latent_attention"] = args.multi_latent_attention
+        if use_te:
+            layer_spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**kinds)
+        else:
+            layer_spec = gpt_layer_specs.get_gpt_layer_local_spec(
+                **kinds, normalization=args.normalization
+            )
     mtp_block_spec = None
     if args.mtp_num_layers is not None:
-        if getattr(layer_spec, "layer_specs", True):
-            mtp_layer = gpt_layer_specs.get_gpt_decoder_layer_specs(config, **layers)[-1]
-        else:  # a stage without decoder layers
-            mtp_layer = _layer_spec(args, use_te)
-        mtp_block_spec = gpt_layer_specs.get_gpt_mtp_block_spec(
-            config, mtp_layer, use_transformer_engine=use_te, vp_stage=vp_stage
-        )
+        last_layer = gpt_layer_specs.get_gpt_decoder_layer_specs(config, **specs)[-1]
+        mtp_block_spec = gpt_layer_specs.get_gpt_mtp_block_spec(config, last_layer, **where)
     return GPTModel(
         config=config,
         transformer_layer_spec=layer_spec,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
-        parallel_output=True,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
         mtp_block_spec=mtp_block_spec,
-        **place,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        **shape,
     )
 
 
-def _layer_spec(args: Namespace, use_te: bool) -> Any:
-    common = (args.num_experts, args.moe_grouped_gemm, args.qk_layernorm)
-    if use_te:
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            *common, args.multi_latent_attention, qk_l2_norm=args.qk_l2_norm
-        )
-    return gpt_layer_specs.get_gpt_layer_local_spec(
-        *common, args.multi_latent_attention, normalization=args.normalization
-    )
-
-
-def _build_bert(args: Namespace, config: TransformerConfig, **place: Any) -> BertModel:
+def _build_bert(args: Namespace, **shape: Any) -> BertModel:
     if args.spec == ["local"] or (args.spec is None and args.transformer_impl == "local"):
         layer_spec = bert_layer_specs.bert_layer_local_spec
     elif args.spec is None:
         layer_spec = bert_layer_specs.get_bert_layer_with_transformer_engine_spec()
     else:
         layer_spec = import_module(tuple(args.spec))
-    del place["pg_collection"]  # as upstream: BERT takes the default groups
-    return BertModel(
-        config=config,
-        transformer_layer_spec=layer_spec,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        num_tokentypes=2 if args.bert_binary_head else 0,
-        add_binary_head=args.bert_binary_head,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        parallel_output=True,
-        **place,
-    )
+    return BertModel(transformer_layer_spec=layer_spec, num_tokentypes=2, **shape)
 
 
 def _wrap_data_parallel(
     args: Namespace, config: TransformerConfig, chunks: list[MegatronModule]
 ) -> list[MegatronModule]:
-    bucket_size = args.ddp_bucket_size
-    if args.ddp_num_buckets is not None:
+    bucket_size = None  # one bucket: nothing to overlap with
+    if args.overlap_grad_reduce and args.ddp_num_buckets is not None:
         parameters = sum(p.nelement() for chunk in chunks for p in chunk.parameters())
         bucket_size = parameters // args.ddp_num_buckets
-    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    if not args.overlap_grad_reduce:
-        bucket_size = None  # one bucket: nothing to overlap with
-    elif bucket_size is None:
+    elif args.overlap_grad_reduce:
+        replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         bucket_size = max(40_000_000, 1_000_000 * replicas)
     ddp_config = fill(
         DistributedDataParallelConfig,
@@ -208,20 +166,8 @@ def _wrap_data_parallel(
         bucket_size=bucket_size,
         grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
         check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
-        pad_buckets_for_high_nccl_busbw=args.ddp_pad_buckets_for_high_nccl_busbw,
-        reduce_scatter_with_fp32_accumulation=args.ddp_reduce_scatter_with_fp32_accumulation,
-        average_in_collective=args.ddp_average_in_collective,
     )
-    wrapped = [
-        DistributedDataParallel(
-            config=config,
-            ddp_config=ddp_config,
-            module=chunk,
-            disable_bucketing=position > 0,
-        )
+    return [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=position > 0)
         for position, chunk in enumerate(chunks)
     ]
-    if args.data_parallel_random_init:
-        for chunk in wrapped:
-            chunk.broadcast_params()
-    return wrapped

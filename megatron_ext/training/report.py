@@ -17,33 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.timers import Timer
 from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_ext.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron.core import Timers
     from torch.utils.tensorboard import SummaryWriter
 
 __all__ = ["Reporter", "StepResult", "make_writer", "say"]
-
-# Timers that megatron.core keeps, by the --timing-log-level that shows them.
-_TIMERS = (
-    "",
-    """
-    forward-backward layernorm-grads-all-reduce embedding-grads-all-reduce all-grads-sync
-    params-all-gather optimizer-copy-to-main-grad optimizer-unscale-and-check-inf
-    optimizer-clip-main-grad optimizer-count-zeros optimizer-inner-step
-    optimizer-copy-main-to-model-params optimizer
-    """,
-    """
-    batch-generator forward-compute backward-compute forward-recv forward-send backward-recv
-    backward-send forward-send-forward-recv forward-send-backward-recv
-    backward-send-forward-recv backward-send-backward-recv
-    forward-backward-send-forward-backward-recv
-    """,
-)
 
 
 @dataclass(frozen=True)
@@ -53,7 +36,6 @@ class StepResult:
     losses: Mapping[str, torch.Tensor]
     skipped: bool
     grad_norm: float | None
-    num_zeros: float | None
     learning_rate: float | None
     loss_scale: float
 
@@ -63,9 +45,10 @@ class Reporter:
     """Sums up steps between two log lines and writes the lines."""
 
     args: Namespace
-    timers: Timers
     writer: SummaryWriter | None
     groups: Any
+    clock: Timer = field(default_factory=lambda: Timer("interval-time"))
+    """Runs while the run trains, and not while it evaluates or saves."""
     totals: dict[str, torch.Tensor] = field(default_factory=dict)
     advanced: int = 0
     skipped: int = 0
@@ -76,12 +59,10 @@ class Reporter:
         """Take in one step, and print a line after the first and after each log interval."""
         args = self.args
         self._accumulate(result)
-        batch_size = args.micro_batch_size * args.data_parallel_size * get_num_microbatches()
-        if self.writer and iteration % args.tensorboard_log_interval == 0:
-            self._write_scalars(iteration, result, batch_size)
+        self._write_scalars(iteration, result)
         self._track_auxiliary_losses(iteration)
         if iteration % args.log_interval == 0 or self.first:
-            self._print_line(iteration, result, batch_size)
+            self._print_line(iteration, result)
         self.first = False
 
     def evaluation(self, label: str, iteration: int, losses: Mapping[str, float]) -> None:
@@ -91,8 +72,6 @@ class Reporter:
             perplexity = math.exp(min(20, value))
             line += f"{key} value: {value:.6E} | {key} PPL: {perplexity:.6E} | "
             self._scalar(f"{key} validation", value, iteration)
-            if self.args.log_validation_ppl_to_tensorboard:
-                self._scalar(f"{key} validation ppl", perplexity, iteration)
         rule = "-" * (len(line) + 1)
         for text in (rule, line, rule):
             say(text)
@@ -107,48 +86,41 @@ class Reporter:
         for key, loss in result.losses.items():
             self.totals[key] = self.totals.get(key, torch.zeros_like(loss)) + loss
 
-    def _print_line(self, iteration: int, result: StepResult, batch_size: int) -> None:
+    def _print_line(self, iteration: int, result: StepResult) -> None:
         """The first step of a run is printed on its own, but still counts for its interval."""
         args, reset = self.args, not self.first
-        seconds = self.timers("interval-time").elapsed(barrier=True, reset=reset)
-        seconds /= self.advanced + self.skipped
-        if args.log_timers_to_tensorboard and reset and self.writer:
-            self.writer.add_scalar("iteration-time", seconds, iteration)
+        seconds = self.clock.elapsed(barrier=True, reset=reset) / (self.advanced + self.skipped)
         learning_rate = math.nan if result.learning_rate is None else result.learning_rate
-        line = f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}]"
-        line += f" iteration {iteration:8d}/{args.train_iters:8d} |"
-        line += f" consumed samples: {args.consumed_train_samples:12d} |"
-        line += f" elapsed time per iteration (ms): {seconds * 1000.0:.1f} |"
-        line += f" learning rate: {learning_rate:.6E} | global batch size: {batch_size:5d} |"
-        for key, total in self.totals.items():
-            mean = total.item() / float(max(1, self.advanced))
-            line += f" {key}: {mean:.6E} |" if mean > 0.0 else ""
-        line += f" loss scale: {result.loss_scale:.1f} |"
-        line += "" if result.grad_norm is None else f" grad norm: {result.grad_norm:.3f} |"
-        line += "" if result.num_zeros is None else f" num zeros: {result.num_zeros} |"
-        line += f" number of skipped iterations: {self.skipped:3d} |"
-        line += f" number of nan iterations: {self.nan:3d} |"
-        say(line)
-        names = " ".join(_TIMERS[: args.timing_log_level + 1]).split()
-        if args.log_timers_to_tensorboard:
-            self.timers.write(names, self.writer, iteration, args.log_interval, reset=False)
-        self.timers.log(names, normalizer=args.log_interval, reset=reset)
+        now = datetime.now()
+        fields = [
+            f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{args.train_iters:8d}",
+            f"consumed samples: {args.consumed_train_samples:12d}",
+            f"elapsed time per iteration (ms): {seconds * 1000.0:.1f}",
+            f"learning rate: {learning_rate:.6E}",
+            f"global batch size: {args.global_batch_size:5d}",
+        ]
+        means = {key: total.item() / max(1, self.advanced) for key, total in self.totals.items()}
+        fields += [f"{key}: {mean:.6E}" for key, mean in means.items() if mean > 0.0]
+        fields.append(f"loss scale: {result.loss_scale:.1f}")
+        if result.grad_norm is not None:
+            fields.append(f"grad norm: {result.grad_norm:.3f}")
+        fields.append(f"number of skipped iterations: {self.skipped:3d}")
+        fields.append(f"number of nan iterations: {self.nan:3d} |")
+        say(" | ".join(fields))
         if reset:
             self.totals = {key: torch.zeros_like(total) for key, total in self.totals.items()}
             self.advanced = self.skipped = self.nan = 0
 
-    def _write_scalars(self, iteration: int, result: StepResult, batch_size: int) -> None:
-        args = self.args
-        self._scalar("learning-rate", result.learning_rate, iteration)
-        self._scalar("batch-size", batch_size, iteration)
-        for key, loss in result.losses.items():
-            self._scalar(key, loss, iteration)
-        if args.log_loss_scale_to_tensorboard:
-            self._scalar("loss-scale", result.loss_scale, iteration)
-        if args.log_world_size_to_tensorboard:
-            self._scalar("world-size", args.world_size, iteration)
-        self._scalar("grad-norm", result.grad_norm, iteration)
-        self._scalar("num-zeros", result.num_zeros, iteration)
+    def _write_scalars(self, iteration: int, result: StepResult) -> None:
+        scalars = {
+            "learning-rate": result.learning_rate,
+            "batch-size": self.args.global_batch_size,
+            **result.losses,
+            "loss-scale": result.loss_scale,
+            "grad-norm": result.grad_norm,
+        }
+        for tag, value in scalars.items():
+            self._scalar(tag, value, iteration)
 
     def _scalar(self, tag: str, value: Any, iteration: int) -> None:
         """Write a value by iteration and by consumed samples, if there is a value."""
@@ -174,7 +146,6 @@ class Reporter:
                 iteration=iteration,
                 writer=self.writer,
                 total_loss_dict=self.totals,
-                per_layer_logging=args.moe_per_layer_logging,
                 force_initialize=True,
                 track_names=names,
                 num_layers=args.num_layers,
@@ -207,4 +178,4 @@ def make_writer(args: Namespace) -> SummaryWriter | None:
         raise UserError(
             "--tensorboard-dir needs TensorBoard: pip install tensorboard, or leave the flag out"
         ) from error
-    return SummaryWriter(log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size)
+    return SummaryWriter(log_dir=args.tensorboard_dir, max_queue=1000)

@@ -7,18 +7,18 @@ The functions have the signatures that megatron.core's schedules call. Follows `
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import Timers, parallel_state, tensor_parallel
-from megatron.core.rerun_state_machine import RerunDataIterator, get_rerun_state_machine
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_ext import devices
+from megatron_ext.errors import UserError
 from megatron_ext.training.data import reads_data
 
 if TYPE_CHECKING:
@@ -31,25 +31,20 @@ __all__ = ["forward_step"]
 _BERT_FIELDS = ("text", "types", "labels", "is_random", "loss_mask", "padding_mask")
 
 
-def forward_step(
-    model: Model, args: Namespace, config: TransformerConfig, timers: Timers
-) -> Callable[..., Any]:
+def forward_step(model: Model, args: Namespace, config: TransformerConfig) -> Callable[..., Any]:
     """Make the `forward_step_func` of a model: `(data_iterator, chunk) -> (output, loss_func)`."""
     if model == "gpt":
-        return partial(_gpt_step, args, config, timers)
-    return partial(_bert_step, args, timers)
+        return partial(_gpt_step, args, config)
+    return _bert_step
 
 
 def _gpt_step(
     args: Namespace,
     config: TransformerConfig,
-    timers: Timers,
-    data_iterator: RerunDataIterator | None,
+    data_iterator: Iterator[Any] | None,
     chunk: torch.nn.Module,
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
-    timers("batch-generator", log_level=2).start()
     batch = _gpt_batch(args, config, data_iterator, get_attr_wrapped_model(chunk, "vp_stage"))
-    timers("batch-generator").stop()
     output = chunk(
         batch.get("tokens"),
         batch.get("position_ids"),
@@ -63,7 +58,7 @@ def _gpt_step(
 def _gpt_batch(
     args: Namespace,
     config: TransformerConfig,
-    data_iterator: RerunDataIterator | None,
+    data_iterator: Iterator[Any] | None,
     vp_stage: int | None,
 ) -> dict[str, torch.Tensor]:
     """Fetch the fields that this stage needs; one tensor-parallel rank reads for the others."""
@@ -99,7 +94,7 @@ def _gpt_batch(
             parallel_state.get_tensor_model_parallel_src_rank(),
             group=parallel_state.get_tensor_model_parallel_group(),
         )
-    return get_batch_on_this_cp_rank(batch)  # type: ignore[no-any-return]
+    return batch
 
 
 def _gpt_loss(
@@ -110,52 +105,39 @@ def _gpt_loss(
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     tokens = mask.sum().clone().detach().to(torch.int)
-    if args.check_for_nan_in_loss_and_grad:
-        for rejects, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-            get_rerun_state_machine().validate_result(
-                result=loss,
-                rejection_func=rejects,
-                message=f"{what} in the loss of a micro-batch",
-                tolerance=0.0,
-                fatal=True,
-            )
+    if args.check_for_nan_in_loss_and_grad and not loss.isfinite():
+        raise UserError(
+            f"the loss of a micro-batch is {loss.item()}: lower --lr, or look at the data "
+            "that this iteration reads"
+        )
     return loss, tokens, {"lm loss": torch.cat([loss.clone().detach().view(1), tokens.view(1)])}
 
 
 def _bert_step(
-    args: Namespace,
-    timers: Timers,
-    data_iterator: RerunDataIterator | None,
-    chunk: torch.nn.Module,
+    data_iterator: Iterator[Any] | None, chunk: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
-    timers("batch-generator", log_level=2).start()
     sample = next(data_iterator) if data_iterator is not None else None
     batch = tensor_parallel.broadcast_data(list(_BERT_FIELDS), sample, torch.int64)
-    timers("batch-generator").stop()
     output = chunk(
         batch["text"],
         batch["padding_mask"],
-        tokentype_ids=batch["types"] if args.bert_binary_head else None,
+        tokentype_ids=batch["types"],
         lm_labels=batch["labels"],
     )
     return output, partial(_bert_loss, batch["loss_mask"].float(), batch["is_random"])
 
 
 def _bert_loss(
-    loss_mask: torch.Tensor,
-    is_random: torch.Tensor,
-    output: tuple[torch.Tensor, torch.Tensor | None],
+    loss_mask: torch.Tensor, is_random: torch.Tensor, output: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Mean over the masked positions, plus the loss of the sentence-order head if there is one."""
+    """Mean over the masked positions, plus the loss of the sentence-order head."""
     lm_losses, order_logits = output
-    loss = torch.sum(lm_losses.float().view(-1) * loss_mask.reshape(-1)) / loss_mask.sum()
-    losses = {"lm loss": loss}
-    if order_logits is not None:
-        losses["sop loss"] = torch.nn.functional.cross_entropy(
-            order_logits.view(-1, 2).float(), is_random.view(-1), ignore_index=-1
-        )
-        loss = loss + losses["sop loss"]
+    lm_loss = torch.sum(lm_losses.float().view(-1) * loss_mask.reshape(-1)) / loss_mask.sum()
+    sop_loss = torch.nn.functional.cross_entropy(
+        order_logits.view(-1, 2).float(), is_random.view(-1), ignore_index=-1
+    )
     group = parallel_state.get_data_parallel_group()
-    averaged = torch.cat([one.clone().detach().view(1) for one in losses.values()])
+    averaged = torch.stack([lm_loss.detach(), sop_loss.detach()])
     dist.all_reduce(averaged, group=group)
-    return loss, dict(zip(losses, averaged / group.size(), strict=True))
+    averaged /= group.size()
+    return lm_loss + sop_loss, {"lm loss": averaged[0], "sop loss": averaged[1]}

@@ -274,10 +274,6 @@ REFUSED = {
         PP4 + "--pipeline-schedule zb-v --decoder-first-pipeline-num-layers 1", 4,
         ["cannot run with --decoder-first", "first and last stage share a rank"],
     ),
-    "ramp-up": (
-        PP4.replace("16", "32") + "--pipeline-schedule interleaved --rampup-batch-size 4 4 100", 4,
-        ["with 2 micro-batches (--global-batch-size 4", "take 4 micro-batches"],
-    ),
     "deferred": (
         PP4 + "--pipeline-schedule zb-h1 --defer-embedding-wgrad-compute", 4,
         ["cannot run with --defer-embedding-wgrad-compute", "use Megatron's own schedule"],
@@ -294,6 +290,17 @@ def test_what_cannot_run_is_refused_with_what_can(way: str) -> None:
     for (name, (_, _, parts)), message in zip(REFUSED.items(), results, strict=True):
         assert isinstance(message, str), f"{name} was accepted"
         assert not [part for part in parts if part not in message], f"{name}: {message}"
+
+
+@pytest.mark.tree
+@pytest.mark.usefixtures("megatron_lm_path")
+def test_every_batch_of_a_ramp_up_is_checked() -> None:
+    """Only upstream's script ramps up."""
+    ramping = "--pipeline-schedule interleaved --rampup-batch-size 4 4 100"
+    (message,) = run("upstream", (PP4.replace("16", "32") + ramping, 4))
+    assert isinstance(message, str), "was accepted"
+    assert "with 2 micro-batches (--global-batch-size 4" in message
+    assert "take 4 micro-batches" in message
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ def outcomes(cases: list[tuple[str, int]]) -> list[str | dict[str, Any]]:
 
 REFUSED = {
     "unsupported": (MOCK + "--sft", 1, ["--sft: not among", "megatron-ext upstream fetch"]),
+    "dropped": (MOCK + "--rampup-batch-size 2 2 8", 1, ["--rampup-batch-size: not among"]),
     "misspelt": (MOCK + "--tensor-model-paralel-size 2", 2, ["--tensor-model-parallel-size?"]),
     "stray": (MOCK + "and more", 1, ["no flag takes these words: and more"]),
     "type": (MOCK + "--hidden-size nine", 1, ["--hidden-size", "nine"]),
@@ -40,10 +41,10 @@ REFUSED = {
     "missing": (MOCK.replace("--num-layers 4", ""), 1, ["--num-layers is missing"]),
     "few processes": (
         MOCK + "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 3,
-        ["3 process(es)", "tensor 2 x pipeline 2 x context 1 = 4", "--nproc-per-node 4"],
+        ["3 process(es)", "tensor 2 x pipeline 2 = 4", "--nproc-per-node 4"],
     ),
     "world": (
-        MOCK + "--tensor-model-parallel-size 2", 3, ["processes = 3", "= 2", "multiple of 2"]
+        MOCK + "--tensor-model-parallel-size 2", 3, ["3 process(es)", "tensor 2 x pipeline 1 = 2"]
     ),
     "layers": (
         MOCK + "--pipeline-model-parallel-size 3", 3,
@@ -64,7 +65,7 @@ REFUSED = {
     "vpp without pp": (MOCK + "--num-virtual-stages-per-pipeline-rank 2", 1, [">= 2", "it is 1"]),
     "batch": (MOCK.replace("batch-size 8", "batch-size 7"), 1, ["--global-batch-size = 7", "= 2"]),
     "precision": (MOCK + "--fp16 --bf16", 1, ["--fp16 and --bf16 exclude each other"]),
-    "heads": (MOCK + "--tensor-model-parallel-size 8", 8, ["--num-attention-heads = 4", "= 8"]),
+    "heads": (MOCK + "--tensor-model-parallel-size 8", 8, ["core refuses", "heads (4)", "(8)"]),
     "positions": (MOCK + "--max-position-embeddings 8", 1, ["8 is below --seq-length 16"]),
     "gather": (MOCK + "--overlap-param-gather", 1, ["--use-distributed-optimizer"]),
     "experts": (MOCK + MOE + "--expert-model-parallel-size 3", 3, ["--num-experts = 4", "= 3"]),
@@ -72,7 +73,6 @@ REFUSED = {
     "top k": (MOCK + "--num-experts 4 --moe-router-topk 5", 1, ["--moe-router-topk 5", "4"]),
     "samples": (MOCK + "--train-samples 8", 1, ["--train-iters and --train-samples exclude"]),
     "warm-up": (MOCK + "--lr-warmup-samples 8", 1, ["--lr-warmup-samples", "--lr-warmup-iters"]),
-    "ramp-up": (MOCK + "--rampup-batch-size 2 2 8", 1, ["--rampup-batch-size needs"]),
     "no data": (MOCK.replace("--mock-data", ""), 1, ["no data", "--mock-data", "--data-path"]),
     "two sources": (MOCK + "--data-path x", 1, ["--mock-data and --data-path exclude"]),
     "save": (MOCK + "--save /tmp/x", 1, ["--save needs --save-interval"]),

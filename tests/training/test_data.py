@@ -35,8 +35,8 @@ def test_a_damaged_dataset_is_named(tmp_path: Path) -> None:
     damaged = {
         "no header": (b"", tokens, "bad header"),
         "another file": (b"PK\x03\x04" + bytes(100), tokens, "bad header"),
-        "version": (index[:9] + b"\x02" + index[10:], tokens, "version 2"),
-        "type": (index[:17] + b"\x63" + index[18:], tokens, "type code 99"),
+        "version": (index[:9] + b"\x02" + index[10:], tokens, "bad version"),
+        "type": (index[:17] + b"\x63" + index[18:], tokens, "99 is not a valid"),
         "cut index": (index[:-3], tokens, "a damaged index"),
         "cut tokens": (index, tokens[:-2], "its index tells"),
         "empty": (index[:18] + bytes(8) + b"\x01" + bytes(15), b"", "no documents"),

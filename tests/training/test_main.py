@@ -65,12 +65,6 @@ def test_a_finished_run_can_be_started_again(tmp_path: Path) -> None:
     assert again[-2:] == first[-2:], "validation and test of the loaded weights"
 
 
-def test_only_the_latest_checkpoints_are_kept(tmp_path: Path) -> None:
-    train(1, f"{FOUR}--save {tmp_path} --save-interval 1 --save-retain-interval 2")
-    kept = sorted(path.name for path in tmp_path.glob("iter_*"))
-    assert kept == ["iter_0000002", "iter_0000004"]
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "flags", "parts"),
     [

@@ -27,8 +27,8 @@ TWO_MTP = MLA.replace("--mtp-num-layers 1", "--mtp-num-layers 2")
 
 def start_from(directory: Path, flags: str, script: str = "pretrain_gpt.py") -> str:
     """Save what one process draws; return the flags that start any run from it."""
-    saving = f"{flags} --train-iters 1 --lr-warmup-iters 0 --eval-iters 0 --no-save-optim "
-    ended = train(1, f"{saving} --no-save-rng --save {directory} --save-interval 1", script=script)
+    saving = f"{flags} --train-iters 1 --lr-warmup-iters 0 --eval-iters 0 "
+    ended = train(1, f"{saving} --save {directory} --save-interval 1", script=script)
     assert ended.exit_codes == [0], ended.describe()
     return f"{flags} --load {directory} --finetune "
 
