@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.schedules import Placement, generate, registered
+from megatron_ext.schedules import UNIT, Costs, Placement, generate, registered
 from megatron_ext.schedules.choice import Choice
 from megatron_ext.schedules.placement import linear, loop, v
 
@@ -75,6 +75,8 @@ class Own(System):
 
     schedule: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    costs: Costs = UNIT
+    """What a searched table is made for, as training is told by --pipeline-costs."""
 
     @property
     def weight_copies(self) -> int:
@@ -86,7 +88,9 @@ class Own(System):
         options = dict(self.options)
         chunks = options.pop("chunks", None)
         per_replica = num_microbatches // self.weight_copies
-        return Choice(self.schedule, pp, per_replica, chunks, options, timeout_s=timeout_s)
+        return Choice(
+            self.schedule, pp, per_replica, chunks, options, self.costs, timeout_s=timeout_s
+        )
 
     def check(self, pp: int, num_microbatches: int) -> None:
         """Raise ScheduleError, with the rule, if there is no such schedule of these sizes."""
@@ -121,6 +125,11 @@ _PEERS = (
 )
 
 
+_GLOO_LATENCY = 0.025
+"""Of a message, in forwards: about 1 ms from the end of an op to the start of the one that waits
+for it in another process, of 40 ms."""
+
+
 def all_systems() -> list[System]:
     """Return every system, in the order of the table."""
     systems: list[System] = [Peer(*row) for row in _PEERS]
@@ -128,4 +137,6 @@ def all_systems() -> list[System]:
         for variant in generator.variants:
             options = "".join(f" {key}={value}" for key, value in variant.items())
             systems.append(Own(f"megatron_ext {name}{options}", name, dict(variant)))
-    return systems
+    bitpipe = f"megatron_ext bitpipe order=zb for latency {_GLOO_LATENCY:g}"
+    costs = Costs(latency=_GLOO_LATENCY)
+    return [*systems, Own(bitpipe, "bitpipe", {"order": "zb"}, costs)]
