@@ -35,7 +35,7 @@ def measure(system: System) -> list[list[Step]]:
 
 
 def table_of(system: Own) -> Schedule:
-    return generate(system.schedule, PP, MICROBATCHES, **system.options)
+    return generate(system.schedule, PP, MICROBATCHES, costs=system.costs, **system.options)
 
 
 @pytest.mark.parametrize("name", OWN)
