@@ -1,5 +1,7 @@
 // Python bindings of the native core: the module megatron_ext.transport._C (typed in _C.pyi).
 
+#include "bind.h"
+
 #include <fcntl.h>
 #include <pybind11/gil_safe_call_once.h>
 #include <pybind11/pybind11.h>
@@ -17,34 +19,11 @@
 #include "core/errors.h"
 #include "core/fd_passing.h"
 #include "core/segment.h"
-#include "core/wait.h"
 
 namespace py = pybind11;
 
 namespace megatron_ext {
 namespace {
-
-/// Runs on a thread that waits without the GIL: lets Ctrl-C and other Python signal handlers
-/// happen.
-void check_python_signals() {
-    py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) {
-        throw py::error_already_set();
-    }
-}
-
-Deadline to_deadline(std::optional<double> timeout_s) {
-    return timeout_s ? deadline_after(*timeout_s) : kNever;
-}
-
-/// The descriptor of an int or of an object with fileno(), as everywhere in Python.
-int to_fd(const py::object& file) {
-    const int fd = PyObject_AsFileDescriptor(file.ptr());
-    if (fd < 0) {
-        throw py::error_already_set();
-    }
-    return fd;
-}
 
 std::shared_ptr<Segment> create_segment(std::int64_t size_bytes) {
     if (size_bytes <= 0) {  // here, because as an unsigned number -1 would read as 2^64 - 1
@@ -138,7 +117,9 @@ void register_errors() {
 
 PYBIND11_MODULE(_C, module) {
     using namespace megatron_ext;  // NOLINT: the module is nothing but a view of this namespace
-    module.doc() = "Native core of megatron_ext: shared-memory segments and futex doorbells.";
+    module.doc() =
+        "Native core of megatron_ext: shared memory, futex doorbells and links between "
+        "processes.";
     register_errors();
 
     py::class_<Segment, std::shared_ptr<Segment>>(module, "Segment", py::buffer_protocol(),
@@ -177,4 +158,6 @@ PYBIND11_MODULE(_C, module) {
             "Number of rings so far, modulo 2**32.")
         .def("wait", &wait_for_ring, py::arg("seen"), py::arg("timeout_s") = py::none(),
              "Sleep until the sequence differs from `seen` (True) or the time is over (False).");
+
+    bind_endpoint(module);
 }

@@ -95,3 +95,137 @@ class Doorbell:
         Returns:
             True if it differs, at once if it already did; False if the time was over first.
         """
+
+@final
+class Message:
+    """A message that arrived: a writable buffer of its bytes.
+
+    They stand in a slot of shared memory, or in memory that other messages used before, and go back
+    there with the last reference. `torch.frombuffer` keeps one. Any thread may drop it.
+    """
+
+    @property
+    def dtype(self) -> tuple[int, int]:
+        """DLPack's type code and number of bits."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the sender gave it."""
+
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class PeerReport:
+    """How a peer of an endpoint is."""
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+
+    @property
+    def state(self) -> str:
+        """One of open, closed, died and aborted."""
+
+    @property
+    def reason(self) -> str:
+        """What it said when it aborted, otherwise empty."""
+
+    @property
+    def num_arrived(self) -> int:
+        """Messages from it that were not taken."""
+
+    @property
+    def num_held(self) -> int:
+        """Slots of its arena that messages are in, whether taken or not."""
+
+    @property
+    def num_queued(self) -> int:
+        """Messages to it that wait for room."""
+
+@final
+class Endpoint:
+    """One process of a job, and its links by shared memory to others of the same host.
+
+    Calls come from one thread. There is no thread of its own: what is queued for want of room goes
+    on with the next call of any kind. In a forked child every call is a TransportError.
+
+    Args:
+        rank: Name of this process among its peers.
+        slots: Slots of each arena, 1 to 1024; there is one arena for each peer.
+        slot_bytes: Size of each; longer messages go through in pieces, at the cost of a copy.
+        checksums: Whether the bytes that are sent carry a checksum, which the receiver looks at.
+
+    Raises:
+        ValueError: Sizes that no arena has.
+    """
+
+    def __init__(self, rank: int, slots: int, slot_bytes: int, checksums: bool = False) -> None: ...
+    def offer(self, peer: int, socket: int | _HasFileno) -> None:
+        """Give a peer what it needs to send to us; duplicates the socket.
+
+        Args:
+            peer: Its rank.
+            socket: Connected to it (AF_UNIX, SOCK_SEQPACKET), with nothing left to read.
+
+        Raises:
+            TransportError: There is no memory for the arena, or the peer is gone.
+        """
+
+    def accept(self, peer: int, timeout_s: float | None = None) -> None:
+        """Wait for what the peer offers. Offer to all peers before accepting of any.
+
+        Raises:
+            TransportError: It offers nothing in time, or something else.
+        """
+
+    def send(
+        self,
+        peer: int,
+        tag: int,
+        dtype: tuple[int, int],
+        shape: tuple[int, ...],
+        address: int,
+        num_bytes: int,
+        owner: object,
+    ) -> None:
+        """Send `num_bytes` at `address`, to a peer or to this process; never waits.
+
+        `owner` is kept until they are copied, which may be before this returns.
+
+        Raises:
+            ValueError: There is no such peer, or the shape has more than 8 dimensions.
+            TransportError: The peer is gone.
+        """
+
+    def take(self, source: int, tag: int, timeout_s: float | None = None) -> Message | None:
+        """Wait for a message.
+
+        Returns:
+            None if it did not come in time, or will not: see `peers`. A peer that died or aborted
+            ends every wait, one that closed only waits for its own messages.
+        """
+
+    def arrivals(self, timeout_s: float | None = None) -> list[tuple[int, int]]:
+        """Wait for messages that were not named before.
+
+        Returns:
+            (source, tag) of each that was not taken; empty when `take` would return None, or when
+            all peers closed.
+        """
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until every message sent is where its receiver can take it.
+
+        Returns:
+            False if it does not come to that in time, or a receiver is gone.
+        """
+
+    def abort(self, reason: str) -> None:
+        """Tell all peers that this process gives up, and drop what is queued."""
+
+    def close(self) -> None:
+        """Say farewell to all peers and let go of them. Messages that were taken stay valid."""
+
+    def peers(self) -> list[PeerReport]:
+        """Return how the peers are, as far as was noticed."""

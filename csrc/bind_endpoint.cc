@@ -1,0 +1,166 @@
+// Python bindings of the links between processes of one host.
+
+#include <fcntl.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind.h"
+#include "core/errors.h"
+#include "core/message.h"
+#include "shm/endpoint.h"
+
+namespace py = pybind11;
+
+namespace megatron_ext {
+namespace {
+
+/// Keeps a Python object alive from threads without the GIL.
+std::shared_ptr<void> share(py::object object) {
+    return {object.release().ptr(), [](void* pointer) {
+                py::gil_scoped_acquire gil;
+                Py_DECREF(static_cast<PyObject*>(pointer));
+            }};
+}
+
+void offer(Endpoint& self, int peer, const py::object& socket) {
+    UniqueFd own_fd(::fcntl(to_fd(socket), F_DUPFD_CLOEXEC, 0));
+    if (!own_fd) {
+        const int error_number = errno;
+        throw_errno("cannot take over the socket to rank " + std::to_string(peer), error_number);
+    }
+    self.offer(peer, std::move(own_fd));
+}
+
+void accept(Endpoint& self, int peer, std::optional<double> timeout_s) {
+    py::gil_scoped_release no_gil;
+    self.accept(peer, to_deadline(timeout_s), &check_python_signals);
+}
+
+void send(Endpoint& self, int peer, std::uint64_t tag, std::pair<int, int> dtype,
+          const std::vector<std::int64_t>& shape, std::uintptr_t address, std::uint64_t num_bytes,
+          py::object owner) {
+    MessageInfo info;
+    if (shape.size() > kMaxDims) {
+        throw std::invalid_argument("a message has at most " + std::to_string(kMaxDims) +
+                                    " dimensions, got " + std::to_string(shape.size()));
+    }
+    info.tag = tag;
+    info.num_bytes = num_bytes;
+    info.dtype_code = static_cast<std::uint8_t>(dtype.first);
+    info.dtype_bits = static_cast<std::uint8_t>(dtype.second);
+    info.num_dims = static_cast<std::uint8_t>(shape.size());
+    std::copy(shape.begin(), shape.end(), info.shape.begin());
+    std::shared_ptr<void> shared = share(std::move(owner));
+    py::gil_scoped_release no_gil;
+    self.send(peer, info, reinterpret_cast<const void*>(address), std::move(shared));
+}
+
+std::optional<Message> take(Endpoint& self, int source, std::uint64_t tag,
+                            std::optional<double> timeout_s) {
+    py::gil_scoped_release no_gil;
+    return self.take(source, tag, to_deadline(timeout_s), &check_python_signals);
+}
+
+std::vector<std::pair<int, std::uint64_t>> arrivals(Endpoint& self,
+                                                    std::optional<double> timeout_s) {
+    py::gil_scoped_release no_gil;
+    std::vector<std::pair<int, std::uint64_t>> result;
+    for (const Arrival& arrival : self.arrivals(to_deadline(timeout_s), &check_python_signals)) {
+        result.emplace_back(arrival.source, arrival.tag);
+    }
+    return result;
+}
+
+bool flush(Endpoint& self, std::optional<double> timeout_s) {
+    py::gil_scoped_release no_gil;
+    return self.flush(to_deadline(timeout_s), &check_python_signals);
+}
+
+py::tuple shape_of(const Message& message) {
+    py::tuple shape(message.info.num_dims);
+    for (std::size_t i = 0; i < message.info.num_dims; ++i) {
+        shape[i] = message.info.shape[i];
+    }
+    return shape;
+}
+
+py::buffer_info buffer_of(Message& message) {
+    return py::buffer_info(reinterpret_cast<std::uint8_t*>(message.bytes.get()),
+                           static_cast<py::ssize_t>(message.info.num_bytes));
+}
+
+const char* state_name(const PeerReport& report) {
+    switch (report.state) {
+        case PeerState::kOpen:
+            return "open";
+        case PeerState::kClosed:
+            return "closed";
+        case PeerState::kDied:
+            return "died";
+        case PeerState::kAborted:
+            break;
+    }
+    return "aborted";
+}
+
+}  // namespace
+
+void bind_endpoint(py::module_& module) {
+    py::class_<Message>(module, "Message", py::buffer_protocol(), py::is_final(),
+                        "A message that arrived: a writable buffer of its bytes, in shared memory "
+                        "or in memory that is used again afterwards.")
+        .def_property_readonly(
+            "dtype",
+            [](const Message& self) {
+                return std::pair<int, int>(self.info.dtype_code, self.info.dtype_bits);
+            },
+            "DLPack's code and bits.")
+        .def_property_readonly("shape", &shape_of, "As the sender gave it.")
+        .def("__len__", [](const Message& self) { return self.info.num_bytes; })
+        .def_buffer(&buffer_of);
+
+    py::class_<PeerReport>(module, "PeerReport", py::is_final(), "How a peer is.")
+        .def_readonly("rank", &PeerReport::rank, "Its rank.")
+        .def_property_readonly("state", &state_name, "open, closed, died or aborted.")
+        .def_readonly("reason", &PeerReport::reason, "Why it gave up, if it did.")
+        .def_readonly("num_arrived", &PeerReport::num_arrived,
+                      "Messages from it that were not taken.")
+        .def_readonly("num_held", &PeerReport::num_held,
+                      "Slots of its arena that messages are in, taken or not.")
+        .def_readonly("num_queued", &PeerReport::num_queued, "Messages to it that wait for room.");
+
+    py::class_<Endpoint>(module, "Endpoint", py::is_final(),
+                         "One process of a job and its links to others of the same host.")
+        .def(py::init([](int rank, std::uint32_t slots, std::uint64_t slot_bytes, bool checksums) {
+                 return std::make_unique<Endpoint>(rank, ArenaSize{slots, slot_bytes}, checksums);
+             }),
+             py::arg("rank"), py::arg("slots"), py::arg("slot_bytes"), py::arg("checksums") = false)
+        .def("offer", &offer, py::arg("peer"), py::arg("socket"),
+             "Give a peer, over a connected SOCK_SEQPACKET socket, what it needs to send to us.")
+        .def("accept", &accept, py::arg("peer"), py::arg("timeout_s") = py::none(),
+             "Wait for the same from the peer.")
+        .def("send", &send, py::arg("peer"), py::arg("tag"), py::arg("dtype"), py::arg("shape"),
+             py::arg("address"), py::arg("num_bytes"), py::arg("owner"),
+             "Send bytes; `owner` is kept until they are copied.")
+        .def("take", &take, py::arg("source"), py::arg("tag"), py::arg("timeout_s") = py::none(),
+             "Wait for a message and take it; None if it does not come.")
+        .def("arrivals", &arrivals, py::arg("timeout_s") = py::none(),
+             "Wait for messages that were not named before; (source, tag) of each.")
+        .def("flush", &flush, py::arg("timeout_s") = py::none(),
+             "Wait until all that was sent can be taken; False if it does not come to that.")
+        .def("abort", &Endpoint::abort, py::arg("reason"), "Tell all peers to stop waiting.")
+        .def("close", &Endpoint::close, "Say farewell and let go of everything.")
+        .def("peers", &Endpoint::peers, "How the peers are.");
+}
+
+}  // namespace megatron_ext

@@ -1,0 +1,100 @@
+#include "core/buffer_pool.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <new>
+
+namespace megatron_ext {
+namespace {
+
+constexpr std::size_t kAlignment = 4096;
+
+struct Block {
+    std::byte* data;
+    std::size_t capacity;
+};
+
+Block allocate(std::size_t capacity) {
+    void* data = std::aligned_alloc(kAlignment, capacity);
+    if (data == nullptr) {
+        throw std::bad_alloc();
+    }
+    return {static_cast<std::byte*>(data), capacity};
+}
+
+}  // namespace
+
+class BufferPool::State {
+  public:
+    ~State() {
+        for (const Block& block : idle_) {
+            std::free(block.data);
+        }
+    }
+
+    /// The smallest idle block that fits and is not mostly waste, or a new one.
+    Block take(std::size_t num_bytes) {
+        const std::size_t capacity = (num_bytes + kAlignment - 1) / kAlignment * kAlignment;
+        const std::lock_guard lock(mutex_);
+        auto best = idle_.end();
+        for (auto it = idle_.begin(); it != idle_.end(); ++it) {
+            if (it->capacity >= capacity && it->capacity / 2 <= capacity &&
+                (best == idle_.end() || it->capacity < best->capacity)) {
+                best = it;
+            }
+        }
+        Block block{};
+        if (best == idle_.end()) {
+            block = allocate(capacity);
+        } else {
+            block = *best;
+            idle_bytes_ -= block.capacity;
+            idle_.erase(best);
+        }
+        used_bytes_ += block.capacity;
+        peak_bytes_ = std::max(peak_bytes_, used_bytes_);
+        trim();
+        return block;
+    }
+
+    void give_back(Block block) {
+        const std::lock_guard lock(mutex_);
+        used_bytes_ -= block.capacity;
+        idle_bytes_ += block.capacity;
+        idle_.push_back(block);
+        trim();
+    }
+
+    std::size_t idle_bytes() {
+        const std::lock_guard lock(mutex_);
+        return idle_bytes_;
+    }
+
+  private:
+    void trim() {
+        while (!idle_.empty() && used_bytes_ + idle_bytes_ > peak_bytes_) {
+            idle_bytes_ -= idle_.front().capacity;
+            std::free(idle_.front().data);
+            idle_.pop_front();
+        }
+    }
+
+    std::mutex mutex_;
+    std::deque<Block> idle_;  // the longest idle first
+    std::size_t idle_bytes_ = 0;
+    std::size_t used_bytes_ = 0;
+    std::size_t peak_bytes_ = 0;
+};
+
+BufferPool::BufferPool() : state_(std::make_shared<State>()) {}
+
+std::shared_ptr<std::byte> BufferPool::take(std::size_t num_bytes) const {
+    const Block block = state_->take(num_bytes);
+    return {block.data, [state = state_, block](std::byte*) { state->give_back(block); }};
+}
+
+std::size_t BufferPool::idle_bytes() const { return state_->idle_bytes(); }
+
+}  // namespace megatron_ext

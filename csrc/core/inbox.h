@@ -1,0 +1,75 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "core/arena.h"
+#include "core/buffer_pool.h"
+#include "core/doorbell.h"
+#include "core/message.h"
+#include "core/segment.h"
+
+namespace megatron_ext {
+
+/// The receiving end of an arena.
+///
+/// A message that fits a slot stays there, without a copy, until its last owner lets it go; as long
+/// as less than half of the slots are held that way. Others are copied to memory of the pool at
+/// once, and so are the pieces of long messages: so there is always a free slot to be, whatever the
+/// receiver waits for and however long it keeps what it took.
+///
+/// Ownership: messages keep the arena mapped. Concurrency: next() is for one thread; messages may
+/// be let go by any.
+class Inbox {
+  public:
+    /// `source` is for error messages only.
+    Inbox(int source, ArenaSize size, BufferPool pool);
+
+    /// To be handed to the sender.
+    int fd() const noexcept { return shared_->arena.fd(); }
+
+    /// Names the doorbell to ring when the sender waits for a slot: a word of `bell`.
+    void set_sender_bell(std::shared_ptr<Segment> bell, void* word);
+
+    /// The next message that is complete; nothing if there is none now. Throws TransportError if
+    /// what stands in the arena cannot be a message.
+    std::optional<Message> next();
+
+    /// Slots that messages hold, taken or not.
+    std::uint32_t num_held() const noexcept { return shared_->num_held.load(); }
+
+  private:
+    /// What outlives the inbox as long as there are messages in its slots.
+    struct Shared {
+        explicit Shared(Arena a) : arena(std::move(a)) {}
+        void release(std::uint32_t slot) noexcept;
+
+        Arena arena;
+        std::atomic<std::uint32_t> num_held{0};
+        std::shared_ptr<Segment> sender_bell_memory;
+        std::optional<Doorbell> sender_bell;
+    };
+
+    /// A message of which some pieces are still to come.
+    struct Partial {
+        Message message;
+        std::uint64_t have_bytes = 0;
+    };
+
+    Descriptor check(std::uint32_t slot) const;
+    Message take_whole(std::uint32_t slot, const Descriptor& piece);
+    bool add_piece(std::uint32_t slot, const Descriptor& piece);
+    [[noreturn]] void throw_damaged(const std::string& what) const;
+
+    int source_;
+    std::shared_ptr<Shared> shared_;
+    BufferPool pool_;
+    std::uint64_t next_sequence_ = 0;
+    std::optional<Partial> partial_;
+};
+
+}  // namespace megatron_ext

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace megatron_ext {
+
+inline constexpr std::size_t kMaxDims = 8;
+
+/// What a message is, without its bytes. The core carries dtype and shape and never looks at them;
+/// the dtype is written as in DLPack.
+struct MessageInfo {
+    std::uint64_t tag = 0;
+    std::uint64_t num_bytes = 0;
+    std::uint8_t dtype_code = 0;
+    std::uint8_t dtype_bits = 0;
+    std::uint8_t num_dims = 0;
+    std::array<std::int64_t, kMaxDims> shape{};
+};
+
+/// A message that arrived. The end of the last copy of `bytes` gives the memory back to where it
+/// came from, on whatever thread that happens. A message of no bytes has a null pointer.
+struct Message {
+    MessageInfo info;
+    std::shared_ptr<std::byte> bytes;
+};
+
+}  // namespace megatron_ext

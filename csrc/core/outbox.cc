@@ -1,0 +1,82 @@
+#include "core/outbox.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace megatron_ext {
+
+Outbox::Outbox(Arena arena, std::shared_ptr<Segment> bell, void* word, bool checksums)
+    : arena_(std::move(arena)), bell_memory_(std::move(bell)), bell_(word), checksums_(checksums) {
+    free_slots_.reserve(arena_.size().num_slots);
+}
+
+void Outbox::send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner) {
+    queue_.push_back({info, static_cast<const std::byte*>(bytes), std::move(owner), 0});
+    push();
+}
+
+void Outbox::push() {
+    while (!queue_.empty() && (find_free_slots() || wants_room())) {
+        Pending& pending = queue_.front();
+        publish_piece(pending);
+        if (pending.sent_bytes == pending.info.num_bytes) {
+            queue_.pop_front();
+        }
+    }
+}
+
+/// Whether there is a free slot; collects what the receiver gave back if none is known.
+bool Outbox::find_free_slots() {
+    for (std::size_t word = 0; free_slots_.empty() && word < arena_.num_released_words(); ++word) {
+        std::uint64_t bits = arena_.released(word).exchange(0, std::memory_order_seq_cst);
+        for (std::uint32_t bit = 0; bits != 0; ++bit, bits >>= 1) {
+            const auto slot = static_cast<std::uint32_t>(word) * 64 + bit;
+            if ((bits & 1) != 0 && slot < arena_.size().num_slots) {
+                free_slots_.push_back(slot);
+            }
+        }
+    }
+    return !free_slots_.empty();
+}
+
+/// Asks the receiver to ring at its next release, and looks again: it may have come in between.
+bool Outbox::wants_room() {
+    arena_.sender_waits().store(1, std::memory_order_seq_cst);
+    return find_free_slots();
+}
+
+void Outbox::publish_piece(Pending& pending) {
+    const std::uint32_t slot = free_slots_.back();
+    free_slots_.pop_back();
+    const MessageInfo& info = pending.info;
+    const std::uint64_t num_bytes =
+        std::min(arena_.size().slot_bytes, info.num_bytes - pending.sent_bytes);
+    Descriptor piece{};
+    piece.magic = kDescriptorMagic;
+    piece.dtype_code = info.dtype_code;
+    piece.dtype_bits = info.dtype_bits;
+    piece.num_dims = info.num_dims;
+    piece.sequence = next_sequence_;
+    piece.tag = info.tag;
+    piece.total_bytes = info.num_bytes;
+    piece.offset_bytes = pending.sent_bytes;
+    piece.piece_bytes = num_bytes;
+    std::copy(info.shape.begin(), info.shape.end(), std::begin(piece.shape));
+    if (num_bytes > 0) {
+        const std::byte* const from = pending.bytes + pending.sent_bytes;
+        std::memcpy(arena_.bytes(slot), from, static_cast<std::size_t>(num_bytes));
+        if (checksums_) {
+            piece.has_checksum = 1;
+            piece.checksum = checksum(from, static_cast<std::size_t>(num_bytes));
+        }
+    }
+    arena_.descriptor(slot) = piece;
+    arena_.order(next_sequence_) = slot;
+    ++next_sequence_;
+    arena_.published().store(next_sequence_, std::memory_order_release);
+    pending.sent_bytes += num_bytes;
+    bell_.ring();
+}
+
+}  // namespace megatron_ext

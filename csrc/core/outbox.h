@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "core/arena.h"
+#include "core/doorbell.h"
+#include "core/message.h"
+#include "core/segment.h"
+
+namespace megatron_ext {
+
+/// The sending end of an arena, and what waits for room in it. Not synchronised.
+class Outbox {
+  public:
+    /// `bell` is the segment of the receiver's doorbell, on `word`.
+    Outbox(Arena arena, std::shared_ptr<Segment> bell, void* word, bool checksums);
+
+    /// Copies a message to its receiver as far as there is room and queues the rest. `owner` keeps
+    /// `bytes` alive until they are copied.
+    void send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner);
+
+    /// Goes on with what is queued. Afterwards, if anything still is, the receiver will ring when
+    /// it releases a slot.
+    void push();
+
+    std::size_t num_queued() const noexcept { return queue_.size(); }
+
+    void drop_queued() { queue_.clear(); }
+
+  private:
+    struct Pending {
+        MessageInfo info;
+        const std::byte* bytes;
+        std::shared_ptr<void> owner;
+        std::uint64_t sent_bytes;
+    };
+
+    bool find_free_slots();
+    bool wants_room();
+    void publish_piece(Pending& pending);
+
+    Arena arena_;
+    std::shared_ptr<Segment> bell_memory_;
+    Doorbell bell_;
+    bool checksums_;
+    std::vector<std::uint32_t> free_slots_;
+    std::deque<Pending> queue_;
+    std::uint64_t next_sequence_ = 0;
+};
+
+}  // namespace megatron_ext

@@ -1,0 +1,252 @@
+#include <fcntl.h>
+
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "core/arena.h"
+#include "core/errors.h"
+#include "core/inbox.h"
+#include "core/outbox.h"
+
+using namespace megatron_ext;
+
+namespace {
+
+UniqueFd duplicate(int fd) { return UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
+
+/// Both ends of an arena in one process; each side has a doorbell in a segment of its own.
+struct Link {
+    explicit Link(ArenaSize size, bool checksums = false)
+        : inbox(5, size, BufferPool()),
+          bell_of_receiver(std::make_shared<Segment>(Segment::create(4))),
+          bell_of_sender(std::make_shared<Segment>(Segment::create(4))),
+          outbox(Arena::attach(duplicate(inbox.fd())), bell_of_receiver, bell_of_receiver->data(),
+                 checksums) {
+        inbox.set_sender_bell(bell_of_sender, bell_of_sender->data());
+    }
+
+    Doorbell receiver_bell() { return Doorbell(bell_of_receiver->data()); }
+    Doorbell sender_bell() { return Doorbell(bell_of_sender->data()); }
+
+    Inbox inbox;
+    std::shared_ptr<Segment> bell_of_receiver;
+    std::shared_ptr<Segment> bell_of_sender;
+    Outbox outbox;
+};
+
+std::vector<unsigned char> content(std::uint64_t tag, std::size_t num_bytes) {
+    std::vector<unsigned char> bytes(num_bytes);
+    for (std::size_t i = 0; i < num_bytes; ++i) {
+        bytes[i] = static_cast<unsigned char>(tag * 31 + i * 7 + i / 251);
+    }
+    return bytes;
+}
+
+void send(Outbox& outbox, std::uint64_t tag, std::size_t num_bytes) {
+    MessageInfo info;
+    info.tag = tag;
+    info.num_bytes = num_bytes;
+    auto bytes = std::make_shared<std::vector<unsigned char>>(content(tag, num_bytes));
+    outbox.send(info, bytes->data(), bytes);
+}
+
+void check_content(const Message& message) {
+    const auto num_bytes = static_cast<std::size_t>(message.info.num_bytes);
+    const auto expected = content(message.info.tag, num_bytes);
+    CHECK(num_bytes == 0 || std::memcmp(message.bytes.get(), expected.data(), num_bytes) == 0);
+}
+
+Arena attach_with(std::size_t offset, std::uint32_t value) {
+    const Arena arena = Arena::create({2, 64});
+    Segment segment = Segment::attach(duplicate(arena.fd()));
+    std::memcpy(static_cast<char*>(segment.data()) + offset, &value, sizeof(value));
+    return Arena::attach(duplicate(arena.fd()));
+}
+
+}  // namespace
+
+TEST(impossible_arenas_are_refused) {
+    CHECK_THROWS(Arena::create({0, 64}), std::invalid_argument, "got 0 of 64");
+    CHECK_THROWS(Arena::create({4, 0}), std::invalid_argument, "got 4 of 0");
+    CHECK_THROWS(Arena::create({Arena::kMaxSlots + 1, 1}), std::invalid_argument, "1 to 1024");
+    CHECK_THROWS(Arena::create({1024, std::uint64_t{1} << 40}), TransportError, "bytes");
+}
+
+TEST(foreign_segments_are_refused) {
+    CHECK_EQ(attach_with(12, 2).size().num_slots, 2U);  // unchanged: good
+    CHECK_THROWS(attach_with(0, 1), TransportError, "something else");
+    CHECK_THROWS(attach_with(8, 9), TransportError, "another version");
+    CHECK_THROWS(attach_with(12, 3), TransportError, "3 slots of 64 bytes do not make");
+    CHECK_THROWS(Arena::attach(duplicate(Segment::create(64).fd())), TransportError, "only 64");
+}
+
+TEST(short_messages_stay_in_their_slot) {
+    Link link({4, 1000}, true);
+    send(link.outbox, 1, 1000);
+    send(link.outbox, 2, 0);
+    CHECK_EQ(link.receiver_bell().sequence(), 2U);
+    std::optional<Message> first = link.inbox.next();
+    CHECK_EQ(link.inbox.num_held(), 1U);
+    CHECK_EQ(link.inbox.next()->info.num_bytes, 0U);
+    CHECK_EQ(link.inbox.num_held(), 1U);
+    check_content(*first);
+    first.reset();
+    CHECK_EQ(link.inbox.num_held(), 0U);
+    CHECK(!link.inbox.next());
+}
+
+TEST(whoever_keeps_messages_leaves_room_for_others) {
+    for (const std::uint32_t num_slots : {1U, 2U, 3U, 8U, 100U}) {
+        Link link({num_slots, 64});
+        std::vector<Message> kept;
+        for (std::uint64_t tag = 0; tag < 300; ++tag) {
+            send(link.outbox, tag, 64);
+            CHECK_EQ(link.outbox.num_queued(), 0U);
+            kept.push_back(*link.inbox.next());
+        }
+        CHECK_EQ(link.inbox.num_held(), num_slots / 2);
+        for (const Message& message : kept) {
+            check_content(message);
+        }
+    }
+}
+
+TEST(slots_return_in_any_order) {
+    Link link({6, 64});
+    std::vector<Message> kept;
+    for (std::uint64_t tag = 0; tag < 200; ++tag) {
+        send(link.outbox, tag, 1 + tag % 64);
+        kept.push_back(*link.inbox.next());
+        check_content(kept.back());
+        if (kept.size() > 3) {
+            kept.erase(kept.begin() + static_cast<std::ptrdiff_t>(tag * 7 % kept.size()));
+        }
+    }
+}
+
+TEST(a_sender_without_room_queues_and_is_rung) {
+    Link link({2, 64});
+    for (std::uint64_t tag = 0; tag < 5; ++tag) {
+        send(link.outbox, tag, 10);
+    }
+    CHECK_EQ(link.outbox.num_queued(), 3U);
+    CHECK_EQ(link.sender_bell().sequence(), 0U);
+    std::vector<std::uint64_t> tags;
+    while (tags.size() < 5) {
+        while (const std::optional<Message> message = link.inbox.next()) {
+            check_content(*message);
+            tags.push_back(message->info.tag);
+        }
+        link.outbox.push();
+    }
+    CHECK((tags == std::vector<std::uint64_t>{0, 1, 2, 3, 4}));
+    CHECK(link.sender_bell().sequence() >= 1);
+    CHECK_EQ(link.outbox.num_queued(), 0U);
+}
+
+TEST(long_messages_go_through_in_pieces) {
+    Link link({3, 100}, true);
+    send(link.outbox, 1, 1050);
+    send(link.outbox, 2, 100);
+    send(link.outbox, 3, 101);
+    std::vector<Message> received;
+    while (received.size() < 3) {
+        while (std::optional<Message> message = link.inbox.next()) {
+            received.push_back(std::move(*message));
+        }
+        link.outbox.push();
+    }
+    for (std::size_t i = 0; i < 3; ++i) {
+        CHECK_EQ(received[i].info.tag, i + 1);
+        check_content(received[i]);
+    }
+}
+
+TEST(the_owner_is_kept_until_the_bytes_are_copied) {
+    Link link({1, 64});
+    auto owner = std::make_shared<int>(0);
+    const std::vector<char> bytes(128);
+    MessageInfo info;
+    info.num_bytes = bytes.size();
+    link.outbox.send(info, bytes.data(), owner);
+    CHECK_EQ(owner.use_count(), 2);
+    CHECK(!link.inbox.next());
+    link.outbox.push();
+    CHECK_EQ(owner.use_count(), 1);
+    CHECK(link.inbox.next());
+}
+
+TEST(damage_is_an_error) {
+    {
+        Link link({2, 64}, true);
+        send(link.outbox, 1, 64);
+        const Arena arena = Arena::attach(duplicate(link.inbox.fd()));
+        arena.bytes(arena.order(0))[63] ^= std::byte{1};
+        CHECK_THROWS(link.inbox.next(), TransportError, "rank 5 are damaged: the checksum");
+    }
+    {
+        Link link({2, 64});
+        send(link.outbox, 1, 64);
+        const Arena arena = Arena::attach(duplicate(link.inbox.fd()));
+        arena.descriptor(arena.order(0)).piece_bytes = 65;
+        CHECK_THROWS(link.inbox.next(), TransportError, "a piece of 65 bytes at 0 of 64");
+        arena.descriptor(arena.order(0)).sequence = 3;
+        CHECK_THROWS(link.inbox.next(), TransportError, "piece 3 stands where piece 0");
+        arena.order(0) = 2;
+        CHECK_THROWS(link.inbox.next(), TransportError, "slot 2 of 2");
+    }
+}
+
+TEST(messages_outlive_their_link) {
+    std::optional<Message> message;
+    {
+        Link link({4, 64});
+        send(link.outbox, 1, 64);
+        message = link.inbox.next();
+    }
+    check_content(*message);
+}
+
+TEST(two_threads_and_a_third_that_lets_go) {
+    Link link({4, 128}, true);
+    constexpr std::uint64_t kNumMessages = 3000;
+    std::thread sender([&] {
+        Doorbell bell = link.sender_bell();
+        for (std::uint64_t tag = 0; tag < kNumMessages; ++tag) {
+            send(link.outbox, tag, tag * 37 % 400);
+        }
+        for (std::uint32_t seen = bell.sequence(); link.outbox.num_queued() > 0;) {
+            link.outbox.push();
+            if (link.outbox.num_queued() > 0) {
+                CHECK(bell.wait(seen));
+            }
+            seen = bell.sequence();
+        }
+    });
+    Doorbell bell = link.receiver_bell();
+    for (std::uint64_t tag = 0; tag < kNumMessages;) {
+        const std::uint32_t seen = bell.sequence();
+        std::vector<Message> batch;
+        while (std::optional<Message> message = link.inbox.next()) {
+            CHECK_EQ(message->info.tag, tag++);
+            batch.push_back(std::move(*message));
+        }
+        if (batch.empty()) {
+            CHECK(bell.wait(seen));
+            continue;
+        }
+        std::thread([moved = std::move(batch)]() mutable {
+            for (const Message& message : moved) {
+                check_content(message);
+            }
+            moved.clear();
+        }).join();
+    }
+    sender.join();
+}
