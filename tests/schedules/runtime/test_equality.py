@@ -24,6 +24,8 @@ OVERLAP = "--overlap-grad-reduce "
 SHARDED = "--use-distributed-optimizer --overlap-param-gather " + OVERLAP
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+TWINS = ("bitpipe", "dualpipe")
+EVERY = ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-v", "v-half", "dualpipe-v", *TWINS)
 EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
 
 
@@ -90,20 +92,24 @@ def test_dualpipe_is_half_the_pipeline_twice() -> None:
     check(4, "dualpipe", flags, theirs=PP2, ours="--pipeline-model-parallel-size 4 ")
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize("schedule", EVERY)
 @pytest.mark.parametrize(
-    ("num_ranks", "flags"),
+    ("ranks_per_stage", "flags"),
     [
-        pytest.param(4, TP2, id="tp2-sequence-parallel"),
-        pytest.param(4, OVERLAP, id="dp2-overlap"),
-        pytest.param(4, SHARDED, id="dp2-distributed-optimizer-overlaps"),
-        pytest.param(2, RECOMPUTE, id="recompute"),
-        pytest.param(2, LLAMA, id="llama-untied"),
-        pytest.param(2, LLAMA + MOE, id="moe"),
+        pytest.param(2, TP2, id="tp2-sequence-parallel"),
+        pytest.param(2, OVERLAP, id="dp2-overlap"),
+        pytest.param(2, SHARDED, id="dp2-distributed-optimizer-overlaps"),
+        pytest.param(1, RECOMPUTE, id="recompute"),
+        pytest.param(1, LLAMA, id="llama-untied"),
+        pytest.param(1, LLAMA + MOE, id="moe"),
     ],
 )
-def test_with_other_parallelism(schedule: str, num_ranks: int, flags: str) -> None:
-    check(num_ranks, schedule, GPT + UNCLIPPED + flags, theirs=PP2, ours=PP2)
+def test_with_other_parallelism(schedule: str, ranks_per_stage: int, flags: str) -> None:
+    """Twins are two data-parallel replicas as they are."""
+    twins = schedule in TWINS
+    num_ranks = 4 * (2 if TP2 in flags else 1) if twins else 2 * ranks_per_stage
+    flags = f"{GPT}{UNCLIPPED}{EIGHT_LAYERS}--global-batch-size 16 {flags}"
+    check(num_ranks, schedule, flags, theirs=PP2, ours=PP4 if twins else PP2)
 
 
 def test_expert_parallelism() -> None:
