@@ -11,8 +11,8 @@ import difflib
 import logging
 import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
-from typing import Literal, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NoReturn
 
 import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -33,13 +33,25 @@ _DEFAULT_TOKENIZER: dict[Model, str] = {
     "bert": "BertWordPieceLowerCase",
 }
 _REQUIRED = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "seq_length",
-    "micro_batch_size",
-    "lr",
+    "--num-layers",
+    "--hidden-size",
+    "--num-attention-heads",
+    "--max-position-embeddings",
+    "--seq-length",
+    "--micro-batch-size",
+    "--lr",
+)
+# Flags of which at most one may be given.
+_EXCLUSIVE = (
+    ("--fp16", "--bf16"),
+    ("--multi-latent-attention", "--group-query-attention"),
+    ("--train-iters", "--train-samples"),
+    ("--mock-data", "--data-path"),
+    (
+        "--pipeline-model-parallel-layout",
+        "--num-layers-per-virtual-pipeline-stage",
+        "--num-virtual-stages-per-pipeline-rank",
+    ),
 )
 
 
@@ -74,8 +86,9 @@ def parse(model: Model, argv: Sequence[str], environ: Mapping[str, str] = os.env
     args.rank = int(environ.get("RANK", "0"))
     args.world_size = int(environ.get("WORLD_SIZE", "1"))
     args.tokenizer_type = args.tokenizer_type or _DEFAULT_TOKENIZER[model]
-    _check_required(args)
+    _check_given(args)
     training_flags.prepare(args)
+    _check_together(args)
     _complete(args)
     check_arguments(args)
     training_flags.check(args)
@@ -104,29 +117,79 @@ def _divides(value: int, what: str, by: int, by_what: str, remedy: str = "change
     _require(value % by == 0, f"{what} = {value} does not divide by {by_what} = {by}: {remedy}")
 
 
-def _at_most_one(args: Namespace, *flags: str) -> list[str]:
-    """Return which of some flags that exclude each other was given."""
-    given = [flag for flag in flags if getattr(args, flag[2:].replace("-", "_"))]
-    _require(len(given) <= 1, f"{' and '.join(given)} exclude each other: give one of them")
-    return given
+def _given(args: Namespace, flag: str) -> Any:
+    return getattr(args, flag[2:].replace("-", "_"))
 
 
-def _check_required(args: Namespace) -> None:
-    for dest in _REQUIRED:
-        flag = "--" + dest.replace("_", "-")
-        _require(getattr(args, dest) is not None, f"{flag} is missing: give it a value")
+def _check_given(args: Namespace) -> None:
+    for flag in _REQUIRED:
+        _require(_given(args, flag) is not None, f"{flag} is missing: give it a value")
+    _require(args.micro_batch_size > 0, f"--micro-batch-size {args.micro_batch_size} is below 1")
+
+
+def _check_together(args: Namespace) -> None:
+    """Check flags that need or exclude each other."""
+    for group in _EXCLUSIVE:
+        given = [flag for flag in group if _given(args, flag)]
+        _require(len(given) <= 1, f"{' and '.join(given)} exclude each other: give one of them")
+    for holds, message in _rules(args):
+        _require(holds, message)
+
+
+def _rules(args: Namespace) -> Iterator[tuple[object, str]]:
+    """List conditions, with what to say where one does not hold."""
+    yield args.mock_data or args.data_path, "no data: give --data-path or --mock-data"
+    yield args.train_iters or args.train_samples, "give --train-iters or --train-samples"
+    unit, other = ("samples", "iters") if args.train_samples else ("iters", "samples")
+    for flag in ("--lr-decay-", "--lr-warmup-", "--lr-wsd-decay-"):
+        yield (
+            not _given(args, flag + other),
+            f"{flag}{other} contradicts --train-{unit}: use {flag}{unit}",
+        )
+    yield (
+        args.lr_warmup_fraction is None or not _given(args, f"--lr-warmup-{unit}"),
+        f"--lr-warmup-fraction and --lr-warmup-{unit} exclude each other: give one of them",
+    )
+    yield args.min_lr <= args.lr, f"--min-lr {args.min_lr} is above --lr {args.lr}"
+    yield not args.save or args.save_interval, "--save needs --save-interval"
+    longest = args.max_position_embeddings
+    yield (
+        longest >= args.seq_length,
+        f"--max-position-embeddings {longest} is below --seq-length {args.seq_length}",
+    )
+    yield (
+        not args.mtp_num_layers
+        or args.use_rotary_position_embeddings
+        or args.position_embedding_type != "learned_absolute",
+        "--mtp-num-layers needs --position-embedding-type rope or none",
+    )
+    yield (
+        not args.overlap_param_gather
+        or (args.use_distributed_optimizer and args.overlap_grad_reduce),
+        "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
+    )
+    ep, experts, topk = args.expert_model_parallel_size, args.num_experts, args.moe_router_topk
+    yield ep == 1 or experts, f"--expert-model-parallel-size {ep} needs --num-experts"
+    yield (
+        not experts or topk <= experts,
+        f"--moe-router-topk {topk} is above --num-experts {experts}",
+    )
+    yield (
+        not experts or args.swiglu or not (args.bias_gelu_fusion and args.add_bias_linear),
+        "--num-experts cannot fuse bias and GELU: add --no-bias-gelu-fusion, or use --swiglu",
+    )
 
 
 def _complete(args: Namespace) -> None:
-    """Check what was given and derive the rest, in upstream's order."""
+    """Derive what was not given, and check sizes that must divide, in upstream's order."""
     _parallel_sizes(args)
     _pipeline_split(args)
-    _overlaps(args)
     _precision(args)
-    _training_length(args)
     _architecture(args)
-    _experts(args)
-    _data(args)
+    if args.train_samples:
+        args.train_iters = args.train_samples // args.global_batch_size
+    if args.data_path and args.split is None:
+        args.split = "969, 30, 1"  # upstream's, for scripts that rely on it
     args.consumed_train_samples = args.skipped_train_samples = args.consumed_valid_samples = 0
     args.iteration = 0
     args.use_dist_ckpt = True  # upstream reads it from the arguments that a checkpoint holds
@@ -149,30 +212,22 @@ def _parallel_sizes(args: Namespace) -> None:
     etp = args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or tp
     ep = args.expert_model_parallel_size
     if ep > 1:
-        _require(args.num_experts, f"--expert-model-parallel-size {ep} needs --num-experts")
         _divides(args.num_experts, "--num-experts", ep, "--expert-model-parallel-size")
         factors = f"expert {ep} x expert-tensor {etp} x pipeline {pp}"
         _divides(world, "number of processes", ep * etp * pp, factors, "start a multiple")
     step = args.micro_batch_size * args.data_parallel_size
-    _require(step > 0, f"--micro-batch-size {args.micro_batch_size} must be at least 1")
     args.global_batch_size = args.global_batch_size or step
     factors = f"micro-batch {args.micro_batch_size} x data-parallel {args.data_parallel_size}"
     _divides(args.global_batch_size, "--global-batch-size", step, factors, "give a multiple")
 
 
 def _pipeline_split(args: Namespace) -> None:
-    """Set `virtual_pipeline_model_parallel_size` and check that layers divide."""
+    """Set `virtual_pipeline_model_parallel_size` and what depends on it."""
     pp, layers = args.pipeline_model_parallel_size, args.num_layers
     layout, size = args.pipeline_model_parallel_layout, "--pipeline-model-parallel-size"
     per_chunk = args.num_layers_per_virtual_pipeline_stage
     chunks = args.num_virtual_stages_per_pipeline_rank
     uneven = args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
-    _at_most_one(
-        args,
-        "--pipeline-model-parallel-layout",
-        "--num-layers-per-virtual-pipeline-stage",
-        "--num-virtual-stages-per-pipeline-rank",
-    )
     if layout is not None:
         stages = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
         _divides(stages, "stages of --pipeline-model-parallel-layout", pp, size)
@@ -182,35 +237,21 @@ def _pipeline_split(args: Namespace) -> None:
         _divides(layers, "number of layers", pp, size, remedy)
     if per_chunk is not None:
         flag = "--num-layers-per-virtual-pipeline-stage"
-        _require(
-            not uneven,
-            "uneven first or last stages need --num-virtual-stages-per-pipeline-rank instead of "
-            f"{flag}",
-        )
+        remedy = "--num-virtual-stages-per-pipeline-rank"
+        _require(not uneven, f"uneven first or last stages need {remedy} instead of {flag}")
         _divides(layers // pp, "layers per pipeline rank", per_chunk, flag)
         chunks = layers // pp // per_chunk
-    args.virtual_pipeline_model_parallel_size = chunks if chunks and chunks > 1 else None
-
-
-def _overlaps(args: Namespace) -> None:
-    args.align_param_gather = args.virtual_pipeline_model_parallel_size is not None
-    if args.virtual_pipeline_model_parallel_size is None:
-        args.overlap_p2p_comm = False  # no other chunk to compute meanwhile
-    else:
-        least, pp = 2 if args.overlap_p2p_comm else 3, args.pipeline_model_parallel_size
-        _require(
-            pp >= least,
-            f"virtual pipeline stages need --pipeline-model-parallel-size >= {least} (it is {pp})",
-        )
+    several = args.align_param_gather = bool(chunks and chunks > 1)
+    args.virtual_pipeline_model_parallel_size = chunks if several else None
+    args.overlap_p2p_comm &= several  # with one chunk there is no other to compute meanwhile
+    least = 2 if args.overlap_p2p_comm else 3
     _require(
-        not args.overlap_param_gather
-        or (args.use_distributed_optimizer and args.overlap_grad_reduce),
-        "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
+        pp >= least or not several,
+        f"virtual pipeline stages need --pipeline-model-parallel-size >= {least} (it is {pp})",
     )
 
 
 def _precision(args: Namespace) -> None:
-    _at_most_one(args, "--fp16", "--bf16")
     args.params_dtype = torch.float32
     if args.fp16:
         args.params_dtype = torch.float16
@@ -219,22 +260,6 @@ def _precision(args: Namespace) -> None:
     if args.bf16:
         args.params_dtype = torch.bfloat16
         args.accumulate_allreduce_grads_in_fp32 = not args.grad_reduce_in_bf16
-
-
-def _training_length(args: Namespace) -> None:
-    """Training is counted in iterations or in samples, and so are warm-up and decay."""
-    given = _at_most_one(args, "--train-iters", "--train-samples")
-    _require(given, "give --train-iters or --train-samples")
-    unit, other = ("samples", "iters") if args.train_samples else ("iters", "samples")
-    for name in ("lr-decay", "lr-warmup", "lr-wsd-decay"):
-        wrong = getattr(args, f"{name}-{other}".replace("-", "_"))
-        _require(not wrong, f"--{name}-{other} contradicts {given[0]}: use --{name}-{unit}")
-    if args.train_samples:
-        args.train_iters = args.train_samples // args.global_batch_size
-    if args.lr_warmup_fraction is not None:
-        _at_most_one(args, "--lr-warmup-fraction", f"--lr-warmup-{unit}")
-    _require(args.min_lr <= args.lr, f"--min-lr {args.min_lr} is above --lr {args.lr}")
-    _require(not args.save or args.save_interval, "--save needs --save-interval")
 
 
 def _architecture(args: Namespace) -> None:
@@ -248,11 +273,6 @@ def _architecture(args: Namespace) -> None:
         heads = args.num_attention_heads
         _divides(args.hidden_size, "--hidden-size", heads, "--num-attention-heads", remedy)
         args.kv_channels = args.hidden_size // heads
-    longest = args.max_position_embeddings
-    _require(
-        longest >= args.seq_length,
-        f"--max-position-embeddings {longest} is below --seq-length {args.seq_length}",
-    )
     parts = args.tensor_model_parallel_size if args.sequence_parallel else 1
     _divides(args.seq_length, "--seq-length", parts, "its sequence-parallel parts")
     if args.recompute_activations:
@@ -262,34 +282,10 @@ def _architecture(args: Namespace) -> None:
     args.apply_rope_fusion &= args.position_embedding_type == "rope"
     args.add_qkv_bias |= args.add_bias_linear
     args.bias_gelu_fusion &= args.add_bias_linear
-    _at_most_one(args, "--multi-latent-attention", "--group-query-attention")
-    _require(
-        not args.mtp_num_layers or args.position_embedding_type in {"rope", "none"},
-        "--mtp-num-layers needs --position-embedding-type rope or none",
-    )
-
-
-def _experts(args: Namespace) -> None:
     args.num_experts = args.num_experts or None
+    if args.num_experts:
+        args.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size
     for dest in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
         value = getattr(args, dest)
         if isinstance(value, list) and len(value) == 1:
             setattr(args, dest, value[0])
-    if args.num_experts is None:
-        return
-    args.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size
-    _require(
-        args.moe_router_topk <= args.num_experts,
-        f"--moe-router-topk {args.moe_router_topk} is above --num-experts {args.num_experts}",
-    )
-    _require(
-        args.swiglu or not args.bias_gelu_fusion,
-        "--num-experts cannot fuse bias and GELU: add --no-bias-gelu-fusion, or use --swiglu",
-    )
-
-
-def _data(args: Namespace) -> None:
-    given = _at_most_one(args, "--mock-data", "--data-path")
-    _require(given, "no data: give --data-path or --mock-data")
-    if args.data_path and args.split is None:
-        args.split = "969, 30, 1"  # upstream's, for scripts that rely on it

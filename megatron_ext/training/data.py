@@ -43,7 +43,7 @@ __all__ = [
     "build_tokenizer",
     "check_indexed_dataset",
     "dataset_config",
-    "reads_data",
+    "fields_read",
 ]
 
 DataIterator: TypeAlias = "Iterator[Any] | list[Iterator[Any] | None] | None"
@@ -188,7 +188,7 @@ def _chunk_iterators(
 ) -> list[Iterator[Any] | None]:
     def built_here() -> bool:
         first_of_tp = parallel_state.get_tensor_model_parallel_rank() == 0
-        return first_of_tp and (model == "bert" or reads_data(config, stage))
+        return first_of_tp and (model == "bert" or bool(fields_read(args, config, stage)))
 
     dataset: Any = BERTMaskedWordPieceDataset if model == "bert" else GPTDataset
     if args.mock_data:
@@ -204,14 +204,18 @@ def _chunk_iterators(
     return [None if one is None else iter(one) for one in loaders]
 
 
-def reads_data(config: TransformerConfig, vp_stage: int | None) -> bool:
-    """Tell whether a stage of GPT needs tokens or labels: the first, the last, and those of MTP."""
+def fields_read(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> list[str]:
+    """Tell which fields a stage of GPT reads: the first, the last, and those of MTP read any."""
     where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
-    return bool(
-        parallel_state.is_pipeline_first_stage(**where)
-        or parallel_state.is_pipeline_last_stage(**where)
-        or mtp_on_this_rank(config, ignore_virtual=False, vp_stage=vp_stage)
-    )
+    predicts = mtp_on_this_rank(config, ignore_virtual=False, vp_stage=vp_stage)
+    fields = []
+    if parallel_state.is_pipeline_first_stage(**where) or predicts:
+        fields += ["tokens", "position_ids"]
+    if parallel_state.is_pipeline_last_stage(**where) or predicts:
+        fields += ["labels", "loss_mask"]
+    if fields and args.create_attention_mask_in_dataloader:
+        fields.append("attention_mask")
+    return fields
 
 
 def _loader(args: Namespace, dataset: Any, consumed: int) -> Any:

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_ext import devices
 from megatron_ext.errors import UserError
-from megatron_ext.training.data import reads_data
+from megatron_ext.training.data import fields_read
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -61,33 +60,23 @@ def _gpt_batch(
     data_iterator: Iterator[Any] | None,
     vp_stage: int | None,
 ) -> dict[str, torch.Tensor]:
-    """Fetch the fields that this stage needs; one tensor-parallel rank reads for the others."""
-    if not reads_data(config, vp_stage):
+    """Fetch the fields that this stage reads; one tensor-parallel rank reads for the others."""
+    fields = fields_read(args, config, vp_stage)
+    if not fields:
         return {}
+    sample = next(data_iterator) if data_iterator is not None else None
+    device = devices.current().torch_device(args.local_rank)
     shape = (args.micro_batch_size, args.seq_length)
-    everything = {
-        "tokens": (shape, torch.int64),
-        "labels": (shape, torch.int64),
+    kinds = {
         "loss_mask": (shape, torch.float32),
         "attention_mask": ((shape[0], 1, shape[1], shape[1]), torch.bool),
-        "position_ids": (shape, torch.int64),
     }
-    where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
-    needed = {"attention_mask"} if args.create_attention_mask_in_dataloader else set()
-    has_mtp = mtp_on_this_rank(config, ignore_virtual=False, vp_stage=vp_stage)
-    if parallel_state.is_pipeline_first_stage(**where) or has_mtp:
-        needed |= {"tokens", "position_ids"}
-    if parallel_state.is_pipeline_last_stage(**where) or has_mtp:
-        needed |= {"labels", "loss_mask"}
-    sample = next(data_iterator) if data_iterator is not None else {}
-    device = devices.current().torch_device(args.local_rank)
     batch = {}
-    for field, (size, dtype) in everything.items():
-        if field not in needed:
-            continue
-        if data_iterator is not None:
+    for field in fields:
+        if sample is not None:
             batch[field] = sample[field].to(device, non_blocking=True)
         else:
+            size, dtype = kinds.get(field, (shape, torch.int64))
             batch[field] = torch.empty(size, dtype=dtype, device=device)
         dist.broadcast(
             batch[field],

@@ -68,7 +68,10 @@ REFUSED = {
     "heads": (MOCK + "--tensor-model-parallel-size 8", 8, ["core refuses", "heads (4)", "(8)"]),
     "positions": (MOCK + "--max-position-embeddings 8", 1, ["8 is below --seq-length 16"]),
     "gather": (MOCK + "--overlap-param-gather", 1, ["--use-distributed-optimizer"]),
-    "experts": (MOCK + MOE + "--expert-model-parallel-size 3", 3, ["--num-experts = 4", "= 3"]),
+    "experts": (
+        MOCK + MOE + "--no-bias-gelu-fusion --expert-model-parallel-size 3", 3,
+        ["--num-experts = 4", "= 3"],
+    ),
     "no experts": (MOCK + "--expert-model-parallel-size 2", 2, ["needs --num-experts"]),
     "top k": (MOCK + "--num-experts 4 --moe-router-topk 5", 1, ["--moe-router-topk 5", "4"]),
     "samples": (MOCK + "--train-samples 8", 1, ["--train-iters and --train-samples exclude"]),
