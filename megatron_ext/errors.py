@@ -13,9 +13,14 @@ __all__ = [
     "DeviceError",
     "LaunchError",
     "MegatronExtError",
+    "MessageMismatch",
     "PatchConflict",
+    "PeerAborted",
+    "PeerClosed",
+    "PeerDied",
     "ScheduleError",
     "TransportError",
+    "TransportTimeout",
     "UpstreamMismatch",
     "UserError",
 ]
@@ -55,6 +60,26 @@ class PatchConflict(MegatronExtError):
 
 class TransportError(MegatronExtError):
     """A message could not be carried; names the peer, the message and the seconds waited."""
+
+
+class TransportTimeout(TransportError):
+    """A peer is there, but a message did not come, or was not taken, in time."""
+
+
+class PeerDied(TransportError):
+    """A process that messages are exchanged with ended without a farewell."""
+
+
+class PeerAborted(TransportError):
+    """A process that messages are exchanged with gave up; the message repeats its reason."""
+
+
+class PeerClosed(TransportError):
+    """A process that messages are exchanged with ended in order, but too early."""
+
+
+class MessageMismatch(TransportError):
+    """A message has another shape or dtype than the schedule says."""
 
 
 class UpstreamMismatch(MegatronExtError):
