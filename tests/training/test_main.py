@@ -133,6 +133,11 @@ def test_optimizer_state_that_cannot_be_resharded_is_refused(tmp_path: Path) -> 
     assert len(losses(train(2, f"{flags}{PP2}--load {tmp_path} --no-load-optim").logs)) == 2
 
 
+def test_a_loss_that_is_not_finite_ends_the_run() -> None:
+    (line,) = errors(train(1, f"{MOCK}--lr 1e38 --clip-grad 0 --optimizer sgd"))
+    assert "the loss of a micro-batch is nan: lower --lr" in line
+
+
 def test_nothing_is_left_behind_by_a_refused_run(tmp_path: Path) -> None:
     errors(
         train(
