@@ -1,0 +1,242 @@
+"""How fast tensors go between two processes: shared memory beside gloo, in the same run.
+
+    python benchmarks/transport.py [--rounds N] [--json FILE]
+
+Two processes, the Python interface of each. Latency is half of a round trip, the median of all; the
+bandwidth is that of messages sent one after the other, the median of the rounds. Rounds of the
+wires take turns, so that a drift of the machine hits them alike. `shm` has slots as large as the
+message, so the receiver gets it without a copy; `shm, pieces` has slots of 256 KiB. gloo receives
+into a tensor that is there already. Beside them the copy of one thread, between tensors that are
+there already, which is what a message at least takes; copies of short ones stay in the caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from megatron_ext.transport.base import Expected, Key  # noqa: E402
+from megatron_ext.transport.shm import SharedMemoryTransport  # noqa: E402
+from tests.ranks import run_ranks  # noqa: E402
+
+SIZES = tuple(1 << bits for bits in (10, 16, 20, 24, 26))
+_SLOTS = 8
+_PIECE_BYTES = 1 << 18
+_TIMEOUT_S = 60.0
+
+
+class _Wire(Protocol):
+    """One way of exchanging messages with the other rank."""
+
+    def start(self, count: int) -> None:
+        """Get ready for `count` messages in each direction."""
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Send one."""
+
+    def recv(self) -> object:
+        """Receive one."""
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+
+    def close(self) -> None:
+        """Give everything up."""
+
+
+class _Gloo:
+    def __init__(self, num_bytes: int) -> None:
+        self._buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._peer = 1 - dist.get_rank()
+
+    def start(self, count: int) -> None:
+        pass
+
+    def send(self, tensor: torch.Tensor) -> None:
+        dist.send(tensor, self._peer)
+
+    def recv(self) -> object:
+        return dist.recv(self._buffer, self._peer)
+
+    def finish(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _SharedMemory:
+    def __init__(self, slot_bytes: int, run_id: str) -> None:
+        self._peer = 1 - dist.get_rank()
+        store = dist.distributed_c10d._get_default_store()
+        self._transport = SharedMemoryTransport(
+            store, dist.get_rank(), [self._peer], run_id=run_id, device=torch.device("cpu"),
+            slots=_SLOTS, slot_bytes=slot_bytes,
+        )  # fmt: skip
+
+    def start(self, count: int) -> None:
+        expected = [Expected(self._peer, Key("F", 0, i), None, torch.uint8) for i in range(count)]
+        self._transport.begin(expected, count)
+        self._sent = self._received = 0
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self._transport.isend(tensor, self._peer, Key("F", 0, self._sent))
+        self._sent += 1
+
+    def recv(self) -> object:
+        key = Key("F", 0, self._received)
+        self._received += 1
+        return self._transport.recv(self._peer, key, _TIMEOUT_S)
+
+    def finish(self) -> None:
+        self._transport.flush(_TIMEOUT_S)
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+@dataclass
+class Times:
+    """What was measured with one wire and size."""
+
+    latency_s: list[float] = field(default_factory=list)
+    bandwidth_bytes_per_s: list[float] = field(default_factory=list)
+
+
+def _ping_pong(wire: _Wire, tensor: torch.Tensor, count: int) -> list[float]:
+    """Half round trips, seen by rank 0."""
+    wire.start(count)
+    dist.barrier()
+    times = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        if dist.get_rank() == 0:
+            wire.send(tensor)
+            wire.recv()
+        else:
+            wire.recv()
+            wire.send(tensor)
+        times.append((time.perf_counter() - begin) / 2)
+    wire.finish()
+    return times
+
+
+def _stream(wire: _Wire, tensor: torch.Tensor, count: int) -> float:
+    """Bytes for each second from rank 0 to rank 1, up to the answer to the last one."""
+    wire.start(count)
+    dist.barrier()
+    begin = time.perf_counter()
+    if dist.get_rank() == 0:
+        for _ in range(count):
+            wire.send(tensor)
+        wire.recv()
+    else:
+        for _ in range(count):
+            wire.recv()
+        wire.send(tensor)
+    seconds = time.perf_counter() - begin
+    if dist.get_rank() == 0:  # what is announced is received, to the last message
+        for _ in range(count - 1):
+            wire.recv()
+    else:
+        for _ in range(count - 1):
+            wire.send(tensor)
+    wire.finish()
+    return count * tensor.nbytes / seconds
+
+
+def measure(num_bytes: int, rounds: int) -> dict[str, Times]:
+    """Measure all wires with one size, on one of two ranks."""
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    wires: dict[str, _Wire] = {
+        "gloo": _Gloo(num_bytes),
+        "shm": _SharedMemory(num_bytes, f"whole-{num_bytes}"),
+    }
+    if num_bytes > _PIECE_BYTES:
+        wires["shm, pieces"] = _SharedMemory(_PIECE_BYTES, f"pieces-{num_bytes}")
+    tensor = torch.ones(num_bytes, dtype=torch.uint8)
+    target = torch.zeros_like(tensor)
+    count = max(4, min(300, (1 << 26) // num_bytes))
+    times = {name: Times() for name in (*wires, "copy")}
+    for turn in range(rounds + 1):  # the first one warms up
+        for name, wire in wires.items():
+            latencies, bandwidth = _ping_pong(wire, tensor, count), _stream(wire, tensor, count)
+            if turn > 0:
+                times[name].latency_s += latencies
+                times[name].bandwidth_bytes_per_s.append(bandwidth)
+        dist.barrier()
+        if dist.get_rank() == 0:  # alone, while the other one waits
+            copies = [_timed(lambda: target.copy_(tensor)) for _ in range(count)]
+            times["copy"].latency_s += copies if turn > 0 else []
+    for wire in wires.values():
+        wire.close()
+    return times
+
+
+def _timed(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def rows_of(num_bytes: int, times: dict[str, Times]) -> list[dict[str, object]]:
+    """Turn what rank 0 measured into rows of the table."""
+    rows: list[dict[str, object]] = []
+    gloo_s = statistics.median(times["gloo"].latency_s)
+    for wire, measured in times.items():
+        latency_s = statistics.median(measured.latency_s)
+        bandwidths = measured.bandwidth_bytes_per_s or [num_bytes / latency_s]
+        rows.append(
+            {
+                "wire": wire,
+                "nbytes": num_bytes,
+                "latency_s": latency_s,
+                "bandwidth_bytes_per_s": statistics.median(bandwidths),
+                "ratio_to_gloo": gloo_s / latency_s,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    args = parser.parse_args()
+
+    from benchmarks import transport  # ranks find what they run by the name of its module
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    rows = []
+    print(f"{'bytes':>10}  {'wire':<12}{'latency us':>12}{'GB/s':>8}{'x gloo':>8}")
+    for num_bytes in SIZES:
+        times = run_ranks(2, transport.measure, num_bytes, args.rounds, timeout_s=300)[0]
+        for row in rows_of(num_bytes, times):
+            print(
+                f"{num_bytes:>10}  {row['wire']:<12}{1e6 * row['latency_s']:>12.1f}"
+                f"{row['bandwidth_bytes_per_s'] / 1e9:>8.2f}{row['ratio_to_gloo']:>8.1f}"
+            )
+            rows.append(row)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

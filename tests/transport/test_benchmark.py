@@ -1,0 +1,22 @@
+"""The benchmark of transports measures what it says; how fast things are is not tested here."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import transport
+from tests.ranks import run_ranks
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize(
+    ("num_bytes", "wires"),
+    [(1 << 10, ["gloo", "shm", "copy"]), (1 << 24, ["gloo", "shm", "shm, pieces", "copy"])],
+)
+def test_every_wire_has_a_row(num_bytes, wires) -> None:
+    times = run_ranks(2, transport.measure, num_bytes, 1)[0]
+    rows = transport.rows_of(num_bytes, times)
+    assert [row["wire"] for row in rows] == wires
+    assert all(row["nbytes"] == num_bytes for row in rows)
+    assert rows[0]["ratio_to_gloo"] == 1.0
+    assert all(row["latency_s"] > 0 and row["bandwidth_bytes_per_s"] > 0 for row in rows)
