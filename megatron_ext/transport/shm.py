@@ -103,9 +103,8 @@ class SharedMemoryTransport:
         self._told: dict[tuple[int, int], None] = {}
         """Arrivals that the core named and that `poll` did not return, in order."""
         self._stats = Stats()
-        self._connect(connect_local(
-            store, rank, peers, run_id=run_id, timeout_s=connect_timeout_s
-        ), connect_timeout_s)  # fmt: skip
+        sockets = connect_local(store, rank, peers, run_id=run_id, timeout_s=connect_timeout_s)
+        self._connect(sockets, connect_timeout_s)
 
     def _connect(self, sockets: dict[int, socket.socket], timeout_s: float) -> None:
         endpoint = self._usable()
@@ -121,8 +120,9 @@ class SharedMemoryTransport:
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step. Messages of peers that are ahead may be here already."""
         self._usable()
-        for item in self._expected.values():
-            raise TransportError(f"{item.key} of the step before was never received")
+        if self._expected:
+            left = next(iter(self._expected.values()))
+            raise TransportError(f"{left.key} of the step before was never received")
         self._step = (self._step + 1) % _NUM_STEPS
         self._expected = {(item.source, self._tag(item.key)): item for item in expected}
 
