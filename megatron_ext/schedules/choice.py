@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megatron_ext.schedules.costs import UNIT, Costs
 from megatron_ext.schedules.registry import CSV_PREFIX, generate, get
@@ -19,7 +19,12 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.actions import Option, Schedule
     from megatron_ext.schedules.placement import Placement
 
-__all__ = ["Choice", "current", "folded", "use"]
+__all__ = ["TRANSPORTS", "Choice", "TransportName", "current", "folded", "use"]
+
+TransportName = Literal["torch", "shm"]
+
+TRANSPORTS: tuple[TransportName, ...] = ("torch", "shm")
+"""torch.distributed, the default; shared memory of one host."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ class Choice:
     costs: Costs = UNIT
     timeout_s: float = 600.0
     """How long a rank waits for one message before it gives up."""
+    transport: TransportName = "torch"
+    """What carries tensors between ranks."""
     _tables: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property

@@ -12,9 +12,10 @@ import logging
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext import devices
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules import batches, plan, stages
-from megatron_ext.schedules.choice import Choice, current, use
+from megatron_ext.schedules.choice import TRANSPORTS, Choice, TransportName, current, use
 from megatron_ext.schedules.costs import UNIT, Costs
 from megatron_ext.schedules.incompatible import refuse_flags, refuse_flags_of_table
 from megatron_ext.schedules.registry import CSV_PREFIX, generate, get, registered
@@ -50,6 +51,12 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
                 choices=values,
                 help=f"Of --pipeline-schedule {generator.name} (default: {values[0]}).",
             )
+    group.add_argument(
+        "--pipeline-transport",
+        choices=TRANSPORTS,
+        help="What carries tensors between the ranks of --pipeline-schedule: torch.distributed, or "
+        f"shared memory, for ranks of one host on the CPU (default: {TRANSPORTS[0]}).",
+    )
     group.add_argument(
         "--pipeline-costs",
         metavar="F,I,W[,LATENCY]",
@@ -90,6 +97,7 @@ def prepare(args: Namespace) -> None:
         options,
         _costs(args),
         60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10),
+        _transport(args),
     )
     _prove(args, choice, sizes)
     refuse_flags_of_table(name, args, choice.schedule(choice.num_microbatches))
@@ -116,9 +124,23 @@ def _chosen(args: Namespace) -> str | None:
                 "leave one of them out"
             )
         name = "bitpipe"
-    if name is None and getattr(args, "pipeline_costs", None) is not None:
+    for dest in ("pipeline_costs", "pipeline_transport"):
+        if name is None and getattr(args, dest, None) is not None:
+            raise ArgumentsError(
+                f"--{dest.replace('_', '-')} is for schedules of this package; add "
+                "--pipeline-schedule NAME"
+            )
+    return name
+
+
+def _transport(args: Namespace) -> TransportName:
+    """Return `--pipeline-transport`, after checking that the device can do it."""
+    name: TransportName = getattr(args, "pipeline_transport", None) or TRANSPORTS[0]
+    device = devices.current().name
+    if name == "shm" and device != "cpu":
         raise ArgumentsError(
-            "--pipeline-costs is for schedules of this package; add --pipeline-schedule NAME"
+            f"--pipeline-transport shm carries tensors of the CPU, this run is on {device}; take "
+            "--pipeline-transport torch"
         )
     return name
 
@@ -296,7 +318,7 @@ def _running(choice: Choice) -> str:
         f"pipeline schedule: {schedule.label} on {choice.pp} ranks{hosted}, "
         f"{schedule.total_microbatches} micro-batches: bubble {timeline.bubble:g} "
         f"({100 * timeline.bubble_ratio:.1f} %), peak {timeline.peak_activations:g} activations, "
-        f"simulated for costs {choice.costs}"
+        f"simulated for costs {choice.costs}; messages over {choice.transport}"
     )
 
 

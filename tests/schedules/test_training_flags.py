@@ -8,12 +8,13 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_ext.errors import ArgumentsError, UserError
-from megatron_ext.schedules import csv_io, generate, plan, registered
+from megatron_ext.schedules import csv_io, generate, plan, registered, training_flags
 from megatron_ext.schedules.choice import Choice, current, use
 from megatron_ext.schedules.costs import UNIT, Costs
 from megatron_ext.schedules.training_flags import add_flags, check, prepare
@@ -128,7 +129,8 @@ def test_the_flags_that_plan_prints_run_what_it_shows(way: str) -> None:
 
 RUNNING = (
     "pipeline schedule: bitpipe order=zb on 8 ranks (two mirrored pipelines of 4), 16 "
-    "micro-batches: bubble 1.5 (3.0 %), peak 8 activations, simulated for costs 1,1,1"
+    "micro-batches: bubble 1.5 (3.0 %), peak 8 activations, simulated for costs 1,1,1; "
+    "messages over torch"
 )
 TOLD: dict[str, tuple[str, int, dict[str, Any]]] = {
     "twins": (
@@ -218,6 +220,10 @@ REFUSED = {
         ["--bitpipe-order is for bitpipe, and zb-v was chosen"],
     ),
     "option alone": (PP4 + "--bitpipe-order zb", 4, ["none was chosen"]),
+    "transport alone": (
+        PP4 + "--pipeline-transport shm", 4,
+        ["--pipeline-transport is for schedules", "add --pipeline-schedule NAME"],
+    ),
     "costs alone": (PP4 + "--pipeline-costs 1,1,1", 4, ["add --pipeline-schedule NAME"]),
     "costs": (
         PP4 + "--pipeline-schedule zb-v --pipeline-costs 1,2", 4,
@@ -476,3 +482,15 @@ def test_mistakes_end_in_one_line(way: str) -> None:
         line for log in run.logs for line in log.splitlines() if "megatron_ext: error" in line
     ]
     assert "--pipeline-schedule dualpipe-v with 1 micro-batches" in line
+
+
+def test_shared_memory_is_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = Namespace(pipeline_transport="shm")
+    assert training_flags._transport(args) == "shm"
+    gpu = SimpleNamespace(name="cuda")
+    monkeypatch.setattr(training_flags.devices, "current", lambda: gpu)
+    with pytest.raises(
+        ArgumentsError, match="this run is on cuda; take --pipeline-transport torch"
+    ):
+        training_flags._transport(args)
+    assert training_flags._transport(Namespace(pipeline_transport=None)) == "torch"

@@ -22,12 +22,13 @@ from megatron.core.utils import get_model_config
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.choice import Choice, current
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
+from megatron_ext.schedules.runtime.connect import open_transport
 from megatron_ext.schedules.runtime.executor import Executor, Peers, Shapes
 from megatron_ext.schedules.runtime.microbatches import MicrobatchData, TwinExchange
 from megatron_ext.schedules.runtime.split import SPLIT
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.runtime.tables import Table, check_agreement, make_table
-from megatron_ext.transport.torch_dist import Channel, TorchTransport
+from megatron_ext.transport.torch_dist import Channel
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.placement import Placement
@@ -72,7 +73,10 @@ def forward_backward(
         raise ScheduleError("give both p2p_communicator and pg_collection, or neither of them")
     groups = _default_groups() if pg_collection is None else pg_collection
     config = get_model_config(chunks[0])
-    runtime = _runtime(choice, groups, chunks, config)
+    shapes = _shapes(
+        config, groups, decoder_seq_length or seq_length, micro_batch_size, adjust_tensor_shapes_fn
+    )
+    runtime = _runtime(choice, groups, chunks, config, shapes)
     table = runtime.table(num_microbatches, backward=not forward_only)
     call = Call(
         forward_step_func=forward_step_func,
@@ -84,9 +88,6 @@ def forward_backward(
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
-    )
-    shapes = _shapes(
-        config, groups, decoder_seq_length or seq_length, micro_batch_size, adjust_tensor_shapes_fn
     )
     finalizes = config.finalize_model_grads_func is not None and not forward_only
     with _timed(config), _aside(config, forward_only):
@@ -177,7 +178,11 @@ _runtimes: dict[tuple[int, int], _Runtime] = {}
 
 
 def _runtime(
-    choice: Choice, groups: ProcessGroupCollection, chunks: Sequence[torch.nn.Module], config: Any
+    choice: Choice,
+    groups: ProcessGroupCollection,
+    chunks: Sequence[torch.nn.Module],
+    config: Any,
+    shapes: Shapes,
 ) -> _Runtime:
     """Return the runtime of a choice and a pipeline group, made at the first step."""
     key = (id(choice), id(groups.pp))
@@ -188,13 +193,8 @@ def _runtime(
     _check_fit(choice, placement, groups, chunks)
     device = next(chunks[0].parameters()).device
     peers = Peers(dist.get_process_group_ranks(groups.pp), _twin() if choice.twins == 2 else None)
-    assert dist.group.WORLD is not None
-    transport = TorchTransport(
-        dist.group.WORLD,
-        device,
-        _channels(placement, groups.pp.rank(), peers),
-        shapes_travel=_shapes_travel(config),
-    )
+    channels = _channels(placement, groups.pp.rank(), peers)
+    transport = open_transport(choice, device, channels, shapes, config.pipeline_dtype)
     _runtimes[key] = _Runtime(choice, groups, device, transport, peers)
     return _runtimes[key]
 

@@ -109,7 +109,7 @@ class Executor:
             try:
                 tensor = self.transport.recv(source, Key(*needs.tag, part), self.timeout_s)
             except TransportError as error:
-                raise TransportError(
+                raise type(error)(
                     f"rank {dist.get_rank()} (pipeline rank {self.table.rank}) cannot run "
                     f"{operation.action}, action {self.table.operations.index(operation)} of its "
                     f"{len(self.table.operations)} in {self.table.schedule.label}: {error}"

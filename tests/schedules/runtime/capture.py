@@ -31,6 +31,8 @@ class Captured:
     """After the last step: parameter name to digest."""
     tables: list[str] = field(default_factory=list)
     """Labels of the tables that the executor ran, in the order of first use."""
+    transports: list[str] = field(default_factory=list)
+    """Classes of the transports that it opened."""
 
 
 def train(num_ranks: int, flags: str, *, model: str = "gpt", timeout_s: float = 120) -> Captured:
@@ -42,7 +44,7 @@ def train(num_ranks: int, flags: str, *, model: str = "gpt", timeout_s: float = 
     together = Captured(gradients=[{} for _ in by_rank[0].gradients])
     for rank, captured in enumerate(by_rank):
         together.losses = captured.losses if any(captured.losses) else together.losses
-        together.tables = captured.tables
+        together.tables, together.transports = captured.tables, captured.transports
         for mine, theirs in zip(together.gradients, captured.gradients, strict=True):
             _merge(mine, theirs, rank)
         _merge(together.parameters, captured.parameters, rank)
@@ -70,7 +72,14 @@ def run_here(model: str, argv: list[str]) -> Captured:
         captured.tables.append(table.schedule.label)
         return table
 
-    entry.make_table = told
+    open_transport = entry.open_transport
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        transport = open_transport(*args, **kwargs)
+        captured.transports.append(type(transport).__name__)
+        return transport
+
+    entry.make_table, entry.open_transport = told, opened
     trainer.main(model, argv)
     return captured
 

@@ -112,6 +112,16 @@ def test_with_other_parallelism(schedule: str, ranks_per_stage: int, flags: str)
     check(num_ranks, schedule, flags, theirs=PP2, ours=PP4 if twins else PP2)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "bitpipe"])
+def test_over_shared_memory(schedule: str) -> None:
+    flags = GPT.replace("--eval-iters 0", "--eval-iters 1") + UNCLIPPED + EIGHT_LAYERS
+    ours = (PP4 if schedule in TWINS else PP2) + "--pipeline-transport shm "
+    found = train(4, f"{flags}{ours}--pipeline-schedule {schedule} ")
+    assert found.transports == ["SharedMemoryTransport"]
+    assert found.tables[1:] == ["forward-only"]
+    assert_equal(found, stock(4, flags + PP2))
+
+
 def test_expert_parallelism() -> None:
     flags = GPT + UNCLIPPED + LLAMA + MOE + EP2 + SHARDED
     check(4, "zb-v", flags, theirs=PP2, ours=PP2)

@@ -1,0 +1,86 @@
+"""Opens the transport that a run was asked for."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import math
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from megatron_ext.schedules.validate import validate
+from megatron_ext.transport.shm import SharedMemoryTransport
+from megatron_ext.transport.torch_dist import Channel, TorchTransport
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_ext.schedules.choice import Choice
+    from megatron_ext.schedules.runtime.executor import Shapes
+    from megatron_ext.transport.base import Transport
+
+__all__ = ["open_transport"]
+
+_SLOT_BYTES = 1 << 20
+"""Where nobody knows how long messages are: longer ones go through in pieces."""
+
+_opened = itertools.count()
+
+
+def open_transport(
+    choice: Choice,
+    device: torch.device,
+    channels: Sequence[Channel],
+    shapes: Shapes,
+    dtype: torch.dtype,
+) -> Transport:
+    """Connect this rank with those that it exchanges tensors with. Collective over all of them.
+
+    Args:
+        choice: Of this run.
+        device: Where received tensors are made.
+        channels: All that this rank has an end of.
+        shapes: Of the tensors of one hand-over.
+        dtype: Of these tensors.
+
+    Raises:
+        TransportError: The transport cannot be had here; says why.
+    """
+    known = [shape for tensors in shapes.values() for shape in tensors]
+    if choice.transport == "torch":
+        shapes_travel = None in known
+        assert dist.group.WORLD is not None
+        return TorchTransport(dist.group.WORLD, device, channels, shapes_travel=shapes_travel)
+    me = dist.get_rank()
+    # The number of the transport: a process that parses its arguments twice opens two.
+    job = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
+    transport = SharedMemoryTransport(
+        dist.distributed_c10d._get_default_store(),
+        me,
+        {rank for channel in channels for rank in channel[:2]} - {me},
+        run_id="/".join([*job, str(next(_opened))]),
+        device=device,
+        slots=_slots(choice),
+        slot_bytes=max(
+            (math.prod(shape) * dtype.itemsize for shape in known if shape is not None),
+            default=_SLOT_BYTES,
+        ),
+        connect_timeout_s=choice.timeout_s,
+    )
+    # Peers that are not done yet then know that this rank has ended as it should.
+    atexit.register(transport.close)
+    return transport
+
+
+def _slots(choice: Choice) -> int:
+    """Room for what any two ranks have under way, both kinds together, and as much to be kept."""
+    by_pair: dict[frozenset[int], int] = defaultdict(int)
+    for (source, target, _), slots in validate(
+        choice.schedule(choice.num_microbatches)
+    ).slots.items():
+        by_pair[frozenset((source, target))] += slots
+    return max(2, 2 * max(by_pair.values(), default=1))
