@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ __all__ = ["Own", "Peer", "System", "all_systems"]
 
 
 @dataclass(frozen=True)
-class System:
+class System(ABC):
     """A runtime with one of its schedules."""
 
     name: str
@@ -32,15 +33,15 @@ class System:
     def check(self, pp: int, num_microbatches: int) -> None:
         """Raise ScheduleError, with the rule, if there is no such schedule of these sizes."""
 
+    @abstractmethod
     def placement(self, pp: int) -> Placement:
         """Return where the stages are."""
-        raise NotImplementedError
 
+    @abstractmethod
     def prepare(
         self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
     ) -> Callable[[], None]:
         """Return the function that runs one step on this rank, of an initialised world."""
-        raise NotImplementedError
 
     def share(self, pp: int) -> float:
         """Return which part of 1/pp of the model one stage is."""
