@@ -12,7 +12,6 @@ import logging
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext import devices
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules import batches, plan, stages
 from megatron_ext.schedules.choice import TRANSPORTS, Choice, TransportName, current, use
@@ -136,12 +135,12 @@ def _chosen(args: Namespace) -> str | None:
 def _transport(args: Namespace) -> TransportName:
     """Return `--pipeline-transport`, after checking that the device can do it."""
     name: TransportName = getattr(args, "pipeline_transport", None) or TRANSPORTS[0]
-    device = devices.current().name
-    if name == "shm" and device != "cpu":
-        raise ArgumentsError(
-            f"--pipeline-transport shm carries tensors of the CPU, this run is on {device}; take "
-            "--pipeline-transport torch"
-        )
+    if name != TRANSPORTS[0]:
+        from megatron_ext.schedules.runtime.connect import why_not
+
+        reason = why_not(name)
+        if reason is not None:
+            raise ArgumentsError(reason)
     return name
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext import devices
 from megatron_ext.errors import ArgumentsError, UserError
 from megatron_ext.schedules import csv_io, generate, plan, registered, training_flags
 from megatron_ext.schedules.choice import Choice, current, use
@@ -488,7 +489,7 @@ def test_shared_memory_is_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     args = Namespace(pipeline_transport="shm")
     assert training_flags._transport(args) == "shm"
     gpu = SimpleNamespace(name="cuda")
-    monkeypatch.setattr(training_flags.devices, "current", lambda: gpu)
+    monkeypatch.setattr(devices, "current", lambda: gpu)
     with pytest.raises(
         ArgumentsError, match="this run is on cuda; take --pipeline-transport torch"
     ):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from megatron_ext import devices
 from megatron_ext.schedules.validate import validate
 from megatron_ext.transport.shm import SharedMemoryTransport
 from megatron_ext.transport.torch_dist import Channel, TorchTransport
@@ -19,11 +20,11 @@ from megatron_ext.transport.torch_dist import Channel, TorchTransport
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.schedules.choice import Choice
+    from megatron_ext.schedules.choice import Choice, TransportName
     from megatron_ext.schedules.runtime.executor import Shapes
     from megatron_ext.transport.base import Transport
 
-__all__ = ["open_transport"]
+__all__ = ["open_transport", "why_not"]
 
 _SLOT_BYTES = 1 << 20
 """Where nobody knows how long messages are: longer ones go through in pieces."""
@@ -74,6 +75,17 @@ def open_transport(
     # Peers that are not done yet then know that this rank has ended as it should.
     atexit.register(transport.close)
     return transport
+
+
+def why_not(transport: TransportName) -> str | None:
+    """Return why a transport cannot carry tensors of the device in use, with what can, or None."""
+    device = devices.current().name
+    if transport == "shm" and device != "cpu":
+        return (
+            f"--pipeline-transport shm carries tensors of the CPU, this run is on {device}; take "
+            "--pipeline-transport torch"
+        )
+    return None
 
 
 def _slots(choice: Choice) -> int:
