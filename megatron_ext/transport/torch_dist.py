@@ -130,7 +130,7 @@ class TorchTransport:
         sent = self._sent[channel]
         limit = self._slots * (2 if self._shapes_travel else 1)
         while len(sent) > limit:  # these have been received, or the receiver would hold too much
-            sent.popleft()[0].wait()
+            self._wait_sent(channel, sent.popleft()[0], None)
 
     def recv(self, source: int, key: Key, timeout_s: float) -> torch.Tensor:
         """Return a tensor when it is there, and post the next receive of its channel."""
@@ -161,14 +161,7 @@ class TorchTransport:
         """Wait until every tensor sent has left."""
         for channel, sent in self._sent.items():
             while sent:
-                work, _ = sent.popleft()
-                try:
-                    work.wait(timedelta(seconds=timeout_s))
-                except RuntimeError as error:
-                    raise TransportError(
-                        f"rank {channel.target} did not take what rank {channel.source} sent it "
-                        f"within {timeout_s:g} s: {_first_line(error)}"
-                    ) from error
+                self._wait_sent(channel, sent.popleft()[0], timeout_s)
 
     def abort(self, reason: str) -> None:
         """Drop what is under way. Peers notice by their time-outs, or when this process ends."""
@@ -246,6 +239,20 @@ class TorchTransport:
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _wait_sent(self, channel: Channel, work: dist.Work, timeout_s: float | None) -> None:
+        """Wait until a tensor has left; without a time-out of its own, that of the group holds."""
+        begin = time.perf_counter()
+        try:
+            if timeout_s is None:
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {channel.target} did not take what rank {channel.source} sent it: waited "
+                f"{time.perf_counter() - begin:.1f} s; {_first_line(error)}"
+            ) from error
 
     def _wait(self, work: dist.Work, source: int, key: Key, timeout_s: float) -> None:
         begin = time.perf_counter()
