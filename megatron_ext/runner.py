@@ -89,7 +89,7 @@ def _execute(start: Start, argv: Sequence[str]) -> None:
         from megatron_ext.training.main import main as train
 
         assert start.model is not None
-        # As upstream's scripts: megatron.core's timers tell what they measured at this level.
+        # As upstream's scripts, which show what megatron.core tells at this level.
         _show_log("megatron", logging.INFO, sys.stdout)
         train(start.model, argv)
         return

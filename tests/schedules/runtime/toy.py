@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -68,14 +67,14 @@ def samples(num_microbatches: int) -> Iterator[torch.Tensor]:
 
 
 def forward_step(
-    data_iterator: Iterator[torch.Tensor] | None, model: Stage, last: int = 0
+    data_iterator: Iterator[torch.Tensor] | None, model: Stage
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Take data on the first stage only, as GPT does; report the loss on the last."""
     data = next(data_iterator) if model.number == 0 and data_iterator is not None else None
-    return model(data), partial(_loss, last)
+    return model(data), _loss
 
 
-def _loss(_last: int, output: torch.Tensor, non_loss_data: bool = False) -> Any:
+def _loss(output: torch.Tensor, non_loss_data: bool = False) -> Any:
     if non_loss_data:
         return output.sum().item()
     tokens = torch.tensor(LENGTH * BATCH, dtype=torch.int)
