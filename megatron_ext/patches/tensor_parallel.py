@@ -1,4 +1,4 @@
-"""Patches on the random numbers of tensor parallelism."""
+"""Patches on the random numbers of tensor parallelism, and on recomputation beside them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.patches.conditions import on_cpu
+from megatron_ext.patches.conditions import on_cpu, without_te
 from megatron_ext.patches.registry import REGISTRY, Patch
 
 __all__ = ["PATCHES"]
@@ -34,6 +34,13 @@ def _quieten(
     call(*args, **kwargs)
 
 
+def _without_fp8(
+    call: Callable[..., None], _instance: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> None:
+    """Say that nothing is in FP8; upstream's default says the contrary."""
+    call(fp8=None)
+
+
 PATCHES = (
     Patch(
         id="tensor_parallel.rng_notice",
@@ -42,5 +49,13 @@ PATCHES = (
         when=on_cpu,
         reason="each use of the device's generator is reported as a change of the host's, which "
         "on the host are one",
+    ),
+    Patch(
+        id="tensor_parallel.recompute_without_fp8",
+        target=f"{_MODULE}:CheckpointWithoutOutput.__init__",
+        fn=_without_fp8,
+        when=without_te,
+        reason="it asks `fp8 is not None` of a default that is False, and then calls Transformer "
+        "Engine, installed or not: --recompute-modules layernorm ends in a NameError",
     ),
 )
