@@ -1,4 +1,4 @@
-// Python bindings of the links between processes of one host.
+// Python bindings of the links between processes.
 
 #include <fcntl.h>
 #include <pybind11/pybind11.h>
@@ -15,9 +15,10 @@
 #include <vector>
 
 #include "bind.h"
+#include "core/endpoint.h"
 #include "core/errors.h"
 #include "core/message.h"
-#include "shm/endpoint.h"
+#include "shm/shm_link.h"
 
 namespace py = pybind11;
 
@@ -32,18 +33,25 @@ std::shared_ptr<void> share(py::object object) {
             }};
 }
 
-void offer(Endpoint& self, int peer, const py::object& socket) {
+UniqueFd duplicate(int peer, const py::object& socket) {
     UniqueFd own_fd(::fcntl(to_fd(socket), F_DUPFD_CLOEXEC, 0));
     if (!own_fd) {
         const int error_number = errno;
         throw_errno("cannot take over the socket to rank " + std::to_string(peer), error_number);
     }
-    self.offer(peer, std::move(own_fd));
+    return own_fd;
 }
 
-void accept(Endpoint& self, int peer, std::optional<double> timeout_s) {
+std::shared_ptr<ShmLink> offer_shm(const Endpoint& endpoint, int peer, const py::object& socket) {
+    const LinkContext context = endpoint.context(peer);
+    UniqueFd own_fd = duplicate(peer, socket);
+    py::gil_scoped_release no_gil;  // allocating an arena takes a while
+    return std::make_shared<ShmLink>(context, std::move(own_fd));
+}
+
+void accept_shm(ShmLink& self, std::optional<double> timeout_s) {
     py::gil_scoped_release no_gil;
-    self.accept(peer, to_deadline(timeout_s), &check_python_signals);
+    self.accept(to_deadline(timeout_s), &check_python_signals);
 }
 
 void send(Endpoint& self, int peer, std::uint64_t tag, std::pair<int, int> dtype,
@@ -116,6 +124,8 @@ const char* state_name(const PeerReport& report) {
 }  // namespace
 
 void bind_endpoint(py::module_& module) {
+    // Nobody may wait for the endpoint's lock with Python's.
+    const py::call_guard<py::gil_scoped_release> no_gil;
     py::class_<Message>(module, "Message", py::buffer_protocol(), py::is_final(),
                         "A message that arrived: a writable buffer of its bytes, in shared memory "
                         "or in memory that is used again afterwards.")
@@ -132,23 +142,35 @@ void bind_endpoint(py::module_& module) {
     py::class_<PeerReport>(module, "PeerReport", py::is_final(), "How a peer is.")
         .def_readonly("rank", &PeerReport::rank, "Its rank.")
         .def_property_readonly("state", &state_name, "open, closed, died or aborted.")
-        .def_readonly("reason", &PeerReport::reason, "Why it gave up, if it did.")
+        .def_readonly("wire", &PeerReport::wire, "shm, tcp or rdma.")
+        .def_readonly("reason", &PeerReport::reason,
+                      "Why it gave up, or how its death was noticed.")
         .def_readonly("num_arrived", &PeerReport::num_arrived,
                       "Messages from it that were not taken.")
-        .def_readonly("num_held", &PeerReport::num_held,
-                      "Slots of its arena that messages are in, taken or not.")
-        .def_readonly("num_queued", &PeerReport::num_queued, "Messages to it that wait for room.");
+        .def_property_readonly(
+            "num_held", [](const PeerReport& self) { return self.counts.num_held; },
+            "Slots that messages of it are in, taken or not.")
+        .def_property_readonly(
+            "num_queued", [](const PeerReport& self) { return self.counts.num_queued; },
+            "Messages to it that wait for room.");
+
+    py::class_<Link, std::shared_ptr<Link>>(module, "Link", "The connection with one peer.");
+
+    py::class_<ShmLink, Link, std::shared_ptr<ShmLink>>(
+        module, "ShmLink", py::is_final(), "The connection with a peer, through shared memory.")
+        .def(py::init(&offer_shm), py::arg("endpoint"), py::arg("peer"), py::arg("socket"),
+             "Give a peer, over a connected SOCK_SEQPACKET socket, what it needs to send to us.")
+        .def("accept", &accept_shm, py::arg("timeout_s") = py::none(),
+             "Wait for the same from the peer.");
 
     py::class_<Endpoint>(module, "Endpoint", py::is_final(),
-                         "One process of a job and its links to others of the same host.")
+                         "One process of a job and its links to others.")
         .def(py::init([](int rank, std::uint32_t slots, std::uint64_t slot_bytes, bool checksums) {
                  return std::make_unique<Endpoint>(rank, ArenaSize{slots, slot_bytes}, checksums);
              }),
              py::arg("rank"), py::arg("slots"), py::arg("slot_bytes"), py::arg("checksums") = false)
-        .def("offer", &offer, py::arg("peer"), py::arg("socket"),
-             "Give a peer, over a connected SOCK_SEQPACKET socket, what it needs to send to us.")
-        .def("accept", &accept, py::arg("peer"), py::arg("timeout_s") = py::none(),
-             "Wait for the same from the peer.")
+        .def("add", &Endpoint::add, py::arg("peer"), py::arg("link"),
+             "Use a connected link from now on.")
         .def("send", &send, py::arg("peer"), py::arg("tag"), py::arg("dtype"), py::arg("shape"),
              py::arg("address"), py::arg("num_bytes"), py::arg("owner"),
              "Send bytes; `owner` is kept until they are copied.")
@@ -158,9 +180,10 @@ void bind_endpoint(py::module_& module) {
              "Wait for messages that were not named before; (source, tag) of each.")
         .def("flush", &flush, py::arg("timeout_s") = py::none(),
              "Wait until all that was sent can be taken; False if it does not come to that.")
-        .def("abort", &Endpoint::abort, py::arg("reason"), "Tell all peers to stop waiting.")
-        .def("close", &Endpoint::close, "Say farewell and let go of everything.")
-        .def("peers", &Endpoint::peers, "How the peers are.");
+        .def("abort", &Endpoint::abort, py::arg("reason"), no_gil,
+             "Tell all peers to stop waiting.")
+        .def("close", &Endpoint::close, no_gil, "Say farewell and let go of everything.")
+        .def("peers", &Endpoint::peers, no_gil, "How the peers are.");
 }
 
 }  // namespace megatron_ext

@@ -1,5 +1,8 @@
 #include "core/buffer_pool.h"
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <deque>
@@ -60,6 +63,9 @@ class BufferPool::State {
     }
 
     void give_back(Block block) {
+        if (::getpid() != process_) {
+            return;  // a forked child has a copy, and perhaps a lock that nobody will open
+        }
         const std::lock_guard lock(mutex_);
         used_bytes_ -= block.capacity;
         idle_bytes_ += block.capacity;
@@ -81,6 +87,7 @@ class BufferPool::State {
         }
     }
 
+    const pid_t process_ = ::getpid();
     std::mutex mutex_;
     std::deque<Block> idle_;  // the longest idle first
     std::size_t idle_bytes_ = 0;

@@ -53,12 +53,18 @@ Doorbell::Doorbell(void* word) : word_(static_cast<std::atomic<std::uint32_t>*>(
     }
 }
 
-std::uint32_t Doorbell::sequence() const noexcept { return word_->load(std::memory_order_acquire); }
+std::uint32_t Doorbell::sequence() const noexcept { return word_->load(std::memory_order_seq_cst); }
 
 void Doorbell::ring() noexcept {
-    word_->fetch_add(1, std::memory_order_release);
-    // Cannot fail on a mapped word; waking nobody costs one system call and no state to get out of
-    // step.
+    count();
+    // Waking nobody costs one system call and no state to get out of step.
+    wake();
+}
+
+void Doorbell::count() noexcept { word_->fetch_add(1, std::memory_order_seq_cst); }
+
+void Doorbell::wake() noexcept {
+    // Cannot fail on a mapped word.
     ::syscall(SYS_futex, word_, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 

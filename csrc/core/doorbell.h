@@ -36,6 +36,10 @@ class Doorbell {
     /// Counts one ring and wakes all waiters.
     void ring() noexcept;
 
+    /// The two halves of ring(), for who knows whether anybody sleeps.
+    void count() noexcept;
+    void wake() noexcept;
+
     /// Sleeps until the sequence differs from `seen`: true then, false if `deadline` came first.
     /// Signals do not end the wait, unless `check` throws. Throws TransportError if the word cannot
     /// be waited on.

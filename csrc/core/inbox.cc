@@ -26,12 +26,14 @@ Inbox::Inbox(int source, ArenaSize size, BufferPool pool)
       shared_(std::make_shared<Shared>(Arena::create(size))),
       pool_(std::move(pool)) {}
 
-void Inbox::set_sender_bell(std::shared_ptr<Segment> bell, void* word) {
-    shared_->sender_bell_memory = std::move(bell);
-    shared_->sender_bell.emplace(word);
+void Inbox::set_sender_bell(std::shared_ptr<ProcessBell> bell) {
+    shared_->sender_bell = std::move(bell);
 }
 
 void Inbox::Shared::release(std::uint32_t slot) noexcept {
+    if (::getpid() != process) {
+        return;
+    }
     // The order of the two words here and in Outbox::wants_room() decides that a sender which finds
     // no slot is rung.
     arena.released(slot / 64).fetch_or(std::uint64_t{1} << slot % 64, std::memory_order_seq_cst);

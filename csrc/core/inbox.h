@@ -1,5 +1,8 @@
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -9,9 +12,8 @@
 
 #include "core/arena.h"
 #include "core/buffer_pool.h"
-#include "core/doorbell.h"
 #include "core/message.h"
-#include "core/segment.h"
+#include "core/process_bell.h"
 
 namespace megatron_ext {
 
@@ -32,8 +34,8 @@ class Inbox {
     /// To be handed to the sender.
     int fd() const noexcept { return shared_->arena.fd(); }
 
-    /// Names the doorbell to ring when the sender waits for a slot: a word of `bell`.
-    void set_sender_bell(std::shared_ptr<Segment> bell, void* word);
+    /// Names the bell to ring when the sender waits for a slot. Before the first message.
+    void set_sender_bell(std::shared_ptr<ProcessBell> bell);
 
     /// The next message that is complete; nothing if there is none now. Throws TransportError if
     /// what stands in the arena cannot be a message.
@@ -50,8 +52,9 @@ class Inbox {
 
         Arena arena;
         std::atomic<std::uint32_t> num_held{0};
-        std::shared_ptr<Segment> sender_bell_memory;
-        std::optional<Doorbell> sender_bell;
+        std::shared_ptr<ProcessBell> sender_bell;
+        /// Messages that a forked child lets go are still its parent's.
+        const pid_t process = ::getpid();
     };
 
     /// A message of which some pieces are still to come.

@@ -6,21 +6,23 @@
 
 namespace megatron_ext {
 
-Outbox::Outbox(Arena arena, std::shared_ptr<Segment> bell, void* word, bool checksums)
-    : arena_(std::move(arena)), bell_memory_(std::move(bell)), bell_(word), checksums_(checksums) {
+Outbox::Outbox(Arena arena, std::shared_ptr<ProcessBell> bell, bool checksums)
+    : arena_(std::move(arena)), bell_(std::move(bell)), checksums_(checksums) {
     free_slots_.reserve(arena_.size().num_slots);
 }
 
-void Outbox::send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner) {
+void Outbox::send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
+                  LinkEvents& events) {
     queue_.push_back({info, static_cast<const std::byte*>(bytes), std::move(owner), 0});
-    push();
+    push(events);
 }
 
-void Outbox::push() {
+void Outbox::push(LinkEvents& events) {
     while (!queue_.empty() && (find_free_slots() || wants_room())) {
         Pending& pending = queue_.front();
         publish_piece(pending);
         if (pending.sent_bytes == pending.info.num_bytes) {
+            events.sent(std::move(pending.owner));
             queue_.pop_front();
         }
     }
@@ -76,7 +78,7 @@ void Outbox::publish_piece(Pending& pending) {
     ++next_sequence_;
     arena_.published().store(next_sequence_, std::memory_order_release);
     pending.sent_bytes += num_bytes;
-    bell_.ring();
+    bell_->ring();
 }
 
 }  // namespace megatron_ext

@@ -7,25 +7,26 @@
 #include <vector>
 
 #include "core/arena.h"
-#include "core/doorbell.h"
+#include "core/link.h"
 #include "core/message.h"
-#include "core/segment.h"
+#include "core/process_bell.h"
 
 namespace megatron_ext {
 
 /// The sending end of an arena, and what waits for room in it. Not synchronised.
 class Outbox {
   public:
-    /// `bell` is the segment of the receiver's doorbell, on `word`.
-    Outbox(Arena arena, std::shared_ptr<Segment> bell, void* word, bool checksums);
+    /// `bell` is the receiver's.
+    Outbox(Arena arena, std::shared_ptr<ProcessBell> bell, bool checksums);
 
     /// Copies a message to its receiver as far as there is room and queues the rest. `owner` keeps
     /// `bytes` alive until they are copied.
-    void send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner);
+    void send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
+              LinkEvents& events);
 
-    /// Goes on with what is queued. Afterwards, if anything still is, the receiver will ring when
-    /// it releases a slot.
-    void push();
+    /// Goes on with what is queued; `events` gets the owners of what is done. Afterwards, if
+    /// anything still is queued, the receiver will ring when it releases a slot.
+    void push(LinkEvents& events);
 
     std::size_t num_queued() const noexcept { return queue_.size(); }
 
@@ -44,8 +45,7 @@ class Outbox {
     void publish_piece(Pending& pending);
 
     Arena arena_;
-    std::shared_ptr<Segment> bell_memory_;
-    Doorbell bell_;
+    std::shared_ptr<ProcessBell> bell_;
     bool checksums_;
     std::vector<std::uint32_t> free_slots_;
     std::deque<Pending> queue_;

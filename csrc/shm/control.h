@@ -2,11 +2,10 @@
 
 #include <string>
 
+#include "core/link.h"
 #include "core/unique_fd.h"
 
 namespace megatron_ext {
-
-enum class PeerState { kOpen, kClosed, kDied, kAborted };
 
 /// The connection of two processes over a unix socket (SOCK_SEQPACKET), on which they say that they
 /// close or give up, and whose end without either is the peer's death. Death is also noticed by the

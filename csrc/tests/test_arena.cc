@@ -20,25 +20,34 @@ namespace {
 
 UniqueFd duplicate(int fd) { return UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
 
-/// Both ends of an arena in one process; each side has a doorbell in a segment of its own.
-struct Link {
-    explicit Link(ArenaSize size, bool checksums = false)
+std::shared_ptr<ProcessBell> new_bell() {
+    return std::make_shared<ProcessBell>(ProcessBell::create());
+}
+
+/// Both ends of an arena in one process; each side has a bell.
+struct Ends {
+    explicit Ends(ArenaSize size, bool checksums = false)
         : inbox(5, size, BufferPool()),
-          bell_of_receiver(std::make_shared<Segment>(Segment::create(4))),
-          bell_of_sender(std::make_shared<Segment>(Segment::create(4))),
-          outbox(Arena::attach(duplicate(inbox.fd())), bell_of_receiver, bell_of_receiver->data(),
-                 checksums) {
-        inbox.set_sender_bell(bell_of_sender, bell_of_sender->data());
+          outbox(Arena::attach(duplicate(inbox.fd())), receiver_bell, checksums) {
+        inbox.set_sender_bell(sender_bell);
     }
 
-    Doorbell receiver_bell() { return Doorbell(bell_of_receiver->data()); }
-    Doorbell sender_bell() { return Doorbell(bell_of_sender->data()); }
-
+    std::shared_ptr<ProcessBell> receiver_bell = new_bell();
+    std::shared_ptr<ProcessBell> sender_bell = new_bell();
     Inbox inbox;
-    std::shared_ptr<Segment> bell_of_receiver;
-    std::shared_ptr<Segment> bell_of_sender;
     Outbox outbox;
 };
+
+/// Lets go of what was sent.
+struct Forget final : LinkEvents {
+    void arrived(Message) override {}
+    void sent(std::shared_ptr<void>) override {}
+};
+
+void push(Outbox& outbox) {
+    Forget events;
+    outbox.push(events);
+}
 
 std::vector<unsigned char> content(std::uint64_t tag, std::size_t num_bytes) {
     std::vector<unsigned char> bytes(num_bytes);
@@ -53,7 +62,8 @@ void send(Outbox& outbox, std::uint64_t tag, std::size_t num_bytes) {
     info.tag = tag;
     info.num_bytes = num_bytes;
     auto bytes = std::make_shared<std::vector<unsigned char>>(content(tag, num_bytes));
-    outbox.send(info, bytes->data(), bytes);
+    Forget events;
+    outbox.send(info, bytes->data(), bytes, events);
 }
 
 void check_content(const Message& message) {
@@ -87,10 +97,10 @@ TEST(foreign_segments_are_refused) {
 }
 
 TEST(short_messages_stay_in_their_slot) {
-    Link link({4, 1000}, true);
+    Ends link({4, 1000}, true);
     send(link.outbox, 1, 1000);
     send(link.outbox, 2, 0);
-    CHECK_EQ(link.receiver_bell().sequence(), 2U);
+    CHECK_EQ(link.receiver_bell->sequence(), 2U);
     std::optional<Message> first = link.inbox.next();
     CHECK_EQ(link.inbox.num_held(), 1U);
     CHECK_EQ(link.inbox.next()->info.num_bytes, 0U);
@@ -103,7 +113,7 @@ TEST(short_messages_stay_in_their_slot) {
 
 TEST(whoever_keeps_messages_leaves_room_for_others) {
     for (const std::uint32_t num_slots : {1U, 2U, 3U, 8U, 100U}) {
-        Link link({num_slots, 64});
+        Ends link({num_slots, 64});
         std::vector<Message> kept;
         for (std::uint64_t tag = 0; tag < 300; ++tag) {
             send(link.outbox, tag, 64);
@@ -118,7 +128,7 @@ TEST(whoever_keeps_messages_leaves_room_for_others) {
 }
 
 TEST(slots_return_in_any_order) {
-    Link link({6, 64});
+    Ends link({6, 64});
     std::vector<Message> kept;
     for (std::uint64_t tag = 0; tag < 200; ++tag) {
         send(link.outbox, tag, 1 + tag % 64);
@@ -131,27 +141,27 @@ TEST(slots_return_in_any_order) {
 }
 
 TEST(a_sender_without_room_queues_and_is_rung) {
-    Link link({2, 64});
+    Ends link({2, 64});
     for (std::uint64_t tag = 0; tag < 5; ++tag) {
         send(link.outbox, tag, 10);
     }
     CHECK_EQ(link.outbox.num_queued(), 3U);
-    CHECK_EQ(link.sender_bell().sequence(), 0U);
+    CHECK_EQ(link.sender_bell->sequence(), 0U);
     std::vector<std::uint64_t> tags;
     while (tags.size() < 5) {
         while (const std::optional<Message> message = link.inbox.next()) {
             check_content(*message);
             tags.push_back(message->info.tag);
         }
-        link.outbox.push();
+        push(link.outbox);
     }
     CHECK((tags == std::vector<std::uint64_t>{0, 1, 2, 3, 4}));
-    CHECK(link.sender_bell().sequence() >= 1);
+    CHECK(link.sender_bell->sequence() >= 1);
     CHECK_EQ(link.outbox.num_queued(), 0U);
 }
 
 TEST(long_messages_go_through_in_pieces) {
-    Link link({3, 100}, true);
+    Ends link({3, 100}, true);
     send(link.outbox, 1, 1050);
     send(link.outbox, 2, 100);
     send(link.outbox, 3, 101);
@@ -160,7 +170,7 @@ TEST(long_messages_go_through_in_pieces) {
         while (std::optional<Message> message = link.inbox.next()) {
             received.push_back(std::move(*message));
         }
-        link.outbox.push();
+        push(link.outbox);
     }
     for (std::size_t i = 0; i < 3; ++i) {
         CHECK_EQ(received[i].info.tag, i + 1);
@@ -169,29 +179,30 @@ TEST(long_messages_go_through_in_pieces) {
 }
 
 TEST(the_owner_is_kept_until_the_bytes_are_copied) {
-    Link link({1, 64});
+    Ends link({1, 64});
     auto owner = std::make_shared<int>(0);
     const std::vector<char> bytes(128);
     MessageInfo info;
     info.num_bytes = bytes.size();
-    link.outbox.send(info, bytes.data(), owner);
+    Forget events;
+    link.outbox.send(info, bytes.data(), owner, events);
     CHECK_EQ(owner.use_count(), 2);
     CHECK(!link.inbox.next());
-    link.outbox.push();
+    push(link.outbox);
     CHECK_EQ(owner.use_count(), 1);
     CHECK(link.inbox.next());
 }
 
 TEST(damage_is_an_error) {
     {
-        Link link({2, 64}, true);
+        Ends link({2, 64}, true);
         send(link.outbox, 1, 64);
         const Arena arena = Arena::attach(duplicate(link.inbox.fd()));
         arena.bytes(arena.order(0))[63] ^= std::byte{1};
         CHECK_THROWS(link.inbox.next(), TransportError, "rank 5 are damaged: the checksum");
     }
     {
-        Link link({2, 64});
+        Ends link({2, 64});
         send(link.outbox, 1, 64);
         const Arena arena = Arena::attach(duplicate(link.inbox.fd()));
         arena.descriptor(arena.order(0)).piece_bytes = 65;
@@ -206,7 +217,7 @@ TEST(damage_is_an_error) {
 TEST(messages_outlive_their_link) {
     std::optional<Message> message;
     {
-        Link link({4, 64});
+        Ends link({4, 64});
         send(link.outbox, 1, 64);
         message = link.inbox.next();
     }
@@ -214,22 +225,22 @@ TEST(messages_outlive_their_link) {
 }
 
 TEST(two_threads_and_a_third_that_lets_go) {
-    Link link({4, 128}, true);
+    Ends link({4, 128}, true);
     constexpr std::uint64_t kNumMessages = 3000;
     std::thread sender([&] {
-        Doorbell bell = link.sender_bell();
+        ProcessBell& bell = *link.sender_bell;
         for (std::uint64_t tag = 0; tag < kNumMessages; ++tag) {
             send(link.outbox, tag, tag * 37 % 400);
         }
         for (std::uint32_t seen = bell.sequence(); link.outbox.num_queued() > 0;) {
-            link.outbox.push();
+            push(link.outbox);
             if (link.outbox.num_queued() > 0) {
-                CHECK(bell.wait(seen));
+                CHECK(bell.wait(seen, kNever, nullptr));
             }
             seen = bell.sequence();
         }
     });
-    Doorbell bell = link.receiver_bell();
+    ProcessBell& bell = *link.receiver_bell;
     for (std::uint64_t tag = 0; tag < kNumMessages;) {
         const std::uint32_t seen = bell.sequence();
         std::vector<Message> batch;
@@ -238,7 +249,7 @@ TEST(two_threads_and_a_third_that_lets_go) {
             batch.push_back(std::move(*message));
         }
         if (batch.empty()) {
-            CHECK(bell.wait(seen));
+            CHECK(bell.wait(seen, kNever, nullptr));
             continue;
         }
         std::thread([moved = std::move(batch)]() mutable {

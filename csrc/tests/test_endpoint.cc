@@ -11,8 +11,9 @@
 #include <vector>
 
 #include "check.h"
+#include "core/endpoint.h"
 #include "core/errors.h"
-#include "shm/endpoint.h"
+#include "shm/shm_link.h"
 
 using namespace megatron_ext;
 using megatron_ext::testing::fork_child;
@@ -62,8 +63,9 @@ int run_pair(ArenaSize size, const std::function<void(Endpoint&)>& own,
     UniqueFd right(fds[1]);
     const auto run = [&](int rank, UniqueFd socket, const std::function<void(Endpoint&)>& body) {
         Endpoint endpoint(rank, size, true);
-        endpoint.offer(1 - rank, std::move(socket));
-        endpoint.accept(1 - rank, kForEver, nullptr);
+        const auto link = std::make_shared<ShmLink>(endpoint.context(1 - rank), std::move(socket));
+        link->accept(kForEver, nullptr);
+        endpoint.add(1 - rank, link);
         body(endpoint);
     };
     const pid_t child = fork_child([&] {
@@ -95,7 +97,7 @@ TEST(both_send_everything_first_and_take_it_in_an_order_of_their_own) {
             }
             CHECK(endpoint.flush(kForEver, nullptr));
             CHECK_EQ(report(endpoint).num_arrived, 0U);
-            CHECK_EQ(report(endpoint).num_held, 0U);
+            CHECK_EQ(report(endpoint).counts.num_held, 0UL);
         };
     };
     for (const ArenaSize size : {ArenaSize{1, 4096}, ArenaSize{8, 4096}, ArenaSize{64, 32768}}) {
@@ -148,7 +150,7 @@ TEST(a_killed_peer_ends_every_wait) {
         CHECK(::write(fds[1], "k", 1) == 1);
         CHECK(!endpoint.flush(kForEver, nullptr));
         CHECK(report(endpoint).state == PeerState::kDied);
-        CHECK(report(endpoint).num_queued > 0);
+        CHECK(report(endpoint).counts.num_queued > 0);
         CHECK(!endpoint.take(1, 4, kForEver, nullptr));
         CHECK(endpoint.arrivals(kForEver, nullptr).empty());
     };
@@ -184,7 +186,7 @@ TEST(waits_end_in_time_and_by_interruption) {
             send(endpoint, 1, 5, 64);
         }
         CHECK(!endpoint.flush(deadline_after(0.01), nullptr));
-        CHECK_EQ(report(endpoint).num_queued, 1U);
+        CHECK_EQ(report(endpoint).counts.num_queued, 1U);
         CHECK_THROWS(endpoint.take(1, 4, kForEver, &stop_waiting), Stop, "stopped");
         CHECK_THROWS(endpoint.flush(kForEver, &stop_waiting), Stop, "stopped");
         CHECK_THROWS(endpoint.arrivals(kForEver, &stop_waiting), Stop, "stopped");

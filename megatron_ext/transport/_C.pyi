@@ -128,8 +128,12 @@ class PeerReport:
         """One of open, closed, died and aborted."""
 
     @property
+    def wire(self) -> str:
+        """One of shm, tcp and rdma."""
+
+    @property
     def reason(self) -> str:
-        """What it said when it aborted, otherwise empty."""
+        """What it said when it aborted, or how its death was noticed; may be empty."""
 
     @property
     def num_arrived(self) -> int:
@@ -137,22 +141,47 @@ class PeerReport:
 
     @property
     def num_held(self) -> int:
-        """Slots of its arena that messages are in, whether taken or not."""
+        """Slots, or messages where a wire has none, that were not let go."""
 
     @property
     def num_queued(self) -> int:
         """Messages to it that wait for room."""
 
+class Link:
+    """The connection of an endpoint with one peer."""
+
+@final
+class ShmLink(Link):
+    """A connection through shared memory. Make those with all peers before accepting on any.
+
+    Args:
+        endpoint: To which it will be added.
+        peer: Rank of the peer.
+        socket: Connected to it (AF_UNIX, SOCK_SEQPACKET), with nothing left to read; duplicated.
+
+    Raises:
+        ValueError: There is a link to this peer already.
+        TransportError: There is no memory for the arena, or the peer is gone.
+    """
+
+    def __init__(self, endpoint: Endpoint, peer: int, socket: int | _HasFileno) -> None: ...
+    def accept(self, timeout_s: float | None = None) -> None:
+        """Wait until the peer has made its own.
+
+        Raises:
+            TransportError: It does not in time, or does something else.
+        """
+
 @final
 class Endpoint:
-    """One process of a job, and its links by shared memory to others of the same host.
+    """One process of a job, and its links to others.
 
-    Calls come from one thread. There is no thread of its own: what is queued for want of room goes
-    on with the next call of any kind. In a forked child every call is a TransportError.
+    Calls come from one thread. What has to go on while that computes, such as messages that found
+    no room, is done by a thread of the core. In a forked child every call is a TransportError.
 
     Args:
         rank: Name of this process among its peers.
-        slots: Slots of each arena, 1 to 1024; there is one arena for each peer.
+        slots: Room for what each peer has sent and this process not let go, 1 to 1024.
         slot_bytes: Size of each; longer messages go through in pieces, at the cost of a copy.
         checksums: Whether the bytes that are sent carry a checksum, which the receiver looks at.
 
@@ -161,23 +190,8 @@ class Endpoint:
     """
 
     def __init__(self, rank: int, slots: int, slot_bytes: int, checksums: bool = False) -> None: ...
-    def offer(self, peer: int, socket: int | _HasFileno) -> None:
-        """Give a peer what it needs to send to us; duplicates the socket.
-
-        Args:
-            peer: Its rank.
-            socket: Connected to it (AF_UNIX, SOCK_SEQPACKET), with nothing left to read.
-
-        Raises:
-            TransportError: There is no memory for the arena, or the peer is gone.
-        """
-
-    def accept(self, peer: int, timeout_s: float | None = None) -> None:
-        """Wait for what the peer offers. Offer to all peers before accepting of any.
-
-        Raises:
-            TransportError: It offers nothing in time, or something else.
-        """
+    def add(self, peer: int, link: Link) -> None:
+        """Use a connected link from now on."""
 
     def send(
         self,
@@ -215,7 +229,7 @@ class Endpoint:
         """
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until every message sent is where its receiver can take it.
+        """Wait until every message sent is on its way and its memory free.
 
         Returns:
             False if it does not come to that in time, or a receiver is gone.

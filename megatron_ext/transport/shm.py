@@ -109,10 +109,11 @@ class SharedMemoryTransport:
     def _connect(self, sockets: dict[int, socket.socket], timeout_s: float) -> None:
         endpoint = self._usable()
         try:
-            for peer, link in sockets.items():
-                endpoint.offer(peer, link)
-            for peer in sockets:
-                endpoint.accept(peer, timeout_s)
+            native = require_native()
+            links = {peer: native.ShmLink(endpoint, peer, link) for peer, link in sockets.items()}
+            for peer, offered in links.items():
+                offered.accept(timeout_s)
+                endpoint.add(peer, offered)
         finally:
             for link in sockets.values():
                 link.close()

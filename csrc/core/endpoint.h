@@ -2,59 +2,62 @@
 
 #include <sys/types.h>
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "core/arena.h"
 #include "core/buffer_pool.h"
-#include "core/doorbell.h"
-#include "core/inbox.h"
+#include "core/link.h"
 #include "core/match_table.h"
-#include "core/outbox.h"
+#include "core/process_bell.h"
+#include "core/service.h"
 #include "core/wait.h"
-#include "shm/control.h"
 
 namespace megatron_ext {
 
 /// A peer and what became of it.
 struct PeerReport {
     int rank;
+    std::string wire;
     PeerState state;
-    std::string reason;       ///< of a peer that gave up
+    std::string reason;       ///< of a peer that gave up, or how its death was noticed
     std::size_t num_arrived;  ///< messages from it that were not taken
-    std::uint32_t num_held;   ///< slots of its arena that hold messages, taken or not
-    std::size_t num_queued;   ///< messages to it that wait for room
+    LinkCounts counts;
 };
 
-/// One process of a job, and its links by shared memory to others on the same host.
+/// One process of a job, with a link to each of its peers, over whatever wire. Messages of all
+/// links meet in one table, from which they are taken by source and tag, in any order.
 ///
-/// It owns one doorbell, which all peers ring, and for each peer the arena through which that peer
-/// sends to it; both are given to the peer over a connected socket. Nothing happens between calls:
-/// there is no thread, and what is queued goes on with the next call of any kind.
+/// The calling thread moves messages in shared memory itself and sleeps on the futex of the bell.
+/// Whatever has to go on while it computes is the work of a service thread, asleep in epoll: all
+/// traffic of links with descriptors, and messages that found no room in shared memory, whose
+/// receiver rings when there is room. Without either there is no such thread. Its errors are thrown
+/// by the next call.
 ///
 /// Concurrency: calls come from one thread; messages may be let go by any thread, also during a
 /// call and after the end of the endpoint. A forked child must not use it: its calls throw, and its
 /// destructor does not speak to the peers.
 class Endpoint {
   public:
-    Endpoint(int rank, ArenaSize size, bool checksums);
+    /// `room` is that of each link.
+    Endpoint(int rank, ArenaSize room, bool checksums);
     Endpoint(const Endpoint&) = delete;
     Endpoint& operator=(const Endpoint&) = delete;
     ~Endpoint();
 
-    /// First half of meeting a peer: gives it what it needs to send to this process. `socket` is
-    /// connected to it (AF_UNIX, SOCK_SEQPACKET). Does not wait.
-    void offer(int peer, UniqueFd socket);
+    /// For making the link to a peer. Throws std::invalid_argument if there is one, or if it is
+    /// this process itself.
+    LinkContext context(int peer) const;
 
-    /// Second half: waits until the peer has offered as well. All offers first, then all accepts,
-    /// or processes wait for each other in a circle. Throws TransportError after the deadline.
-    void accept(int peer, Deadline deadline, InterruptCheck check);
+    /// Uses a link that is connected.
+    void add(int peer, std::shared_ptr<Link> link);
 
     /// Sends to a peer, or to itself; never waits. `owner` keeps `bytes` alive until they are
     /// copied, which may be before this returns. Throws TransportError if the peer is gone, and
@@ -70,7 +73,7 @@ class Endpoint {
     /// them. Empty at the deadline, or if any peer died or gave up, or all closed.
     std::vector<Arrival> arrivals(Deadline deadline, InterruptCheck check);
 
-    /// Waits until all that was sent is where its receiver can take it: true. False if the deadline
+    /// Waits until all that was sent is on its way, its memory free: true. False if the deadline
     /// came first or a peer that still has to get something is gone.
     bool flush(Deadline deadline, InterruptCheck check);
 
@@ -84,28 +87,40 @@ class Endpoint {
     std::vector<PeerReport> peers();
 
   private:
-    struct BellPage;
-    struct Peer;
+    class Events;
+    /// A link, and whether the service thread moves its messages (or else the caller).
+    struct Entry {
+        std::shared_ptr<Link> link;
+        bool served;
+    };
+    using Lock = std::unique_lock<std::mutex>;
+    using Owners = std::vector<std::shared_ptr<void>>;
 
-    BellPage& page() const noexcept;
-    void check_process() const;
-    Peer& peer_at(int rank);
+    void check_usable() const;
+    Link& link_to(int peer) const;
     void progress();
-    void update_peers();
+    bool progress_of(int peer, Link& link);
+    void start_service();
+    Deadline serve(const Service::News& news) noexcept;
+    Deadline serve_links(const Service::News& news);
     bool failed() const noexcept;
+    void part() noexcept;
     template <typename Condition>
     bool wait_until(Condition condition, Deadline deadline, InterruptCheck check);
 
-    int rank_;
-    ArenaSize size_;
-    bool checksums_;
-    pid_t process_;
-    BufferPool pool_;
-    Segment bell_memory_;
-    Doorbell bell_;
-    std::map<int, std::unique_ptr<Peer>> peers_;
+    const int rank_;
+    const ArenaSize room_;
+    const bool checksums_;
+    const pid_t process_;
+    const BufferPool pool_;
+    const std::shared_ptr<ProcessBell> bell_;
+
+    std::mutex mutex_;  // guards all that follows, but for the service itself
+    std::map<int, Entry> links_;
     MatchTable table_;
-    Deadline next_update_;
+    Owners done_;               // of bytes that were sent; let go by the calling thread
+    std::exception_ptr error_;  // what ended the service thread
+    Service service_;
 };
 
 }  // namespace megatron_ext

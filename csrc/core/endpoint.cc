@@ -1,0 +1,320 @@
+#include "core/endpoint.h"
+
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "core/errors.h"
+
+namespace megatron_ext {
+namespace {
+
+/// How long close() lets peers take what was sent to them.
+constexpr std::chrono::seconds kPartingTime{2};
+
+bool is_open(const Link& link) noexcept { return link.state() == PeerState::kOpen; }
+
+}  // namespace
+
+/// Files what the link of one peer got.
+class Endpoint::Events final : public LinkEvents {
+  public:
+    Events(Endpoint& endpoint, int peer) : endpoint_(endpoint), peer_(peer) {}
+    void arrived(Message message) override { endpoint_.table_.add(peer_, std::move(message)); }
+    void sent(std::shared_ptr<void> owner) override { endpoint_.done_.push_back(std::move(owner)); }
+
+  private:
+    Endpoint& endpoint_;
+    int peer_;
+};
+
+Endpoint::Endpoint(int rank, ArenaSize room, bool checksums)
+    : rank_(rank),
+      room_(room),
+      checksums_(checksums),
+      process_(::getpid()),
+      bell_(std::make_shared<ProcessBell>(ProcessBell::create())),
+      service_(bell_) {}
+
+Endpoint::~Endpoint() {
+    if (::getpid() != process_) {
+        service_.abandon();
+        return;
+    }
+    try {
+        close();
+    } catch (const std::exception&) {
+        // The links are gone with the endpoint, said or not.
+    }
+}
+
+LinkContext Endpoint::context(int peer) const {
+    if (peer == rank_ || links_.count(peer) != 0) {
+        throw std::invalid_argument("rank " + std::to_string(rank_) + " has a link to rank " +
+                                    std::to_string(peer) + " already");
+    }
+    return {rank_, peer, room_, checksums_, pool_, bell_};
+}
+
+void Endpoint::add(int peer, std::shared_ptr<Link> link) {
+    check_usable();
+    const std::vector<int> descriptors = link->descriptors();
+    {
+        const Lock lock(mutex_);
+        context(peer);
+        links_.emplace(peer, Entry{std::move(link), !descriptors.empty()});
+    }
+    for (const int fd : descriptors) {
+        service_.watch(fd, peer);
+    }
+    if (!descriptors.empty()) {
+        start_service();
+    }
+}
+
+void Endpoint::check_usable() const {
+    if (::getpid() != process_) {
+        throw TransportError("the links of process " + std::to_string(process_) +
+                             " cannot be used by its forked child " + std::to_string(::getpid()));
+    }
+}
+
+Link& Endpoint::link_to(int peer) const {
+    const auto found = links_.find(peer);
+    if (found == links_.end()) {
+        throw std::invalid_argument("rank " + std::to_string(rank_) + " has no link to rank " +
+                                    std::to_string(peer));
+    }
+    return *found->second.link;
+}
+
+void Endpoint::send(int peer, const MessageInfo& info, const void* bytes,
+                    std::shared_ptr<void> owner) {
+    check_usable();
+    Owners done;  // let go after the lock
+    const Lock lock(mutex_);
+    if (peer == rank_) {
+        Message message{info, nullptr};
+        if (info.num_bytes > 0) {
+            const auto num_bytes = static_cast<std::size_t>(info.num_bytes);
+            message.bytes = pool_.take(num_bytes);
+            std::memcpy(message.bytes.get(), bytes, num_bytes);
+        }
+        table_.add(peer, std::move(message));
+        return;
+    }
+    Link& link = link_to(peer);
+    progress();
+    if (!is_open(link)) {
+        throw TransportError("the link to rank " + std::to_string(peer) + " is not open");
+    }
+    Events events(*this, peer);
+    link.send(info, bytes, std::move(owner), events);
+    if (!links_.at(peer).served && link.counts().num_queued != 0) {
+        start_service();  // which then hears when the receiver makes room
+        bell_->wake_service();
+    }
+    done.swap(done_);
+}
+
+/// All that the calling thread can do without waiting.
+void Endpoint::progress() {
+    if (error_) {
+        std::rethrow_exception(error_);
+    }
+    for (const auto& [peer, entry] : links_) {
+        if (!entry.served) {
+            progress_of(peer, *entry.link);
+        }
+    }
+}
+
+bool Endpoint::progress_of(int peer, Link& link) {
+    Events events(*this, peer);
+    return link.progress(events);
+}
+
+void Endpoint::start_service() {
+    if (!service_.running()) {
+        service_.start([this](const Service::News& news) { return serve(news); });
+    }
+}
+
+/// What the service thread does between two sleeps.
+Deadline Endpoint::serve(const Service::News& news) noexcept {
+    try {
+        const Lock lock(mutex_);
+        return error_ ? kNever : serve_links(news);
+    } catch (...) {
+        const Lock lock(mutex_);
+        error_ = std::current_exception();
+    }
+    bell_->ring();
+    return kNever;
+}
+
+Deadline Endpoint::serve_links(const Service::News& news) {
+    const bool queued = std::any_of(links_.begin(), links_.end(), [](const auto& entry) {
+        return !entry.second.served && entry.second.link->counts().num_queued != 0;
+    });
+    bell_->listen(queued);  // first, so that no room is given back unheard after the look below
+    bool changed = false;
+    Deadline next = kNever;
+    for (const auto& [peer, entry] : links_) {
+        Link& link = *entry.link;
+        const bool named = std::find(news.ids.begin(), news.ids.end(), peer) != news.ids.end();
+        if (news.woken || named || link.next_progress() <= Clock::now()) {
+            changed |= progress_of(peer, link);
+        }
+        next = std::min(next, link.next_progress());
+    }
+    if (changed) {
+        bell_->ring();
+    }
+    return next;
+}
+
+bool Endpoint::failed() const noexcept {
+    return std::any_of(links_.begin(), links_.end(), [](const auto& entry) {
+        const PeerState state = entry.second.link->state();
+        return state == PeerState::kDied || state == PeerState::kAborted;
+    });
+}
+
+/// Sleeps until `condition` holds: it is asked after each progress. Sleeps end early enough to
+/// notice dead peers, which cannot ring.
+template <typename Condition>
+bool Endpoint::wait_until(Condition condition, Deadline deadline, InterruptCheck check) {
+    check_usable();
+    for (;;) {
+        const std::uint32_t seen = bell_->sequence();
+        {
+            Owners done;
+            const Lock lock(mutex_);
+            progress();
+            done.swap(done_);
+            if (condition()) {
+                return true;
+            }
+            for (const auto& [peer, entry] : links_) {
+                Events events(*this, peer);
+                entry.link->demand(events);
+            }
+        }
+        if (Clock::now() >= deadline) {
+            return false;
+        }
+        const Deadline wake = std::min(deadline, Clock::now() + kInterruptPeriod);
+        if (!bell_->wait(seen, wake, nullptr) && check != nullptr) {
+            check();
+        }
+    }
+}
+
+std::optional<Message> Endpoint::take(int source, std::uint64_t tag, Deadline deadline,
+                                      InterruptCheck check) {
+    const Link* const link = source == rank_ ? nullptr : &link_to(source);
+    std::optional<Message> message;
+    wait_until(
+        [&] {
+            message = table_.take(source, tag);
+            return message || failed() || (link != nullptr && !is_open(*link));
+        },
+        deadline, check);
+    return message;
+}
+
+std::vector<Arrival> Endpoint::arrivals(Deadline deadline, InterruptCheck check) {
+    std::vector<Arrival> news;
+    wait_until(
+        [&] {
+            const bool any_open = std::any_of(links_.begin(), links_.end(), [](const auto& entry) {
+                return is_open(*entry.second.link);
+            });
+            news = table_.take_news();
+            return !news.empty() || failed() || (!links_.empty() && !any_open);
+        },
+        deadline, check);
+    return news;
+}
+
+bool Endpoint::flush(Deadline deadline, InterruptCheck check) {
+    bool empty = false;
+    const auto is_empty = [](const auto& entry) {
+        return entry.second.link->counts().num_queued == 0;
+    };
+    const auto is_stuck = [&](const auto& entry) {
+        return !is_empty(entry) && !is_open(*entry.second.link);
+    };
+    wait_until(
+        [&] {
+            empty = std::all_of(links_.begin(), links_.end(), is_empty);
+            return empty || failed() || std::any_of(links_.begin(), links_.end(), is_stuck);
+        },
+        deadline, check);
+    return empty;
+}
+
+void Endpoint::abort(const std::string& reason) {
+    check_usable();
+    const Lock lock(mutex_);
+    for (const auto& [peer, entry] : links_) {
+        entry.link->say_aborted(reason);
+    }
+}
+
+void Endpoint::close() {
+    check_usable();
+    service_.stop();
+    Owners done;
+    const Lock lock(mutex_);
+    for (const auto& [peer, entry] : links_) {
+        entry.link->say_closed();
+    }
+    part();
+    links_.clear();
+    table_ = MatchTable();
+    done.swap(done_);
+}
+
+/// Lets the wires that need it finish what they said, while peers take it.
+void Endpoint::part() noexcept {
+    const Deadline deadline = Clock::now() + kPartingTime;
+    try {
+        for (;;) {
+            std::vector<pollfd> entries;
+            for (const auto& [peer, entry] : links_) {
+                progress_of(peer, *entry.link);
+                if (!entry.link->parted()) {
+                    for (const int fd : entry.link->descriptors()) {
+                        entries.push_back({fd, POLLIN, 0});
+                    }
+                }
+            }
+            if (entries.empty() || Clock::now() >= deadline) {
+                return;
+            }
+            ::poll(entries.data(), static_cast<nfds_t>(entries.size()), 20);
+        }
+    } catch (const std::exception&) {
+        // Damaged data of one peer; there is nobody left to be told.
+    }
+}
+
+std::vector<PeerReport> Endpoint::peers() {
+    check_usable();
+    const Lock lock(mutex_);
+    std::vector<PeerReport> reports;
+    for (const auto& [rank, entry] : links_) {
+        const Link& link = *entry.link;
+        reports.push_back(
+            {rank, link.wire(), link.state(), link.reason(), table_.count(rank), link.counts()});
+    }
+    return reports;
+}
+
+}  // namespace megatron_ext

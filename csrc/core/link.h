@@ -1,0 +1,124 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/arena.h"
+#include "core/buffer_pool.h"
+#include "core/message.h"
+#include "core/process_bell.h"
+#include "core/wait.h"
+
+namespace megatron_ext {
+
+enum class PeerState { kOpen, kClosed, kDied, kAborted };
+
+/// What an endpoint gives to each of its links.
+struct LinkContext {
+    int rank;  ///< of this process
+    int peer;
+    /// Room for what the peer may have sent and this process not let go: slots of an arena, or
+    /// their bytes together where a wire has no slots.
+    ArenaSize room;
+    bool checksums;                     ///< whether messages that are sent carry one
+    BufferPool pool;                    ///< for messages that do not stay where they arrived
+    std::shared_ptr<ProcessBell> bell;  ///< of this process
+};
+
+/// Where a link puts what happened.
+class LinkEvents {
+  public:
+    /// A message is complete.
+    virtual void arrived(Message message) = 0;
+
+    /// The bytes of a send are not needed any more. `owner` is let go later, by the thread that
+    /// calls the endpoint: that may need Python's lock, which nobody may wait for here.
+    virtual void sent(std::shared_ptr<void> owner) = 0;
+
+  protected:
+    ~LinkEvents() = default;
+};
+
+/// Numbers for the reports of errors.
+struct LinkCounts {
+    std::uint64_t num_held = 0;  ///< slots, or messages, that the receiver has not let go
+    std::size_t num_queued = 0;  ///< messages to the peer that wait for room
+};
+
+/// The connection with one peer, over one wire. Endpoint has one for each peer and knows nothing
+/// else of wires.
+///
+/// A wire implements this class and a function that makes a connected link from a LinkContext; how
+/// peers meet is its own matter. Its parts:
+///
+/// - Sending: send() takes a message at once, whatever the peer does. What finds no room waits in
+///   the link, with its owner, and goes on in progress().
+/// - Receiving: progress() hands every complete message to LinkEvents::arrived(), whether anybody
+///   waits for it or not. The last owner of a message's bytes lets them go on any thread and
+///   without the lock, also after the end of the link. If that gives room back to the sender, note
+///   it in an atomic that the message shares with the link, call bell->wake_service(), and tell the
+///   peer in progress().
+/// - Waking: a link that has descriptors() makes the endpoint run a service thread. It sleeps in
+///   epoll, edge-triggered, on the descriptors of all links, and calls progress() of a link when
+///   one of its descriptors has news, or when next_progress() has come; and of all links after
+///   bell->wake_service(). So progress() has to go on until every descriptor says EAGAIN, or to
+///   return with next_progress() in the past. A link without descriptors (shared memory) is looked
+///   at by each call of the endpoint; its peer rings `bell`.
+/// - Ends: progress() notices what became of the peer. state() leaves kOpen once and never returns.
+///   A peer that ends without say_closed() or say_aborted() of its own has died.
+///
+/// Concurrency: every member is called under the endpoint's lock, by the calling or the service
+/// thread. None may wait, take Python's lock or call the endpoint. An exception that progress()
+/// throws (TransportError: damaged data) ends the endpoint: every later call throws it. What ends
+/// one peer only is a state.
+class Link {
+  public:
+    Link() = default;
+    Link(const Link&) = delete;
+    Link& operator=(const Link&) = delete;
+    virtual ~Link() = default;
+
+    /// Name of the wire, for messages: "shm", "tcp", "rdma".
+    virtual const char* wire() const noexcept = 0;
+
+    /// Sends a message; only while the state is kOpen. `owner` keeps `bytes` alive until they are
+    /// copied: it may be let go in here, or goes to LinkEvents::sent(). Never waits.
+    virtual void send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
+                      LinkEvents& events) = 0;
+
+    /// Does what can be done without waiting. Returns whether there is something that a waiting
+    /// caller may care about: a message arrived, the last queued send left, the state changed.
+    virtual bool progress(LinkEvents& events) = 0;
+
+    /// The caller waits, for whatever may come over this link among others. A link that bounds what
+    /// it takes before it is asked for has to take more now: what the caller waits for may be
+    /// behind it.
+    virtual void demand(LinkEvents&) {}
+
+    virtual PeerState state() const noexcept = 0;
+
+    /// Why the peer gave up, or how its end was noticed; may be empty.
+    virtual std::string reason() const = 0;
+
+    virtual LinkCounts counts() const = 0;
+
+    /// Tells the peer that this process gives up, and drops what is queued.
+    virtual void say_aborted(const std::string& reason) noexcept = 0;
+
+    /// Tells the peer that nothing will follow what was sent. Afterwards the endpoint calls
+    /// progress() until parted() says that the peer has everything, for a short while only, and
+    /// then destroys the link.
+    virtual void say_closed() noexcept = 0;
+    virtual bool parted() const noexcept { return true; }
+
+    /// What the service thread sleeps on; the same through the life of the link.
+    virtual std::vector<int> descriptors() const { return {}; }
+
+    /// When progress() is to be called though no descriptor has news.
+    virtual Deadline next_progress() const noexcept { return kNever; }
+};
+
+}  // namespace megatron_ext

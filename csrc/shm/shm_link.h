@@ -1,0 +1,53 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "core/inbox.h"
+#include "core/link.h"
+#include "core/outbox.h"
+#include "core/unique_fd.h"
+#include "core/wait.h"
+#include "shm/control.h"
+
+namespace megatron_ext {
+
+/// The link to a peer on the same host: an arena for each direction, and a unix socket on which
+/// peers say farewell and notice each other's death.
+class ShmLink final : public Link {
+  public:
+    /// First half of meeting the peer: gives it what it needs to send to this process. `socket` is
+    /// connected to it (AF_UNIX, SOCK_SEQPACKET). Does not wait. Throws TransportError if there is
+    /// no memory for the arena, or the peer is gone.
+    ShmLink(const LinkContext& context, UniqueFd socket);
+
+    /// Second half: waits until the peer has done the first. First halves with all peers come
+    /// before any second, or processes wait for each other in a circle. Throws TransportError after
+    /// the deadline.
+    void accept(Deadline deadline, InterruptCheck check);
+
+    const char* wire() const noexcept override { return "shm"; }
+    void send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
+              LinkEvents& events) override;
+    bool progress(LinkEvents& events) override;
+    PeerState state() const noexcept override { return control_.state(); }
+    std::string reason() const override { return control_.reason(); }
+    LinkCounts counts() const override;
+    void say_aborted(const std::string& reason) noexcept override;
+    void say_closed() noexcept override;
+
+  private:
+    bool look_at_control();
+
+    const bool checksums_;
+    const std::shared_ptr<ProcessBell> bell_;
+    Control control_;
+    Inbox inbox_;
+    std::shared_ptr<ProcessBell> peer_bell_;
+    std::optional<Outbox> outbox_;  // there once the peer has offered its arena
+    std::uint32_t seen_control_news_ = 0;
+    Deadline next_look_;
+};
+
+}  // namespace megatron_ext
