@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = ["KINDS", "Action", "Kind", "Option", "Row", "Schedule"]
 
-Kind = Literal["F", "B", "I", "W"]
-"""F: forward. B: full backward. I: gradient of the input. W: of the weights (B = I + W)."""
+Kind = Literal["F", "B", "I", "W", "R"]
+"""F: forward. B: full backward. I: gradient of the input. W: of the weights (B = I + W). R: what
+makes a backward possible on a rank that did not run the forward (see `Schedule.disaggregated`)."""
 
-KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W", "R")
 
 Option = str | int | bool
 
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_ACTION = re.compile(r"(\d+)([FBIWR])(\d+)")
 
 
 class Action(NamedTuple):
@@ -51,7 +52,7 @@ class Action(NamedTuple):
         match = _ACTION.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
-                f"{text!r} is not an action; write stage, kind (F, B, I or W) and micro-batch, "
+                f"{text!r} is not an action; write stage, kind (F, B, I, W or R) and micro-batch, "
                 f"as in 2F0"
             )
         stage, kind, microbatch = match.groups()
@@ -94,6 +95,24 @@ class Schedule:
     def num_stages(self) -> int:
         """Stages that the model is cut into."""
         return self.placement.num_stages
+
+    @property
+    def disaggregated(self) -> bool:
+        """Whether forwards and backwards of a stage run on different ranks, which both hold it.
+
+        Then each backward has an R before it: the forward again, or taking over what was saved.
+        """
+        return self.placement.backward_rank_of is not None
+
+    @property
+    def ships_activations(self) -> bool:
+        """Whether forward ranks send what they saved, so that backwards recompute inside."""
+        return self.disaggregated and self.options.get("activations") == "ship"
+
+    @property
+    def weight_copies(self) -> int:
+        """Ranks that hold the weights of one stage."""
+        return 2 if self.disaggregated else self.placement.twins
 
     @property
     def splits_backward(self) -> bool:

@@ -66,7 +66,7 @@ def add_plot(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _names() -> str:
-    return f"{', '.join(registered())} or csv:FILE"
+    return f"{', '.join(registered(unlisted=True))} or csv:FILE"
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +75,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         "--microbatches", type=int, metavar="M", help="micro-batches of the pipeline in one step"
     )
     parser.add_argument("--chunks", type=int, metavar="V", help="stages on each rank (interleaved)")
-    for generator in registered().values():
+    for generator in registered(unlisted=True).values():
         for key, values in generator.options.items():
             parser.add_argument(
                 generator.flag(key),

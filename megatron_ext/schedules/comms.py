@@ -17,7 +17,17 @@ from typing import Literal, NamedTuple
 
 from megatron_ext.schedules.actions import Action, Row, Schedule
 
-__all__ = ["Mark", "Operation", "Step", "Tag", "Transfer", "lower", "operations", "reduction_order"]
+__all__ = [
+    "Mark",
+    "Operation",
+    "Step",
+    "Tag",
+    "Transfer",
+    "lower",
+    "operations",
+    "reduction_order",
+    "runs_forward",
+]
 
 
 class Tag(NamedTuple):
@@ -39,6 +49,8 @@ class Transfer(NamedTuple):
     """Rank of the same pipeline that the tensor comes from or goes to."""
     to_twin: bool = False
     """Whether that peer is the one of the mirrored pipeline instead."""
+    copy: bool = False
+    """Whether it goes to a backward rank, beside what goes on to the next forward rank."""
 
     def __str__(self) -> str:
         """Return the form of torch.distributed.pipelining, where a SEND names the sending stage."""
@@ -74,11 +86,14 @@ class Operation:
     needs: Transfer | None
     """The message that it waits for; None where its input was handed over, or is the data."""
     makes: Transfer | None
-    """Where its result goes; None at the ends of the pipeline, and for W."""
+    """Where its result goes; None at the ends of the pipeline, and for W and R."""
     is_first: bool
     """Whether no action of its stage comes before: parameters are needed from here on."""
     is_last: bool
     """Whether no action of its stage comes after: gradients are complete from here on."""
+    copies: Transfer | None = None
+    """The backward rank that a forward rank sends something to as well: its result or, in `ship`
+    mode, what it saved."""
 
 
 def operations(schedule: Schedule, rank: int) -> tuple[Operation, ...]:
@@ -97,6 +112,8 @@ def operations(schedule: Schedule, rank: int) -> tuple[Operation, ...]:
                 found[-1] = replace(found[-1], is_last=True)
         elif step.verb == "RECV":
             needs = step
+        elif step.copy:
+            found[-1] = replace(found[-1], copies=step)
         else:
             found[-1] = replace(found[-1], makes=step)
     return tuple(found)
@@ -113,14 +130,18 @@ def _program(schedule: Schedule, row: Row) -> tuple[Step, ...]:
         if action.kind != "W":
             steps += _needs(schedule, action)
         steps.append(action)
-        if action.kind != "W":
+        if action.kind not in ("W", "R"):
             steps += _makes(schedule, action)
+        if action.kind == "F" and schedule.disaggregated:
+            steps += _copies(schedule, action)
         if last_use[action.stage] == index:
             steps.append(Mark("REDUCE_GRAD", action.stage))
     return tuple(steps)
 
 
 def _needs(schedule: Schedule, action: Action) -> list[Step]:
+    if action.kind == "R":
+        return _needs_again(schedule, action)
     source = action.stage - 1 if action.kind == "F" else action.stage + 1
     if not 0 <= source < schedule.num_stages:
         return []
@@ -128,17 +149,46 @@ def _needs(schedule: Schedule, action: Action) -> list[Step]:
     if hop == "local":
         return []  # the LOCAL step of the stage that made it is enough
     tag = Tag("F" if action.kind == "F" else "B", action.stage, action.microbatch)
-    return [Transfer("RECV", tag, schedule.placement.rank_of[source], hop == "twin")]
+    peer = schedule.placement.rank_for(source, action.kind)
+    return [Transfer("RECV", tag, peer, hop == "twin")]
+
+
+def _needs_again(schedule: Schedule, action: Action) -> list[Step]:
+    """What R takes: the output of the stage before, or what the own stage's forward saved."""
+    source = action.stage - (not schedule.ships_activations)
+    if source < 0:
+        return []
+    tag = Tag("F", action.stage, action.microbatch)
+    return [Transfer("RECV", tag, schedule.placement.rank_for(source, "F"))]
+
+
+def _copies(schedule: Schedule, action: Action) -> list[Step]:
+    target = action.stage + (not schedule.ships_activations)
+    if target >= schedule.num_stages:
+        return []
+    tag = Tag("F", target, action.microbatch)
+    return [Transfer("SEND", tag, schedule.placement.rank_for(target, "R"), copy=True)]
 
 
 def _makes(schedule: Schedule, action: Action) -> list[Step]:
     target = action.stage + 1 if action.kind == "F" else action.stage - 1
     if not 0 <= target < schedule.num_stages:
         return []
+    if schedule.disaggregated and action.kind == "F" and not runs_forward(schedule, target):
+        return []
     hop = schedule.placement.hops[min(target, action.stage)]
     tag = Tag("F" if action.kind == "F" else "B", target, action.microbatch)
-    peer = schedule.placement.rank_of[target]
+    peer = schedule.placement.rank_for(target, action.kind)
     return [Transfer("LOCAL" if hop == "local" else "SEND", tag, peer, hop == "twin")]
+
+
+def runs_forward(schedule: Schedule, stage: int) -> bool:
+    """Tell whether some rank runs the F of a stage.
+
+    Where backward ranks run forwards again nobody needs what the last stage's F would make.
+    """
+    is_last = stage == schedule.num_stages - 1
+    return not (schedule.disaggregated and is_last) or schedule.ships_activations
 
 
 def reduction_order(row: Row) -> list[Mark]:

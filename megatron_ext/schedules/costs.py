@@ -93,7 +93,10 @@ class Costs:
                 f"{schedule.num_stages} stages; give one factor for each stage"
             )
         share = schedule.pp / schedule.num_stages
-        times = (self.forward, self.backward, self.input, self.weight)
+        backward, again = self.backward, self.forward
+        if schedule.ships_activations:  # each layer is recomputed just before its backward
+            backward, again = self.forward + self.backward, 0.0
+        times = (self.forward, backward, self.input, self.weight, again)
         return {
             kind: [time * share * scale for scale in scales]
             for kind, time in zip(KINDS, times, strict=True)

@@ -33,6 +33,7 @@ def dumps(schedule: Schedule, timeline: Timeline | None = None) -> str:
             "rank_of": placement.rank_of,
             "twins": placement.twins,
             "twin_hops": sorted(placement.twin_hops),
+            **({"backward_rank_of": placement.backward_rank_of} if schedule.disaggregated else {}),
         },
         "rows": [[str(action) for action in row] for row in schedule.rows],
     }
@@ -65,6 +66,7 @@ def loads(text: str) -> Schedule:
             tuple(where["rank_of"]),
             where["twins"],
             frozenset(where["twin_hops"]),
+            tuple(where["backward_rank_of"]) if "backward_rank_of" in where else None,
         )
         rows = tuple(tuple(map(Action.parse, row)) for row in content["rows"])
         return Schedule(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,9 +31,14 @@ class Memory:
 
 def live_counts(row: Row) -> Iterator[int]:
     """Yield, for each action of a row, the stages' activations that are alive while it runs."""
+    kinds = {kind for _, kind, _ in row}
+    if kinds == {"F"}:  # nothing is kept for a backward
+        yield from [1] * len(row)
+        return
+    opens = "R" if "R" in kinds else "F"
     live = 0
     for _, kind, _ in row:
-        if kind == "F":
+        if kind == opens:
             live += 1
         yield live
         if kind in ("B", "W"):
@@ -67,11 +73,25 @@ def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
     are alive between F and B (or I), on the stages that an edge serves, are enough for either
     direction, in whatever order the messages arrive.
     """
+    if schedule.disaggregated:
+        return _slots_of_roles(schedule)
     slots: dict[Edge, int] = {}
     for rank, row in enumerate(schedule.rows):
         for peer, peak in _live_by_peer(schedule, row).items():
             slots[rank, peer, "F"] = slots[peer, rank, "B"] = peak
     return dict(sorted(slots.items()))
+
+
+def _slots_of_roles(schedule: Schedule) -> Mapping[Edge, int]:
+    """Forwards do not wait for backwards, so all micro-batches may be under way on each edge."""
+    placement, ships = schedule.placement, schedule.ships_activations
+    forwards, backwards = placement.rank_of, placement.backward_rank_of or ()
+    working = forwards if ships else forwards[:-1]
+    edges: list[Edge] = [(one, other, "F") for one, other in pairwise(working)]
+    takers = backwards if ships else backwards[1:]
+    edges += [(one, other, "F") for one, other in zip(working, takers, strict=True)]
+    edges += [(other, one, "B") for one, other in pairwise(backwards)]
+    return dict.fromkeys(sorted(edges), schedule.num_microbatches)
 
 
 def _live_by_peer(schedule: Schedule, row: Row) -> dict[int, int]:

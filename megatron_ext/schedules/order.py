@@ -15,6 +15,8 @@ from megatron_ext.schedules.marking import marked_row
 
 __all__ = ["Run", "execution_order"]
 
+_Ranks = tuple[int, ...]
+
 Run = tuple[int, int, int]
 """(rank, first, end): the rank runs its actions first .. end-1 without waiting."""
 
@@ -23,7 +25,8 @@ Run = tuple[int, int, int]
 class _State:
     """Progress of the symbolic run.
 
-    An input key is `stage * num_microbatches + microbatch`, for gradients plus `grad_offset`.
+    An input key is `stage * num_microbatches + microbatch`, for gradients plus `grad_offset`, for
+    what a forward rank ships to the backward rank of the same stage plus twice that.
     """
 
     grad_offset: int
@@ -37,9 +40,9 @@ class _State:
 
 def _start(schedule: Schedule) -> _State:
     m, count = schedule.num_microbatches, schedule.num_stages * schedule.num_microbatches
-    ready = bytearray(2 * count)
+    ready = bytearray(3 * count)
     ready[:m] = b"\1" * m  # the data
-    ready[2 * count - m :] = b"\1" * m  # the loss's own gradient
+    ready[2 * count - m : 2 * count] = b"\1" * m  # the loss's own gradient
     num_ranks = len(schedule.rows)
     return _State(count, ready, [0] * num_ranks, [-1] * num_ranks)
 
@@ -52,13 +55,13 @@ def execution_order(schedule: Schedule) -> list[Run]:
     Raises:
         ScheduleError: If ranks wait for each other in a circle; the message shows it.
     """
-    state = _start(schedule)
+    state, takers = _start(schedule), _takers(schedule)
     runs: list[Run] = []
     todo = list(range(len(schedule.rows)))[::-1]
     while todo:
         rank = todo.pop()
         begin = state.position[rank]
-        woken = _advance(schedule, state, rank)
+        woken = _advance(schedule, state, takers, rank)
         if state.position[rank] > begin:
             runs.append((rank, begin, state.position[rank]))
         todo += woken
@@ -67,31 +70,51 @@ def execution_order(schedule: Schedule) -> list[Run]:
     return runs
 
 
-def _advance(schedule: Schedule, state: _State, rank: int) -> list[int]:
+def _advance(
+    schedule: Schedule, state: _State, takers: tuple[list[_Ranks], list[_Ranks]], rank: int
+) -> list[int]:
     """Run a rank as far as it goes; return the ranks that waited for what it made."""
     m, last = schedule.num_microbatches, schedule.num_stages - 1
-    rank_of, row = schedule.placement.rank_of, schedule.rows[rank]
+    row = schedule.rows[rank]
+    areas = {"F": 0, "B": 1, "I": 1, "R": 2 * schedule.ships_activations}
     ready, waiting, offset = state.ready, state.waiting, state.grad_offset
     woken = []
     index, end = state.position[rank], len(row)
     while index < end:
         stage, kind, microbatch = row[index]
         if kind != "W":
-            key = stage * m + microbatch + (0 if kind == "F" else offset)
+            key = stage * m + microbatch + offset * areas[kind]
             if not ready[key]:
                 waiting[rank] = key
                 break
             following = stage + 1 if kind == "F" else stage - 1
-            if 0 <= following <= last:
-                made = key + m if kind == "F" else key - m
-                ready[made] = 1
-                peer = rank_of[following]
-                if waiting[peer] == made:
-                    waiting[peer] = -1
-                    woken.append(peer)
+            made = key + m if kind == "F" else key - m
+            if kind != "R" and 0 <= following <= last:
+                woken += _make(state, made, takers[kind == "F"][following])
+            if kind == "F" and schedule.ships_activations:
+                woken += _make(state, key + 2 * offset, takers[False][stage])
         index += 1
     state.position[rank] = index
     return woken
+
+
+def _make(state: _State, key: int, takers: _Ranks) -> list[int]:
+    """Note that an input exists; return the ranks that waited for it."""
+    state.ready[key] = 1
+    woken = [rank for rank in takers if state.waiting[rank] == key]
+    for rank in woken:
+        state.waiting[rank] = -1
+    return woken
+
+
+def _takers(schedule: Schedule) -> tuple[list[_Ranks], list[_Ranks]]:
+    """By stage: the ranks that take its gradient, and those that take its input."""
+    placement = schedule.placement
+    if placement.backward_rank_of is None:
+        ranks: list[_Ranks] = [(rank,) for rank in placement.rank_of]
+        return ranks, ranks
+    both: list[_Ranks] = list(zip(placement.rank_of, placement.backward_rank_of, strict=True))
+    return [ranks[1:] for ranks in both], both
 
 
 def _cycle_message(schedule: Schedule, position: list[int]) -> str:
@@ -102,11 +125,11 @@ def _cycle_message(schedule: Schedule, position: list[int]) -> str:
         action = schedule.rows[rank][position[rank]]
         needed = _needed(schedule, action)
         chain.append((rank, action, needed))
-        rank = schedule.placement.rank_of[needed.stage]
+        rank = schedule.placement.rank_for(needed.stage, needed.kind)
     cycle = chain[[link[0] for link in chain].index(rank) :]
     lines = ["the order of the ranks is cyclic, so these wait for each other for ever:"]
     for rank, action, needed in cycle:
-        peer = schedule.placement.rank_of[needed.stage]
+        peer = schedule.placement.rank_for(needed.stage, needed.kind)
         behind = schedule.rows[peer][position[peer]]
         lines.append(f"  {action} of rank {rank} needs {needed}, which is behind {behind}")
         lines.append(f"  {marked_row(schedule, rank, position[rank])}")
@@ -115,8 +138,9 @@ def _cycle_message(schedule: Schedule, position: list[int]) -> str:
 
 
 def _needed(schedule: Schedule, action: Action) -> Action:
-    if action.kind == "F":
-        return Action(action.stage - 1, "F", action.microbatch)
-    row = schedule.rows[schedule.placement.rank_of[action.stage + 1]]
+    if action.kind in ("F", "R"):
+        from_twin = action.kind == "R" and schedule.ships_activations
+        return Action(action.stage - (not from_twin), "F", action.microbatch)
+    row = schedule.rows[schedule.placement.rank_for(action.stage + 1, "B")]
     full = Action(action.stage + 1, "B", action.microbatch)
     return full if full in row else full._replace(kind="I")

@@ -6,6 +6,7 @@
 | loop   | v*p               | s mod p                                   | 0, p-1            |
 | v      | 2p                | s on the way down, 2p-1-s on the way back | 0, 0              |
 | w      | 4p                | two v in a row                            | 0, 0              |
+| roles  | p/2               | s for forwards, p-1-s for backwards       | 0, p/2-1          |
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ from typing import Literal
 
 from megatron_ext.errors import ScheduleError
 
-__all__ = ["Hop", "Placement", "Routing", "linear", "loop", "mirrored", "recognised", "v", "w"]
+__all__ = [
+    "Hop",
+    "Placement",
+    "Routing",
+    "linear",
+    "loop",
+    "mirrored",
+    "recognised",
+    "roles",
+    "v",
+    "w",
+]
 
 Hop = Literal["local", "rank", "twin"]
 """How a tensor gets from one stage to the next: not at all, to another rank, to the twin."""
@@ -40,6 +52,8 @@ class Placement:
     """Rank of each stage."""
     twins: int = 1
     twin_hops: frozenset[int] = frozenset()
+    backward_rank_of: tuple[int, ...] | None = None
+    """Rank of each stage's backwards, where its forwards run on another rank."""
 
     @property
     def num_stages(self) -> int:
@@ -52,7 +66,15 @@ class Placement:
         stages: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for stage, rank in enumerate(self.rank_of):
             stages[rank].append(stage)
+        for stage, rank in enumerate(self.backward_rank_of or ()):
+            stages[rank].append(stage)
         return tuple(map(tuple, stages))
+
+    def rank_for(self, stage: int, kind: str) -> int:
+        """Return the rank that runs a kind of action of a stage."""
+        if kind == "F" or self.backward_rank_of is None:
+            return self.rank_of[stage]
+        return self.backward_rank_of[stage]
 
     @cached_property
     def hops(self) -> tuple[Hop, ...]:
@@ -93,6 +115,16 @@ def w(num_ranks: int) -> Placement:
     """Return the placement that goes down and back twice."""
     down = tuple(range(num_ranks))
     return Placement("w", num_ranks, (down + down[::-1]) * 2)
+
+
+def roles(num_ranks: int) -> Placement:
+    """Return the placement of forwards on the first half of the ranks and of backwards on the rest.
+
+    Backward ranks are those of the last to the first stage, so a micro-batch goes down and back.
+    """
+    down = tuple(range(num_ranks // 2))
+    back = tuple(num_ranks - 1 - stage for stage in down)
+    return Placement("roles", num_ranks, down, backward_rank_of=back)
 
 
 def mirrored(placement: Placement, routing: Routing) -> Placement:

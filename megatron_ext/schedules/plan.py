@@ -95,7 +95,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
         "bubble_ratio": round(timeline.bubble_ratio, 6),
         "peak_activations": _number(timeline.peak_activations),
         "peak_activations_per_rank": [_number(p) for p in timeline.peak_activations_per_rank],
-        "weight_copies": schedule.placement.twins,
+        "weight_copies": schedule.weight_copies,
         "p2p_messages": timeline.messages,
     }
 
@@ -112,7 +112,8 @@ def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
     else:
         chosen = get(schedule.name).chosen_by(schedule)
     made_for = "" if costs == UNIT else f" --pipeline-costs {costs}"
-    return f"--pipeline-model-parallel-size {schedule.pp} {chosen}{made_for}"
+    size = schedule.num_stages if schedule.disaggregated else schedule.pp
+    return f"--pipeline-model-parallel-size {size} {chosen}{made_for}"
 
 
 _HEADS = ("schedule", "makespan", "ideal", "bubble", "bubble %", "peak act.", "weights", "messages")
@@ -138,6 +139,6 @@ def _table_row(timeline: Timeline) -> tuple[str, ...]:
         f"{timeline.bubble:g}",
         f"{100 * timeline.bubble_ratio:.1f}",
         f"{timeline.peak_activations:g}",
-        f"{timeline.schedule.placement.twins}x",
+        f"{timeline.schedule.weight_copies}x",
         str(timeline.messages),
     )

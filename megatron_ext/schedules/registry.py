@@ -70,6 +70,8 @@ class Generator:
     """2: two mirrored pipelines share the ranks, each with half of the micro-batches."""
     needs_costs: bool = False
     """Whether the table is made for given costs, which are then the generator's last argument."""
+    listed: bool = True
+    """Whether `--pipeline-schedule` takes it and comparisons of all schedules show it."""
     flags: str | None = None
     """Training flags that select it, with `{chunks}`; None: `--pipeline-schedule NAME`."""
 
@@ -151,10 +153,14 @@ def _load_generators() -> None:
         importlib.import_module(f"{package.__name__}.{module.name}")
 
 
-def registered() -> dict[str, Generator]:
-    """Return every registered generator by name, in alphabetical order."""
+def registered(*, unlisted: bool = False) -> dict[str, Generator]:
+    """Return the generators by name, in alphabetical order.
+
+    Args:
+        unlisted: Also those that are no schedule of `--pipeline-schedule`.
+    """
     _load_generators()
-    return dict(sorted(_GENERATORS.items()))
+    return {k: v for k, v in sorted(_GENERATORS.items()) if v.listed or unlisted}
 
 
 def get(name: str) -> Generator:
@@ -163,7 +169,7 @@ def get(name: str) -> Generator:
     Raises:
         ScheduleError: If there is none; lists those that are.
     """
-    known = registered()
+    known = registered(unlisted=True)
     if name not in known:
         raise ScheduleError(
             f"there is no schedule {name!r}; take one of {', '.join(known)}, or {CSV_PREFIX}FILE"

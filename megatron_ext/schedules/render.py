@@ -39,6 +39,8 @@ def caption(timeline: Timeline) -> str:
 def _legend(timeline: Timeline) -> str:
     kinds = {action.kind for row in timeline.schedule.rows for action in row}
     names = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+    if not timeline.schedule.ships_activations:  # else it takes no time and is not seen
+        names["R"] = "forward again"
     parts = [f"{kind} {name}" for kind, name in names.items() if kind in kinds]
     if _num_chunks(timeline.schedule) == 2:
         parts.append("lower case: second chunk")
@@ -54,6 +56,7 @@ def slot_time(timeline: Timeline) -> float:
         end - start
         for starts, ends in zip(timeline.starts, timeline.ends, strict=True)
         for start, end in zip(starts, ends, strict=True)
+        if end > start
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from megatron_ext.schedules.comms import Transfer, lower
 from megatron_ext.schedules.costs import UNIT, Costs
 from megatron_ext.schedules.memory import live_counts, measure
 from megatron_ext.schedules.order import Run, execution_order
@@ -75,6 +76,12 @@ class Timeline:
     @property
     def messages(self) -> int:
         """Tensors that cross ranks in one step, activations and gradients, all ranks together."""
+        if self.schedule.disaggregated:
+            return sum(
+                isinstance(step, Transfer) and step.verb == "SEND"
+                for program in lower(self.schedule)
+                for step in program
+            )
         crossing = sum(hop != "local" for hop in self.schedule.placement.hops)
         return 2 * crossing * self.schedule.total_microbatches
 
@@ -84,9 +91,10 @@ class Timeline:
         points: list[tuple[float, float]] = [(0.0, 0.0)]
         row = self.schedule.rows[rank]
         for index, count in enumerate(live_counts(row)):
-            if row[index].kind == "F":
+            kind = row[index].kind
+            if kind == "R" or (kind == "F" and not self.schedule.disaggregated):
                 points.append((self.starts[rank][index], share * count))
-            elif row[index].kind in ("B", "W"):
+            elif kind in ("B", "W"):
                 points.append((self.ends[rank][index], share * (count - 1)))
         return points
 
@@ -121,6 +129,7 @@ class Clock:
         # By stage * num_microbatches + microbatch: when the stage's input or gradient is there.
         self._inputs = [0.0] * count
         self._gradients = [0.0] * count
+        self._again = [0.0] * count if schedule.disaggregated else self._inputs
         self._durations = costs.durations(schedule)
         self._factors = costs.action_factors(schedule) if costs.jitter else None
         self._links = _Links(schedule, costs)
@@ -130,11 +139,14 @@ class Clock:
         m, last = self.schedule.num_microbatches, self.schedule.num_stages - 1
         inputs, gradients = self._inputs, self._gradients
         starts, ends, arrival = self.starts[rank], self.ends[rank], self._links.arrival
+        again, sends = self._again, self.schedule.disaggregated
         now = ends[-1] if ends else 0.0
         for stage, kind, microbatch in self.schedule.rows[rank][first:end]:
             key = stage * m + microbatch
             if kind == "F":
                 now = max(now, inputs[key])
+            elif kind == "R":
+                now = max(now, again[key])
             elif kind != "W":
                 now = max(now, gradients[key])
             starts.append(now)
@@ -142,8 +154,18 @@ class Clock:
             ends.append(now)
             if kind == "F" and stage < last:
                 inputs[key + m] = arrival("F", stage, stage, key, now)
+            if kind == "F" and sends:
+                self._to_backward_rank(stage, key, now)
             elif kind in ("B", "I") and stage > 0:
                 gradients[key - m] = arrival("B", stage - 1, stage, key, now)
+
+    def _to_backward_rank(self, stage: int, key: int, end: float) -> None:
+        """Note when what R needs is there: the input of the next stage, or what was shipped."""
+        if self.schedule.ships_activations:
+            self._again[key] = self._links.to_backward_rank(stage, stage, key, end)
+        elif stage < self.schedule.num_stages - 1:
+            next_key = key + self.schedule.num_microbatches
+            self._again[next_key] = self._links.to_backward_rank(stage, stage + 1, key, end)
 
     def run_action(self, rank: int, action: Action, now: float) -> float | None:
         """Run one action whose inputs are there; return when the next stage has what it makes."""
@@ -181,12 +203,23 @@ class _Links:
     def _immediate(_kind: Kind, _hop: int, _stage: int, _key: int, end: float) -> float:
         return end
 
+    def to_backward_rank(self, stage: int, target: int, key: int, end: float) -> float:
+        """Return when what a forward rank sends is at the backward rank of a stage."""
+        placement = self._placement
+        return self._carried(
+            "F", (placement.rank_for(stage, "F"), placement.rank_for(target, "R")), key, end
+        )
+
     def _charged(self, kind: Kind, hop: int, stage: int, key: int, end: float) -> float:
         if self._placement.hops[hop] == "local":
             return end
+        target = hop + 1 if stage == hop else hop
+        placement = self._placement
+        link = placement.rank_for(stage, kind), placement.rank_for(target, kind)
+        return self._carried(kind, link, key, end)
+
+    def _carried(self, kind: Kind, link: tuple[int, int], key: int, end: float) -> float:
         if self._wire_time:
-            target = hop + 1 if stage == hop else hop
-            link = self._placement.rank_of[stage], self._placement.rank_of[target]
             end = max(end, self._free.get(link, 0.0)) + self._wire_time
             self._free[link] = end
         latency = self._latency

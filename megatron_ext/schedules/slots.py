@@ -25,6 +25,11 @@ def check_slots(schedule: Schedule, slots: int) -> None:
     Raises:
         ScheduleError: If it gets stuck; says where each rank is and how many slots would do.
     """
+    if schedule.disaggregated:
+        raise ScheduleError(
+            f"{schedule.label} needs a slot for each micro-batch, because forwards never wait for "
+            "backwards; leave the number of slots out"
+        )
     run = _BoundedRun(schedule, slots)
     while sum(map(run.advance, range(len(schedule.rows)))):
         pass

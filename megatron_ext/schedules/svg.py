@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 __all__ = ["draw"]
 
 _ROW, _LEFT, _TOP, _BAR = 24, 34, 30, 20
-_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "R": "forward again",
+}
 
 _STYLE = """\
 text { font: 11px sans-serif; fill: #1f2328 }
@@ -27,6 +33,9 @@ text { font: 11px sans-serif; fill: #1f2328 }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3 } .n { fill: #0d1117 } .up { stroke: #e6edf3 }
 }"""
+
+_STYLE_OF_R = """
+.R { fill: #d8b9ff } .R.odd { fill: #ecdcff }"""
 
 
 def draw(timeline: Timeline) -> str:
@@ -40,7 +49,7 @@ def draw(timeline: Timeline) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">',
         f"<title>{title}</title>",
-        f"<style>\n{_STYLE}\n</style>",
+        f"<style>\n{_STYLE}{_STYLE_OF_R if schedule.disaggregated else ''}\n</style>",
         f'<text x="4" y="17">{title}</text>',
     ]
     for rank in range(schedule.pp):
@@ -63,6 +72,8 @@ def _lane(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
     source = table_rank(schedule, rank)
     times = zip(timeline.starts[source], timeline.ends[source], strict=True)
     for action, (start, end) in zip(literal_rows(schedule)[rank], times, strict=True):
+        if start == end:
+            continue
         x, width = _LEFT + start * scale, (end - start) * scale
         yield (
             f'<rect class="{_classes(timeline, action)}" x="{_n(x + 0.4)}" y="{y}" '

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.actions import Action, Schedule
-from megatron_ext.schedules.comms import reduction_order
+from megatron_ext.schedules.actions import Action, Kind, Schedule
+from megatron_ext.schedules.comms import reduction_order, runs_forward
 from megatron_ext.schedules.marking import marked_row
 from megatron_ext.schedules.memory import Edge, Memory, live_counts, measure, slots_needed
 from megatron_ext.schedules.order import Run, execution_order
@@ -22,8 +22,8 @@ from megatron_ext.schedules.unfold import literal_rows
 __all__ = ["Report", "check_cover", "check_group_order", "validate"]
 
 # What was done for one stage and micro-batch, as a set of bits.
-_BIT = {"F": 1, "B": 2, "I": 4, "W": 8}
-_BEFORE = {"F": 0, "B": 1, "I": 1, "W": 1 | 4}
+_BIT = {"F": 1, "R": 1, "B": 2, "I": 4, "W": 8}
+_BEFORE = {"F": 0, "R": 0, "B": 1, "I": 1, "W": 1 | 4}
 _COMPLETE = (1 | 2, 1 | 4 | 8)
 
 
@@ -85,30 +85,64 @@ def check_cover(schedule: Schedule) -> None:
             f"placement has {num_ranks} ranks; a table has one row for each rank"
         )
     done = bytearray(schedule.num_stages * m)
+    # Where roles differ a forward is no condition of what the same rank runs next.
+    forwards = bytearray(len(done)) if schedule.disaggregated else done
+    kinds = _kinds_of_stages(schedule)
     for rank, row in enumerate(schedule.rows):
-        mine = frozenset(schedule.placement.stages_of[rank])
+        mine = kinds[rank]
         for index, (stage, kind, microbatch) in enumerate(row):
-            if stage not in mine or not 0 <= microbatch < m:
+            if kind not in mine.get(stage, "") or not 0 <= microbatch < m:
                 raise ScheduleError(_misplaced(schedule, rank, index))
             key = stage * m + microbatch
-            if done[key] != _BEFORE[kind]:
-                raise ScheduleError(_unexpected(schedule, rank, index, done[key]))
-            done[key] |= _BIT[kind]
+            cells = forwards if kind == "F" else done
+            if cells[key] != _BEFORE[kind]:
+                raise ScheduleError(_unexpected(schedule, rank, index, cells[key]))
+            cells[key] |= _BIT[kind]
     for key, bits in enumerate(done):
         if bits not in _COMPLETE:
             raise ScheduleError(_missing(schedule, *divmod(key, m), bits))
+    if schedule.disaggregated:
+        _check_forwards(schedule, forwards)
+
+
+def _check_forwards(schedule: Schedule, forwards: bytearray) -> None:
+    for key, ran in enumerate(forwards):
+        stage, microbatch = divmod(key, schedule.num_microbatches)
+        if not ran and runs_forward(schedule, stage):
+            raise ScheduleError(
+                f"rank {schedule.placement.rank_of[stage]} never runs {stage}F{microbatch}, which "
+                "others need; forward ranks run F of each micro-batch"
+            )
+
+
+def _kinds_of_stages(schedule: Schedule) -> list[dict[int, str]]:
+    """By rank: the kinds of action that it runs, by stage."""
+    kinds: list[dict[int, str]] = [{} for _ in schedule.rows]
+    for stage in range(schedule.num_stages):
+        if not schedule.disaggregated:
+            kinds[schedule.placement.rank_of[stage]][stage] = "FBIW"
+            continue
+        if runs_forward(schedule, stage):
+            kinds[schedule.placement.rank_for(stage, "F")][stage] = "F"
+        kinds[schedule.placement.rank_for(stage, "B")][stage] = "RBIW"
+    return kinds
 
 
 def _misplaced(schedule: Schedule, rank: int, index: int) -> str:
     action = schedule.rows[rank][index]
     m, stages = schedule.num_microbatches, schedule.placement.stages_of[rank]
+    owner = -1
     if not 0 <= action.microbatch < m:
         rule = f"there are {m} micro-batches, 0 to {m - 1}"
     elif action.stage >= schedule.num_stages:
         rule = f"there are {schedule.num_stages} stages, 0 to {schedule.num_stages - 1}"
     else:
-        owner = schedule.placement.rank_of[action.stage]
+        owner = schedule.placement.rank_for(action.stage, action.kind)
         rule = f"rank {rank} holds the stages {_listed(stages)}; {action} belongs to rank {owner}"
+    if owner == rank and action.kind == "R":
+        rule = "R is for ranks that run backwards only; this one runs F"
+    elif owner == rank:
+        rule = f"nobody needs what {action} would make, because backward ranks run it again"
     return f"{action} does not belong here: {rule}\n  {marked_row(schedule, rank, index)}"
 
 
@@ -118,7 +152,8 @@ def _unexpected(schedule: Schedule, rank: int, index: int, bits: int) -> str:
         first = schedule.rows[rank].index(action)
         rule = f"it ran as action {first} already; each action runs exactly once"
     elif not bits & 1:
-        rule = f"{action._replace(kind='F')} has to run before it"
+        opens: Kind = "R" if schedule.disaggregated else "F"
+        rule = f"{action._replace(kind=opens)} has to run before it"
     elif action.kind == "W" and not bits & 2:
         rule = f"{action._replace(kind='I')} has to run before it"
     else:
@@ -127,20 +162,22 @@ def _unexpected(schedule: Schedule, rank: int, index: int, bits: int) -> str:
 
 
 def _missing(schedule: Schedule, stage: int, microbatch: int, bits: int) -> str:
-    rank = schedule.placement.rank_of[stage]
+    rank = schedule.placement.rank_for(stage, "B")
     row = schedule.rows[rank]
+    opens: Kind = "R" if schedule.disaggregated else "F"
     if not bits & 1:
-        what, last = str(Action(stage, "F", microbatch)), len(row)
+        what, last = str(Action(stage, opens, microbatch)), len(row)
     elif bits & 4:
         what = str(Action(stage, "W", microbatch))
         last = row.index(Action(stage, "I", microbatch))
     else:
         backward = "I" if schedule.splits_backward else "B"
         what = f"{stage}{backward}{microbatch}"
-        last = row.index(Action(stage, "F", microbatch))
+        last = row.index(Action(stage, opens, microbatch))
     return (
-        f"rank {rank} never runs {what}; each of its stages needs F and B (or I and W) of each "
-        f"of the {schedule.num_microbatches} micro-batches\n  {marked_row(schedule, rank, last)}"
+        f"rank {rank} never runs {what}; each of its stages needs {opens} and B (or I and W) of "
+        f"each of the {schedule.num_microbatches} micro-batches\n"
+        f"  {marked_row(schedule, rank, last)}"
     )
 
 
@@ -169,7 +206,7 @@ def _is_ascending(schedule: Schedule) -> bool:
     newest: dict[tuple[int, bool], int] = {}
     for row in schedule.rows:
         for stage, kind, microbatch in row:
-            if kind == "F":
+            if kind in ("F", "R"):
                 continue
             if newest.get((stage, kind == "W"), -1) > microbatch:
                 return False

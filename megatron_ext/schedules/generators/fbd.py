@@ -1,0 +1,82 @@
+"""Forward/backward disaggregation: half of the ranks run forwards, the others backwards.
+
+Forward ranks 0 to p/2-1 hold the p/2 stages and keep nothing. Each sends its output to the next
+forward rank and to the backward rank of the next stage. Backward ranks p/2 to p-1 hold the stages
+in reverse. There R is the forward again, with a graph, and B the backward, so the activations of
+one micro-batch are alive. Nobody needs the last stage's output, so the last forward rank idles.
+
+With `activations=ship` a forward rank sends what it saved, the input of each layer, and B computes
+each layer again just before its backward; R takes no time. Then all forward ranks work, and a
+backward rank keeps a layer's activations instead of a stage's.
+
+Idea: the forward/backward disaggregating of MegatronApp.
+
+fbd activations=recompute: pp 4, m 4, makespan 30, bubble 6 (20.0 %), peak 2
+0|F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  .  .
+1|.  .  .  .  .  .  .  .  .  .  .  .  .  .  .
+2|.  R0 B0--- R1 B1--- R2 B2--- R3 B3--- .  .
+3|R0 .  .  .  B0--- R1 B1--- R2 B2--- R3 B3---
+
+Bubble: (pp - 2)(Tf + Tb + Tw), and pp Tf more with `ship`. Activations: 2 (one stage is 2/pp of the
+model), with `ship` before counting that layers are recomputed one by one.
+Gradients are summed in the order of the micro-batches, as without a pipeline.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules import placement
+from megatron_ext.schedules.actions import Action, Schedule
+from megatron_ext.schedules.registry import Size, register
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.costs import Costs
+
+
+def bubble(size: Size, costs: Costs) -> float:
+    """Return (pp - 2)(Tf + Tb + Tw), and what the first micro-batch needs through all forwards."""
+    through = costs.work * (size.pp - 2)
+    return through + size.pp * costs.forward * (size.options["activations"] == "ship")
+
+
+def peak(_size: Size) -> float:
+    """Return 2: one micro-batch on one stage, which is 2/pp of the model."""
+    return 2
+
+
+@register(
+    "fbd",
+    summary="forwards and backwards on different ranks: one micro-batch of activations each",
+    bubble=bubble,
+    peak=peak,
+    options={"activations": ("recompute", "ship")},
+    variants=({"activations": "recompute"}, {"activations": "ship"}),
+    listed=False,
+    flags="--forward-backward-disaggregating",
+)
+def fbd(pp: int, num_microbatches: int, activations: str = "recompute") -> Schedule:
+    """Return the table of both roles: `pp` ranks, half of them for forwards."""
+    if pp % 2:
+        near = f"{pp - 1} or {pp + 1}" if pp > 1 else "2"
+        raise ScheduleError(
+            f"fbd has a forward rank and a backward rank for each stage, so pp must be even, got "
+            f"{pp}; take {near}"
+        )
+    stages, microbatches = range(pp // 2), range(num_microbatches)
+    working = stages if activations == "ship" else stages[:-1]
+    forwards = [
+        tuple(Action(stage, "F", m) for m in microbatches if stage in working) for stage in stages
+    ]
+    backwards = [
+        tuple(action for m in microbatches for action in (Action(s, "R", m), Action(s, "B", m)))
+        for s in reversed(stages)
+    ]
+    return Schedule(
+        "fbd",
+        placement.roles(pp),
+        num_microbatches,
+        (*forwards, *backwards),
+        {"activations": activations},
+    )
