@@ -1,0 +1,113 @@
+"""Which process of a disaggregated job does what: a pure function of its rank.
+
+Tensor-parallel ranks are innermost, then the two roles, then data-parallel replicas, then pipeline
+stages. So the two roles of one part of the model are neighbours, the last process of the job is a
+backward rank of the last stage, and the order of either role is Megatron's own. For TP 2, PP 2 and
+one replica:
+
+    plain   0 1 forward, 2 3 backward of stage 0; 4 5 forward, 6 7 backward of stage 1
+    merged  0 forward, 1 2 backward of stage 0; 3 forward, 4 5 backward of stage 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from megatron_ext.errors import ArgumentsError
+
+__all__ = ["ROLES", "Place", "RankMap", "Role", "rank_map"]
+
+Role = Literal["forward", "backward"]
+
+ROLES: tuple[Role, Role] = ("forward", "backward")
+
+
+class Place(NamedTuple):
+    """What one process does."""
+
+    role: Role
+    dp: int
+    """Data-parallel replica."""
+    pp: int
+    """Pipeline stage."""
+    tp: int
+    """Tensor-parallel rank; always 0 on merged forward ranks."""
+
+
+@dataclass(frozen=True)
+class RankMap:
+    """All processes of a job. Their ranks in it are global ranks; each role counts its own, too."""
+
+    tp: int
+    """Tensor-parallel size of the backward ranks."""
+    pp: int
+    dp: int
+    """Replicas of the model; each is held by forward ranks and by backward ranks."""
+    merged: bool = False
+    """Whether one forward rank stands in for all tensor-parallel ranks of its stage."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the whole job."""
+        return self.role_size("forward") + self.role_size("backward")
+
+    def role_tp(self, role: Role) -> int:
+        """Return the tensor-parallel size of a role."""
+        return 1 if self.merged and role == "forward" else self.tp
+
+    def role_size(self, role: Role) -> int:
+        """Return how many processes have a role."""
+        return self.role_tp(role) * self.pp * self.dp
+
+    def place(self, rank: int) -> Place:
+        """Return what the process of a global rank does."""
+        block, offset = divmod(rank, self.role_tp("forward") + self.tp)
+        pp, dp = divmod(block, self.dp)
+        if offset < self.role_tp("forward"):
+            return Place("forward", dp, pp, offset)
+        return Place("backward", dp, pp, offset - self.role_tp("forward"))
+
+    def rank(self, place: Place) -> int:
+        """Return the global rank of the process that does something."""
+        forwards = self.role_tp("forward")
+        block = place.pp * self.dp + place.dp
+        before = forwards if place.role == "backward" else 0
+        return block * (forwards + self.tp) + before + place.tp
+
+    def role_rank(self, place: Place) -> int:
+        """Return the rank of a process among those of its role, in Megatron's own order."""
+        return (place.pp * self.dp + place.dp) * self.role_tp(place.role) + place.tp
+
+    def twins(self, place: Place) -> list[Place]:
+        """Return the processes of the other role that hold the same weights, or shards of them."""
+        if place.role == "backward":
+            return [Place("forward", place.dp, place.pp, 0 if self.merged else place.tp)]
+        shards = range(self.tp) if self.merged else [place.tp]
+        return [Place("backward", place.dp, place.pp, tp) for tp in shards]
+
+
+def rank_map(world_size: int, *, tp: int, pp: int, merged: bool) -> RankMap:
+    """Return the map of a job of so many processes.
+
+    Args:
+        world_size: Processes of the whole job.
+        tp: Tensor-parallel size.
+        pp: Pipeline-parallel size.
+        merged: Whether the forward ranks of a tensor-parallel group are one process.
+
+    Raises:
+        ArgumentsError: That number of processes cannot be dealt out; names numbers that can.
+    """
+    ranks_of_replica = (tp + 1 if merged else 2 * tp) * pp
+    replicas, rest = divmod(world_size, ranks_of_replica)
+    if rest or not replicas:
+        rule = f"(TP + 1) x PP = ({tp} + 1) x {pp}" if merged else f"2 x TP x PP = 2 x {tp} x {pp}"
+        near = [n * ranks_of_replica for n in (replicas, replicas + 1) if n]
+        raise ArgumentsError(
+            f"{world_size} processes were started, but --forward-backward-disaggregating needs "
+            f"{rule} = {ranks_of_replica} for each replica of the model"
+            f"{'' if merged else ' (an even data-parallel size, which it halves)'}; start "
+            f"{' or '.join(map(str, near))} processes, or change a parallel size"
+        )
+    return RankMap(tp, pp, replicas, merged)
