@@ -28,6 +28,7 @@ def test_our_training_flags_are_these() -> None:
         "-h", "--help", "--device-backend", "--ext-list-patches",
         "--pipeline-schedule", "--enable-bitpipe-schedule", "--bitpipe-order", "--bitpipe-routing",
         "--pipeline-costs",
+        "--microbatch-rng",
         "--pipeline-transport",
         "--data-impl",
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The patch by which chosen schedules run instead of Megatron's own."""
+"""Patches by which chosen schedules run, and random numbers belong to micro-batches."""
 
 from __future__ import annotations
 
@@ -24,6 +24,40 @@ def _ours(
     return forward_backward
 
 
+def _draws_by_microbatch() -> bool:
+    from megatron_ext.schedules import randomness
+
+    return randomness.enabled()
+
+
+def _is_stock_and_draws_by_microbatch() -> bool:
+    return _draws_by_microbatch() and not _is_chosen()
+
+
+def _draw_by_microbatch(
+    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a forward of Megatron's own schedules, whose chunks are placed in turns."""
+    from megatron.core import parallel_state
+
+    from megatron_ext.schedules.runtime.rng import rng_of_this_step
+
+    ranks = parallel_state.get_pipeline_model_parallel_world_size()
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    stage = (kwargs.get("vp_stage") or 0) * ranks + rank
+    with rng_of_this_step(stage, kwargs["current_microbatch"]):
+        return call(*args, **kwargs)
+
+
+def _begin_iteration(
+    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    from megatron_ext.schedules import randomness
+
+    randomness.begin_iteration(kwargs["iteration"])
+    return call(*args, **kwargs)
+
+
 PATCHES = (
     Patch(
         id="schedules.forward_backward",
@@ -33,5 +67,23 @@ PATCHES = (
         when=_is_chosen,
         feature="schedules",
         reason="runs the table of --pipeline-schedule; without that flag Megatron's own schedules",
+    ),
+    Patch(
+        id="schedules.microbatch_rng",
+        target="megatron.core.pipeline_parallel.schedules:forward_step",
+        fn=_draw_by_microbatch,
+        when=_is_stock_and_draws_by_microbatch,
+        feature="schedules",
+        reason="dropout follows the order of computation; with --microbatch-rng Megatron's own "
+        "schedules draw the same masks as all others",
+    ),
+    Patch(
+        id="schedules.iteration",
+        target="megatron.training.training:train_step",
+        fn=_begin_iteration,
+        when=_draws_by_microbatch,
+        feature="schedules",
+        reason="random numbers of a micro-batch depend on the training step, which schedules are "
+        "not told",
     ),
 )

@@ -15,7 +15,12 @@ from megatron_ext.errors import ArgumentsError
 if TYPE_CHECKING:
     from megatron_ext.schedules.actions import Schedule
 
-__all__ = ["Rule", "refuse_flags", "refuse_flags_of_table"]
+__all__ = [
+    "Rule",
+    "refuse_flags",
+    "refuse_flags_of_table",
+    "refuse_flags_with_microbatch_rng",
+]
 
 
 class Rule(NamedTuple):
@@ -23,7 +28,7 @@ class Rule(NamedTuple):
 
     refuses: Callable[[Namespace], bool]
     message: str
-    """What is refused, why, and what to do; follows `--pipeline-schedule NAME cannot run with`."""
+    """What is refused, why, and what to do; follows `FLAG cannot run with`."""
 
 
 def _given(*dests: str) -> Callable[[Namespace], bool]:
@@ -35,12 +40,15 @@ def _value(args: Namespace, dest: str) -> Any:
     return getattr(args, dest, None)
 
 
+def _records_graphs(args: Namespace) -> bool:
+    return _value(args, "cuda_graph_impl") not in (None, "none") or _given(
+        "enable_cuda_graph", "external_cuda_graph"
+    )(args)
+
+
 ALWAYS = (
     Rule(
-        lambda args: (
-            _value(args, "cuda_graph_impl") not in (None, "none")
-            or _given("enable_cuda_graph", "external_cuda_graph")(args)
-        ),
+        _records_graphs,
         "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph): they are recorded in the order of "
         "Megatron's own schedules; leave them out",
     ),
@@ -145,6 +153,20 @@ TWINS = (
 )
 """For schedules of two mirrored pipelines."""
 
+MICROBATCH_RNG = (
+    Rule(
+        _records_graphs,
+        "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph): they replay the random numbers that "
+        "they were recorded with; leave one of them out",
+    ),
+    Rule(
+        _given("overlap_moe_expert_parallel_comm"),
+        "--overlap-moe-expert-parallel-comm: it interleaves two micro-batches, which have random "
+        "numbers of their own; leave one of them out",
+    ),
+)
+"""For random numbers by micro-batch."""
+
 
 def refuse_flags(name: str, args: Namespace) -> None:
     """Refuse what goes with no schedule of ours.
@@ -152,7 +174,7 @@ def refuse_flags(name: str, args: Namespace) -> None:
     Raises:
         ArgumentsError: One line for each mistake.
     """
-    _refuse(name, args, ALWAYS)
+    _refuse(f"--pipeline-schedule {name}", args, ALWAYS)
 
 
 def refuse_flags_of_table(name: str, args: Namespace, table: Schedule) -> None:
@@ -168,12 +190,19 @@ def refuse_flags_of_table(name: str, args: Namespace, table: Schedule) -> None:
         rules += FOLDED
     if table.placement.twins == 2:
         rules += TWINS
-    _refuse(name, args, rules)
+    _refuse(f"--pipeline-schedule {name}", args, rules)
 
 
-def _refuse(name: str, args: Namespace, rules: Iterable[Rule]) -> None:
+def refuse_flags_with_microbatch_rng(args: Namespace) -> None:
+    """Refuse what cannot draw its random numbers by micro-batch.
+
+    Raises:
+        ArgumentsError: One line for each mistake.
+    """
+    _refuse("--microbatch-rng", args, MICROBATCH_RNG)
+
+
+def _refuse(flag: str, args: Namespace, rules: Iterable[Rule]) -> None:
     wrong = [rule.message for rule in rules if rule.refuses(args)]
     if wrong:
-        raise ArgumentsError(
-            "\n".join(f"--pipeline-schedule {name} cannot run with {message}" for message in wrong)
-        )
+        raise ArgumentsError("\n".join(f"{flag} cannot run with {message}" for message in wrong))

@@ -13,10 +13,14 @@ from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import ArgumentsError, ScheduleError
-from megatron_ext.schedules import batches, plan, stages
+from megatron_ext.schedules import batches, plan, randomness, stages
 from megatron_ext.schedules.choice import TRANSPORTS, Choice, TransportName, current, use
 from megatron_ext.schedules.costs import UNIT, Costs
-from megatron_ext.schedules.incompatible import refuse_flags, refuse_flags_of_table
+from megatron_ext.schedules.incompatible import (
+    refuse_flags,
+    refuse_flags_of_table,
+    refuse_flags_with_microbatch_rng,
+)
 from megatron_ext.schedules.registry import CSV_PREFIX, generate, get, registered
 from megatron_ext.schedules.validate import validate
 
@@ -62,6 +66,12 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
         help="Times of forward, input gradient and weight gradient on 1/pp of the model, and of a "
         f"message, that the schedule is made and simulated for (default: {UNIT}).",
     )
+    group.add_argument(
+        "--microbatch-rng",
+        action="store_true",
+        help="Draw dropout masks by iteration, stage and micro-batch, so that all schedules, "
+        "Megatron's own too, draw the same ones.",
+    )
 
 
 def prepare(args: Namespace) -> None:
@@ -79,7 +89,11 @@ def prepare(args: Namespace) -> None:
         ScheduleError: There is no such schedule, or none for these sizes.
     """
     use(None)
+    randomness.use(None)
     _restore(args)
+    if getattr(args, "microbatch_rng", False):
+        refuse_flags_with_microbatch_rng(args)
+        randomness.use(args.seed)
     name = _chosen(args)
     options = _options(args, name)
     if name is None:

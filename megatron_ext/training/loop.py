@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 
 from megatron_ext import devices
+from megatron_ext.schedules import randomness
 from megatron_ext.schedules.runtime.folded import share_losses, share_mtp_losses
 from megatron_ext.training.checkpoint import save_checkpoint
 from megatron_ext.training.model import fill
@@ -124,6 +125,7 @@ class Trainer:
         self._gather(False, param_sync=False)  # nothing to gather before the first step
         self.reporter.clock.start(barrier=True)
         while iteration < args.train_iters:
+            randomness.begin_iteration(iteration)
             result = self._step()
             if not result.skipped:
                 self._gather(args.overlap_param_gather)

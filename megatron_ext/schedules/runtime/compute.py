@@ -15,6 +15,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules as upstream
 from megatron.core.utils import get_model_type
 
+from megatron_ext.schedules.runtime.rng import rng_of_this_step
 from megatron_ext.schedules.runtime.split import SPLIT
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class StageCompute:
         """
         call, chunk = self.call, self.table.schedule.placement.chunk_of(stage)
         store: list[Any] = []
-        with SPLIT.defer(stage, microbatch) if self._is_split(stage, microbatch) else _UNCHANGED:
+        splits = SPLIT.defer(stage, microbatch) if self._is_split(stage, microbatch) else _UNCHANGED
+        with splits, rng_of_this_step(stage, microbatch):
             outputs: Tensors
             outputs, num_tokens = upstream.forward_step(
                 call.forward_step_func,
