@@ -23,7 +23,8 @@ from benchmarks.schedule_harness import launch, rank  # noqa: E402
 from benchmarks.schedule_harness.ops import Sizes  # noqa: E402
 from benchmarks.schedule_harness.systems import System, all_systems  # noqa: E402
 
-SYSTEMS = ("megatron-core 1F1B", "megatron_ext gpipe", "megatron_ext 1f1b", "megatron_ext zb-h1")
+_OWN = ("gpipe", "1f1b", "zb-h1")
+SYSTEMS = ("megatron-core 1F1B", *(f"megatron_ext, gloo: {name}" for name in _OWN))
 
 
 def measure_us(system: System, num_ranks: int, num_microbatches: int, steps: int) -> float:

@@ -103,17 +103,17 @@ def test_command(tmp_path: Path) -> None:
     files = {kind: tmp_path / f"figures.{kind}" for kind in ("json", "svg")}
     options = [f"--{kind}={path}" for kind, path in files.items()]
     done = subprocess.run(
-        command("--steps=1", "--forward-ms=1", "--only", "core 1F1B", "ext 1f1b", *options),
+        command("--steps=1", "--forward-ms=1", "--only", "core 1F1B", "gloo: 1f1b", *options),
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    names = ["megatron-core 1F1B", "megatron_ext 1f1b"]
+    names = ["megatron-core 1F1B", "megatron_ext, gloo: 1f1b"]
     content = json.loads(files["json"].read_text())
     assert list(content["systems"]) == names
-    assert content["systems"]["megatron_ext 1f1b"]["peak_live"] == 2
+    assert content["systems"]["megatron_ext, gloo: 1f1b"]["peak_live"] == 2
     assert all(name in done.stdout for name in names)
     assert all(name in files["svg"].read_text() for name in names)
     ET.fromstring(files["svg"].read_text())
@@ -129,7 +129,7 @@ def test_what_cannot_run_is_told() -> None:
     )
     assert done.returncode == 1
     assert re.search(r"interleaved, batched P2P: rank \d failed first", done.stderr)
-    assert "megatron_ext bitpipe order=zb: bitpipe mirrors two pipelines" in done.stderr
+    assert "megatron_ext, gloo: bitpipe order=zb: bitpipe mirrors two pipelines" in done.stderr
 
 
 def test_unknown_system() -> None:
@@ -143,7 +143,7 @@ def test_unknown_system() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_after_an_interrupt(tmp_path: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(
-        command("--forward-ms=1000", "--only", "ext 1f1b"),
+        command("--forward-ms=1000", "--only", "gloo: 1f1b"),
         stderr=subprocess.DEVNULL,
         env={**os.environ, "TMPDIR": str(tmp_path)},
         start_new_session=True,

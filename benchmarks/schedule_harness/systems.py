@@ -13,6 +13,8 @@ from megatron_ext.schedules.choice import Choice
 from megatron_ext.schedules.placement import linear, loop, v
 
 if TYPE_CHECKING:
+    from megatron_ext.schedules.choice import TransportName
+
     from .stage import Probe
 
 __all__ = ["Own", "Peer", "System", "all_systems"]
@@ -78,6 +80,8 @@ class Own(System):
     options: Mapping[str, Any] = field(default_factory=dict)
     costs: Costs = UNIT
     """What a searched table is made for, as training is told by --pipeline-costs."""
+    transport: TransportName = "torch"
+    """As training is told by --pipeline-transport."""
 
     @property
     def weight_copies(self) -> int:
@@ -90,7 +94,14 @@ class Own(System):
         chunks = options.pop("chunks", None)
         per_replica = num_microbatches // self.weight_copies
         return Choice(
-            self.schedule, pp, per_replica, chunks, options, self.costs, timeout_s=timeout_s
+            self.schedule,
+            pp,
+            per_replica,
+            chunks,
+            options,
+            self.costs,
+            timeout_s=timeout_s,
+            transport=self.transport,
         )
 
     def check(self, pp: int, num_microbatches: int) -> None:
@@ -126,18 +137,30 @@ _PEERS = (
 )
 
 
-_GLOO_LATENCY = 0.025
-"""Of a message, in forwards: about 1 ms from the end of an op to the start of the one that waits
-for it in another process, of 40 ms."""
+_LATENCY = {"torch": 0.025, "shm": 0.01}
+"""Of a message by transport, in forwards of 40 ms: from the end of an op to the start of the one
+that waits for it in another process."""
 
 
 def all_systems() -> list[System]:
     """Return every system, in the order of the table."""
-    systems: list[System] = [Peer(*row) for row in _PEERS]
+    own = [system for name in _TRANSPORTS for system in _own(name)]
+    return [*(Peer(*row) for row in _PEERS), *own]
+
+
+def _own(transport: TransportName) -> list[System]:
+    """Return our schedules over one transport."""
+    prefix = f"megatron_ext, {_TRANSPORTS[transport]}:"
+    systems: list[System] = []
     for name, generator in registered().items():
         for variant in generator.variants:
             options = "".join(f" {key}={value}" for key, value in variant.items())
-            systems.append(Own(f"megatron_ext {name}{options}", name, dict(variant)))
-    bitpipe = f"megatron_ext bitpipe order=zb for latency {_GLOO_LATENCY:g}"
-    costs = Costs(latency=_GLOO_LATENCY)
-    return [*systems, Own(bitpipe, "bitpipe", {"order": "zb"}, costs)]
+            label = f"{prefix} {name}{options}"
+            systems.append(Own(label, name, dict(variant), transport=transport))
+    latency = _LATENCY[transport]
+    label = f"{prefix} bitpipe order=zb for latency {latency:g}"
+    return [*systems, Own(label, "bitpipe", {"order": "zb"}, Costs(latency=latency), transport)]
+
+
+_TRANSPORTS: dict[TransportName, str] = {"torch": "gloo", "shm": "shm"}
+"""What the table calls them."""
