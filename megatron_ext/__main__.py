@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from megatron_ext import cli, runner
+from megatron_ext.launch import process
 
 _USAGE = "usage: python -m megatron_ext [--embedded] SCRIPT.py FLAGS... | COMMAND ..."
 
@@ -25,6 +26,7 @@ def main() -> int:
 
 def _record(script: str, argv: list[str], *, embedded: bool) -> int:
     """Run a script so that torchrun can show which rank failed first and how."""
+    process.die_with_parent()  # where `megatron-ext launch` started it
     from torch.distributed.elastic.multiprocessing.errors import record
 
     return record(runner.run)(script, argv, embedded=embedded) or 0

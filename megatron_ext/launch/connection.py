@@ -1,0 +1,133 @@
+"""The launcher's end of a connection to one agent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ext.launch import protocol
+
+if TYPE_CHECKING:
+    from megatron_ext.launch.hostfile import Host
+    from megatron_ext.launch.ssh import Ssh
+
+__all__ = ["Connection", "ConnectionLost", "agent_command"]
+
+_NOISE_LINES = 20
+_CLOSE_S = 5.0
+
+
+class ConnectionLost(Exception):
+    """The agent's end is gone, or never came up; carries what was said instead."""
+
+
+def agent_command(python: str) -> list[str]:
+    """Return the command that runs an agent on a host with the same files as this one.
+
+    Where this package runs from a checkout, the agent is taken from the same path if that exists.
+    """
+    root = Path(__file__).resolve().parents[2]
+    variables = ["MEGATRON_EXT_DISABLE=1"]
+    if "site-packages" not in root.parts and "dist-packages" not in root.parts:
+        variables.append(f"PYTHONPATH={root}")
+    return ["env", *variables, python, "-m", "megatron_ext.launch.agent"]
+
+
+class Connection:
+    """A running agent: messages in both directions, and what else its process prints.
+
+    Made by `open`. One task reads, another one may write.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.noise: deque[str] = deque(maxlen=_NOISE_LINES)
+        """The last lines that were no messages: of ssh, login scripts, the agent's own errors."""
+        self._stderr = asyncio.create_task(self._read_stderr())
+
+    @classmethod
+    async def open(cls, argv: Sequence[str]) -> Connection:
+        """Start an agent, with the program that reaches it.
+
+        Raises:
+            ConnectionLost: The program cannot be started.
+        """
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=protocol.MAX_LINE_BYTES,
+                start_new_session=True,  # Ctrl-C is for the launcher, which tells the agents
+            )
+        except OSError as error:
+            raise ConnectionLost(f"{argv[0]} cannot be started: {error.strerror}") from None
+        return cls(process)
+
+    @classmethod
+    async def to(cls, host: Host, *, local: bool, python: str, ssh: Ssh) -> Connection:
+        """Start an agent on a host, or without ssh on this one."""
+        command = agent_command(python)
+        return await cls.open(command if local else ssh.argv(host, command))
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of the program that reaches the agent; None while it runs."""
+        return self._process.returncode
+
+    async def send(self, message: protocol.Message) -> None:
+        """Send a message; if the agent is gone nothing happens here, `receive` tells."""
+        assert self._process.stdin is not None
+        with suppress(ConnectionError):
+            self._process.stdin.write(protocol.encode(message))
+            await self._process.stdin.drain()
+
+    async def receive(self) -> tuple[protocol.Message, bytes]:
+        """Wait for the next message and the bytes that belong to it.
+
+        Raises:
+            ConnectionLost: There will be none.
+        """
+        assert self._process.stdout is not None
+        while True:
+            try:
+                line = await self._process.stdout.readline()
+                message = protocol.decode(line)
+                if message is not None:
+                    size = message.get("bytes", 0)
+                    return message, await self._process.stdout.readexactly(size)
+            except (ValueError, asyncio.IncompleteReadError):
+                line = b""  # not one of ours, or it died while it wrote
+            if not line:
+                await self._ended()
+                raise ConnectionLost(self.noise[-1] if self.noise else "the connection ended")
+            self.noise.append(line.decode(errors="replace").rstrip())
+
+    async def _ended(self) -> None:
+        """Wait for the exit code and the last words, for a short time."""
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _CLOSE_S)
+            await asyncio.wait_for(asyncio.shield(self._stderr), _CLOSE_S)
+
+    async def _read_stderr(self) -> None:
+        assert self._process.stderr is not None
+        with suppress(ValueError):  # a line of a megabyte
+            async for line in self._process.stderr:
+                self.noise.append(line.decode(errors="replace").rstrip())
+
+    async def close(self) -> None:
+        """End the connection, which ends the agent and its job if they still run."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), _CLOSE_S)
+        except asyncio.TimeoutError:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        self._stderr.cancel()

@@ -1,0 +1,87 @@
+"""Shows the logs of all hosts, each line with where it comes from, in bounded memory.
+
+A thread writes, because a terminal or a pipe may take nothing for as long as it likes. If it takes
+nothing for long, lines are left out and counted; they are in the files on the hosts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from typing import BinaryIO
+
+__all__ = ["Display"]
+
+_MAX_BYTES = 8 << 20
+_PATIENCE_S = 1.0
+_CLOSE_S = 5.0
+
+
+class Display:
+    """Where the lines of a job are shown.
+
+    Args:
+        output: A binary stream; stays the caller's.
+    """
+
+    def __init__(self, output: BinaryIO) -> None:
+        self._output = output
+        self._waiting: deque[bytes] = deque()
+        self._num_bytes = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self._broken = False
+        self.left_out = 0
+        """Lines that were not shown."""
+        self._thread = threading.Thread(target=self._run, name="display", daemon=True)
+        self._thread.start()
+
+    async def show(self, prefix: str, data: bytes) -> None:
+        """Show whole lines, or leave them out if the display takes nothing for a second."""
+        mark = f"[{prefix}] ".encode()
+        text = mark + data[:-1].replace(b"\n", b"\n" + mark) + b"\n"
+        waited_s = 0.0
+        while not self._put(text):
+            if waited_s >= _PATIENCE_S:
+                self.left_out += data.count(b"\n")
+                return
+            await asyncio.sleep(0.02)
+            waited_s += 0.02
+
+    def _put(self, text: bytes) -> bool:
+        """Queue text if there is room for it, or nobody to read it."""
+        with self._changed:
+            if self._broken:
+                return True
+            if self._num_bytes + len(text) > _MAX_BYTES:
+                return False
+            self._waiting.append(text)
+            self._num_bytes += len(text)
+            self._changed.notify()
+            return True
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    return
+                text = b"".join(self._waiting)
+                self._waiting.clear()
+            try:
+                self._output.write(text)
+                self._output.flush()
+            except (OSError, ValueError):
+                # The reader of our output went away (`| head`): the job goes on.
+                with self._changed:
+                    self._broken = True
+            with self._changed:
+                self._num_bytes -= len(text)
+
+    def close(self) -> None:
+        """Write what is left; gives up on a display that takes nothing."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(_CLOSE_S)

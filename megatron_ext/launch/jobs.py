@@ -1,0 +1,239 @@
+"""The subcommands `stop`, `status`, `logs` and `collect`: what is done with a job by its run id.
+
+They read the plan that `launch` wrote on this machine, and ask an agent on each host.
+"""
+
+# ruff: noqa: T201 - commands report on stdout and stderr
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import LaunchError
+from megatron_ext.launch import process, protocol, runs
+from megatron_ext.launch.connection import Connection, ConnectionLost
+from megatron_ext.launch.hostfile import Host
+from megatron_ext.launch.ssh import Ssh, explain
+
+__all__ = ["add_subcommands"]
+
+_Subparsers = Any  # argparse._SubParsersAction is private
+_POLL_S = 0.1
+_PATTERNS = ("benchmark/*", "benchmark/*/*")
+
+
+def add_subcommands(subparsers: _Subparsers) -> None:
+    """Register the four commands."""
+    stop = _add(subparsers, "stop", "stop a launched job, exactly that one", _stop)
+    stop.add_argument("--grace", type=float, metavar="S", help="seconds before killing it")
+    _add(subparsers, "status", "show what runs of a launched job, host by host", _status)
+    logs = _add(subparsers, "logs", "show the end of a job's logs, from every host", _logs)
+    logs.add_argument("--rank", type=int, metavar="R", help="of this rank (default: torchrun's)")
+    logs.add_argument("--lines", type=int, default=20, metavar="N", help="how many (default: 20)")
+    collect = _add(subparsers, "collect", "fetch a job's logs and traces from all hosts", _collect)
+    collect.add_argument("--to", type=Path, metavar="DIR", help="where to (default: collected-ID)")
+
+
+def _add(
+    subparsers: _Subparsers, name: str, text: str, run: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=text + ".")
+    parser.add_argument("run_id", metavar="RUN_ID", help="as launch printed it")
+    parser.add_argument("--ssh-cmd", default="ssh", metavar="COMMAND", help="as for launch")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="for each host")
+    parser.set_defaults(run=run)
+    return parser
+
+
+class _Run:
+    """A run that was launched from this machine."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.plan = runs.load_plan(args.run_id)
+        self.nodes: list[dict[str, Any]] = self.plan["nodes"]
+        self._ssh = Ssh(tuple(shlex.split(args.ssh_cmd)))
+        self._timeout_s: float = args.timeout
+
+    def launcher(self) -> process.Process | None:
+        """The launcher, if it still runs."""
+        path = runs.run_dir(self.plan["run_id"]) / "launcher.json"
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            entry = json.loads(path.read_text(encoding="utf-8"))
+            launcher = process.Process(entry["pid"], entry["start"])
+            return launcher if launcher.alive() else None
+        return None
+
+    def request(self, index: int, op: str, **values: Any) -> protocol.Message:
+        """A request about this run to an agent on one of its hosts."""
+        return {
+            "op": op,
+            "protocol": protocol.VERSION,
+            "run_id": self.plan["run_id"],
+            "node": index,
+            "host": self.nodes[index]["host"],
+            "workdir": self.plan["workdir"],
+            "log_root": self.plan["log_root"],
+            **values,
+        }
+
+    def on_all(self, ask: Callable[[int, Connection], Awaitable[Any]]) -> list[Any | LaunchError]:
+        """Connect to every host at once; return what `ask` returned, or why it could not."""
+
+        async def one(index: int) -> Any:
+            node = self.nodes[index]
+            host = Host(node["host"], port=node["port"], user=node["user"])
+            connection = None
+            try:
+                connection = await Connection.to(
+                    host, local=node["local"], python=self.plan["python"], ssh=self._ssh
+                )
+                return await asyncio.wait_for(ask(index, connection), self._timeout_s)
+            except asyncio.TimeoutError:
+                return LaunchError(f"{host.name}: no answer within {self._timeout_s:g} s")
+            except ConnectionLost as error:
+                if connection is None:
+                    return LaunchError(f"{host.name}: {error}")
+                why = explain(host.name, connection.exit_code, list(connection.noise))
+                return LaunchError(f"{host.name}: {why}")
+            finally:
+                if connection is not None:
+                    await connection.close()
+
+        async def everywhere() -> list[Any]:
+            return await asyncio.gather(*(one(index) for index in range(len(self.nodes))))
+
+        return asyncio.run(everywhere())
+
+    def ask_all(self, op: str, **values: Any) -> list[Any]:
+        """Send one request to every host; return the answers."""
+
+        async def ask(index: int, connection: Connection) -> Any:
+            await connection.send(self.request(index, op, **values))
+            return (await connection.receive())[0]
+
+        return self.on_all(ask)
+
+
+def _print_all(answers: list[Any], text: Callable[[int, Any], str]) -> int:
+    """Print a line or more for each host; return 1 if one could not be asked."""
+    failed = 0
+    for index, answer in enumerate(answers):
+        if isinstance(answer, LaunchError):
+            print(f"megatron-ext: error: {answer}", file=sys.stderr)
+            failed = 1
+        else:
+            print(text(index, answer))
+    return failed
+
+
+def _stop(args: argparse.Namespace) -> int:
+    run = _Run(args)
+    grace_s = run.plan["grace_s"] if args.grace is None else args.grace
+    launcher = run.launcher()
+    if launcher is not None:
+        launcher.signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s + 5
+        while launcher.alive() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+    # Also after an orderly end: nothing may be left, and asking shows that.
+    answers = run.ask_all("stop", grace_s=grace_s)
+
+    def text(index: int, answer: dict[str, Any]) -> str:
+        host = run.nodes[index]["host"]
+        if answer["stuck"]:
+            return f"{host}: processes {answer['stuck']} cannot be killed (they wait for a device)"
+        if answer["agent"] or answer["killed"]:
+            return f"{host}: stopped ({answer['killed']} processes killed after the grace)"
+        return f"{host}: nothing runs"
+
+    code = _print_all(answers, text)
+    if any(not isinstance(answer, LaunchError) and answer["stuck"] for answer in answers):
+        return 1
+    return code
+
+
+def _status(args: argparse.Namespace) -> int:
+    run = _Run(args)
+    print(f"launcher: {'runs' if run.launcher() else 'ended'}")
+    result = runs.run_dir(args.run_id) / "result.json"
+    if result.is_file():
+        outcome = json.loads(result.read_text(encoding="utf-8"))
+        why = outcome["failure"] or outcome["stopped_by"] or "ended well"
+        print(f"result: exit code {outcome['exit_code']}: {why}")
+
+    def text(index: int, answer: dict[str, Any]) -> str:
+        host = run.nodes[index]["host"]
+        if not answer["known"]:
+            return f"{host}: knows nothing of this run"
+        state = f"{host}: agent {'runs' if answer['agent'] else 'gone'}, "
+        state += f"{answer['processes']} processes"
+        ended = answer["ended"]
+        if ended:
+            state += f", ended with {ended['code']}"
+            state += f" ({ended['stopped']})" if ended["stopped"] else ""
+        return state
+
+    return _print_all(run.ask_all("status"), text)
+
+
+def _logs(args: argparse.Namespace) -> int:
+    run = _Run(args)
+    if args.rank is not None and not 0 <= args.rank < run.plan["world_size"]:
+        raise LaunchError(f"--rank is {args.rank}; the job has ranks 0 to "
+                          f"{run.plan['world_size'] - 1}")  # fmt: skip
+
+    def local_rank(index: int) -> int | None:
+        node = run.nodes[index]
+        return None if args.rank is None else args.rank - node["first_rank"]
+
+    async def ask(index: int, connection: Connection) -> Any:
+        local = local_rank(index)
+        if local is not None and not 0 <= local < run.nodes[index]["nproc"]:
+            return {"files": []}
+        request = run.request(index, "tail", local_rank=local, lines=args.lines)
+        await connection.send(request)
+        return (await connection.receive())[0]
+
+    def text(index: int, answer: dict[str, Any]) -> str:
+        host = run.nodes[index]["host"]
+        parts = ["\n".join([f"# {host}:{f['path']}", *f["lines"]]) for f in answer["files"]]
+        return "\n".join(parts)
+
+    return _print_all(run.on_all(ask), text)
+
+
+def _collect(args: argparse.Namespace) -> int:
+    run = _Run(args)
+    target: Path = args.to or Path(f"collected-{args.run_id}")
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"{target} cannot be made: {error.strerror}; give another --to") from None
+
+    async def ask(index: int, connection: Connection) -> Any:
+        await connection.send(run.request(index, "pack", patterns=_PATTERNS))
+        path = target / f"{runs.node_dir_name(index, run.nodes[index]['host'])}.tar.gz"
+        part = path.with_suffix(".part")
+        with part.open("wb") as file:
+            while True:
+                message, data = await connection.receive()
+                if message["kind"] == "done":
+                    break
+                file.write(data)
+        part.replace(path)
+        return {"path": path, "files": message["files"]}
+
+    def text(index: int, answer: dict[str, Any]) -> str:
+        return f"{run.nodes[index]['host']}: {answer['files']} files in {answer['path']}"
+
+    return _print_all(run.on_all(ask), text)

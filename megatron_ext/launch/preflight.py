@@ -1,0 +1,176 @@
+"""Asks all hosts at once whether the job can run there, before any process of it is started.
+
+Every agent tells what it found (`probe.look`); `judge` compares. The connections stay open and
+become those of the job: nothing is logged in to twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.errors import LaunchError
+from megatron_ext.launch import protocol
+from megatron_ext.launch.connection import Connection, ConnectionLost
+from megatron_ext.launch.ssh import Ssh, explain
+
+if TYPE_CHECKING:
+    from megatron_ext.launch.plan import Plan
+
+__all__ = ["MIN_FREE_BYTES", "judge", "meet", "warnings"]
+
+MIN_FREE_BYTES = 64 << 20
+"""Less free space than this for the logs of a host is an error."""
+MAX_SKEW_S = 5.0
+"""More difference between clocks than this is worth a warning: log lines cannot be compared."""
+
+
+async def meet(
+    plan: Plan, ssh: Ssh, timeout_s: float
+) -> tuple[list[Connection], list[dict[str, Any]]]:
+    """Start an agent on every host and hear what each found.
+
+    Args:
+        plan: The job.
+        ssh: How to reach hosts.
+        timeout_s: When to give up on those that did not answer.
+
+    Returns:
+        The connections and the findings, by host.
+
+    Raises:
+        LaunchError: A host cannot take part; one line for each. No agent is left.
+    """
+    connections: list[Connection | None] = [None] * len(plan.nodes)
+
+    async def ask(index: int) -> dict[str, Any]:
+        node = plan.nodes[index]
+        connection = await Connection.to(node.host, local=node.local, python=plan.python, ssh=ssh)
+        connections[index] = connection
+        await connection.send(plan.request(index))
+        hello, _ = await connection.receive()
+        return {**hello, "ahead_s": hello.get("clock", time.time()) - time.time()}
+
+    tasks = [asyncio.create_task(ask(index)) for index in range(len(plan.nodes))]
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s)
+        problems = [
+            f"{node.host.name}: {problem}"
+            for node, task, connection in zip(plan.nodes, tasks, connections, strict=True)
+            if (problem := _trouble(node.host.name, task, connection, timeout_s)) is not None
+        ]
+        findings = [] if problems else [task.result() for task in tasks]
+        problems = problems or judge(plan, findings)
+        if problems:
+            raise LaunchError("\n".join(problems))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(each.close() for each in connections if each is not None))
+        raise
+    return [connection for connection in connections if connection is not None], findings
+
+
+def _trouble(
+    host: str, task: asyncio.Task[dict[str, Any]], connection: Connection | None, timeout_s: float
+) -> str | None:
+    """Why a host did not answer, or None if it did."""
+    if not task.done():
+        return (
+            f"no answer within {timeout_s:g} s; check that it is up and that ssh reaches it, or "
+            f"give it longer with --preflight-timeout"
+        )
+    error = task.exception()
+    if isinstance(error, ConnectionLost):
+        if connection is None:
+            return str(error)
+        return explain(host, connection.exit_code, list(connection.noise))
+    if error is not None:
+        raise error
+    return None
+
+
+def judge(plan: Plan, findings: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what is wrong with the hosts of a plan, one line for each problem."""
+    names = [node.host.name for node in plan.nodes]
+    old = [
+        f"{name}: its megatron_ext ({found['versions']['megatron_ext']}) speaks another protocol; "
+        f"install the same version everywhere, or copy this tree with --push"
+        for name, found in zip(names, findings, strict=True)
+        if found.get("protocol") != protocol.VERSION
+    ]
+    if old:
+        return old
+    problems = [
+        f"{name}: {problem}"
+        for index, (name, found) in enumerate(zip(names, findings, strict=True))
+        for problem in _problems_of(plan, index, found)
+    ]
+    for what, remedy in (
+        ("python", "use the same Python on all hosts (--python PATH)"),
+        ("torch", "install the same version on all hosts"),
+        ("megatron-core", "install the same version on all hosts"),
+        ("megatron_ext", "install the same version on all hosts, or copy this tree with --push"),
+    ):
+        values = [found["versions"][what] for found in findings]
+        problems += _differences(names, values, what, remedy)
+    scripts = [str(found["script_hash"]) for found in findings]
+    remedy = "copy it from here with --push, or name the same file everywhere"
+    return problems + _differences(names, scripts, f"{plan.command[0]}, content", remedy)
+
+
+def _differences(names: list[str], values: list[str], what: str, remedy: str) -> list[str]:
+    """One line for each host whose value is not that of most of them."""
+    if len(set(values)) == 1:
+        return []
+    usual = Counter(values).most_common(1)[0][0]
+    first = names[values.index(usual)]
+    return [
+        f"{name}: {what} {value}, but {first} has {usual}; {remedy}"
+        for name, value in zip(names, values, strict=True)
+        if value != usual
+    ]
+
+
+def _problems_of(plan: Plan, index: int, found: dict[str, Any]) -> list[str]:
+    """What one host alone is wrong about."""
+    problems = []
+    if found["log_error"] is not None:
+        problems.append(f"{found['log_error']}; make room there, or take another --log-dir")
+    elif found["free_bytes"] < MIN_FREE_BYTES:
+        problems.append(
+            f"only {found['free_bytes'] >> 20} MiB are free for logs in {found['log_dir']}; make "
+            f"room ({MIN_FREE_BYTES >> 20} MiB at least), or take another --log-dir"
+        )
+    if found["script_error"] is not None:
+        problems.append(f"{found['script_error']}; --push copies the work directory there")
+    if found.get("port_error") is not None:
+        problems.append(
+            f"port {plan.master_port} cannot be used for the ranks to meet: {found['port_error']}; "
+            f"leave out --master-port to get a free one"
+        )
+    if "address_error" in found:
+        problems.append(
+            f"it cannot reach {found['address_error']}; give that host an address that all others "
+            f"can reach, with addr=IP in the hostfile"
+        )
+    devices, nproc = found["devices"], plan.nodes[index].nproc
+    if 0 < devices < nproc and not plan.per_node:
+        problems.append(
+            f"{nproc} processes are planned, but it has {devices} devices; lower its slots=N, or "
+            f"--nproc"
+        )
+    return problems
+
+
+def warnings(plan: Plan, findings: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what is odd but does not stop the job."""
+    return [
+        f"{node.host.name}: its clock is {found['ahead_s']:+.0f} s off this machine's"
+        for node, found in zip(plan.nodes, findings, strict=True)
+        if abs(found["ahead_s"]) > MAX_SKEW_S
+    ]

@@ -1,0 +1,147 @@
+"""What an agent finds on its host before anything is started; `preflight` judges it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import ipaddress
+import os
+import platform
+import shutil
+import socket
+import struct
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.devices.count import count_devices
+from megatron_ext.errors import MegatronExtError
+from megatron_ext.launch import protocol
+from megatron_ext.version import __version__
+
+__all__ = ["code_hash", "installed_version", "interface_of", "look", "source_address", "versions"]
+
+_SIOCGIFADDR = 0x8915
+
+
+def look(request: dict[str, Any], log_dir: Path, log_error: str | None) -> protocol.Message:
+    """Return everything that the launcher wants to know of this host.
+
+    Args:
+        request: The agent's work. Its environment and directory are in force already.
+        log_dir: Where the logs will go.
+        log_error: Why that directory cannot be used.
+    """
+    found: protocol.Message = {
+        "kind": "hello",
+        "protocol": protocol.VERSION,
+        "pid": os.getpid(),
+        "clock": time.time(),
+        "versions": versions(),
+        "devices": count_devices(),
+        "log_dir": str(log_dir),
+        "log_error": log_error,
+    }
+    if log_error is None:
+        found["free_bytes"] = shutil.disk_usage(log_dir).free
+    found["script_error"], found["script_hash"] = _script(request)
+    if request["node"] == 0:
+        found["port"], found["port_error"] = _port(request["master_port"])
+    if request.get("peer"):
+        found.update(_address(request["peer"]))
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Return what has to be the same on every host."""
+    found = {"python": platform.python_version(), "megatron_ext": f"{__version__} ({code_hash()})"}
+    return {**found, **{name: installed_version(name) for name in ("torch", "megatron-core")}}
+
+
+def installed_version(distribution: str) -> str:
+    """Return the version of a distribution, without importing it, or `not installed`."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def code_hash() -> str:
+    """Return a short hash of this package's Python files: two checkouts may share a version."""
+    package = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _script(request: dict[str, Any]) -> tuple[str | None, str | None]:
+    """What is wrong with the script here, and its hash if it is a file."""
+    words: list[str] = request["command"]
+    if request["per_node"]:
+        missing = shutil.which(words[0]) is None
+        return (f"there is no command {words[0]}" if missing else None), None
+    from megatron_ext import runner
+
+    try:
+        start = runner.choose(words[0], embedded=request["embedded"])
+    except MegatronExtError as error:
+        return str(error), None
+    if start.script is None:
+        return None, f"embedded {start.model}"
+    return None, hashlib.sha256(start.script.read_bytes()).hexdigest()[:8]
+
+
+def _port(wanted: int | None) -> tuple[int | None, str | None]:
+    """The port for the rendezvous of all ranks: the wanted one, or one that is free."""
+    try:
+        with socket.create_server(("", wanted or 0)) as server:
+            return server.getsockname()[1], None
+    except OSError as error:
+        return None, "it is in use" if error.errno == errno.EADDRINUSE else str(error)
+
+
+def _address(peer: str) -> protocol.Message:
+    try:
+        address = source_address(peer)
+    except OSError as error:
+        return {"address_error": f"{peer}: {error.strerror or error}"}
+    return {"address": address, "interface": interface_of(address)}
+
+
+def source_address(peer: str) -> str:
+    """Return the address of this host that a connection to a peer would come from.
+
+    No packet is sent. This is what the routes say; the first network card may be anything.
+
+    Raises:
+        OSError: The peer's name cannot be resolved, or no route leads there.
+    """
+    found = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)
+    family, kind, protocol_number, _, target = found[0]
+    with socket.socket(family, kind, protocol_number) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface that has an address, or None."""
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    if wanted.version == 6:
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            number, *_, name = line.split()
+            if int(number, 16) == int(wanted):
+                return name
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        for _, name in socket.if_nameindex():
+            try:
+                packed = fcntl.ioctl(control, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:
+                continue  # no IPv4 address
+            if packed[20:24] == wanted.packed:
+                return name
+    return None
