@@ -3,7 +3,8 @@
 An action is *ready* when all that it needs exists: F its input, B and I the forward of its own rank
 and the gradient of its output, W its I. On top of that the backwards of a stage, and its W, become
 ready in the order of the micro-batches only. That fixes the order in which gradients are summed, so
-the result has the bits of the static table whatever arrives first.
+the result has the bits of the static table whatever arrives first. Forwards of the last stage keep
+the order of the table: some losses are averaged over replicas, which have to meet there.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Progress:
         self._last_stage = schedule.num_stages - 1
         self._missing = [self._needs(action) for action in self.row]
         self._turns = self._by_turn()
+        """Positions of what has to run in a fixed order: by stage and kind, B and I as one."""
         for index, missing in enumerate(self._missing):
             if not missing:
                 self._offer(index)
@@ -50,14 +52,15 @@ class Progress:
             return 1
         return 1 + int(stage < self._last_stage)
 
-    def _by_turn(self) -> dict[tuple[int, bool], deque[int]]:
-        """Positions of the backwards, and of the W, of each stage by ascending micro-batch."""
-        turns: dict[tuple[int, bool], deque[int]] = defaultdict(deque)
-        by_microbatch = sorted(range(len(self.row)), key=lambda i: self.row[i].microbatch)
-        for index in by_microbatch:
+    def _by_turn(self) -> dict[tuple[int, str], deque[int]]:
+        turns: dict[tuple[int, str], deque[int]] = defaultdict(deque)
+        for index in sorted(range(len(self.row)), key=lambda i: self.row[i].microbatch):
             stage, kind, _ = self.row[index]
             if kind != "F":
-                turns[stage, kind == "W"].append(index)
+                turns[stage, _turn(kind)].append(index)
+        for index, (stage, kind, _) in enumerate(self.row):
+            if kind == "F" and stage == self._last_stage:
+                turns[stage, "F"].append(index)
         return turns
 
     def arrived(self, kind: Kind, stage: int, microbatch: int) -> None:
@@ -74,10 +77,11 @@ class Progress:
         self.left -= 1
         if kind == "F":
             self._supply(self._backward_of(stage, microbatch))
-            return
-        if kind == "I":
+        elif kind == "I":
             self._supply(self.position[Action(stage, "W", microbatch)])
-        turn = self._turns[stage, kind == "W"]
+        turn = self._turns.get((stage, _turn(kind)))
+        if turn is None:
+            return
         turn.popleft()
         if turn and not self._missing[turn[0]]:
             self._push(turn[0])
@@ -94,10 +98,16 @@ class Progress:
     def _offer(self, index: int) -> None:
         """Make an action ready that needs nothing more, if it is its turn."""
         stage, kind, _ = self.row[index]
-        if kind == "F" or self._turns[stage, kind == "W"][0] == index:
+        turn = self._turns.get((stage, _turn(kind)))
+        if turn is None or turn[0] == index:
             self._push(index)
 
     def _push(self, index: int) -> None:
         kind = self.row[index].kind
         heap = {"F": self.forwards, "W": self.weights}.get(kind, self.backwards)
         heapq.heappush(heap, index)
+
+
+def _turn(kind: Kind) -> str:
+    """Return what takes turns with an action: B and I take turns with each other."""
+    return kind if kind in ("F", "W") else "B"

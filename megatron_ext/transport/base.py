@@ -20,15 +20,18 @@ __all__ = ["Expected", "Key", "Stats", "Transport"]
 class Key(NamedTuple):
     """Identity of a tensor that crosses ranks, unique in one step."""
 
-    kind: Literal["F", "B"]
-    """F: an activation. B: the gradient of one."""
+    kind: Literal["F", "B", "C"]
+    """F: an activation. B: the gradient of one. C: a choice of the rank that decides for others."""
     stage: int
-    """The stage that needs it."""
+    """The stage that needs it; 0 for choices."""
     microbatch: int
+    """Choices: the number of the choice in the step."""
     part: int = 0
     """Which of the tensors of one hand-over it is, where stages exchange several."""
 
     def __str__(self) -> str:
+        if self.kind == "C":
+            return f"choice {self.microbatch} of the rank that decides"
         what = "the activation" if self.kind == "F" else "the gradient"
         return f"{what} that stage {self.stage} needs for micro-batch {self.microbatch}"
 

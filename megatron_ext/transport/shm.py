@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedMemoryTransport"]
 
-# A tag is, from the highest bit: kind 1, part 3, stage 12, micro-batch 24, step 24.
-_MAX_PARTS, _MAX_STAGES, _MAX_MICROBATCHES, _NUM_STEPS = 1 << 3, 1 << 12, 1 << 24, 1 << 24
+# A tag is, from the highest bit: kind 2, part 3, stage 12, micro-batch 24, step 23.
+_KINDS = {"F": 0, "B": 1, "C": 2}
+_MAX_PARTS, _MAX_STAGES, _MAX_MICROBATCHES, _NUM_STEPS = 1 << 3, 1 << 12, 1 << 24, 1 << 23
 
 # DLPack's type codes.
 _CODES = {
@@ -235,8 +236,8 @@ class SharedMemoryTransport:
                 f"{key} has no tag: there are at most {_MAX_STAGES} stages, {_MAX_MICROBATCHES} "
                 f"micro-batches and {_MAX_PARTS} tensors in one hand-over"
             )
-        high = ((key.kind == "B") << 3 | key.part) << 12 | key.stage
-        return (high << 24 | key.microbatch) << 24 | self._step
+        high = (_KINDS[key.kind] << 3 | key.part) << 12 | key.stage
+        return (high << 24 | key.microbatch) << 23 | self._step
 
     def _require_peers(self, begin: float) -> None:
         """Raise if nothing can arrive any more."""
