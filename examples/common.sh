@@ -4,6 +4,7 @@
 # prepare_environment KIND   finds or makes a Python environment with this package in it, sets PYTHON
 # detect_device FLAGS...     sets DEVICE (cpu, cuda, musa) and DEVICE_COUNT
 # python_reference PREFIX    makes the indexed dataset PREFIX_text_document from Python's own manual
+# word_pieces PREFIX         the same for BERT: PREFIX_text_sentence, and its tokenizer in PREFIX
 # choose_way [--embedded]    sets WAY: upstream (a Megatron-LM tree was found) or embedded
 # flag_value NAME DEFAULT FLAGS...   prints the last value that the flags give NAME
 # run_command OUTPUT COMMAND...      runs a command, shows its output and keeps it in a file
@@ -53,7 +54,7 @@ environment_exists() {
 }
 
 check_environment() {
-    local kind=$1 missing modules=(torch megatron.core megatron_ext) remedy="pip install -e '$REPO[upstream]'"
+    local kind=$1 missing modules=(torch megatron.core megatron_ext) remedy="pip install -e '${REPO}[upstream]'"
     [[ -x $PYTHON ]] || fail "VIRTUAL_ENV=$VIRTUAL_ENV has no bin/python; activate an environment, or unset it"
     if [[ $kind == test ]]; then
         modules+=(hypothesis pytest pytest_timeout)
@@ -90,7 +91,7 @@ is_current() {
 }
 
 install_environment() {
-    local kind=$1 base log=$REPO/.venv/install.log target="$REPO[upstream]" native=
+    local kind=$1 base log=$REPO/.venv/install.log target="${REPO}[upstream]" native=
     base=$(find_python)
     rm -f "$(stamp run)" "$(stamp test)"
     if [[ $kind == test ]]; then
@@ -201,11 +202,24 @@ PYTHON
 python_reference() {
     local prefix=$1
     [[ ! -f ${prefix}_text_document.idx ]] || return 0
-    mkdir -p "$(dirname "$prefix")"
-    say "makes training data from Python's language reference"
-    "$PYTHON" "$REPO/examples/data/python_reference.py" "$prefix.jsonl"
+    corpus "$prefix"
     "$PYTHON" -m megatron_ext preprocess --input "$prefix.jsonl" --output-prefix "$prefix" \
         --tokenizer-type ByteLevelTokenizer --append-eod --overwrite
+}
+
+word_pieces() {
+    local prefix=$1
+    [[ ! -f ${prefix}_text_sentence.idx ]] || return 0
+    corpus "$prefix"
+    "$PYTHON" "$REPO/examples/data/word_pieces.py" "$prefix.jsonl" "$prefix"
+    "$PYTHON" -m megatron_ext preprocess --input "$prefix.jsonl" --output-prefix "$prefix" \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$prefix" --split-sentences --overwrite
+}
+
+corpus() {
+    mkdir -p "$(dirname "$1")"
+    say "makes training data from Python's language reference"
+    "$PYTHON" "$REPO/examples/data/python_reference.py" "$1.jsonl"
 }
 
 # The runner decides by the same rule; here it is needed for flags that only one of the two knows.

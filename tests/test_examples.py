@@ -2,62 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.schedules import registered
-
-REPO = Path(__file__).parents[1]
-LLAMA3 = "examples/llama3/run.sh"
-
-
-def bash(
-    *words: str, timeout_s: float = 240, **env: str | None
-) -> subprocess.CompletedProcess[str]:
-    """Runs bash with this test's own Python environment activated, on the CPU."""
-    merged = {
-        **os.environ,
-        "VIRTUAL_ENV": sys.prefix,
-        "MEGATRON_EXT_DEVICE": "cpu",
-        "MEGATRON_LM_PATH": None,
-        **env,
-    }
-    return subprocess.run(
-        ["bash", *words],
-        cwd=REPO,
-        env={name: value for name, value in merged.items() if value is not None},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-
-
-def dry_run(*flags: str, **env: str | None) -> list[str]:
-    done = bash(LLAMA3, "--dry-run", *flags, **env)
-    assert done.returncode == 0, done.stderr
-    return shlex.split(done.stdout.replace("\\\n", ""))
-
-
-def value_of(words: list[str], flag: str) -> str:
-    positions = [position for position, word in enumerate(words) if word == flag]
-    return words[positions[-1] + 1]
-
-
-def megatron_flags(words: list[str]) -> list[str]:
-    return words[words.index("pretrain_gpt.py") + 1 :]
+from tests.examples.scripts import LLAMA3, REPO, bash, dry_run, megatron_flags, value_of
 
 
 def test_the_tiny_command() -> None:
-    words = dry_run("--tiny", "--log-interval", "7")
+    words = dry_run(LLAMA3, "--tiny", "--log-interval", "7")
     assert words[1:3] == ["-m", "torch.distributed.run"]
     launch = words[: words.index("pretrain_gpt.py")]
     assert launch[-2:] == ["-m", "megatron_ext"]
@@ -75,21 +34,21 @@ def test_the_tiny_command_with_a_tree(tmp_path: Path) -> None:
     core = tmp_path / "megatron" / "core" / "package_info.py"
     core.parent.mkdir()
     core.write_text("MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ''\n")
-    words = dry_run("--tiny", MEGATRON_LM_PATH=str(tmp_path))
+    words = dry_run(LLAMA3, "--tiny", MEGATRON_LM_PATH=str(tmp_path))
     assert value_of(words, "--tokenizer-type") == "NullTokenizer"
-    words = dry_run("--tiny", "--embedded", MEGATRON_LM_PATH=str(tmp_path))
+    words = dry_run(LLAMA3, "--tiny", "--embedded", MEGATRON_LM_PATH=str(tmp_path))
     assert words[words.index("pretrain_gpt.py") - 1] == "--embedded"
     assert value_of(words, "--tokenizer-type") == "ByteLevelTokenizer"
 
 
 def test_one_process_has_no_pipeline() -> None:
-    words = dry_run("--tiny", NPROC="1")
+    words = dry_run(LLAMA3, "--tiny", NPROC="1")
     assert value_of(words, "--nproc-per-node") == "1"
     assert value_of(words, "--pipeline-model-parallel-size") == "1"
 
 
 def test_the_full_size_is_the_published_one() -> None:
-    words = dry_run()
+    words = dry_run(LLAMA3)
     expected = {
         "--num-layers": "32",
         "--hidden-size": "4096",
@@ -110,7 +69,7 @@ def test_the_flags_hang_together(size: list[str]) -> None:
     """The embedded trainer's parser takes them, and the parallel sizes come out as intended."""
     from megatron_ext.training.arguments import parse
 
-    words = dry_run(*size)
+    words = dry_run(LLAMA3, *size)
     world = value_of(words, "--nproc-per-node")
     data = [] if size else ["--mock-data", "--vocab-size", "128256"]
     args = parse("gpt", [*megatron_flags(words), *data], {"WORLD_SIZE": world})
@@ -126,7 +85,7 @@ def test_every_schedule_can_be_asked_for(name: str, size: list[str]) -> None:
     from megatron_ext.schedules.choice import current, use
     from megatron_ext.training.arguments import parse
 
-    words = dry_run(*size, "--pipeline-schedule", name)
+    words = dry_run(LLAMA3, *size, "--pipeline-schedule", name)
     world = value_of(words, "--nproc-per-node")
     data = [] if size else ["--mock-data", "--vocab-size", "128256"]
     try:
@@ -146,7 +105,7 @@ def test_mirrored_pipelines_need_four_processes() -> None:
 
 
 def test_several_nodes() -> None:
-    words = dry_run(NNODES="2", NODE_RANK="1", MASTER_ADDR="node0")
+    words = dry_run(LLAMA3, NNODES="2", NODE_RANK="1", MASTER_ADDR="node0")
     assert value_of(words, "--nnodes") == "2"
     assert value_of(words, "--node-rank") == "1"
     assert value_of(words, "--master-addr") == "node0"
@@ -169,7 +128,8 @@ def test_a_dry_run_needs_no_environment_and_makes_none(tmp_path: Path) -> None:
 
 def copy_of_the_scripts(tmp_path: Path) -> Path:
     folder = tmp_path / "clone"
-    for name in ("examples/common.sh", LLAMA3, "examples/llama3/model.env"):
+    for name in ("common.sh", "train.sh", "llama3/run.sh", "llama3/model.env"):
+        name = f"examples/{name}"
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((REPO / name).read_bytes())
     for name in ("pyproject.toml", "CMakeLists.txt"):
@@ -182,10 +142,14 @@ def copy_of_the_scripts(tmp_path: Path) -> Path:
     ("flags", "env", "message"),
     [
         (["stray"], {}, 'unexpected "stray"; flags start with --'),
-        (["--out"], {}, "--out needs a directory"),
+        (["--out"], {}, "--out needs a value"),
+        (["--size", "9b"], {}, "--size 9b: there is none of this name; take one of: 70b 8b tiny"),
+        (["--hostfile", "/absent"], {}, "--hostfile /absent: there is no such file"),
+        (["--tiny"], {"NPROC": "none"}, "NPROC=none is no number of processes"),
+        (["--dry-run", "--size", "70b"], {}, "one copy of the model takes tensor 8 x pipeline 4"),
         (["--tiny"], {"VIRTUAL_ENV": "/absent"}, "/absent has no bin/python"),
         (["--tiny"], {"MEGATRON_EXT_DEVICE": "abacus"}, "MEGATRON_EXT_DEVICE is 'abacus'"),
-        (["--data-path", "p"], {}, "the 8B model needs accelerators"),
+        (["--data-path", "p"], {}, "the 8b model needs accelerators"),
         (["--dry-run"], {"NNODES": "2"}, "NNODES=2 needs NODE_RANK (0 to 1) and MASTER_ADDR"),
     ],
 )

@@ -1,0 +1,76 @@
+"""The tiny size of every model trains: the flags of its script, for a few steps on two ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.examples.scripts import dry_run, make_data, megatron_flags
+from tests.ranks import losses, run_script
+
+# Llama 3 trains in tests/test_examples.py, through its script.
+MODELS = ("mixtral", "deepseek-v2", "deepseek-v3", "gpt", "bert")
+_FEW_STEPS = ("--train-iters=3", "--log-interval=1", "--eval-iters=1", "--num-workers=0")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _data() -> None:
+    make_data("python_reference", "word_pieces")
+
+
+def train(model: str, out: Path, *flags: str, device: str = "cpu", **env: str) -> list[float]:
+    """Train as the script would, and return the losses of three steps."""
+    script = f"examples/{model}/run.sh"
+    asked = ("--tiny", "--out", str(out), *_FEW_STEPS, *flags)
+    words = dry_run(script, *asked, NPROC="2", **env)
+    logs = run_script(
+        2,
+        "pretrain_bert.py" if model == "bert" else "pretrain_gpt.py",
+        megatron_flags(words),
+        embedded="MEGATRON_LM_PATH" not in env,
+        device=device,
+    )
+    found = losses(logs)
+    assert len(found) == 3
+    assert all(map(math.isfinite, found))
+    return found
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
+    """The losses of a model by the embedded trainer on the CPU."""
+    return functools.cache(lambda model: train(model, tmp_path_factory.mktemp(model)))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_embedded(model: str, embedded: Callable[[str], list[float]]) -> None:
+    found = embedded(model)
+    assert found[-1] < found[0]
+
+
+@pytest.mark.tree
+@pytest.mark.parametrize("model", MODELS)
+def test_upstream(model: str, tmp_path: Path, megatron_lm_path: Path) -> None:
+    found = train(model, tmp_path, MEGATRON_LM_PATH=str(megatron_lm_path))
+    assert found[-1] < found[0]
+
+
+@pytest.mark.usefixtures("emulated_musa")
+@pytest.mark.parametrize("model", ["llama3", "deepseek-v3"])
+def test_moore_threads(model: str, tmp_path: Path, embedded: Callable[[str], list[float]]) -> None:
+    """On the emulated device: the flags that the script takes for it, and the losses of the CPU."""
+    from tests.fake_musa.build import environment
+
+    found = train(
+        model,
+        tmp_path,
+        "--device-backend",
+        "musa",
+        device="musa",
+        **{**environment(), "MEGATRON_EXT_DEVICE": "auto"},
+    )
+    assert found == pytest.approx(embedded(model), rel=1e-5)
