@@ -20,7 +20,18 @@ from megatron_ext.version import __version__
 
 __all__ = ["SUBCOMMANDS", "build_parser", "main"]
 
-SUBCOMMANDS = ("patches", "plan", "plot", "preprocess", "upstream")
+SUBCOMMANDS = (
+    "collect",
+    "launch",
+    "logs",
+    "patches",
+    "plan",
+    "plot",
+    "preprocess",
+    "status",
+    "stop",
+    "upstream",
+)
 
 _Subparsers = Any  # argparse._SubParsersAction is private
 
@@ -28,6 +39,7 @@ _Subparsers = Any  # argparse._SubParsersAction is private
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the `megatron-ext` command with all subcommands."""
     from megatron_ext import preprocess
+    from megatron_ext.launch import command as launch
     from megatron_ext.schedules import commands as schedules
 
     parser = argparse.ArgumentParser(
@@ -40,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_patches(subparsers)
     schedules.add_subcommand(subparsers)
     preprocess.add_subcommand(subparsers)
+    launch.add_subcommands(subparsers)
     _add_upstream(subparsers)
     return parser
 

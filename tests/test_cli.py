@@ -17,7 +17,9 @@ def test_the_subcommands_are_these() -> None:
     parser = cli.build_parser()
     [action] = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     assert tuple(sorted(action.choices)) == cli.SUBCOMMANDS
-    assert cli.SUBCOMMANDS == ("patches", "plan", "plot", "preprocess", "upstream")
+    assert cli.SUBCOMMANDS == (
+        "collect", "launch", "logs", "patches", "plan", "plot", "preprocess", "status", "stop", "upstream",
+    )  # fmt: skip
 
 
 def test_our_training_flags_are_these() -> None:

@@ -38,7 +38,12 @@ _FORWARDED_NAMES = ("PYTHONPATH", "PYTHONWARNINGS", "MEGATRON_LM_PATH")
 _NOT_FORWARDED = (
     "MEGATRON_EXT_RUNS", process.RUN_ID, process.NODE, process.AGENT_PID
 )  # fmt: skip
-_DEFAULTS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
+_DEFAULTS = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "OMP_NUM_THREADS": "1",
+    # Every rank would warn of kernels that are not installed and of deprecated calls in Megatron.
+    "PYTHONWARNINGS": "ignore",
+}
 
 
 def add_subcommands(subparsers: _Subparsers) -> None:

@@ -250,12 +250,13 @@ class Plan:
 
     def summary(self) -> str:
         """Return one line: hosts, ranks, how the model is cut, the batch."""
+        hosts = f"{len(self.nodes)} host{'s' if len(self.nodes) > 1 else ''}"
         if self.per_node:
-            return f"{len(self.nodes)} hosts, one command on each"
+            return f"{hosts}, one command on each"
         parallel = Parallel.of(self.command)
         data = parallel.data_parallel(self.world_size)
         text = (
-            f"{len(self.nodes)} hosts, {self.world_size} ranks: TP {parallel.tensor}, PP "
+            f"{hosts}, {self.world_size} ranks: TP {parallel.tensor}, PP "
             f"{parallel.pipeline}, CP {parallel.context}, DP {data}"
         )
         if parallel.disaggregated or parallel.merged:
