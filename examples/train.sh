@@ -305,7 +305,7 @@ choose_launch() {
         if $DRY_RUN; then
             LAUNCH+=(--dry-run)
         fi
-        LAUNCH+=(--)
+        LAUNCH+=("${EMBEDDED[@]}" --)
         return
     fi
     LAUNCH=("$PYTHON" -m torch.distributed.run --nproc-per-node "$NPROC")
@@ -321,7 +321,7 @@ choose_launch() {
         LAUNCH+=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$master"
             --master-port "${MASTER_PORT:-29500}")
     fi
-    LAUNCH+=(-m megatron_ext)
+    LAUNCH+=(-m megatron_ext "${EMBEDDED[@]}")
 }
 
 # Sets ENVIRONMENT: variables that every process gets unless the user has set them.
@@ -400,7 +400,7 @@ train() {
     check_world
     choose_launch
     choose_environment
-    local command=("${LAUNCH[@]}" "${EMBEDDED[@]}" "$SCRIPT" "${FLAGS[@]}")
+    local command=("${LAUNCH[@]}" "$SCRIPT" "${FLAGS[@]}")
     if $DRY_RUN; then
         if [[ -n $HOSTFILE && $DEVICE != unknown ]]; then
             "${command[@]}"
