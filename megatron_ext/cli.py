@@ -21,6 +21,7 @@ from megatron_ext.version import __version__
 __all__ = ["SUBCOMMANDS", "build_parser", "main"]
 
 SUBCOMMANDS = (
+    "aggregate",
     "collect",
     "launch",
     "logs",
@@ -28,6 +29,7 @@ SUBCOMMANDS = (
     "plan",
     "plot",
     "preprocess",
+    "report",
     "status",
     "stop",
     "upstream",
@@ -41,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     from megatron_ext import preprocess
     from megatron_ext.launch import command as launch
     from megatron_ext.schedules import commands as schedules
+    from megatron_ext.trace import commands as trace
 
     parser = argparse.ArgumentParser(
         prog="megatron-ext",
@@ -53,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     schedules.add_subcommand(subparsers)
     preprocess.add_subcommand(subparsers)
     launch.add_subcommands(subparsers)
+    trace.add_subcommands(subparsers)
     _add_upstream(subparsers)
     return parser
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Device", "Redirect", "Rule"]
+__all__ = ["Device", "Redirect", "Rule", "TimingEvent"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,18 @@ class Rule:
 
     refuses: Callable[[Namespace], bool]
     message: str
+
+
+class TimingEvent(Protocol):
+    """A mark in the stream of a device: everything that was queued before it is done."""
+
+    def record(self) -> None:
+        """Put the mark into the current stream."""
+        ...
+
+    def elapsed_time(self, end: Any) -> float:
+        """Return the milliseconds from this mark to another; both must have been passed."""
+        ...
 
 
 class Device(Protocol):
@@ -102,4 +114,8 @@ class Device(Protocol):
 
     def peak_memory_bytes(self) -> int:
         """Return the most memory that this process has held on the device so far."""
+        ...
+
+    def timing_event(self) -> TimingEvent | None:
+        """Return a new mark for the device's stream; `None` where the host computes itself."""
         ...

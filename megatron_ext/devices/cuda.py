@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from megatron_ext.devices.base import Redirect
+    from megatron_ext.devices.base import Redirect, TimingEvent
 
 __all__ = ["CudaDevice"]
 
@@ -66,3 +66,10 @@ class CudaDevice:
         import torch
 
         return int(torch.cuda.max_memory_allocated())
+
+    def timing_event(self) -> TimingEvent:
+        """Return an event of CUDA's clock."""
+        import torch
+
+        event: TimingEvent = torch.cuda.Event(enable_timing=True)
+        return event

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.devices.base import Redirect, Rule
+from megatron_ext.devices.base import Redirect, Rule, TimingEvent
 from megatron_ext.devices.redirects import nvtx_redirects, to
 from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, flag
 
@@ -134,6 +134,11 @@ class MusaDevice:
     def peak_memory_bytes(self) -> int:
         """Return the peak that torch_musa's allocator has handed out."""
         return int(_musa().max_memory_allocated())
+
+    def timing_event(self) -> TimingEvent:
+        """Return an event of MUSA's clock."""
+        event: TimingEvent = _musa().Event(enable_timing=True)
+        return event
 
 
 @functools.cache

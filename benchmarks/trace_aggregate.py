@@ -1,0 +1,107 @@
+"""Time and memory of `megatron-ext aggregate` and `report` on the trace of a large run.
+
+    python benchmarks/trace_aggregate.py      # 64 ranks, 100 iterations, 1,000 events in each
+    python benchmarks/trace_aggregate.py --ranks 8 --keep /tmp/run
+
+The trace is made up: an interleaved pipeline of 8 ranks and 8 replicas, spans as the recorder
+writes them. An event is a span: two records of the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from megatron_ext.trace.records import (
+    Header,
+    Span,
+    directory_name,
+    file_name,
+    header_line,
+    iteration_lines,
+)
+
+STEP_NS = 400_000_000
+
+
+def spans(rank: int, ranks: int, count: int) -> list[Span]:
+    """Return the spans of one iteration: receive, wait, action, send, and again."""
+    found, now = [], 1000
+    last, after = (rank - 1) % ranks, (rank + 1) % ranks
+    for index in range(count // 4):
+        microbatch, stage = index // 2 % 512, rank + ranks * (index % 2)
+        message = {"for": "F", "stage": stage, "microbatch": microbatch}
+        action = {"microbatch": microbatch, "model_chunk": index % 2, "stage": stage, "pp_rank": 3}
+        sent = {"to": after, "for": "F", "stage": stage + 1, "microbatch": microbatch}
+        for name, length, about in (
+            ("wait", 20_000, {"cause": "input", "on": last, **message}),
+            ("receive", 5_000, {"from": last, **message, "bytes": 8 << 20}),
+            ("forward" if index % 3 else "backward", 1_200_000, action),
+            ("send", 8_000, {**sent, "bytes": 8 << 20}),
+        ):
+            found.append(Span(name, now, now + length, about))
+            now += length + 500
+    return found
+
+
+def generate(directory: Path, ranks: int, iterations: int, events: int) -> int:
+    """Write the traces of a run; return their bytes."""
+    replicas = 8 if ranks % 8 == 0 else 1
+    sizes = (replicas, ranks // replicas, 1)
+    directory.mkdir(parents=True, exist_ok=True)
+    total = 0
+    for rank in range(ranks):
+        data, pipeline = rank % replicas, rank // replicas
+        header = Header(rank, data, pipeline, 0, sizes, "host", f"boot-{rank // 8}", 1, 1)
+        path = directory / file_name(data, pipeline, 0)
+        body = spans(rank, ranks, events)
+        with path.open("w", encoding="utf-8") as file:
+            file.write(header_line(header))
+            for number in range(1, iterations + 1):
+                opening = {"pad_before": 0, "iteration": number, "at_ns": number * STEP_NS}
+                closing = {"duration_wall": STEP_NS, "duration_cuda": 0, "memory_bytes": 1 << 30}
+                file.writelines(iteration_lines(body, opening, closing))
+            file.write("]\n")
+        total += path.stat().st_size
+    return total
+
+
+def measure(*command: str) -> tuple[float, float]:
+    """Run a command of ours; return its seconds, and the GiB of its largest process."""
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "megatron_ext", *command], check=True)
+    seconds = time.perf_counter() - begin
+    return seconds, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+
+
+def main() -> int:
+    """Make a run, aggregate it, and print what that took."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--iterations", type=int, default=100)
+    parser.add_argument("--events", type=int, default=1000, help="spans of one iteration")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="make the run here and keep it")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="megatron_ext_trace_") as scratch:
+        root = args.keep or Path(scratch)
+        directory = root / directory_name((8, args.ranks // 8, 1), dynamic=False)
+        size = generate(directory, args.ranks, args.iterations, args.events)
+        count = args.ranks * args.iterations * args.events
+        print(f"{args.ranks} ranks x {args.iterations} iterations x {args.events} events: "
+              f"{size / 2**20:.0f} MiB, {size / count:.0f} bytes for an event")  # fmt: skip
+        for command in (
+            ["aggregate", "--benchmark_dir", str(directory)],
+            ["report", str(directory)],
+        ):
+            seconds, gibibytes = measure(*command)
+            print(f"{command[0]}: {seconds:.1f} s, at most {gibibytes:.2f} GiB in one process")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

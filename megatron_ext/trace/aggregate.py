@@ -1,0 +1,246 @@
+"""Makes one Chrome trace of the traces of all ranks, for ui.perfetto.dev or chrome://tracing.
+
+A row for each rank, arrows from each send to its receive. Every file is read twice, an iteration at
+a time: once for the clocks and the figures, once to be written. Several processes share the files,
+and what they write is put together at the end, so memory does not grow with the run.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron_ext.errors import DataError
+from megatron_ext.trace.clocks import Alignment, align
+from megatron_ext.trace.reader import MAX_SPANS, Attributes, Iteration, TraceFile, open_run
+from megatron_ext.trace.records import ACTION_NAMES, Header, Span
+from megatron_ext.trace.survey import RankSurvey, message_key, survey
+
+__all__ = ["Run", "aggregated_name", "read_run", "write_chrome_trace"]
+
+_COLOURS = {
+    ACTION_NAMES["F"]: "good",
+    ACTION_NAMES["B"]: "rail_load",
+    ACTION_NAMES["I"]: "rail_response",
+    ACTION_NAMES["W"]: "rail_animation",
+    "wait": "grey",
+    "send": "olive",
+    "receive": "yellow",
+    "reduce": "thread_state_iowait",
+    "optimizer": "thread_state_runnable",
+}
+"""Reserved colour names of Chrome's viewer."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Run:
+    """The traces of a run: their files, what a first pass found in each, and their clocks."""
+
+    directory: Path
+    files: Sequence[TraceFile]
+    surveys: Sequence[RankSurvey]
+    alignment: Alignment
+    notes: Sequence[str]
+    """What is missing or damaged, in words."""
+
+    @property
+    def begin_ns(self) -> int:
+        """When the first iteration began, on the aligned clock."""
+        return min(
+            (
+                step.begin_ns + self.alignment.of(survey.header)
+                for survey in self.surveys
+                for step in survey.steps[:1]
+            ),
+            default=0,
+        )
+
+
+def read_run(directory: Path | str) -> Run:
+    """Read the traces of a run once.
+
+    Raises:
+        DataError: There is no trace in the directory.
+    """
+    directory = Path(directory)
+    files, notes = open_run(directory)
+    surveys: list[RankSurvey] = []
+    readable: list[TraceFile] = []
+    for file, found in zip(files, _for_each(_survey, files), strict=True):
+        if isinstance(found, str):
+            notes.append(found)
+        else:
+            readable.append(file)
+            surveys.append(found)
+    if not any(survey.iterations for survey in surveys):
+        raise DataError(f"{directory}: no iteration was recorded yet; {'; '.join(notes)}")
+    for found in surveys:
+        if found.damaged:
+            notes.append(f"{found.path.name}: {found.damaged} damaged records were skipped")
+    counts = sorted({found.iterations for found in surveys})
+    if len(counts) > 1:
+        notes.append(f"ranks recorded between {counts[0]} and {counts[-1]} iterations")
+    alignment = align(surveys)
+    notes += alignment.notes()
+    return Run(directory, readable, surveys, alignment, notes)
+
+
+def aggregated_name(directory: Path) -> Path:
+    """Return where the Chrome trace of a run goes, `NAME/NAME-aggregated.json`."""
+    return directory / f"{directory.resolve().name}-aggregated.json"
+
+
+def write_chrome_trace(run: Run, output: Path) -> int:
+    """Write the Chrome trace of a run; return its number of bytes.
+
+    Raises:
+        DataError: It cannot be written.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix=".aggregate-", dir=output.parent) as parts:
+            ranks = frozenset(file.header.rank for file in run.files)
+            task = partial(_write_part, Path(parts), run.alignment, run.begin_ns, ranks)
+            merged = Path(parts) / "merged"
+            with merged.open("wb") as file:
+                file.write(b"[\n")
+                for index, part in enumerate(_for_each(task, run.files)):
+                    file.write(b",\n" if index else b"")
+                    with part.open("rb") as content:
+                        shutil.copyfileobj(content, file, 1 << 20)
+                    part.unlink()
+                file.write(b"\n]\n")
+            merged.replace(output)
+    except OSError as error:
+        raise DataError(f"{output} cannot be written: {error.strerror}") from error
+    return output.stat().st_size
+
+
+def _for_each(task: Callable[[TraceFile], _T], files: Sequence[TraceFile]) -> Iterator[_T]:
+    """Run a task on every file, in as many processes as there are cores; in the order of files."""
+    size = sum(file.path.stat().st_size for file in files)
+    workers = min(len(files), len(os.sched_getaffinity(0)), 16)
+    if workers < 2 or size < 16 << 20:
+        yield from map(task, files)
+        return
+    # Records form no cycles, and looking for some takes a third of the time.
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, context, initializer=gc.disable) as pool:
+        yield from pool.map(task, files)
+
+
+def _survey(file: TraceFile) -> RankSurvey | str:
+    try:
+        return survey(file)
+    except DataError as error:
+        return str(error)
+
+
+def _write_part(
+    directory: Path, alignment: Alignment, begin_ns: int, ranks: frozenset[int], file: TraceFile
+) -> Path:
+    """Write the events of one rank, without the brackets of the list."""
+    header = file.header
+    shift_ns = alignment.of(header) - begin_ns
+    path = directory / str(header.rank)
+    templates = _Templates(header, ranks)
+    with path.open("w", encoding="utf-8") as out:
+        out.write(_encode(_names(header))[1:-1])
+        for iteration in file.iterations():
+            out.write("".join(templates.events(iteration, shift_ns)))
+    return path
+
+
+def _names(header: Header) -> list[dict[str, Any]]:
+    pid, tid = header.row
+    data, pipeline = f"data {header.data}", f"pipeline {header.pipeline}"
+    host = f" on {header.host}" if header.host else ""
+    return [
+        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": f"{data} {pipeline}"}},
+        {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}},
+        {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid,
+         "args": {"name": f"rank {header.rank}{host}"}},
+    ]  # fmt: skip
+
+
+class _Templates:
+    """Writes the events of one rank.
+
+    All that distinguishes two spans of the same action in two iterations is when they were, so the
+    text of the rest is made once.
+    """
+
+    def __init__(self, header: Header, ranks: frozenset[int]) -> None:
+        self._rank = header.rank
+        self._ranks = ranks
+        self._row = '"pid":{},"tid":{}'.format(*header.row)
+        self._made: dict[tuple[str, str], tuple[str, str]] = {}
+
+    def events(self, iteration: Iteration, shift_ns: int) -> Iterator[str]:
+        """Yield the events of an iteration, each with a comma before it."""
+        begin_ns = iteration.begin_ns + shift_ns
+        yield (
+            f',\n{{"name":"iteration {iteration.number}","ph":"X",{self._row},'
+            f'"ts":{begin_ns / 1e3:.3f},"dur":{iteration.duration_ns / 1e3:.3f},'
+            f'"args":{_encode(iteration.end)}}}'
+        )
+        made = self._made
+        for span in iteration.spans:
+            name, start, end, attributes = span
+            assert isinstance(attributes, Attributes)
+            text = attributes.text
+            found = made.get((name, text))
+            if found is None:
+                if len(made) >= MAX_SPANS:
+                    made.clear()
+                found = made[name, text] = self._bar(span, text), self._arrow(span)
+            bar, arrow = found
+            at_us = (begin_ns + start) / 1e3
+            yield f'{bar},"ts":{at_us:.3f},"dur":{(end - start) / 1e3:.3f}}}'
+            if not arrow:
+                continue
+            if name == "receive":  # the end of an arrow belongs to the span that it lies in
+                at_us = max(at_us, (begin_ns + end) / 1e3 - 0.001)
+            yield f'{arrow}{iteration.number}","ts":{at_us:.3f}}}'
+
+    def _bar(self, span: Span, text: str) -> str:
+        colour = _COLOURS.get(span.name)
+        painted = f',"cname":"{colour}"' if colour else ""
+        return (
+            f',\n{{"name":{_encode(_title(span))},"ph":"X",{self._row}{painted},"args":{{{text}}}'
+        )
+
+    def _arrow(self, span: Span) -> str:
+        """The end of an arrow whose other end is there as well, or nothing."""
+        key = message_key(self._rank, 0, span) if span.name in ("send", "receive") else None
+        if key is None or not self._ranks.issuperset((key.source, key.target)):
+            return ""
+        phase = '"ph":"s"' if span.name == "send" else '"ph":"f","bp":"e"'
+        part = span.attributes.get("part", 0)
+        about = f"{key.source}.{key.target}.{key.kind}{key.stage}.{key.microbatch}.{part}"
+        return f',\n{{"name":"message","cat":"message",{phase},{self._row},"id":"{about}.'
+
+
+def _title(span: Span) -> str:
+    """Return what stands on a bar: `forward 3`, `wait for rank 2`."""
+    name, about = span.name, span.attributes
+    if name == "wait":
+        return f"wait for rank {about['on']}" if "on" in about else f"wait: {about.get('cause')}"
+    if name in _ACTIONS and "microbatch" in about:
+        return f"{name} {about['microbatch']}"
+    return name
+
+
+_ACTIONS = frozenset(ACTION_NAMES.values())
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode

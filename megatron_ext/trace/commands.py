@@ -1,0 +1,137 @@
+"""The subcommands `aggregate` and `report`; no torch and no Megatron is imported."""
+
+# ruff: noqa: T201 - commands report on stdout and stderr
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_ext.errors import DataError
+
+__all__ = ["add_subcommands"]
+
+_Subparsers = argparse._SubParsersAction
+
+
+def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
+    """Register `aggregate` and `report`."""
+    _add_aggregate(subparsers)
+    _add_report(subparsers)
+
+
+def _add_aggregate(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
+    from megatron_ext.trace.detect import Thresholds
+
+    parser = subparsers.add_parser(
+        "aggregate",
+        help="make one Chrome trace of the traces of all ranks",
+        description="Puts the traces of a run together, with a row for each rank and arrows from "
+        "sends to receives, for ui.perfetto.dev or chrome://tracing.",
+    )
+    parser.add_argument(
+        "--benchmark_dir",
+        "--benchmark-dir",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder of the run, such as benchmark/data-1-pipeline-4-tensor-1-pp",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where to (default: NAME-aggregated.json in the folder of the run)",
+    )
+    parser.add_argument(
+        "--detect", action="store_true", help="also name slow ranks and links; exit code 1 if any"
+    )
+    parser.add_argument(
+        "--slow-rank",
+        type=_factor,
+        default=Thresholds.rank,
+        metavar="X",
+        help="a rank is slow if its actions take X times the median (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--slow-link",
+        type=_factor,
+        default=Thresholds.link,
+        metavar="X",
+        help="a link is slow if messages take X times the median of all links (default: "
+        "%(default)s)",
+    )
+    parser.set_defaults(run=_run_aggregate)
+
+
+def _add_report(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "report",
+        help="make a page that explains a traced run",
+        description="Writes one HTML file without any reference to the network: the timeline "
+        "beside the planned one, what each rank waited for, memory, links and settings.",
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="folder of the run")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where to (default: report.html in the folder of the run)",
+    )
+    parser.set_defaults(run=_run_report)
+
+
+def _factor(text: str) -> float:
+    value = float(text)
+    if not 1 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 1")
+    return value
+
+
+def _run_aggregate(args: argparse.Namespace) -> int:
+    from megatron_ext.trace import aggregate, detect, summary
+
+    run = aggregate.read_run(args.benchmark_dir)
+    output = args.output or aggregate.aggregated_name(args.benchmark_dir)
+    size = aggregate.write_chrome_trace(run, output)
+    _tell(run.notes)
+    print(summary.text(run.surveys))
+    print(f"wrote {output} ({size / 2**20:.1f} MiB); open it at https://ui.perfetto.dev")
+    if not args.detect:
+        return 0
+    thresholds = detect.Thresholds(args.slow_rank, args.slow_link)
+    findings = detect.detect(run, thresholds)
+    for finding in findings:
+        print(finding)
+    if not findings:
+        print(
+            f"no rank is {thresholds.rank:g} x and no link {thresholds.link:g} x slower than the "
+            f"median"
+        )
+    return 1 if findings else 0
+
+
+def _run_report(args: argparse.Namespace) -> int:
+    from megatron_ext.trace import aggregate
+    from megatron_ext.trace.report import page
+
+    run = aggregate.read_run(args.directory)
+    _tell(run.notes)
+    output = args.output or args.directory / "report.html"
+    try:
+        output.write_text(page(run), encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{output} cannot be written: {error.strerror}") from error
+    print(f"wrote {output}")
+    return 0
+
+
+def _tell(notes: object) -> None:
+    assert isinstance(notes, list)
+    for note in notes[:20]:
+        print(f"note: {note}", file=sys.stderr)
+    if len(notes) > 20:
+        print(f"note: and {len(notes) - 20} more", file=sys.stderr)

@@ -1,0 +1,223 @@
+"""Records the spans of one rank into its trace file while a run trains.
+
+Nothing is written while an iteration runs, unless it has very many spans: they are kept in a list
+of bounded length and written at the end of the iteration, with one call. On a device that computes
+beside the host, begin and end are events in the device's stream, read when all of them are over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from megatron_ext.errors import UserError
+from megatron_ext.trace.records import Header, Span, file_name, header_line, iteration_lines
+
+if TYPE_CHECKING:
+    from megatron_ext.devices import Device
+    from megatron_ext.devices.base import TimingEvent
+
+__all__ = ["DeviceClock", "HostClock", "Recorder", "Sampling"]
+
+MAX_KEPT = 20_000
+"""Spans that are kept before they are written in the middle of an iteration."""
+
+_Stamp = Any
+"""A moment: nanoseconds on the host, an event on a device."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which iterations are traced: the first few of each interval."""
+
+    interval: int = 100
+    iterations: int = 10
+
+    def includes(self, index: int) -> bool:
+        """Tell about the iteration with this index, counted from 0 in this process."""
+        return index % self.interval < self.iterations
+
+
+class HostClock:
+    """Moments of the host, on the clock that all processes of a host share."""
+
+    def begin(self) -> int:
+        """Start an iteration; return when that was, in nanoseconds."""
+        return time.monotonic_ns()
+
+    def stamp(self) -> int:
+        """Return this moment."""
+        return time.monotonic_ns()
+
+    def resolve(self, stamps: list[int], begin_ns: int) -> list[int]:
+        """Return the nanoseconds from the begin of the iteration to each moment."""
+        return [stamp - begin_ns for stamp in stamps]
+
+
+class DeviceClock:
+    """Moments in the stream of a device: when what was queued before is done.
+
+    Args:
+        device: One that has timing events.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._base = self._event()
+
+    def begin(self) -> int:
+        """Start an iteration on an idle device, so that host and device agree on its begin."""
+        self._device.synchronize()
+        self._base.record()
+        return time.monotonic_ns()
+
+    def stamp(self) -> Any:
+        """Put a mark into the stream."""
+        event = self._event()
+        event.record()
+        return event
+
+    def _event(self) -> TimingEvent:
+        event = self._device.timing_event()
+        assert event is not None, "devices without events take the clock of the host"
+        return event
+
+    def resolve(self, stamps: list[Any], begin_ns: int) -> list[int]:
+        """Wait for all marks; return the nanoseconds from the begin of the iteration to each."""
+        self._device.synchronize()
+        return [max(0, round(self._base.elapsed_time(event) * 1e6)) for event in stamps]
+
+
+@dataclass
+class Recorder:
+    """The trace of one rank.
+
+    The file is made at the first iteration, when the ranks of the groups are known.
+    """
+
+    directory: Callable[[], tuple[Path, Header]]
+    """Gives the folder of the run, and who this rank is."""
+    clock: HostClock | DeviceClock = field(default_factory=HostClock)
+    sampling: Sampling = Sampling()
+    memory_bytes: Callable[[], int] = lambda: 0
+    """The most memory that this rank has held so far."""
+    first_iteration: Callable[[], int] = lambda: 1
+    """The number of the first iteration; asked when it begins."""
+    active: bool = field(default=False, init=False)
+    """Whether an iteration is being traced."""
+    notes: dict[str, int] = field(default_factory=dict, init=False)
+    """Further fields of the closing record, given while the iteration runs."""
+    _file: IO[str] | None = field(default=None, init=False)
+    _index: int = field(default=-1, init=False)
+    _number: int = field(default=0, init=False)
+    _begin_ns: int = field(default=0, init=False)
+    _end_ns: int | None = field(default=None, init=False)
+    _opening: dict[str, int] | None = field(default=None, init=False)
+    _kept: list[tuple[str, _Stamp, _Stamp, Mapping[str, Any]]] = field(
+        default_factory=list, init=False
+    )
+
+    def begin_iteration(self) -> None:
+        """Start the next iteration; ends the one before if nobody has."""
+        self.end_iteration()
+        if self._index < 0:
+            self._number = self.first_iteration() - 1
+        self._index += 1
+        self._number += 1
+        if not self.sampling.includes(self._index):
+            return
+        if self._file is None:
+            self._file = self._open()
+        self._begin_ns = self.clock.begin()
+        pad_ns = 0 if self._end_ns is None else self._begin_ns - self._end_ns
+        self._opening = {
+            "pad_before": pad_ns,
+            "iteration": self._number,
+            "at_ns": self._begin_ns,
+        }
+        self.active = True
+
+    def stamp(self) -> _Stamp:
+        """Return this moment, for `add`."""
+        return self.clock.stamp()
+
+    def add(
+        self, name: str, begin: _Stamp, attributes: Mapping[str, Any], end: _Stamp = None
+    ) -> None:
+        """Record a span that began at a moment and ends now, or at another moment."""
+        self._kept.append((name, begin, self.clock.stamp() if end is None else end, attributes))
+        if len(self._kept) >= MAX_KEPT:
+            self._write({})
+
+    @contextmanager
+    def span(self, name: str, **attributes: Any) -> Iterator[None]:
+        """Record what runs inside; nothing while no iteration is traced."""
+        if not self.active:
+            yield
+            return
+        begin = self.stamp()
+        try:
+            yield
+        finally:
+            self.add(name, begin, attributes)
+
+    def end_iteration(self) -> None:
+        """Write the iteration that runs, if one is traced."""
+        if not self.active:
+            return
+        self.active = False
+        end = self.clock.stamp()
+        [duration_ns] = self.clock.resolve([end], self._begin_ns)
+        on_host = isinstance(self.clock, HostClock)
+        wall_ns = duration_ns if on_host else time.monotonic_ns() - self._begin_ns
+        self._end_ns = self._begin_ns + wall_ns
+        closing = {
+            "duration_wall": wall_ns,
+            "duration_cuda": 0 if on_host else duration_ns,
+            "memory_bytes": self.memory_bytes(),
+            **self.notes,
+        }
+        self.notes.clear()
+        self._write(closing)
+
+    def close(self) -> None:
+        """Write what is left and end the list. The recorder cannot be used afterwards."""
+        self.end_iteration()
+        if self._file is not None:
+            self._file.write("]\n")
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> IO[str]:
+        directory, header = self.directory()
+        path = directory / file_name(header.data, header.pipeline, header.tensor)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # not truncated: somebody may be reading the old one
+            file = path.open("x", encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"--trace cannot write {path}: {error.strerror}; give another folder with "
+                f"--trace-dir, or leave --trace out"
+            ) from error
+        file.write(header_line(header))
+        file.flush()
+        return file
+
+    def _write(self, closing: Mapping[str, int]) -> None:
+        """Append what is kept; with the closing fields, the end of the iteration too."""
+        kept, self._kept = self._kept, []
+        begins = self.clock.resolve([begin for _, begin, _, _ in kept], self._begin_ns)
+        ends = self.clock.resolve([end for _, _, end, _ in kept], self._begin_ns)
+        spans = [
+            Span(name, begin_ns, end_ns, attributes)
+            for (name, _, _, attributes), begin_ns, end_ns in zip(kept, begins, ends, strict=True)
+        ]
+        assert self._file is not None
+        self._file.writelines(iteration_lines(spans, self._opening, closing or None))
+        self._file.flush()
+        self._opening = None

@@ -1,0 +1,94 @@
+"""Directories of traces that simulated steps leave, as the recorder writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_ext.schedules import Costs, generate, json_io, simulate
+from megatron_ext.schedules.comms import operations
+from megatron_ext.trace.planned import SCHEDULE_FILE
+from megatron_ext.trace.recorder import Recorder
+from megatron_ext.trace.records import ACTION_NAMES, Header, directory_name, file_name
+
+MS = 1_000_000
+COSTS = Costs(0.010, 0.012, 0.008, latency=0.001)
+
+
+class Clock:
+    """A clock that shows what it is told."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def begin(self) -> int:
+        return self.now_ns
+
+    def stamp(self) -> int:
+        return self.now_ns
+
+    def resolve(self, stamps: list[int], begin_ns: int) -> list[int]:
+        return [stamp - begin_ns for stamp in stamps]
+
+
+def write_run(
+    parent: Path,
+    *,
+    schedule: str = "1f1b",
+    pp: int = 4,
+    microbatches: int = 8,
+    iterations: int = 3,
+    costs: Costs = COSTS,
+    clock_offset_ns: Callable[[int], int] = lambda rank: 0,
+    clock_of: Callable[[int], str] = lambda rank: "boot",
+    settings: dict[str, object] | None = None,
+) -> Path:
+    """Simulate some steps and record them; return the folder of the run."""
+    table = generate(schedule, pp, microbatches)
+    timeline = simulate(table, costs)
+    directory = parent / directory_name((1, pp, 1), dynamic=False)
+    step_ns = round(1e9 * timeline.makespan) + 20 * MS
+    for rank in range(pp):
+        clock = Clock()
+        header = Header(
+            rank, 0, rank, 0, (1, pp, 1), "host", clock_of(rank), 3_600_000 * MS + clock_offset_ns(rank), 1,
+            settings or {"schedule": table.label, "transport": "torch"}, {"torch": "2"},
+        )  # fmt: skip
+        recorder = Recorder(lambda header=header: (directory, header), clock)
+        ends = list(zip(timeline.starts[rank], timeline.ends[rank], strict=True))
+        for number in range(iterations):
+            origin = 5_000 * MS + number * step_ns + clock_offset_ns(rank)
+            clock.now_ns = origin
+            recorder.begin_iteration()
+            for operation, (start, end) in zip(operations(table, rank), ends, strict=True):
+                record(recorder, clock, origin, operation, start, end, costs)
+            clock.now_ns = origin + step_ns - MS
+            recorder.notes["out_of_order"] = 2
+            recorder.end_iteration()
+        recorder.close()
+    (directory / SCHEDULE_FILE).write_text(json_io.dumps(table))
+    return directory
+
+
+def record(recorder, clock, origin, operation, start, end, costs) -> None:
+    stage, kind, microbatch = operation.action
+    begin = origin + round(1e9 * start)
+    if operation.needs is not None:
+        tag = operation.needs.tag
+        about = {"for": tag.kind, "stage": tag.stage, "microbatch": tag.microbatch}
+        before, clock.now_ns = clock.now_ns, begin
+        if begin > before:
+            on = {"cause": "input", "on": operation.needs.peer, **about}
+            recorder.add("wait", before, on)
+        recorder.add("receive", begin, {"from": operation.needs.peer, **about, "bytes": 1024})
+    clock.now_ns = origin + round(1e9 * end)
+    attributes = {"microbatch": microbatch, "model_chunk": 0, "stage": stage, "pp_rank": stage}
+    recorder.add(ACTION_NAMES[kind], begin, attributes)
+    if operation.makes is not None and operation.makes.verb == "SEND":
+        tag = operation.makes.tag
+        about = {"for": tag.kind, "stage": tag.stage, "microbatch": tag.microbatch, "bytes": 1024}
+        recorder.add("send", clock.now_ns, {"to": operation.makes.peer, **about})
+
+
+def trace_of(directory: Path, rank: int) -> Path:
+    return directory / file_name(0, rank, 0)
