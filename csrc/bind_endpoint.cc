@@ -19,6 +19,7 @@
 #include "core/errors.h"
 #include "core/message.h"
 #include "shm/shm_link.h"
+#include "tcp/tcp_link.h"
 
 namespace py = pybind11;
 
@@ -47,6 +48,11 @@ std::shared_ptr<ShmLink> offer_shm(const Endpoint& endpoint, int peer, const py:
     UniqueFd own_fd = duplicate(peer, socket);
     py::gil_scoped_release no_gil;  // allocating an arena takes a while
     return std::make_shared<ShmLink>(context, std::move(own_fd));
+}
+
+std::shared_ptr<TcpLink> make_tcp(const Endpoint& endpoint, int peer, const py::object& socket,
+                                  double silence_s) {
+    return std::make_shared<TcpLink>(endpoint.context(peer), duplicate(peer, socket), silence_s);
 }
 
 void accept_shm(ShmLink& self, std::optional<double> timeout_s) {
@@ -162,6 +168,11 @@ void bind_endpoint(py::module_& module) {
              "Give a peer, over a connected SOCK_SEQPACKET socket, what it needs to send to us.")
         .def("accept", &accept_shm, py::arg("timeout_s") = py::none(),
              "Wait for the same from the peer.");
+
+    py::class_<TcpLink, Link, std::shared_ptr<TcpLink>>(module, "TcpLink", py::is_final(),
+                                                        "The connection with a peer, over TCP.")
+        .def(py::init(&make_tcp), py::arg("endpoint"), py::arg("peer"), py::arg("socket"),
+             py::arg("silence_s") = 15.0, "Over a connected socket.");
 
     py::class_<Endpoint>(module, "Endpoint", py::is_final(),
                          "One process of a job and its links to others.")

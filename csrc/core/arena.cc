@@ -135,21 +135,4 @@ std::byte* Arena::bytes(std::uint32_t slot) const noexcept {
     return at(slots_offset(size_) + slot * slot_stride(size_));
 }
 
-std::uint64_t checksum(const void* bytes, std::size_t num_bytes) noexcept {
-    constexpr std::uint64_t kPrime = 0x100000001B3U;
-    std::uint64_t sum = 0xCBF29CE484222325U ^ num_bytes;
-    const auto* next = static_cast<const unsigned char*>(bytes);
-    for (; num_bytes >= sizeof(std::uint64_t); num_bytes -= sizeof(std::uint64_t)) {
-        std::uint64_t word = 0;
-        std::memcpy(&word, next, sizeof(word));
-        sum = (sum ^ word) * kPrime;
-        sum ^= sum >> 29;
-        next += sizeof(word);
-    }
-    for (; num_bytes > 0; --num_bytes) {
-        sum = (sum ^ *next++) * kPrime;
-    }
-    return sum;
-}
-
 }  // namespace megatron_ext

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/message.h"
+#include "core/piece.h"
 #include "core/segment.h"
 #include "core/unique_fd.h"
 
@@ -16,25 +16,6 @@ struct ArenaSize {
     std::uint32_t num_slots;
     std::uint64_t slot_bytes;
 };
-
-inline constexpr std::uint32_t kDescriptorMagic = 0x4D455831;  // MEX1
-
-/// What stands in shared memory beside the bytes of one slot: a message, or a piece of one.
-struct Descriptor {
-    std::uint32_t magic;
-    std::uint8_t dtype_code;
-    std::uint8_t dtype_bits;
-    std::uint8_t num_dims;
-    std::uint8_t has_checksum;
-    std::uint64_t sequence;  ///< counts the pieces of this arena from 0
-    std::uint64_t tag;
-    std::uint64_t total_bytes;   ///< of the whole message
-    std::uint64_t offset_bytes;  ///< of this piece in it
-    std::uint64_t piece_bytes;
-    std::uint64_t checksum;  ///< of this piece
-    std::int64_t shape[kMaxDims];
-};
-static_assert(sizeof(Descriptor) == 120, "part of the protocol");
 
 /// Shared memory through which one process sends messages to one other, which owns it.
 ///
@@ -78,8 +59,5 @@ class Arena {
     Segment segment_;
     ArenaSize size_;
 };
-
-/// Sum over bytes that tells damaged, swapped and missing ones; not secure.
-std::uint64_t checksum(const void* bytes, std::size_t num_bytes) noexcept;
 
 }  // namespace megatron_ext

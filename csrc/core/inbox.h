@@ -7,10 +7,10 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <string>
 #include <utility>
 
 #include "core/arena.h"
+#include "core/assembly.h"
 #include "core/buffer_pool.h"
 #include "core/message.h"
 #include "core/process_bell.h"
@@ -57,22 +57,14 @@ class Inbox {
         const pid_t process = ::getpid();
     };
 
-    /// A message of which some pieces are still to come.
-    struct Partial {
-        Message message;
-        std::uint64_t have_bytes = 0;
-    };
-
     Descriptor check(std::uint32_t slot) const;
     Message take_whole(std::uint32_t slot, const Descriptor& piece);
-    bool add_piece(std::uint32_t slot, const Descriptor& piece);
-    [[noreturn]] void throw_damaged(const std::string& what) const;
+    std::optional<Message> add_piece(std::uint32_t slot, const Descriptor& piece);
 
     int source_;
     std::shared_ptr<Shared> shared_;
     BufferPool pool_;
-    std::uint64_t next_sequence_ = 0;
-    std::optional<Partial> partial_;
+    Assembly assembly_;
 };
 
 }  // namespace megatron_ext

@@ -54,26 +54,12 @@ void Outbox::publish_piece(Pending& pending) {
     const MessageInfo& info = pending.info;
     const std::uint64_t num_bytes =
         std::min(arena_.size().slot_bytes, info.num_bytes - pending.sent_bytes);
-    Descriptor piece{};
-    piece.magic = kDescriptorMagic;
-    piece.dtype_code = info.dtype_code;
-    piece.dtype_bits = info.dtype_bits;
-    piece.num_dims = info.num_dims;
-    piece.sequence = next_sequence_;
-    piece.tag = info.tag;
-    piece.total_bytes = info.num_bytes;
-    piece.offset_bytes = pending.sent_bytes;
-    piece.piece_bytes = num_bytes;
-    std::copy(info.shape.begin(), info.shape.end(), std::begin(piece.shape));
+    const std::byte* const from = pending.bytes + pending.sent_bytes;
     if (num_bytes > 0) {
-        const std::byte* const from = pending.bytes + pending.sent_bytes;
         std::memcpy(arena_.bytes(slot), from, static_cast<std::size_t>(num_bytes));
-        if (checksums_) {
-            piece.has_checksum = 1;
-            piece.checksum = checksum(from, static_cast<std::size_t>(num_bytes));
-        }
     }
-    arena_.descriptor(slot) = piece;
+    arena_.descriptor(slot) =
+        describe_piece(info, next_sequence_, pending.sent_bytes, num_bytes, from, checksums_);
     arena_.order(next_sequence_) = slot;
     ++next_sequence_;
     arena_.published().store(next_sequence_, std::memory_order_release);

@@ -1,10 +1,6 @@
-#include <sys/socket.h>
-
 #include <algorithm>
-#include <cstring>
-#include <functional>
+#include <cstdint>
 #include <memory>
-#include <optional>
 #include <random>
 #include <stdexcept>
 #include <utility>
@@ -13,71 +9,20 @@
 #include "check.h"
 #include "core/endpoint.h"
 #include "core/errors.h"
-#include "shm/shm_link.h"
+#include "linked_pair.h"
 
 using namespace megatron_ext;
-using megatron_ext::testing::fork_child;
-using megatron_ext::testing::join_child;
+using namespace megatron_ext::testing;
 
 namespace {
 
-// Waits that have to succeed; ctest ends a test that hangs.
-constexpr Deadline kForEver = kNever;
-
-struct Stop : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
-
-void stop_waiting() { throw Stop("stopped by the interrupt check"); }
-
-std::shared_ptr<std::vector<unsigned char>> content(std::uint64_t tag, std::size_t num_bytes) {
-    auto bytes = std::make_shared<std::vector<unsigned char>>(num_bytes);
-    std::mt19937_64 random(tag);
-    for (unsigned char& byte : *bytes) {
-        byte = static_cast<unsigned char>(random());
+/// On every wire: `own` is rank 0, `other` rank 1, and both end well.
+template <typename Own, typename Other>
+void check_pairs(ArenaSize size, const Own& own, const Other& other) {
+    for (const Wire wire : kWires) {
+        CHECK_EQ(run_pair(wire, size, own, other), 0);
     }
-    return bytes;
 }
-
-void send(Endpoint& endpoint, int peer, std::uint64_t tag, std::size_t num_bytes) {
-    MessageInfo info;
-    info.tag = tag;
-    info.num_bytes = num_bytes;
-    const auto bytes = content(tag, num_bytes);
-    endpoint.send(peer, info, bytes->data(), bytes);
-}
-
-void check_content(const std::optional<Message>& message) {
-    CHECK(message.has_value());
-    const auto num_bytes = static_cast<std::size_t>(message->info.num_bytes);
-    const auto expected = content(message->info.tag, num_bytes);
-    CHECK(num_bytes == 0 || std::memcmp(message->bytes.get(), expected->data(), num_bytes) == 0);
-}
-
-/// Runs `other` as rank 1 in a child and `own` as rank 0 here, linked; returns how the child ended.
-int run_pair(ArenaSize size, const std::function<void(Endpoint&)>& own,
-             const std::function<void(Endpoint&)>& other) {
-    int fds[2];
-    CHECK(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, fds) == 0);
-    UniqueFd left(fds[0]);
-    UniqueFd right(fds[1]);
-    const auto run = [&](int rank, UniqueFd socket, const std::function<void(Endpoint&)>& body) {
-        Endpoint endpoint(rank, size, true);
-        const auto link = std::make_shared<ShmLink>(endpoint.context(1 - rank), std::move(socket));
-        link->accept(kForEver, nullptr);
-        endpoint.add(1 - rank, link);
-        body(endpoint);
-    };
-    const pid_t child = fork_child([&] {
-        left.reset();
-        run(1, std::move(right), other);
-    });
-    right.reset();
-    run(0, std::move(left), own);
-    return join_child(child);
-}
-
-PeerReport report(Endpoint& endpoint) { return endpoint.peers().at(0); }
 
 }  // namespace
 
@@ -101,7 +46,7 @@ TEST(both_send_everything_first_and_take_it_in_an_order_of_their_own) {
         };
     };
     for (const ArenaSize size : {ArenaSize{1, 4096}, ArenaSize{8, 4096}, ArenaSize{64, 32768}}) {
-        CHECK_EQ(run_pair(size, body(0), body(1)), 0);
+        check_pairs(size, body(0), body(1));
     }
 }
 
@@ -124,30 +69,55 @@ TEST(arrivals_are_named_whatever_came_first) {
         }
         CHECK(endpoint.take(0, 1, kForEver, nullptr));
     };
-    CHECK_EQ(run_pair({4, 64}, own, other), 0);
+    check_pairs({4, 64}, own, other);
+}
+
+TEST(what_finds_no_room_goes_on_while_both_sides_compute) {
+    // Neither side calls its endpoint while the other one needs it to: pieces that the sender's
+    // first call found no room for have to be pushed by its service thread.
+    const Signal sent;
+    const Signal taken;
+    constexpr std::size_t kBytes = 1U << 21;
+    const auto own = [&](Endpoint& endpoint) {
+        for (std::uint64_t tag = 0; tag < 4; ++tag) {
+            send(endpoint, 1, tag, kBytes);
+        }
+        CHECK(report(endpoint).counts.num_queued > 0);
+        sent.give();
+        taken.await();
+        CHECK_EQ(report(endpoint).counts.num_queued, 0U);
+    };
+    const auto other = [&](Endpoint& endpoint) {
+        sent.await();
+        for (const std::uint64_t tag : {2U, 0U, 3U, 1U}) {
+            check_content(endpoint.take(0, tag, kForEver, nullptr));
+        }
+        taken.give();
+    };
+    check_pairs({2, 4096}, own, other);
 }
 
 TEST(what_was_sent_before_a_farewell_is_still_there) {
     const auto own = [](Endpoint& endpoint) {
+        send(endpoint, 1, 1, 100);  // never taken, and must not destroy what comes back
         CHECK(!endpoint.take(1, 9, kForEver, nullptr));
         CHECK(report(endpoint).state == PeerState::kClosed);
         check_content(endpoint.take(1, 3, kForEver, nullptr));
         CHECK(endpoint.arrivals(kForEver, nullptr).empty());
         CHECK_THROWS(send(endpoint, 1, 1, 1), TransportError, "rank 1 is not open");
     };
-    const auto other = [](Endpoint& endpoint) { send(endpoint, 0, 3, 10); };
-    CHECK_EQ(run_pair({4, 64}, own, other), 0);
+    const auto other = [](Endpoint& endpoint) { send(endpoint, 0, 3, 1000000); };
+    check_pairs({256, 8192}, own, other);
 }
 
 TEST(a_killed_peer_ends_every_wait) {
-    int fds[2];
-    CHECK(::pipe(fds) == 0);
+    const Signal kill;
     const auto own = [&](Endpoint& endpoint) {
         check_content(endpoint.take(1, 3, kForEver, nullptr));
         for (std::uint64_t tag = 0; tag < 8; ++tag) {
-            send(endpoint, 1, tag, 64);  // more than fits
+            send_zeros(endpoint, 1, tag, std::size_t{2} << 20);  // more than fits
         }
-        CHECK(::write(fds[1], "k", 1) == 1);
+        kill.give();
         CHECK(!endpoint.flush(kForEver, nullptr));
         CHECK(report(endpoint).state == PeerState::kDied);
         CHECK(report(endpoint).counts.num_queued > 0);
@@ -156,54 +126,95 @@ TEST(a_killed_peer_ends_every_wait) {
     };
     const auto other = [&](Endpoint& endpoint) {
         send(endpoint, 0, 3, 10);
-        char byte = 0;
-        CHECK(::read(fds[0], &byte, 1) == 1);
+        kill.await();
         ::raise(SIGKILL);
     };
-    const int status = run_pair({4, 64}, own, other);
-    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
-    ::close(fds[0]);
-    ::close(fds[1]);
+    for (const Wire wire : kWires) {
+        const int status = run_pair(wire, {4, 64}, own, other, false);
+        CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+    }
 }
 
 TEST(whoever_gives_up_says_why) {
     const auto own = [](Endpoint& endpoint) {
-        CHECK(!endpoint.take(1, 4, kForEver, nullptr));
+        CHECK(!endpoint.take(1, 99, kForEver, nullptr));
         CHECK(report(endpoint).state == PeerState::kAborted);
         CHECK(report(endpoint).reason == "no more memory");
     };
-    const auto other = [](Endpoint& endpoint) { endpoint.abort("no more memory"); };
-    CHECK_EQ(run_pair({4, 64}, own, other), 0);
+    const auto other = [](Endpoint& endpoint) {
+        for (std::uint64_t tag = 0; tag < 8; ++tag) {
+            send_zeros(endpoint, 0, tag, std::size_t{2} << 20);  // the reason gets past all of it
+        }
+        endpoint.abort("no more memory");
+    };
+    for (const Wire wire : kWires) {
+        CHECK_EQ(run_pair(wire, {4, 64}, own, other, false), 0);
+    }
 }
 
 TEST(waits_end_in_time_and_by_interruption) {
-    const auto own = [](Endpoint& endpoint) {
+    const Signal end;
+    const auto own = [&](Endpoint& endpoint) {
         const Deadline deadline = deadline_after(0.15);
         CHECK(!endpoint.take(1, 4, deadline, nullptr));
         CHECK(Clock::now() >= deadline);
         CHECK(report(endpoint).state == PeerState::kOpen);
+        CHECK_THROWS(endpoint.take(1, 4, kForEver, &stop_waiting), Stop, "stopped");
+        CHECK_THROWS(endpoint.arrivals(kForEver, &stop_waiting), Stop, "stopped");
+        end.give();
+    };
+    const auto other = [&](Endpoint&) { end.await(); };
+    check_pairs({2, 64}, own, other);
+}
+
+TEST(a_flush_without_room_ends_in_time_and_by_interruption) {
+    const Signal end;
+    const auto own = [&](Endpoint& endpoint) {
         for (int i = 0; i < 3; ++i) {
             send(endpoint, 1, 5, 64);
         }
         CHECK(!endpoint.flush(deadline_after(0.01), nullptr));
         CHECK_EQ(report(endpoint).counts.num_queued, 1U);
-        CHECK_THROWS(endpoint.take(1, 4, kForEver, &stop_waiting), Stop, "stopped");
         CHECK_THROWS(endpoint.flush(kForEver, &stop_waiting), Stop, "stopped");
-        CHECK_THROWS(endpoint.arrivals(kForEver, &stop_waiting), Stop, "stopped");
+        end.give();
     };
-    int fds[2];
-    CHECK(::pipe(fds) == 0);
-    const auto other = [&](Endpoint&) {
-        ::close(fds[1]);
-        char byte = 0;
-        CHECK(::read(fds[0], &byte, 1) == 0);  // says nothing until the other end closes
+    const auto other = [&](Endpoint&) { end.await(); };
+    CHECK_EQ(run_pair(Wire::kShm, {2, 64}, own, other), 0);
+}
+
+TEST(one_process_uses_different_wires_at_once) {
+    auto [shm_left, shm_right] = connected_sockets(Wire::kShm);
+    auto [tcp_left, tcp_right] = connected_sockets(Wire::kTcp);
+    const auto echo = [](int rank, Wire wire, UniqueFd socket) {
+        Endpoint endpoint(rank, {4, 4096}, true);
+        link(endpoint, 0, wire, std::move(socket));
+        for (std::uint64_t tag = 0; tag < 50; ++tag) {
+            check_content(endpoint.take(0, tag, kForEver, nullptr));
+            send(endpoint, 0, tag, tag * 1000);
+        }
+        CHECK(endpoint.flush(kForEver, nullptr));
     };
-    const auto own_then_close = [&](Endpoint& endpoint) {
-        own(endpoint);
-        ::close(fds[1]);
-    };
-    CHECK_EQ(run_pair({2, 64}, own_then_close, other), 0);
-    ::close(fds[0]);
+    const pid_t first =
+        fork_child([&, &socket = shm_right] { echo(1, Wire::kShm, std::move(socket)); });
+    const pid_t second =
+        fork_child([&, &socket = tcp_right] { echo(2, Wire::kTcp, std::move(socket)); });
+    Endpoint endpoint(0, {4, 4096}, true);
+    link(endpoint, 1, Wire::kShm, std::move(shm_left));
+    link(endpoint, 2, Wire::kTcp, std::move(tcp_left));
+    for (std::uint64_t tag = 0; tag < 50; ++tag) {
+        send(endpoint, 1, tag, 5000);
+        send(endpoint, 2, tag, 5000);
+    }
+    std::size_t num_arrived = 0;
+    while (num_arrived < 100) {
+        for (const Arrival& arrival : endpoint.arrivals(kForEver, nullptr)) {
+            check_content(endpoint.take(arrival.source, arrival.tag, kForEver, nullptr));
+            ++num_arrived;
+        }
+    }
+    CHECK_EQ(join_child(first), 0);
+    CHECK_EQ(join_child(second), 0);
+    CHECK(endpoint.peers().at(0).wire == "shm" && endpoint.peers().at(1).wire == "tcp");
 }
 
 TEST(a_process_sends_to_itself) {
@@ -217,19 +228,27 @@ TEST(a_process_sends_to_itself) {
     CHECK(!endpoint.take(3, 1, deadline_after(0.0), nullptr));
     CHECK_THROWS(send(endpoint, 1, 1, 1), std::invalid_argument, "no link to rank 1");
     CHECK_THROWS(endpoint.take(1, 1, kForEver, nullptr), std::invalid_argument, "no link");
+    CHECK_THROWS(endpoint.context(3), std::invalid_argument, "has a link to rank 3 already");
 }
 
 TEST(a_forked_child_is_refused_and_says_no_farewell) {
     const auto own = [](Endpoint& endpoint) {
-        const pid_t child = fork_child([&] {
+        send(endpoint, 1, 1, 50000);  // for which there is no room: a service thread runs
+        const auto message = endpoint.take(1, 7, kForEver, nullptr);
+        const pid_t child = fork_child([&endpoint, copy = message]() mutable {
             CHECK_THROWS(send(endpoint, 1, 1, 1), TransportError, "forked child");
+            copy.reset();
             endpoint.~Endpoint();
         });
         CHECK_EQ(join_child(child), 0);
-        send(endpoint, 1, 1, 50);
+        CHECK_EQ(report(endpoint).counts.num_held, 1UL);
+        send(endpoint, 1, 2, 50);
+        CHECK(endpoint.flush(kForEver, nullptr));
     };
     const auto other = [](Endpoint& endpoint) {
+        send(endpoint, 0, 7, 10);
         check_content(endpoint.take(0, 1, kForEver, nullptr));
+        check_content(endpoint.take(0, 2, kForEver, nullptr));
     };
-    CHECK_EQ(run_pair({2, 64}, own, other), 0);
+    check_pairs({2, 64}, own, other);
 }

@@ -173,6 +173,25 @@ class ShmLink(Link):
         """
 
 @final
+class TcpLink(Link):
+    """A connection over TCP.
+
+    Args:
+        endpoint: To which it will be added.
+        peer: Rank of the peer.
+        socket: Connected to it; duplicated.
+        silence_s: A peer whose host answers nothing for so long is taken for dead. 1 to 86400.
+
+    Raises:
+        ValueError: There is a link to this peer already, or `silence_s` is out of range.
+        TransportError: The socket is of another kind.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, peer: int, socket: int | _HasFileno, silence_s: float = 15.0
+    ) -> None: ...
+
+@final
 class Endpoint:
     """One process of a job, and its links to others.
 

@@ -1,0 +1,60 @@
+#include "core/assembly.h"
+
+#include <utility>
+
+#include "core/errors.h"
+
+namespace megatron_ext {
+
+Assembly::Assembly(int source, BufferPool pool) : source_(source), pool_(std::move(pool)) {}
+
+void Assembly::check(const Descriptor& piece, std::uint64_t max_piece_bytes) const {
+    if (piece.magic != kDescriptorMagic || piece.sequence != next_sequence_) {
+        throw_damaged("piece " + std::to_string(piece.sequence) + " stands where piece " +
+                      std::to_string(next_sequence_) + " was due");
+    }
+    const std::uint64_t begin = partial_ ? partial_->have_bytes : 0;
+    const bool continues = !partial_ || (partial_->message.info.tag == piece.tag &&
+                                         partial_->message.info.num_bytes == piece.total_bytes);
+    if (piece.num_dims > kMaxDims || piece.piece_bytes > max_piece_bytes || !continues ||
+        piece.offset_bytes != begin || piece.piece_bytes > piece.total_bytes - begin) {
+        throw_damaged("a piece of " + std::to_string(piece.piece_bytes) + " bytes at " +
+                      std::to_string(piece.offset_bytes) + " of " +
+                      std::to_string(piece.total_bytes) + " does not continue what came before");
+    }
+}
+
+void Assembly::check_bytes(const Descriptor& piece, const std::byte* bytes) const {
+    if (piece.has_checksum != 0 &&
+        checksum(bytes, static_cast<std::size_t>(piece.piece_bytes)) != piece.checksum) {
+        throw_damaged("the checksum of piece " + std::to_string(piece.sequence) + " is wrong");
+    }
+}
+
+std::byte* Assembly::place(const Descriptor& piece) {
+    if (!partial_) {
+        partial_ = Partial{Message{info_of(piece), nullptr}};
+        if (piece.total_bytes > 0) {
+            partial_->message.bytes = pool_.take(static_cast<std::size_t>(piece.total_bytes));
+        }
+    }
+    return piece.piece_bytes == 0 ? nullptr : partial_->message.bytes.get() + piece.offset_bytes;
+}
+
+std::optional<Message> Assembly::finish(const Descriptor& piece) {
+    ++next_sequence_;
+    partial_->have_bytes += piece.piece_bytes;
+    if (partial_->have_bytes != piece.total_bytes) {
+        return std::nullopt;
+    }
+    Message message = std::move(partial_->message);
+    partial_.reset();
+    return message;
+}
+
+void Assembly::throw_damaged(const std::string& what) const {
+    throw TransportError("the messages of rank " + std::to_string(source_) +
+                         " are damaged: " + what);
+}
+
+}  // namespace megatron_ext

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "core/buffer_pool.h"
+#include "core/message.h"
+#include "core/piece.h"
+
+namespace megatron_ext {
+
+/// Puts the messages of one peer together. Pieces come one after the other, in the order in which
+/// they were sent. Not synchronised.
+class Assembly {
+  public:
+    /// `source` is for error messages only.
+    Assembly(int source, BufferPool pool);
+
+    /// Number of the next piece.
+    std::uint64_t next_sequence() const noexcept { return next_sequence_; }
+
+    /// Refuses, with a TransportError, a descriptor that cannot be that of the next piece, or of
+    /// more than `max_piece_bytes`.
+    void check(const Descriptor& piece, std::uint64_t max_piece_bytes) const;
+
+    /// Refuses bytes whose checksum is another than that of their descriptor.
+    void check_bytes(const Descriptor& piece, const std::byte* bytes) const;
+
+    /// Counts a piece that is a whole message and is kept elsewhere. After check().
+    void skip() { ++next_sequence_; }
+
+    /// Where the bytes of the next piece belong; null if it has none. After check().
+    std::byte* place(const Descriptor& piece);
+
+    /// The bytes of the next piece are there. Returns the message if it is complete with them.
+    std::optional<Message> finish(const Descriptor& piece);
+
+  private:
+    [[noreturn]] void throw_damaged(const std::string& what) const;
+
+    /// A message of which pieces are still to come.
+    struct Partial {
+        Message message;
+        std::uint64_t have_bytes = 0;
+    };
+
+    int source_;
+    BufferPool pool_;
+    std::uint64_t next_sequence_ = 0;
+    std::optional<Partial> partial_;
+};
+
+}  // namespace megatron_ext

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/message.h"
+
+namespace megatron_ext {
+
+inline constexpr std::uint32_t kDescriptorMagic = 0x4D455831;  // MEX1
+
+/// What goes ahead of the bytes of a message, or of a piece of one, on every wire.
+struct Descriptor {
+    std::uint32_t magic;
+    std::uint8_t dtype_code;
+    std::uint8_t dtype_bits;
+    std::uint8_t num_dims;
+    std::uint8_t has_checksum;
+    std::uint64_t sequence;  ///< counts the pieces from one process to another, from 0
+    std::uint64_t tag;
+    std::uint64_t total_bytes;   ///< of the whole message
+    std::uint64_t offset_bytes;  ///< of this piece in it
+    std::uint64_t piece_bytes;
+    std::uint64_t checksum;  ///< of this piece
+    std::int64_t shape[kMaxDims];
+};
+static_assert(sizeof(Descriptor) == 120, "part of the protocol");
+
+/// The descriptor of `piece_bytes` of a message from `offset_bytes` on, which stand at `bytes`.
+Descriptor describe_piece(const MessageInfo& info, std::uint64_t sequence,
+                          std::uint64_t offset_bytes, std::uint64_t piece_bytes,
+                          const std::byte* bytes, bool with_checksum);
+
+/// What a piece says about its message.
+MessageInfo info_of(const Descriptor& piece);
+
+/// Sum over bytes that tells damaged, swapped and missing ones; not secure.
+std::uint64_t checksum(const void* bytes, std::size_t num_bytes) noexcept;
+
+}  // namespace megatron_ext

@@ -1,0 +1,122 @@
+#include "tcp/receiver.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "core/errors.h"
+
+namespace megatron_ext {
+namespace {
+
+constexpr std::size_t kBufferBytes = std::size_t{1} << 16;
+/// From this rest of a body on it is read to its place, past the buffer.
+constexpr std::uint64_t kDirectBytes = kBufferBytes / 2;
+
+}  // namespace
+
+TcpReceiver::TcpReceiver(int source, BufferPool pool)
+    : source_(source), assembly_(source, std::move(pool)), buffer_(kBufferBytes) {}
+
+TcpReceiver::Found TcpReceiver::next(int socket, std::uint64_t& budget) {
+    for (;;) {
+        if (!in_frame_ && !have_head()) {
+            if (const std::optional<Found> found = read_more(socket, budget)) {
+                return *found;
+            }
+            continue;
+        }
+        const std::uint64_t rest = head_.piece_bytes - body_have_;
+        const auto ready = static_cast<std::size_t>(std::min<std::uint64_t>(rest, buffered()));
+        if (ready > 0) {
+            std::memcpy(body_ + body_have_, buffer_.data() + begin_, ready);
+            begin_ += ready;
+            body_have_ += ready;
+        }
+        if (body_have_ == head_.piece_bytes) {
+            if (const std::optional<Found> found = finish_frame()) {
+                return *found;
+            }
+        } else if (const std::optional<Found> found = read_more(socket, budget)) {
+            return *found;
+        }
+    }
+}
+
+/// One read: into the body if much of it is to come, or else into the buffer, which is empty or
+/// holds a part of a head. Returns how reading ended, if it did.
+std::optional<TcpReceiver::Found> TcpReceiver::read_more(int socket, std::uint64_t& budget) {
+    if (budget == 0) {
+        return Found::kPause;
+    }
+    const bool direct = in_frame_ && head_.piece_bytes - body_have_ >= kDirectBytes;
+    std::memmove(buffer_.data(), buffer_.data() + begin_, buffered());
+    end_ = buffered();
+    begin_ = 0;
+    std::byte* const into = direct ? body_ + body_have_ : buffer_.data() + end_;
+    const std::size_t room =
+        direct ? static_cast<std::size_t>(head_.piece_bytes - body_have_) : buffer_.size() - end_;
+    const ssize_t num_bytes = ::recv(socket, into, room, MSG_DONTWAIT);
+    if (num_bytes > 0) {
+        budget -= std::min(budget, static_cast<std::uint64_t>(num_bytes));
+        if (direct) {
+            body_have_ += static_cast<std::uint64_t>(num_bytes);
+        } else {
+            end_ += static_cast<std::size_t>(num_bytes);
+        }
+        return std::nullopt;
+    }
+    if (num_bytes == 0) {
+        return Found::kEnd;
+    }
+    error_number_ = errno;
+    if (error_number_ == EINTR) {
+        return std::nullopt;
+    }
+    const bool is_empty = error_number_ == EAGAIN || error_number_ == EWOULDBLOCK;
+    return is_empty ? Found::kNothing : Found::kFailure;
+}
+
+/// Begins a frame if its head is in the buffer.
+bool TcpReceiver::have_head() {
+    if (buffered() < sizeof(Descriptor)) {
+        return false;
+    }
+    std::memcpy(&head_, buffer_.data() + begin_, sizeof(Descriptor));
+    begin_ += sizeof(Descriptor);
+    body_ = place_of_body();
+    body_have_ = 0;
+    in_frame_ = true;
+    return true;
+}
+
+std::byte* TcpReceiver::place_of_body() {
+    if (head_.magic == kDescriptorMagic) {
+        assembly_.check(head_, kTcpPieceBytes);
+        return assembly_.place(head_);
+    }
+    const bool known =
+        head_.magic == kRoomMagic || head_.magic == kClosedMagic || head_.magic == kAbortedMagic;
+    if (!known || head_.piece_bytes > kMaxReasonBytes) {
+        throw TransportError("the messages of rank " + std::to_string(source_) +
+                             " are damaged: a frame of an unknown kind");
+    }
+    text_.resize(static_cast<std::size_t>(head_.piece_bytes));
+    return reinterpret_cast<std::byte*>(text_.data());
+}
+
+std::optional<TcpReceiver::Found> TcpReceiver::finish_frame() {
+    in_frame_ = false;
+    if (head_.magic != kDescriptorMagic) {
+        return Found::kControl;
+    }
+    assembly_.check_bytes(head_, body_);
+    received_cost_ += cost_of_piece(head_.piece_bytes);
+    message_ = assembly_.finish(head_);
+    return message_ ? std::optional(Found::kMessage) : std::nullopt;
+}
+
+}  // namespace megatron_ext

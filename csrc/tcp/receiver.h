@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/assembly.h"
+#include "core/buffer_pool.h"
+#include "core/message.h"
+#include "tcp/frame.h"
+
+namespace megatron_ext {
+
+/// The receiving half of a TCP link: turns bytes of the socket into frames. The bytes of long
+/// pieces go from the socket to where the message will stay. Not synchronised.
+class TcpReceiver {
+  public:
+    /// What a call of next() found.
+    enum class Found {
+        kMessage,  ///< message() is complete
+        kControl,  ///< head() and text() are a frame of another kind
+        kNothing,  ///< nothing more for now
+        kPause,    ///< the budget is used up
+        kEnd,      ///< the peer has ended the connection
+        kFailure,  ///< the connection is lost: error_number()
+    };
+
+    TcpReceiver(int source, BufferPool pool);
+
+    /// Reads on, up to the next frame that is of interest, and takes the bytes that it read from
+    /// `budget`. Throws TransportError if what comes cannot be a frame.
+    Found next(int socket, std::uint64_t& budget);
+
+    Message take_message() { return std::move(*message_); }
+    const Descriptor& head() const noexcept { return head_; }
+    const std::string& text() const noexcept { return text_; }
+    int error_number() const noexcept { return error_number_; }
+
+    /// Cost of all pieces that have come.
+    std::uint64_t received_cost() const noexcept { return received_cost_; }
+
+  private:
+    std::optional<Found> read_more(int socket, std::uint64_t& budget);
+    bool have_head();
+    std::byte* place_of_body();
+    std::optional<Found> finish_frame();
+    std::size_t buffered() const noexcept { return end_ - begin_; }
+
+    int source_;
+    Assembly assembly_;
+    std::vector<std::byte> buffer_;  // bytes begin_ to end_ were read and not used
+    std::size_t begin_ = 0;
+    std::size_t end_ = 0;
+    bool in_frame_ = false;
+    Descriptor head_{};
+    std::byte* body_ = nullptr;
+    std::uint64_t body_have_ = 0;
+    std::string text_;
+    std::optional<Message> message_;
+    int error_number_ = 0;
+    std::uint64_t received_cost_ = 0;
+};
+
+}  // namespace megatron_ext

@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "core/link.h"
+#include "core/message.h"
+#include "tcp/frame.h"
+
+namespace megatron_ext {
+
+/// The sending half of a TCP link: frames that wait for the socket, and messages that wait for the
+/// receiver to have room. Not synchronised.
+class TcpSender {
+  public:
+    /// May send messages only after the receiver has allowed it.
+    explicit TcpSender(bool checksums) : checksums_(checksums) {}
+
+    void queue(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner);
+
+    /// Queues a frame that goes ahead of all messages, but not into the middle of a piece.
+    void queue_control(std::uint32_t magic, std::uint64_t number, std::string text = {});
+
+    /// The receiver has room for this cost, counted from the beginning.
+    void allow(std::uint64_t cost);
+
+    /// Forgets all messages, but for the piece that is on its way. By the calling thread.
+    void drop_queued();
+
+    /// Writes until the socket takes no more or nothing may be written. Returns 0, or the error
+    /// number of a connection that is lost.
+    int write(int socket, LinkEvents& events);
+
+    std::size_t num_queued() const noexcept { return queue_.size(); }
+
+  private:
+    struct Pending {
+        MessageInfo info;
+        const std::byte* bytes;
+        std::shared_ptr<void> owner;
+        std::uint64_t sent_bytes = 0;
+    };
+
+    /// A descriptor and its bytes, and how much of both was written.
+    struct Frame {
+        Descriptor head{};
+        const std::byte* body = nullptr;
+        std::string text;             // what `body` is, of a control frame
+        std::shared_ptr<void> owner;  // of `body`, of a piece
+        bool ends_message = false;    // the first in the queue
+        std::uint64_t written = 0;
+    };
+
+    bool begin_frame();
+    void finish_frame(LinkEvents& events);
+
+    std::deque<Pending> queue_;
+    std::deque<Frame> control_;
+    std::optional<Frame> frame_;
+    std::uint64_t next_sequence_ = 0;
+    std::uint64_t allowed_ = 0;  // cost, from the beginning; so is the next
+    std::uint64_t spent_ = 0;
+    bool checksums_;
+};
+
+}  // namespace megatron_ext

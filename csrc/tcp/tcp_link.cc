@@ -1,0 +1,236 @@
+#include "tcp/tcp_link.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "core/errors.h"
+
+namespace megatron_ext {
+namespace {
+
+/// Less room would make a sender of tiny messages wait for nothing.
+constexpr std::uint64_t kMinRoom = std::uint64_t{4} << 20;
+/// What one call of progress() reads at most, so that the other links and the caller get their
+/// turn.
+constexpr std::uint64_t kReadBytes = std::uint64_t{4} << 20;
+
+void set_option(int socket, int level, int name, int value) {
+    if (::setsockopt(socket, level, name, &value, sizeof(value)) != 0) {
+        const int error_number = errno;
+        throw_errno("cannot set option " + std::to_string(name) + " of a connection", error_number);
+    }
+}
+
+void set_options(int socket, double silence_s) {
+    if (!(silence_s >= 1.0 && silence_s <= 86400.0)) {
+        throw std::invalid_argument("silence_s must be between 1 and 86400, got " +
+                                    std::to_string(silence_s));
+    }
+    const int seconds = static_cast<int>(std::ceil(silence_s));
+    set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
+    set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
+    set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, std::max(1, seconds / 3));
+    set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, std::max(1, seconds / 6));
+    set_option(socket, IPPROTO_TCP, TCP_KEEPCNT, 3);
+    set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, seconds * 1000);
+}
+
+std::string error_text(int error_number) { return std::system_category().message(error_number); }
+
+}  // namespace
+
+/// What messages that were received, and are not let go, cost. Messages share it with the link.
+class TcpLink::Held {
+  public:
+    Held(std::shared_ptr<ProcessBell> bell, std::uint64_t room)
+        : bell_(std::move(bell)), step_(room / 4) {}
+
+    void hold() noexcept { num_held_.fetch_add(1); }
+
+    /// By any thread. Wakes the service thread when there is enough to be worth a frame.
+    void let_go(std::uint64_t cost) noexcept {
+        if (::getpid() != process_) {
+            return;  // a forked child has a copy of the message
+        }
+        num_held_.fetch_sub(1);
+        const std::uint64_t released = released_.fetch_add(cost) + cost;
+        if (released - told_.load() >= step_ && !woken_.exchange(true)) {
+            bell_->wake_service();
+        }
+    }
+
+    std::uint64_t num_held() const noexcept { return num_held_.load(); }
+
+    /// All that was let go, if it is enough to be worth a frame since the last time; otherwise 0.
+    std::uint64_t take_news() noexcept {
+        woken_.store(false);
+        const std::uint64_t released = released_.load();
+        if (released - told_.load() < step_) {
+            return 0;
+        }
+        told_.store(released);
+        return released;
+    }
+
+  private:
+    const std::shared_ptr<ProcessBell> bell_;
+    const std::uint64_t step_;
+    const pid_t process_ = ::getpid();
+    std::atomic<std::uint64_t> num_held_{0};
+    std::atomic<std::uint64_t> released_{0};
+    std::atomic<std::uint64_t> told_{0};
+    std::atomic<bool> woken_{false};
+};
+
+TcpLink::TcpLink(const LinkContext& context, UniqueFd socket, double silence_s)
+    : socket_(std::move(socket)),
+      room_(std::max(kMinRoom, context.room.num_slots * context.room.slot_bytes)),
+      sender_(context.checksums),
+      receiver_(context.peer, context.pool),
+      held_(std::make_shared<Held>(context.bell, room_)) {
+    set_options(socket_.get(), silence_s);
+    allow(room_);
+}
+
+void TcpLink::send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
+                   LinkEvents& events) {
+    sender_.queue(info, bytes, std::move(owner));
+    if (sender_.num_queued() == 1) {  // or else the socket is full, or there is no room
+        write(events);                // a failure is met again by progress()
+    }
+}
+
+bool TcpLink::progress(LinkEvents& events) {
+    const PeerState before = state_;
+    const bool was_queued = sender_.num_queued() != 0;
+    next_progress_ = kNever;
+    bool changed = receive(events);
+    if (const std::uint64_t released = held_->take_news()) {
+        allow(released + room_);
+    }
+    if (const int error_number = write(events)) {
+        changed |= receive(events);  // the peer's last words may tell more
+        ended_ = true;
+        leave_open(PeerState::kDied, error_text(error_number));
+    }
+    return changed || state_ != before || (was_queued && sender_.num_queued() == 0);
+}
+
+/// Reads what is there; returns whether messages were complete.
+bool TcpLink::receive(LinkEvents& events) {
+    bool arrived = false;
+    for (std::uint64_t budget = kReadBytes; !ended_;) {
+        switch (receiver_.next(socket_.get(), budget)) {
+            case TcpReceiver::Found::kMessage:
+                events.arrived(hold(receiver_.take_message()));
+                arrived = true;
+                break;
+            case TcpReceiver::Found::kControl:
+                take_control();
+                break;
+            case TcpReceiver::Found::kNothing:
+                return arrived;
+            case TcpReceiver::Found::kPause:
+                next_progress_ = Clock::now();
+                return arrived;
+            case TcpReceiver::Found::kEnd:
+                ended_ = true;
+                leave_open(PeerState::kDied, "its end of the connection was closed");
+                break;
+            case TcpReceiver::Found::kFailure:
+                ended_ = true;
+                leave_open(PeerState::kDied, error_text(receiver_.error_number()));
+                break;
+        }
+    }
+    return arrived;
+}
+
+void TcpLink::take_control() {
+    switch (receiver_.head().magic) {
+        case kRoomMagic:
+            sender_.allow(receiver_.head().total_bytes);
+            break;
+        case kClosedMagic:
+            leave_open(PeerState::kClosed, "");
+            break;
+        default:
+            leave_open(PeerState::kAborted, receiver_.text());
+    }
+}
+
+/// Ties the end of a message to the room that it takes.
+Message TcpLink::hold(Message message) {
+    const std::uint64_t cost = cost_of_message(message.info.num_bytes);
+    held_->hold();
+    if (!message.bytes) {
+        held_->let_go(cost);
+        return message;
+    }
+    std::byte* const bytes = message.bytes.get();
+    message.bytes = {bytes, [owner = std::move(message.bytes), held = held_, cost](auto*) mutable {
+                         owner.reset();
+                         held->let_go(cost);
+                     }};
+    return message;
+}
+
+/// The peer may send this much, counted from the beginning.
+void TcpLink::allow(std::uint64_t cost) {
+    if (cost > allowed_) {
+        allowed_ = cost;
+        sender_.queue_control(kRoomMagic, cost);
+    }
+}
+
+void TcpLink::demand(LinkEvents& events) {
+    if (allowed_ < receiver_.received_cost() + room_ / 2) {
+        allow(receiver_.received_cost() + room_);
+        write(events);
+    }
+}
+
+/// Returns the error number of a lost connection, or 0.
+int TcpLink::write(LinkEvents& events) {
+    return mute_ || ended_ ? 0 : sender_.write(socket_.get(), events);
+}
+
+/// The state is final. That nothing follows from here tells the peer that it was understood.
+void TcpLink::leave_open(PeerState state, const std::string& reason) {
+    if (state_ == PeerState::kOpen) {
+        state_ = state;
+        reason_ = reason;
+    }
+    mute_ = true;
+    ::shutdown(socket_.get(), SHUT_WR);
+}
+
+LinkCounts TcpLink::counts() const { return {held_->num_held(), sender_.num_queued()}; }
+
+void TcpLink::say_aborted(const std::string& reason) noexcept {
+    say(kAbortedMagic, reason.substr(0, kMaxReasonBytes));
+}
+
+void TcpLink::say_closed() noexcept { say(kClosedMagic, {}); }
+
+void TcpLink::say(std::uint32_t magic, std::string text) noexcept {
+    struct Discard final : LinkEvents {  // by the calling thread, which may let owners go
+        void arrived(Message) override {}
+        void sent(std::shared_ptr<void>) override {}
+    } events;
+    sender_.drop_queued();
+    sender_.queue_control(magic, 0, std::move(text));
+    write(events);
+}
+
+}  // namespace megatron_ext

@@ -1,0 +1,153 @@
+#include <sys/socket.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "core/errors.h"
+#include "linked_pair.h"
+#include "tcp/frame.h"
+#include "tcp/tcp_link.h"
+
+using namespace megatron_ext;
+using namespace megatron_ext::testing;
+
+namespace {
+
+constexpr std::uint64_t kRoom = std::uint64_t{4} << 20;  // the least that a link has
+
+/// A link as rank 0, and the bare socket of rank 1 in the same process.
+struct Half {
+    Half() : endpoint(0, {2, 64}, false) {
+        auto [mine, theirs] = connected_sockets(Wire::kTcp);
+        socket = std::move(theirs);
+        link(endpoint, 1, Wire::kTcp, std::move(mine));
+    }
+
+    void write(const void* bytes, std::size_t num_bytes) const {
+        CHECK(::send(socket.get(), bytes, num_bytes, MSG_NOSIGNAL) ==
+              static_cast<ssize_t>(num_bytes));
+    }
+    void write_frame(std::uint32_t magic, std::uint64_t number) const {
+        Descriptor head{};
+        head.magic = magic;
+        head.total_bytes = number;
+        write(&head, sizeof(head));
+    }
+    Descriptor read_head() const {
+        Descriptor head{};
+        CHECK(::recv(socket.get(), &head, sizeof(head), MSG_WAITALL) == sizeof(head));
+        return head;
+    }
+
+    Endpoint endpoint;
+    UniqueFd socket;
+};
+
+Descriptor piece_of(std::uint64_t sequence, std::uint64_t total_bytes, std::uint64_t offset_bytes,
+                    std::uint64_t piece_bytes) {
+    MessageInfo info;
+    info.tag = 7;
+    info.num_bytes = total_bytes;
+    return describe_piece(info, sequence, offset_bytes, piece_bytes, nullptr, false);
+}
+
+}  // namespace
+
+TEST(the_cost_of_a_message_is_that_of_its_pieces) {
+    CHECK_EQ(cost_of_message(0), cost_of_piece(0));
+    CHECK_EQ(cost_of_message(5), cost_of_piece(5));
+    CHECK_EQ(cost_of_message(kTcpPieceBytes), cost_of_piece(kTcpPieceBytes));
+    CHECK_EQ(cost_of_message(2 * kTcpPieceBytes + 1),
+             2 * cost_of_piece(kTcpPieceBytes) + cost_of_piece(1));
+}
+
+TEST(nothing_is_sent_without_room_at_the_receiver) {
+    const Half half;
+    auto& endpoint = const_cast<Endpoint&>(half.endpoint);
+    CHECK_EQ(half.read_head().magic, kRoomMagic);
+    send(endpoint, 1, 3, 10);
+    CHECK_EQ(report(endpoint).counts.num_queued, 1U);
+    half.write_frame(kRoomMagic, 1);  // a piece may begin as long as less was sent
+    CHECK(endpoint.flush(kForEver, nullptr));
+    CHECK_EQ(half.read_head().piece_bytes, 10U);
+    send(endpoint, 1, 4, 10);
+    CHECK(!endpoint.flush(deadline_after(0.02), nullptr));
+}
+
+TEST(a_receiver_allows_more_when_messages_are_let_go_or_when_it_waits) {
+    Half half;
+    CHECK_EQ(half.read_head().total_bytes, kRoom);
+    constexpr std::uint64_t kBytes = kTcpPieceBytes;
+    const std::vector<char> bytes(kBytes);
+    for (std::uint64_t i = 0; i < 4; ++i) {
+        const Descriptor head = piece_of(i, kBytes, 0, kBytes);
+        half.write(&head, sizeof(head));
+        half.write(bytes.data(), kBytes);
+    }
+    std::optional<Message> first = half.endpoint.take(1, 7, kForEver, nullptr);
+    std::optional<Message> second = half.endpoint.take(1, 7, kForEver, nullptr);
+    first.reset();
+    second.reset();  // a quarter of the room is free again: worth a frame
+    CHECK_EQ(half.read_head().total_bytes, kRoom + 2 * cost_of_message(kBytes));
+    for (std::uint64_t i = 4; i < 10; ++i) {
+        const Descriptor head = piece_of(i, kBytes, 0, kBytes);
+        half.write(&head, sizeof(head));
+        half.write(bytes.data(), kBytes);
+    }
+    CHECK(!half.endpoint.take(1, 8, deadline_after(0.5), nullptr));  // what is kept fills the room
+    CHECK(half.read_head().total_bytes >= kRoom + 7 * cost_of_message(kBytes));
+}
+
+TEST(what_is_no_frame_ends_the_endpoint) {
+    const auto refused = [](const Descriptor& head, const char* text) {
+        Half half;
+        half.write(&head, sizeof(head));
+        CHECK_THROWS(half.endpoint.take(1, 7, kForEver, nullptr), TransportError, text);
+        CHECK_THROWS(send(half.endpoint, 1, 7, 1), TransportError, text);
+    };
+    Descriptor unknown{};
+    refused(unknown, "rank 1 are damaged: a frame of an unknown kind");
+    refused(piece_of(3, 10, 0, 10), "piece 3 stands where piece 0");
+    refused(piece_of(0, kRoom, 0, kTcpPieceBytes + 1), "a piece of 524289 bytes");
+    refused(piece_of(0, 10, 5, 5), "does not continue");
+    Descriptor reason{};
+    reason.magic = kAbortedMagic;
+    reason.piece_bytes = kMaxReasonBytes + 1;
+    refused(reason, "unknown kind");
+}
+
+TEST(an_end_without_farewell_is_a_death) {
+    Half half;
+    half.socket.reset();
+    CHECK(!half.endpoint.take(1, 7, kForEver, nullptr));
+    CHECK(report(half.endpoint).state == PeerState::kDied);
+    CHECK(!report(half.endpoint).reason.empty());
+}
+
+TEST(frames_may_come_in_any_bits) {
+    Half half;
+    const Descriptor head = piece_of(0, 3, 0, 3);
+    std::vector<char> bytes(sizeof(head) + 3, 'x');
+    std::memcpy(bytes.data(), &head, sizeof(head));
+    for (const char& byte : bytes) {
+        half.write(&byte, 1);
+    }
+    const auto message = half.endpoint.take(1, 7, kForEver, nullptr);
+    CHECK(message && std::memcmp(message->bytes.get(), "xxx", 3) == 0);
+}
+
+TEST(impossible_options_are_refused) {
+    Endpoint endpoint(0, {2, 64}, false);
+    const auto make = [&](Wire wire, double silence_s) {
+        auto [mine, theirs] = connected_sockets(wire);
+        return TcpLink(endpoint.context(1), std::move(mine), silence_s).state();
+    };
+    CHECK_THROWS(make(Wire::kTcp, 0.0), std::invalid_argument, "silence_s must be between");
+    CHECK_THROWS(make(Wire::kShm, 5.0), TransportError, "cannot set option");
+}
