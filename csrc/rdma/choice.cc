@@ -1,0 +1,207 @@
+#include "rdma/choice.h"
+
+#include <ifaddrs.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+#include "rdma/errors.h"
+
+namespace megatron_ext {
+namespace {
+
+/// Sources of one port, and how good its best one is.
+struct PortSources {
+    int worth;
+    std::vector<RdmaSource> sources;
+};
+
+bool is_of_container(const std::string& net_device) {
+    constexpr std::array<const char*, 6> kPrefixes{"docker", "br-", "cni", "flannel", "veth",
+                                                   "virbr"};
+    return std::any_of(kPrefixes.begin(), kPrefixes.end(), [&](const char* prefix) {
+        return net_device.rfind(prefix, 0) == 0;
+    });
+}
+
+std::optional<Gid> gid_of_socket_address(const sockaddr* address) {
+    Gid gid;
+    if (address != nullptr && address->sa_family == AF_INET6) {
+        std::memcpy(gid.bytes.data(),
+                    &reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr, 16);
+        return gid;
+    }
+    if (address != nullptr && address->sa_family == AF_INET) {
+        gid.bytes[10] = gid.bytes[11] = 0xFF;
+        std::memcpy(&gid.bytes[12], &reinterpret_cast<const sockaddr_in*>(address)->sin_addr, 4);
+        return gid;
+    }
+    return std::nullopt;
+}
+
+/// Whether an interface with this address belongs to the device, as IP over InfiniBand does.
+bool has_interface(const std::string& device, const Gid& address, const std::string& sysfs) {
+    ifaddrs* first = nullptr;
+    if (::getifaddrs(&first) != 0) {
+        return false;
+    }
+    const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> list(first, ::freeifaddrs);
+    for (const ifaddrs* entry = first; entry != nullptr; entry = entry->ifa_next) {
+        const auto path = std::filesystem::path(sysfs) / "class/net" / entry->ifa_name /
+                          "device/infiniband" / device;
+        std::error_code ignored;
+        if (gid_of_socket_address(entry->ifa_addr) == address &&
+            std::filesystem::exists(path, ignored)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/// 0 for a GID that cannot be used.
+int worth_of(const RdmaPort& port, const GidEntry& entry, const RdmaSettings& settings,
+             const std::optional<Gid>& address, const std::string& device,
+             const std::string& sysfs) {
+    if (settings.gid_index) {
+        return entry.index == *settings.gid_index ? 1 : 0;
+    }
+    if (port.link_layer != verbs::kEthernet) {
+        const bool fits = !address || has_interface(device, *address, sysfs);
+        return entry.index == 0 && fits ? 3 : 0;
+    }
+    if (entry.type != "RoCE v2") {
+        return 0;
+    }
+    if (address) {
+        return entry.gid == *address ? 3 : 0;
+    }
+    if (is_of_container(entry.net_device)) {
+        return 0;
+    }
+    switch (entry.gid.kind()) {
+        case Gid::Kind::kIpv4:
+            return 3;
+        case Gid::Kind::kGlobal:
+            return 2;
+        default:
+            return 1;
+    }
+}
+
+PortSources sources_of(const RdmaDevice& device, const RdmaPort& port, const RdmaSettings& settings,
+                       const std::optional<Gid>& address, const std::string& sysfs) {
+    std::vector<std::pair<int, RdmaSource>> found;
+    for (const GidEntry& entry : port.gids) {
+        const int worth = worth_of(port, entry, settings, address, device.name, sysfs);
+        if (worth > 0) {
+            found.emplace_back(worth, RdmaSource{device.name, port.number, port.link_layer,
+                                                 port.lid, port.active_mtu, port.max_message_bytes,
+                                                 entry.index, entry.gid});
+        }
+    }
+    std::stable_sort(found.begin(), found.end(), [](const auto& left, const auto& right) {
+        return left.first > right.first;
+    });
+    PortSources result{found.empty() ? 0 : found.front().first, {}};
+    for (auto& [worth, source] : found) {
+        result.sources.push_back(std::move(source));
+    }
+    return result;
+}
+
+bool is_allowed(const RdmaSettings& settings, const std::string& device, int port) {
+    const auto names = [&](const RdmaSettings::DevicePort& entry) {
+        return entry.device == device && (!entry.port || port == 0 || *entry.port == port);
+    };
+    return settings.devices.empty() ||
+           std::any_of(settings.devices.begin(), settings.devices.end(), names);
+}
+
+/// Why a port that has no source has none.
+std::string reason_against(const RdmaPort& port, const RdmaSettings& settings,
+                           const std::string& address) {
+    if (settings.gid_index) {
+        return "has no GID " + std::to_string(*settings.gid_index);
+    }
+    std::string gids;
+    for (const GidEntry& entry : port.gids) {
+        gids += (gids.empty() ? "" : ", ") + entry.gid.text() + " (" + entry.type +
+                (entry.net_device.empty() ? "" : " on " + entry.net_device) + ")";
+    }
+    const std::string have = "; its GIDs are: " + (gids.empty() ? "none" : gids);
+    if (!address.empty()) {
+        return "does not have the address " + address + have;
+    }
+    return "has no RoCE v2 GID of a network between hosts" + have;
+}
+
+}  // namespace
+
+std::string RdmaSource::text() const {
+    return device + " port " + std::to_string(port) + " GID " + std::to_string(gid_index) + " (" +
+           gid.text() + ")";
+}
+
+std::vector<RdmaSource> choose_sources(const std::vector<RdmaDevice>& devices,
+                                       const RdmaSettings& settings, const std::string& address,
+                                       unsigned rail, const std::string& sysfs) {
+    std::optional<Gid> wanted;
+    if (!address.empty() && !(wanted = gid_of_address(address))) {
+        throw std::invalid_argument("the address of a node must be an IPv4 or IPv6 address, got '" +
+                                    address + "'");
+    }
+    std::vector<PortSources> usable;
+    std::string reasons;
+    std::string remedy = "give the port an address and bring its link up (`rdma link`, `ip addr`)";
+    const auto reject = [&](const std::string& who, const std::string& why) {
+        reasons += (reasons.empty() ? "" : "; ") + who + " " + why;
+    };
+    for (const RdmaDevice& device : devices) {
+        if (!is_allowed(settings, device.name, 0)) {
+            reject(device.name, "is not in MEGATRON_EXT_IB_HCA");
+        } else if (!device.error.empty()) {
+            reject(device.name, "cannot be used: " + device.error);
+            remedy = device.remedy;
+        }
+        for (const RdmaPort& port : device.ports) {
+            const std::string who = device.name + " port " + std::to_string(port.number);
+            if (!is_allowed(settings, device.name, port.number)) {
+                continue;
+            }
+            if (port.state != verbs::kPortActive) {
+                reject(who, std::string("is ") + port.state_name());
+                continue;
+            }
+            PortSources sources = sources_of(device, port, settings, wanted, sysfs);
+            if (sources.sources.empty()) {
+                reject(who, reason_against(port, settings, address));
+            } else {
+                usable.push_back(std::move(sources));
+            }
+        }
+    }
+    if (usable.empty()) {
+        if (devices.empty()) {
+            throw RdmaError("this host has no RDMA device",
+                            "load the driver of the adapter, or use the tcp wire");
+        }
+        throw RdmaError("no RDMA port can be used: " + reasons, remedy);
+    }
+    std::stable_sort(usable.begin(), usable.end(), [](const auto& left, const auto& right) {
+        return left.worth > right.worth;
+    });
+    const auto num_best = static_cast<std::size_t>(
+        std::count_if(usable.begin(), usable.end(),
+                      [&](const auto& port) { return port.worth == usable.front().worth; }));
+    return usable[rail % num_best].sources;
+}
+
+}  // namespace megatron_ext

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "rdma/gid.h"
+#include "rdma/library.h"
+
+namespace megatron_ext {
+
+struct GidEntry {
+    int index;
+    Gid gid;
+    std::string type;        ///< as the kernel writes it: "RoCE v2", "IB/RoCE v1"
+    std::string net_device;  ///< empty where there is none
+};
+
+struct RdmaPort {
+    std::uint8_t number;
+    int state;  ///< verbs::PortState
+    std::uint8_t link_layer;
+    std::uint16_t lid;
+    int active_mtu;  ///< in the code of the interface, see mtu_bytes()
+    std::uint32_t max_message_bytes;
+    std::vector<GidEntry> gids;  ///< without the empty entries of the table
+
+    const char* state_name() const noexcept;
+    const char* link_layer_name() const noexcept;
+};
+
+struct RdmaDevice {
+    std::string name;
+    std::string error;  ///< why it could not be looked at; it has no ports then
+    std::string remedy;
+    std::vector<RdmaPort> ports;
+};
+
+/// All RDMA devices of this host, as libibverbs and the kernel's /sys tell them. Opens each of them
+/// for a moment. `sysfs` is "/sys" but in tests. Throws RdmaError without the library.
+std::vector<RdmaDevice> list_devices(const std::string& sysfs = "/sys");
+
+/// A device that stays open until its last user is gone.
+using OpenedDevice = std::shared_ptr<verbs::Context>;
+
+/// Throws RdmaError if there is no device of that name, or it may not be used.
+OpenedDevice open_device(const std::string& name);
+
+constexpr int mtu_bytes(int code) { return code < 1 || code > 5 ? 0 : 128 << code; }
+
+}  // namespace megatron_ext

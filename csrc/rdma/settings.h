@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace megatron_ext {
+
+/// What users may say about RDMA by environment variables, MEGATRON_EXT_IB_*.
+struct RdmaSettings {
+    /// A device, or one port of it.
+    struct DevicePort {
+        std::string device;
+        std::optional<int> port;
+    };
+
+    std::vector<DevicePort> devices;    ///< _HCA=mlx5_0:1,mlx5_1: the only ones to use, if any
+    std::optional<int> gid_index;       ///< _GID_INDEX
+    std::uint8_t traffic_class = 0;     ///< _TC
+    std::uint8_t service_level = 0;     ///< _SL
+    std::uint8_t timeout = 18;          ///< _TIMEOUT: 4.096 us * 2^timeout for one attempt
+    /// _RETRY: attempts after the first. 7 would mean "for ever" to some drivers, among them the
+    /// kernel's software RoCE, and a dead peer would never be noticed.
+    std::uint8_t retry_count = 6;
+
+    /// Throws std::invalid_argument naming variable, value and rule.
+    static RdmaSettings from_environment();
+};
+
+}  // namespace megatron_ext
