@@ -160,4 +160,5 @@ PYBIND11_MODULE(_C, module) {
              "Sleep until the sequence differs from `seen` (True) or the time is over (False).");
 
     bind_endpoint(module);
+    bind_rdma(module);
 }

@@ -262,3 +262,116 @@ class Endpoint:
 
     def peers(self) -> list[PeerReport]:
         """Return how the peers are, as far as was noticed."""
+
+@final
+class GidEntry:
+    """An address of an RDMA port."""
+
+    @property
+    def index(self) -> int:
+        """Its place in the port's table."""
+
+    @property
+    def gid(self) -> str:
+        """Written as an IPv6 address; ::ffff:a.b.c.d for an IPv4 address."""
+
+    @property
+    def type(self) -> str:
+        """As the kernel writes it: RoCE v2, or IB/RoCE v1."""
+
+    @property
+    def net_device(self) -> str:
+        """The network interface it belongs to, empty where there is none."""
+
+@final
+class RdmaPort:
+    """A port of an RDMA device."""
+
+    @property
+    def number(self) -> int:
+        """Counts from 1."""
+
+    @property
+    def state(self) -> str:
+        """One of active, armed, initialising and down."""
+
+    @property
+    def link_layer(self) -> str:
+        """Either Ethernet or InfiniBand."""
+
+    @property
+    def lid(self) -> int:
+        """Its address in an InfiniBand subnet, 0 on Ethernet."""
+
+    @property
+    def mtu_bytes(self) -> int:
+        """Payload of one packet."""
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Most that one write can carry."""
+
+    @property
+    def gids(self) -> list[GidEntry]:
+        """Its addresses, without the empty entries of the table."""
+
+@final
+class RdmaDevice:
+    """An RDMA device of this host."""
+
+    @property
+    def name(self) -> str:
+        """As libibverbs names it."""
+
+    @property
+    def error(self) -> str:
+        """Why it cannot be used, empty if it can."""
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it."""
+
+    @property
+    def ports(self) -> list[RdmaPort]:
+        """Empty for a device with an error."""
+
+@final
+class RdmaFinding:
+    """What one step of the probe found."""
+
+    @property
+    def step(self) -> str:
+        """One of library, devices, port, memory and queue pair."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it works; the last finding is the first that does not, if any."""
+
+    @property
+    def text(self) -> str:
+        """What was found."""
+
+    @property
+    def remedy(self) -> str:
+        """What to do, if it does not work."""
+
+def rdma_devices(sysfs: str = "/sys") -> list[RdmaDevice]:
+    """Return all RDMA devices of this host; opens each of them for a moment.
+
+    Args:
+        sysfs: Where the kernel's files about devices are; another place than /sys in tests.
+
+    Raises:
+        TransportError: libibverbs is not there.
+    """
+
+def probe_rdma(address: str = "", sysfs: str = "/sys") -> list[RdmaFinding]:
+    """Try what a link over RDMA needs, step by step, up to a queue pair connected to itself.
+
+    Args:
+        address: The IP address that the port has to have; empty for any.
+        sysfs: As above.
+
+    Raises:
+        ValueError: The address, or a variable MEGATRON_EXT_IB_*, is malformed.
+    """

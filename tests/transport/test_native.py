@@ -55,19 +55,22 @@ def test_the_stub_lists_exactly_what_is_there(native):
         for path in megatron_ext.transport.__path__
         if (Path(path) / "_C.pyi").is_file()
     )
+    body = ast.parse(stub.read_text()).body
     described = {
         node.name: {member.name for member in node.body if isinstance(member, ast.FunctionDef)}
-        for node in ast.parse(stub.read_text()).body
+        for node in body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     }
     special = {"__init__", "__len__"}
     found = {
         name: {member for member in vars(value) if not member.startswith("_") or member in special}
         for name, value in vars(native).items()
-        if not name.startswith("_")
+        if not name.startswith("_") and isinstance(value, type)
     }
     # The buffer protocol is no attribute before Python 3.12, and pybind11 gives every class an
     # __init__, which refuses to be called.
     assert {name: members | {"__init__"} for name, members in found.items()} == {
         name: members - {"__buffer__"} | {"__init__"} for name, members in described.items()
     }
+    functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    assert {name for name in vars(native) if not name.startswith("_")} == found.keys() | functions
