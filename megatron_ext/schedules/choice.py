@@ -13,18 +13,42 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from megatron_ext.schedules.costs import UNIT, Costs
+from megatron_ext.schedules.policies import make_policy
 from megatron_ext.schedules.registry import CSV_PREFIX, generate, get
+from megatron_ext.schedules.split import split_backwards
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.actions import Option, Schedule
     from megatron_ext.schedules.placement import Placement
+    from megatron_ext.schedules.policies import Policy, PolicyName
 
-__all__ = ["TRANSPORTS", "Choice", "TransportName", "current", "folded", "use"]
+__all__ = [
+    "TRANSPORTS",
+    "Choice",
+    "Dynamic",
+    "TransportName",
+    "current",
+    "folded",
+    "for_messages",
+    "use",
+    "use_for_messages",
+]
 
 TransportName = Literal["torch", "shm"]
 
 TRANSPORTS: tuple[TransportName, ...] = ("torch", "shm")
 """torch.distributed, the default; shared memory of one host."""
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """How ranks choose the order of their actions while they run (`policies.py`)."""
+
+    policy: PolicyName = "hint"
+    extra_activations: int = 1
+    """Micro-batches that a rank may keep beyond the table's own peak, with `hint`."""
+    splits: bool = True
+    """Whether full backwards of the table are split; False where the layers cannot do it."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +69,10 @@ class Choice:
     """How long a rank waits for one message before it gives up."""
     transport: TransportName = "torch"
     """What carries tensors between ranks."""
+    dynamic: Dynamic | None = None
+    """None: every rank runs the order of the table."""
+    _fills: dict[int, bool] = field(default_factory=dict, init=False, repr=False)
+    """By number of micro-batches: whether all W of the table are ours, made by splitting."""
     _tables: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -78,17 +106,43 @@ class Choice:
             )
             if len(table.placement.twin_hops) % 2:
                 table = replace(table, placement=replace(table.placement, twin_hops=frozenset()))
-            self._tables[num_microbatches] = table
+            splits = self.dynamic is not None and self.dynamic.splits
+            self._fills[num_microbatches] = splits and not table.splits_backward
+            self._tables[num_microbatches] = split_backwards(table) if splits else table
         return self._tables[num_microbatches]
+
+    def policy(self, num_microbatches: int, rank: int) -> Policy:
+        """Return what chooses the next action of a rank of a dynamic schedule, for one step."""
+        assert self.dynamic is not None, "a static schedule has no policy"
+        table = self.schedule(num_microbatches)
+        return make_policy(
+            self.dynamic.policy,
+            table,
+            rank,
+            extra_activations=self.dynamic.extra_activations,
+            weights_fill=self._fills[num_microbatches],
+        )
 
 
 _current: Choice | None = None
+_for_messages: Choice | None = None
 
 
 def use(choice: Choice | None) -> None:
     """Make a choice the one of this process; None: back to Megatron's own schedules."""
-    global _current
-    _current = choice
+    global _current, _for_messages
+    _current, _for_messages = choice, None
+
+
+def use_for_messages(choice: Choice) -> None:
+    """Let Megatron's own schedule run, which the choice names, with messages over its transport."""
+    global _current, _for_messages
+    _current, _for_messages = None, choice
+
+
+def for_messages() -> Choice | None:
+    """Return the choice whose transport serves Megatron's own schedule, or None."""
+    return _for_messages
 
 
 def current() -> Choice | None:

@@ -6,6 +6,7 @@ last stage of a model are, cannot be combined with a table that does both.
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,12 +15,15 @@ from megatron_ext.errors import ArgumentsError
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.actions import Schedule
+    from megatron_ext.schedules.placement import Placement
 
 __all__ = [
     "Rule",
     "refuse_flags",
+    "refuse_flags_of_dynamic_order",
     "refuse_flags_of_table",
     "refuse_flags_with_microbatch_rng",
+    "refuse_flags_with_transport",
 ]
 
 
@@ -38,6 +42,21 @@ def _given(*dests: str) -> Callable[[Namespace], bool]:
 
 def _value(args: Namespace, dest: str) -> Any:
     return getattr(args, dest, None)
+
+
+def _several(args: Namespace, dest: str) -> list[Any]:
+    """Return a value that may be one or a list."""
+    value = _value(args, dest)
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _replicas(args: Namespace) -> int:
+    """Return the data-parallel size, which Megatron has not computed yet."""
+    sizes = (
+        _value(args, f"{kind}_parallel_size") or 1
+        for kind in ("tensor_model", "pipeline_model", "context")
+    )
+    return int((_value(args, "world_size") or 1) // math.prod(sizes))
 
 
 def _records_graphs(args: Namespace) -> bool:
@@ -167,6 +186,56 @@ MICROBATCH_RNG = (
 )
 """For random numbers by micro-batch."""
 
+DYNAMIC = (
+    Rule(
+        lambda args: "global_aux_loss" in _several(args, "moe_router_load_balancing_type"),
+        "--moe-router-load-balancing-type global_aux_loss: it reduces over data-parallel replicas "
+        "inside each layer, and they run their layers in different orders; take aux_loss or "
+        "seq_aux_loss",
+    ),
+    Rule(
+        lambda args: (
+            _given("fp8")(args)
+            and _value(args, "fp8_recipe") == "delayed"
+            and not _value(args, "tp_only_amax_red")
+        ),
+        "--fp8-recipe delayed: scales are reduced over data-parallel replicas inside each layer, "
+        "and they run their layers in different orders; add --tp-only-amax-red, or take another "
+        "recipe",
+    ),
+)
+"""For data-parallel replicas that choose their order, each by itself. (Tensor-, context- and
+expert-parallel ranks follow one leader.)"""
+
+CROSSED_DYNAMIC = (
+    Rule(
+        _given("overlap_param_gather"),
+        "--overlap-param-gather with --bitpipe-routing twin: twins gather parameters for each "
+        "other, and start their chunks in different orders; take --bitpipe-routing local, or leave "
+        "it out",
+    ),
+)
+"""For ranks that choose their order and get activations from their twin."""
+
+
+STOCK = (
+    Rule(
+        _given("use_ring_exchange_p2p"),
+        "--use-ring-exchange-p2p: that is a transport too; leave one of them out",
+    ),
+    Rule(
+        _given("decoder_num_layers", "decoder_seq_length"),
+        "encoder-decoder models (--decoder-num-layers, --decoder-seq-length): two different "
+        "tensors travel between their stages; take --pipeline-transport torch",
+    ),
+    Rule(
+        _given("microbatch_group_size_per_vp_stage"),
+        "--microbatch-group-size-per-virtual-pipeline-stage: messages are named by Megatron's "
+        "usual order; leave it out",
+    ),
+)
+"""For a transport of ours under Megatron's own schedules."""
+
 
 def refuse_flags(name: str, args: Namespace) -> None:
     """Refuse what goes with no schedule of ours.
@@ -193,6 +262,20 @@ def refuse_flags_of_table(name: str, args: Namespace, table: Schedule) -> None:
     _refuse(f"--pipeline-schedule {name}", args, rules)
 
 
+def refuse_flags_of_dynamic_order(args: Namespace, placement: Placement) -> None:
+    """Refuse what needs one order on ranks that choose theirs by themselves.
+
+    Raises:
+        ArgumentsError: One line for each mistake.
+    """
+    rules: list[Rule] = []
+    if _replicas(args) * placement.twins > 1:
+        rules += DYNAMIC
+    if placement.twin_hops:
+        rules += CROSSED_DYNAMIC
+    _refuse("--use-dpp", args, rules)
+
+
 def refuse_flags_with_microbatch_rng(args: Namespace) -> None:
     """Refuse what cannot draw its random numbers by micro-batch.
 
@@ -200,6 +283,15 @@ def refuse_flags_with_microbatch_rng(args: Namespace) -> None:
         ArgumentsError: One line for each mistake.
     """
     _refuse("--microbatch-rng", args, MICROBATCH_RNG)
+
+
+def refuse_flags_with_transport(transport: str, args: Namespace) -> None:
+    """Refuse what Megatron's own schedules cannot do over a transport of ours.
+
+    Raises:
+        ArgumentsError: One line for each mistake.
+    """
+    _refuse(f"--pipeline-transport {transport}", args, STOCK)
 
 
 def _refuse(flag: str, args: Namespace, rules: Iterable[Rule]) -> None:

@@ -18,7 +18,7 @@ from megatron_ext.schedules.registry import CSV_PREFIX, generate, get, registere
 if TYPE_CHECKING:
     from megatron_ext.schedules.choice import Choice
 
-__all__ = ["best_schedule", "flags_for", "num_chunks"]
+__all__ = ["best_schedule", "chunks_of_megatron", "flags_for", "num_chunks"]
 
 _LAYOUT = "--pipeline-model-parallel-layout"
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
@@ -94,6 +94,16 @@ def _num_split(args: Namespace) -> int:
     """Return how many layers Megatron splits evenly, embedding and loss included if asked for."""
     extra = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     return _num_layers(args) + sum(bool(getattr(args, dest, False)) for dest in extra)
+
+
+def chunks_of_megatron(args: Namespace) -> int:
+    """Return the stages that each rank has without a schedule of ours.
+
+    Raises:
+        ArgumentsError: The flags contradict each other, or do not divide.
+    """
+    said = _said(args)
+    return 1 if said is None else _chunks_of(said, args)
 
 
 def num_chunks(args: Namespace, name: str) -> int | None:

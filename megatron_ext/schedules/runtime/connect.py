@@ -94,5 +94,16 @@ def _slots(choice: Choice) -> int:
     for (source, target, _), slots in validate(
         choice.schedule(choice.num_microbatches)
     ).slots.items():
-        by_pair[frozenset((source, target))] += slots
+        by_pair[frozenset((source, target))] += slots + _more_slots(choice)
     return max(2, 2 * max(by_pair.values(), default=1))
+
+
+def _more_slots(choice: Choice) -> int:
+    """Room on an edge for what a rank may keep beyond the table's own peak.
+
+    Greedy policies keep up to everything: what finds no room waits in the memory of its sender.
+    """
+    if choice.dynamic is None:
+        return 0
+    placement = choice.placement
+    return choice.dynamic.extra_activations * (placement.num_stages // placement.num_ranks)

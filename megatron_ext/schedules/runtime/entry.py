@@ -16,21 +16,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.choice import Choice, current
+from megatron_ext.schedules.runtime.agreement import Agreement, agree
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
 from megatron_ext.schedules.runtime.connect import open_transport
 from megatron_ext.schedules.runtime.executor import Executor, Peers, Shapes
+from megatron_ext.schedules.runtime.groups import channels_of, default_groups
+from megatron_ext.schedules.runtime.measured import Measured, StepMeasure
 from megatron_ext.schedules.runtime.microbatches import MicrobatchData, TwinExchange
+from megatron_ext.schedules.runtime.ordering import LedOrder, Order, PolicyOrder, TableOrder
 from megatron_ext.schedules.runtime.split import SPLIT
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.runtime.tables import Table, check_agreement, make_table
-from megatron_ext.transport.torch_dist import Channel
 
 if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
     from megatron_ext.schedules.placement import Placement
     from megatron_ext.transport.base import Transport
 
@@ -71,12 +75,12 @@ def forward_backward(
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     if (p2p_communicator is None) != (pg_collection is None):
         raise ScheduleError("give both p2p_communicator and pg_collection, or neither of them")
-    groups = _default_groups() if pg_collection is None else pg_collection
+    groups = default_groups() if pg_collection is None else pg_collection
     config = get_model_config(chunks[0])
     shapes = _shapes(
         config, groups, decoder_seq_length or seq_length, micro_batch_size, adjust_tensor_shapes_fn
     )
-    runtime = _runtime(choice, groups, chunks, config, shapes)
+    runtime = _runtime(choice, groups, chunks, iterators, config, shapes)
     table = runtime.table(num_microbatches, backward=not forward_only)
     call = Call(
         forward_step_func=forward_step_func,
@@ -117,6 +121,9 @@ class _Runtime:
     device: torch.device
     transport: Transport
     peers: Peers
+    agreement: Agreement | None
+    """Who decides; None: every rank runs the order of the table."""
+    measured: Measured = field(default_factory=Measured)
     _tables: dict[tuple[int, bool], Table] = field(default_factory=dict)
 
     def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:
@@ -152,9 +159,12 @@ class _Runtime:
         for stage, chunk in zip(stages, call.chunks, strict=True):
             SPLIT.register_modules(stage, chunk)
         compute = StageCompute(call, table)
+        # What evaluation does is no part of the measurement.
+        measured = Measured() if call.forward_only else self.measured
         gradients = GradientSync(call.config, call.chunks, table, force_all_reduce=force_all_reduce)
         executor = Executor(
             table=table,
+            order=self._order(table, call, shapes),
             compute=compute,
             gradients=gradients,
             parameters=ParameterSync(call.config, call.chunks, table),
@@ -163,6 +173,7 @@ class _Runtime:
             shapes=shapes,
             dtype=call.config.pipeline_dtype,
             timeout_s=self.choice.timeout_s,
+            measure=StepMeasure(table, measured),
         )
         try:
             with gradients:
@@ -171,7 +182,25 @@ class _Runtime:
             SPLIT.clear()
             self.transport.abort(str(error))
             raise
+        measured.steps += 1
         return compute
+
+    def _order(self, table: Table, call: Call, shapes: Shapes) -> Order:
+        """Return what decides about the order; evaluation keeps the table's, which is shortest."""
+        agreement, timeout_s = self.agreement, self.choice.timeout_s
+        if agreement is None or call.forward_only:
+            return TableOrder(table)
+        if agreement.leader != dist.get_rank():
+            return LedOrder(table, self.transport, agreement.leader, timeout_s)
+        return PolicyOrder(
+            self.choice.policy(call.num_microbatches, table.rank),
+            table,
+            self.transport,
+            {kind: len(tensors) for kind, tensors in shapes.items()},
+            agreement.followers,
+            self.device,
+            timeout_s,
+        )
 
 
 _runtimes: dict[tuple[int, int], _Runtime] = {}
@@ -181,6 +210,7 @@ def _runtime(
     choice: Choice,
     groups: ProcessGroupCollection,
     chunks: Sequence[torch.nn.Module],
+    iterators: Sequence[Any],
     config: Any,
     shapes: Shapes,
 ) -> _Runtime:
@@ -193,10 +223,30 @@ def _runtime(
     _check_fit(choice, placement, groups, chunks)
     device = next(chunks[0].parameters()).device
     peers = Peers(dist.get_process_group_ranks(groups.pp), _twin() if choice.twins == 2 else None)
-    channels = _channels(placement, groups.pp.rank(), peers)
+    channels = channels_of(placement, groups.pp.rank(), peers)
+    agreement = None
+    if choice.dynamic is not None:
+        agreement = _agreement(placement, groups, iterators, peers)
+        channels += agreement.channels
     transport = open_transport(choice, device, channels, shapes, config.pipeline_dtype)
-    _runtimes[key] = _Runtime(choice, groups, device, transport, peers)
+    _runtimes[key] = _Runtime(choice, groups, device, transport, peers, agreement)
     return _runtimes[key]
+
+
+def _agreement(
+    placement: Placement,
+    groups: ProcessGroupCollection,
+    iterators: Sequence[Any],
+    peers: Peers,
+) -> Agreement:
+    """Find who decides. Twins that read data on crossed stages exchange it, so they agree too."""
+    own = placement.stages_of[groups.pp.rank()]
+    exchanges = any(
+        placement.is_crossed(stage) and iterator is not None
+        for stage, iterator in zip(own, iterators, strict=True)
+    )
+    others = [peers.twin] if exchanges and peers.twin is not None else []
+    return agree(groups.tp, groups.cp, others=others)
 
 
 def _check_fit(
@@ -218,41 +268,10 @@ def _check_fit(
         )
 
 
-def _default_groups() -> ProcessGroupCollection:
-    """What Megatron's schedules take where they are given no groups."""
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.dp_cp = parallel_state.get_data_parallel_group(
-        with_context_parallel=True, partial_data_parallel=False
-    )
-    return groups
-
-
 def _twin() -> int:
     """Twins are neighbours among the data-parallel ranks."""
     ranks = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
     return ranks[ranks.index(dist.get_rank()) ^ 1]
-
-
-def _channels(placement: Placement, rank: int, peers: Peers) -> list[Channel]:
-    """All queues that this rank sends to or receives from under a placement."""
-    me, channels = peers.pipeline[rank], []
-    for stage, hop in enumerate(placement.hops):
-        here, there = placement.rank_of[stage], placement.rank_of[stage + 1]
-        if hop == "twin" and here == rank:
-            assert peers.twin is not None
-            ends = [(me, peers.twin), (peers.twin, me)]
-        elif hop == "rank" and rank in (here, there):
-            ends = [(peers.pipeline[here], peers.pipeline[there])]
-        else:
-            continue
-        for source, target in ends:
-            channels += [Channel(source, target, "F"), Channel(target, source, "B")]
-    return channels
 
 
 def _shapes_travel(config: Any) -> bool:

@@ -1,11 +1,14 @@
 """Runs the operations of one rank: takes inputs, computes, hands results on.
 
-The executor knows no particular schedule. It walks a table in its order; where an input has not
-arrived yet it sleeps in the transport. Tensors between two stages of one rank never leave it.
+The executor knows no particular schedule and no policy. An `Order` says which operation is next;
+where an input has not arrived yet it sleeps in the transport. Tensors between two stages of one
+rank never leave it.
 """
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -18,7 +21,10 @@ from megatron_ext.schedules.comms import Operation, Tag, Transfer
 from megatron_ext.transport.base import Expected, Key
 
 if TYPE_CHECKING:
+    from megatron_ext.schedules.actions import Action
     from megatron_ext.schedules.runtime.compute import StageCompute, Tensors
+    from megatron_ext.schedules.runtime.measured import StepMeasure
+    from megatron_ext.schedules.runtime.ordering import Order
     from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
     from megatron_ext.schedules.runtime.tables import Table
     from megatron_ext.transport.base import Transport
@@ -51,6 +57,7 @@ class Executor:
     """One step of one rank."""
 
     table: Table
+    order: Order
     compute: StageCompute
     gradients: GradientSync
     parameters: ParameterSync
@@ -60,30 +67,48 @@ class Executor:
     dtype: torch.dtype
     """Of the tensors between stages."""
     timeout_s: float
+    measure: StepMeasure
     _handed: dict[Tag, Tensors] = field(default_factory=dict, init=False)
     """Tensors between two stages of this rank."""
+    _left: Counter[int] = field(init=False)
+    """By stage: actions that were not run yet."""
 
     def run(self) -> None:
-        """Run the whole table.
+        """Run every operation of the table, in the order of `order`.
 
         Raises:
             TransportError: An input did not come in time; names the action that waits for it.
         """
+        begin_s = time.perf_counter()
+        self._left = self.table.actions_by_stage.copy()
         self.transport.begin(self._expected(), self.table.slots)
-        for operation in self.table.operations:
-            self.parameters.before(operation)
-            inputs = self._inputs(operation)
-            with self.gradients.around(operation):
-                outputs = self._compute(operation, inputs)
-            self._deliver(operation, outputs)
-            self.gradients.after(operation)
+        for position in self.order:
+            self._run(position, self.table.operations[position])
         self.transport.flush(self.timeout_s)
+        self.measure.into.wall_s += time.perf_counter() - begin_s
         left = [*self.compute.unfinished(), *map(str, self._handed)]
         if left:
             raise MegatronExtError(f"{self.table.schedule.label} ended with {left[0]} to be done")
 
+    def _run(self, position: int, operation: Operation) -> None:
+        action = operation.action
+        left = self._left[action.stage]
+        is_first = left == self.table.actions_by_stage[action.stage]
+        is_last = left == 1
+        if is_first:
+            self.parameters.before(action.stage)
+        inputs = self._inputs(operation)
+        begin_s = time.perf_counter()
+        with self.gradients.around(action, is_last=is_last):
+            outputs = self._compute(action, inputs, is_first=is_first)
+        self.measure.ran(position, action, time.perf_counter() - begin_s)
+        self._deliver(operation, outputs)
+        self._left[action.stage] = left - 1
+        if is_last:
+            self.gradients.after(action.stage)
+
     def _expected(self) -> list[Expected]:
-        return [
+        return self.order.expected() + [
             Expected(self.peers.of(transfer), Key(*transfer.tag, part), shape, self.dtype)
             for transfer in self.table.arrivals
             for part, shape in enumerate(self.shapes[transfer.tag.kind])
@@ -117,10 +142,10 @@ class Executor:
             tensors.append(tensor.requires_grad_() if needs.tag.kind == "F" else tensor)
         return tensors
 
-    def _compute(self, operation: Operation, inputs: Tensors) -> Tensors:
-        stage, kind, microbatch = operation.action
+    def _compute(self, action: Action, inputs: Tensors, *, is_first: bool) -> Tensors:
+        stage, kind, microbatch = action
         if kind == "F":
-            return self.compute.forward(stage, microbatch, inputs, is_first=operation.is_first)
+            return self.compute.forward(stage, microbatch, inputs, is_first=is_first)
         if kind == "W":
             self.compute.weights(stage, microbatch)
             return []
@@ -136,6 +161,7 @@ class Executor:
             self._handed[makes.tag] = [
                 t.detach().requires_grad_() if leaf and t is not None else t for t in tensors
             ]
+            self.order.handed(makes.tag)
         else:
             target = self.peers.of(makes)
             for part, tensor in enumerate(tensors):

@@ -1,12 +1,15 @@
 """When gradients are reduced over the data-parallel ranks and parameters are gathered.
 
-Megatron's DDP does both, the schedule only says when. All data-parallel peers run the same table,
-so they all start the same collectives in the same order.
+Megatron's DDP does both, the schedule only says when. Data-parallel peers have to start the same
+collectives in the same order, although each may run its actions in another one:
 
-- A chunk whose last action is B reduces bucket by bucket during that B: DDP's hooks start it, as in
-  upstream's schedules.
-- A chunk with split backwards starts its reduction after its last W, all at once: hooks run at I,
-  too early, so they stay silent the whole step.
+- Reductions start in the order in which the table completes its chunks: one that is complete before
+  its turn waits. Gathers start in the order of the stages, in which any order first needs them.
+- A rank without split backwards reduces bucket by bucket during the last B of a chunk: DDP's hooks
+  start it, as in upstream's schedules. The order is the same on all peers by itself then: a last B
+  needs that of the stage after it.
+- A rank with split backwards starts the reduction of a chunk after its last W, all at once: hooks
+  run at I, too early, so they stay silent the whole step.
 - With `--align-grad-reduce` upstream hands over a function; it is called after the last action.
 
 Without `--overlap-grad-reduce` nothing is started here, `finalize_model_grads` reduces.
@@ -18,10 +21,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.schedules.comms import reduction_order
+
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.schedules.comms import Operation
+    from megatron_ext.schedules.actions import Action
     from megatron_ext.schedules.runtime.tables import Table
 
 __all__ = ["GradientSync", "ParameterSync"]
@@ -41,7 +46,12 @@ class GradientSync:
         force_all_reduce: bool,
     ) -> None:
         self._chunks = chunks
-        self._table = table
+        self._placement = table.schedule.placement
+        self._by_hooks = not table.split_stages
+        self._order = [mark.stage for mark in reduction_order(table.schedule.rows[table.rank])]
+        """The stages of this rank; those at the front have been started."""
+        self._started = 0
+        self._complete: set[int] = set()
         self._force_all_reduce = force_all_reduce
         self._aligned = _by_chunk(config.grad_sync_func, len(chunks))
         self._overlaps = config.no_sync_func is not None
@@ -60,32 +70,28 @@ class GradientSync:
             stack.close()
 
     @contextmanager
-    def around(self, operation: Operation) -> Iterator[None]:
+    def around(self, action: Action, *, is_last: bool) -> Iterator[None]:
         """Let DDP reduce during the last full backward of a chunk."""
-        action = operation.action
-        if not (operation.is_last and self._overlaps) or action.kind != "B":
-            yield
-            return
-        chunk = self._table.schedule.placement.chunk_of(action.stage)
-        if self._aligned is not None or action.stage in self._table.split_stages:
+        by_hooks = self._by_hooks and self._overlaps and self._aligned is None
+        if not (is_last and by_hooks) or action.kind != "B":
             yield
             return
         # One function for several chunks silences them all at once.
-        index = chunk if len(self._silent) > 1 else 0
+        index = self._placement.chunk_of(action.stage) if len(self._silent) > 1 else 0
         self._entered[index].close()
         yield
         self._entered[index] = _entered(self._silent[index])
 
-    def after(self, operation: Operation) -> None:
-        """Start the reduction of a chunk that is complete and that no hook has started."""
-        if not operation.is_last:
-            return
-        stage = operation.action.stage
-        number = self._table.schedule.placement.chunk_of(stage)
-        if self._aligned is not None:
-            self._aligned[number](self._chunks[number].parameters())
-        elif self._overlaps and stage in self._table.split_stages:
-            self._start(self._chunks[number])
+    def after(self, stage: int) -> None:
+        """Note that a stage is complete; start its reduction and others that waited for it."""
+        self._complete.add(stage)
+        while self._started < len(self._order) and self._order[self._started] in self._complete:
+            number = self._placement.chunk_of(self._order[self._started])
+            self._started += 1
+            if self._aligned is not None:
+                self._aligned[number](self._chunks[number].parameters())
+            elif self._overlaps and not self._by_hooks:
+                self._start(self._chunks[number])
 
     def _start(self, chunk: torch.nn.Module) -> None:
         """As `chunk.start_grad_sync`, which cannot be told to reduce everything."""
@@ -100,13 +106,12 @@ class ParameterSync:
         self._functions = _by_chunk(config.param_sync_func, len(chunks))
         self._chunks = chunks
         placement = table.schedule.placement
-        first_uses = (o.action.stage for o in table.operations if o.is_first)
-        self._order = [placement.chunk_of(stage) for stage in first_uses]
+        self._order = [placement.chunk_of(stage) for stage in sorted(table.actions_by_stage)]
         self._started = 0
 
-    def before(self, operation: Operation) -> None:
-        """At the first use of a chunk, start the gather of the next one."""
-        if self._functions is None or not operation.is_first:
+    def before(self, stage: int) -> None:
+        """At the first use of a stage, start the gather of the next one."""
+        if self._functions is None:
             return
         ahead = 2 if self._started == 0 else 1
         for number in self._order[self._started : self._started + ahead]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -15,9 +16,9 @@ from megatron_ext.schedules.forward_only import forward_only, slots_for_forward
 from megatron_ext.schedules.validate import validate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from megatron_ext.schedules.actions import Schedule
+    from megatron_ext.schedules.actions import Action, Schedule
     from megatron_ext.schedules.choice import Choice
 
 __all__ = ["Table", "check_agreement", "make_table"]
@@ -37,6 +38,16 @@ class Table:
     def operations(self) -> tuple[Operation, ...]:
         """What this rank runs, in the table's order."""
         return operations(self.schedule, self.rank)
+
+    @cached_property
+    def positions(self) -> Mapping[Action, int]:
+        """Where each action of this rank stands in the table's order."""
+        return {action: index for index, action in enumerate(self.schedule.rows[self.rank])}
+
+    @cached_property
+    def actions_by_stage(self) -> Counter[int]:
+        """How many actions this rank runs for each of its stages."""
+        return Counter(action.stage for action in self.schedule.rows[self.rank])
 
     @cached_property
     def arrivals(self) -> tuple[Transfer, ...]:

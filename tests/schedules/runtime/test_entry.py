@@ -93,13 +93,13 @@ def _plain(value: Any) -> Any:
 def _given_groups() -> tuple[list[Any], list[Any]]:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from megatron_ext.schedules.runtime.entry import _default_groups
+    from megatron_ext.schedules.runtime.groups import default_groups
 
     toy.start(2)
     choice.use(Choice("gpipe", 2, M))
     config = toy.config()
     model = toy.chunks(config, [dist.get_rank()])
-    groups = _default_groups()
+    groups = default_groups()
     communicator = P2PCommunicator(pp_group=groups.pp, config=config)
 
     def adjusted(received: Any, sent: Any) -> Any:

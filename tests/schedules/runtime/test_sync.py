@@ -54,11 +54,13 @@ def replay(
     parameters = ParameterSync(config, chunks, table)
     with sync:
         for operation in table.operations:
-            parameters.before(operation)
-            with sync.around(operation):
+            if operation.is_first:
+                parameters.before(operation.action.stage)
+            with sync.around(operation.action, is_last=operation.is_last):
                 log.append(str(operation.action))
                 log += [f"window {c.number}" for c in chunks if not c.silent]
-            sync.after(operation)
+            if operation.is_last:
+                sync.after(operation.action.stage)
     assert not any(chunk.silent for chunk in chunks)
     return log, table, chunks
 

@@ -1,0 +1,67 @@
+"""What a run did with its time: how much of it idle, how much out of the table's order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.actions import Action
+    from megatron_ext.schedules.runtime.tables import Table
+
+__all__ = ["Measured", "StepMeasure"]
+
+_CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
+"""What an action does to the activations of its rank, in stages: they live until B or W ends."""
+
+
+@dataclass
+class Measured:
+    """Of one rank, over its training steps."""
+
+    steps: int = 0
+    actions: int = 0
+    out_of_order: int = 0
+    """Actions that ran while an earlier one of the table was still to be run."""
+    busy_s: float = 0.0
+    """Time in actions, as the host sees it."""
+    wall_s: float = 0.0
+    """Time in steps."""
+    peak_live: int = 0
+    """Most activations of stages that were alive at once."""
+
+    def add(self, other: Measured) -> None:
+        """Count another rank, or more steps, in."""
+        self.steps = max(self.steps, other.steps)
+        self.actions += other.actions
+        self.out_of_order += other.out_of_order
+        self.busy_s += other.busy_s
+        self.wall_s += other.wall_s
+        self.peak_live = max(self.peak_live, other.peak_live)
+
+
+@dataclass
+class StepMeasure:
+    """Follows one step of one rank."""
+
+    table: Table
+    into: Measured
+    _done: bytearray = field(init=False)
+    _head: int = field(default=0, init=False)
+    _live: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        """Start with nothing done."""
+        self._done = bytearray(len(self.table.operations))
+
+    def ran(self, position: int, action: Action, duration_s: float) -> None:
+        """Count an action that has been run."""
+        into = self.into
+        into.actions += 1
+        into.out_of_order += position != self._head
+        into.busy_s += duration_s
+        self._done[position] = 1
+        while self._head < len(self._done) and self._done[self._head]:
+            self._head += 1
+        self._live += _CHANGE[action.kind]
+        into.peak_live = max(into.peak_live, self._live)

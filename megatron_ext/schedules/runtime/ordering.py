@@ -1,0 +1,164 @@
+"""Where the order of a rank's operations comes from: its table, a policy, or the rank that decides.
+
+The executor asks for one position of the table after the other; when it asks for the next, the
+operation before is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.errors import TransportTimeout
+from megatron_ext.transport.base import Expected, Key
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from megatron_ext.schedules.comms import Tag
+    from megatron_ext.schedules.policies import Policy
+    from megatron_ext.schedules.runtime.tables import Table
+    from megatron_ext.transport.base import Transport
+
+__all__ = ["LedOrder", "Order", "PolicyOrder", "TableOrder"]
+
+
+class Order(Protocol):
+    """The order in which one rank runs the operations of its table, for one step."""
+
+    def expected(self) -> list[Expected]:
+        """Return the messages that it needs, on top of those of the operations."""
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield positions in the table; each operation is run before the next is asked for."""
+
+    def handed(self, tag: Tag) -> None:
+        """Note a tensor that stays on this rank."""
+
+
+@dataclass
+class TableOrder:
+    """That of the table, whatever has arrived."""
+
+    table: Table
+
+    def expected(self) -> list[Expected]:
+        """Return nothing: the table says it all."""
+        return []
+
+    def __iter__(self) -> Iterator[int]:
+        """Count."""
+        return iter(range(len(self.table.operations)))
+
+    def handed(self, tag: Tag) -> None:
+        """Ignore it."""
+
+
+@dataclass
+class PolicyOrder:
+    """What a policy chooses of the operations whose inputs are here; sleeps while there is none."""
+
+    policy: Policy
+    table: Table
+    transport: Transport
+    num_parts: Mapping[str, int]
+    """By kind of message (F, B): tensors of one hand-over."""
+    followers: Sequence[int]
+    """Global ranks that run what is chosen here."""
+    device: torch.device
+    timeout_s: float
+    _parts: dict[tuple[str, int, int], int] = field(default_factory=dict, init=False)
+    """What of each hand-over has arrived, where it is several tensors."""
+
+    def expected(self) -> list[Expected]:
+        """Return nothing: who decides is told by nobody."""
+        return []
+
+    def __iter__(self) -> Iterator[int]:
+        """Choose, tell the followers, and let it be run.
+
+        Raises:
+            TransportTimeout: Nothing that could be run came in time.
+        """
+        progress, number = self.policy.progress, 0
+        while progress.left:
+            index = self._choose()
+            position = self.table.positions[progress.row[index]]
+            for follower in self.followers:
+                choice = torch.tensor([position], dtype=torch.int32, device=self.device)
+                self.transport.isend(choice, follower, Key("C", 0, number))
+            yield position
+            progress.finished(index)
+            number += 1
+
+    def handed(self, tag: Tag) -> None:
+        """Make what needs the tensor ready."""
+        self.policy.progress.arrived(*tag)
+
+    def _choose(self) -> int:
+        self._note(self.transport.poll(0.0))
+        while (index := self.policy.choose()) is None:
+            arrived = self.transport.poll(self.timeout_s)
+            if not arrived:
+                raise TransportTimeout(self._missing())
+            self._note(arrived)
+        return index
+
+    def _note(self, keys: Sequence[Key]) -> None:
+        for kind, stage, microbatch, _part in keys:
+            assert kind != "C", "nobody decides for this rank"
+            number = self.num_parts[kind]
+            if number > 1:
+                name = kind, stage, microbatch
+                self._parts[name] = self._parts.get(name, 0) + 1
+                if self._parts[name] < number:
+                    continue
+            self.policy.progress.arrived(kind, stage, microbatch)
+
+    def _missing(self) -> str:
+        done = self.policy.progress.done
+        row = self.policy.progress.row
+        left = [action for index, action in enumerate(row) if not done[index]]
+        head = min(left, key=self.table.positions.__getitem__)
+        needs = self.table.operations[self.table.positions[head]].needs
+        what = "" if needs is None else f", which needs {Key(*needs.tag)}"
+        return (
+            f"rank {dist.get_rank()} (pipeline rank {self.table.rank}) can run none of its "
+            f"{len(left)} actions left in {self.table.schedule.label}: nothing arrived for "
+            f"{self.timeout_s:g} s; the first of the table is {head}{what}"
+        )
+
+
+@dataclass
+class LedOrder:
+    """What the rank that decides has chosen, message by message."""
+
+    table: Table
+    transport: Transport
+    leader: int
+    """Its global rank."""
+    timeout_s: float
+
+    def expected(self) -> list[Expected]:
+        """Return one message for each operation."""
+        return [
+            Expected(self.leader, Key("C", 0, number), (1,), torch.int32)
+            for number in range(len(self.table.operations))
+        ]
+
+    def __iter__(self) -> Iterator[int]:
+        """Wait for the next choice.
+
+        Raises:
+            TransportError: It did not come in time.
+        """
+        for number in range(len(self.table.operations)):
+            choice = self.transport.recv(self.leader, Key("C", 0, number), self.timeout_s)
+            yield int(choice.item())
+
+    def handed(self, tag: Tag) -> None:
+        """Ignore it: only what the leader has counts."""
