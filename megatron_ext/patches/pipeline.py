@@ -25,6 +25,30 @@ def _send_own_storage(
     return call(*args, **{**kwargs, **sent})
 
 
+def _has_messages_of_ours() -> bool:
+    from megatron_ext.schedules import choice
+
+    return choice.for_messages() is not None
+
+
+def _in_steps(
+    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    from megatron_ext.schedules.runtime.stock import stepwise
+
+    return stepwise(call(*args, **kwargs))
+
+
+def _over_ours(
+    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    from megatron_ext.schedules.runtime.stock import communicate
+
+    without_shape = {name: value for name, value in kwargs.items() if name != "tensor_shape"}
+    done = communicate(**without_shape)
+    return call(*args, **kwargs) if done is None else done
+
+
 PATCHES = (
     Patch(
         id="pipeline.sends_own_storage",
@@ -32,5 +56,21 @@ PATCHES = (
         fn=_send_own_storage,
         reason="overlapped sends of the interleaved schedule read memory that is freed meanwhile: "
         "wrong activations, NaN or a hang",
+    ),
+    Patch(
+        id="pipeline.steps_of_messages",
+        target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+        fn=_in_steps,
+        when=_has_messages_of_ours,
+        feature="transport",
+        reason="a transport is told at the start of a step what will arrive in it",
+    ),
+    Patch(
+        id="pipeline.messages",
+        target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
+        fn=_over_ours,
+        when=_has_messages_of_ours,
+        feature="transport",
+        reason="carries the tensors of Megatron's own schedules over --pipeline-transport",
     ),
 )

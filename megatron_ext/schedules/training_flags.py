@@ -13,8 +13,16 @@ from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import ArgumentsError, ScheduleError
-from megatron_ext.schedules import batches, plan, randomness, stages
-from megatron_ext.schedules.choice import TRANSPORTS, Choice, TransportName, current, use
+from megatron_ext.schedules import batches, plan, randomness, stages, stock
+from megatron_ext.schedules.choice import (
+    TRANSPORTS,
+    Choice,
+    TransportName,
+    current,
+    for_messages,
+    use,
+    use_for_messages,
+)
 from megatron_ext.schedules.costs import UNIT, Costs
 from megatron_ext.schedules.incompatible import (
     refuse_flags,
@@ -57,8 +65,9 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
     group.add_argument(
         "--pipeline-transport",
         choices=TRANSPORTS,
-        help="What carries tensors between the ranks of --pipeline-schedule: torch.distributed, or "
-        f"shared memory, for ranks of one host on the CPU (default: {TRANSPORTS[0]}).",
+        help="What carries tensors between pipeline ranks, also those of Megatron's own schedules: "
+        f"torch.distributed, or shared memory, for ranks of one host on the CPU (default: "
+        f"{TRANSPORTS[0]}).",
     )
     group.add_argument(
         "--pipeline-costs",
@@ -97,6 +106,7 @@ def prepare(args: Namespace) -> None:
     name = _chosen(args)
     options = _options(args, name)
     if name is None:
+        _prepare_messages(args)
         return
     refuse_flags(name, args)
     twins = 1 if name.startswith(CSV_PREFIX) else get(name).twins
@@ -109,7 +119,7 @@ def prepare(args: Namespace) -> None:
         stages.num_chunks(args, name),
         options,
         _costs(args),
-        60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10),
+        _timeout_s(args),
         _transport(args),
     )
     _prove(args, choice, sizes)
@@ -137,13 +147,22 @@ def _chosen(args: Namespace) -> str | None:
                 "leave one of them out"
             )
         name = "bitpipe"
-    for dest in ("pipeline_costs", "pipeline_transport"):
-        if name is None and getattr(args, dest, None) is not None:
-            raise ArgumentsError(
-                f"--{dest.replace('_', '-')} is for schedules of this package; add "
-                "--pipeline-schedule NAME"
-            )
+    if name is None and getattr(args, "pipeline_costs", None) is not None:
+        raise ArgumentsError(
+            "--pipeline-costs is for schedules of this package; add --pipeline-schedule NAME"
+        )
     return name
+
+
+def _prepare_messages(args: Namespace) -> None:
+    """Let Megatron's own schedule send over `--pipeline-transport`, where that was asked for."""
+    transport = _transport(args)
+    if transport != TRANSPORTS[0]:
+        use_for_messages(stock.choice(args, transport, _timeout_s(args)))
+
+
+def _timeout_s(args: Namespace) -> float:
+    return 60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10)
 
 
 def _transport(args: Namespace) -> TransportName:
@@ -282,6 +301,9 @@ def check(args: Namespace) -> None:
         ArgumentsError: Megatron computed another size than the tables were made for, or builds
             layers that the schedule cannot use.
     """
+    served = for_messages()
+    if served is not None:
+        _tell(args, f"pipeline schedule: Megatron's own; messages over {served.transport}")
     choice = current()
     if choice is None:
         return

@@ -221,9 +221,13 @@ REFUSED = {
         ["--bitpipe-order is for bitpipe, and zb-v was chosen"],
     ),
     "option alone": (PP4 + "--bitpipe-order zb", 4, ["none was chosen"]),
-    "transport alone": (
-        PP4 + "--pipeline-transport shm", 4,
-        ["--pipeline-transport is for schedules", "add --pipeline-schedule NAME"],
+    "transport without a pipeline": (
+        "--pipeline-transport shm", 1, ["--pipeline-model-parallel-size 1 has none; leave it out"],
+    ),
+    "transport for other groups": (
+        PP4 + "--pipeline-transport shm --num-layers-per-virtual-pipeline-stage 2 "
+        "--global-batch-size 12", 4,
+        ["--pipeline-transport shm with 6 micro-batches", "take 4 or 8 micro-batches"],
     ),
     "costs alone": (PP4 + "--pipeline-costs 1,1,1", 4, ["add --pipeline-schedule NAME"]),
     "costs": (

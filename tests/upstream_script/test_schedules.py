@@ -36,6 +36,14 @@ def test_gpt(gpt: tuple[str, list[str]], schedule: str) -> None:
     assert "pipeline schedule: " in "".join(ended.logs)
 
 
+@pytest.mark.parametrize("schedule", ["", "--num-layers-per-virtual-pipeline-stage 2 "])
+def test_own_schedules_over_shared_memory(gpt: tuple[str, list[str]], schedule: str) -> None:
+    start, stock = gpt
+    ended = run(4, start + PP2 + schedule + "--pipeline-transport shm ")
+    assert report(ended) == stock
+    assert "pipeline schedule: Megatron's own; messages over shm" in "".join(ended.logs)
+
+
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
     directory = tmp_path_factory.mktemp("bert")

@@ -59,7 +59,7 @@ def _merge(mine: dict[str, str], theirs: dict[str, str], rank: int) -> None:
 
 def run_here(model: str, argv: list[str]) -> Captured:
     """Train as one rank."""
-    from megatron_ext.schedules.runtime import entry
+    from megatron_ext.schedules.runtime import entry, stock
     from megatron_ext.training import main as trainer
 
     fix_vocabulary_order()
@@ -80,6 +80,7 @@ def run_here(model: str, argv: list[str]) -> Captured:
         return transport
 
     entry.make_table, entry.open_transport = told, opened
+    stock.open_transport = opened
     trainer.main(model, argv)
     return captured
 
