@@ -31,6 +31,7 @@ def test_our_training_flags_are_these() -> None:
         "-h", "--help", "--device-backend", "--ext-list-patches",
         "--pipeline-schedule", "--enable-bitpipe-schedule", "--bitpipe-order", "--bitpipe-routing",
         "--pipeline-costs",
+        "--use-dpp", "--dpp-policy", "--dpp-extra-activations",
         "--microbatch-rng",
         "--pipeline-transport",
         "--data-impl",

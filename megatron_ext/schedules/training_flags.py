@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import ArgumentsError, ScheduleError
-from megatron_ext.schedules import batches, plan, randomness, stages, stock
+from megatron_ext.schedules import batches, dynamic_flags, plan, randomness, stages, stock
 from megatron_ext.schedules.choice import (
     TRANSPORTS,
     Choice,
@@ -26,6 +27,7 @@ from megatron_ext.schedules.choice import (
 from megatron_ext.schedules.costs import UNIT, Costs
 from megatron_ext.schedules.incompatible import (
     refuse_flags,
+    refuse_flags_of_dynamic_order,
     refuse_flags_of_table,
     refuse_flags_with_microbatch_rng,
 )
@@ -75,11 +77,12 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
         help="Times of forward, input gradient and weight gradient on 1/pp of the model, and of a "
         f"message, that the schedule is made and simulated for (default: {UNIT}).",
     )
+    dynamic_flags.add_flags(group)
     group.add_argument(
         "--microbatch-rng",
         action="store_true",
         help="Draw dropout masks by iteration, stage and micro-batch, so that all schedules, "
-        "Megatron's own too, draw the same ones.",
+        "Megatron's own too, draw the same ones. Always so with --use-dpp.",
     )
 
 
@@ -100,7 +103,8 @@ def prepare(args: Namespace) -> None:
     use(None)
     randomness.use(None)
     _restore(args)
-    if getattr(args, "microbatch_rng", False):
+    dynamic = dynamic_flags.dynamic(args)
+    if dynamic is not None or getattr(args, "microbatch_rng", False):
         refuse_flags_with_microbatch_rng(args)
         randomness.use(args.seed)
     name = _chosen(args)
@@ -121,9 +125,12 @@ def prepare(args: Namespace) -> None:
         _costs(args),
         _timeout_s(args),
         _transport(args),
+        dynamic,
     )
     _prove(args, choice, sizes)
     refuse_flags_of_table(name, args, choice.schedule(choice.num_microbatches))
+    if dynamic is not None:
+        refuse_flags_of_dynamic_order(args, choice.placement)
     wanted = stages.flags_for(args, choice)
     if getattr(args, "use_distributed_optimizer", False):
         wanted["dist_ckpt_optim_fully_reshardable"] = True
@@ -147,6 +154,8 @@ def _chosen(args: Namespace) -> str | None:
                 "leave one of them out"
             )
         name = "bitpipe"
+    if name is None and getattr(args, "use_dpp", False):
+        name = dynamic_flags.base_table(args)
     if name is None and getattr(args, "pipeline_costs", None) is not None:
         raise ArgumentsError(
             "--pipeline-costs is for schedules of this package; add --pipeline-schedule NAME"
@@ -166,8 +175,16 @@ def _timeout_s(args: Namespace) -> float:
 
 
 def _transport(args: Namespace) -> TransportName:
-    """Return `--pipeline-transport`, after checking that the device can do it."""
-    name: TransportName = getattr(args, "pipeline_transport", None) or TRANSPORTS[0]
+    """Return `--pipeline-transport`, after checking that device and schedule can do with it."""
+    name: TransportName | None = getattr(args, "pipeline_transport", None)
+    if getattr(args, "use_dpp", False):
+        if name == "torch":
+            raise ArgumentsError(
+                "--use-dpp chooses by what has arrived, which torch.distributed cannot tell; leave "
+                "--pipeline-transport torch out"
+            )
+        name = name or "shm"
+    name = name or TRANSPORTS[0]
     if name != TRANSPORTS[0]:
         from megatron_ext.schedules.runtime.connect import why_not
 
@@ -326,32 +343,53 @@ def check(args: Namespace) -> None:
                 f"--pipeline-schedule {choice.name} was prepared for {ours} {what}, but Megatron "
                 f"made {megatrons} of the flags; leave out what changes it"
             )
-    _check_layers_split(args, choice)
-    _tell(args, "%s", _running(choice))
+    choice = _with_splittable_layers(args, choice)
+    use(choice)
+    if getattr(args, "rank", 0) == 0:
+        _tell(args, "%s", _running(choice))
+        slower = dynamic_flags.warning(choice) if choice.dynamic is not None else None
+        if slower is not None:
+            _tell(args, "%s", slower)
 
 
-def _check_layers_split(args: Namespace, choice: Choice) -> None:
-    """Refuse layers of Transformer Engine that cannot do what a split backward asks of them."""
+def _with_splittable_layers(args: Namespace, choice: Choice) -> Choice:
+    """Return the choice that the layers of Transformer Engine can run.
+
+    Raises:
+        ArgumentsError: They cannot do what a split backward asks of them, and the table has some.
+    """
     if not choice.schedule(choice.num_microbatches).splits_backward:
-        return
+        return choice
     from megatron_ext.schedules.runtime.te_layers import why_not
 
     reason = why_not(Namespace(**{"tp_comm_overlap": False, **vars(args)}))
-    if reason is not None:
-        whole = "--bitpipe-order paper" if choice.name == "bitpipe" else "1f1b or interleaved"
-        raise ArgumentsError(
-            f"--pipeline-schedule {choice.name} splits backwards, but {reason}; or take {whole}, "
-            "which does not split them"
-        )
+    if reason is None:
+        return choice
+    if choice.dynamic is not None:
+        whole = replace(choice, dynamic=replace(choice.dynamic, splits=False))
+        if not whole.schedule(choice.num_microbatches).splits_backward:
+            _tell(args, "--use-dpp leaves backwards whole: %s", reason)
+            return whole
+    other = "--bitpipe-order paper" if choice.name == "bitpipe" else "1f1b or interleaved"
+    raise ArgumentsError(
+        f"--pipeline-schedule {choice.name} splits backwards, but {reason}; or take {other}, "
+        "which does not split them"
+    )
 
 
 def _running(choice: Choice) -> str:
-    timeline = plan.evaluate(choice.schedule(choice.num_microbatches), choice.costs)
+    """Say what runs, as simulated."""
+    if choice.dynamic is None:
+        timeline = plan.evaluate(choice.schedule(choice.num_microbatches), choice.costs)
+        order = ""
+    else:
+        timeline = dynamic_flags.timeline(choice, choice.costs)
+        order = f"{dynamic_flags.running(choice)}; "
     schedule = timeline.schedule
     hosted = f" (two mirrored pipelines of {choice.pp // 2})" if choice.twins == 2 else ""
     return (
         f"pipeline schedule: {schedule.label} on {choice.pp} ranks{hosted}, "
-        f"{schedule.total_microbatches} micro-batches: bubble {timeline.bubble:g} "
+        f"{schedule.total_microbatches} micro-batches: {order}bubble {timeline.bubble:g} "
         f"({100 * timeline.bubble_ratio:.1f} %), peak {timeline.peak_activations:g} activations, "
         f"simulated for costs {choice.costs}; messages over {choice.transport}"
     )
