@@ -33,6 +33,7 @@ def test_our_training_flags_are_these() -> None:
         "--pipeline-costs",
         "--use-dpp", "--dpp-policy", "--dpp-extra-activations",
         "--microbatch-rng",
+        "--forward-backward-disaggregating", "--ignore-forward-tensor-parallel", "--fbd-activations",
         "--pipeline-transport",
         "--data-impl",
     }  # fmt: skip

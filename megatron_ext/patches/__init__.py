@@ -18,6 +18,7 @@ TABLES = (
     "arguments",
     "attention",
     "bert",
+    "disaggregation",
     "dist_checkpointing",
     "moe",
     "norms",

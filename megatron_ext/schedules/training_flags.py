@@ -13,6 +13,7 @@ from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.disaggregation import flags as disaggregation
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules import batches, dynamic_flags, plan, randomness, stages, stock
 from megatron_ext.schedules.choice import (
@@ -84,6 +85,7 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
         help="Draw dropout masks by iteration, stage and micro-batch, so that all schedules, "
         "Megatron's own too, draw the same ones. Always so with --use-dpp.",
     )
+    disaggregation.add_flags(group)
 
 
 def prepare(args: Namespace) -> None:
@@ -103,10 +105,18 @@ def prepare(args: Namespace) -> None:
     use(None)
     randomness.use(None)
     _restore(args)
+    disaggregated = disaggregation.prepare(args)
     dynamic = dynamic_flags.dynamic(args)
+    if disaggregated and dynamic is not None:
+        raise ArgumentsError(
+            "--use-dpp and --forward-backward-disaggregating are two ways to run the actions of a "
+            "step; leave one of them out"
+        )
     if dynamic is not None or getattr(args, "microbatch_rng", False):
         refuse_flags_with_microbatch_rng(args)
         randomness.use(args.seed)
+    if disaggregated:
+        return
     name = _chosen(args)
     options = _options(args, name)
     if name is None:
@@ -318,6 +328,7 @@ def check(args: Namespace) -> None:
         ArgumentsError: Megatron computed another size than the tables were made for, or builds
             layers that the schedule cannot use.
     """
+    disaggregation.check(args)
     served = for_messages()
     if served is not None:
         _tell(args, f"pipeline schedule: Megatron's own; messages over {served.transport}")

@@ -30,6 +30,8 @@ from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 
 from megatron_ext import devices
+from megatron_ext.disaggregation import job as disaggregation
+from megatron_ext.disaggregation import worlds
 from megatron_ext.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ def initialize(args: Namespace, model: Model, config: TransformerConfig) -> None
     """
     device = devices.current()
     device.bind(args.local_rank)
+    if disaggregation.current() is not None:
+        worlds.join(args)
     if not dist.is_initialized():
         # A single process needs no launcher: it is its own store.
         lone = dist.HashStore() if args.world_size == 1 else None  # type: ignore[attr-defined]

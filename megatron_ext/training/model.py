@@ -24,6 +24,7 @@ from megatron.core.transformer.spec_utils import import_module
 
 from megatron_ext import devices
 from megatron_ext.arguments import ExtConfig
+from megatron_ext.disaggregation import job as disaggregation
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules.runtime.folded import tie_embeddings
 
@@ -95,6 +96,8 @@ def build_model(args: Namespace, model: Model, config: TransformerConfig) -> lis
         )
         chunk.model_type = ModelType.encoder_or_decoder
         chunk.vp_stage = vp_stage
+        if disaggregation.has_role("forward"):
+            chunk.requires_grad_(False)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(chunk)

@@ -21,6 +21,7 @@ from megatron.core.timers import Timer
 from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+from megatron_ext.disaggregation import job as disaggregation
 from megatron_ext.errors import UserError
 
 if TYPE_CHECKING:
@@ -158,7 +159,9 @@ class Reporter:
 
 
 def say(line: str) -> None:
-    """Print a line on the last rank."""
+    """Print a line on the last rank, but on no forward rank: those say nothing."""
+    if disaggregation.has_role("forward"):
+        return
     if dist.get_rank() == dist.get_world_size() - 1:
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()

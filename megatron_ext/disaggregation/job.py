@@ -1,0 +1,92 @@
+"""The disaggregated job that this process is part of.
+
+`flags.py` puts it here. Everything behind that, patches and trainers alike, asks `current`: None
+means that nothing of this package part takes part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from megatron_ext.disaggregation.ranks import Place, RankMap, Role
+from megatron_ext.schedules.registry import generate
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.actions import Schedule
+
+__all__ = ["Activations", "Job", "current", "has_role", "use"]
+
+Activations = Literal["recompute", "ship"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the flags and the rank of this process say."""
+
+    ranks: RankMap
+    rank: int
+    """Global rank of this process."""
+    activations: Activations
+    timeout_s: float
+    """How long a process waits for another before it gives up."""
+    sequence_parallel: bool = False
+    """Whether tensor-parallel ranks share activations out along the sequence."""
+    message_bytes: int = 1 << 20
+    """Most that goes from stage to stage at once."""
+    _tables: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def place(self) -> Place:
+        """What this process does."""
+        return self.ranks.place(self.rank)
+
+    @property
+    def role(self) -> Role:
+        """Whether this process runs forwards or backwards."""
+        return self.place.role
+
+    @property
+    def role_rank(self) -> int:
+        """Rank among the processes of the same role."""
+        return self.ranks.role_rank(self.place)
+
+    @property
+    def position(self) -> int:
+        """Row of the table that this process runs."""
+        placement = self.schedule(1).placement
+        return placement.rank_for(self.place.pp, "F" if self.role == "forward" else "B")
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Return the table of one replica, both roles, for a number of micro-batches."""
+        if num_microbatches not in self._tables:
+            self._tables[num_microbatches] = generate(
+                "fbd", 2 * self.ranks.pp, num_microbatches, activations=self.activations
+            )
+        return self._tables[num_microbatches]
+
+    def peer(self, position: int, tp: int) -> int:
+        """Return the global rank of a row of the table in this replica, for a tensor rank."""
+        pp = self.ranks.pp
+        role: Role = "forward" if position < pp else "backward"
+        stage = position if role == "forward" else 2 * pp - 1 - position
+        return self.ranks.rank(Place(role, self.place.dp, stage, tp))
+
+
+_current: Job | None = None
+
+
+def use(job: Job | None) -> None:
+    """Make this process part of a disaggregated job; None: of an ordinary one."""
+    global _current
+    _current = job
+
+
+def current() -> Job | None:
+    """Return the job, or None where forwards and backwards share their ranks."""
+    return _current
+
+
+def has_role(role: Role) -> bool:
+    """Tell whether this process has a role of a disaggregated job."""
+    return _current is not None and _current.role == role

@@ -1,0 +1,65 @@
+"""What the two roles tell each other beside tensors, in the words of a training loop.
+
+To be called on every rank of a disaggregated job.
+"""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+
+from megatron_ext.disaggregation import step, worlds
+from megatron_ext.disaggregation.job import current
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["share_evaluation", "share_progress"]
+
+_PROGRESS = (
+    "iteration",
+    "num_floating_point_operations_so_far",
+    "consumed_train_samples",
+    "skipped_train_samples",
+    "consumed_valid_samples",
+)
+
+
+def share_progress(args: Namespace) -> None:
+    """Let forward ranks go on where the checkpoint ends that backward ranks have loaded.
+
+    Does nothing in an ordinary job.
+
+    Args:
+        args: Complete arguments; on forward ranks the counters are set.
+    """
+    if current() is None:
+        return
+    mine = {name: getattr(args, name) for name in _PROGRESS if hasattr(args, name)}
+    found = worlds.hand_over("progress of the checkpoint", mine, to="forward", pause=time.sleep)
+    vars(args).update(found)
+    update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=False)
+
+
+def share_evaluation(
+    chunks: Sequence[torch.nn.Module], losses: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Bring the losses of an evaluation, which forward ranks run, to the backward ranks, which log.
+
+    Args:
+        chunks: The model of this rank, in its wrappers.
+        losses: On forward ranks what the last stage found.
+
+    Returns:
+        The losses.
+    """
+    link = step.link_of_this_rank(chunks)
+    found = {key: loss.detach().cpu() for key, loss in losses.items()}
+    shared: dict[str, Any] = worlds.hand_over(
+        "losses of an evaluation", found, to="backward", pause=link.wire.poll
+    )
+    return shared

@@ -1,0 +1,120 @@
+"""Makes a job of Megatron's own out of the processes of one role.
+
+torch.distributed in each process knows the processes of its role only. So the backward ranks are
+an ordinary job of Megatron's, with data-parallel groups, optimizer, gradient norm, checkpoints and
+logs of their own, and the forward ranks are a second one. What goes from role to role, tensors and
+the few values below, goes through the store that all processes share.
+"""
+
+from __future__ import annotations
+
+import pickle
+from argparse import Namespace
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from megatron_ext.disaggregation.job import Job, current
+from megatron_ext.errors import TransportTimeout
+
+__all__ = ["beat", "hand_over", "join", "leave", "shared_store"]
+
+_PREFIX = "megatron_ext/fbd"
+_BEATS = f"{_PREFIX}/beats"
+_PAUSE_S = 0.5
+
+_store: Store | None = None
+_handed: dict[str, int] = {}
+
+
+def join(args: Namespace) -> None:
+    """Find all processes of the job, then start torch.distributed among those of one role.
+
+    Args:
+        args: Complete arguments of the role.
+    """
+    global _store
+    job = _job()
+    timeout = timedelta(seconds=job.timeout_s)
+    everyone = rendezvous("env://", rank=job.rank, world_size=job.ranks.num_ranks, timeout=timeout)
+    store, _, _ = next(iter(everyone))
+    store.set_timeout(timeout)
+    _store = store
+    dist.init_process_group(
+        args.distributed_backend,
+        store=PrefixStore(f"megatron_ext/{job.role}", store),
+        rank=job.role_rank,
+        world_size=job.ranks.role_size(job.role),
+        timeout=timeout,
+    )
+
+
+def shared_store() -> Store:
+    """Return the store that the processes of both roles share."""
+    assert _store is not None, "join() comes first"
+    return _store
+
+
+def beat() -> None:
+    """Tell those who wait for an evaluation that it goes on."""
+    job = _job()
+    if job.role_rank == job.ranks.role_size(job.role) - 1:
+        shared_store().add(_BEATS, 1)
+
+
+def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object]) -> Any:
+    """Bring a small value from the last process of one role to all processes of the other.
+
+    Both roles call it equally often, in the same order for each `what`.
+
+    Args:
+        what: Name for the value and for error messages.
+        value: What the last process of the giving role has; ignored elsewhere.
+        to: The role that takes it.
+        pause: Waits some seconds, and raises an error if another process has died.
+
+    Returns:
+        The value, on processes of the taking role; what was given on the others.
+
+    Raises:
+        TransportTimeout: The other role has neither given the value nor shown any sign of life.
+    """
+    job, store = _job(), shared_store()
+    number = _handed[what] = _handed.get(what, 0) + 1
+    key = f"{_PREFIX}/{what}/{number}"
+    if job.role != to:
+        if job.role_rank == job.ranks.role_size(job.role) - 1:
+            store.set(key, pickle.dumps(value).hex())
+        return value
+    beats, left_s = -1, job.timeout_s
+    while not store.check([key]):
+        if left_s <= 0:
+            raise TransportTimeout(
+                f"{job.role} rank {job.rank} waited {job.timeout_s:g} s for the {what} of the "
+                "other role, which did nothing meanwhile"
+            )
+        pause(_PAUSE_S)
+        left_s -= _PAUSE_S
+        now = store.add(_BEATS, 0)
+        if now != beats:
+            beats, left_s = now, job.timeout_s
+    return pickle.loads(bytes.fromhex(store.get(key).decode()))  # noqa: S301 - from our own job
+
+
+def leave() -> None:
+    """Wait for all processes of the job, so that the one with the store is not gone too early."""
+    job, store = _job(), shared_store()
+    store.add(f"{_PREFIX}/left", 1)
+    if store.add(f"{_PREFIX}/left", 0) == job.ranks.num_ranks:
+        store.set(f"{_PREFIX}/all left", "")
+    store.wait([f"{_PREFIX}/all left"], timedelta(seconds=job.timeout_s))
+
+
+def _job() -> Job:
+    job = current()
+    assert job is not None
+    return job

@@ -1,0 +1,250 @@
+"""Patches for jobs whose forward and backward passes run in different processes.
+
+Each role is a job of Megatron's own (`disaggregation/worlds.py`), so little is left: how processes
+find each other, what a training step is for either role, who evaluates and who logs. All of these
+act only with --forward-backward-disaggregating.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
+from typing import Any
+
+from megatron_ext.patches.registry import Patch
+
+__all__ = ["PATCHES"]
+
+_TRAINING = "megatron.training.training"
+_UTILS = "megatron.training.utils"
+
+_Args = tuple[Any, ...]
+_Keywords = dict[str, Any]
+
+
+def _is_disaggregated() -> bool:
+    from megatron_ext.disaggregation import job
+
+    return job.current() is not None
+
+
+def _on_forward_rank() -> bool:
+    from megatron_ext.disaggregation import job
+
+    return job.has_role("forward")
+
+
+def _on_backward_rank() -> bool:
+    from megatron_ext.disaggregation import job
+
+    return job.has_role("backward")
+
+
+def _given(call: Callable[..., Any], args: _Args, kwargs: _Keywords) -> _Keywords:
+    return signature(call).bind(*args, **kwargs).arguments
+
+
+def _join(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+    """Start torch.distributed among the processes of one role; upstream finds it started."""
+    from megatron_ext import devices
+    from megatron_ext.disaggregation import worlds
+
+    arguments = sys.modules["megatron.training"].get_args()
+    devices.current().bind(arguments.local_rank)
+    worlds.join(arguments)
+    return call(*args, **kwargs)
+
+
+def _roles(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+    from megatron_ext.disaggregation.step import forward_backward
+
+    return partial(forward_backward, call(*args, **kwargs))
+
+
+def _without_gradients(
+    call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords
+) -> Any:
+    """Build the model of a forward rank: nothing in it is trained."""
+    given = _given(call, args, kwargs)
+    provide = given["model_provider_func"]
+
+    def frozen(*provider_args: Any, **provider_kwargs: Any) -> Any:
+        return provide(*provider_args, **provider_kwargs).requires_grad_(False)
+
+    return call(**{**given, "model_provider_func": frozen})
+
+
+def _share_progress(
+    call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords
+) -> Any:
+    from megatron_ext.disaggregation.trainer import share_progress
+
+    made = call(*args, **kwargs)
+    share_progress(sys.modules["megatron.training"].get_args())
+    return made
+
+
+def _forward_step(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+    """Run a step without an optimizer; whether it counted is known by the backward ranks."""
+    from megatron_ext.disaggregation.step import step_done
+
+    given = _given(call, args, kwargs)
+    arguments = sys.modules["megatron.training"].get_args()
+    given["forward_backward_func"](
+        forward_step_func=given["forward_step_func"],
+        data_iterator=given["data_iterator"],
+        model=given["model"],
+        num_microbatches=sys.modules[_TRAINING].get_num_microbatches(),
+        seq_length=arguments.seq_length,
+        micro_batch_size=arguments.micro_batch_size,
+        decoder_seq_length=arguments.decoder_seq_length,
+    )
+    step_done(given["model"], updated=False)
+    return {}, 0, False, False, 0, None, None, 0
+
+
+def _send_weights(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+    from megatron_ext.disaggregation.step import step_done
+
+    results = call(*args, **kwargs)
+    step_done(_given(call, args, kwargs)["model"], updated=not results[1])
+    return results
+
+
+def _tell_losses(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+    from megatron_ext.disaggregation.trainer import share_evaluation
+
+    losses, *others = call(*args, **kwargs)
+    share_evaluation(_given(call, args, kwargs)["model"], losses or {})
+    return losses, *others
+
+
+def _ask_for_losses(
+    call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords
+) -> Any:
+    """Let the forward ranks evaluate, and log what they found."""
+    from megatron_ext.disaggregation.trainer import share_evaluation
+
+    given = _given(call, args, kwargs)
+    arguments = sys.modules["megatron.training"].get_args()
+    rounds = given.get("eval_iters") or arguments.eval_iters
+    arguments.consumed_valid_samples += rounds * arguments.global_batch_size
+    return share_evaluation(given["model"], {}), None, False
+
+
+def _leave(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+    from megatron_ext.disaggregation.worlds import leave
+
+    result = call(*args, **kwargs)
+    leave()
+    return result
+
+
+def _silent(_call: Callable[..., Any], _instance: Any, _args: _Args, _kwargs: _Keywords) -> None:
+    """Print nothing: the backward ranks say it."""
+
+
+def _same_flag(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+    return _given(call, args, kwargs)["report_memory_flag"]
+
+
+def _patch(name: str, target: str, fn: Callable[..., Any], reason: str, **options: Any) -> Patch:
+    return Patch(
+        id=f"disaggregation.{name}",
+        target=target,
+        fn=fn,
+        reason=reason,
+        feature="disaggregation",
+        **{"when": _is_disaggregated, **options},
+    )
+
+
+PATCHES = (
+    _patch(
+        "processes",
+        "megatron.training.initialize:_initialize_distributed",
+        _join,
+        "takes all processes for one job; forward and backward ranks are a job each",
+    ),
+    _patch(
+        "schedule",
+        "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+        _roles,
+        "runs forwards and backwards of a stage on one rank",
+    ),
+    _patch(
+        "model",
+        f"{_TRAINING}:get_model",
+        _without_gradients,
+        "keeps gradients of every weight; forward ranks have none",
+        when=_on_forward_rank,
+    ),
+    _patch(
+        "progress",
+        f"{_TRAINING}:setup_model_and_optimizer",
+        _share_progress,
+        "reads a checkpoint on every rank; forward ranks get what they need from backward ranks",
+    ),
+    _patch(
+        "forward_step",
+        f"{_TRAINING}:train_step",
+        _forward_step,
+        "updates weights and averages losses, which forward ranks do not have",
+        kind="replace",
+        when=_on_forward_rank,
+    ),
+    _patch(
+        "weights",
+        f"{_TRAINING}:train_step",
+        _send_weights,
+        "keeps new weights to itself; forward ranks need them",
+        when=_on_backward_rank,
+    ),
+    _patch(
+        "evaluate",
+        f"{_TRAINING}:evaluate",
+        _tell_losses,
+        "the losses of an evaluation are needed where they are logged, on backward ranks",
+        when=_on_forward_rank,
+    ),
+    _patch(
+        "evaluation",
+        f"{_TRAINING}:evaluate",
+        _ask_for_losses,
+        "evaluates on every rank; forward ranks alone are enough",
+        kind="replace",
+        when=_on_backward_rank,
+    ),
+    _patch(
+        "log",
+        f"{_TRAINING}:training_log",
+        _same_flag,
+        "logs each step; forward ranks know neither losses nor norms",
+        kind="replace",
+        when=_on_forward_rank,
+    ),
+    _patch(
+        "print_rank_0",
+        f"{_UTILS}:print_rank_0",
+        _silent,
+        "prints once for each job, and the forward ranks are a second one",
+        kind="replace",
+        when=_on_forward_rank,
+    ),
+    _patch(
+        "print_rank_last",
+        f"{_UTILS}:print_rank_last",
+        _silent,
+        "prints once for each job, and the forward ranks are a second one",
+        kind="replace",
+        when=_on_forward_rank,
+    ),
+    _patch(
+        "end",
+        f"{_TRAINING}:pretrain",
+        _leave,
+        "ends when this role is done; the process with the store has to wait for the other role",
+    ),
+)

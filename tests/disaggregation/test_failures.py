@@ -1,0 +1,55 @@
+"""A process that dies ends the job of both roles, and everybody says which one it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.ranks import start_ranks
+from tests.schedules.runtime.capture import GPT, PP2
+
+FBD = "--forward-backward-disaggregating --eval-iters 2 --eval-interval 1 "
+
+
+def killed(argv: list[str], victim: int, when: str) -> str:
+    """Train as one rank; the victim ends in the middle of its second step, or an evaluation."""
+    from megatron_ext.disaggregation import step, trainer
+    from megatron_ext.errors import MegatronExtError
+    from megatron_ext.training.main import main
+
+    rank = int(os.environ["RANK"])
+    if rank == victim:
+        owner, name = (step.RoleLink, "send") if when == "step" else (trainer.worlds, "beat")
+        original, calls = getattr(owner, name), []
+
+        def dying(*args: object, **kwargs: object) -> object:
+            calls.append(args)
+            if len(calls) == 6 or when != "step":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, dying)
+        step.beat = trainer.worlds.beat
+    try:
+        main("gpt", argv)
+    except MegatronExtError as error:
+        return str(error)
+    except RuntimeError as error:  # of torch.distributed, where forward ranks evaluate together
+        return f"torch: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("victim", "when", "witnesses"),
+    [(0, "step", [1, 2, 3]), (3, "step", [0, 1, 2]), (2, "evaluation", [1, 3])],
+)
+def test_a_killed_process_is_named(victim: int, when: str, witnesses: list[int]) -> None:
+    """Ranks 0 and 2 run forwards, 1 and 3 backwards; all others end, too."""
+    run = start_ranks(4, killed, (GPT + PP2 + FBD).split(), victim, when)
+    expected = [0] * 4
+    expected[victim] = -signal.SIGKILL
+    assert run.exit_codes == expected, run.describe()
+    told = [run.values[rank] for rank in witnesses]
+    assert all(f"rank {victim} died" in text for text in told), told
