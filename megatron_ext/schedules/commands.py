@@ -39,7 +39,11 @@ def add_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         description="Simulates pipeline schedules and ranks them by the time of one step.",
     )
     parser.add_argument(
-        "--schedule", default="all", metavar="NAME|all", help=f"{_names()} (default: all of them)"
+        "--schedule",
+        nargs=1,
+        default=["all"],
+        metavar="NAME|all",
+        help=f"{_names()} (default: all of them)",
     )
     _add_sizes(parser)
     parser.add_argument("--json", action="store_true", help="as a JSON list of objects")
@@ -50,10 +54,11 @@ def add_plot(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     """Register `plot`."""
     parser = subparsers.add_parser(
         "plot",
-        help="draw a pipeline schedule",
-        description="Draws one pipeline schedule, in the terminal or into a file.",
+        help="draw pipeline schedules",
+        description="Draws one pipeline schedule, or several below each other, in the terminal or "
+        "into a file.",
     )
-    parser.add_argument("schedule", metavar="NAME", help=_names())
+    parser.add_argument("schedule", metavar="NAME", nargs="+", help=_names())
     _add_sizes(parser)
     parser.add_argument(
         "-o",
@@ -111,14 +116,15 @@ def _options(args: argparse.Namespace) -> dict[str, dict[str, Option]]:
     for destination, value in vars(args).items():
         name, _, key = destination.partition(" ")
         if key and value is not None:
-            if args.schedule not in (name, "all"):
-                raise ScheduleError(f"--{name}-{key} is for {name}, not for {args.schedule}")
+            if not {name, "all"}.intersection(args.schedule):
+                named = ", ".join(args.schedule)
+                raise ScheduleError(f"--{name}-{key} is for {name}, not for {named}")
             said.setdefault(name, {})[key] = value
     return said
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
-    if args.schedule.startswith("csv:"):
+    if all(name.startswith("csv:") for name in args.schedule):
         return
     for flag, value in (("--pp", args.pp), ("--microbatches", args.microbatches)):
         if value is None:
@@ -128,7 +134,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
 def _run_plan(args: argparse.Namespace) -> int:
     _check_sizes(args)
     timelines, left_out = plan.compare(
-        args.schedule, args.pp, args.microbatches, _costs(args), args.chunks, _options(args)
+        args.schedule[0], args.pp, args.microbatches, _costs(args), args.chunks, _options(args)
     )
     if args.json:
         print(json.dumps([plan.figures(timeline) for timeline in timelines], indent=1))
@@ -152,34 +158,37 @@ def _print_notes(args: argparse.Namespace, timelines: list[Timeline]) -> None:
 
 def _run_plot(args: argparse.Namespace) -> int:
     _check_sizes(args)
-    if args.schedule == "all":
-        raise ScheduleError("plot draws one schedule; name it, or compare all with plan")
-    [timeline], _ = plan.compare(
-        args.schedule, args.pp, args.microbatches, _costs(args), args.chunks, _options(args)
-    )
+    if "all" in args.schedule:
+        raise ScheduleError("plot draws schedules by name; name them, or compare all with plan")
+    sizes = (args.pp, args.microbatches, _costs(args), args.chunks, _options(args))
+    timelines = [plan.compare(name, *sizes)[0][0] for name in args.schedule]
     if args.output is None:
         width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
-        print(render.picture(timeline, width))
+        print("\n\n".join(render.picture(timeline, width) for timeline in timelines))
         return 0
-    text = _file_text(timeline, args.output)
+    text = _file_text(timelines, args.output)
     try:
         args.output.write_text(text, encoding="utf-8", newline="")
     except OSError as error:
         raise ScheduleError(f"{args.output} cannot be written: {error.strerror}") from error
-    print(f"{render.caption(timeline)}\nwrote {args.output}")
-    if args.output.suffix == ".csv" and timeline.schedule.placement.twins == 2:
+    print("\n".join([*map(render.caption, timelines), f"wrote {args.output}"]))
+    schedule = timelines[0].schedule
+    if args.output.suffix == ".csv" and schedule.placement.twins == 2:
         print(
-            f"the CSV holds one of the two mirrored pipelines ({timeline.schedule.pp // 2} ranks)",
+            f"the CSV holds one of the two mirrored pipelines ({schedule.pp // 2} ranks)",
             file=sys.stderr,
         )
     return 0
 
 
-def _file_text(timeline: Timeline, path: Path) -> str:
+def _file_text(timelines: list[Timeline], path: Path) -> str:
     if path.suffix == ".svg":
-        return svg.draw(timeline)
+        return svg.draw(*timelines)
+    if path.suffix not in (".csv", ".json"):
+        raise ScheduleError(f"{path}: unknown kind of file; take .svg, .csv or .json")
+    if len(timelines) > 1:
+        raise ScheduleError(f"{path} holds one schedule; name one, or draw several as .svg")
+    [timeline] = timelines
     if path.suffix == ".csv":
         return csv_io.dumps(timeline.schedule)
-    if path.suffix == ".json":
-        return json_io.dumps(timeline.schedule, timeline)
-    raise ScheduleError(f"{path}: unknown kind of file; take .svg, .csv or .json")
+    return json_io.dumps(timeline.schedule, timeline)

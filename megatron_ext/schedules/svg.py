@@ -1,8 +1,8 @@
-"""Draws a simulated schedule as SVG, readable on light and on dark pages."""
+"""Draws simulated schedules as SVG, readable on light and on dark pages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -38,23 +38,31 @@ _STYLE_OF_R = """
 .R { fill: #d8b9ff } .R.odd { fill: #ecdcff }"""
 
 
-def draw(timeline: Timeline) -> str:
-    """Return the picture: a lane for each rank, odd chunks pale, the second direction framed."""
-    schedule = timeline.schedule
-    scale = _scale(timeline)
-    height = _TOP + _ROW * schedule.pp + 40
-    width = max(480, _LEFT + round(timeline.makespan * scale) + 12)
-    title = escape(caption(timeline))
+def draw(*timelines: Timeline) -> str:
+    """Return the picture: a lane for each rank, odd chunks pale, the second direction framed.
+
+    Several schedules stand below each other on one scale of time.
+    """
+    scale = min(map(_scale, timelines))
+    longest = max(timeline.makespan for timeline in timelines)
+    heights = [_TOP + _ROW * timeline.schedule.pp + 16 for timeline in timelines]
+    height = sum(heights) + 24
+    width = max(480, _LEFT + round(longest * scale) + 12)
+    title = escape("; ".join(map(caption, timelines)))
+    disaggregated = any(timeline.schedule.disaggregated for timeline in timelines)
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">',
         f"<title>{title}</title>",
-        f"<style>\n{_STYLE}{_STYLE_OF_R if schedule.disaggregated else ''}\n</style>",
-        f'<text x="4" y="17">{title}</text>',
+        f"<style>\n{_STYLE}{_STYLE_OF_R if disaggregated else ''}\n</style>",
     ]
-    for rank in range(schedule.pp):
-        parts += _lane(timeline, rank, scale)
-    parts += _legend(timeline, height - 12)
+    y = 0
+    for timeline, own in zip(timelines, heights, strict=True):
+        parts.append(f'<text x="4" y="{y + 17}">{escape(caption(timeline))}</text>')
+        for rank in range(timeline.schedule.pp):
+            parts += _lane(timeline, rank, scale, y + _TOP + _ROW * rank)
+        y += own
+    parts += _legend(timelines, height - 12)
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -64,8 +72,8 @@ def _scale(timeline: Timeline) -> float:
     return min(max(1000 / timeline.makespan, 9 / slot), 24 / slot)
 
 
-def _lane(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
-    schedule, y = timeline.schedule, _TOP + _ROW * rank
+def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
+    schedule = timeline.schedule
     yield f'<text x="4" y="{y + 14}">{rank}</text>'
     length = timeline.makespan * scale
     yield f'<rect class="lane" x="{_LEFT}" y="{y}" width="{_n(length)}" height="{_BAR}"/>'
@@ -91,8 +99,9 @@ def _classes(timeline: Timeline, action: Action) -> str:
     return f"{action.kind}{odd}{up}"
 
 
-def _legend(timeline: Timeline, y: int) -> Iterator[str]:
-    kinds = {action.kind for row in timeline.schedule.rows for action in row}
+def _legend(timelines: Sequence[Timeline], y: int) -> Iterator[str]:
+    schedules = [timeline.schedule for timeline in timelines]
+    kinds = {action.kind for schedule in schedules for row in schedule.rows for action in row}
     x = _LEFT
     for kind, name in _NAMES.items():
         if kind in kinds:
@@ -100,9 +109,9 @@ def _legend(timeline: Timeline, y: int) -> Iterator[str]:
             yield f'<text x="{x + 17}" y="{y}">{name}</text>'
             x += 32 + 6 * len(name)
     notes = []
-    if any(chunk_on_screen(timeline.schedule, s) for s in range(timeline.schedule.num_stages)):
+    if any(chunk_on_screen(s, stage) for s in schedules for stage in range(s.num_stages)):
         notes.append("pale: odd chunks")
-    if timeline.schedule.placement.twins == 2:
+    if any(schedule.placement.twins == 2 for schedule in schedules):
         notes.append("framed: second direction")
     yield f'<text x="{x}" y="{y}">{escape(", ".join(notes))}</text>'
 

@@ -131,7 +131,7 @@ def test_a_csv_needs_no_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path
             "plan --pp 4 --microbatches 8 --schedule zb-v --bitpipe-order zb",
             ["--bitpipe-order is for bitpipe, not for zb-v"],
         ),
-        ("plot all --pp 4 --microbatches 8", ["plot draws one schedule"]),
+        ("plot all --pp 4 --microbatches 8", ["plot draws schedules by name"]),
         ("plot 1f1b --pp 4 --microbatches 8 -o x.png", ["take .svg, .csv or .json"]),
         ("plot 1f1b --pp 4 --microbatches 8 -o /nowhere/x.svg", ["cannot be written"]),
     ],
@@ -159,3 +159,18 @@ def test_commands_import_nothing_heavy(command: str) -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1].split() == ["heavy:"]
+
+
+def test_several_schedules_in_one_picture(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sizes = f"--pp 4 --microbatches 8 -o {tmp_path / 'all'}"
+    code, out, _ = _run(capsys, f"plot 1f1b bitpipe {sizes}.svg")
+    assert code == 0
+    picture = (tmp_path / "all.svg").read_text()
+    assert all(caption in picture for caption in out.splitlines()[:2])
+    assert picture.count('class="lane"') == 8
+    assert "input gradient" in picture  # of bitpipe, in the legend of both
+    code, _, err = _run(capsys, f"plot 1f1b bitpipe {sizes}.json")
+    assert code == 2
+    assert "holds one schedule" in err

@@ -35,6 +35,14 @@ def test_pictures_are_current(picture: str) -> None:
     assert f"](images/schedules/{path.name})" in SCHEDULES
 
 
+def test_the_picture_of_the_readme_is_current() -> None:
+    path = "docs/images/compare.svg"
+    command = f"plot 1f1b interleaved bitpipe --pp 4 --microbatches 8 -o {path}"
+    names = ("1f1b", "interleaved", "bitpipe")
+    drawn = svg.draw(*(simulate(generate(name, 4, 8)) for name in names))
+    assert (ROOT / path).read_text(encoding="utf-8") == drawn, f"run `megatron-ext {command}`"
+
+
 def test_there_are_no_other_pictures() -> None:
     assert {path.stem for path in IMAGES.iterdir()} == set(PICTURES)
 
