@@ -58,6 +58,21 @@ def _begin_iteration(
     return call(*args, **kwargs)
 
 
+def _tell_measured(
+    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Train, which may end the process (`--exit-interval`), then say how the steps went."""
+    from megatron_ext.schedules.runtime.entry import tell_measured
+
+    try:
+        trained = call(*args, **kwargs)
+    except SystemExit:
+        tell_measured()
+        raise
+    tell_measured()
+    return trained
+
+
 PATCHES = (
     Patch(
         id="schedules.forward_backward",
@@ -85,5 +100,14 @@ PATCHES = (
         feature="schedules",
         reason="random numbers of a micro-batch depend on the training step, which schedules are "
         "not told",
+    ),
+    Patch(
+        id="schedules.measured",
+        target="megatron.training.training:train",
+        fn=_tell_measured,
+        when=_is_chosen,
+        feature="schedules",
+        reason="says at the end of the training how much of it was idle, and out of the table's "
+        "order",
     ),
 )

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,12 +26,13 @@ from megatron_ext.schedules.runtime.compute import Call, StageCompute
 from megatron_ext.schedules.runtime.connect import open_transport
 from megatron_ext.schedules.runtime.executor import Executor, Peers, Shapes
 from megatron_ext.schedules.runtime.groups import channels_of, default_groups
-from megatron_ext.schedules.runtime.measured import Measured, StepMeasure
+from megatron_ext.schedules.runtime.measured import Measured, StepMeasure, in_words
 from megatron_ext.schedules.runtime.microbatches import MicrobatchData, TwinExchange
 from megatron_ext.schedules.runtime.ordering import LedOrder, Order, PolicyOrder, TableOrder
 from megatron_ext.schedules.runtime.split import SPLIT
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.runtime.tables import Table, check_agreement, make_table
+from megatron_ext.trace.observed import observed_compute, observed_transport
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -38,7 +40,9 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.placement import Placement
     from megatron_ext.transport.base import Transport
 
-__all__ = ["forward_backward"]
+__all__ = ["forward_backward", "tell_measured"]
+
+_LOG = logging.getLogger(__name__)
 
 _Model = torch.nn.Module | list[torch.nn.Module]
 
@@ -165,7 +169,7 @@ class _Runtime:
         executor = Executor(
             table=table,
             order=self._order(table, call, shapes),
-            compute=compute,
+            compute=observed_compute(compute),
             gradients=gradients,
             parameters=ParameterSync(call.config, call.chunks, table),
             transport=self.transport,
@@ -206,6 +210,19 @@ class _Runtime:
 _runtimes: dict[tuple[int, int], _Runtime] = {}
 
 
+def tell_measured() -> None:
+    """Log what the training steps of this process did. Collective over all ranks of the job."""
+    for runtime in _runtimes.values():
+        everybody: list[Measured] = [Measured() for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everybody, runtime.measured)
+        together = Measured()
+        for measured in everybody:
+            together.add(measured)
+        if together.steps and dist.get_rank() == 0:
+            # As a warning: a script that sets up no logging shows nothing below it.
+            _LOG.warning("%s", in_words(together, runtime.choice, runtime.device.type))
+
+
 def _runtime(
     choice: Choice,
     groups: ProcessGroupCollection,
@@ -228,7 +245,9 @@ def _runtime(
     if choice.dynamic is not None:
         agreement = _agreement(placement, groups, iterators, peers)
         channels += agreement.channels
-    transport = open_transport(choice, device, channels, shapes, config.pipeline_dtype)
+    transport = observed_transport(
+        open_transport(choice, device, channels, shapes, config.pipeline_dtype)
+    )
     _runtimes[key] = _Runtime(choice, groups, device, transport, peers, agreement)
     return _runtimes[key]
 

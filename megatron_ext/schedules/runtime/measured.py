@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.actions import Action
+    from megatron_ext.schedules.choice import Choice
     from megatron_ext.schedules.runtime.tables import Table
 
-__all__ = ["Measured", "StepMeasure"]
+__all__ = ["Measured", "StepMeasure", "in_words"]
 
 _CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
 """What an action does to the activations of its rank, in stages: they live until B or W ends."""
@@ -65,3 +66,26 @@ class StepMeasure:
             self._head += 1
         self._live += _CHANGE[action.kind]
         into.peak_live = max(into.peak_live, self._live)
+
+
+def in_words(together: Measured, choice: Choice, device: str) -> str:
+    """Describe what all ranks of a run did.
+
+    Args:
+        together: The sum over the ranks.
+        choice: What ran.
+        device: Type of the device that computed. Only the host's own time is known here: another
+            device still computes when the call that started it returns.
+    """
+    schedule = choice.schedule(choice.num_microbatches)
+    order = "table" if choice.dynamic is None else choice.dynamic.policy
+    figures = [f"{100 * together.out_of_order / together.actions:.1f} % of actions out of order"]
+    if device == "cpu":
+        figures.append(f"{100 * (1 - together.busy_s / together.wall_s):.1f} % of the time idle")
+    figures.append(
+        f"at most {together.peak_live * schedule.pp / schedule.num_stages:g} activations"
+    )
+    return (
+        f"pipeline schedule: {schedule.label}, order by {order}, measured over {together.steps} "
+        f"steps: {', '.join(figures)}"
+    )
