@@ -152,7 +152,7 @@ schedule_asked() {
     if given --enable-bitpipe-schedule; then
         printf 'bitpipe\n'
     else
-        flag_value --pipeline-schedule "$(given --use-dpp && printf 'dpp')" "${EXTRA[@]}"
+        flag_value --pipeline-schedule "" "${EXTRA[@]}"
     fi
 }
 
@@ -314,7 +314,7 @@ choose_launch() {
     else
         if [[ -z $master ]]; then
             master=$(flag_value --node-ips "" "${EXTRA[@]}")
-            master=${master%%,*} # the first node's
+            master=${master%%,*} # the first node
         fi
         [[ -n ${NODE_RANK:-} && -n $master ]] ||
             fail "NNODES=$nodes needs NODE_RANK (0 to $((nodes - 1))) and MASTER_ADDR (the node with rank 0)"

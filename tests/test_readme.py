@@ -79,7 +79,7 @@ def known_flags() -> set[str]:
     texts += [
         flag
         for file in tracked()
-        if file.startswith(("tests/", "benchmarks/")) and file.endswith(".py")
+        if file.startswith(("tests/", "benchmarks/", "examples/")) and file.endswith(".py")
         for flag in re.findall(r"add_argument\(\s*\"(--[a-z][\w-]+)\"", text_of(REPO / file))
     ]
     parsers = [cli.build_parser()]
@@ -92,7 +92,7 @@ def known_flags() -> set[str]:
 
 
 # Of torchrun, and of Megatron-LM where the embedded trainer has no such flag.
-FOREIGN_FLAGS = {"--batch-invariant-mode", "--nproc-per-node"}
+FOREIGN_FLAGS = {"--batch-invariant-mode", "--nproc-per-node", "--nproc_per_node"}
 
 
 def test_the_documents_are_found() -> None:
