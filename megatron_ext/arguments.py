@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_ext import devices
 from megatron_ext.schedules import training_flags
+from megatron_ext.trace import flags as trace_flags
 
 __all__ = ["DROPPED", "ExtConfig", "add_arguments"]
 
@@ -70,6 +71,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Print the table of patches on rank 0 before training.",
     )
     training_flags.add_flags(group)
+    trace_flags.add_flags(group)
     for flag, reason in DROPPED.items():
         group.add_argument(flag, metavar="VALUE", help=f"Ignored: {reason}.")
     return parser

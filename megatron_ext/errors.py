@@ -11,6 +11,7 @@ __all__ = [
     "ArgumentsError",
     "DataError",
     "DeviceError",
+    "HangError",
     "LaunchError",
     "MegatronExtError",
     "MessageMismatch",
@@ -52,6 +53,10 @@ class ScheduleError(UserError):
 
 class LaunchError(UserError):
     """A job could not be started as asked, or one of its processes ended before its time."""
+
+
+class HangError(MegatronExtError):
+    """No rank makes progress any more; names the one that the others wait for."""
 
 
 class PatchConflict(MegatronExtError):

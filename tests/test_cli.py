@@ -35,6 +35,7 @@ def test_our_training_flags_are_these() -> None:
         "--microbatch-rng",
         "--forward-backward-disaggregating", "--ignore-forward-tensor-parallel", "--fbd-activations",
         "--pipeline-transport",
+        "--trace", "--trace-interval", "--trace-iterations", "--trace-dir", "--hang-timeout",
         "--data-impl",
     }  # fmt: skip
 

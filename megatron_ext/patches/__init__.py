@@ -29,6 +29,7 @@ TABLES = (
     "split_backward",
     "schedules",
     "tensor_parallel",
+    "trace",
     "training_init",
 )
 """Modules of this package with a tuple `PATCHES`, by upstream area."""

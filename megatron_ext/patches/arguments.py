@@ -113,6 +113,7 @@ def _validate(
     A schedule rewrites some of that in between: it is hosted under other sizes than it has.
     """
     from megatron_ext.schedules import training_flags
+    from megatron_ext.trace import session
 
     given = args[0] if args else kwargs["args"]
     check_arguments(given)
@@ -122,6 +123,7 @@ def _validate(
     except (AssertionError, ValueError) as error:
         raise ArgumentsError(f"Megatron-LM refused the arguments: {_told(error)}") from error
     training_flags.check(validated)
+    session.start(validated)
     _show_patches(validated)
     return validated
 

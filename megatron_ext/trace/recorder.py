@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceClock", "HostClock", "Recorder", "Sampling"]
 
+WAIT_NS = 20_000
+"""From this time on, a receive that had to wait has a span of its own for that."""
 MAX_KEPT = 20_000
 """Spans that are kept before they are written in the middle of an iteration."""
 
@@ -152,6 +154,32 @@ class Recorder:
         self._kept.append((name, begin, self.clock.stamp() if end is None else end, attributes))
         if len(self._kept) >= MAX_KEPT:
             self._write({})
+
+    def received(
+        self,
+        begin: _Stamp,
+        end: _Stamp,
+        waited_ns: int,
+        source: int,
+        about: Mapping[str, Any],
+        size_bytes: int,
+    ) -> None:
+        """Record a receive, and what of it was waiting if that was more than its fixed cost.
+
+        Args:
+            begin: When the message was asked for.
+            end: When it was there.
+            waited_ns: How much of that the transport slept.
+            source: Global rank of the sender.
+            about: Which message it is.
+            size_bytes: Of the message.
+        """
+        arrived = begin
+        if waited_ns >= WAIT_NS:
+            on = {"cause": "input" if about["for"] != "C" else "leader", "on": source, **about}
+            arrived = begin + waited_ns if isinstance(begin, int) else end
+            self.add("wait", begin, on, arrived)
+        self.add("receive", arrived, {"from": source, **about, "bytes": size_bytes}, end)
 
     @contextmanager
     def span(self, name: str, **attributes: Any) -> Iterator[None]:

@@ -20,6 +20,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.patches.arguments import check_arguments, prepare_parser
 from megatron_ext.schedules import training_flags
+from megatron_ext.trace import session
 from megatron_ext.training.flags import add_flags
 
 __all__ = ["Model", "parse"]
@@ -92,6 +93,7 @@ def parse(model: Model, argv: Sequence[str], environ: Mapping[str, str] = os.env
     _complete(args)
     check_arguments(args)
     training_flags.check(args)
+    session.start(args)
     return args
 
 

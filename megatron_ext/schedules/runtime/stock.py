@@ -24,6 +24,7 @@ from megatron_ext.schedules.runtime.connect import open_transport
 from megatron_ext.schedules.runtime.executor import Peers
 from megatron_ext.schedules.runtime.groups import channels_of, default_groups
 from megatron_ext.schedules.runtime.tables import Table, make_table
+from megatron_ext.trace.observed import observed_transport
 from megatron_ext.transport.base import Expected, Key
 
 if TYPE_CHECKING:
@@ -211,7 +212,9 @@ def _begin(choice: Choice, keywords: dict[str, Any]) -> _Step:
         device = next(chunks[0].parameters()).device
         ends = channels_of(choice.placement, rank, peers)
         known = {"F": shapes, "B": shapes}
-        transport = open_transport(choice, device, ends, known, config.pipeline_dtype)
+        transport = observed_transport(
+            open_transport(choice, device, ends, known, config.pipeline_dtype)
+        )
         _transports[key] = (choice, groups.pp, transport)
     transport = _transports[key][2]
     forward_only = bool(keywords.get("forward_only"))

@@ -1,0 +1,150 @@
+"""Patches that tell the recorder and the watchdog what Megatron does, while there are any.
+
+Steps begin where the schedule is called and end after the optimizer. Actions of our own schedules
+tell about themselves (`megatron_ext/trace/observed.py`); those of Megatron's are seen here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.patches.registry import Patch
+
+__all__ = ["PATCHES"]
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_OPTIMIZERS = ("ChainedOptimizer", "FP32Optimizer", "MixedPrecisionOptimizer")
+
+_Kwargs = dict[str, Any]
+
+
+def _is_observing() -> bool:
+    from megatron_ext.trace import session
+
+    return session.is_observing()
+
+
+def _sees_megatrons_steps() -> bool:
+    from megatron_ext.schedules import choice
+    from megatron_ext.trace import session
+
+    return session.is_observing() and choice.current() is None
+
+
+def _in_steps(
+    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: _Kwargs
+) -> Any:
+    """Return the schedule such that each call of it for training is a step."""
+    from megatron_ext.trace import session
+
+    schedule = call(*args, **kwargs)
+
+    @functools.wraps(schedule)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        observer = session.current()
+        if observer is None or kwargs.get("forward_only"):
+            return schedule(*args, **kwargs)
+        observer.begin_step()
+        try:
+            return schedule(*args, **kwargs)
+        except BaseException:
+            observer.end_step()
+            raise
+
+    return run
+
+
+def _reduction(
+    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: _Kwargs
+) -> Any:
+    from megatron_ext.trace import session
+
+    observer = session.current()
+    assert observer is not None
+    name = "the reduction of gradients"
+    return observer.run("reduce", name, lambda: call(*args, **kwargs))
+
+
+def _update(
+    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: _Kwargs
+) -> Any:
+    """The outermost optimizer's step is the end of the training step."""
+    from megatron_ext.trace import session
+
+    observer = session.current()
+    assert observer is not None
+    if observer.in_optimizer:
+        return call(*args, **kwargs)
+    observer.in_optimizer = True
+    try:
+        result = observer.run("optimizer", "the optimizer step", lambda: call(*args, **kwargs))
+    finally:
+        observer.in_optimizer = False
+    observer.end_step()
+    return result
+
+
+def _forward(
+    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: _Kwargs
+) -> Any:
+    from megatron_ext.trace import stock
+
+    return stock.forward(call, args, kwargs)
+
+
+def _backward(
+    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: _Kwargs
+) -> Any:
+    from megatron_ext.trace import stock
+
+    return stock.backward(call, args, kwargs)
+
+
+PATCHES = (
+    Patch(
+        id="trace.steps",
+        target=f"{_SCHEDULES}:get_forward_backward_func",
+        fn=_in_steps,
+        when=_is_observing,
+        order=-10,
+        feature="trace",
+        reason="tells --trace and --hang-timeout where training steps begin",
+    ),
+    Patch(
+        id="trace.forward",
+        target=f"{_SCHEDULES}:forward_step",
+        fn=_forward,
+        when=_sees_megatrons_steps,
+        feature="trace",
+        reason="records the forwards of Megatron's own schedules",
+    ),
+    Patch(
+        id="trace.backward",
+        target=f"{_SCHEDULES}:backward_step",
+        fn=_backward,
+        when=_sees_megatrons_steps,
+        feature="trace",
+        reason="records the backwards of Megatron's own schedules",
+    ),
+    Patch(
+        id="trace.reduction",
+        target="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
+        fn=_reduction,
+        when=_is_observing,
+        feature="trace",
+        reason="records the reduction of gradients at the end of a step",
+    ),
+    *(
+        Patch(
+            id=f"trace.optimizer.{name}",
+            target=f"megatron.core.optimizer.optimizer:{name}.step",
+            fn=_update,
+            when=_is_observing,
+            feature="trace",
+            reason="records the optimizer's part of a step, which ends with it",
+        )
+        for name in _OPTIMIZERS
+    ),
+)
