@@ -35,7 +35,7 @@ inline int to_fd(const pybind11::object& file) {
 /// Adds the links between processes to the module.
 void bind_endpoint(pybind11::module_& module);
 
-/// Adds what can be known about RDMA without a peer.
+/// Adds links over RDMA, and what can be known without a peer. After bind_endpoint().
 void bind_rdma(pybind11::module_& module);
 
 }  // namespace megatron_ext

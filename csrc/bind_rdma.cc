@@ -1,18 +1,51 @@
-// Python bindings of what can be known about RDMA without a peer.
+// Python bindings of links over RDMA, and of what can be known without a peer.
 
+#include <fcntl.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cerrno>
+#include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "bind.h"
+#include "core/endpoint.h"
+#include "core/errors.h"
 #include "rdma/choice.h"
 #include "rdma/devices.h"
 #include "rdma/probe.h"
+#include "rdma/rdma_link.h"
+#include "rdma/settings.h"
 
 namespace py = pybind11;
 
 namespace megatron_ext {
+namespace {
+
+std::shared_ptr<RdmaLink> make_rdma(const Endpoint& endpoint, int peer, const py::object& socket,
+                                    const std::string& address, unsigned rail, double silence_s,
+                                    const std::string& sysfs) {
+    const LinkContext context = endpoint.context(peer);
+    UniqueFd own_fd(::fcntl(to_fd(socket), F_DUPFD_CLOEXEC, 0));
+    if (!own_fd) {
+        const int error_number = errno;
+        throw_errno("cannot take over the socket to rank " + std::to_string(peer), error_number);
+    }
+    py::gil_scoped_release no_gil;  // allocating and registering arenas takes a while
+    const RdmaSettings settings = RdmaSettings::from_environment();
+    auto sources = choose_sources(list_devices(sysfs), settings, address, rail, sysfs);
+    return std::make_shared<RdmaLink>(context, std::move(own_fd), std::move(sources), settings,
+                                      silence_s);
+}
+
+void connect_rdma(RdmaLink& self, std::optional<double> timeout_s) {
+    py::gil_scoped_release no_gil;
+    self.connect(to_deadline(timeout_s), &check_python_signals);
+}
+
+}  // namespace
 
 void bind_rdma(py::module_& module) {
     const py::call_guard<py::gil_scoped_release> no_gil;
@@ -46,6 +79,15 @@ void bind_rdma(py::module_& module) {
         .def_readonly("is_good", &RdmaFinding::is_good, "Whether it works.")
         .def_readonly("text", &RdmaFinding::text, "What was found.")
         .def_readonly("remedy", &RdmaFinding::remedy, "What to do, if it does not work.");
+
+    py::class_<RdmaLink, Link, std::shared_ptr<RdmaLink>>(
+        module, "RdmaLink", py::is_final(), "The connection with a peer, over RDMA.")
+        .def(py::init(&make_rdma), py::arg("endpoint"), py::arg("peer"), py::arg("socket"),
+             py::arg("address") = "", py::arg("rail") = 0, py::arg("silence_s") = 15.0,
+             py::arg("sysfs") = "/sys", "Take what is needed of this host.")
+        .def("connect", &connect_rdma, py::arg("timeout_s") = py::none(),
+             "Connect with the peer, which does the same.")
+        .def_property_readonly("text", &RdmaLink::text, "Both ends of the connection.");
 
     module.def("rdma_devices", &list_devices, no_gil, py::arg("sysfs") = "/sys",
                "All RDMA devices of this host.");

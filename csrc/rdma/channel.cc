@@ -282,6 +282,7 @@ void RdmaChannel::write_piece(std::uint32_t slot) {
 }
 
 void RdmaChannel::return_credits() {
+    inbox_.sender_waits().store(1, std::memory_order_seq_cst);  // before the look
     for (std::size_t word = 0; word < inbox_.num_released_words(); ++word) {
         std::uint64_t bits = inbox_.released(word).exchange(0, std::memory_order_seq_cst);
         for (std::uint32_t bit = 0; bits != 0; ++bit, bits >>= 1) {

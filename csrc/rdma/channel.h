@@ -48,7 +48,7 @@ class RdmaChannel {
     void receive();
 
     /// Writes to the peer what the Outbox published, and which slots the Inbox released. Call it
-    /// after both.
+    /// after both, and again when the Inbox rings its bell, which it does for the next release.
     void send();
 
     /// A sign of life from the peer's device, in an error of receive() if there is none: for a

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "rdma/errors.h"
+#include "rdma/handle.h"
 
 namespace megatron_ext {
 namespace {
@@ -55,7 +56,7 @@ OpenedDevice open(const verbs::Library& library, verbs::Device* device) {
                         "give this user, or this container (--device=/dev/infiniband), access to "
                         "/dev/infiniband/uverbs*");
     }
-    return {context, library.close_device};
+    return {context, Destroy(library.close_device)};
 }
 
 /// The first line of a small file of /sys; empty if it cannot be read, as for unused GIDs.

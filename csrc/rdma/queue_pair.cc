@@ -58,10 +58,10 @@ std::string locked_memory_limit() {
 QueuePair::QueuePair(const std::string& device, Depth depth)
     : library_(verbs::load_library()),
       context_(open_device(device)),
-      domain_(nullptr, library_.dealloc_pd),
-      channel_(nullptr, library_.destroy_comp_channel),
-      queue_(nullptr, library_.destroy_cq),
-      queue_pair_(nullptr, library_.destroy_qp),
+      domain_(nullptr, Destroy(library_.dealloc_pd)),
+      channel_(nullptr, Destroy(library_.destroy_comp_channel)),
+      queue_(nullptr, Destroy(library_.destroy_cq)),
+      queue_pair_(nullptr, Destroy(library_.destroy_qp)),
       depth_(depth),
       first_psn_(std::random_device()() & kPsnMask) {
     verbs::Context* const context = context_.get();
@@ -98,7 +98,7 @@ RegisteredMemory QueuePair::register_memory(void* address, std::size_t num_bytes
                        "take fewer or smaller slots"
                      : "see the kernel's log (dmesg)");
     }
-    return {region, library_.dereg_mr};
+    return RegisteredMemory(region, Destroy(library_.dereg_mr));
 }
 
 void QueuePair::modify(verbs::QpAttr& attr, int mask, const std::string& to_what) {

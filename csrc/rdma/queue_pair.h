@@ -2,12 +2,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <string>
 
 #include "rdma/choice.h"
 #include "rdma/devices.h"
+#include "rdma/handle.h"
 #include "rdma/library.h"
 #include "rdma/settings.h"
 
@@ -23,7 +23,7 @@ struct RdmaTarget {
 };
 
 /// Memory that a device reads and writes by itself, until the end of this object.
-using RegisteredMemory = std::unique_ptr<verbs::MemoryRegion, int (*)(verbs::MemoryRegion*)>;
+using RegisteredMemory = RdmaHandle<verbs::MemoryRegion>;
 
 /// A reliable connection to one other process, made from one device, with a completion queue and a
 /// completion channel of its own. It knows nothing of messages. Not synchronised.
@@ -76,9 +76,6 @@ class QueuePair {
     std::string text() const;
 
   private:
-    template <typename T>
-    using Handle = std::unique_ptr<T, int (*)(T*)>;
-
     void modify(verbs::QpAttr& attr, int mask, const std::string& to_what);
     void look_at_events();
     [[noreturn]] void throw_failed(const verbs::WorkCompletion& completion,
@@ -86,10 +83,10 @@ class QueuePair {
 
     const verbs::Library& library_;
     OpenedDevice context_;
-    Handle<verbs::ProtectionDomain> domain_;
-    Handle<verbs::CompletionChannel> channel_;
-    Handle<verbs::CompletionQueue> queue_;
-    Handle<verbs::QueuePair> queue_pair_;
+    RdmaHandle<verbs::ProtectionDomain> domain_;
+    RdmaHandle<verbs::CompletionChannel> channel_;
+    RdmaHandle<verbs::CompletionQueue> queue_;
+    RdmaHandle<verbs::QueuePair> queue_pair_;
     Depth depth_;
     std::uint32_t first_psn_;
     std::optional<RdmaSource> source_;

@@ -16,21 +16,26 @@ namespace megatron_ext::testing {
 /// Makes the fake library the one to use, for the whole program.
 inline void use_fake_verbs() { ::setenv("MEGATRON_EXT_IBVERBS_LIB", FAKE_VERBS_PATH, 1); }
 
-/// Injects faults until the end of the scope.
-class Faults {
-  public:
-    explicit Faults(const std::string& list) { ::setenv("FAKE_VERBS", list.c_str(), 1); }
-    Faults(const Faults&) = delete;
-    Faults& operator=(const Faults&) = delete;
-    ~Faults() { ::unsetenv("FAKE_VERBS"); }
-};
-
 template <typename Function>
 Function fake_function(const char* name) {
     void* const handle = ::dlopen(FAKE_VERBS_PATH, RTLD_NOW | RTLD_LOCAL);
     CHECK(handle != nullptr);
     return reinterpret_cast<Function>(::dlsym(handle, name));
 }
+
+/// Injects faults until the end of the scope.
+class Faults {
+  public:
+    explicit Faults(const std::string& list) { set(list.c_str()); }
+    Faults(const Faults&) = delete;
+    Faults& operator=(const Faults&) = delete;
+    ~Faults() { set(""); }
+
+  private:
+    static void set(const char* list) {
+        fake_function<void (*)(const char*)>("fake_verbs_set_faults")(list);
+    }
+};
 
 /// Objects of the library that were made and not destroyed.
 inline int num_fake_objects() { return fake_function<int (*)()>("fake_verbs_objects")(); }

@@ -264,6 +264,47 @@ class Endpoint:
         """Return how the peers are, as far as was noticed."""
 
 @final
+class RdmaLink(Link):
+    """A connection over RDMA, with one over TCP beside it that carries farewells.
+
+    Args:
+        endpoint: To which it will be added, after `connect`.
+        peer: Rank of the peer.
+        socket: A TCP connection to it; duplicated.
+        address: IP address of this host by which the port is chosen; empty for the best port.
+        rail: Deals out ports of equal worth, usually the local rank.
+        silence_s: A peer whose host answers nothing for so long is taken for dead. 1 to 86400.
+        sysfs: Where the kernel's files about devices are; another place than /sys in tests.
+
+    Raises:
+        ValueError: There is a link to this peer already, or an argument or one of the variables
+            MEGATRON_EXT_IB_* is malformed.
+        TransportError: This host has no usable RDMA port, or too little memory that can be locked.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        peer: int,
+        socket: int | _HasFileno,
+        address: str = "",
+        rail: int = 0,
+        silence_s: float = 15.0,
+        sysfs: str = "/sys",
+    ) -> None: ...
+    def connect(self, timeout_s: float | None = None) -> None:
+        """Connect with the peer, which does the same; with several, in ascending order of ranks.
+
+        Raises:
+            TransportError: It does not come in time, gives up, or cannot be reached; names both
+                ends.
+        """
+
+    @property
+    def text(self) -> str:
+        """Device, port and GID of both ends."""
+
+@final
 class GidEntry:
     """An address of an RDMA port."""
 

@@ -4,7 +4,8 @@
 // in completion queues. A broken rule is a completion with an error, or, where an adapter would do
 // something undefined, the end of the process.
 //
-// FAKE_VERBS injects faults; it is read at each call. A comma-separated list of:
+// The environment variable FAKE_VERBS, or fake_verbs_set_faults() while there are threads, injects
+// faults. A comma-separated list of:
 //   no_device            the host has no device
 //   open=N               open_device fails with errno N
 //   port_down            the port is down
@@ -50,6 +51,11 @@ EXPORT void fake_verbs_async_event(int type, int port) {
         context->events.push_back(event);
         signal(context->async_fd);
     }
+}
+
+EXPORT void fake_verbs_set_faults(const char* list) {
+    const Lock lock(mutex);
+    fabric.faults = list;
 }
 
 /// Objects that were made and not destroyed.

@@ -14,8 +14,9 @@ Fabric fabric;
 std::recursive_mutex mutex;
 
 std::optional<int> fault(const std::string& name) {
+    const Lock lock(mutex);
     const char* const list = std::getenv("FAKE_VERBS");
-    std::string rest = list == nullptr ? "" : list;
+    std::string rest = fabric.faults.empty() && list != nullptr ? list : fabric.faults;
     while (!rest.empty()) {
         const std::size_t end = std::min(rest.find(','), rest.size());
         const std::string item = rest.substr(0, end);

@@ -49,6 +49,7 @@ struct Fabric {
     std::map<std::uint32_t, FakeQueuePair*> queue_pairs;
     std::map<std::uint32_t, MemoryRegion*> regions;
     std::vector<FakeContext*> contexts;
+    std::string faults;  ///< instead of those in the environment
     std::uint32_t next_number = 100;
     int objects = 0;  ///< made and not destroyed
 };

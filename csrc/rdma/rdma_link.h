@@ -1,0 +1,76 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/inbox.h"
+#include "core/link.h"
+#include "core/outbox.h"
+#include "core/unique_fd.h"
+#include "core/wait.h"
+#include "rdma/channel.h"
+#include "rdma/choice.h"
+#include "rdma/settings.h"
+#include "tcp/tcp_link.h"
+
+namespace megatron_ext {
+
+/// The link to a peer over RDMA, with a TCP connection beside it.
+///
+/// Messages go through the same arenas as on one host, which a channel keeps in step. The device
+/// tells a sender whose writes fail, but neither a receiver whose sender is gone nor a sender with
+/// nothing under way. So the TCP connection carries no messages, but farewells, and its end is the
+/// peer's death; and a sender that waits for a slot writes an empty probe each second.
+class RdmaLink final : public Link {
+  public:
+    /// First half of meeting the peer: takes what is needed of this host. `socket` is a TCP
+    /// connection to the peer, which has proved who it is; `sources` as choose_sources() gives
+    /// them. Does not wait. Throws RdmaError if the device does not give what is needed.
+    RdmaLink(const LinkContext& context, UniqueFd socket, std::vector<RdmaSource> sources,
+             const RdmaSettings& settings, double silence_s);
+
+    /// Second half: connects with the peer, which has to do the same. A process with several peers
+    /// does it in ascending order of their ranks, or processes wait for each other in a circle.
+    /// Throws TransportError if it does not come to a connection before the deadline.
+    void connect(Deadline deadline, InterruptCheck check);
+
+    /// Both ends of the connection, for logs.
+    std::string text() const { return channel_.text(); }
+
+    const char* wire() const noexcept override { return "rdma"; }
+    void send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
+              LinkEvents& events) override;
+    bool progress(LinkEvents& events) override;
+    PeerState state() const noexcept override { return state_; }
+    std::string reason() const override { return reason_; }
+    LinkCounts counts() const override;
+    void say_aborted(const std::string& reason) noexcept override;
+    void say_closed() noexcept override;
+    bool parted() const noexcept override;
+    std::vector<int> descriptors() const override;
+    Deadline next_progress() const noexcept override;
+
+  private:
+    bool move_messages(LinkEvents& events);
+    void look_at_control(LinkEvents& events);
+    void fail(const std::string& reason, LinkEvents& events);
+    void probe_if_due();
+
+    const LinkContext context_;
+    const double silence_s_;
+    UniqueFd socket_;  // until the connection is made
+    Inbox inbox_;
+    std::shared_ptr<ProcessBell> release_bell_;  // rung by whoever lets go of a message
+    RdmaChannel channel_;
+    Outbox outbox_;
+    std::optional<TcpLink> control_;
+    PeerState state_ = PeerState::kOpen;
+    std::string reason_;
+    bool closing_ = false;
+    bool said_closed_ = false;
+    Deadline next_probe_ = kNever;
+};
+
+}  // namespace megatron_ext

@@ -1,0 +1,151 @@
+// Endpoints of one process, linked over the fake library; each has its own thread where both wait.
+
+#include "rdma/rdma_link.h"
+
+#include <chrono>
+#include <string>
+#include <thread>
+
+#include "fake_rdma.h"
+#include "linked_pair.h"
+#include "rdma/devices.h"
+
+using namespace megatron_ext;           // NOLINT
+using namespace megatron_ext::testing;  // NOLINT
+
+namespace {
+
+constexpr ArenaSize kSize{4, 4096};
+
+struct Linked {
+    /// Unless `right_works`, nobody ever looks at what arrives there.
+    explicit Linked(bool right_works = true) : left(0, kSize, true), right(1, kSize, true) {
+        use_fake_verbs();
+        auto [left_socket, right_socket] = connected_sockets(Wire::kTcp);
+        left_fd = left_socket.get();
+        std::thread other([this, &socket = right_socket] {
+            right_link = join(right, 0, std::move(socket));
+        });
+        left.add(1, join(left, 1, std::move(left_socket)));
+        other.join();
+        if (right_works) {
+            right.add(0, right_link);
+        }
+    }
+
+    std::shared_ptr<Link> join(const Endpoint& endpoint, int peer, UniqueFd socket) const {
+        auto sources = choose_sources(list_devices(sysfs.path()), {}, "", 0, sysfs.path());
+        const auto made = std::make_shared<RdmaLink>(endpoint.context(peer), std::move(socket),
+                                                     std::move(sources), RdmaSettings{}, 5.0);
+        made->connect(kForEver, nullptr);
+        return made;
+    }
+
+    FakeSysfs sysfs;
+    Endpoint left;
+    Endpoint right;
+    std::shared_ptr<Link> right_link;
+    int left_fd = -1;
+};
+
+}  // namespace
+
+TEST(messages_are_taken_in_any_order) {
+    Linked pair;
+    constexpr std::uint64_t kMessages = 60;
+    const auto talk = [](Endpoint& endpoint, int peer) {
+        for (std::uint64_t tag = 0; tag < kMessages; ++tag) {
+            send(endpoint, peer, tag, static_cast<std::size_t>(tag * 331));
+        }
+        for (std::uint64_t tag = kMessages; tag-- > 0;) {
+            check_content(endpoint.take(peer, tag, kForEver, nullptr));
+        }
+        CHECK(endpoint.flush(kForEver, nullptr));
+    };
+    std::thread other(talk, std::ref(pair.right), 0);
+    talk(pair.left, 1);
+    other.join();
+    CHECK(std::string(report(pair.left).wire) == "rdma");
+    CHECK_EQ(report(pair.left).counts.num_queued, std::size_t{0});
+}
+
+TEST(a_receiver_that_computes_gives_room_all_the_same) {
+    Linked pair;
+    for (std::uint64_t tag = 0; tag < 20; ++tag) {
+        send(pair.left, 1, tag, 5000);
+    }
+    CHECK(pair.left.flush(kForEver, nullptr));  // the other thread is the service's
+    check_content(pair.right.take(0, 19, kForEver, nullptr));
+}
+
+TEST(a_message_that_is_let_go_gives_its_slot_back) {
+    Linked pair;
+    for (std::uint64_t tag = 0; tag < 2; ++tag) {
+        send(pair.left, 1, tag, 100);
+        check_content(pair.right.take(0, tag, kForEver, nullptr));
+    }
+    std::vector<std::optional<Message>> kept;
+    for (std::uint64_t tag = 2; tag < 40; ++tag) {
+        send(pair.left, 1, tag, 100);
+        kept.push_back(pair.right.take(0, tag, kForEver, nullptr));
+        check_content(kept.back());
+        if (kept.size() > 3) {
+            kept.erase(kept.begin());
+        }
+    }
+    CHECK(pair.left.flush(kForEver, nullptr));
+}
+
+TEST(what_was_sent_before_a_farewell_is_received) {
+    Linked pair;
+    for (std::uint64_t tag = 0; tag < 10; ++tag) {
+        send(pair.left, 1, tag, 9000);
+    }
+    pair.left.close();
+    for (std::uint64_t tag = 0; tag < 10; ++tag) {
+        check_content(pair.right.take(0, tag, kForEver, nullptr));
+    }
+    CHECK(!pair.right.take(0, 10, kForEver, nullptr));
+    CHECK(report(pair.right).state == PeerState::kClosed);
+}
+
+TEST(a_peer_that_gives_up_is_heard) {
+    Linked pair;
+    pair.left.abort("rank 0: out of memory");
+    CHECK(!pair.right.take(0, 1, kForEver, nullptr));
+    CHECK(report(pair.right).state == PeerState::kAborted);
+    CHECK(report(pair.right).reason == "rank 0: out of memory");
+}
+
+TEST(the_end_of_the_connection_is_the_death_of_the_peer) {
+    Linked pair;
+    CHECK(::shutdown(pair.left_fd, SHUT_RDWR) == 0);
+    CHECK(!pair.right.take(0, 1, kForEver, nullptr));
+    CHECK(report(pair.right).state == PeerState::kDied);
+}
+
+TEST(a_write_that_fails_is_the_death_of_the_peer_with_its_reason) {
+    Linked pair;
+    const Faults faults("wc=12");
+    send(pair.left, 1, 1, 100);
+    CHECK(!pair.left.flush(kForEver, nullptr));
+    const PeerReport told = report(pair.left);
+    CHECK(told.state == PeerState::kDied);
+    CHECK(told.reason.find("an RDMA write to rank 1 failed: transport retry counter exceeded "
+                           "(status 12") == 0);
+}
+
+TEST(a_sender_that_only_waits_for_room_looks_for_its_peer) {
+    Linked pair(/*right_works=*/false);
+    for (std::uint64_t tag = 0; tag < 8; ++tag) {
+        send(pair.left, 1, tag, 4000);
+    }
+    while (report(pair.left).counts.num_queued > 4) {  // four slots are full, and known to be
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    const Faults faults("wc=12");
+    CHECK(!pair.left.flush(kForEver, nullptr));  // nothing was sent since, but a probe
+    CHECK(report(pair.left).state == PeerState::kDied);
+}
+
+TEST(nothing_is_left_open) { CHECK_EQ(num_fake_objects(), 0); }
