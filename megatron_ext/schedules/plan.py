@@ -14,7 +14,7 @@ from megatron_ext.schedules.validate import validate
 if TYPE_CHECKING:
     from megatron_ext.schedules.actions import Option, Schedule
 
-__all__ = ["compare", "evaluate", "figures", "table", "training_flags"]
+__all__ = ["compare", "evaluate", "figures", "table", "training_flags", "variants"]
 
 
 def evaluate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -53,7 +53,7 @@ def compare(
     found: list[Timeline] = []
     left_out: list[str] = []
     for generator in registered().values():
-        for variant in _variants(generator, chunks, options.get(generator.name, {})):
+        for variant in variants(generator, chunks, options.get(generator.name, {})):
             try:
                 schedule = generate(generator.name, pp, num_microbatches, costs=costs, **variant)  # type: ignore[arg-type]
             except ScheduleError as error:
@@ -66,7 +66,7 @@ def compare(
     return found, list(dict.fromkeys(left_out))
 
 
-def _variants(
+def variants(
     generator: Generator, chunks: int | None, chosen: Mapping[str, Option]
 ) -> list[dict[str, Option]]:
     """What to show of one schedule; what the user chose is fixed."""
