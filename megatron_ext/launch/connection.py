@@ -120,12 +120,16 @@ class Connection:
             async for line in self._process.stderr:
                 self.noise.append(line.decode(errors="replace").rstrip())
 
-    async def close(self) -> None:
-        """End the connection, which ends the agent and its job if they still run."""
+    async def close(self, patience_s: float = _CLOSE_S) -> None:
+        """End the connection, which ends the agent and its job if they still run.
+
+        Args:
+            patience_s: How long the program that reaches the agent may take before it is killed.
+        """
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            await asyncio.wait_for(self._process.wait(), _CLOSE_S)
+            await asyncio.wait_for(self._process.wait(), patience_s)
         except asyncio.TimeoutError:
             with suppress(ProcessLookupError):
                 self._process.kill()

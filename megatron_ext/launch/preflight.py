@@ -26,6 +26,7 @@ MIN_FREE_BYTES = 64 << 20
 """Less free space than this for the logs of a host is an error."""
 MAX_SKEW_S = 5.0
 """More difference between clocks than this is worth a warning: log lines cannot be compared."""
+_CALL_OFF_S = 2.0
 
 
 async def meet(
@@ -70,7 +71,7 @@ async def meet(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(each.close() for each in connections if each is not None))
+        await asyncio.gather(*(each.close(_CALL_OFF_S) for each in connections if each is not None))
         raise
     return [connection for connection in connections if connection is not None], findings
 

@@ -1,0 +1,164 @@
+"""Jobs on two hosts with real ssh servers: they train, and whatever dies, all of it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.launch.process import marked
+from tests.launch.cluster import ADDRESSES, Cluster, cluster, wait_until, why_not
+from tests.ranks import losses
+
+# Llama 3, small, as the example trains it.
+LLAMA = (
+    "--num-layers 4 --hidden-size 32 --ffn-hidden-size 88 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --group-query-attention --num-query-groups 2 --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--rotary-base 500000 --untie-embeddings-and-output-weights --tokenizer-type NullTokenizer "
+    "--vocab-size 100 --mock-data --micro-batch-size 2 --lr 1e-3 --train-iters 3 --eval-iters 0 "
+    "--log-interval 1 --num-workers 0 --pipeline-model-parallel-size 2 "
+)
+WAITING = "import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(300)\n"
+ENDS_WITHIN_S = 15
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(f"needs two hosts with ssh servers: {reason}")
+    directory = tmp_path_factory.mktemp("cluster")
+    (directory / "waiting.py").write_text(WAITING)
+    with cluster(directory) as made:
+        yield made
+
+
+def in_namespace(hosts: Cluster, index: int) -> list[str]:
+    """Command lines of what runs on a host, besides its ssh server."""
+    name = hosts.namespaces[index]
+    listed = subprocess.run(
+        ["ip", "netns", "pids", name], capture_output=True, text=True, check=True
+    ).stdout
+    found = []
+    for pid in listed.split():
+        try:
+            text = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+        except OSError:
+            continue
+        if text and "sshd" not in text:
+            found.append(text)
+    return found
+
+
+def run_id_of(launcher: subprocess.Popen[str], lines: list[str], ranks: int) -> str:
+    """Read a launcher's output until that many ranks have said their pid."""
+    assert launcher.stdout is not None
+    for line in launcher.stdout:
+        lines.append(line)
+        if sum("] pid " in seen for seen in lines) == ranks:
+            [run_id] = re.findall(r"run ([\w-]+):", "".join(lines))
+            return run_id
+    raise AssertionError("".join(lines))
+
+
+def test_llama3_trains_on_two_hosts_and_its_files_can_be_collected(hosts: Cluster) -> None:
+    words = ["--embedded", "--num-microbatches", "2", "--", "pretrain_gpt.py", *LLAMA.split()]
+    done = hosts.run(*hosts.launch_arguments(hosts.hostfile(slots=2), *words), timeout_s=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 hosts, 4 ranks: TP 1, PP 2, CP 1, DP 2; 8 samples in a step" in done.stderr
+    found = losses(done.stdout)
+    assert len(found) == 3
+    assert f"[{ADDRESSES[1]}:3]" in done.stdout  # the last rank tells the loss
+    [run_id] = re.findall(r"run ([\w-]+):", done.stderr)
+    status = hosts.run("status", run_id, "--ssh-cmd", hosts.ssh)
+    assert all(f"{address}: agent gone, 0 processes, ended with 0" in status.stdout
+               for address in ADDRESSES)  # fmt: skip
+    collected = hosts.run("collect", run_id, "--ssh-cmd", hosts.ssh, "--to", "got")
+    assert collected.returncode == 0, collected.stderr
+    assert len(list((hosts.directory / "got").glob("*.tar.gz"))) == 2
+    assert not in_namespace(hosts, 0) + in_namespace(hosts, 1)
+
+
+@pytest.mark.parametrize("victim", ["launcher", "agent", "torchrun", "rank"])
+def test_whatever_is_killed_all_of_it_ends_and_a_neighbour_does_not(
+    hosts: Cluster, victim: str
+) -> None:
+    hostfile = hosts.hostfile(slots=1)
+    neighbour_words = ["--per-node", "--run-id", f"neighbour-{victim}", "--", "sleep", "200"]
+    neighbour = hosts.start(hostfile, *neighbour_words)
+    lines: list[str] = []
+    job = hosts.start(hostfile, "--show", "all", "--", "waiting.py")
+    try:
+        run_id = run_id_of(job, lines, ranks=2)
+        directory = hosts.directory / "logs" / run_id / f"001-{ADDRESSES[1]}"
+        agent = json.loads((directory / "agent.json").read_text())["pid"]
+        [rank] = [
+            int(pid) for pid in re.findall(rf"\[{ADDRESSES[1]}:1\] pid (\d+)", "".join(lines))
+        ]
+        torchrun = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+        launcher = int(
+            json.loads((hosts.directory / "runs" / run_id / "launcher.json").read_text())["pid"]
+        )
+        pids = {"launcher": launcher, "agent": agent, "torchrun": torchrun, "rank": rank}
+        begin = time.monotonic()
+        os.kill(pids[victim], signal.SIGKILL)
+        wait_until(lambda: not marked(run_id, 0) | marked(run_id, 1), ENDS_WITHIN_S)
+        text = "".join(lines) + job.communicate(timeout=ENDS_WITHIN_S)[0]
+        assert time.monotonic() - begin < ENDS_WITHIN_S
+        died = {
+            "agent": f"failed first: {ADDRESSES[1]}: the connection to the agent",
+            "torchrun": f"failed first: {ADDRESSES[1]}: torchrun was ended by SIGKILL",
+            "rank": f"failed first: {ADDRESSES[1]}: rank 1 was ended by SIGKILL",
+        }
+        if victim == "launcher":
+            status = hosts.run("status", run_id, "--ssh-cmd", hosts.ssh).stdout
+            assert "launcher: ended" in status
+            assert status.count("(the launcher went away)") == 2, status
+        else:
+            assert died[victim] in text
+            assert job.returncode == {"agent": 255, "torchrun": 137, "rank": 137}[victim]
+        if victim == "agent":
+            assert f"the agent (pid {agent}) died" in text
+        assert neighbour.poll() is None
+        for index in range(2):
+            assert sum("sleep 200" in line for line in in_namespace(hosts, index)) == 1
+    finally:
+        neighbour.send_signal(signal.SIGTERM)
+        neighbour.communicate(timeout=20)
+        if job.poll() is None:
+            job.kill()
+            job.communicate(timeout=20)
+    wait_until(lambda: not in_namespace(hosts, 0) + in_namespace(hosts, 1), 10)
+
+
+def test_hosts_that_refuse_or_do_not_answer(hosts: Cluster) -> None:
+    hostfile = hosts.directory / "bad"
+    hostfile.write_text(f"{ADDRESSES[0]}:1\n10.213.77.9:1\n")
+    start = ["launch", "--hostfile", str(hostfile), "--ssh-cmd"]
+    done = hosts.run(*start, hosts.ssh, "--", "waiting.py")
+    assert done.returncode == 2
+    assert "error: 10.213.77.9: it cannot be reached; check that it is up" in done.stderr
+    no_key = hosts.ssh.replace("ssh_config", "no_key_config")
+    config = (hosts.directory / "ssh_config").read_text().replace("user_key", "host_key")
+    (hosts.directory / "no_key_config").write_text(config)
+    refused = hosts.run(*start, no_key, "--include", ADDRESSES[0], "--", "waiting.py")
+    assert refused.returncode == 2
+    assert f"error: {ADDRESSES[0]}: ssh needs a password or a key" in refused.stderr
+    assert not in_namespace(hosts, 0) + in_namespace(hosts, 1)
+
+
+def test_a_port_that_is_taken_on_the_first_host(hosts: Cluster) -> None:
+    taken = 2222  # its ssh server's
+    words = ["--master-port", str(taken), "--", "waiting.py"]
+    done = hosts.run(*hosts.launch_arguments(hosts.hostfile(slots=1), *words))
+    assert done.returncode == 2
+    assert f"{ADDRESSES[0]}: port {taken} cannot be used for the ranks to meet" in done.stderr
+    assert not in_namespace(hosts, 0) + in_namespace(hosts, 1)
