@@ -14,39 +14,39 @@ if TYPE_CHECKING:
     from .stage import Probe
     from .systems import System
 
-__all__ = ["measure", "measure_overhead"]
+__all__ = ["begin_together", "measure", "measure_overhead", "prepare"]
 
 
 def measure(system: System, sizes: Sizes) -> list[Step]:
     """Return what this rank recorded in each measured step."""
-    step, probe = _prepare(system, sizes)
+    step, probe = prepare(system, sizes)
     records = []
     for _ in range(sizes.warmup + sizes.steps):
-        _begin_together()
+        begin_together()
         cpu_s, begin_s = time.process_time(), time.perf_counter()
         step()
         end_s, cpu_s = time.perf_counter(), time.process_time() - cpu_s
         records.append(Step(begin_s, end_s, *probe.take(), cpu_s))
-    _begin_together()  # nobody leaves while others still wait for its messages
+    begin_together()  # nobody leaves while others still wait for its messages
     return records[sizes.warmup :]
 
 
 def measure_overhead(system: System, sizes: Sizes) -> float:
     """Return the processor time of this thread outside of ops, for each op, in the best step."""
-    step, probe = _prepare(system, sizes)
+    step, probe = prepare(system, sizes)
     found_s = []
     for _ in range(sizes.warmup + sizes.steps):
-        _begin_together()
+        begin_together()
         probe.cpu_s, begin_s = 0.0, time.thread_time()
         step()
         outside_s = time.thread_time() - begin_s - probe.cpu_s
         ops, _ = probe.take()
         found_s.append(outside_s / len(ops))
-    _begin_together()
+    begin_together()
     return min(found_s[sizes.warmup :])
 
 
-def _prepare(system: System, sizes: Sizes) -> tuple[Callable[[], None], Probe]:
+def prepare(system: System, sizes: Sizes) -> tuple[Callable[[], None], Probe]:
     """Join the other ranks; return a function that runs one step, and what it records to."""
     import torch  # not by the parent of the ranks, which imports this module for its name
 
@@ -60,7 +60,8 @@ def _prepare(system: System, sizes: Sizes) -> tuple[Callable[[], None], Probe]:
     return step, probe
 
 
-def _begin_together() -> None:
+def begin_together() -> None:
+    """Wait for all ranks."""
     import torch
 
     gc.collect()
