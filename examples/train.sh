@@ -161,14 +161,18 @@ schedule_asked() {
 # A dry run installs nothing: without an environment it shows the defaults.
 look_around() {
     if $DRY_RUN && ! environment_exists; then
-        PYTHON=python3 DEVICE=unknown DEVICE_COUNT=$TINY_NPROC WAY=embedded
+        PYTHON=python3 DEVICE=unknown DEVICE_COUNT=0 WAY=embedded
         if [[ -n ${MEGATRON_LM_PATH:-} ]] && ((${#EMBEDDED[@]} == 0)); then
             WAY=upstream
         fi
         return
     fi
     prepare_environment run >&2
-    detect_device "${EXTRA[@]}"
+    DEVICE=$(flag_value --device-backend "${MEGATRON_EXT_DEVICE:-auto}" "${EXTRA[@]}")
+    # Where a launcher starts the job there need not be a GPU; what was named is what its hosts have.
+    if [[ -z $HOSTFILE || $DEVICE == auto ]]; then
+        detect_device "${EXTRA[@]}"
+    fi
     choose_way "${EMBEDDED[@]}"
 }
 
@@ -189,10 +193,10 @@ choose_processes() {
         return
     fi
     if [[ -z ${NPROC:-} ]]; then
-        NPROC=$NODE_NPROC
+        NPROC=$((DEVICE_COUNT > 0 ? DEVICE_COUNT : NODE_NPROC))
         if is_tiny; then
             NPROC=$TINY_NPROC
-            if [[ $DEVICE != cpu ]] && ((DEVICE_COUNT < NPROC)); then
+            if ((DEVICE_COUNT > 0 && DEVICE_COUNT < NPROC)); then
                 NPROC=$((DEVICE_COUNT > 1 ? 2 : 1))
             fi
         fi
@@ -328,7 +332,7 @@ choose_launch() {
 choose_environment() {
     # Every process would warn of kernels that are not installed and of deprecated calls in Megatron.
     ENVIRONMENT=(CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore)
-    if [[ $DEVICE == musa || $(flag_value --device-backend "" "${EXTRA[@]}") == musa ]]; then
+    if [[ $DEVICE == musa ]]; then
         ENVIRONMENT+=("MUSA_VISIBLE_DEVICES=$(seq -s , 0 $((${NPROC:-$NODE_NPROC} - 1)))"
             MCCL_IB_GID_INDEX=3 # RoCE v2
             "${MUSA_ENVIRONMENT[@]}")

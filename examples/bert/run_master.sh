@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Trains a BERT on two machines with dynamic pipeline parallelism: this script on the first, run_worker.sh on
+# the second, with the same flags. Both need the address of the first, which is the first of --node-ips:
+#
+#   bash examples/bert/run_master.sh --node-ips 10.0.0.1 10.0.0.2 --data-path PREFIX ...
+#
+# Further flags are those of run.sh.
+set -euo pipefail
+
+TRAINING_ARGS=(
+    --use-dpp # remove it to get Megatron's own interleaved schedule
+    --pipeline-model-parallel-size 2
+    --num-layers-per-virtual-pipeline-stage 2
+    --tensor-model-parallel-size 4
+    --trace # what each rank did when, in benchmark/
+)
+
+export NNODES=2 NODE_RANK=${NODE_RANK:-0}
+exec bash "$(dirname "${BASH_SOURCE[0]}")/run.sh" --size 340m "${TRAINING_ARGS[@]}" "$@"

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Trains a GPT on this machine with dynamic pipeline parallelism. Further flags are those of run.sh.
+set -euo pipefail
+
+TRAINING_ARGS=(
+    --use-dpp # remove it to get Megatron's own interleaved schedule
+    --pipeline-model-parallel-size 2
+    --num-layers-per-virtual-pipeline-stage 2
+    --tensor-model-parallel-size 2
+    --trace # what each rank did when, in benchmark/
+)
+
+exec bash "$(dirname "${BASH_SOURCE[0]}")/run.sh" --size 1b "${TRAINING_ARGS[@]}" "$@"
