@@ -121,6 +121,7 @@ class Greedy:
 
     def __init__(self, schedule: Schedule, rank: int, *, depth_first: bool) -> None:
         self.progress = Progress(_reordered(schedule, rank, depth_first), rank)
+        self.depth_first = depth_first
         self._backward_next = True
 
     def choose(self) -> int | None:

@@ -6,7 +6,10 @@ Weights are drawn by name, so they do not depend on which rank builds which laye
 from __future__ import annotations
 
 import hashlib
+import os
+import random
 import re
+import time
 import zlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,18 +36,30 @@ class Captured:
     """Labels of the tables that the executor ran, in the order of first use."""
     transports: list[str] = field(default_factory=list)
     """Classes of the transports that it opened."""
+    orders: list[str] = field(default_factory=list)
+    """What chose the order of its steps, without repetitions: table, or a policy's name."""
 
 
-def train(num_ranks: int, flags: str, *, model: str = "gpt", timeout_s: float = 120) -> Captured:
+def train(
+    num_ranks: int,
+    flags: str,
+    *,
+    model: str = "gpt",
+    timeout_s: float = 120,
+    mean_delay_s: float = 0.0,
+) -> Captured:
     """Train on some ranks and put together what they computed.
 
-    Replicas of a parameter must agree.
+    Replicas of a parameter must agree. With a delay, actions of our schedules take random times.
     """
-    by_rank = run_ranks(num_ranks, run_here, model, flags.split(), timeout_s=timeout_s)
+    by_rank = run_ranks(
+        num_ranks, run_here, model, flags.split(), mean_delay_s, timeout_s=timeout_s
+    )
     together = Captured(gradients=[{} for _ in by_rank[0].gradients])
     for rank, captured in enumerate(by_rank):
         together.losses = captured.losses if any(captured.losses) else together.losses
         together.tables, together.transports = captured.tables, captured.transports
+        together.orders = together.orders if rank else captured.orders
         for mine, theirs in zip(together.gradients, captured.gradients, strict=True):
             _merge(mine, theirs, rank)
         _merge(together.parameters, captured.parameters, rank)
@@ -57,7 +72,7 @@ def _merge(mine: dict[str, str], theirs: dict[str, str], rank: int) -> None:
         assert mine.setdefault(name, digest) == digest, f"rank {rank} has another {name}"
 
 
-def run_here(model: str, argv: list[str]) -> Captured:
+def run_here(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Captured:
     """Train as one rank."""
     from megatron_ext.schedules.runtime import entry, stock
     from megatron_ext.training import main as trainer
@@ -80,9 +95,35 @@ def run_here(model: str, argv: list[str]) -> Captured:
         return transport
 
     entry.make_table, entry.open_transport = told, opened
+    entry.Executor = _telling(entry.Executor, captured, mean_delay_s)  # type: ignore[misc]
     stock.open_transport = opened
     trainer.main(model, argv)
     return captured
+
+
+def _telling(base: Any, captured: Captured, mean_delay_s: float) -> Any:
+    from megatron_ext.schedules.policies import POLICIES
+    from megatron_ext.schedules.runtime.ordering import PolicyOrder
+
+    draw = random.Random(os.environ["RANK"])
+
+    class TellingExecutor(base):
+        def run(self) -> None:
+            order = "table"
+            if isinstance(self.order, PolicyOrder):
+                made = self.order.policy
+                greedy = getattr(made, "depth_first", None)
+                order = list(POLICIES)[0 if greedy is None else 1 + greedy]
+            if order not in captured.orders:
+                captured.orders.append(order)
+            super().run()
+
+        def _compute(self, *args: Any, **kwargs: Any) -> Any:
+            if mean_delay_s:
+                time.sleep(draw.expovariate(1 / mean_delay_s))
+            return super()._compute(*args, **kwargs)
+
+    return TellingExecutor
 
 
 def _capturing(base: Any, captured: Captured) -> Any:

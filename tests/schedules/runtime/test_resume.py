@@ -11,7 +11,7 @@ from .capture import GPT, PP2, PP4, train
 LEGS = [
     PP2 + "--pipeline-schedule gpipe ",
     PP4 + "--enable-bitpipe-schedule ",
-    PP2 + "--pipeline-schedule 1f1b ",
+    PP2 + "--pipeline-schedule 1f1b --use-dpp ",
     PP2 + "--pipeline-schedule zb-v ",
     PP2 + "--pipeline-schedule interleaved ",
     PP4 + "--pipeline-schedule dualpipe ",

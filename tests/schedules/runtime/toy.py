@@ -32,13 +32,16 @@ class Stage(torch.nn.Module):
         return x + torch.tanh(x) @ self.weight
 
 
-def start(num_pipeline_ranks: int) -> None:
+def start(num_pipeline_ranks: int, chunks_per_rank: int | None = None) -> None:
     """Join the job and make Megatron's groups."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=num_pipeline_ranks)
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=num_pipeline_ranks,
+        virtual_pipeline_model_parallel_size=chunks_per_rank,
+    )
 
 
 def config(**changes: Any) -> Any:
