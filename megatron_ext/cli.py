@@ -23,6 +23,7 @@ __all__ = ["SUBCOMMANDS", "build_parser", "main"]
 SUBCOMMANDS = (
     "aggregate",
     "collect",
+    "doctor",
     "launch",
     "logs",
     "patches",
@@ -41,6 +42,7 @@ _Subparsers = Any  # argparse._SubParsersAction is private
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the `megatron-ext` command with all subcommands."""
     from megatron_ext import preprocess
+    from megatron_ext.doctor import command as doctor
     from megatron_ext.launch import command as launch
     from megatron_ext.schedules import commands as schedules
     from megatron_ext.trace import commands as trace
@@ -56,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     schedules.add_subcommand(subparsers)
     preprocess.add_subcommand(subparsers)
     launch.add_subcommands(subparsers)
+    doctor.add_subcommand(subparsers)
     trace.add_subcommands(subparsers)
     _add_upstream(subparsers)
     return parser

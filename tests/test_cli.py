@@ -18,8 +18,8 @@ def test_the_subcommands_are_these() -> None:
     [action] = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     assert tuple(sorted(action.choices)) == cli.SUBCOMMANDS
     assert cli.SUBCOMMANDS == (
-        "aggregate", "collect", "launch", "logs", "patches", "plan", "plot", "preprocess", "report",
-        "status", "stop", "upstream",
+        "aggregate", "collect", "doctor", "launch", "logs", "patches", "plan", "plot", "preprocess",
+        "report", "status", "stop", "upstream",
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from megatron_ext.launch.ssh import Ssh, explain
 if TYPE_CHECKING:
     from megatron_ext.launch.plan import Plan
 
-__all__ = ["MIN_FREE_BYTES", "judge", "meet", "warnings"]
+__all__ = ["MIN_FREE_BYTES", "ask_all", "call_off", "judge", "meet", "warnings"]
 
 MIN_FREE_BYTES = 64 << 20
 """Less free space than this for the logs of a host is an error."""
@@ -32,7 +32,7 @@ _CALL_OFF_S = 2.0
 async def meet(
     plan: Plan, ssh: Ssh, timeout_s: float
 ) -> tuple[list[Connection], list[dict[str, Any]]]:
-    """Start an agent on every host and hear what each found.
+    """Start an agent on every host, hear what each found, and judge it.
 
     Args:
         plan: The job.
@@ -46,6 +46,38 @@ async def meet(
         LaunchError: A host cannot take part; one line for each. No agent is left.
     """
     connections: list[Connection | None] = [None] * len(plan.nodes)
+    try:
+        answers = await ask_all(plan, ssh, timeout_s, connections)
+        problems = [
+            f"{node.host.name}: {answer}"
+            for node, answer in zip(plan.nodes, answers, strict=True)
+            if isinstance(answer, str)
+        ]
+        findings = [answer for answer in answers if not isinstance(answer, str)]
+        problems = problems or judge(plan, findings)
+        if problems:
+            raise LaunchError("\n".join(problems))
+    except BaseException:
+        await call_off(connections)
+        raise
+    return [connection for connection in connections if connection is not None], findings
+
+
+async def ask_all(
+    plan: Plan, ssh: Ssh, timeout_s: float, connections: list[Connection | None]
+) -> list[dict[str, Any] | str]:
+    """Start an agent on every host and hear what each found.
+
+    Args:
+        plan: The job.
+        ssh: How to reach hosts.
+        timeout_s: When to give up on those that did not answer.
+        connections: One place for each host; filled as soon as there is one, so that the caller can
+            close them whatever happens.
+
+    Returns:
+        What each host found, or why it did not answer, with the remedy.
+    """
 
     async def ask(index: int) -> dict[str, Any]:
         node = plan.nodes[index]
@@ -58,22 +90,23 @@ async def meet(
     tasks = [asyncio.create_task(ask(index)) for index in range(len(plan.nodes))]
     try:
         await asyncio.wait(tasks, timeout=timeout_s)
-        problems = [
-            f"{node.host.name}: {problem}"
+        troubles = [
+            _trouble(node.host.name, task, connection, timeout_s)
             for node, task, connection in zip(plan.nodes, tasks, connections, strict=True)
-            if (problem := _trouble(node.host.name, task, connection, timeout_s)) is not None
         ]
-        findings = [] if problems else [task.result() for task in tasks]
-        problems = problems or judge(plan, findings)
-        if problems:
-            raise LaunchError("\n".join(problems))
-    except BaseException:
+        return [
+            task.result() if trouble is None else trouble
+            for task, trouble in zip(tasks, troubles, strict=True)
+        ]
+    finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(each.close(_CALL_OFF_S) for each in connections if each is not None))
-        raise
-    return [connection for connection in connections if connection is not None], findings
+
+
+async def call_off(connections: Sequence[Connection | None]) -> None:
+    """End all agents that came up."""
+    await asyncio.gather(*(each.close(_CALL_OFF_S) for each in connections if each is not None))
 
 
 def _trouble(

@@ -1,0 +1,122 @@
+"""Checks of what is installed: versions, the patches and their targets, the native core, a device.
+
+These import torch and Megatron, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+
+from megatron_ext import devices, upstream
+from megatron_ext.doctor.finding import Finding, fail, ok, warn
+from megatron_ext.errors import MegatronExtError
+from megatron_ext.launch.probe import code_hash, installed_version
+from megatron_ext.version import __version__
+
+__all__ = ["check_device", "check_native", "check_patches", "check_tree", "check_versions"]
+
+
+def check_versions() -> Iterator[Finding]:
+    """Compare Python, torch and megatron-core with what this package supports."""
+    yield ok("megatron_ext", f"{__version__}, files {code_hash()}")
+    python = ".".join(map(str, sys.version_info[:3]))
+    yield ok("Python", python)
+    torch = installed_version("torch")
+    if _release(torch) >= (2, 7):
+        yield ok("torch", torch)
+    else:
+        yield fail("torch", torch, "install torch >= 2.7")
+    core = installed_version("megatron-core")
+    if _release(core)[:2] == _release(upstream.PIN_VERSION)[:2]:
+        yield ok("megatron-core", f"{core} (reference: {upstream.PIN_VERSION})")
+    else:
+        remedy = f"pip install 'megatron-core{upstream.SUPPORTED}'"
+        yield fail("megatron-core", f"{core}, supported is {upstream.SUPPORTED}", remedy)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    numbers = version.partition("+")[0].split(".")[:3]
+    return tuple(int(number) for number in numbers if number.isdigit())
+
+
+def check_tree() -> Iterator[Finding]:
+    """Compare the Megatron-LM tree with the pin, if there is one."""
+    name = "Megatron-LM tree"
+    try:
+        tree = upstream.find_tree()
+        if tree is None:
+            remedy = "for upstream's own scripts run `megatron-ext upstream fetch`"
+            yield warn(name, "none; the embedded trainer stands in", remedy)
+            return
+        upstream.check_tree(tree)
+    except MegatronExtError as error:
+        yield fail(name, str(error), "")
+        return
+    status = upstream.tree_status(tree)
+    if status.problems:
+        shown = "; ".join(status.problems[:3])
+        remedy = f"check out {upstream.PIN_TAG}, or fetch it: `megatron-ext upstream fetch`"
+        yield warn(name, f"{tree}: {shown}", remedy)
+    else:
+        yield ok(name, f"{tree}, version {status.version}")
+
+
+def check_patches() -> Iterator[Finding]:
+    """Compare every target of a patch with the Megatron that it was written for."""
+    from megatron_ext.patches import listing
+    from megatron_ext.patches.registry import REGISTRY
+
+    name = "patches"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of kernels that are not installed
+            absent = listing.import_targets()
+    except (ImportError, MegatronExtError) as error:
+        yield fail(name, f"Megatron cannot be imported: {error}", "install megatron-core and torch")
+        return
+    rows = REGISTRY.rows()
+    problems = listing.problems(rows)
+    for problem in problems:
+        yield fail(name, problem, f"install megatron-core {upstream.PIN_VERSION}")
+    if problems:
+        return
+    pending = sum(row.state == "pending" for row in rows)
+    note = f", {pending} wait for {', '.join(absent)}" if absent else ""
+    yield ok(name, f"{len(rows) - pending} of {len(rows)} targets looked at{note}")
+
+
+def check_native() -> Iterator[Finding]:
+    """Try to load the native core of the transport."""
+    from megatron_ext.errors import TransportError
+    from megatron_ext.transport.native import require_native
+
+    try:
+        module = require_native()
+    except TransportError as error:
+        found, _, remedy = str(error).partition(". ")
+        yield warn("native core", found, remedy.rstrip("."))
+    else:
+        yield ok("native core", str(module.__file__))
+
+
+def check_device() -> Iterator[Finding]:
+    """Say which device backend a run would take here."""
+    from megatron_ext.devices.count import count_devices
+
+    try:
+        device = devices.current()
+    except MegatronExtError as error:
+        yield fail("device", str(error), "")
+        return
+    count = count_devices()
+    shown = f"{count} devices" if device.name != "cpu" else "no accelerator is needed"
+    if device.name == "cpu" and count > 0 and devices.requested() == "auto":
+        yield warn(
+            "device",
+            f"cpu, though the drivers show {count} devices",
+            "install the build of torch for them",
+        )
+    else:
+        yield ok("device", f"{device.name}, collectives by {device.distributed_backend}, {shown}")

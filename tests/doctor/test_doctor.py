@@ -1,0 +1,138 @@
+"""The doctor: what it finds on this machine, and that each check can fail with a remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from megatron_ext.doctor import machine
+from megatron_ext.doctor.hosts import check_hosts
+from megatron_ext.doctor.machine import Sizes, arena_bytes, check_arenas, slots_per_peer
+from megatron_ext.launch.hostfile import Host
+from megatron_ext.launch.plan import Node, Plan
+from megatron_ext.launch.ssh import Ssh
+from megatron_ext.schedules.choice import Choice
+from tests.commands import run_package
+
+if TYPE_CHECKING:
+    from megatron_ext.doctor.finding import Finding
+
+FAKE_SSH = Path(__file__).parents[1] / "launch" / "fake_ssh.sh"
+
+
+def levels(text: str) -> dict[str, str]:
+    return {finding["check"]: finding["level"] for finding in json.loads(text)}
+
+
+def test_this_machine_can_train_on_its_cpu() -> None:
+    done = run_package("doctor", "--json")
+    found = levels(done.stdout)
+    assert done.returncode == ("FAIL" in found.values())
+    sound = ("megatron_ext", "Python", "torch", "megatron-core", "device", "patches", "any port")
+    assert {check: found[check] for check in sound} == dict.fromkeys(sound, "OK")
+    assert {"native core", "RDMA", "locked memory", "Megatron-LM tree"} <= set(found)
+    for finding in json.loads(done.stdout):
+        assert set(finding) == {"level", "check", "found", "remedy"}
+        assert finding["remedy"] or finding["level"] == "OK", finding
+
+
+def test_a_failed_check_is_a_line_with_a_remedy_and_exit_code_1(tmp_path: Path) -> None:
+    for name in ("torch", "megatron_core"):
+        folder = tmp_path / f"{name}-0.9.0.dist-info"
+        folder.mkdir()
+        title = name.replace("_", "-")
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {title}\nVersion: 0.9.0\n")
+    done = run_package("doctor", PYTHONPATH=str(tmp_path), MEGATRON_LM_PATH="/nowhere")
+    assert done.returncode == 1, done.stderr
+    assert "FAIL torch: 0.9.0; install torch >= 2.7" in done.stdout
+    assert "FAIL megatron-core: 0.9.0, supported is " in done.stdout
+    assert "FAIL Megatron-LM tree: MEGATRON_LM_PATH=/nowhere is not a Megatron-LM tree" in (
+        done.stdout
+    )
+
+
+def hosts_found(*names: str) -> dict[str, Finding]:
+    nodes = tuple(Node(Host(name), 1, local=False) for name in names)
+    plan = Plan("check", nodes, ("true",), str(Path.cwd()), sys.executable, per_node=True)
+    ssh = Ssh(("sh", str(FAKE_SSH)))
+    return {finding.check: finding for finding in check_hosts(plan, ssh, 30)}
+
+
+def test_hosts_are_asked_as_a_launch_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site" / "torch-1.0.0.dist-info"
+    site.mkdir(parents=True)
+    (site / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n")
+    monkeypatch.setenv("OLD_SITE", str(site.parent))
+    monkeypatch.setenv("MEGATRON_EXT_RUNS", str(tmp_path / "runs"))
+    found = hosts_found("a", "b", "old")
+    assert [found[f"host {name}"].level for name in ("a", "b", "old")] == ["OK", "OK", "FAIL"]
+    assert "torch 1.0.0, but a has" in found["host old"].found
+    refused = hosts_found("a", "password")
+    assert refused["host password"].level == "FAIL"
+    assert "ssh-copy-id password" in refused["host password"].remedy
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_mistakes_are_told_before_anything_is_looked_at(tmp_path: Path) -> None:
+    done = run_package("doctor", "--hostfile", str(tmp_path / "gone"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "cannot be read" in done.stderr
+    done = run_package("doctor", "--pp", "4")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the arenas need --seq-length, --micro-batch-size, --hidden-size too" in done.stderr
+
+
+def only(findings: object) -> Finding:
+    [finding] = list(findings)  # type: ignore[call-overload]
+    assert finding.remedy or finding.level == "OK"
+    return finding
+
+
+def test_shared_memory_that_is_small_or_missing(tmp_path: Path) -> None:
+    assert only(machine.check_shared_memory(tmp_path / "gone")).level == "FAIL"
+    assert only(machine.check_shared_memory(Path("/proc"))).level == "WARN"  # no room at all
+
+
+def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(machine.check_memlock(resource.RLIM_INFINITY)).found == "unlimited"
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    small = only(machine.check_memlock(64 << 10))
+    assert (small.level, small.found) == ("WARN", "64 KiB")
+
+
+def test_a_port_in_use() -> None:
+    with socket.create_server(("", 0)) as server:
+        first, second = machine.check_ports(server.getsockname()[1])
+    assert (first.level, second.level) == ("WARN", "OK")
+    assert "--master-port" in first.remedy
+
+
+SIZES = Sizes("1f1b", 4, 16, seq_length=128, micro_batch_size=2, hidden_size=64)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "bitpipe"])
+def test_arenas_have_as_many_slots_as_a_run_opens(schedule: str) -> None:
+    from megatron_ext.schedules.runtime import connect
+
+    sizes = Sizes(schedule, 4, 16, 128, 2, 64)
+    found = slots_per_peer(sizes)
+    choice = Choice(schedule, 4, 16)
+    assert {slots for peers in found.values() for slots in peers.values()} == {
+        connect._slots(choice)
+    }
+
+
+def test_the_memory_of_arenas() -> None:
+    message = 128 * 2 * 64 * 2
+    assert slots_per_peer(SIZES)[1].keys() == {0, 2}
+    assert arena_bytes(SIZES) == sum(slots_per_peer(SIZES)[1].values()) * message
+    assert only(check_arenas(SIZES)).level == "OK"
+    huge = Sizes("1f1b", 4, 16, seq_length=1 << 20, micro_batch_size=64, hidden_size=1 << 14)
+    assert only(check_arenas(huge)).level == "FAIL"
