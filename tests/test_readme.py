@@ -15,7 +15,9 @@ import pytest
 
 REPO = Path(__file__).parents[1]
 DOCUMENTS = sorted(
-    path for pattern in ("*.md", "docs/*.md", "examples/*/README.md") for path in REPO.glob(pattern)
+    path
+    for pattern in ("*.md", "docs/*.md", "examples/*.md", "examples/*/*.md")
+    for path in REPO.glob(pattern)
 )
 IDS = [path.relative_to(REPO).as_posix() for path in DOCUMENTS]
 OWN_FOLDERS = ("megatron_ext/", "csrc/", "examples/", "tests/", "docs/", "benchmarks/", ".ci/")

@@ -1,0 +1,122 @@
+"""The scripts for one node, two nodes and a hostfile, and those with names that users know."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.examples.scripts import REPO, bash, dry_run, make_data, megatron_flags, value_of
+from tests.ranks import losses, run_script
+
+SINGLE = "examples/gpt/run_single.sh"
+TWO = "--node-ips 10.0.0.1 10.0.0.2".split()
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [("gpt", {"tensor": "2", "pipeline": "2"}), ("bert", {"tensor": "1", "pipeline": "4"})],
+)
+def test_one_node(model: str, sizes: dict[str, str]) -> None:
+    words = dry_run(f"examples/{model}/run_single.sh", "--mock-data")
+    for kind, size in sizes.items():
+        flag = f"--{kind}-model-parallel-size"
+        assert (value_of(words, flag) if flag in words else "1") == size
+    assert {"--use-dpp", "--trace", "--standalone"} <= set(words)
+
+
+@pytest.mark.parametrize("model", ["gpt", "bert"])
+def test_two_nodes_run_the_same_but_for_their_rank(model: str) -> None:
+    master = dry_run(f"examples/{model}/run_master.sh", *TWO)
+    worker = dry_run(f"examples/{model}/run_worker.sh", *TWO)
+    assert value_of(master, "--node-rank") == "0"
+    assert value_of(worker, "--node-rank") == "1"
+    position = master.index("--node-rank") + 1
+    assert master[:position] + master[position + 1 :] == worker[:position] + worker[position + 1 :]
+    assert value_of(worker, "--nnodes") == "2"
+    assert value_of(worker, "--master-addr") == "10.0.0.1"
+    assert value_of(worker, "--tensor-model-parallel-size") == "4"
+    assert worker[-3:] == TWO
+
+
+def test_a_worker_needs_the_address_of_the_master() -> None:
+    done = bash("examples/gpt/run_worker.sh", "--dry-run")
+    assert done.returncode == 2
+    assert "NNODES=2 needs NODE_RANK (0 to 1) and MASTER_ADDR" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("size", ["--tiny", "--size=1b"])
+def test_dynamic_order_is_one_flag(size: str, tmp_path: Path) -> None:
+    """With its line removed from the script, Megatron's own interleaved schedule runs."""
+    folder = tmp_path / "examples"
+    (folder / "gpt").mkdir(parents=True)
+    for name in ("common.sh", "train.sh", "gpt/run.sh", "gpt/model.env", "gpt/run_single.sh"):
+        shutil.copy(REPO / "examples" / name, folder / name)
+    script = folder / "gpt/run_single.sh"
+    kept = [line for line in script.read_text().splitlines() if "--use-dpp" not in line]
+    script.write_text("\n".join(kept) + "\n")
+    asked = size.split("=")
+    ours, theirs = (dry_run(path, *asked, "--mock-data") for path in (SINGLE, str(script)))
+    here, there = str(REPO), str(tmp_path)
+    assert [word.replace(here, there) for word in ours if word != "--use-dpp"] == theirs
+
+
+def test_dynamic_order_changes_no_loss() -> None:
+    make_data("python_reference")
+    few = "--train-iters 2 --log-interval 1 --eval-iters 0 --num-workers 0 --global-batch-size 4"
+    flags = megatron_flags(dry_run(SINGLE, "--tiny", *few.split()))
+    flags.remove("--trace")
+    stored = flags.index("--save")
+    del flags[stored : stored + 4]  # and --load
+    static = [word for word in flags if word != "--use-dpp"]
+    dynamic_logs = run_script(4, "pretrain_gpt.py", flags, embedded=True)
+    static_logs = run_script(4, "pretrain_gpt.py", [*static, "--microbatch-rng"], embedded=True)
+    assert re.search(r"^pipeline schedule: .*dynamic", "".join(dynamic_logs), re.MULTILINE)
+    found = losses(dynamic_logs)
+    assert len(found) == 2
+    assert found == losses(static_logs)
+
+
+def test_a_hostfile_starts_the_launcher() -> None:
+    words = dry_run(
+        "examples/llama3/run.sh", "--tiny", "--hostfile", "hostfiles/localhost", NPROC="2"
+    )
+    assert words[:3] == ["#", "localhost", "cd"]
+    assert value_of(words, "--nproc-per-node") == "2"
+    assert value_of(words, "--pipeline-model-parallel-size") == "2"
+    assert words.count("pretrain_gpt.py") == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "layers"),
+    [
+        ("examples/llama3/dist_run_pretrain_megatron_llama3_musa.sh", "32"),
+        ("examples/deepseek-v2/run_deepseekv2.sh", "60"),
+    ],
+)
+def test_names_that_users_know(script: str, layers: str, tmp_path: Path) -> None:
+    """They take the hosts of a file; nothing is asked of the machine that starts them."""
+    hosts = tmp_path / "hostfile"
+    hosts.write_text("# two nodes\n10.0.0.1 slots=32\n10.0.0.2 slots=32")
+    done = bash(
+        script, "--dry-run", "--data-path", "P", "--device-backend", "musa",
+        HOSTFILE=str(hosts), MEGATRON_EXT_DEVICE=None,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, second = (line for line in done.stdout.splitlines() if "torch.distributed.run" in line)
+    assert "--node-rank 0" in first
+    assert "--node-rank 1" in second
+    assert f"--num-layers {layers} " in second
+    assert "MUSA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7" in second
+    assert "MCCL_IB_GID_INDEX=3" in second
+    assert "--device-backend musa" in second
+
+
+def test_scripts_remove_nothing_of_the_user() -> None:
+    scripts = [*(REPO / "examples").glob("*/*.sh"), REPO / "examples/train.sh"]
+    assert len(scripts) > 12
+    for script in scripts:
+        text = re.sub(r"^\s*#.*", "", script.read_text(), flags=re.MULTILINE)
+        assert not re.search(r"\brm\b|/dev/shm|\bpkill\b|\bkillall\b|sed -i", text), script
