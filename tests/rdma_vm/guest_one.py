@@ -1,0 +1,82 @@
+"""What is tried in one virtual machine: the probe, and two processes over its own RDMA device.
+
+Writes what it saw to /mnt/results.json, for the tests on the host to judge.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ADDRESS = "10.77.0.1"
+PEER = Path(__file__).with_name("peer.py")
+PROBE = """
+import json, sys
+from megatron_ext.transport.rdma_probe import probe, witness_differences
+result = probe(*sys.argv[1:])
+print(json.dumps([result.usable, result.reason, witness_differences()]))
+"""
+# A root without capabilities, whose memory may be locked in small amounts only.
+WEAK_ROOT = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "prlimit", "--memlock=65536"]
+
+
+def probe(*arguments: str, prefix: list[str] | None = None) -> object:
+    command = [*(prefix or []), sys.executable, "-c", PROBE, *arguments]
+    return json.loads(
+        subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=60).stdout
+    )
+
+
+def start(what: str, rank: int, port: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(PEER), what, str(rank), ADDRESS, str(port)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def end(process: subprocess.Popen[str]) -> dict[str, object]:
+    out, errors = process.communicate(timeout=60)
+    if process.returncode != 0:
+        return {"status": process.returncode, "errors": errors[-2000:]}
+    return json.loads(out)
+
+
+def exchange(port: int) -> list[dict[str, object]]:
+    processes = [start("messages", rank, port) for rank in (0, 1)]
+    return [end(process) for process in processes]
+
+
+def kill(victim: str, port: int) -> dict[str, object]:
+    """Kill one of two processes in the middle of a stream; what the other one says."""
+    processes = {"receive": start("receive", 0, port), "send": start("send", 1, port)}
+    [survivor] = [process for name, process in processes.items() if name != victim]
+    for line in survivor.stderr:
+        if "streams" in line:
+            break
+    time.sleep(0.3)
+    processes[victim].kill()
+    processes[victim].wait()
+    begin = time.monotonic()
+    told = end(survivor)
+    return {**told, "ended_s": time.monotonic() - begin}
+
+
+def main() -> None:
+    results = {
+        "probe": probe(),
+        "probe of another address": probe("10.99.0.1"),
+        "probe without lockable memory": probe(prefix=WEAK_ROOT),
+        "messages": exchange(4001),
+        "receiver killed": kill("receive", 4002),
+        "sender killed": kill("send", 4003),
+    }
+    subprocess.run(["ip", "link", "set", "dummy0", "down"], check=True)
+    results["probe without a link"] = probe()
+    Path("/mnt/results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

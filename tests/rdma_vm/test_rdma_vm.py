@@ -1,0 +1,103 @@
+"""The RDMA wire on real verbs: queue pairs of the kernel's software RoCE, in virtual machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.transport.native import available
+
+from . import vm
+
+pytestmark = pytest.mark.skipif(
+    vm.missing() is not None, reason=f"no virtual machine can be booted: {vm.missing()}"
+)
+# Fast enough for a test: a peer that does not answer is given up after half a second.
+ENVIRONMENT = {"MEGATRON_EXT_DISABLE": "1", "MEGATRON_EXT_IB_TIMEOUT": "14"}
+
+
+def boot(tmp_path_factory: pytest.TempPathFactory, script: str, nodes: int) -> Path:
+    """Run a script in fresh machines; returns the folder of what it left."""
+    if not available():
+        pytest.skip("the native module is not built")
+    folder = tmp_path_factory.mktemp("vm")
+    vm.build_initrd(folder / "initrd")
+    share = folder / "share"
+    share.mkdir()
+    command = [sys.executable, str(vm.HERE / script)]
+    guests = vm.boot(
+        folder / "initrd", share, command, nodes=nodes, timeout_s=240, environment=ENVIRONMENT
+    )
+    for node, guest in enumerate(guests):
+        assert guest.status == 0, f"node {node}:\n{guest.console}\n{guest.log}"
+    return share
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory) -> dict[str, Any]:
+    return json.loads((boot(tmp_path_factory, "guest_one.py", 1) / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> list[dict[str, Any]]:
+    share = boot(tmp_path_factory, "guest_two.py", 2)
+    return [json.loads((share / f"results{node}.json").read_text()) for node in (0, 1)]
+
+
+def test_the_probe_finds_the_device_as_pyverbs_does(one):
+    usable, reason, differences = one["probe"]
+    assert usable
+    assert reason == "rxe0 port 1 GID 1 (::ffff:10.77.0.1), MTU 4096"
+    assert differences in ([], None)  # None: pyverbs is not installed
+
+
+def test_the_probe_tells_what_is_missing(one):
+    usable, reason, _ = one["probe of another address"]
+    assert not usable
+    assert "does not have the address 10.99.0.1" in reason
+    usable, reason, _ = one["probe without lockable memory"]
+    assert not usable
+    assert "the limit of locked memory is 65536 bytes" in reason
+    assert "ulimit -l unlimited" in reason
+    usable, reason, _ = one["probe without a link"]
+    assert not usable
+    assert "rxe0 port 1 is down" in reason
+
+
+def test_messages_of_any_size_and_order_cross_one_device(one):
+    for result in one["messages"]:
+        assert result.get("bad") == [], result
+        assert result["flushed"]
+        assert "rxe0 port 1 GID 1" in result["link"]
+
+
+@pytest.mark.parametrize("who", ["receiver killed", "sender killed"])
+def test_a_killed_peer_is_noticed(one, who):
+    result = one[who]
+    assert result.get("state") == "died", result
+    assert result["messages"] >= 5
+    assert result["noticed_s"] < 10
+
+
+def test_messages_cross_two_nodes(two):
+    for result in two:
+        assert result["messages"].get("bad") == [], result
+        assert result["messages"]["flushed"]
+
+
+def test_lost_packets_are_sent_again(two):
+    assert sum(result["packets lost"] for result in two) > 0
+    for result in two:
+        assert result["loss"].get("bad") == [], result
+
+
+def test_both_ends_notice_a_cable_that_is_pulled(two):
+    for result in two:
+        told = result["no cable"]
+        assert told.get("state") == "died", told
+        assert told["reason"]
+        assert told["noticed_s"] < 30
