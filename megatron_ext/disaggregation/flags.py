@@ -85,7 +85,7 @@ def prepare(args: Namespace) -> bool:
         args.fbd_activations or "recompute",
         60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10),
         bool(args.sequence_parallel and args.tensor_model_parallel_size > 1),
-        4 * args.seq_length * args.micro_batch_size * args.hidden_size,
+        _message_bytes(args),
     )
     setattr(args, _WORLD, args.world_size)
     args.rank, args.world_size = job.role_rank, job.ranks.role_size(job.role)
@@ -160,6 +160,15 @@ def _forward_settings(args: Namespace, job: Job) -> dict[str, Any]:
             "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by * job.ranks.tp,
         }
     return {dest: value for dest, value in settings.items() if hasattr(args, dest)}
+
+
+def _message_bytes(args: Namespace) -> int:
+    """Return the size of what goes from stage to stage, or of a stage's shipped activations."""
+    one: int = 4 * args.seq_length * args.micro_batch_size * args.hidden_size
+    if args.fbd_activations != "ship":
+        return one
+    layers: int = args.num_layers // args.pipeline_model_parallel_size
+    return one * (layers + 1)
 
 
 def _refuse_lonely(args: Namespace) -> None:
@@ -244,6 +253,14 @@ _RULES = (
         "--fbd-activations ship alone: the inputs of layers are what is sent, so each layer is "
         "recomputed from its own; add --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1, or take --fbd-activations recompute",
+    ),
+    Rule(
+        lambda args: (
+            args.fbd_activations == "ship"
+            and _given("fp8", "fp4", "distribute_saved_activations")(args)
+        ),
+        "--fbd-activations ship and --fp8-format, --fp4-format or --distribute-saved-activations: "
+        "those recompute layers in another way; take --fbd-activations recompute",
     ),
     Rule(
         lambda args: args.ignore_forward_tensor_parallel and _has_dropout(args),

@@ -70,12 +70,21 @@ class RoleLink:
         """Start a step; sources are global ranks."""
         self.wire.begin(expected, slots)
 
-    def send(self, tensor: torch.Tensor, row: int, key: Key) -> None:
-        """Send a tensor to a row of the table; each tensor-parallel rank gets what it needs."""
+    def send(
+        self, tensor: torch.Tensor, row: int, key: Key, *, sequence_dim: int | None = 0
+    ) -> None:
+        """Send a tensor to a row of the table; each tensor-parallel rank gets what it needs.
+
+        Args:
+            tensor: Its storage is kept until it has left.
+            row: Of the table.
+            key: What it is.
+            sequence_dim: Which dimension tensor-parallel ranks may share out; None: none.
+        """
         targets = self.targets(row)
         parts: Sequence[torch.Tensor] = [tensor] * len(targets)
-        if len(targets) > 1 and self._job.sequence_parallel:
-            parts = tensor.chunk(len(targets))
+        if len(targets) > 1 and self._job.sequence_parallel and sequence_dim is not None:
+            parts = tensor.chunk(len(targets), sequence_dim)
         for target, part in zip(targets, parts, strict=True):
             self.wire.isend(part.detach().to(_HOST), target, key)
 

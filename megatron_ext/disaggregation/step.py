@@ -8,31 +8,22 @@ and sends what it makes to both roles; a backward rank runs the R and B of its o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.utils import get_model_config
 
 from megatron_ext.disaggregation.job import Job, current
 from megatron_ext.disaggregation.link import RoleLink
+from megatron_ext.disaggregation.rows import BackwardRow, ForwardRow, Row
+from megatron_ext.disaggregation.ship import Layers
 from megatron_ext.disaggregation.weights import WeightReceiver, WeightSender
 from megatron_ext.disaggregation.worlds import beat
-from megatron_ext.errors import MegatronExtError
-from megatron_ext.schedules import randomness
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
 from megatron_ext.schedules.runtime.groups import default_groups
 from megatron_ext.schedules.runtime.microbatches import MicrobatchData
-from megatron_ext.schedules.runtime.rng import microbatch_rng
-from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.runtime.tables import Table
-from megatron_ext.schedules.validate import validate
-from megatron_ext.transport.base import Expected, Key
-
-if TYPE_CHECKING:
-    from megatron_ext.schedules.comms import Operation
-    from megatron_ext.schedules.runtime.compute import Tensors
 
 __all__ = ["forward_backward", "link_of_this_rank", "step_done"]
 
@@ -45,6 +36,8 @@ class _Runtime:
     link: RoleLink
     sender: WeightSender | None
     receiver: WeightReceiver | None
+    layers: Layers | None
+    """Those of this stage, where their inputs are shipped."""
     due: int = 1
     """Transfers of weights that a forward rank has not taken yet; the first makes roles equal."""
 
@@ -72,34 +65,12 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
         with runtime.link.explaining_failures():
             return stock(**call)
     config = get_model_config(chunks[0])
-    groups = default_groups()
-    iterators = call["data_iterator"]
-    step = _Step(
-        runtime,
-        Table(
-            runtime.job.schedule(call["num_microbatches"]),
-            runtime.job.position,
-            slots=call["num_microbatches"],
-        ),
-        Call(
-            forward_step_func=call["forward_step_func"],
-            data=[MicrobatchData(i) for i in _as_list(iterators)],
-            chunks=chunks,
-            config=config,
-            num_microbatches=call["num_microbatches"],
-            cp_group_size=groups.cp.size(),
-            forward_only=runtime.job.role == "forward",
-            collect_non_loss_data=bool(call.get("collect_non_loss_data")),
-            first_val_step=call.get("first_val_step"),
-        ),
-        _shape(config, groups, call),
-        force_all_reduce=bool(call.get("force_all_reduce")),
-    )
+    row = _row(runtime, call, chunks)
     timer = config.timers and config.timers("forward-backward", log_level=1)
     if timer:
         timer.start(barrier=config.barrier_with_L1_time)
     try:
-        compute = step.run()
+        compute = row.run()
     except BaseException as error:
         runtime.link.abort(str(error))
         raise
@@ -107,7 +78,7 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
         config.finalize_model_grads_func(
             chunks,
             _tokens(compute, chunks) if config.calculate_per_token_loss else None,
-            pg_collection=groups,
+            pg_collection=default_groups(),
             force_all_reduce=call.get("force_all_reduce"),
         )
     if timer:
@@ -115,6 +86,32 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     if runtime.job.role == "forward":
         return []
     return [report for _, report in sorted(compute.reports.items())]
+
+
+def _row(runtime: _Runtime, call: dict[str, Any], chunks: list[torch.nn.Module]) -> Row:
+    """Return what this process runs in one step."""
+    job, config, count = runtime.job, get_model_config(chunks[0]), call["num_microbatches"]
+    groups, iterators = default_groups(), call["data_iterator"]
+    kind = ForwardRow if job.role == "forward" else BackwardRow
+    return kind(
+        job,
+        runtime.link,
+        Table(job.schedule(count), job.position, slots=count),
+        Call(
+            forward_step_func=call["forward_step_func"],
+            data=[MicrobatchData(i) for i in _as_list(iterators)],
+            chunks=chunks,
+            config=config,
+            num_microbatches=count,
+            cp_group_size=groups.cp.size(),
+            forward_only=job.role == "forward",
+            collect_non_loss_data=bool(call.get("collect_non_loss_data")),
+            first_val_step=call.get("first_val_step"),
+        ),
+        _shape(config, groups, call),
+        runtime.layers,
+        force_all_reduce=bool(call.get("force_all_reduce")),
+    )
 
 
 def _tokens(compute: StageCompute, chunks: Sequence[torch.nn.Module]) -> torch.Tensor:
@@ -156,6 +153,7 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> _Runtime:
             link,
             None if forward else WeightSender(job, link, chunks),
             WeightReceiver(job, link, chunks) if forward else None,
+            _shipped_layers(job, chunks),
         )
         if _runtime.sender is not None:
             _runtime.sender.send(updated=True)
@@ -164,6 +162,15 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> _Runtime:
             _runtime.receiver.receive()
         _runtime.due = 0
     return _runtime
+
+
+def _shipped_layers(job: Job, chunks: Sequence[torch.nn.Module]) -> Layers | None:
+    if job.activations != "ship":
+        return None
+    layers = Layers(chunks[0])
+    if job.role == "forward":
+        layers.watch()
+    return layers
 
 
 def _as_list(iterators: Any) -> list[Any]:
@@ -175,83 +182,3 @@ def _shape(config: Any, groups: Any, call: dict[str, Any]) -> tuple[int, ...]:
     length = call.get("decoder_seq_length") or call["seq_length"]
     divisor = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
     return (length // divisor, call["micro_batch_size"], config.hidden_size)
-
-
-class _Step:
-    """The row of one process, once."""
-
-    def __init__(
-        self,
-        runtime: _Runtime,
-        table: Table,
-        call: Call,
-        shape: tuple[int, ...],
-        *,
-        force_all_reduce: bool,
-    ) -> None:
-        validate(table.schedule)
-        self._job, self._link, self._table, self._call = runtime.job, runtime.link, table, call
-        self._shape = shape
-        self._compute = StageCompute(call, table)
-        self._gradients = GradientSync(
-            call.config, call.chunks, table, force_all_reduce=force_all_reduce
-        )
-        self._parameters = ParameterSync(call.config, call.chunks, table)
-
-    def run(self) -> StageCompute:
-        """Run it, and wait until everything sent has left."""
-        self._link.begin(self._expected(), self._table.slots)
-        operations = self._table.operations
-        stage = self._job.place.pp
-        with self._gradients:
-            self._parameters.before(stage)
-            for number, operation in enumerate(operations, start=1):
-                inputs = self._inputs(operation)
-                with self._gradients.around(operation.action, is_last=number == len(operations)):
-                    outputs = self._run(operation, inputs)
-                self._send(operation, outputs)
-            self._gradients.after(stage)
-        self._link.flush()
-        left = self._compute.unfinished()
-        if left:
-            raise MegatronExtError(f"{self._table.schedule.label} ended with {left[0]} to be done")
-        return self._compute
-
-    def _expected(self) -> list[Expected]:
-        dtype = self._call.config.pipeline_dtype
-        return [
-            Expected(self._link.source(needs.peer), Key(*needs.tag), self._shape, dtype)
-            for operation in self._table.operations
-            if (needs := operation.needs) is not None
-        ]
-
-    def _inputs(self, operation: Operation) -> Tensors:
-        needs = operation.needs
-        if needs is None:
-            return [None]
-        tensor = self._link.recv(needs.peer, Key(*needs.tag))
-        return [tensor.requires_grad_() if operation.action.kind == "R" else tensor]
-
-    def _run(self, operation: Operation, inputs: Tensors) -> Tensors:
-        stage, kind, microbatch = operation.action
-        if kind == "B":
-            return self._compute.backward(stage, microbatch, inputs, split=False)
-        if kind == "R":
-            return self._compute.forward(stage, microbatch, inputs, is_first=microbatch == 0)
-        drawn = (
-            microbatch_rng(randomness.iteration(), stage, microbatch)
-            if randomness.enabled()
-            else nullcontext()
-        )
-        with torch.no_grad(), drawn:
-            return self._compute.forward(stage, microbatch, inputs, is_first=microbatch == 0)
-
-    def _send(self, operation: Operation, outputs: Tensors) -> None:
-        for transfer in (operation.makes, operation.copies):
-            if transfer is not None:
-                [tensor] = outputs
-                assert tensor is not None
-                self._link.send(tensor, transfer.peer, Key(*transfer.tag))
-        stage, kind, _ = operation.action
-        if kind == "R" and stage < self._table.schedule.num_stages - 1:
-            self._compute.release(outputs)

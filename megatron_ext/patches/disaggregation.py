@@ -134,6 +134,21 @@ def _ask_for_losses(
     return share_evaluation(given["model"], {}), None, False
 
 
+def _replays() -> bool:
+    ship = sys.modules.get("megatron_ext.disaggregation.ship")
+    return ship is not None and ship.current_replay() is not None
+
+
+def _replay_layer(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+    from megatron_ext.disaggregation.ship import current_replay
+
+    function, distribute, hidden_states, *others = args
+    replay = current_replay()
+    assert replay is not None
+    later = replay.instead_of(function, hidden_states)
+    return call(later, distribute, hidden_states, *others, **kwargs)
+
+
 def _leave(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
     from megatron_ext.disaggregation.worlds import leave
 
@@ -240,6 +255,13 @@ PATCHES = (
         "prints once for each job, and the forward ranks are a second one",
         kind="replace",
         when=_on_forward_rank,
+    ),
+    _patch(
+        "layers",
+        "megatron.core.tensor_parallel.random:checkpoint",
+        _replay_layer,
+        "runs a layer to know its output, which --fbd-activations ship has brought",
+        when=_replays,
     ),
     _patch(
         "end",

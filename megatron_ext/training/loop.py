@@ -26,6 +26,9 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 
 from megatron_ext import devices
+from megatron_ext.disaggregation import job as disaggregation
+from megatron_ext.disaggregation.step import step_done
+from megatron_ext.disaggregation.trainer import share_evaluation
 from megatron_ext.schedules import randomness
 from megatron_ext.schedules.runtime.entry import tell_measured
 from megatron_ext.schedules.runtime.folded import share_losses, share_mtp_losses
@@ -133,7 +136,8 @@ class Trainer:
                 self._gather(args.overlap_param_gather)
             iteration += 1
             args.consumed_train_samples += args.global_batch_size
-            self.reporter.step(iteration, result)
+            if not disaggregation.has_role("forward"):  # those know nothing to report
+                self.reporter.step(iteration, result)
             if args.eval_interval and iteration % args.eval_interval == 0 and args.do_valid:
                 self._validate(iteration)
             leave = bool(args.exit_interval and iteration % args.exit_interval == 0)
@@ -151,12 +155,17 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         reports = self._forward_backward(self.iterators.train, forward_only=False)
+        if disaggregation.has_role("forward"):  # whether the step counts is known elsewhere
+            step_done(self.chunks, updated=False)
+            return StepResult({}, False, None, None, 1.0)
         succeeded, grad_norm, _ = self.optimizer.step()
         # Stages without trainable parameters know none of these.
         succeeded = self._reduce(float(succeeded), dist.ReduceOp.MIN) == 1.0
         grad_norm = self._maximum(grad_norm)
         if succeeded:
             self.scheduler.step(increment=args.global_batch_size)
+        if disaggregation.current() is not None:
+            step_done(self.chunks, updated=succeeded)
         stub = self.optimizer.is_stub_optimizer
         share_mtp_losses()
         losses = {key: total[0] / total[1] for key, total in _sum_losses(reports).items()}
@@ -203,20 +212,29 @@ class Trainer:
 
     def _evaluate(self, data_iterator: DataIterator, label: str, iteration: int) -> None:
         args = self.args
-        for chunk in self.chunks:
-            chunk.eval()
         totals: dict[str, torch.Tensor] = {}
-        with torch.no_grad():
-            for _ in range(args.eval_iters):
-                reports = self._forward_backward(data_iterator, forward_only=True)
-                for key, total in _sum_losses(reports).items():
-                    totals[key] = totals.get(key, torch.zeros_like(total)) + total
-                args.consumed_valid_samples += args.global_batch_size
-        for chunk in self.chunks:
-            chunk.train()
+        if not disaggregation.has_role("backward"):
+            totals = self._evaluated(data_iterator)
+        if disaggregation.current() is not None:
+            totals = share_evaluation(self.chunks, totals)
+        args.consumed_valid_samples += args.eval_iters * args.global_batch_size
         totals = share_losses(totals)
         losses = {key: (total[0] / total[1]).item() for key, total in totals.items()}
         self.reporter.evaluation(label, iteration, losses)
+
+    def _evaluated(self, data_iterator: DataIterator) -> dict[str, torch.Tensor]:
+        """Return (sum, count) of each loss over all rounds of an evaluation."""
+        totals: dict[str, torch.Tensor] = {}
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            for _ in range(self.args.eval_iters):
+                reports = self._forward_backward(data_iterator, forward_only=True)
+                for key, total in _sum_losses(reports).items():
+                    totals[key] = totals.get(key, torch.zeros_like(total)) + total
+        for chunk in self.chunks:
+            chunk.train()
+        return totals
 
     def _gather(self, on: bool, *, param_sync: bool = True) -> None:
         """Let forward passes gather updated parameters, or gather all now and no more."""

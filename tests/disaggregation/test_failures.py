@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import pytest
 
@@ -15,14 +16,17 @@ FBD = "--forward-backward-disaggregating --eval-iters 2 --eval-interval 1 "
 
 def killed(argv: list[str], victim: int, when: str) -> str:
     """Train as one rank; the victim ends in the middle of its second step, or an evaluation."""
-    from megatron_ext.disaggregation import step, trainer
+    from megatron_ext.disaggregation import step, worlds
+    from megatron_ext.disaggregation.link import RoleLink
     from megatron_ext.errors import MegatronExtError
     from megatron_ext.training.main import main
 
     rank = int(os.environ["RANK"])
     if rank == victim:
-        owner, name = (step.RoleLink, "send") if when == "step" else (trainer.worlds, "beat")
-        original, calls = getattr(owner, name), []
+        owner: Any
+        owner, name = (RoleLink, "send") if when == "step" else (worlds, "beat")
+        original = getattr(owner, name)
+        calls: list[Any] = []
 
         def dying(*args: object, **kwargs: object) -> object:
             calls.append(args)
@@ -31,7 +35,7 @@ def killed(argv: list[str], victim: int, when: str) -> str:
             return original(*args, **kwargs)
 
         setattr(owner, name, dying)
-        step.beat = trainer.worlds.beat
+        step.beat = worlds.beat  # type: ignore[attr-defined]
     try:
         main("gpt", argv)
     except MegatronExtError as error:

@@ -1,0 +1,208 @@
+"""Runs the row of the table that one process has, once.
+
+A forward rank runs its F without a graph, and sends what they make to both roles. A backward rank
+runs R, which gives it the graph of one micro-batch, and then B, so it keeps no more than that.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_ext.disaggregation.ship import Layers, Replay, Saved, replaying
+from megatron_ext.errors import MegatronExtError
+from megatron_ext.schedules import randomness
+from megatron_ext.schedules.runtime.compute import Call, StageCompute
+from megatron_ext.schedules.runtime.rng import microbatch_rng
+from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
+from megatron_ext.schedules.validate import validate
+from megatron_ext.transport.base import Expected, Key
+
+if TYPE_CHECKING:
+    from megatron_ext.disaggregation.job import Job
+    from megatron_ext.disaggregation.link import RoleLink
+    from megatron_ext.schedules.actions import Action
+    from megatron_ext.schedules.comms import Operation, Transfer
+    from megatron_ext.schedules.runtime.compute import Tensors
+    from megatron_ext.schedules.runtime.tables import Table
+
+__all__ = ["BackwardRow", "ForwardRow", "Row"]
+
+_GENERATORS = 1
+"""Part of a shipped message with the states of random generators; part 0 are the tensors."""
+
+
+class Row(ABC):
+    """One step of one process.
+
+    Args:
+        job: What the process is part of.
+        link: To its neighbours.
+        table: Both roles of this replica, and which row is meant.
+        call: What Megatron handed over.
+        shape: Of what goes from stage to stage here.
+        layers: Of this stage, if their inputs are shipped.
+        force_all_reduce: Whether gradients are reduced as a whole, whatever the optimizer needs.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        link: RoleLink,
+        table: Table,
+        call: Call,
+        shape: tuple[int, ...],
+        layers: Layers | None,
+        *,
+        force_all_reduce: bool,
+    ) -> None:
+        validate(table.schedule)
+        self._link, self._table, self._call = link, table, call
+        self._stage, self._shape, self._layers = job.place.pp, shape, layers
+        self._is_last_stage = self._stage == job.ranks.pp - 1
+        self._force_all_reduce = force_all_reduce
+        self._compute = StageCompute(call, table)
+
+    def run(self) -> StageCompute:
+        """Run it, and wait until everything sent has left.
+
+        Raises:
+            TransportError: A tensor did not come in time, or the process that has it is gone.
+        """
+        self._link.begin(self._expected(), self._table.slots)
+        self._run_all()
+        self._link.flush()
+        left = self._compute.unfinished()
+        if left:
+            raise MegatronExtError(f"{self._table.schedule.label} ended with {left[0]} to be done")
+        return self._compute
+
+    @abstractmethod
+    def _run_all(self) -> None:
+        """Run all operations."""
+
+    def _expected(self) -> list[Expected]:
+        needed = (operation.needs for operation in self._table.operations)
+        return [e for needs in needed if needs is not None for e in self._parts(needs)]
+
+    def _parts(self, needs: Transfer) -> list[Expected]:
+        dtype = self._call.config.pipeline_dtype
+        return [Expected(self._link.source(needs.peer), Key(*needs.tag), self._shape, dtype)]
+
+    def _receive(self, needs: Transfer | None, part: int = 0) -> torch.Tensor | None:
+        return None if needs is None else self._link.recv(needs.peer, Key(*needs.tag, part))
+
+
+class ForwardRow(Row):
+    """The row of a forward rank."""
+
+    def _run_all(self) -> None:
+        for operation in self._table.operations:
+            given = self._receive(operation.needs)
+            with self._saving() as saved, torch.no_grad(), _drawn(operation.action):
+                [made] = self._forward(operation.action, [given])
+            if operation.makes is not None:
+                self._link.send(made, operation.makes.peer, Key(*operation.makes.tag))
+            if operation.copies is not None and self._layers is None:
+                self._link.send(made, operation.copies.peer, Key(*operation.copies.tag))
+            elif operation.copies is not None:
+                self._ship(operation.copies, given, saved)
+
+    def _saving(self) -> AbstractContextManager[Saved]:
+        if self._layers is None:
+            return nullcontext(Saved(with_generators=False))
+        return self._layers.saving(with_generators=randomness.enabled())
+
+    def _forward(self, action: Action, inputs: Tensors) -> list[Any]:
+        first = action.microbatch == 0
+        return self._compute.forward(action.stage, action.microbatch, inputs, is_first=first)
+
+    def _ship(self, copies: Transfer, given: torch.Tensor | None, saved: Saved) -> None:
+        """Send the input of the stage and what its layers made of it, as far as it is needed."""
+        tensors = [given] if given is not None else []
+        tensors += saved.outputs if self._is_last_stage else saved.outputs[:-1]
+        packed = torch.stack(tensors) if tensors else saved.outputs[0].new_empty(0, *self._shape)
+        self._link.send(packed, copies.peer, Key(*copies.tag), sequence_dim=1)
+        if saved.with_generators:
+            states = torch.stack(saved.generators)
+            self._link.send(states, copies.peer, Key(*copies.tag, _GENERATORS), sequence_dim=None)
+
+
+class BackwardRow(Row):
+    """The row of a backward rank."""
+
+    def _run_all(self) -> None:
+        call, operations = self._call, self._table.operations
+        gradients = GradientSync(
+            call.config, call.chunks, self._table, force_all_reduce=self._force_all_reduce
+        )
+        parameters = ParameterSync(call.config, call.chunks, self._table)
+        with gradients:
+            parameters.before(self._stage)
+            for number, operation in enumerate(operations, start=1):
+                with gradients.around(operation.action, is_last=number == len(operations)):
+                    self._run(operation)
+            gradients.after(self._stage)
+
+    def _run(self, operation: Operation) -> None:
+        if operation.action.kind == "B":
+            self._backward(operation)
+        elif self._layers is None:
+            self._forward_again(operation.action, self._receive(operation.needs))
+        else:
+            self._replay(operation)
+
+    def _backward(self, operation: Operation) -> None:
+        stage, _, microbatch = operation.action
+        gradient = self._receive(operation.needs)
+        [made] = self._compute.backward(stage, microbatch, [gradient], split=False)
+        if operation.makes is not None:
+            assert made is not None
+            self._link.send(made, operation.makes.peer, Key(*operation.makes.tag))
+
+    def _forward_again(self, action: Action, given: torch.Tensor | None) -> None:
+        if given is not None:
+            given.requires_grad_()
+        first = action.microbatch == 0
+        outputs = self._compute.forward(action.stage, action.microbatch, [given], is_first=first)
+        if not self._is_last_stage:  # as if it had been sent: the graph is what matters
+            self._compute.release(outputs)
+
+    def _replay(self, operation: Operation) -> None:
+        """Make the graph of a forward from what was shipped."""
+        packed = self._receive(operation.needs)
+        assert packed is not None
+        states = None
+        if randomness.enabled():
+            states = self._receive(operation.needs, _GENERATORS)
+        given = packed[0].clone() if self._stage else None
+        outputs = packed[1:] if self._stage else packed
+        replay = Replay(outputs.unbind(), states)
+        with replaying(replay):
+            self._forward_again(operation.action, given)
+        assert self._layers is not None
+        if replay.num_replayed != len(self._layers):
+            raise MegatronExtError(
+                f"{operation.action} computed layers whose outputs were shipped: only "
+                f"{replay.num_replayed} of {len(self._layers)} were taken over"
+            )
+
+    def _parts(self, needs: Transfer) -> list[Expected]:
+        if self._layers is None or needs.tag.kind == "B":
+            return super()._parts(needs)
+        source, dtype = self._link.source(needs.peer), self._call.config.pipeline_dtype
+        count = len(self._layers) + bool(self._stage) - (not self._is_last_stage)
+        parts = [Expected(source, Key(*needs.tag), (count, *self._shape), dtype)]
+        if randomness.enabled():
+            parts.append(Expected(source, Key(*needs.tag, _GENERATORS), None, torch.uint8))
+        return parts
+
+
+def _drawn(action: Action) -> AbstractContextManager[None]:
+    """Draw the random numbers of a forward in training, though it has no graph."""
+    if not randomness.enabled():
+        return nullcontext()
+    return microbatch_rng(randomness.iteration(), action.stage, action.microbatch)

@@ -1,0 +1,148 @@
+"""What forward ranks save of a micro-batch, in one message, and backwards that start from it.
+
+With full uniform recomputation a backward needs the input of each layer and nothing else. A forward
+rank has them all, so its backward rank need not run the stage's forward: it builds the graph with
+the layers' outputs at hand, and each layer is computed when its backward runs, as recomputation
+always does. Where there is dropout the generators' states of each layer travel, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.transformer_block import TransformerBlock
+
+from megatron_ext.errors import ScheduleError
+
+__all__ = ["Layers", "Replay", "Saved", "current_replay", "replaying"]
+
+
+class Saved:
+    """What a forward rank keeps of one forward."""
+
+    def __init__(self, *, with_generators: bool) -> None:
+        self.outputs: list[torch.Tensor] = []
+        """Of each layer."""
+        self.generators: list[torch.Tensor] = []
+        """Before each layer, if they matter."""
+        self.with_generators = with_generators
+
+
+class Layers:
+    """The transformer layers of a stage.
+
+    Args:
+        chunk: The model of this rank, in its wrappers.
+
+    Raises:
+        ScheduleError: The model has no such layers, or several blocks of them.
+    """
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        blocks = [module for module in chunk.modules() if isinstance(module, TransformerBlock)]
+        if len(blocks) != 1:
+            raise ScheduleError(
+                f"--fbd-activations ship needs a model with one block of transformer layers, this "
+                f"one has {len(blocks)}; take --fbd-activations recompute"
+            )
+        self._layers = list(blocks[0].layers)
+        self._saved: Saved | None = None
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def watch(self) -> None:
+        """Hook the layers, so that `saving` works."""
+        for layer in self._layers:
+            layer.register_forward_pre_hook(self._before)
+            layer.register_forward_hook(self._after)
+
+    @contextmanager
+    def saving(self, *, with_generators: bool) -> Iterator[Saved]:
+        """Keep what layers make inside of the block."""
+        self._saved = saved = Saved(with_generators=with_generators)
+        try:
+            yield saved
+        finally:
+            self._saved = None
+
+    def _before(self, _layer: torch.nn.Module, _inputs: Any) -> None:
+        if self._saved is not None and self._saved.with_generators:
+            self._saved.generators.append(_flat_generators())
+
+    def _after(self, _layer: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
+        if self._saved is not None:
+            self._saved.outputs.append(outputs[0] if isinstance(outputs, tuple) else outputs)
+
+
+class Replay:
+    """The layers' outputs of one micro-batch on a backward rank.
+
+    Args:
+        outputs: Of each layer; may lack the last one's, which nobody looks at where another stage
+            follows.
+        generators: States before each layer, or nothing.
+    """
+
+    def __init__(
+        self, outputs: Iterable[torch.Tensor], generators: Iterable[torch.Tensor] | None = None
+    ) -> None:
+        self.num_replayed = 0
+        """Layers that were not computed so far."""
+        self._outputs = iter(outputs)
+        self._generators = None if generators is None else iter(generators)
+
+    def instead_of(
+        self, function: Callable[..., Any], hidden_states: torch.Tensor
+    ) -> Callable[..., Any]:
+        """Return a layer's function that computes only where a graph is wanted, in its backward."""
+        self.num_replayed += 1
+        output = next(self._outputs, None)
+        if output is None:
+            output = torch.empty_like(hidden_states)
+        if self._generators is not None:
+            _set_generators(next(self._generators))
+
+        def computed_later(*inputs: Any) -> Any:
+            if torch.is_grad_enabled():
+                return function(*inputs)
+            return output, inputs[2]  # with what the block hands on beside
+
+        return computed_later
+
+
+_replay: Replay | None = None
+
+
+def current_replay() -> Replay | None:
+    """Return what checkpointed layers are replayed from, if they are."""
+    return _replay
+
+
+@contextmanager
+def replaying(replay: Replay) -> Iterator[None]:
+    """Let checkpointed layers take their outputs from what was shipped, inside of the block."""
+    global _replay
+    _replay = replay
+    try:
+        yield
+    finally:
+        _replay = None
+
+
+def _flat_generators() -> torch.Tensor:
+    """The states of all generators of Megatron, in one row of bytes."""
+    host, device, tracked = random._get_all_rng_states()
+    return torch.cat([host, device.cpu(), *(tracked[name].cpu() for name in sorted(tracked))])
+
+
+def _set_generators(flat: torch.Tensor) -> None:
+    host, device, tracked = random._get_all_rng_states()
+    names = sorted(tracked)
+    sizes = [len(state) for state in (host, device, *(tracked[name] for name in names))]
+    host, device, *states = (part.clone() for part in flat.cpu().split(sizes))
+    random._set_all_rng_states(host, device, dict(zip(names, states, strict=True)))
