@@ -1,4 +1,5 @@
 #!/bin/busybox sh
+# shellcheck shell=dash
 # First process of a virtual machine: makes an RDMA device of software, then runs what the host left
 # in the shared folder, within the host's own tree of files (read-only). Ends the machine.
 /bin/busybox --install -s /bin

@@ -136,10 +136,9 @@ def boot(
         "OMP_NUM_THREADS": "1",
         **(environment or {}),
     }
-    exports = "".join(f"export {name}={shlex.quote(text)}\n" for name, text in variables.items())
-    (share / "run.sh").write_text(
-        f"{exports}export NODE=$node\ncd {shlex.quote(str(REPOSITORY))}\nexec {shlex.join(command)}\n"
-    )
+    exports = [f"export {name}={shlex.quote(text)}" for name, text in variables.items()]
+    lines = [*exports, "export NODE=$node", shlex.join(["cd", str(REPOSITORY)])]
+    (share / "run.sh").write_text("\n".join([*lines, f"exec {shlex.join(command)}", ""]))
     machines = []
     deadline = time.monotonic() + timeout_s
     try:
