@@ -108,7 +108,7 @@ class Agent:
         os.environ.update(self._request["env"])
         search = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         sys.path.extend(path for path in search if path and path not in sys.path)
-        hello = probe.look(self._request, self._log_dir, self._prepare())
+        hello = probe.look(self._request, self._log_dir, self._enter(), self._make_log_dir())
         send(self._output, hello)
         start = self._await_start()
         if start is None:
@@ -124,13 +124,17 @@ class Agent:
         forwarder.close(ended)
         return 0
 
-    def _prepare(self) -> str | None:
-        """Enter the directory of the job and make that of its logs; say what is wrong."""
+    def _enter(self) -> str | None:
+        """Enter the work directory; say what is wrong."""
         workdir = self._request["workdir"]
         try:
             os.chdir(workdir)
         except OSError as error:
-            return f"the directory {workdir} cannot be entered: {error.strerror}"
+            return f"the work directory {workdir} cannot be entered: {error.strerror}"
+        return None
+
+    def _make_log_dir(self) -> str | None:
+        """Make the directory of the logs, and leave word there of who runs; say what is wrong."""
         me = process.find(os.getpid())
         assert me is not None
         try:

@@ -26,12 +26,15 @@ __all__ = ["code_hash", "installed_version", "interface_of", "look", "source_add
 _SIOCGIFADDR = 0x8915
 
 
-def look(request: dict[str, Any], log_dir: Path, log_error: str | None) -> protocol.Message:
+def look(
+    request: dict[str, Any], log_dir: Path, workdir_error: str | None, log_error: str | None
+) -> protocol.Message:
     """Return everything that the launcher wants to know of this host.
 
     Args:
         request: The agent's work. Its environment and directory are in force already.
         log_dir: Where the logs will go.
+        workdir_error: Why the work directory cannot be used.
         log_error: Why that directory cannot be used.
     """
     found: protocol.Message = {
@@ -46,7 +49,9 @@ def look(request: dict[str, Any], log_dir: Path, log_error: str | None) -> proto
     }
     if log_error is None:
         found["free_bytes"] = shutil.disk_usage(log_dir).free
-    found["script_error"], found["script_hash"] = _script(request)
+    found["script_error"], found["script_hash"] = workdir_error, None
+    if workdir_error is None:
+        found["script_error"], found["script_hash"] = _script(request)
     if request["node"] == 0:
         found["port"], found["port_error"] = _port(request["master_port"])
     if request.get("peer"):

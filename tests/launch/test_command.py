@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.launch.process import find
+from megatron_ext import cli
 from tests.commands import run_package
 from tests.launch.cluster import wait_until
 
@@ -86,9 +86,12 @@ def in_other_words(done: subprocess.CompletedProcess[str]) -> list[str]:
     ],
 )  # fmt: skip
 def test_mistakes_are_told_before_any_host_is_asked(
-    hosts: str, words: tuple[str, ...], message: str
+    hosts: str, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [line] = in_other_words(launch(hosts, *words))
+    Path("hosts").write_text(hosts)
+    assert cli.main(["launch", "--hostfile", "hosts", *words]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("megatron-ext: error: ")
     assert message in line
     assert not Path("runs").exists()
 
@@ -269,10 +272,3 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(30) == 128 + signal.SIGINT
         assert time.monotonic() - begin < 30  # half of the grace
-
-
-def test_a_process_is_its_id_and_its_start() -> None:
-    me = find(os.getpid())
-    assert me is not None
-    assert me.alive()
-    assert not type(me)(me.pid, me.start + 1).alive()
