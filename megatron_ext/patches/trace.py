@@ -48,10 +48,12 @@ def _in_steps(
             return schedule(*args, **kwargs)
         observer.begin_step()
         try:
-            return schedule(*args, **kwargs)
+            result = schedule(*args, **kwargs)
         except BaseException:
             observer.end_step()
             raise
+        observer.activity.now("has run its part of the pipeline")
+        return result
 
     return run
 

@@ -65,8 +65,10 @@ class Verdict:
     @property
     def message(self) -> str:
         """Return the error text."""
+        if len(self.culprits) == 1:
+            return f"rank {self.culprits[0]} holds the job up: {self.chain}"
         who = ", ".join(map(str, self.culprits))
-        return f"rank {who} holds the job up: {self.chain}"
+        return f"ranks {who} hold each other up: {self.chain}"
 
 
 def explain(states: Mapping[int, RankState], num_ranks: int, start: int) -> Verdict:

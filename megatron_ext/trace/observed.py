@@ -10,13 +10,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from megatron_ext.schedules.actions import Action
+from megatron_ext.schedules.runtime.measured import Measured, StepMeasure
 from megatron_ext.trace import session
+from megatron_ext.trace.activations import counting
 from megatron_ext.trace.activity import Activity, made_by
 from megatron_ext.trace.records import ACTION_NAMES
 
 if TYPE_CHECKING:
+    import torch
+
+    from megatron_ext.schedules.actions import Kind
     from megatron_ext.schedules.runtime.compute import StageCompute, Tensors
     from megatron_ext.trace.recorder import Recorder
     from megatron_ext.transport.base import Expected, Key, Stats, Transport
@@ -45,21 +49,23 @@ class _Compute:
         self._compute = compute
         self._activity = observer.activity
         self._recorder = observer.recorder
+        self._table = compute.table
         self._placement = compute.table.schedule.placement
         self._rank = compute.table.rank
-        self._measured = observer.activation_bytes
+        self._kept = observer.activation_bytes
+        self._order = StepMeasure(compute.table, Measured())
         self.release = compute.release
         self.unfinished = compute.unfinished
 
     def forward(self, stage: int, microbatch: int, inputs: Tensors, *, is_first: bool) -> Tensors:
         """Run F."""
         with self._span("F", stage, microbatch):
-            if self._recorder is None or stage in self._measured or not self._recorder.active:
+            if self._recorder is None or stage in self._kept or not self._recorder.active:
                 return self._compute.forward(stage, microbatch, inputs, is_first=is_first)
             model = self._compute.call.chunks[self._placement.chunk_of(stage)]
-            with _counting(model) as counted:
+            with counting(model) as counted:
                 outputs = self._compute.forward(stage, microbatch, inputs, is_first=is_first)
-            self._measured[stage] = sum(counted.values())
+            self._kept[stage] = sum(counted.values())
             return outputs
 
     def backward(self, stage: int, microbatch: int, gradients: Tensors, *, split: bool) -> Tensors:
@@ -73,7 +79,7 @@ class _Compute:
             self._compute.weights(stage, microbatch)
 
     @contextmanager
-    def _span(self, kind: str, stage: int, microbatch: int) -> Iterator[None]:
+    def _span(self, kind: Kind, stage: int, microbatch: int) -> Iterator[None]:
         self._activity.now(f"runs {stage}{kind}{microbatch}")
         recorder = self._recorder
         if recorder is None or not recorder.active:
@@ -88,22 +94,9 @@ class _Compute:
             "pp_rank": self._rank,
         }
         recorder.add(ACTION_NAMES[kind], begin, about)
-
-
-@contextmanager
-def _counting(model: torch.nn.Module) -> Iterator[dict[int, int]]:
-    """Count what a forward keeps for its backward: bytes of each storage, without the weights."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    found: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        yield found
+        action = Action(stage, kind, microbatch)
+        self._order.ran(self._table.positions[action], action, 0.0)
+        recorder.notes["out_of_order"] = self._order.into.out_of_order
 
 
 class _Transport:
@@ -178,10 +171,11 @@ class _Transport:
         recorder = self._recorder
         if recorder is None or not recorder.active:
             self.observed.flush(timeout_s)
-            return
-        begin = recorder.stamp()
-        self.observed.flush(timeout_s)
-        recorder.add("wait", begin, {"cause": "slot"})
+        else:
+            begin = recorder.stamp()
+            self.observed.flush(timeout_s)
+            recorder.add("wait", begin, {"cause": "slot"})
+        self._activity.now("goes on")
 
     def abort(self, reason: str) -> None:
         """Give the step up."""

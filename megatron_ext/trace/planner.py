@@ -132,6 +132,7 @@ def forecast(directory: Path, memory_gb: float | None = None) -> Forecast:
 
 def _choices(measured: Schedule) -> Iterator[Choice]:
     """Yield everything that training could be told for the ranks and micro-batches of a run."""
+    seen: set[tuple[object, ...]] = set()
     for generator in registered().values():
         count = measured.total_microbatches // generator.twins
         for variant in plan.variants(generator, None, {}):
@@ -142,7 +143,11 @@ def _choices(measured: Schedule) -> Iterator[Choice]:
             )
             yield static
             for policy in POLICIES:
-                yield replace(static, dynamic=Dynamic(policy))
+                # All but hint have an order of their own, whatever the table.
+                where = policy, generator.num_chunks if chunks is None else chunks, generator.twins
+                if policy == Dynamic.policy or where not in seen:
+                    seen.add(where)
+                    yield replace(static, dynamic=Dynamic(policy))
 
 
 def _predict(measured: _Measured, choice: Choice) -> Prediction:

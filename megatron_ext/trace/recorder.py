@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_ext.devices import Device
     from megatron_ext.devices.base import TimingEvent
 
-__all__ = ["DeviceClock", "HostClock", "Recorder", "Sampling"]
+__all__ = ["DeviceClock", "HostClock", "Recorder", "Sampling", "cannot_write"]
 
 WAIT_NS = 20_000
 """From this time on, a receive that had to wait has a span of its own for that."""
@@ -42,6 +42,14 @@ class Sampling:
     def includes(self, index: int) -> bool:
         """Tell about the iteration with this index, counted from 0 in this process."""
         return index % self.interval < self.iterations
+
+
+def cannot_write(path: Path, error: OSError) -> UserError:
+    """Return the error for a folder that traces cannot be written to."""
+    return UserError(
+        f"--trace cannot write {path}: {error.strerror}; give another folder with --trace-dir, or "
+        f"leave --trace out"
+    )
 
 
 class HostClock:
@@ -228,10 +236,7 @@ class Recorder:
             path.unlink(missing_ok=True)  # not truncated: somebody may be reading the old one
             file = path.open("x", encoding="utf-8")
         except OSError as error:
-            raise UserError(
-                f"--trace cannot write {path}: {error.strerror}; give another folder with "
-                f"--trace-dir, or leave --trace out"
-            ) from error
+            raise cannot_write(path, error) from error
         file.write(header_line(header))
         file.flush()
         return file

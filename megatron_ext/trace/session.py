@@ -14,14 +14,17 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.trace.activity import OUTSIDE, Activity
 from megatron_ext.trace.flags import hang_timeout_s, sampling
-from megatron_ext.trace.recorder import DeviceClock, HostClock, Recorder
+from megatron_ext.trace.recorder import DeviceClock, HostClock, Recorder, cannot_write
 from megatron_ext.trace.records import Header, directory_name
 from megatron_ext.trace.watchdog import Watchdog
 from megatron_ext.version import __version__
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.actions import Schedule
 
 __all__ = ["Session", "close", "current", "is_observing", "is_tracing", "start"]
 
@@ -179,28 +182,37 @@ def _identity(args: Namespace) -> tuple[Path, Header]:
 
 def _write_schedule(args: Namespace, directory: Path) -> None:
     """Leave the table of the run beside the traces, Megatron's own where that is what runs."""
-    from megatron_ext.errors import ScheduleError
     from megatron_ext.schedules import json_io
-    from megatron_ext.schedules.choice import current as chosen
-    from megatron_ext.schedules.registry import generate
     from megatron_ext.trace.planned import SCHEDULE_FILE
 
-    (directory / SCHEDULE_FILE).unlink(missing_ok=True)
-    choice, pp = chosen(), args.pipeline_model_parallel_size
+    table = _table(args)
+    path = directory / SCHEDULE_FILE
     try:
-        if choice is not None:
-            table = choice.schedule(choice.num_microbatches)
-        elif pp > 1:
-            count = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-            chunks = getattr(args, "virtual_pipeline_model_parallel_size", None)
-            name = "interleaved" if chunks else "1f1b"
-            table = generate(name, pp, count, chunks)
-        else:
-            return
+        directory.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        if table is not None:
+            path.write_text(json_io.dumps(table), encoding="utf-8")
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def _table(args: Namespace) -> Schedule | None:
+    """Return the table of a full batch; None where there is no pipeline, or no table of it."""
+    from megatron_ext.errors import ScheduleError
+    from megatron_ext.schedules.choice import current as chosen
+    from megatron_ext.schedules.registry import generate
+
+    choice, pp = chosen(), args.pipeline_model_parallel_size
+    if choice is not None:
+        return choice.schedule(choice.num_microbatches)
+    if pp < 2:
+        return None
+    chunks = getattr(args, "virtual_pipeline_model_parallel_size", None)
+    count = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    try:
+        return generate("interleaved" if chunks else "1f1b", pp, count, chunks)
     except ScheduleError:
-        return  # Megatron runs what there is no table for; the report then shows no plan
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / SCHEDULE_FILE).write_text(json_io.dumps(table), encoding="utf-8")
+        return None  # Megatron runs what we have no table for
 
 
 def _boot() -> str:

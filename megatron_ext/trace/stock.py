@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ext.trace import session
+from megatron_ext.trace.activations import counting
 from megatron_ext.trace.records import ACTION_NAMES
 
 __all__ = ["backward", "forward"]
@@ -25,7 +26,17 @@ def forward(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if not observer.activity.is_watched:
         return call(*args, **kwargs)
     chunk, microbatch = kwargs.get("vp_stage") or 0, kwargs.get("current_microbatch") or 0
-    result = _run(observer, "F", chunk, microbatch, lambda: call(*args, **kwargs))
+
+    def run() -> Any:
+        recorder, kept = observer.recorder, observer.activation_bytes
+        if recorder is None or chunk in kept or not recorder.active:
+            return call(*args, **kwargs)
+        with counting(args[2]) as counted:
+            result = call(*args, **kwargs)
+        kept[chunk] = sum(counted.values())
+        return result
+
+    result = _run(observer, "F", chunk, microbatch, run)
     _forwards[_identity(result[0])] = chunk, microbatch
     return result
 

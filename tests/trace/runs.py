@@ -50,8 +50,9 @@ def write_run(
     step_ns = round(1e9 * timeline.makespan) + 20 * MS
     for rank in range(pp):
         clock = Clock()
+        now_ns = 3_600_000 * MS + clock_offset_ns(rank)
         header = Header(
-            rank, 0, rank, 0, (1, pp, 1), "host", clock_of(rank), 3_600_000 * MS + clock_offset_ns(rank), 1,
+            rank, 0, rank, 0, (1, pp, 1), "host", clock_of(rank), now_ns, 1,
             settings or {"schedule": table.label, "transport": "torch"}, {"torch": "2"},
         )  # fmt: skip
         recorder = Recorder(lambda header=header: (directory, header), clock)
