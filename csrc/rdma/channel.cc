@@ -28,7 +28,8 @@ constexpr std::uint32_t label(Kind kind, std::uint32_t slot) {
 Arena attach_again(int fd) {
     UniqueFd own(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
     if (!own) {
-        throw_errno("cannot map an arena for RDMA", errno);
+        const int error_number = errno;
+        throw_errno("cannot map an arena for RDMA", error_number);
     }
     return Arena::attach(std::move(own));
 }
@@ -161,6 +162,8 @@ void RdmaChannel::accept_offer(const Offer& offer) {
     remote_base_ = offer.base;
     remote_key_ = offer.key;
 }
+
+Arena RdmaChannel::outbox_arena() const { return attach_again(mirror_.fd()); }
 
 void RdmaChannel::connect(const Exchange& exchange, bool is_first) {
     const Offer mine = make_offer();

@@ -42,7 +42,7 @@ class RdmaChannel {
     void connect(const Exchange& exchange, bool is_first);
 
     /// The arena for messages to the peer, for an Outbox.
-    int outbox_fd() const noexcept { return mirror_.fd(); }
+    Arena outbox_arena() const;
 
     /// Takes note of what is complete: arrivals are in the inbox, slots are free, when it returns.
     void receive();

@@ -1,12 +1,8 @@
 #include "rdma/rdma_link.h"
 
-#include <fcntl.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <utility>
 
-#include "core/errors.h"
 #include "rdma/errors.h"
 #include "rdma/handshake.h"
 
@@ -16,15 +12,6 @@ namespace {
 constexpr std::chrono::seconds kProbePeriod{1};
 
 std::string name_of(int rank) { return "rank " + std::to_string(rank); }
-
-Arena attach_to(int fd) {
-    UniqueFd own(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
-    if (!own) {
-        const int error_number = errno;
-        throw_errno("cannot map an arena for RDMA", error_number);
-    }
-    return Arena::attach(std::move(own));
-}
 
 std::shared_ptr<ProcessBell> make_bell(bool listen) {
     auto bell = std::make_shared<ProcessBell>(ProcessBell::create());
@@ -43,7 +30,7 @@ RdmaLink::RdmaLink(const LinkContext& context, UniqueFd socket, std::vector<Rdma
       release_bell_(make_bell(true)),
       channel_(name_of(context.peer), context.room, inbox_.fd(), std::move(sources), settings),
       // Nobody sleeps on what the mirror of the peer's arena would ring.
-      outbox_(attach_to(channel_.outbox_fd()), make_bell(false), context.checksums) {
+      outbox_(channel_.outbox_arena(), make_bell(false), context.checksums) {
     inbox_.set_sender_bell(release_bell_);
 }
 

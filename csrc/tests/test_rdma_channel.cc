@@ -55,7 +55,7 @@ struct End final : LinkEvents {
         : inbox(1, size, pool),
           channel(peer, size, inbox.fd(),
                   choose_sources(list_devices(sysfs.path()), {}, "", 0, sysfs.path()), {}),
-          outbox(Arena::attach(UniqueFd(::dup(channel.outbox_fd()))),
+          outbox(channel.outbox_arena(),
                  std::make_shared<ProcessBell>(ProcessBell::create()), true) {}
 
     void arrived(Message message) override { messages.push_back(std::move(message)); }
