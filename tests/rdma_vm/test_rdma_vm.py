@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.transport.native import available
+from tests.ranks import losses, run_script
 
 from . import vm
 
@@ -101,3 +103,44 @@ def test_both_ends_notice_a_cable_that_is_pulled(two):
         assert told.get("state") == "died", told
         assert told["reason"]
         assert told["noticed_s"] < 30
+
+
+TRAINING = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 8 --log-interval 1 --num-workers 0 --lr 1e-3 "
+    "--min-lr 1e-4 --train-iters 3 --lr-warmup-iters 1 --eval-iters 0 --seq-length 16 "
+    "--tokenizer-type NullTokenizer --vocab-size 100 --mock-data "
+    "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b "
+)
+
+
+@pytest.mark.skipif(
+    os.environ.get("MEGATRON_EXT_VM_TRAINING") != "1",
+    reason="takes minutes: MEGATRON_EXT_VM_TRAINING=1 asks for it",
+)
+@pytest.mark.timeout(1200)
+def test_two_nodes_train_a_pipeline_over_rdma(tmp_path):
+    """The losses are those of one host, over another transport."""
+    vm.build_initrd(tmp_path / "initrd")
+    share = tmp_path / "share"
+    share.mkdir()
+    flags = f"{TRAINING} --pipeline-transport rdma --distributed-timeout-minutes 15"
+    job = f"RANK=$NODE exec {sys.executable} -m megatron_ext pretrain_gpt.py {flags}"
+    environment = {
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "10.77.0.1",
+        "MASTER_PORT": "29500",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
+    guests = vm.boot(
+        tmp_path / "initrd", share, ["bash", "-c", job],
+        nodes=2, timeout_s=1100, memory_mb=4096, environment=environment,
+    )  # fmt: skip
+    log = "\n".join(guest.log for guest in guests)
+    assert [guest.status for guest in guests] == [0, 0], log
+    assert "rxe0 port 1 GID 1 (::ffff:10.77.0.1)" in log
+    flags = f"{TRAINING} --pipeline-transport torch"
+    expected = run_script(2, "pretrain_gpt.py", flags.split(), embedded=True)
+    assert losses([guest.log for guest in guests]) == losses(expected)
