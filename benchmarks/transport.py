@@ -30,7 +30,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from megatron_ext.transport.base import Expected, Key  # noqa: E402
-from megatron_ext.transport.shm import SharedMemoryTransport  # noqa: E402
+from megatron_ext.transport.native_transport import NativeTransport  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 
 SIZES = tuple(1 << bits for bits in (10, 16, 20, 24, 26))
@@ -83,7 +83,7 @@ class _SharedMemory:
     def __init__(self, slot_bytes: int, run_id: str) -> None:
         self._peer = 1 - dist.get_rank()
         store = dist.distributed_c10d._get_default_store()
-        self._transport = SharedMemoryTransport(
+        self._transport = NativeTransport(
             store, dist.get_rank(), [self._peer], run_id=run_id, device=torch.device("cpu"),
             slots=_SLOTS, slot_bytes=slot_bytes,
         )  # fmt: skip

@@ -108,6 +108,64 @@ py::tuple shape_of(const Message& message) {
     return shape;
 }
 
+/// What DLPack exchanges (its ABI of version 0, fixed): a tensor and how to let it go.
+struct DlTensor {
+    void* data;
+    std::int32_t device_type;
+    std::int32_t device_id;
+    std::int32_t num_dims;
+    std::uint8_t dtype_code;
+    std::uint8_t dtype_bits;
+    std::uint16_t dtype_lanes;
+    std::int64_t* shape;
+    std::int64_t* strides;
+    std::uint64_t byte_offset;
+};
+
+struct DlManagedTensor {
+    DlTensor tensor;
+    void* context;
+    void (*deleter)(DlManagedTensor*);
+};
+
+/// A tensor over the bytes of a message, with the message and its shape.
+struct MessageTensor {
+    explicit MessageTensor(Message m) : message(std::move(m)) {
+        const MessageInfo& info = message.info;
+        constexpr std::int32_t kCpu = 1;
+        managed.tensor = {message.bytes.get(),
+                          kCpu,
+                          0,
+                          info.num_dims,
+                          info.dtype_code,
+                          info.dtype_bits,
+                          1,
+                          message.info.shape.data(),
+                          nullptr,
+                          0};
+        managed.context = this;
+        managed.deleter = [](DlManagedTensor* self) {  // by any thread, without Python's lock
+            delete static_cast<MessageTensor*>(self->context);
+        };
+    }
+    Message message;
+    DlManagedTensor managed{};
+};
+
+/// The message as a DLPack capsule, to be taken by one tensor.
+py::capsule to_dlpack(const Message& message) {
+    auto tensor = std::make_unique<MessageTensor>(message);
+    py::capsule capsule(&tensor->managed, "dltensor", [](PyObject* object) {
+        if (PyCapsule_IsValid(object, "dltensor") == 0) {
+            return;  // somebody took it, and renamed the capsule
+        }
+        auto* managed = static_cast<DlManagedTensor*>(PyCapsule_GetPointer(object, "dltensor"));
+        managed->deleter(managed);
+    });
+    tensor.release();
+    return capsule;
+}
+
 py::buffer_info buffer_of(Message& message) {
     return py::buffer_info(reinterpret_cast<std::uint8_t*>(message.bytes.get()),
                            static_cast<py::ssize_t>(message.info.num_bytes));
@@ -142,6 +200,7 @@ void bind_endpoint(py::module_& module) {
             },
             "DLPack's code and bits.")
         .def_property_readonly("shape", &shape_of, "As the sender gave it.")
+        .def("dlpack", &to_dlpack, "A DLPack capsule on the bytes, which keeps them.")
         .def("__len__", [](const Message& self) { return self.info.num_bytes; })
         .def_buffer(&buffer_of);
 

@@ -32,7 +32,9 @@ UniqueFd open_peer_process(int socket) {
 }  // namespace
 
 Control::Control(UniqueFd socket)
-    : socket_(std::move(socket)), process_(open_peer_process(socket_.get())) {}
+    : socket_(std::move(socket)),
+      guard_(std::make_unique<ForkGuard>(socket_.get())),
+      process_(open_peer_process(socket_.get())) {}
 
 bool Control::process_ended() const noexcept {
     pollfd entry{process_.get(), POLLIN, 0};

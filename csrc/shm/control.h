@@ -1,7 +1,9 @@
 #pragma once
 
+#include <memory>
 #include <string>
 
+#include "core/fork_guard.h"
 #include "core/link.h"
 #include "core/unique_fd.h"
 
@@ -34,6 +36,7 @@ class Control {
     bool process_ended() const noexcept;
 
     UniqueFd socket_;
+    std::unique_ptr<ForkGuard> guard_;  // after the socket, so that it goes first
     UniqueFd process_;
     PeerState state_ = PeerState::kOpen;
     std::string reason_;

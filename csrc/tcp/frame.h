@@ -18,6 +18,10 @@ inline constexpr std::uint64_t kMaxReasonBytes = 4096;
 /// Longer messages go in pieces of this size, so that other frames get in between.
 inline constexpr std::uint64_t kTcpPieceBytes = std::uint64_t{1} << 19;
 
+/// Cost that may be sent before the receiver has allowed any. Less would make a sender of tiny
+/// messages wait for nothing.
+inline constexpr std::uint64_t kFirstRoom = std::uint64_t{4} << 20;
+
 /// Room that a piece takes at its receiver, in bytes: tiny ones are not for nothing.
 constexpr std::uint64_t cost_of_piece(std::uint64_t num_bytes) noexcept { return num_bytes + 256; }
 

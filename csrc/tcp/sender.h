@@ -17,7 +17,6 @@ namespace megatron_ext {
 /// receiver to have room. Not synchronised.
 class TcpSender {
   public:
-    /// May send messages only after the receiver has allowed it.
     explicit TcpSender(bool checksums) : checksums_(checksums) {}
 
     void queue(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner);
@@ -62,7 +61,7 @@ class TcpSender {
     std::deque<Frame> control_;
     std::optional<Frame> frame_;
     std::uint64_t next_sequence_ = 0;
-    std::uint64_t allowed_ = 0;  // cost, from the beginning; so is the next
+    std::uint64_t allowed_ = kFirstRoom;  // cost, from the beginning; so is the next
     std::uint64_t spent_ = 0;
     bool checksums_;
 };

@@ -18,8 +18,6 @@
 namespace megatron_ext {
 namespace {
 
-/// Less room would make a sender of tiny messages wait for nothing.
-constexpr std::uint64_t kMinRoom = std::uint64_t{4} << 20;
 /// What one call of progress() reads at most, so that the other links and the caller get their
 /// turn.
 constexpr std::uint64_t kReadBytes = std::uint64_t{4} << 20;
@@ -94,7 +92,8 @@ class TcpLink::Held {
 
 TcpLink::TcpLink(const LinkContext& context, UniqueFd socket, double silence_s)
     : socket_(std::move(socket)),
-      room_(std::max(kMinRoom, context.room.num_slots * context.room.slot_bytes)),
+      guard_(socket_.get()),
+      room_(std::max(kFirstRoom, context.room.num_slots * context.room.slot_bytes)),
       sender_(context.checksums),
       receiver_(context.peer, context.pool),
       held_(std::make_shared<Held>(context.bell, room_)) {

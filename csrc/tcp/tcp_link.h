@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/fork_guard.h"
 #include "core/link.h"
 #include "core/unique_fd.h"
 #include "tcp/receiver.h"
@@ -52,11 +53,12 @@ class TcpLink final : public Link {
     void say(std::uint32_t magic, std::string text) noexcept;
 
     UniqueFd socket_;
+    const ForkGuard guard_;  // after the socket, so that it goes first
     const std::uint64_t room_;
     TcpSender sender_;
     TcpReceiver receiver_;
-    const std::shared_ptr<Held> held_;  // with messages that outlive the link
-    std::uint64_t allowed_ = 0;         // cost that the peer may send, from the beginning
+    const std::shared_ptr<Held> held_;    // with messages that outlive the link
+    std::uint64_t allowed_ = kFirstRoom;  // cost that the peer may send, from the beginning
     PeerState state_ = PeerState::kOpen;
     std::string reason_;
     bool ended_ = false;  // nothing more can come

@@ -19,8 +19,6 @@ using namespace megatron_ext::testing;
 
 namespace {
 
-constexpr std::uint64_t kRoom = std::uint64_t{4} << 20;  // the least that a link has
-
 /// A link as rank 0, and the bare socket of rank 1 in the same process.
 struct Half {
     Half() : endpoint(0, {2, 64}, false) {
@@ -68,21 +66,27 @@ TEST(the_cost_of_a_message_is_that_of_its_pieces) {
 }
 
 TEST(nothing_is_sent_without_room_at_the_receiver) {
-    const Half half;
-    auto& endpoint = const_cast<Endpoint&>(half.endpoint);
-    CHECK_EQ(half.read_head().magic, kRoomMagic);
-    send(endpoint, 1, 3, 10);
-    CHECK_EQ(report(endpoint).counts.num_queued, 1U);
-    half.write_frame(kRoomMagic, 1);  // a piece may begin as long as less was sent
-    CHECK(endpoint.flush(kForEver, nullptr));
-    CHECK_EQ(half.read_head().piece_bytes, 10U);
-    send(endpoint, 1, 4, 10);
-    CHECK(!endpoint.flush(deadline_after(0.02), nullptr));
+    Half half;
+    constexpr std::uint64_t kNumPieces = kFirstRoom / kTcpPieceBytes;
+    for (std::uint64_t tag = 0; tag < kNumPieces; ++tag) {
+        send_zeros(half.endpoint, 1, tag, kTcpPieceBytes);
+    }
+    for (std::uint64_t tag = 0; tag < kNumPieces; ++tag) {
+        CHECK_EQ(half.read_head().tag, tag);
+        std::vector<char> bytes(kTcpPieceBytes);
+        CHECK(::recv(half.socket.get(), bytes.data(), bytes.size(), MSG_WAITALL) > 0);
+    }
+    CHECK(half.endpoint.flush(kForEver, nullptr));
+    send(half.endpoint, 1, 90, 10);
+    CHECK(!half.endpoint.flush(deadline_after(0.02), nullptr));
+    CHECK_EQ(report(half.endpoint).counts.num_queued, 1U);
+    half.write_frame(kRoomMagic, 2 * kFirstRoom);
+    CHECK(half.endpoint.flush(kForEver, nullptr));
+    CHECK_EQ(half.read_head().tag, 90U);
 }
 
 TEST(a_receiver_allows_more_when_messages_are_let_go_or_when_it_waits) {
     Half half;
-    CHECK_EQ(half.read_head().total_bytes, kRoom);
     constexpr std::uint64_t kBytes = kTcpPieceBytes;
     const std::vector<char> bytes(kBytes);
     for (std::uint64_t i = 0; i < 4; ++i) {
@@ -94,14 +98,14 @@ TEST(a_receiver_allows_more_when_messages_are_let_go_or_when_it_waits) {
     std::optional<Message> second = half.endpoint.take(1, 7, kForEver, nullptr);
     first.reset();
     second.reset();  // a quarter of the room is free again: worth a frame
-    CHECK_EQ(half.read_head().total_bytes, kRoom + 2 * cost_of_message(kBytes));
+    CHECK_EQ(half.read_head().total_bytes, kFirstRoom + 2 * cost_of_message(kBytes));
     for (std::uint64_t i = 4; i < 10; ++i) {
         const Descriptor head = piece_of(i, kBytes, 0, kBytes);
         half.write(&head, sizeof(head));
         half.write(bytes.data(), kBytes);
     }
     CHECK(!half.endpoint.take(1, 8, deadline_after(0.5), nullptr));  // what is kept fills the room
-    CHECK(half.read_head().total_bytes >= kRoom + 7 * cost_of_message(kBytes));
+    CHECK(half.read_head().total_bytes >= kFirstRoom + 7 * cost_of_message(kBytes));
 }
 
 TEST(what_is_no_frame_ends_the_endpoint) {
@@ -114,7 +118,7 @@ TEST(what_is_no_frame_ends_the_endpoint) {
     Descriptor unknown{};
     refused(unknown, "rank 1 are damaged: a frame of an unknown kind");
     refused(piece_of(3, 10, 0, 10), "piece 3 stands where piece 0");
-    refused(piece_of(0, kRoom, 0, kTcpPieceBytes + 1), "a piece of 524289 bytes");
+    refused(piece_of(0, kFirstRoom, 0, kTcpPieceBytes + 1), "a piece of 524289 bytes");
     refused(piece_of(0, 10, 5, 5), "does not continue");
     Descriptor reason{};
     reason.magic = kAbortedMagic;

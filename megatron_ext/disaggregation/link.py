@@ -20,7 +20,7 @@ import torch
 from megatron_ext.disaggregation.ranks import Place
 from megatron_ext.disaggregation.worlds import shared_store
 from megatron_ext.errors import TransportError
-from megatron_ext.transport.shm import SharedMemoryTransport
+from megatron_ext.transport.native_transport import NativeTransport
 
 if TYPE_CHECKING:
     from megatron_ext.disaggregation.job import Job
@@ -140,7 +140,7 @@ def _described(job: Job, rank: int) -> str:
 
 def _open(job: Job) -> Transport:
     names = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
-    transport = SharedMemoryTransport(
+    transport = NativeTransport(
         shared_store(),
         job.rank,
         _neighbours(job),

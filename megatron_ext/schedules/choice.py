@@ -34,10 +34,10 @@ __all__ = [
     "use_for_messages",
 ]
 
-TransportName = Literal["torch", "shm"]
+TransportName = Literal["torch", "auto", "shm", "tcp", "rdma"]
 
-TRANSPORTS: tuple[TransportName, ...] = ("torch", "shm")
-"""torch.distributed, the default; shared memory of one host."""
+TRANSPORTS: tuple[TransportName, ...] = ("torch", "auto", "shm", "tcp", "rdma")
+"""torch.distributed, the default; the native core over the best wire of each pair, or over one."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ class Choice:
     """What carries tensors between ranks."""
     dynamic: Dynamic | None = None
     """None: every rank runs the order of the table."""
+    node_ips: tuple[str, ...] = ()
+    """Addresses of the nodes or of the ranks, for wires between hosts; empty: found out."""
     _fills: dict[int, bool] = field(default_factory=dict, init=False, repr=False)
     """By number of micro-batches: whether all W of the table are ours, made by splitting."""
     _tables: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False)

@@ -69,8 +69,16 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
         "--pipeline-transport",
         choices=TRANSPORTS,
         help="What carries tensors between pipeline ranks, also those of Megatron's own schedules: "
-        f"torch.distributed, or shared memory, for ranks of one host on the CPU (default: "
-        f"{TRANSPORTS[0]}).",
+        "torch.distributed, or, on the CPU, shared memory of one host, TCP or RDMA; auto takes for "
+        f"each pair of ranks the best that it has (default: {TRANSPORTS[0]}; with --use-dpp: "
+        "auto).",
+    )
+    group.add_argument(
+        "--node-ips",
+        nargs="+",
+        metavar="ADDRESS",
+        help="Addresses for --pipeline-transport auto, tcp and rdma: one for each node, in the "
+        "order of ranks, or one for each rank (default: those on the way to MASTER_ADDR).",
     )
     group.add_argument(
         "--pipeline-costs",
@@ -136,6 +144,7 @@ def prepare(args: Namespace) -> None:
         _timeout_s(args),
         _transport(args),
         dynamic,
+        _node_ips(args),
     )
     _prove(args, choice, sizes)
     refuse_flags_of_table(name, args, choice.schedule(choice.num_microbatches))
@@ -177,7 +186,8 @@ def _prepare_messages(args: Namespace) -> None:
     """Let Megatron's own schedule send over `--pipeline-transport`, where that was asked for."""
     transport = _transport(args)
     if transport != TRANSPORTS[0]:
-        use_for_messages(stock.choice(args, transport, _timeout_s(args)))
+        choice = stock.choice(args, transport, _timeout_s(args))
+        use_for_messages(replace(choice, node_ips=_node_ips(args)))
 
 
 def _timeout_s(args: Namespace) -> float:
@@ -193,7 +203,7 @@ def _transport(args: Namespace) -> TransportName:
                 "--use-dpp chooses by what has arrived, which torch.distributed cannot tell; leave "
                 "--pipeline-transport torch out"
             )
-        name = name or "shm"
+        name = name or "auto"
     name = name or TRANSPORTS[0]
     if name != TRANSPORTS[0]:
         from megatron_ext.schedules.runtime.connect import why_not
@@ -201,7 +211,16 @@ def _transport(args: Namespace) -> TransportName:
         reason = why_not(name)
         if reason is not None:
             raise ArgumentsError(reason)
+    if name in ("torch", "shm") and _node_ips(args):
+        raise ArgumentsError(
+            f"--node-ips is for wires between hosts, --pipeline-transport {name} has none; take "
+            "--pipeline-transport auto, or leave --node-ips out"
+        )
     return name
+
+
+def _node_ips(args: Namespace) -> tuple[str, ...]:
+    return tuple(getattr(args, "node_ips", None) or ())
 
 
 def _options(args: Namespace, name: str | None) -> dict[str, Option]:

@@ -112,6 +112,9 @@ class Message:
     def shape(self) -> tuple[int, ...]:
         """As the sender gave it."""
 
+    def dlpack(self) -> object:
+        """Return a DLPack capsule on the bytes, which keeps them; to be taken once."""
+
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 

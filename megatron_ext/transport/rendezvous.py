@@ -1,9 +1,11 @@
 """How processes of one job find each other: addresses over a store, then sockets for each pair.
 
-Each process listens under a random abstract unix name, so there is no file to be left behind, and
-publishes it in the store together with a secret. Who connects has to know the secret of the other
-side and its own as the store has it. So processes of two jobs never meet, and neither do those of a
-job and of its former self under the same run id.
+Each process listens on a random abstract unix name, so there is no file to be left behind, and
+where it may have peers on other hosts on a TCP port that the kernel chooses, on one address only.
+It publishes both in the store together with a secret. Who connects has to know the secret of the
+other side and its own as the store has it, so processes of two jobs never meet, and neither do
+those of a job and of its former self under the same run id. Nothing that comes from a socket is
+more than compared, until it has.
 """
 
 from __future__ import annotations
@@ -12,22 +14,25 @@ import json
 import logging
 import os
 import secrets
+import select
 import socket
 import struct
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Protocol
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 from megatron_ext.errors import TransportError
-from megatron_ext.version import __version__
+from megatron_ext.transport.address import Address, Wire, address_towards, choose_wire
 
-__all__ = ["Store", "connect_local"]
+__all__ = ["Connection", "Store", "connect_peers"]
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 0.05
-_MAX_PACKET_BYTES = 1024
+_HELLO_BYTES = 1024
+_HELLO_S = 5.0
+"""How long a process that connected may take to say who it is; others wait meanwhile."""
 
 
 class Store(Protocol):
@@ -40,74 +45,77 @@ class Store(Protocol):
         """Return a value; waits until it is there, or raises RuntimeError after a while."""
 
 
-@dataclass(frozen=True)
-class _Address:
-    """What a process publishes. Names in /proc/net/unix are public, secrets are not."""
+class Connection(NamedTuple):
+    """A connected socket to a peer that has proved to be of this job, to be closed by its user."""
 
-    version: str
+    wire: str
+    """Which wire is to use it: shm (a unix socket), tcp or rdma (a TCP socket)."""
     host: str
-    boot_id: str
-    network: int
-    """Inode of the network namespace, within which abstract names are known."""
-    name: str
-    secret: str
+    """Of the peer."""
+    socket: socket.socket
 
-    @classmethod
-    def new(cls) -> _Address:
-        return cls(
-            version=__version__,
-            host=socket.gethostname(),
-            boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-            network=Path("/proc/self/ns/net").stat().st_ino,
-            name=f"megatron_ext-{secrets.token_hex(8)}",
-            secret=secrets.token_hex(16),
-        )
 
-    def reason_against(self, other: _Address) -> str | None:
-        """Why no memory can be shared with a process, if it cannot."""
-        if other.version != self.version:
-            return f"it runs megatron_ext {other.version}, this one {self.version}"
-        if (other.host, other.boot_id) != (self.host, self.boot_id):
-            return f"it runs on host {other.host}, this one on {self.host}"
-        if other.network != self.network:
-            return "it is in another network namespace; give both containers the host's network"
-        return None
+class _Listeners(NamedTuple):
+    unix: socket.socket
+    tcp: socket.socket | None
 
 
 class _Rendezvous:
     """One process's part in connecting to its peers."""
 
-    def __init__(self, store: Store, rank: int, run_id: str, timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, rank: int, run_id: str, timeout_s: float, mine: Address
+    ) -> None:
         self._store = store
         self._rank = rank
         self._prefix = f"mext/{run_id}/addr/"
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
-        self._mine = _Address.new()
+        self._mine = mine
 
-    def run(self, peers: Iterable[int]) -> dict[int, socket.socket]:
+    def run(self, peers: Iterable[int], ip: str | None) -> dict[int, Connection]:
         """Connect to all; the lower rank of each pair is the one that calls."""
         higher = sorted(peer for peer in peers if peer > self._rank)
         lower = {peer for peer in peers if peer < self._rank}
-        sockets: dict[int, socket.socket] = {}
-        with _socket() as listener:
-            listener.bind(f"\0{self._mine.name}")
-            listener.listen(max(len(lower), 1) + 8)
-            self._store.set(f"{self._prefix}{self._rank}", json.dumps(asdict(self._mine)))
-            try:
-                for peer in higher:
-                    sockets[peer] = self._call(peer)
-                while lower:
-                    self._answer_one(listener, lower, sockets)
-                for peer in higher:
-                    self._read_answer(peer, sockets[peer])
-            except BaseException:
-                for link in sockets.values():
-                    link.close()
-                raise
-        return sockets
+        made: dict[int, Connection] = {}
+        with ExitStack() as open_until_done, ExitStack() as closed_on_failure:
+            listeners = self._listen(open_until_done, len(lower), ip)
+            self._store.set(f"{self._prefix}{self._rank}", self._mine.dumps())
+            closed_on_failure.callback(_close_all, made)
+            for peer in sorted(lower):  # what cannot be is told by both sides
+                choose_wire(self._rank, self._mine, peer, self._address(peer))
+            for peer in higher:
+                made[peer] = self._call(peer)
+            while lower:
+                self._answer_one(listeners, lower, made)
+            for peer in higher:
+                self._read_answer(peer, made[peer].socket)
+            closed_on_failure.pop_all()
+        return made
 
-    def _address(self, peer: int) -> _Address:
+    def _listen(self, stack: ExitStack, num_lower: int, ip: str | None) -> _Listeners:
+        unix = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        unix.bind(f"\0{self._mine.name}")
+        unix.listen(num_lower + 8)
+        unix.setblocking(False)
+        tcp = None
+        if self._mine.wire != "shm":
+            ip = ip or address_towards()
+            family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+            tcp = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            try:
+                tcp.bind((ip, 0))
+            except OSError as error:
+                raise TransportError(
+                    f"rank {self._rank} cannot listen on {ip} of host {self._mine.host}: {error}; "
+                    f"--node-ips has to name an address of each host"
+                ) from error
+            tcp.listen(num_lower + 8)
+            tcp.setblocking(False)
+            self._mine = replace(self._mine, ip=ip, port=tcp.getsockname()[1])
+        return _Listeners(unix, tcp)
+
+    def _address(self, peer: int) -> Address:
         try:
             text = self._store.get(f"{self._prefix}{peer}")
         except RuntimeError as error:  # the store's own errors, time-outs among them
@@ -115,76 +123,117 @@ class _Rendezvous:
                 f"rank {peer} did not publish an address for rank {self._rank}: {error}"
             ) from error
         try:
-            address = _Address(**json.loads(text))
-        except (TypeError, ValueError) as error:
+            return Address.parse(text)
+        except ValueError as error:
             raise TransportError(
                 f"the address of rank {peer} cannot be read ({error}); install the same "
                 f"megatron_ext for all ranks"
             ) from error
-        reason = self._mine.reason_against(address)
-        if reason is not None:
-            raise TransportError(f"rank {self._rank} shares no memory with rank {peer}: {reason}")
-        return address
 
-    def _call(self, peer: int) -> socket.socket:
+    def _call(self, peer: int) -> Connection:
         """Connect and introduce ourselves. An address may be one of an earlier run: ask again."""
         while True:
             address = self._address(peer)
-            link = _socket()
+            wire, why = choose_wire(self._rank, self._mine, peer, address)
+            left_s = self._left_s(f"rank {peer} to listen")
             try:
-                link.settimeout(self._left_s(f"rank {peer} to listen"))
+                link = self._connected(wire, peer, address, left_s)
+            except ConnectionError:
+                time.sleep(_RETRY_S)
+                continue
+            except OSError as error:  # a time-out is one, and so is a route that is missing
+                raise TransportError(
+                    f"rank {self._rank} on host {self._mine.host} cannot connect to rank {peer} on "
+                    f"host {address.host} ({wire}, {address.ip or 'unix socket'}): {error}"
+                ) from error
+            _log.info("rank %d and rank %d: %s (%s)", self._rank, peer, wire, why)
+            return Connection(wire, address.host, link)
+
+    def _connected(self, wire: str, peer: int, address: Address, left_s: float) -> socket.socket:
+        hello = {"rank": self._rank, "mine": self._mine.secret, "yours": address.secret}
+        if wire == "shm":
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        else:
+            link = socket.create_connection(
+                (address.ip, address.port), left_s, source_address=(self._mine.ip, 0)
+            )
+        try:
+            link.settimeout(left_s)
+            if wire == "shm":
                 link.connect(f"\0{address.name}")
                 self._require_same_user(link, f"the process that listens as rank {peer}")
-                hello = {"rank": self._rank, "mine": self._mine.secret, "yours": address.secret}
-                link.sendall(json.dumps(hello).encode())
-            except ConnectionError:
-                link.close()
-                time.sleep(_RETRY_S)
-            except BaseException:
-                link.close()
-                raise
-            else:
-                return link
+            link.sendall(json.dumps(hello).encode() + b"\n")
+        except BaseException:
+            link.close()
+            raise
+        return link
 
     def _answer_one(
-        self, listener: socket.socket, lower: set[int], sockets: dict[int, socket.socket]
+        self, listeners: _Listeners, lower: set[int], made: dict[int, Connection]
     ) -> None:
         """Accept one connection; whoever is no peer is turned away."""
         waiting_for = f"rank {min(lower)} to connect"
-        listener.settimeout(self._left_s(waiting_for))
+        ready, _, _ = select.select(
+            [each for each in listeners if each is not None], [], [], self._left_s(waiting_for)
+        )
+        if not ready:
+            raise self._timed_out(waiting_for)
         try:
-            link, _ = listener.accept()
-        except TimeoutError as error:
-            raise self._timed_out(waiting_for) from error
+            link, _ = ready[0].accept()
+        except OSError:
+            return  # whoever it was has gone again
         try:
-            link.settimeout(self._left_s(waiting_for))
-            self._require_same_user(link, "a process")
-            hello = json.loads(link.recv(_MAX_PACKET_BYTES))
-            peer = hello["rank"]
-            known = peer in lower and secrets.compare_digest(
-                f"{hello['yours']} {hello['mine']}",
-                f"{self._mine.secret} {self._address(peer).secret}",
-            )
-            if not known:
-                raise TransportError("it does not know the secrets of this run")
+            link.settimeout(min(_HELLO_S, self._left_s(waiting_for)))
+            if link.family == socket.AF_UNIX:
+                self._require_same_user(link, "a process")
+            peer = self._read_hello(link, lower)
+            address = self._address(peer)
+            wire, _ = choose_wire(self._rank, self._mine, peer, address)
+            if (wire == "shm") != (link.family == socket.AF_UNIX):
+                raise TransportError(f"rank {peer} did not come over the wire {wire}")
             link.sendall(self._mine.secret.encode())
         except (TransportError, OSError, ValueError, KeyError, TypeError) as error:
             _log.warning("rank %d turned a connection away: %s", self._rank, error)
             link.close()
             return
         lower.remove(peer)
-        sockets[peer] = link
+        made[peer] = Connection(wire, address.host, link)
+
+    def _read_hello(self, link: socket.socket, lower: set[int]) -> int:
+        """Return the rank of a process that knows the secrets of both sides."""
+        text = b""
+        while not text.endswith(b"\n"):
+            part = link.recv(_HELLO_BYTES)
+            text += part
+            if not part or len(text) > _HELLO_BYTES:
+                raise TransportError("it did not say who it is")
+        hello = json.loads(text)
+        peer = hello["rank"]
+        known = peer in lower and secrets.compare_digest(
+            f"{hello['yours']} {hello['mine']}",
+            f"{self._mine.secret} {self._address(peer).secret}",
+        )
+        if not known:
+            raise TransportError("it does not know the secrets of this run")
+        return int(peer)
 
     def _read_answer(self, peer: int, link: socket.socket) -> None:
         waiting_for = f"rank {peer} to answer"
-        link.settimeout(self._left_s(waiting_for))
+        expected = self._address(peer).secret.encode()
+        answer = b""
         try:
-            answer = link.recv(_MAX_PACKET_BYTES)
+            # Not a byte more: what follows belongs to the wire.
+            while len(answer) < len(expected):
+                link.settimeout(self._left_s(waiting_for))
+                part = link.recv(len(expected) - len(answer))
+                if not part:
+                    break
+                answer += part
         except TimeoutError as error:
             raise self._timed_out(waiting_for) from error
         except ConnectionError:
             answer = b""
-        if answer != self._address(peer).secret.encode():
+        if not secrets.compare_digest(answer, expected):
             raise TransportError(
                 f"rank {peer} turned rank {self._rank} away, or ended; see what it logged"
             )
@@ -209,10 +258,23 @@ class _Rendezvous:
         )
 
 
-def connect_local(
-    store: Store, rank: int, peers: Iterable[int], *, run_id: str, timeout_s: float
-) -> dict[int, socket.socket]:
-    """Connect this process to peers on the same host.
+def _close_all(made: dict[int, Connection]) -> None:
+    for connection in made.values():
+        connection.socket.close()
+
+
+def connect_peers(
+    store: Store,
+    rank: int,
+    peers: Iterable[int],
+    *,
+    run_id: str,
+    timeout_s: float,
+    wire: Wire = "auto",
+    ip: str | None = None,
+    no_rdma: str = "it was not looked for",
+) -> dict[int, Connection]:
+    """Connect this process to peers of its job.
 
     Args:
         store: Where all of them publish their addresses. A rank that never comes is noticed by the
@@ -221,15 +283,16 @@ def connect_local(
         peers: Global ranks to connect to; each of them must name this one.
         run_id: Sets jobs apart that use one store. The same on all ranks.
         timeout_s: How long peers that have published their address may take.
+        wire: Which wire all pairs use; `auto`: each the best that it has. The same on all ranks.
+        ip: Address of this host to listen on and to call from. None: the one that others see on
+            the way to MASTER_ADDR.
+        no_rdma: Why this process has no RDMA; empty if it has.
 
     Returns:
-        For each peer a connected unix socket (SOCK_SEQPACKET), to be closed by the caller.
+        For each peer a connected socket and the wire that it is for.
 
     Raises:
-        TransportError: A peer does not come, or is not on this host; names it.
+        TransportError: A peer does not come, or the wire is not there; names it.
     """
-    return _Rendezvous(store, rank, run_id, timeout_s).run(frozenset(peers) - {rank})
-
-
-def _socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine = Address.new(wire, no_rdma)
+    return _Rendezvous(store, rank, run_id, timeout_s, mine).run(frozenset(peers) - {rank}, ip)

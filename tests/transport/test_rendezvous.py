@@ -7,11 +7,12 @@ import logging
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
 from megatron_ext.errors import TransportError
-from megatron_ext.transport.rendezvous import connect_local
+from megatron_ext.transport.rendezvous import connect_peers
 
 _PREFIX = "mext/run/addr/"
 
@@ -41,14 +42,18 @@ def store() -> MemoryStore:
     return MemoryStore()
 
 
-def connect(store, rank, peers, timeout_s=30.0, run_id="run"):
-    return connect_local(store, rank, peers, run_id=run_id, timeout_s=timeout_s)
+def connect(store, rank, peers, timeout_s=30.0, run_id="run", wire="shm", **options):
+    made = connect_peers(
+        store, rank, peers, run_id=run_id, timeout_s=timeout_s, wire=wire, **options
+    )
+    assert {connection.wire for connection in made.values()} <= {wire}
+    return {peer: connection.socket for peer, connection in made.items()}
 
 
-def connect_all(store, num_ranks, run_id="run"):
+def connect_all(store, num_ranks, run_id="run", wire="shm"):
     with ThreadPoolExecutor(num_ranks) as pool:
         futures = [
-            pool.submit(connect, store, rank, range(num_ranks), run_id=run_id)
+            pool.submit(connect, store, rank, range(num_ranks), run_id=run_id, wire=wire)
             for rank in range(num_ranks)
         ]
         return [future.result() for future in futures]
@@ -60,8 +65,9 @@ def close_all(links) -> None:
             link.close()
 
 
-def test_every_pair_is_connected(store) -> None:
-    links = connect_all(store, 5)
+@pytest.mark.parametrize("wire", ["shm", "tcp"])
+def test_every_pair_is_connected(store, wire) -> None:
+    links = connect_all(store, 5, wire=wire)
     for rank, sockets in enumerate(links):
         for peer, link in sockets.items():
             link.send(f"from {rank} to {peer}".encode())
@@ -79,9 +85,10 @@ def test_a_store_with_addresses_of_a_former_run_does_no_harm(store) -> None:
     close_all(links)
 
 
-def test_two_jobs_on_one_store_do_not_meet(store) -> None:
+@pytest.mark.parametrize("wire", ["shm", "tcp"])
+def test_two_jobs_on_one_store_do_not_meet(store, wire) -> None:
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda run_id: connect_all(store, 2, run_id), ["a", "b"])
+        first, second = pool.map(lambda run_id: connect_all(store, 2, run_id, wire), ["a", "b"])
     first[0][1].send(b"a")
     second[0][1].send(b"b")
     assert (first[1][0].recv(1), second[1][0].recv(1)) == (b"a", b"b")
@@ -105,17 +112,52 @@ def test_ranks_that_do_not_come_are_named(store) -> None:
         ("host", "elsewhere", "shares no memory with rank 1: it runs on host elsewhere"),
         ("boot_id", "other", "it runs on host"),
         ("network", 1, "another network namespace"),
-        ("version", "0.0", "it runs megatron_ext 0.0"),
+        ("version", "0.0", "rank 1 runs megatron_ext 0.0"),
+        ("wire", "tcp", "told to use the wire tcp, rank 0 shm; give all ranks the same"),
         ("secrets", "x", "cannot be read .* install the same megatron_ext"),
     ],
 )
 def test_processes_that_share_no_memory_are_refused(store, field, value, reason) -> None:
+    store.timeout_s = 0.05
     with pytest.raises(TransportError):
-        connect(store, 1, [0], timeout_s=0.05)
+        connect(store, 1, [0])
     address = json.loads(store.values[f"{_PREFIX}1"])
     store.set(f"{_PREFIX}1", json.dumps({**address, field: value}))
     with pytest.raises(TransportError, match=reason):
         connect(store, 0, [1], timeout_s=5)
+
+
+def test_an_address_of_another_host_is_refused(store) -> None:
+    with pytest.raises(TransportError, match=r"cannot listen on 192\.0\.2\.1 .* --node-ips"):
+        connect(store, 0, [1], wire="tcp", ip="192.0.2.1")
+
+
+def test_tcp_listens_on_the_chosen_address_only(store) -> None:
+    store.timeout_s = 0.05
+    with pytest.raises(TransportError, match="rank 0 did not publish"):
+        connect(store, 1, [0], wire="tcp", ip="127.0.0.2")
+    address = json.loads(store.values[f"{_PREFIX}1"])
+    assert (address["ip"], address["port"] > 0) == ("127.0.0.2", True)
+
+
+def test_strangers_at_the_port_are_turned_away(store, caplog) -> None:
+    caplog.set_level(logging.WARNING)
+    with ThreadPoolExecutor(2) as pool:
+        listening = pool.submit(connect, store, 1, [0], wire="tcp")
+        address = json.loads(store.get(f"{_PREFIX}1"))
+        store.set(f"{_PREFIX}0", json.dumps({**address, "secret": "0"}))
+        where = (address["ip"], address["port"])
+        for said in (b'{"rank": 0, "mine": "0", "yours": "?"}\n', b"GET /\n", b"x" * 2000, b""):
+            with socket.create_connection(where) as stranger:
+                stranger.sendall(said)
+                stranger.shutdown(socket.SHUT_WR)
+                with suppress(ConnectionResetError):  # it did not even read all
+                    assert stranger.recv(100) == b""
+        calling = pool.submit(connect, store, 0, [1], wire="tcp")
+        links = [calling.result(), listening.result()]
+    assert sorted(map(list, links)) == [[0], [1]]
+    assert caplog.text.count("turned a connection away") == 4
+    close_all(links)
 
 
 def test_whoever_does_not_know_the_secret_is_turned_away(store, caplog) -> None:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from megatron_ext import devices
 from megatron_ext.schedules.validate import validate
-from megatron_ext.transport.shm import SharedMemoryTransport
+from megatron_ext.transport.address import node_address
+from megatron_ext.transport.native_transport import NativeTransport
 from megatron_ext.transport.torch_dist import Channel, TorchTransport
 
 if TYPE_CHECKING:
@@ -59,12 +60,17 @@ def open_transport(
     me = dist.get_rank()
     # The number of the transport: a process that parses its arguments twice opens two.
     job = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
-    transport = SharedMemoryTransport(
+    world_size = dist.get_world_size()
+    transport = NativeTransport(
         dist.distributed_c10d._get_default_store(),
         me,
         {rank for channel in channels for rank in channel[:2]} - {me},
         run_id="/".join([*job, str(next(_opened))]),
         device=device,
+        wire=choice.transport,
+        ip=node_address(
+            choice.node_ips, me, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        ),
         slots=_slots(choice),
         slot_bytes=max(
             (math.prod(shape) * dtype.itemsize for shape in known if shape is not None),
@@ -80,10 +86,10 @@ def open_transport(
 def why_not(transport: TransportName) -> str | None:
     """Return why a transport cannot carry tensors of the device in use, with what can, or None."""
     device = devices.current().name
-    if transport == "shm" and device != "cpu":
+    if transport != "torch" and device != "cpu":
         return (
-            f"--pipeline-transport shm carries tensors of the CPU, this run is on {device}; take "
-            "--pipeline-transport torch"
+            f"--pipeline-transport {transport} carries tensors of the CPU, this run is on "
+            f"{device}; take --pipeline-transport torch"
         )
     return None
 

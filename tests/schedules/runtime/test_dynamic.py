@@ -179,7 +179,7 @@ def test_gpt_with_dropout_under_delays(num_ranks: int, flags: str) -> None:
     flags = DROPOUT + PP2 + VPP2.replace("1", "2") + flags
     found = train(num_ranks, flags + "--use-dpp ", mean_delay_s=1e-3)
     assert found.orders == ["hint", "table"], "for training, and for evaluation"
-    assert found.transports == ["SharedMemoryTransport"]
+    assert found.transports == ["NativeTransport"]
     assert_equal(found, stock(num_ranks, flags + "--microbatch-rng "))
 
 

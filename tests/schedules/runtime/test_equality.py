@@ -94,30 +94,36 @@ def test_dualpipe_is_half_the_pipeline_twice() -> None:
 
 @pytest.mark.parametrize("schedule", EVERY)
 @pytest.mark.parametrize(
-    ("ranks_per_stage", "flags"),
+    ("ranks_per_stage", "flags", "transport"),
     [
-        pytest.param(2, TP2, id="tp2-sequence-parallel"),
-        pytest.param(2, OVERLAP, id="dp2-overlap"),
-        pytest.param(2, SHARDED, id="dp2-distributed-optimizer-overlaps"),
-        pytest.param(1, RECOMPUTE, id="recompute"),
-        pytest.param(1, LLAMA, id="llama-untied"),
-        pytest.param(1, LLAMA + MOE, id="moe"),
+        pytest.param(2, TP2, "torch", id="tp2-sequence-parallel"),
+        pytest.param(2, OVERLAP, "shm", id="dp2-overlap-shm"),
+        pytest.param(2, SHARDED, "torch", id="dp2-distributed-optimizer-overlaps"),
+        pytest.param(1, RECOMPUTE, "tcp", id="recompute-tcp"),
+        pytest.param(1, LLAMA, "shm", id="llama-untied-shm"),
+        pytest.param(1, LLAMA + MOE, "torch", id="moe"),
     ],
 )
-def test_with_other_parallelism(schedule: str, ranks_per_stage: int, flags: str) -> None:
-    """Twins are two data-parallel replicas as they are."""
+def test_with_other_parallelism(
+    schedule: str, ranks_per_stage: int, flags: str, transport: str
+) -> None:
+    """Twins are two data-parallel replicas as they are. Every schedule runs over every wire."""
     twins = schedule in TWINS
     num_ranks = 4 * (2 if TP2 in flags else 1) if twins else 2 * ranks_per_stage
     flags = f"{GPT}{UNCLIPPED}{EIGHT_LAYERS}--global-batch-size 16 {flags}"
-    check(num_ranks, schedule, flags, theirs=PP2, ours=PP4 if twins else PP2)
+    ours = (PP4 if twins else PP2) + f"--pipeline-transport {transport} "
+    check(num_ranks, schedule, flags, theirs=PP2, ours=ours)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "bitpipe"])
-def test_over_shared_memory(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "transport"),
+    [("1f1b", "shm"), ("interleaved", "auto"), ("zb-v", "tcp"), ("bitpipe", "shm")],
+)
+def test_training_and_evaluation_over_the_native_core(schedule: str, transport: str) -> None:
     flags = GPT.replace("--eval-iters 0", "--eval-iters 1") + UNCLIPPED + EIGHT_LAYERS
-    ours = (PP4 if schedule in TWINS else PP2) + "--pipeline-transport shm "
+    ours = (PP4 if schedule in TWINS else PP2) + f"--pipeline-transport {transport} "
     found = train(4, f"{flags}{ours}--pipeline-schedule {schedule} ")
-    assert found.transports == ["SharedMemoryTransport"]
+    assert found.transports == ["NativeTransport"]
     assert found.tables[1:] == ["forward-only"]
     assert_equal(found, stock(4, flags + PP2))
 

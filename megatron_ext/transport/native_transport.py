@@ -1,14 +1,16 @@
-"""The transport between processes of one host: arenas in shared memory, one copy for each message.
+"""The transport of the native core: messages in any order, over the wire that each pair has.
 
-The receiver owns the memory that a message is written to. A message that fits a slot is received
-without another copy: the tensor stands on the slot, which is free again when the last tensor that
-shares it is gone. Whoever keeps half of all slots that way gets copies from then on, so keeping
-tensors never stops a sender.
+Between processes of one host the receiver owns the memory that a message is written to. A message
+that fits a slot is received without another copy: the tensor stands on the slot, which is free
+again when the last tensor that shares it is gone. Whoever keeps half of all slots that way gets
+copies from then on, so keeping tensors never stops a sender. Between hosts messages go over TCP or
+RDMA, with the same room for each peer.
 """
 
 from __future__ import annotations
 
-import socket
+import logging
+import os
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -24,39 +26,29 @@ from megatron_ext.errors import (
     TransportTimeout,
 )
 from megatron_ext.transport.base import Expected, Key, Stats
+from megatron_ext.transport.dtypes import CODE_OF, DTYPE_OF, FROM_DLPACK
 from megatron_ext.transport.native import require_native
-from megatron_ext.transport.rendezvous import Store, connect_local
+from megatron_ext.transport.rendezvous import Connection, Store, connect_peers
 
 if TYPE_CHECKING:
-    from megatron_ext.transport._C import Endpoint, Message
+    from megatron_ext.transport._C import Endpoint, Link, Message, PeerReport
+    from megatron_ext.transport.address import Wire
 
-__all__ = ["SharedMemoryTransport"]
+__all__ = ["NativeTransport"]
+
+_log = logging.getLogger(__name__)
 
 # A tag is, from the highest bit: kind 2, part 3, stage 12, micro-batch 24, step 23.
 _KINDS = {"F": 0, "B": 1, "C": 2}
 _MAX_PARTS, _MAX_STAGES, _MAX_MICROBATCHES, _NUM_STEPS = 1 << 3, 1 << 12, 1 << 24, 1 << 23
 
-# DLPack's type codes.
-_CODES = {
-    torch.int8: 0, torch.int16: 0, torch.int32: 0, torch.int64: 0,
-    torch.uint8: 1, torch.uint16: 1, torch.uint32: 1, torch.uint64: 1,
-    torch.float16: 2, torch.float32: 2, torch.float64: 2,
-    torch.bfloat16: 4,
-    torch.complex64: 5, torch.complex128: 5,
-    torch.bool: 6,
-    torch.float8_e4m3fn: 10, torch.float8_e4m3fnuz: 11,
-    torch.float8_e5m2: 12, torch.float8_e5m2fnuz: 13,
-}  # fmt: skip
-_DTYPE_TO_CODE = {dtype: (code, dtype.itemsize * 8) for dtype, code in _CODES.items()}
-_CODE_TO_DTYPE = {code: dtype for dtype, code in _DTYPE_TO_CODE.items()}
 
+class NativeTransport:
+    """Tensors between processes, in any order.
 
-class SharedMemoryTransport:
-    """Tensors between processes of one host, in any order.
-
-    A send is done when it returns if the receiver has a free slot; otherwise the tensor is kept and
-    goes on whenever this process calls anything here. All peers are connected by the constructor,
-    so all of them have to construct theirs.
+    A send is done when it returns if the receiver has room; otherwise the tensor is kept and a
+    thread of the core goes on with it, whatever this process does meanwhile. All peers are
+    connected by the constructor, so all of them have to construct theirs.
 
     Args:
         store: Where processes find each other, for example the store of torch.distributed.
@@ -64,17 +56,20 @@ class SharedMemoryTransport:
         peers: Global ranks that it exchanges messages with; each has to name this one. A rank may
             send to itself without being named.
         run_id: Sets jobs apart that share a store. The same on all ranks.
-        device: Where tensors are. Only the CPU's memory can be shared so far.
+        device: Where tensors are. Only the CPU's can be sent so far.
+        wire: What carries messages: shm, tcp, rdma, or for each pair the best that it has (auto).
         slots: Room for messages of each peer, 2 or more. Half of it can be held by tensors that
             were received; the other half carries what comes meanwhile.
         slot_bytes: Room for each. Best is the usual size of a message: longer ones go through in
             pieces and are copied once more.
         connect_timeout_s: How long to wait for the peers.
         checksums: Whether messages carry a checksum, to find faulty memory. Costs about a copy.
+        ip: Address of this host for peers on others; None: the one on the way to MASTER_ADDR.
+        silence_s: A peer on another host that answers nothing for so long is taken for dead.
 
     Raises:
-        TransportError: The native core is missing, a peer does not come or is on another host,
-            there is not enough memory, or the device is not the CPU.
+        TransportError: The native core is missing, a peer does not come or cannot be reached over
+            the wire, there is not enough memory, or the device is not the CPU.
     """
 
     def __init__(
@@ -85,39 +80,64 @@ class SharedMemoryTransport:
         *,
         run_id: str,
         device: torch.device,
+        wire: Wire = "auto",
         slots: int = 16,
         slot_bytes: int = 1 << 20,
         connect_timeout_s: float = 60.0,
         checksums: bool = False,
+        ip: str | None = None,
+        silence_s: float = 15.0,
     ) -> None:
         _require_cpu(device)
         self._rank = rank
         self._slots = slots
-        self._host = socket.gethostname()
         self._endpoint: Endpoint | None = require_native().Endpoint(
             rank, slots, slot_bytes, checksums
         )
         self._given_up: str | None = None
+        self._warned = False
         self._step = 0
         self._expected: dict[tuple[int, int], Expected] = {}
         """By source and tag: what was announced and not received."""
         self._told: dict[tuple[int, int], None] = {}
         """Arrivals that the core named and that `poll` did not return, in order."""
         self._stats = Stats()
-        sockets = connect_local(store, rank, peers, run_id=run_id, timeout_s=connect_timeout_s)
-        self._connect(sockets, connect_timeout_s)
+        connections = connect_peers(
+            store, rank, peers, run_id=run_id, timeout_s=connect_timeout_s, wire=wire, ip=ip,
+            no_rdma=_why_no_rdma(ip) if wire in ("auto", "rdma") else "it was not looked for",
+        )  # fmt: skip
+        self._hosts = {peer: connection.host for peer, connection in connections.items()}
+        self._connect(connections, ip, connect_timeout_s, silence_s)
 
-    def _connect(self, sockets: dict[int, socket.socket], timeout_s: float) -> None:
-        endpoint = self._usable()
+    def _connect(
+        self,
+        connections: dict[int, Connection],
+        ip: str | None,
+        timeout_s: float,
+        silence_s: float,
+    ) -> None:
+        """Make the links. Those that peers make together are begun everywhere, then finished."""
+        native, endpoint = require_native(), self._usable()
+        links: dict[int, Link] = {}
         try:
-            native = require_native()
-            links = {peer: native.ShmLink(endpoint, peer, link) for peer, link in sockets.items()}
-            for peer, offered in links.items():
-                offered.accept(timeout_s)
-                endpoint.add(peer, offered)
+            for peer, (wire, _, socket) in connections.items():
+                if wire == "shm":
+                    links[peer] = native.ShmLink(endpoint, peer, socket)
+                elif wire == "tcp":
+                    links[peer] = native.TcpLink(endpoint, peer, socket, silence_s)
+                else:
+                    rail = int(os.environ.get("LOCAL_RANK", "0"))
+                    links[peer] = native.RdmaLink(endpoint, peer, socket, ip or "", rail, silence_s)
+            for peer, link in sorted(links.items()):
+                if isinstance(link, native.ShmLink):
+                    link.accept(timeout_s)
+                elif isinstance(link, native.RdmaLink):
+                    link.connect(timeout_s)
+                    _log.info("rank %d and rank %d: %s", self._rank, peer, link.text)
+                endpoint.add(peer, link)
         finally:
-            for link in sockets.values():
-                link.close()
+            for connection in connections.values():
+                connection.socket.close()
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step. Messages of peers that are ahead may be here already."""
@@ -125,45 +145,52 @@ class SharedMemoryTransport:
         if self._expected:
             left = next(iter(self._expected.values()))
             raise TransportError(f"{left.key} of the step before was never received")
+        self._warn_if_narrow(slots)
         self._step = (self._step + 1) % _NUM_STEPS
         self._expected = {(item.source, self._tag(item.key)): item for item in expected}
 
     def isend(self, tensor: torch.Tensor, target: int, key: Key) -> None:
         """Send a tensor. It is copied at once, or kept until there is room for it."""
         endpoint = self._usable()
-        _require_cpu(tensor.device)
+        if not tensor.is_cpu:
+            _require_cpu(tensor.device)
         tensor = tensor.detach().contiguous()  # the caller may swap the `data` of its own
-        code = _DTYPE_TO_CODE.get(tensor.dtype)
+        code = CODE_OF.get(tensor.dtype)
         if code is None:
             raise TransportError(f"{key}: tensors of {tensor.dtype} cannot be sent")
+        num_bytes = tensor.nbytes
         try:
             endpoint.send(
-                target, self._tag(key), code, tuple(tensor.shape),
-                tensor.data_ptr(), tensor.nbytes, tensor,
-            )  # fmt: skip
+                target, self._tag(key), code, tensor.shape, tensor.data_ptr(), num_bytes, tensor
+            )
         except TransportError as error:
-            raise self._failure(f"{key} cannot be sent to rank {target}", target, error) from error
+            what = f"{key} cannot be sent to rank {target}"
+            raise self._failure(what, target, key, error) from error
         self._stats.messages += 1
-        self._stats.bytes += tensor.nbytes
+        self._stats.bytes += num_bytes
 
     def recv(self, source: int, key: Key, timeout_s: float) -> torch.Tensor:
         """Return a tensor when it is there; it shares its memory with nobody who writes."""
         endpoint = self._usable()
-        name = (source, self._tag(key))
+        tag = self._tag(key)
+        name = (source, tag)
         expected = self._expected.get(name)
         if expected is None:
             raise TransportError(f"{key} is not expected from rank {source} in this step")
         begin = time.perf_counter()
-        message = endpoint.take(*name, timeout_s)
+        message = endpoint.take(source, tag, timeout_s)
         waited_s = time.perf_counter() - begin
         self._stats.waited_s += waited_s
         if message is None:
             what = f"{key} did not come from rank {source}: waited {waited_s:.1f} s"
-            raise self._failure(what, source, timeout_s)
+            raise self._failure(what, source, key, timeout_s)
         del self._expected[name]
-        self._told.pop(name, None)
+        if self._told:
+            self._told.pop(name, None)
         tensor = _tensor(message)
-        if tensor.dtype != expected.dtype or expected.shape not in (None, tuple(tensor.shape)):
+        if tensor.dtype != expected.dtype or (
+            expected.shape is not None and expected.shape != tensor.shape
+        ):
             raise MessageMismatch(
                 f"{key} from rank {source} has shape {tuple(tensor.shape)} and {tensor.dtype}, "
                 f"expected shape {expected.shape or 'any'} and {expected.dtype}; give all ranks "
@@ -200,7 +227,7 @@ class SharedMemoryTransport:
         if not flushed:
             target = next(peer.rank for peer in endpoint.peers() if peer.num_queued)
             what = f"rank {target} did not take what was sent to it: waited {waited_s:.1f} s"
-            raise self._failure(what, target, timeout_s)
+            raise self._failure(what, target, None, timeout_s)
 
     def abort(self, reason: str) -> None:
         """Give up for good: peers that wait are told at once, and so is every later call here."""
@@ -245,51 +272,79 @@ class SharedMemoryTransport:
         waited_s = time.perf_counter() - begin
         what = f"no message can arrive: waited {waited_s:.1f} s"
         if any(report.state in ("died", "aborted") for report in reports):
-            raise self._failure(what, self._rank, 0.0)
+            raise self._failure(what, self._rank, None, 0.0)
         if reports and all(report.state == "closed" for report in reports):
             raise PeerClosed(f"{what}, all peers closed their transports")
 
-    def _failure(self, what: str, peer: int, cause: float | TransportError) -> TransportError:
+    def _failure(
+        self, what: str, peer: int, key: Key | None, cause: float | TransportError
+    ) -> TransportError:
         """The exception for a call that failed because of the state of `peer`, or of any.
 
         Args:
             what: What did not happen.
             peer: The rank that it needed.
+            key: The message that it needed.
             cause: How many seconds it was to wait at most, or what the core says.
         """
-        where = f"(shared memory of host {self._host})"
+        if key is not None:
+            what = f"{what} (tag {self._tag(key):#x})"
         reports = self._usable().peers()
         for report in reports:
             if report.state == "aborted":
-                return PeerAborted(f"{what}; gave up {where}: {report.reason}")
+                return PeerAborted(f"{what}; {self._place(report)} gave up: {report.reason}")
         for report in reports:
+            why = f" ({report.reason})" if report.reason else ""
             if report.state == "died":
-                return PeerDied(f"{what}; rank {report.rank} died {where}")
+                return PeerDied(f"{what}; {self._place(report)} died{why}")
             if report.state == "closed" and report.rank == peer:
-                return PeerClosed(f"{what}; rank {peer} closed its transport {where}")
+                return PeerClosed(f"{what}; {self._place(report)} closed its transport")
         if isinstance(cause, TransportError):
             return TransportError(f"{what}: {cause}")
         links = "; ".join(
-            f"rank {report.rank} ({report.state}): {report.num_arrived} messages arrived and not "
-            f"taken, {report.num_held} of {self._slots} slots in use, {report.num_queued} messages "
-            f"to it queued"
+            f"{self._place(report)} is {report.state}: {report.num_arrived} messages arrived and "
+            f"not taken, {report.num_held} of {self._slots} slots in use, {report.num_queued} "
+            f"messages to it queued"
             for report in reports
         )
-        return TransportTimeout(f"{what} of {cause:g} s {where}; {links or 'no peers'}")
+        return TransportTimeout(f"{what} of {cause:g} s; {links or 'there are no peers'}")
+
+    def _place(self, report: PeerReport) -> str:
+        return f"rank {report.rank} on host {self._hosts[report.rank]} (wire {report.wire})"
+
+    def _warn_if_narrow(self, slots: int) -> None:
+        """Say once if messages will wait at their sender: `slots` of each of two kinds."""
+        if 2 * slots > self._slots and not self._warned:
+            self._warned = True
+            _log.warning(
+                "rank %d has room for %d messages of each peer, and up to %d may be under way: "
+                "some will wait at their sender, and cross while it computes",
+                self._rank, self._slots, 2 * slots,
+            )  # fmt: skip
 
 
 def _require_cpu(device: torch.device) -> None:
     if device.type != "cpu":
         raise TransportError(
-            f"tensors on {device} cannot go through shared memory, which holds those of the CPU "
+            f"tensors on {device} cannot be sent by the native core, which takes those of the CPU "
             f"only; take --pipeline-transport torch"
         )
 
 
+def _why_no_rdma(ip: str | None) -> str:
+    """Why this process cannot use RDMA; empty if it can."""
+    from megatron_ext.transport.rdma_probe import probe
+
+    result = probe(ip)
+    return "" if result.usable else result.reason
+
+
 def _tensor(message: Message) -> torch.Tensor:
     """A tensor on the memory of a message. It is no view: Megatron refuses to free views."""
-    dtype = _CODE_TO_DTYPE[message.dtype]
-    tensor = torch.empty(0, dtype=dtype)
+    code = message.dtype
+    if code in FROM_DLPACK and len(message) > 0:
+        return torch._C._from_dlpack(message.dlpack())
+    tensor = torch.empty(0, dtype=DTYPE_OF[code])
     if len(message) == 0:
         return tensor.reshape(message.shape)
     raw = torch.frombuffer(message, dtype=torch.uint8)

@@ -1,0 +1,65 @@
+#include <fcntl.h>
+#include <sys/socket.h>
+
+#include <memory>
+
+#include "check.h"
+#include "core/fork_guard.h"
+#include "core/unique_fd.h"
+
+using namespace megatron_ext;
+using megatron_ext::testing::fork_child;
+using megatron_ext::testing::join_child;
+
+namespace {
+
+struct Pair {
+    Pair() {
+        int fds[2];
+        CHECK(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0);
+        left.reset(fds[0]);
+        right.reset(fds[1]);
+    }
+    UniqueFd left;
+    UniqueFd right;
+};
+
+/// Whether a child that lives on would keep the connection open.
+bool child_holds(Pair& pair) {
+    int fds[2];
+    CHECK(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0);
+    UniqueFd mine(fds[0]);
+    UniqueFd theirs(fds[1]);
+    char byte = 0;
+    const pid_t child = fork_child([&] {
+        mine.reset();
+        pair.right.reset();
+        CHECK(::write(theirs.get(), "r", 1) == 1);
+        CHECK(::read(theirs.get(), &byte, 1) == 0);
+        CHECK(::fcntl(pair.left.get(), F_GETFD) == FD_CLOEXEC);  // something is there to be closed
+    });
+    CHECK(::read(mine.get(), &byte, 1) == 1);
+    pair.left.reset();
+    const bool ended = ::recv(pair.right.get(), &byte, 1, MSG_DONTWAIT) == 0;
+    mine.reset();
+    CHECK_EQ(join_child(child), 0);
+    return !ended;
+}
+
+}  // namespace
+
+TEST(a_child_keeps_a_connection_open_unless_it_is_guarded) {
+    Pair plain;
+    CHECK(child_holds(plain));
+    Pair guarded;
+    const auto guard = std::make_unique<ForkGuard>(guarded.left.get());
+    CHECK(!child_holds(guarded));
+}
+
+TEST(a_guard_that_is_gone_has_no_effect) {
+    Pair pair;
+    {
+        const ForkGuard guard(pair.left.get());
+    }
+    CHECK(child_holds(pair));
+}

@@ -1,0 +1,193 @@
+"""What processes publish so that others reach them, and which wire each pair uses."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_ext.errors import TransportError
+from megatron_ext.version import __version__
+
+__all__ = ["WIRES", "Address", "Wire", "choose_wire", "node_address"]
+
+Wire = Literal["auto", "shm", "tcp", "rdma"]
+WIRES: tuple[Wire, ...] = ("auto", "shm", "tcp", "rdma")
+
+
+@dataclass(frozen=True)
+class Address:
+    """What a process publishes. Names in /proc/net/unix and ports are public, secrets are not."""
+
+    version: str
+    byte_order: str
+    wire: str
+    """Which wire it was told to use."""
+    host: str
+    boot_id: str
+    network: int
+    """Inode of the network namespace, within which abstract names are known."""
+    name: str
+    """Of its unix socket, in the abstract namespace."""
+    secret: str
+    ip: str = ""
+    """Where it listens for TCP; empty if it does not."""
+    port: int = 0
+    no_rdma: str = "it was not looked for"
+    """Why it has no RDMA; empty if it has."""
+
+    @classmethod
+    def new(cls, wire: Wire, no_rdma: str = "it was not looked for") -> Address:
+        """Return the address of this process, which listens nowhere yet."""
+        return cls(
+            version=__version__,
+            byte_order=sys.byteorder,
+            wire=wire,
+            host=socket.gethostname(),
+            boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            network=Path("/proc/self/ns/net").stat().st_ino,
+            name=f"megatron_ext-{secrets.token_hex(8)}",
+            secret=secrets.token_hex(16),
+            no_rdma=no_rdma,
+        )
+
+    @classmethod
+    def parse(cls, text: bytes | str) -> Address:
+        """Read what `dumps` wrote.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        try:
+            return cls(**json.loads(text))
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+    def dumps(self) -> str:
+        """Write it down for `parse`."""
+        return json.dumps(asdict(self))
+
+    def _why_no_memory_with(self, other: Address) -> str | None:
+        """Why no memory can be shared with a process, if it cannot."""
+        if (other.host, other.boot_id) != (self.host, self.boot_id):
+            return f"it runs on host {other.host}, this one on {self.host}"
+        if other.network != self.network:
+            return "it is in another network namespace; give both containers the host's network"
+        return None
+
+
+def choose_wire(rank: int, mine: Address, peer: int, theirs: Address) -> tuple[str, str]:
+    """Choose the wire between this process and another one; both come to the same answer.
+
+    Args:
+        rank: Global rank of this process.
+        mine: Its address.
+        peer: Global rank of the other one.
+        theirs: Its address.
+
+    Returns:
+        shm, tcp or rdma, and why.
+
+    Raises:
+        TransportError: The wire that was asked for is not there, or the two were asked for
+            different ones or are of different versions; says which and why.
+    """
+    if (theirs.version, theirs.byte_order) != (mine.version, mine.byte_order):
+        raise TransportError(
+            f"rank {peer} runs megatron_ext {theirs.version} ({theirs.byte_order} endian), rank "
+            f"{rank} {mine.version} ({mine.byte_order} endian); install the same on all hosts"
+        )
+    if theirs.wire != mine.wire:
+        raise TransportError(
+            f"rank {peer} was told to use the wire {theirs.wire}, rank {rank} {mine.wire}; give "
+            f"all ranks the same --pipeline-transport"
+        )
+    no_memory = mine._why_no_memory_with(theirs)
+    no_rdma = [
+        f"host {address.host} has no RDMA: {address.no_rdma}"
+        for address in (mine, theirs)
+        if address.no_rdma
+    ]
+    if mine.wire == "shm" and no_memory is not None:
+        raise TransportError(
+            f"rank {rank} shares no memory with rank {peer}: {no_memory}; take "
+            f"--pipeline-transport auto"
+        )
+    if mine.wire == "rdma" and no_rdma:
+        raise TransportError(
+            f"rank {rank} cannot reach rank {peer} over RDMA: {'; '.join(no_rdma)}. Take "
+            f"--pipeline-transport auto, or mend that"
+        )
+    if mine.wire != "auto":
+        return mine.wire, "as asked for"
+    if no_memory is None:
+        return "shm", "they are on one host"
+    return ("tcp", "; ".join(no_rdma)) if no_rdma else ("rdma", no_memory)
+
+
+def node_address(
+    node_ips: Sequence[str], rank: int, world_size: int, local_world_size: int
+) -> str | None:
+    """Return the IP address of this rank's host, from `--node-ips`.
+
+    Args:
+        node_ips: One for each node, in the order of ranks, or one for each rank; may be empty.
+            Addresses, or names of hosts.
+        rank: Global rank.
+        world_size: Number of ranks.
+        local_world_size: Ranks on each node.
+
+    Raises:
+        TransportError: There are more or fewer, or that of this host cannot be used.
+    """
+    if not node_ips:
+        return None
+    num_nodes = max(1, world_size // local_world_size)
+    if len(node_ips) == world_size:
+        return _resolved(node_ips[rank], num_nodes)
+    if len(node_ips) == num_nodes:
+        return _resolved(node_ips[rank // local_world_size], num_nodes)
+    raise TransportError(
+        f"--node-ips has {len(node_ips)} addresses; give one for each of the {num_nodes} nodes or "
+        f"for each of the {world_size} ranks"
+    )
+
+
+def _resolved(name: str, num_nodes: int) -> str:
+    """The IP address of this host, given as such or by name."""
+    try:
+        ip = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise TransportError(f"--node-ips: {name} is no address or host: {error}") from error
+    if num_nodes > 1 and ipaddress.ip_address(ip).is_loopback:
+        raise TransportError(
+            f"--node-ips: {name} is {ip} on this host, which the other {num_nodes - 1} cannot "
+            f"reach; give the address that they see"
+        )
+    return ip
+
+
+def address_towards(host: str | None = None) -> str:
+    """Return the address of this host that others see on the way to a host.
+
+    Args:
+        host: None: the one of the rendezvous (MASTER_ADDR), or else this one.
+    """
+    host = host or os.environ.get("MASTER_ADDR") or "localhost"
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise TransportError(
+            f"no address of this host leads to {host} ({error}); name the addresses of the hosts "
+            f"with --node-ips"
+        ) from error
