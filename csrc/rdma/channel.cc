@@ -163,6 +163,27 @@ void RdmaChannel::accept_offer(const Offer& offer) {
     remote_key_ = offer.key;
 }
 
+/// Pairs of a source of ours and one of theirs that may reach each other. Both ends go through the
+/// same pairs in the same order: the better both are, the earlier.
+std::vector<std::pair<std::size_t, std::size_t>> RdmaChannel::pairs_with(const Offer& theirs,
+                                                                         bool is_first) const {
+    std::vector<std::pair<std::size_t, std::size_t>> pairs;
+    for (std::size_t i = 0; i < sources_.size(); ++i) {
+        for (std::size_t j = 0; j < theirs.num_sources; ++j) {
+            if (sources_[i].link_layer == theirs.sources[j].link_layer &&
+                sources_[i].gid.kind() == theirs.target(j).gid.kind()) {
+                pairs.emplace_back(i, j);
+            }
+        }
+    }
+    const auto rank = [&](const std::pair<std::size_t, std::size_t>& pair) {
+        return std::pair(pair.first + pair.second, is_first ? pair.first : pair.second);
+    };
+    std::sort(pairs.begin(), pairs.end(),
+              [&](const auto& left, const auto& right) { return rank(left) < rank(right); });
+    return pairs;
+}
+
 Arena RdmaChannel::outbox_arena() const { return attach_again(mirror_.fd()); }
 
 void RdmaChannel::connect(const Exchange& exchange, bool is_first) {
@@ -173,23 +194,8 @@ void RdmaChannel::connect(const Exchange& exchange, bool is_first) {
     std::memcpy(&theirs, answer.data(), std::min(answer.size(), sizeof(theirs)));
     accept_offer(theirs);
 
-    // Both ends go through the same pairs in the same order: the better both are, the earlier.
-    std::vector<std::pair<std::size_t, std::size_t>> pairs;
-    const auto rank = [&](const std::pair<std::size_t, std::size_t>& pair) {
-        return std::pair(pair.first + pair.second, is_first ? pair.first : pair.second);
-    };
-    for (std::size_t i = 0; i < sources_.size(); ++i) {
-        for (std::size_t j = 0; j < theirs.num_sources; ++j) {
-            if (sources_[i].link_layer == theirs.sources[j].link_layer &&
-                sources_[i].gid.kind() == theirs.target(j).gid.kind()) {
-                pairs.emplace_back(i, j);
-            }
-        }
-    }
-    std::sort(pairs.begin(), pairs.end(),
-              [&](const auto& left, const auto& right) { return rank(left) < rank(right); });
     std::string failures;
-    for (const auto& [i, j] : pairs) {
+    for (const auto& [i, j] : pairs_with(theirs, is_first)) {
         // Both are ready to receive before either may write.
         std::string failure =
             try_together(exchange, peer_, [&] { queue_pair_.begin(sources_[i]); });

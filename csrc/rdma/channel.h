@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/arena.h"
@@ -72,6 +73,8 @@ class RdmaChannel {
     QueuePair::Depth depth() const noexcept;
     Offer make_offer() const;
     void accept_offer(const Offer& offer);
+    std::vector<std::pair<std::size_t, std::size_t>> pairs_with(const Offer& theirs,
+                                                                bool is_first) const;
     void write_piece(std::uint32_t slot);
     void return_credits();
     void arrived(std::uint32_t immediate);

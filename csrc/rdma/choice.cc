@@ -143,6 +143,55 @@ std::string reason_against(const RdmaPort& port, const RdmaSettings& settings,
     return "has no RoCE v2 GID of a network between hosts" + have;
 }
 
+/// Goes through the devices and keeps what can be used, and why the rest cannot.
+struct Search {
+    void look_at(const RdmaDevice& device) {
+        if (!is_allowed(settings, device.name, 0)) {
+            reject(device.name, "is not in MEGATRON_EXT_IB_HCA");
+        } else if (!device.error.empty()) {
+            reject(device.name, "cannot be used: " + device.error);
+            remedy_of_device = device.remedy;
+        }
+        for (const RdmaPort& port : device.ports) {
+            if (is_allowed(settings, device.name, port.number)) {
+                look_at(device, port);
+            }
+        }
+    }
+
+    void look_at(const RdmaDevice& device, const RdmaPort& port) {
+        const std::string who = device.name + " port " + std::to_string(port.number);
+        if (port.state != verbs::kPortActive) {
+            reject(who, std::string("is ") + port.state_name());
+            return;
+        }
+        PortSources found = sources_of(device, port, settings, wanted, sysfs);
+        if (found.sources.empty()) {
+            reject(who, reason_against(port, settings, address));
+        } else {
+            usable.push_back(std::move(found));
+        }
+    }
+
+    void reject(const std::string& who, const std::string& why) {
+        reasons += (reasons.empty() ? "" : "; ") + who + " " + why;
+    }
+
+    std::string remedy() const {
+        return remedy_of_device.empty()
+                   ? "give the port an address, and bring its link up (`rdma link`)"
+                   : remedy_of_device;
+    }
+
+    const RdmaSettings& settings;
+    const std::string& address;
+    std::optional<Gid> wanted;  ///< of `address`, if there is one
+    const std::string& sysfs;
+    std::vector<PortSources> usable;
+    std::string reasons;
+    std::string remedy_of_device;
+};
+
 }  // namespace
 
 std::string RdmaSource::text() const {
@@ -153,47 +202,21 @@ std::string RdmaSource::text() const {
 std::vector<RdmaSource> choose_sources(const std::vector<RdmaDevice>& devices,
                                        const RdmaSettings& settings, const std::string& address,
                                        unsigned rail, const std::string& sysfs) {
-    std::optional<Gid> wanted;
-    if (!address.empty() && !(wanted = gid_of_address(address))) {
+    Search search{settings, address, {}, sysfs, {}, "", ""};
+    if (!address.empty() && !(search.wanted = gid_of_address(address))) {
         throw std::invalid_argument("the address of a node must be an IPv4 or IPv6 address, got '" +
                                     address + "'");
     }
-    std::vector<PortSources> usable;
-    std::string reasons;
-    std::string remedy = "give the port an address and bring its link up (`rdma link`, `ip addr`)";
-    const auto reject = [&](const std::string& who, const std::string& why) {
-        reasons += (reasons.empty() ? "" : "; ") + who + " " + why;
-    };
-    for (const RdmaDevice& device : devices) {
-        if (!is_allowed(settings, device.name, 0)) {
-            reject(device.name, "is not in MEGATRON_EXT_IB_HCA");
-        } else if (!device.error.empty()) {
-            reject(device.name, "cannot be used: " + device.error);
-            remedy = device.remedy;
-        }
-        for (const RdmaPort& port : device.ports) {
-            const std::string who = device.name + " port " + std::to_string(port.number);
-            if (!is_allowed(settings, device.name, port.number)) {
-                continue;
-            }
-            if (port.state != verbs::kPortActive) {
-                reject(who, std::string("is ") + port.state_name());
-                continue;
-            }
-            PortSources sources = sources_of(device, port, settings, wanted, sysfs);
-            if (sources.sources.empty()) {
-                reject(who, reason_against(port, settings, address));
-            } else {
-                usable.push_back(std::move(sources));
-            }
-        }
+    if (devices.empty()) {
+        throw RdmaError("this host has no RDMA device",
+                        "load the driver of the adapter, or use the tcp wire");
     }
+    for (const RdmaDevice& device : devices) {
+        search.look_at(device);
+    }
+    std::vector<PortSources>& usable = search.usable;
     if (usable.empty()) {
-        if (devices.empty()) {
-            throw RdmaError("this host has no RDMA device",
-                            "load the driver of the adapter, or use the tcp wire");
-        }
-        throw RdmaError("no RDMA port can be used: " + reasons, remedy);
+        throw RdmaError("no RDMA port can be used: " + search.reasons, search.remedy());
     }
     std::stable_sort(usable.begin(), usable.end(), [](const auto& left, const auto& right) {
         return left.worth > right.worth;

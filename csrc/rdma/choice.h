@@ -29,8 +29,8 @@ struct RdmaSource {
 ///
 /// On Ethernet a source is a RoCE v2 GID: the one of `address` if that is given; else IPv4 before
 /// global IPv6 before link-local, without those of containers' bridges. On InfiniBand it is GID 0,
-/// and `address` that of an interface of the device (`netdevs_of_address`, which are looked up in
-/// `sysfs`). Ports of equal worth are dealt out by `rail`, usually the local rank.
+/// and `address` that of a network interface of the device, as `sysfs` tells. Ports of equal worth
+/// are dealt out by `rail`, usually the local rank.
 ///
 /// Throws RdmaError if there is none; it says why for each device.
 std::vector<RdmaSource> choose_sources(const std::vector<RdmaDevice>& devices,
