@@ -8,7 +8,6 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import LaunchError
@@ -109,7 +108,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         run_id=runs.new_run_id(),
         nodes=nodes,
         command=("true",),
-        workdir=str(Path.cwd()),
+        workdir="/",
         python=args.python,
         per_node=True,
     )

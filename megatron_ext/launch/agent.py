@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from megatron_ext.launch import operations, probe, process, protocol, runs
@@ -33,6 +34,7 @@ _FORWARD_S = 0.05
 _ALIVE_S = 2.0
 _TAIL_LINES = 50
 _GOODBYE_S = 5.0
+_CANNOT_START = 127  # as a shell says it
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -95,6 +97,7 @@ class Agent:
         self._run_id: str = request["run_id"]
         self._node: int = request["node"]
         self._log_dir = operations.log_dir(request)
+        self._owns_log_dir = False
         self._child: subprocess.Popen[bytes] | None = None
         self._stop_reason: str | None = None
         self._kill_at: float | None = None
@@ -112,15 +115,22 @@ class Agent:
         send(self._output, hello)
         start = self._await_start()
         if start is None:
-            operations.forget(self._log_dir)
+            if self._owns_log_dir:
+                operations.forget(self._log_dir)
             return 0
-        self._start(start, hello)
-        logs = LogFiles(self._log_dir, start["first_rank"], start["show"], self._plain_logs(start))
+        try:
+            self._start(start, hello)
+        except OSError as error:
+            why = f"{start['argv'][0]} cannot be started: {error.strerror}"
+            send(self._output, {**self._ended(_CANNOT_START), "tail": [why]})
+            return 0
+        logs = LogFiles(self._log_dir, start["first_rank"], start["show"], self._plain_logs())
         forwarder = Forwarder(self._output, logs)
         code = self._supervise()
         self._end_everything()
         ended = self._report(code, start["first_rank"])
-        runs.write_json(self._log_dir / "ended.json", ended)
+        with suppress(OSError):  # a full disk: the launcher is told all the same
+            runs.write_json(self._log_dir / "ended.json", ended)
         forwarder.close(ended)
         return 0
 
@@ -138,9 +148,12 @@ class Agent:
         me = process.find(os.getpid())
         assert me is not None
         try:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
+            self._log_dir.mkdir(parents=True)
+            self._owns_log_dir = True
             entry = {"pid": me.pid, "start": me.start, "run_id": self._run_id, "node": self._node}
             runs.write_json(self._log_dir / "agent.json", entry)
+        except FileExistsError:
+            return f"{self._log_dir} is the directory of another run"
         except OSError as error:
             return f"logs cannot be written to {self._log_dir}: {error.strerror}"
         return None
@@ -189,10 +202,8 @@ class Agent:
     def _own_log(self) -> str:
         return "output.log" if self._request["per_node"] else "torchrun.log"
 
-    def _plain_logs(self, start: protocol.Message) -> dict[str, str]:
-        if self._request["per_node"]:
-            return {"output.log": ""}
-        return {"torchrun.log": "torchrun"} if start["show_torchrun"] else {}
+    def _plain_logs(self) -> dict[str, str]:
+        return {"output.log": ""} if self._request["per_node"] else {}
 
     def _watch_signals(self) -> None:
         signal.set_wakeup_fd(self._wakeup_end, warn_on_full_buffer=False)
@@ -266,15 +277,18 @@ class Agent:
                 return
             process.end(left, timeout_s=2.0)
 
-    def _report(self, code: int, first_rank: int) -> protocol.Message:
-        """How the job ended here."""
-        ended: protocol.Message = {
+    def _ended(self, code: int) -> protocol.Message:
+        return {
             "kind": "ended",
             "code": code,
             "stopped": self._stop_reason,
             "time": time.time(),
             "what": self._own_log().partition(".")[0],
         }
+
+    def _report(self, code: int, first_rank: int) -> protocol.Message:
+        """How the job ended here."""
+        ended = self._ended(code)
         if code == 0 or self._stop_reason is not None:
             return ended
         try:

@@ -340,7 +340,10 @@ async def _launch(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> int:
         _say(f"warning: {warning}")
     _say(f"run {plan.run_id}: {plan.summary()}")
     outcome = await _supervised(plan, connections, findings, ssh, show)
-    (directory / "result.json").write_text(outcome.to_json(), encoding="utf-8")
+    try:
+        (directory / "result.json").write_text(outcome.to_json(), encoding="utf-8")
+    except OSError as error:
+        _say(f"warning: {directory / 'result.json'} cannot be written: {error.strerror}")
     _tell(plan, outcome)
     return outcome.code
 

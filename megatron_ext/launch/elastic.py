@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["main"]
@@ -31,7 +32,8 @@ def main() -> int:
             "pid": failure.pid,
             "exit_code": failure.exitcode,
         }
-        report.write_text(json.dumps(found), encoding="utf-8")
+        with suppress(OSError):  # a full disk, which may be why the rank failed
+            report.write_text(json.dumps(found), encoding="utf-8")
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + int(error.sigval)

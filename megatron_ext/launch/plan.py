@@ -125,13 +125,6 @@ class Plan:
         """Return the global rank of a host's first process."""
         return sum(node.nproc for node in self.nodes[:index])
 
-    def host_of(self, rank: int) -> str:
-        """Return the name of the host that has a global rank."""
-        for index, node in enumerate(self.nodes):
-            if rank < self.first_rank(index) + node.nproc:
-                return node.host.name
-        raise LaunchError(f"there is no rank {rank}; the job has {self.world_size}")
-
     def with_devices(self, counts: Sequence[int]) -> Plan:
         """Return the plan with the numbers of devices that the hosts found filled in.
 

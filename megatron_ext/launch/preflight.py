@@ -174,7 +174,7 @@ def _problems_of(plan: Plan, index: int, found: dict[str, Any]) -> list[str]:
     """What one host alone is wrong about."""
     problems = []
     if found["log_error"] is not None:
-        problems.append(f"{found['log_error']}; make room there, or take another --log-dir")
+        problems.append(f"{found['log_error']}; take another --run-id or --log-dir, or make room")
     elif found["free_bytes"] < MIN_FREE_BYTES:
         problems.append(
             f"only {found['free_bytes'] >> 20} MiB are free for logs in {found['log_dir']}; make "

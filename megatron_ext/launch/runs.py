@@ -12,7 +12,15 @@ from typing import Any
 
 from megatron_ext.errors import LaunchError
 
-__all__ = ["load_plan", "new_run_id", "node_dir_name", "run_dir", "runs_root", "write_json"]
+__all__ = [
+    "check_run_id",
+    "load_plan",
+    "new_run_id",
+    "node_dir_name",
+    "run_dir",
+    "runs_root",
+    "write_json",
+]
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

@@ -136,6 +136,8 @@ class Job:
     def _watch_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in _STOPPING:
+            if signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup, or a shell's background job
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number))
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -158,7 +160,6 @@ class Job:
             "env": {"PYTHONUNBUFFERED": "1"},  # lines of a rank are shown when they are written
             "first_rank": first,
             "show": [r - first for r in show if first <= r < first + plan.nodes[index].nproc],
-            "show_torchrun": False,
         })  # fmt: skip
 
     async def _heartbeat(self) -> None:

@@ -26,7 +26,7 @@ class Chunk:
     """New lines of one file."""
 
     source: str
-    """Whose they are: a global rank, or `torchrun`."""
+    """Whose they are: a global rank, or nothing for a command."""
     data: bytes
     """Whole lines, with their ends."""
 

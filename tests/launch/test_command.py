@@ -272,3 +272,16 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(30) == 128 + signal.SIGINT
         assert time.monotonic() - begin < 30  # half of the grace
+
+
+def test_a_run_id_belongs_to_one_run() -> None:
+    assert launch("a", "--per-node", "--run-id", "r4", "--", "true").returncode == 0
+    [line] = in_other_words(launch("a", "--per-node", "--run-id", "r4", "--", "true"))
+    assert "a: " in line
+    assert "is the directory of another run" in line
+    assert Path("runs/r4/000-a/agent.json").exists()
+    Path("broken").write_text("no program")
+    Path("broken").chmod(0o755)
+    done = launch("a", "--per-node", "--", "./broken")
+    assert done.returncode == 127
+    assert "| ./broken cannot be started: Exec format error" in done.stderr

@@ -23,7 +23,7 @@ def read(logs: LogFiles, *, final: bool = False) -> list[tuple[str, bytes]]:
 
 
 def test_lines_are_handed_on_whole_and_only_of_the_ranks_asked_for(tmp_path: Path) -> None:
-    logs = LogFiles(tmp_path, 4, [1], {"torchrun.log": "torchrun"})
+    logs = LogFiles(tmp_path, 4, [1], {"output.log": ""})
     assert read(logs) == []  # there are no files yet
     rank_log(tmp_path, 0).write_bytes(b"not shown\n")
     with rank_log(tmp_path, 1).open("wb", buffering=0) as file:
@@ -31,8 +31,8 @@ def test_lines_are_handed_on_whole_and_only_of_the_ranks_asked_for(tmp_path: Pat
         assert read(logs) == [("5", b"one\n")]
         assert read(logs) == []
         file.write(b"o\nthree")
-        (tmp_path / "torchrun.log").write_bytes(b"hello\n")
-        assert sorted(read(logs)) == [("5", b"two\n"), ("torchrun", b"hello\n")]
+        (tmp_path / "output.log").write_bytes(b"hello\n")
+        assert sorted(read(logs)) == [("", b"hello\n"), ("5", b"two\n")]
         assert read(logs, final=True) == [("5", b"three\n")]
     logs.close()
 

@@ -112,7 +112,7 @@ def test_uneven_hosts_have_to_be_allowed() -> None:
     with pytest.raises(LaunchError, match=r"different numbers .*node1 8, node2 4.*--allow-uneven"):
         plan.check(allow_uneven=False)
     plan.check(allow_uneven=True)
-    assert (plan.world_size, plan.first_rank(1), plan.host_of(8)) == (12, 8, "node2")
+    assert (plan.world_size, plan.first_rank(1)) == (12, 8)
     assert plan.master_address == "10.0.0.1"
     assert plan.environment(1) == {"NCCL_DEBUG": "WARN"}
     assert "--master-addr 10.0.0.1" in plan.dry_run()
