@@ -306,12 +306,17 @@ def add_computed_flags(plan: Plan, num_microbatches: int | None) -> Plan:
     transport = flag_value(flags, "--pipeline-transport")
     several = len(plan.nodes) > 1
     if several and transport in BETWEEN_HOSTS and flag_value(flags, "--node-ips") is None:
-        added += ["--node-ips", *(_wire_address(node.host) for node in plan.nodes)]
+        added += ["--node-ips", *_wire_addresses(plan.nodes)]
     return replace(plan, command=(*plan.command, *added))
 
 
-def _wire_address(host: Host) -> str:
-    return host.rdma[0] if host.rdma else host.address
+def _wire_addresses(nodes: Sequence[Node]) -> list[str]:
+    """One address for each host, or for each rank where hosts have different numbers of them."""
+    addresses = [node.host.rdma[0] if node.host.rdma else node.host.address for node in nodes]
+    if len({node.nproc for node in nodes}) == 1:
+        return addresses
+    pairs = zip(nodes, addresses, strict=True)
+    return [address for node, address in pairs for _ in range(node.nproc)]
 
 
 def flag_value(flags: Sequence[str], name: str) -> str | None:

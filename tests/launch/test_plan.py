@@ -89,6 +89,10 @@ def test_a_transport_between_hosts_gets_their_addresses(transport: str) -> None:
     text = "a:1 addr=10.0.0.1 rdma=10.1.0.1\nb:1 addr=10.0.0.2"
     plan = plan_of(text, f"train.py --pipeline-transport {transport}")
     assert add_computed_flags(plan, None).command[-3:] == ("--node-ips", "10.1.0.1", "10.0.0.2")
+    uneven = plan_of(text.replace("a:1", "a:2"), f"train.py --pipeline-transport {transport}")
+    assert add_computed_flags(uneven, None).command[-4:] == (
+        "--node-ips", "10.1.0.1", "10.1.0.1", "10.0.0.2",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
