@@ -88,6 +88,28 @@ def _update(
     return result
 
 
+def _has_table() -> bool:
+    from megatron_ext.schedules import choice
+
+    return choice.current() is not None
+
+
+def _scalars(
+    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: _Kwargs
+) -> Any:
+    """Write ours at the iterations at which Megatron logs, with its writers."""
+    from megatron.training import global_vars
+
+    from megatron_ext.trace import scalars
+
+    result = call(*args, **kwargs)
+    iteration = args[3] if len(args) > 3 else kwargs["iteration"]
+    if iteration % global_vars.get_args().log_interval == 0:
+        writers = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
+        scalars.report(iteration, *writers)
+    return result
+
+
 def _forward(
     call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: _Kwargs
 ) -> Any:
@@ -137,6 +159,14 @@ PATCHES = (
         when=_is_observing,
         feature="trace",
         reason="records the reduction of gradients at the end of a step",
+    ),
+    Patch(
+        id="trace.scalars",
+        target="megatron.training.training:training_log",
+        fn=_scalars,
+        when=_has_table,
+        feature="trace",
+        reason="writes bubble, traffic and order to Megatron's TensorBoard and W&B writers",
     ),
     *(
         Patch(

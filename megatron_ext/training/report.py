@@ -23,6 +23,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from megatron_ext.disaggregation import job as disaggregation
 from megatron_ext.errors import UserError
+from megatron_ext.trace import scalars
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -64,6 +65,8 @@ class Reporter:
         self._track_auxiliary_losses(iteration)
         if iteration % args.log_interval == 0 or self.first:
             self._print_line(iteration, result)
+        if iteration % args.log_interval == 0:
+            scalars.report(iteration, self.writer, None)
         self.first = False
 
     def evaluation(self, label: str, iteration: int, losses: Mapping[str, float]) -> None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.placement import Placement
     from megatron_ext.transport.base import Transport
 
-__all__ = ["forward_backward", "tell_measured"]
+__all__ = ["forward_backward", "tell_measured", "totals"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -208,6 +208,14 @@ class _Runtime:
 
 
 _runtimes: dict[tuple[int, int], _Runtime] = {}
+
+
+def totals() -> tuple[Measured, int]:
+    """Return what the training steps of this process did so far, and the bytes that it sent."""
+    together = Measured()
+    for runtime in _runtimes.values():
+        together.add(runtime.measured)
+    return together, sum(runtime.transport.stats().bytes for runtime in _runtimes.values())
 
 
 def tell_measured() -> None:
