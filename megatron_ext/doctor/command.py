@@ -11,12 +11,11 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import LaunchError
-from megatron_ext.launch import runs
-from megatron_ext.launch.command import add_hosts, nodes_of, ssh_of
-from megatron_ext.launch.plan import Plan
+from megatron_ext.launch.command import add_hosts
 
 if TYPE_CHECKING:
     from megatron_ext.doctor.finding import Finding
+    from megatron_ext.launch.plan import Plan
 
 __all__ = ["add_subcommand", "run"]
 
@@ -59,6 +58,7 @@ def _positive(text: str) -> int:
 def findings(args: argparse.Namespace) -> Iterator[Finding]:
     """Run all checks that the flags ask for, one after the other."""
     from megatron_ext.doctor import hosts, machine, software
+    from megatron_ext.launch.start import ssh_of
 
     yield from software.check_versions()
     yield from software.check_tree()
@@ -102,7 +102,15 @@ def _sizes(args: argparse.Namespace) -> Any:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    """A plan that starts nothing: it is only asked whether it could."""
+    """A plan that starts nothing: it is only asked whether it could.
+
+    Raises:
+        LaunchError: Something is wrong with the hostfile.
+    """
+    from megatron_ext.launch import runs
+    from megatron_ext.launch.plan import Plan
+    from megatron_ext.launch.start import nodes_of
+
     nodes = tuple(replace(node, nproc=1) for node in nodes_of(args))
     return Plan(
         run_id=runs.new_run_id(),
@@ -116,8 +124,10 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 def run(args: argparse.Namespace) -> int:
     """Print what all checks found; return 1 if one of them failed."""
-    nodes_of(args) if args.hostfile is not None else None  # mistakes in it are told at once
+    # Mistakes are told at once.
     _sizes(args)
+    if args.hostfile is not None:
+        _plan(args)
     found = []
     for finding in findings(args):
         found.append(finding)

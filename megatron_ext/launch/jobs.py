@@ -1,4 +1,4 @@
-"""The subcommands `stop`, `status`, `logs` and `collect`: what is done with a job by its run id.
+"""What `stop`, `status`, `logs` and `collect` do with a job, by its run id.
 
 They read the plan that `launch` wrote on this machine, and ask an agent on each host.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import shlex
 import signal
 import sys
 import time
@@ -25,34 +24,10 @@ from megatron_ext.launch.connection import Connection, ConnectionLost
 from megatron_ext.launch.hostfile import Host
 from megatron_ext.launch.ssh import Ssh, explain
 
-__all__ = ["add_subcommands"]
+__all__ = ["COMMANDS"]
 
-_Subparsers = Any  # argparse._SubParsersAction is private
 _POLL_S = 0.1
 _PATTERNS = ("benchmark/*", "benchmark/*/*")
-
-
-def add_subcommands(subparsers: _Subparsers) -> None:
-    """Register the four commands."""
-    stop = _add(subparsers, "stop", "stop a launched job, exactly that one", _stop)
-    stop.add_argument("--grace", type=float, metavar="S", help="seconds before killing it")
-    _add(subparsers, "status", "show what runs of a launched job, host by host", _status)
-    logs = _add(subparsers, "logs", "show the end of a job's logs, from every host", _logs)
-    logs.add_argument("--rank", type=int, metavar="R", help="of this rank (default: torchrun's)")
-    logs.add_argument("--lines", type=int, default=20, metavar="N", help="how many (default: 20)")
-    collect = _add(subparsers, "collect", "fetch a job's logs and traces from all hosts", _collect)
-    collect.add_argument("--to", type=Path, metavar="DIR", help="where to (default: collected-ID)")
-
-
-def _add(
-    subparsers: _Subparsers, name: str, text: str, run: Callable[[argparse.Namespace], int]
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=text + ".")
-    parser.add_argument("run_id", metavar="RUN_ID", help="as launch printed it")
-    parser.add_argument("--ssh-cmd", default="ssh", metavar="COMMAND", help="as for launch")
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="for each host")
-    parser.set_defaults(run=run)
-    return parser
 
 
 class _Run:
@@ -61,7 +36,7 @@ class _Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.plan = runs.load_plan(args.run_id)
         self.nodes: list[dict[str, Any]] = self.plan["nodes"]
-        self._ssh = Ssh(tuple(shlex.split(args.ssh_cmd)))
+        self._ssh = Ssh.parse(args.ssh_cmd)
         self._timeout_s: float = args.timeout
 
     def launcher(self) -> process.Process | None:
@@ -237,3 +212,12 @@ def _collect(args: argparse.Namespace) -> int:
         return f"{run.nodes[index]['host']}: {answer['files']} files in {answer['path']}"
 
     return _print_all(run.on_all(ask), text)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "stop": _stop,
+    "status": _status,
+    "logs": _logs,
+    "collect": _collect,
+}
+"""Subcommand -> what runs it; each returns an exit code."""

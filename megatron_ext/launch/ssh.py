@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_ext.errors import LaunchError
+
 if TYPE_CHECKING:
     from megatron_ext.launch.hostfile import Host
 
@@ -30,6 +32,21 @@ class Ssh:
     command: tuple[str, ...] = ("ssh",)
     """The ssh program, with options of the user's own (`--ssh-cmd`)."""
     connect_timeout_s: int = 10
+
+    @classmethod
+    def parse(cls, command: str, connect_timeout_s: int = 10) -> Ssh:
+        """Read the value of `--ssh-cmd`.
+
+        Raises:
+            LaunchError: It is empty or has an open quote.
+        """
+        try:
+            words = tuple(shlex.split(command))
+        except ValueError as error:
+            raise LaunchError(f"--ssh-cmd {command!r}: {error}; close the quote") from None
+        if not words:
+            raise LaunchError("--ssh-cmd is empty; give a program like ssh")
+        return cls(words, connect_timeout_s)
 
     def argv(self, host: Host, remote: Sequence[str]) -> list[str]:
         """Return the command that runs `remote` on a host, its words quoted for the login shell."""

@@ -1,0 +1,274 @@
+"""What `launch` does: from its flags to a plan, from the plan to a job that ended."""
+
+
+# ruff: noqa: T201 - commands report on stdout and stderr
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import sys
+from dataclasses import replace
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.errors import LaunchError
+from megatron_ext.launch import hostfile, preflight, process, push, runs
+from megatron_ext.launch.display import Display
+from megatron_ext.launch.plan import Node, Plan, add_computed_flags
+from megatron_ext.launch.ssh import Ssh
+from megatron_ext.launch.supervise import Job, Outcome
+
+if TYPE_CHECKING:
+    from megatron_ext.launch.connection import Connection
+
+__all__ = ["is_this_machine", "make_plan", "nodes_of", "run", "ssh_of"]
+
+FORWARDED = (
+    "NCCL_", "MCCL_", "GLOO_", "UCX_", "TORCH_", "CUDA_", "MUSA_", "OMP_", "MEGATRON_EXT_", "HF_",
+)  # fmt: skip
+"""Prefixes of the environment variables that every host gets from the launcher's environment."""
+_FORWARDED_NAMES = ("PYTHONPATH", "PYTHONWARNINGS", "MEGATRON_LM_PATH")
+_NOT_FORWARDED = (
+    "MEGATRON_EXT_RUNS", process.RUN_ID, process.NODE, process.AGENT_PID
+)  # fmt: skip
+_DEFAULTS = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "OMP_NUM_THREADS": "1",
+    # Every rank would warn of kernels that are not installed and of deprecated calls in Megatron.
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+def is_this_machine(host: hostfile.Host) -> bool:
+    """Whether a host is the machine that this runs on, so that no ssh is needed.
+
+    Only addresses and own names are looked at: nothing is resolved, and no network card guessed.
+    """
+    if host.name in ("localhost", socket.gethostname()):
+        return True
+    try:
+        address = ip_address(host.name)
+    except ValueError:
+        return False
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host.name, 0))
+        except OSError:
+            return False
+    return True
+
+
+def nodes_of(args: argparse.Namespace, nproc: int | None = None) -> tuple[Node, ...]:
+    """Return the hosts that the flags name.
+
+    Raises:
+        LaunchError: There is no hostfile, or something is wrong with it.
+    """
+    if args.hostfile is None:
+        raise LaunchError("--hostfile is missing; write one host on a line, `localhost` will do")
+    hosts = hostfile.select(hostfile.read(args.hostfile), args.include, args.exclude)
+    if nproc is not None and not 1 <= nproc <= hostfile.MAX_SLOTS:
+        raise LaunchError(f"--nproc is {nproc}; it is a number from 1 to {hostfile.MAX_SLOTS}")
+    return tuple(
+        Node(
+            host,
+            nproc=(len(host.devices) if host.devices else nproc or host.slots or 0),
+            local=is_this_machine(host),
+        )
+        for host in hosts
+    )
+
+
+def ssh_of(args: argparse.Namespace) -> Ssh:
+    """Return how the flags say that hosts are reached.
+
+    Raises:
+        LaunchError: The command is empty or has an open quote.
+    """
+    return Ssh.parse(args.ssh_cmd, max(1, min(10, int(args.preflight_timeout))))
+
+
+def _environment(args: argparse.Namespace) -> dict[str, str]:
+    variables = dict(_DEFAULTS)
+    for name, value in os.environ.items():
+        named = name.startswith(FORWARDED) or name in _FORWARDED_NAMES
+        if named and name not in _NOT_FORWARDED:
+            variables[name] = value
+    for assignment in args.env:
+        name, equals, value = assignment.partition("=")
+        if not equals or not name.isidentifier():
+            raise LaunchError(f"--env {assignment!r} is no NAME=VALUE; write for example --env A=1")
+        variables[name] = value
+    return variables
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """Return the plan that the flags describe; numbers of processes may still be open.
+
+    Raises:
+        LaunchError: Something is missing or contradictory.
+    """
+    words = args.command_words[1:] if args.command_words[:1] == ["--"] else args.command_words
+    if not words:
+        raise LaunchError(
+            "nothing to run; name a script after --, as in `-- pretrain_gpt.py --num-layers 8`"
+        )
+    if not args.per_node and not words[0].endswith(".py"):
+        raise LaunchError(
+            f"{words[0]} is no Python script; torchrun needs one (SCRIPT.py), or run any command "
+            f"once on each host with --per-node"
+        )
+    if args.master_port is not None and not 1 <= args.master_port <= 65535:
+        raise LaunchError(f"--master-port is {args.master_port}; it is a port from 1 to 65535")
+    if args.log_dir is not None and not Path(args.log_dir).is_absolute():
+        raise LaunchError(f"--log-dir {args.log_dir} is relative; hosts need an absolute path")
+    nodes = nodes_of(args, args.nproc)
+    if args.per_node:
+        nodes = tuple(replace(node, nproc=1) for node in nodes)
+    plan = Plan(
+        run_id=runs.check_run_id(args.run_id) if args.run_id else runs.new_run_id(),
+        nodes=nodes,
+        command=tuple(words),
+        workdir=str(Path.cwd()),
+        python=args.python,
+        env=_environment(args),
+        master_port=args.master_port,
+        per_node=args.per_node,
+        embedded=args.embedded,
+        log_root=args.log_dir,
+        grace_s=args.grace,
+    )
+    plan.check(allow_uneven=args.allow_uneven)
+    return plan
+
+
+def _completed(plan: Plan, args: argparse.Namespace) -> Plan:
+    """The plan with all numbers known: checked, and with computed flags."""
+    plan.check(allow_uneven=args.allow_uneven)
+    return plan if plan.per_node else add_computed_flags(plan, args.num_microbatches)
+
+
+def _shown_ranks(text: str, world_size: int) -> list[int]:
+    if text == "all":
+        return list(range(world_size))
+    ranks = set()
+    for word in text.split(","):
+        rank = world_size - 1 if word == "last" else int(word) if word.isdecimal() else -1
+        if not 0 <= rank < world_size:
+            raise LaunchError(
+                f"--show names {word!r}; say all, or ranks from 0 to {world_size - 1} and last"
+            )
+        ranks.add(rank)
+    return sorted(ranks)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `launch`.
+
+    Raises:
+        LaunchError: The job cannot be started as asked; nothing of it runs.
+    """
+    plan = make_plan(args)
+    ssh = ssh_of(args)
+    if args.dry_run:
+        open_hosts = [node.host.name for node in plan.nodes if node.nproc == 0]
+        if open_hosts:
+            raise LaunchError(
+                f"--dry-run asks no host, so it cannot count the devices of "
+                f"{', '.join(open_hosts)}; give slots=N in the hostfile, or --nproc N"
+            )
+        print(_completed(plan, args).dry_run(), end="")
+        return 0
+    _show_own_log()
+    # Problems that need no host are told before any is asked.
+    if all(node.nproc for node in plan.nodes):
+        _shown_ranks(args.show, _completed(plan, args).world_size)
+    return asyncio.run(_launch(plan, args, ssh))
+
+
+def _show_own_log() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("megatron-ext: %(message)s"))
+    logger = logging.getLogger("megatron_ext")
+    logger.handlers, logger.propagate = [handler], False
+
+
+def _say(text: str) -> None:
+    print(f"megatron-ext: {text}", file=sys.stderr, flush=True)
+
+
+async def _launch(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> int:
+    if args.push:
+        size = await push.push(plan, ssh, args.preflight_timeout)
+        _say(f"copied {size / 1e6:.1f} MB to the hosts")
+    connections, findings = await preflight.meet(plan, ssh, args.preflight_timeout)
+    try:
+        plan = _completed(plan.with_devices([found["devices"] for found in findings]), args)
+        show = _shown_ranks(args.show, plan.world_size)
+        directory = _record(plan)
+    except BaseException:
+        await asyncio.gather(*(connection.close() for connection in connections))
+        raise
+    for warning in preflight.warnings(plan, findings):
+        _say(f"warning: {warning}")
+    _say(f"run {plan.run_id}: {plan.summary()}")
+    outcome = await _supervised(plan, connections, findings, ssh, show)
+    try:
+        (directory / "result.json").write_text(outcome.to_json(), encoding="utf-8")
+    except OSError as error:
+        _say(f"warning: {directory / 'result.json'} cannot be written: {error.strerror}")
+    _tell(plan, outcome)
+    return outcome.code
+
+
+async def _supervised(
+    plan: Plan,
+    connections: list[Connection],
+    findings: list[dict[str, Any]],
+    ssh: Ssh,
+    show: list[int],
+) -> Outcome:
+    display = Display(sys.stdout.buffer)
+    try:
+        return await Job(plan, connections, findings, display, ssh).run(show)
+    finally:
+        await asyncio.to_thread(display.close)
+        if display.left_out:
+            _say(f"{display.left_out} lines were not shown, because nobody took them in time")
+
+
+def _record(plan: Plan) -> Path:
+    """Write what later commands need to know of this run."""
+    directory = runs.run_dir(plan.run_id)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if (directory / "plan.json").exists():
+            raise LaunchError(f"there is a run {plan.run_id} already; give another --run-id")
+        me = process.find(os.getpid())
+        assert me is not None
+        runs.write_json(directory / "plan.json", plan.to_json())
+        runs.write_json(directory / "launcher.json", {"pid": me.pid, "start": me.start})
+    except OSError as error:
+        raise LaunchError(
+            f"{directory} cannot be written: {error.strerror}; make room, or set "
+            f"MEGATRON_EXT_RUNS to another directory"
+        ) from None
+    return directory
+
+
+def _tell(plan: Plan, outcome: Outcome) -> None:
+    logs = f"logs: megatron-ext logs {plan.run_id}"
+    if outcome.failure is not None:
+        for line in outcome.failure.tail:
+            _say(f"| {line}")
+        _say(f"failed first: {outcome.failure}; the job was stopped on all hosts; {logs}")
+    elif outcome.stopped_by is not None:
+        _say(f"stopped by {outcome.stopped_by}; {logs}")
+    else:
+        _say(f"run {plan.run_id} ended well; {logs}")
