@@ -1,9 +1,11 @@
-"""Patches on the distributed optimizer with torch's Adam (no Transformer Engine, no Apex).
+"""Patches on the distributed optimizer: its checkpoints, and torch's Adam in it.
 
-torch's Adam keeps a `step` tensor for each parameter, TE's and Apex's one for each group. Upstream
-handles that in `state_dict` and `load_state_dict`, but no checkpoint survives the round trip:
-saving asserts, loading raises, and where it does not, all parameters share one `step` tensor, which
-each of them increments. All of these patches are needed to resume.
+Without Transformer Engine and Apex the optimizer is torch's. It keeps a `step` tensor for each
+parameter, TE's and Apex's one for each group. Upstream handles that in `state_dict` and
+`load_state_dict`, but no checkpoint survives the round trip: saving asserts, loading raises, and
+where it does not, all parameters share one `step` tensor, which each of them increments. All of
+these patches are needed to resume. One more is needed with any Adam: in the reshardable format
+parameters lie at other places than where upstream reads them.
 """
 
 from __future__ import annotations
@@ -80,6 +82,31 @@ def _keep_step(
     return set_states(*args, **kwargs)
 
 
+def _keep_padding_of_buckets(
+    call: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Gather each buffer with the padding at the end of its buckets, as parameters are indexed.
+
+    Only within this call: the other formats store sizes without the padding.
+    """
+    sized = [
+        *((buffer, buffer.numel) for buffer in instance.buffers),
+        *(
+            (bucket, bucket.grad_data.numel())
+            for buffer in instance.buffers
+            for bucket in buffer.buckets
+        ),
+    ]
+    before = [owner.numel_unpadded for owner, _ in sized]
+    for owner, padded in sized:
+        owner.numel_unpadded = padded
+    try:
+        return call(*args, **kwargs)
+    finally:
+        for (owner, _), unpadded in zip(sized, before, strict=True):
+            owner.numel_unpadded = unpadded
+
+
 PATCHES = (
     Patch(
         id="optimizer.state_before_first_step",
@@ -103,5 +130,13 @@ PATCHES = (
         fn=_keep_step,
         when=_torch_adam,
         reason="reshardable checkpoints hold no step for each parameter: KeyError",
+    ),
+    Patch(
+        id="optimizer.padding_of_reshardable",
+        target=f"{_MODULE}:DistributedOptimizer.sharded_param_state_fully_reshardable",
+        fn=_keep_padding_of_buckets,
+        reason="states are gathered without the padding between buckets but read at places that "
+        "count it: behind a padded bucket (tied embeddings have their own) parameters are saved "
+        "with parts of their neighbours",
     ),
 )

@@ -13,6 +13,7 @@ from tests.ranks import run_ranks
 _BEFORE = "optimizer.state_before_first_step"
 _LOAD = "optimizer.load_own_steps"
 _STEP = "optimizer.step_of_reshardable"
+_PADDING = "optimizer.padding_of_reshardable"
 _FORMATS = ("dp_reshardable", "fully_reshardable")
 _WIDTH = 8
 
@@ -20,7 +21,7 @@ _WIDTH = 8
 class _Training:
     """Two fp32 layers under DDP and the distributed optimizer, with data by step number."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tied: bool = False) -> None:
         import torch
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -35,6 +36,8 @@ class _Training:
         module = MegatronModule(config)
         module.first = torch.nn.Linear(_WIDTH, _WIDTH)
         module.second = torch.nn.Linear(_WIDTH, 1)
+        # Gets a bucket of its own, between those of what comes before and after it.
+        module.second.weight.shared_embedding = tied
         self.module = module
         self.model = DistributedDataParallel(
             config, DistributedDataParallelConfig(use_distributed_optimizer=True), module
@@ -107,6 +110,34 @@ def resume(directory: str, sharding: str) -> None:
         wrong = _Training()
         wrong.load(directory, sharding)
         assert wrong.train(3, 6) != uninterrupted
+
+
+def resume_tied(directory: str) -> None:
+    from megatron.core import dist_checkpointing
+
+    start_parallel()
+    training = _Training(tied=True)
+    training.train(0, 3)
+    dist_checkpointing.save(
+        training.states("fully_reshardable", loading=False), f"{directory}/right"
+    )
+    with without(_PADDING):
+        dist_checkpointing.save(
+            training.states("fully_reshardable", loading=False), f"{directory}/wrong"
+        )
+    uninterrupted = training.train(3, 6)
+
+    resumed = _Training(tied=True)
+    resumed.load(f"{directory}/right", "fully_reshardable")
+    assert resumed.train(3, 6) == uninterrupted
+    resumed.load(f"{directory}/wrong", "fully_reshardable")
+    assert resumed.train(3, 6) != uninterrupted
+
+
+def test_resume_with_padded_buckets(tmp_path: Path) -> None:
+    for name in ("right", "wrong"):
+        (tmp_path / name).mkdir()
+    run_ranks(2, resume_tied, str(tmp_path))
 
 
 @pytest.mark.parametrize("sharding", _FORMATS)
