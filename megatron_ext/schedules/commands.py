@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import csv_io, json_io, plan, render, svg
 from megatron_ext.schedules.costs import Costs
+from megatron_ext.schedules.gains import gains
 from megatron_ext.schedules.registry import registered
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ def add_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         type=float,
         metavar="G",
         help="with --from-trace: leave out what needs more memory on a rank, in GiB",
+    )
+    parser.add_argument(
+        "--use-dpp",
+        action="store_true",
+        help="also tell what a dynamic order would gain or lose over each table",
     )
     parser.set_defaults(run=_run_plan)
 
@@ -171,6 +177,8 @@ def _run_plan(args: argparse.Namespace) -> int:
     else:
         print(plan.table(timelines))
         _print_notes(args, timelines)
+        if args.use_dpp:
+            _print_dynamic(args, timelines)
     for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)
     return 0
@@ -184,6 +192,22 @@ def _print_notes(args: argparse.Namespace, timelines: list[Timeline]) -> None:
     for timeline in timelines:
         label = timeline.schedule.label.ljust(width)
         print(f"  {label}  {plan.training_flags(timeline.schedule, timeline.costs)}")
+
+
+def _print_dynamic(args: argparse.Namespace, timelines: list[Timeline]) -> None:
+    """Say for each table what `--use-dpp` would do to its time, and what is recommended."""
+    print("\nwith --use-dpp, time of the table's own order over time of the dynamic one:")
+    costs = _costs(args)
+    width = max(len(timeline.schedule.label) for timeline in timelines)
+    for timeline in timelines:
+        if timeline.schedule.disaggregated:
+            continue
+        found = gains(timeline.schedule, costs)
+        label = timeline.schedule.label.ljust(width)
+        print(
+            f"  {label}  {found.quiet:.3f} on quiet links, {found.late:.3f} where messages are "
+            f"late at random: {found.advice}"
+        )
 
 
 def _run_plot(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules import stages
 from megatron_ext.schedules.choice import Dynamic
 from megatron_ext.schedules.dynamic import simulate_dynamic
+from megatron_ext.schedules.gains import NOTABLE, QUIET_LATENCY
 from megatron_ext.schedules.policies import POLICIES, Hint
 from megatron_ext.schedules.simulate import simulate
 
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["add_flags", "base_table", "dynamic", "running", "timeline", "warning"]
 
 _USE = "--use-dpp"
-_QUIET_LATENCY = 0.05
-"""Of a message on a link that is never late, in forwards."""
-_NOTABLE = 1.005
-"""Makespans that differ by less count as equal."""
 
 
 def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
@@ -112,13 +109,15 @@ def timeline(choice: Choice, costs: Costs) -> Timeline:
 
 def warning(choice: Choice) -> str | None:
     """Return what to do instead if the table's own order is faster while nothing is late."""
-    costs = replace(choice.costs, latency=choice.costs.latency or _QUIET_LATENCY)
+    quiet = replace(
+        choice.costs, latency=choice.costs.latency or QUIET_LATENCY * choice.costs.forward
+    )
     static = replace(choice, dynamic=None).schedule(choice.num_microbatches)
-    ratio = timeline(choice, costs).makespan / simulate(static, costs).makespan
-    if ratio <= _NOTABLE:
+    ratio = simulate(static, quiet).makespan / timeline(choice, quiet).makespan
+    if ratio >= 1 - NOTABLE:
         return None
     return (
         f"while no message and no micro-batch is late, the order of {choice.name} itself takes "
-        f"{100 * (1 - 1 / ratio):.1f} % less time than {_USE} (simulated); leave {_USE} out unless "
+        f"{100 * (1 - ratio):.1f} % less time than {_USE} (simulated); leave {_USE} out unless "
         "links or micro-batches vary"
     )

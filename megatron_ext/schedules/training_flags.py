@@ -210,7 +210,8 @@ def _transport(args: Namespace) -> TransportName:
 
         reason = why_not(name)
         if reason is not None:
-            raise ArgumentsError(reason)
+            alone = " and leave --use-dpp out" if getattr(args, "use_dpp", False) else ""
+            raise ArgumentsError(reason + alone)
     if name in ("torch", "shm") and _node_ips(args):
         raise ArgumentsError(
             f"--node-ips is for wires between hosts, --pipeline-transport {name} has none; take "

@@ -1,0 +1,67 @@
+"""What a dynamic order gains over the order of its table, by simulation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import mean
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_ext.schedules.costs import UNIT, Costs
+from megatron_ext.schedules.dynamic import simulate_dynamic
+from megatron_ext.schedules.policies import make_policy
+from megatron_ext.schedules.simulate import simulate
+from megatron_ext.schedules.split import split_backwards
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.actions import Schedule
+
+__all__ = ["Gains", "gains"]
+
+QUIET_LATENCY = 0.05
+"""Of a message on a link that is never late, in forwards."""
+_LATE = 0.5
+"""Mean latency on links that are late at random (log-normal, sigma 1), in forwards."""
+_DRAWS = 4
+NOTABLE = 0.005
+"""Times that differ by less count as equal."""
+
+
+class Gains(NamedTuple):
+    """Time of the table's own order over that of the dynamic one; above 1 the dynamic is faster."""
+
+    quiet: float
+    late: float
+
+    @property
+    def advice(self) -> str:
+        """Which of both to take."""
+        if self.quiet < 1 - NOTABLE:
+            return "keep the table's order, unless messages are late"
+        return "--use-dpp"
+
+
+def gains(schedule: Schedule, costs: Costs = UNIT, extra_activations: int = 1) -> Gains:
+    """Compare `--use-dpp` with a table as it is, on quiet and on late links.
+
+    Args:
+        schedule: The table.
+        costs: Times of actions; its latency, if it has one, is that of quiet links.
+        extra_activations: What the dynamic order may keep beyond the table's own peak.
+    """
+    split, fill = split_backwards(schedule), not schedule.splits_backward
+
+    def ratio(these: Costs) -> float:
+        dynamic = simulate_dynamic(
+            split,
+            lambda rank: make_policy(
+                "hint", split, rank, extra_activations=extra_activations, weights_fill=fill
+            ),
+            these,
+        )
+        return simulate(schedule, these).makespan / dynamic.makespan
+
+    late = replace(costs, latency=_LATE * costs.forward, link_jitter=1.0)
+    return Gains(
+        ratio(replace(costs, latency=costs.latency or QUIET_LATENCY * costs.forward)),
+        mean(ratio(replace(late, seed=seed)) for seed in range(_DRAWS)),
+    )
