@@ -2,6 +2,7 @@
 
 #include <arpa/inet.h>
 #include <fcntl.h>
+#include <poll.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -15,6 +16,7 @@ namespace {
 
 constexpr char kMagic[8] = {'M', 'E', 'X', 'T', 'R', 'D', 'M', '1'};
 constexpr std::size_t kMaxSources = 8;
+constexpr std::uint64_t kLargestPacketBytes = 4096;
 
 /// What an immediate or the id of a request is about; a slot's number stands below.
 enum Kind : std::uint32_t { kPiece = 0, kCredit = 1, kProbe = 2 };
@@ -186,7 +188,8 @@ std::vector<std::pair<std::size_t, std::size_t>> RdmaChannel::pairs_with(const O
 
 Arena RdmaChannel::outbox_arena() const { return attach_again(mirror_.fd()); }
 
-void RdmaChannel::connect(const Exchange& exchange, bool is_first) {
+void RdmaChannel::connect(const Exchange& exchange, bool is_first, Deadline deadline,
+                          InterruptCheck check) {
     const Offer mine = make_offer();
     const std::string answer =
         exchange(std::string(reinterpret_cast<const char*>(&mine), sizeof(mine)));
@@ -204,6 +207,9 @@ void RdmaChannel::connect(const Exchange& exchange, bool is_first) {
                                    [&] { queue_pair_.connect(theirs.target(j), settings_); });
         }
         if (failure.empty()) {
+            failure = try_together(exchange, peer_, [&] { write_packet(deadline, check); });
+        }
+        if (failure.empty()) {
             return;
         }
         failures += "; " + failure;
@@ -215,6 +221,33 @@ void RdmaChannel::connect(const Exchange& exchange, bool is_first) {
                                                 theirs.target(0).gid.text()
                                           : failures),
                     "name the address to use by --node-ips, or a GID by MEGATRON_EXT_IB_GID_INDEX");
+}
+
+/// Writes one packet into a slot of the peer that is not used yet, and waits for its completion,
+/// which comes, good or bad, when the attempts that the settings allow are over.
+void RdmaChannel::write_packet(Deadline deadline, InterruptCheck check) {
+    const auto num_bytes = static_cast<std::uint32_t>(
+        std::min<std::uint64_t>({size_.slot_bytes, kLargestPacketBytes, max_write_bytes_}));
+    const std::byte* const from = mirror_.bytes(0);
+    const auto offset = static_cast<std::uint64_t>(from - base_of(mirror_));
+    const verbs::MemoryPiece piece{reinterpret_cast<std::uint64_t>(from), num_bytes,
+                                   mirror_memory_->lkey};
+    queue_pair_.post_write(label(kProbe, 0), piece, remote_base_ + offset, remote_key_,
+                           std::nullopt, true);
+    for (;;) {
+        queue_pair_.arm();
+        if (queue_pair_.poll("an RDMA write to " + peer_)) {
+            return;
+        }
+        if (Clock::now() >= deadline) {
+            throw RdmaError("an RDMA write to " + peer_ + " was not complete in time", "");
+        }
+        pollfd entry{queue_pair_.fd(), POLLIN, 0};
+        ::poll(&entry, 1, static_cast<int>(kInterruptPeriod.count()));
+        if (check != nullptr) {
+            check();
+        }
+    }
 }
 
 void RdmaChannel::receive() {

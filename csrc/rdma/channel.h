@@ -39,8 +39,9 @@ class RdmaChannel {
                 std::vector<RdmaSource> sources, const RdmaSettings& settings);
 
     /// Connects to the peer, which has to do the same; `is_first` on exactly one of the two. Tries
-    /// pairs of sources of both, best first, until both ends accept one.
-    void connect(const Exchange& exchange, bool is_first);
+    /// pairs of sources of both, best first, until with one both ends have written a packet of full
+    /// size to each other: that their devices accept a connection does not say that there is a way.
+    void connect(const Exchange& exchange, bool is_first, Deadline deadline, InterruptCheck check);
 
     /// The arena for messages to the peer, for an Outbox.
     Arena outbox_arena() const;
@@ -75,6 +76,7 @@ class RdmaChannel {
     void accept_offer(const Offer& offer);
     std::vector<std::pair<std::size_t, std::size_t>> pairs_with(const Offer& theirs,
                                                                 bool is_first) const;
+    void write_packet(Deadline deadline, InterruptCheck check);
     void write_piece(std::uint32_t slot);
     void return_credits();
     void arrived(std::uint32_t immediate);

@@ -116,6 +116,10 @@ void QueuePair::begin(const RdmaSource& source) {
     verbs::QpAttr attr{};
     attr.state = verbs::kReset;  // drops what was posted, if anything was
     modify(attr, verbs::kAttrState, "reset");
+    verbs::WorkCompletion dropped{};
+    while (context_->ops.poll_cq(queue_.get(), 1, &dropped) > 0) {
+        // Some drivers leave completions of what was reset.
+    }
     attr = {};
     attr.state = verbs::kInit;
     attr.port = source.port;

@@ -40,7 +40,7 @@ void RdmaLink::connect(Deadline deadline, InterruptCheck check) {
         [&](const std::string& text) {
             return exchange_texts(socket_.get(), peer, text, deadline, check);
         },
-        context_.rank < context_.peer);
+        context_.rank < context_.peer, deadline, check);
     control_.emplace(context_, std::move(socket_), silence_s_);
 }
 
@@ -59,6 +59,7 @@ void RdmaLink::send(const MessageInfo& info, const void* bytes, std::shared_ptr<
 }
 
 bool RdmaLink::progress(LinkEvents& events) {
+    release_bell_->clear_event();
     const PeerState before = state_;
     const bool had_queued = counts().num_queued != 0;
     bool arrived = false;
@@ -79,7 +80,6 @@ bool RdmaLink::progress(LinkEvents& events) {
 /// there. Returns whether messages arrived.
 bool RdmaLink::move_messages(LinkEvents& events) {
     bool arrived = false;
-    release_bell_->clear_event();
     channel_.arm();
     channel_.receive();
     while (std::optional<Message> message = inbox_.next()) {

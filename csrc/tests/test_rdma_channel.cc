@@ -102,7 +102,8 @@ std::pair<std::string, std::string> connect(End& left, End& right) {
     const auto run = [&](End& end, bool is_first) {
         try {
             end.channel.connect(
-                [&](const std::string& text) { return exchanger.swap(is_first, text); }, is_first);
+                [&](const std::string& text) { return exchanger.swap(is_first, text); }, is_first,
+                kNever, nullptr);
         } catch (const RdmaError& error) {
             errors[is_first ? 0 : 1] = error.what();
         }
@@ -299,6 +300,27 @@ TEST(a_gid_that_does_not_connect_is_followed_by_the_next) {
     pair.left.progress();
     pair.right.progress();
     CHECK_EQ(pair.right.messages.size(), std::size_t{1});
+}
+
+TEST(a_gid_without_a_way_to_the_peer_is_followed_by_the_next) {
+    const Faults faults("no_way=1");
+    Pair pair;
+    CHECK(pair.left.channel.text().find("GID 3 (2001:db8::1)") != std::string::npos);
+    pair.left.send(1, 10);
+    pair.left.progress();
+    pair.right.progress();
+    CHECK_EQ(pair.right.messages.size(), std::size_t{1});
+}
+
+TEST(ends_that_connect_and_have_no_way_to_each_other_both_say_so) {
+    const Faults faults("wc=12");
+    End left("rank 1");
+    End right("rank 0");
+    const auto errors = connect(left, right);
+    for (const std::string& error : {errors.first, errors.second}) {
+        CHECK(error.find("no RDMA connection to rank") != std::string::npos);
+        CHECK(error.find("transport retry counter exceeded") != std::string::npos);
+    }
 }
 
 TEST(ends_that_do_not_connect_both_say_why) {

@@ -13,6 +13,7 @@
 //   reg_mr=N             registering memory fails with errno N
 //   rtr=N                the transition to "ready to receive" fails with errno N
 //   rtr_gid=I            the same with EINVAL, for source GID I only
+//   no_way=I             writes from GID I get no answer
 //   wc=S                 writes complete with status S
 //   post=N               posting writes fails with errno N
 //   hold                 writes are not done, and not completed, until the fault is gone
@@ -248,6 +249,7 @@ EXPORT int ibv_modify_qp(QueuePair* queue_pair, QpAttr* attr, int mask) {
     }
     if (attr->state == kReset) {
         pair->receives.clear();
+        pair->has_failed = false;
     } else if (attr->state != pair->state + 1 && attr->state != kError) {
         return EINVAL;
     }
@@ -260,6 +262,7 @@ EXPORT int ibv_modify_qp(QueuePair* queue_pair, QpAttr* attr, int mask) {
             return *error_number;
         }
         pair->target = attr->dest_qp_number;
+        pair->source_gid = attr->address.route.source_index;
     }
     pair->state = attr->state;
     return 0;

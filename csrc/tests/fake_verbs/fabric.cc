@@ -77,6 +77,11 @@ void fail(FakeQueuePair* pair, std::uint64_t id, int status) {
     pair->has_failed = true;
     pair->state = kError;
     complete(static_cast<FakeQueue*>(pair->send_queue), completion);
+    for (; !pair->receives.empty(); pair->receives.pop_front()) {
+        completion.id = pair->receives.front();
+        completion.status = kFlushed;
+        complete(static_cast<FakeQueue*>(pair->receive_queue), completion);
+    }
 }
 
 /// What an adapter does with one write.
@@ -88,6 +93,10 @@ void execute(FakeQueuePair* pair, const SendRequest& request, const MemoryPiece&
     }
     if (const auto status = fault("wc")) {
         fail(pair, request.id, *status);
+        return;
+    }
+    if (const auto index = fault("no_way"); index && *index == pair->source_gid) {
+        fail(pair, request.id, kRetryExceeded);
         return;
     }
     if (found == fabric.queue_pairs.end() || found->second->state < kReadyToReceive ||

@@ -33,6 +33,7 @@ struct FakeChannel : CompletionChannel {
 struct FakeQueuePair : QueuePair {
     QpCapacity capacity;
     std::uint32_t target = 0;
+    int source_gid = -1;
     std::deque<std::uint64_t> receives;
     std::deque<SendRequest> held;
     std::vector<MemoryPiece> held_pieces;
