@@ -241,6 +241,8 @@ check_world() {
     local tp pp
     tp=$(flag_value --tensor-model-parallel-size 1 "${FLAGS[@]}")
     pp=$(flag_value --pipeline-model-parallel-size 1 "${FLAGS[@]}")
+    # Counted otherwise, and checked with the flags.
+    ! given --forward-backward-disaggregating || return 0
     # Megatron says what is wrong with other values.
     [[ $tp =~ ^[1-9][0-9]*$ && $pp =~ ^[1-9][0-9]*$ ]] || return 0
     ((WORLD % (tp * pp) == 0)) ||

@@ -86,6 +86,8 @@ def prepare(args: Namespace) -> bool:
         60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10),
         bool(args.sequence_parallel and args.tensor_model_parallel_size > 1),
         _message_bytes(args),
+        getattr(args, "pipeline_transport", None) or "auto",
+        tuple(getattr(args, "node_ips", None) or ()),
     )
     setattr(args, _WORLD, args.world_size)
     args.rank, args.world_size = job.role_rank, job.ranks.role_size(job.role)
@@ -208,6 +210,11 @@ _RULES = (
         _given("pipeline_schedule", "enable_bitpipe_schedule", "use_dpp", "pipeline_costs"),
         "--pipeline-schedule, --enable-bitpipe-schedule, --use-dpp or --pipeline-costs: it brings "
         "its own schedule; leave one of them out",
+    ),
+    Rule(
+        lambda args: getattr(args, "pipeline_transport", None) == "torch",
+        "--pipeline-transport torch: to torch.distributed forward and backward ranks are two jobs; "
+        "take auto, or leave it out",
     ),
     Rule(
         _above_one("context_parallel_size"),

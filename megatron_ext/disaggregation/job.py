@@ -14,6 +14,7 @@ from megatron_ext.schedules.registry import generate
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.actions import Schedule
+    from megatron_ext.transport.address import Wire
 
 __all__ = ["Activations", "Job", "current", "has_role", "use"]
 
@@ -34,6 +35,10 @@ class Job:
     """Whether tensor-parallel ranks share activations out along the sequence."""
     message_bytes: int = 1 << 20
     """Most that goes from stage to stage at once."""
+    wire: Wire = "auto"
+    """What carries tensors between processes."""
+    node_ips: tuple[str, ...] = ()
+    """Addresses of the nodes for that, where they are not found out."""
     _tables: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False)
 
     @property

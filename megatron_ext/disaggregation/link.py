@@ -20,6 +20,7 @@ import torch
 from megatron_ext.disaggregation.ranks import Place
 from megatron_ext.disaggregation.worlds import shared_store
 from megatron_ext.errors import TransportError
+from megatron_ext.transport.address import node_address
 from megatron_ext.transport.native_transport import NativeTransport
 
 if TYPE_CHECKING:
@@ -139,6 +140,8 @@ def _described(job: Job, rank: int) -> str:
 
 
 def _open(job: Job) -> Transport:
+    size = job.ranks.num_ranks
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     names = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
     transport = NativeTransport(
         shared_store(),
@@ -146,6 +149,8 @@ def _open(job: Job) -> Transport:
         _neighbours(job),
         run_id="/".join(["fbd", *names, str(next(_opened))]),
         device=_HOST,
+        wire=job.wire,
+        ip=node_address(job.node_ips, job.rank, size, per_node),
         slots=_SLOTS,
         slot_bytes=job.message_bytes,
         connect_timeout_s=job.timeout_s,

@@ -25,7 +25,7 @@ from megatron_ext.schedules.runtime.groups import default_groups
 from megatron_ext.schedules.runtime.microbatches import MicrobatchData
 from megatron_ext.schedules.runtime.tables import Table
 
-__all__ = ["forward_backward", "link_of_this_rank", "step_done"]
+__all__ = ["forward_backward", "link_of_this_rank", "step_done", "transfer_s"]
 
 
 @dataclass
@@ -138,6 +138,13 @@ def step_done(chunks: Sequence[torch.nn.Module], *, updated: bool) -> None:
 def link_of_this_rank(chunks: Sequence[torch.nn.Module]) -> RoleLink:
     """Return the link, opened at the first use; forward ranks take new weights over first."""
     return _ready(chunks).link
+
+
+def transfer_s() -> float:
+    """Return the time for which this forward rank took new weights over, so far."""
+    assert _runtime is not None
+    assert _runtime.receiver is not None, "only forward ranks take weights"
+    return _runtime.receiver.transfer_s
 
 
 def _ready(chunks: Sequence[torch.nn.Module]) -> _Runtime:

@@ -142,14 +142,14 @@ class WeightReceiver:
         self._link = link
         self._buckets = _Buckets(job, chunks).buckets
         self._twins = [job.ranks.rank(twin) for twin in job.ranks.twins(job.place)]
-        self.exposed_s = 0.0
-        """Time that forwards waited for weights so far."""
+        self.transfer_s = 0.0
+        """Time from the news that there are new weights until they were here, so far."""
 
     def receive(self) -> None:
         """Wait for the weights of the next step, if there are new ones, and take them over."""
-        begin = time.perf_counter()
         self._link.begin([self._expected(twin, 0, torch.uint8) for twin in self._twins], 1)
         said = [self._link.recv_from(twin, _key(self._job, 0)) for twin in self._twins]
+        begin_s = time.perf_counter()
         if any(bool(updated) for updated in said):
             self._link.begin(
                 [
@@ -162,7 +162,7 @@ class WeightReceiver:
             for number, bucket in enumerate(self._buckets, start=1):
                 key = _key(self._job, number)
                 _unpack(bucket, [self._link.recv_from(twin, key) for twin in self._twins])
-        self.exposed_s += time.perf_counter() - begin
+        self.transfer_s += time.perf_counter() - begin_s
 
     def _expected(self, twin: int, number: int, dtype: torch.dtype) -> Expected:
         return Expected(twin, _key(self._job, number), None, dtype)

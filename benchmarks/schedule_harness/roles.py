@@ -1,0 +1,232 @@
+"""Disaggregated jobs on emulated stages and on a small GPT, one rank of each."""
+
+from __future__ import annotations
+
+import os
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ext.schedules import Costs, Schedule, generate, simulate
+
+from .stage import oversleep_s
+
+__all__ = ["Case", "Trained", "measure_steps", "measure_training"]
+
+COSTS = Costs(1.0, 1.0, 1.0)
+_SHAPE = (64, 1, 256)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    way: str
+    """fbd or 1f1b."""
+    pp: int
+    num_microbatches: int
+    tp: int = 1
+    """Tensor-parallel ranks that one forward rank stands in for."""
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that are started; tensor-parallel ranks of a stage are one here."""
+        return 2 * self.pp if self.way == "fbd" else self.pp
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that it stands for."""
+        return (self.tp + 1) * self.pp if self.way == "fbd" else self.tp * self.pp
+
+    def schedule(self) -> Schedule:
+        """Return its table."""
+        return generate(self.way, self.num_processes, self.num_microbatches)
+
+    def computed(self) -> float:
+        """Return the simulated step in forwards of a stage."""
+        schedule = self.schedule()
+        share = schedule.pp / schedule.num_stages
+        return simulate(schedule, _RoleCosts(tp=self.tp)).makespan / share
+
+
+@dataclass(frozen=True)
+class _RoleCosts(Costs):
+    """Costs where a forward rank does the work of several."""
+
+    tp: int = 1
+
+    def durations(self, schedule: Schedule) -> dict[Any, list[float]]:
+        found = super().durations(schedule)
+        if schedule.disaggregated:
+            found["F"] = [self.tp * time for time in found["F"]]
+        return found
+
+
+class _Sleeping(torch.autograd.Function):
+    """The identity, whose backward takes its time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient.clone(), None
+
+
+class SleepingStage(torch.nn.Module):
+    """A stage with one weight, as Megatron's schedules take it."""
+
+    def __init__(self, config: Any, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.config, self.vp_stage, self.model_type = config, None, None
+        self.weight = torch.nn.Parameter(torch.zeros(_SHAPE[-1]))
+        self.input: torch.Tensor | None = None
+        late_s = oversleep_s()
+        self.seconds = max(0.0, forward_s - late_s), max(0.0, backward_s - late_s)
+
+    def set_input_tensor(self, tensors: list[Any]) -> None:
+        """Take what the stage before sent."""
+        self.input = tensors[0]
+
+    def forward(self) -> torch.Tensor:
+        """Return the stage's output."""
+        x = torch.zeros(_SHAPE) if self.input is None else self.input
+        time.sleep(self.seconds[0])
+        return _Sleeping.apply(x + self.weight, self.seconds[1])
+
+
+def _forward_step(_data: Iterator[Any] | None, stage: SleepingStage) -> tuple[Any, Any]:
+    def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        return output.sum(), torch.tensor(1, dtype=torch.int), {}
+
+    return stage(), loss
+
+
+def measure_steps(case: Case, forward_s: float, steps: int) -> list[tuple[float, float]]:
+    """Return when each step of this rank began and ended."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+
+    run, barrier, forward_cost = _prepare(case)
+    config = TransformerConfig(
+        num_layers=8,
+        hidden_size=_SHAPE[-1],
+        num_attention_heads=1,
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        pipeline_dtype=torch.float32,
+        deallocate_pipeline_outputs=True,
+    )
+    config.timers = None
+    stage = SleepingStage(config, forward_cost * forward_s, COSTS.backward * forward_s)
+    times = []
+    for _ in range(steps + 1):
+        barrier()
+        begin_s = time.perf_counter()
+        run(
+            forward_step_func=_forward_step,
+            data_iterator=None,
+            model=[stage],
+            num_microbatches=case.num_microbatches,
+            seq_length=_SHAPE[0],
+            micro_batch_size=_SHAPE[1],
+            forward_only=False,
+        )
+        times.append((begin_s, time.perf_counter()))
+    barrier()
+    return times[1:]
+
+
+def _prepare(case: Case) -> tuple[Callable[..., Any], Callable[[], object], float]:
+    """Join the job; return what runs a step, what waits for all ranks, and what a forward costs."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    if case.way == "1f1b":
+        from megatron_ext.schedules.choice import Choice, use
+        from megatron_ext.schedules.runtime.entry import forward_backward
+
+        dist.init_process_group("gloo")
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=case.pp)
+        use(Choice("1f1b", case.pp, case.num_microbatches, transport="shm"))
+        return forward_backward, dist.barrier, 1.0
+
+    from megatron_ext.disaggregation import job as disaggregation
+    from megatron_ext.disaggregation import step, worlds
+    from megatron_ext.disaggregation.ranks import RankMap
+
+    job = disaggregation.Job(RankMap(1, case.pp, 1), int(os.environ["RANK"]), "recompute", 60.0)
+    disaggregation.use(job)
+    worlds.join(Namespace(distributed_backend="gloo"))
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=case.pp)
+    rounds = iter(range(10**6))
+
+    def everyone() -> None:
+        store, key = worlds.shared_store(), f"round {next(rounds)}"
+        if store.add(key, 1) == case.num_processes:
+            store.set(f"{key} begins", "")
+        store.wait([f"{key} begins"])
+
+    def run(**call: Any) -> None:
+        step.forward_backward(_no_evaluation, **call)
+
+    return run, everyone, float(case.tp) if job.role == "forward" else 1.0
+
+
+def _no_evaluation(**_call: Any) -> list[Any]:
+    raise AssertionError("nothing is evaluated here")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one process of a real training needed."""
+
+    role: str
+    stage: int
+    peak_mib: float
+    """Resident memory above that before the first step."""
+    transfer_ms: float
+    """Of new weights, for each step; 0 where none are received."""
+    step_ms: float
+
+
+def measure_training(flags: list[str]) -> Trained:
+    """Train as one rank and return what it needed."""
+    from megatron.core import parallel_state
+
+    from megatron_ext.disaggregation import step
+    from megatron_ext.disaggregation.job import current
+    from megatron_ext.training import main as trainer
+
+    found: dict[str, float] = {}
+
+    class Measured(trainer.Trainer):  # type: ignore[misc]
+        def run(self) -> None:
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+            before = _status_mib("VmRSS")
+            begin_s = time.perf_counter()
+            super().run()
+            found["step_ms"] = 1e3 * (time.perf_counter() - begin_s) / self.args.train_iters
+            found["peak_mib"] = _status_mib("VmHWM") - before
+
+    trainer.Trainer = Measured  # type: ignore[misc]
+    trainer.main("gpt", flags)
+    job = current()
+    role = "both" if job is None else job.role
+    transfer_s = step.transfer_s() / 4 if role == "forward" else 0.0
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    return Trained(role, stage, found["peak_mib"], 1e3 * transfer_s, found["step_ms"])
+
+
+def _status_mib(name: str) -> float:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) / 1024
+    raise AssertionError(f"no {name} in /proc/self/status")

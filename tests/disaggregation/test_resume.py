@@ -1,0 +1,51 @@
+"""Checkpoints are those of an ordinary job: either kind of job goes on where the other ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import losses, run_script
+from tests.schedules.runtime import capture
+from tests.schedules.runtime.capture import GPT, PP2
+
+from .test_training import FBD, train
+
+EVALUATING = "--eval-iters 2 --eval-interval 1 "
+MERGED = FBD + "--ignore-forward-tensor-parallel --tensor-model-parallel-size 2 "
+
+
+def test_steps_by_turns(tmp_path: Path) -> None:
+    """Step 1 and 3 with two roles, 2 without; the loss of each step is that of one plain run."""
+    flags = GPT + PP2
+    whole = capture.train(2, flags)
+    saving = f"{flags}--save {tmp_path} --load {tmp_path} --save-interval 1 --exit-interval 1 "
+    first, _ = train(4, saving + FBD)
+    second = capture.train(2, saving)
+    third, _ = train(4, saving + FBD)
+    assert [*first.losses, *second.losses, *third.losses] == whole.losses
+    assert third.parameters == whole.parameters
+
+
+@pytest.mark.parametrize(("num_ranks", "roles"), [(4, FBD), (6, MERGED)])
+def test_evaluation_is_that_of_an_ordinary_job(num_ranks: int, roles: str) -> None:
+    """Forward ranks evaluate, with the weights of the step; backward ranks log it."""
+    flags = GPT.replace("--eval-iters 0", EVALUATING) + PP2
+    shards = "--tensor-model-parallel-size 2 " if roles == MERGED else ""
+    found = run_script(num_ranks, "pretrain_gpt.py", (flags + roles).split(), embedded=True)
+    expected = run_script(
+        2 * num_ranks // 4 if not shards else 4,
+        "pretrain_gpt.py",
+        (flags + shards).split(),
+        embedded=True,
+    )
+    ours, theirs = (_validation(logs) for logs in (found, expected))
+    assert len(theirs) == 5
+    assert ours == pytest.approx(theirs, abs=0 if roles == FBD else 1e-5)
+    assert losses(found) == pytest.approx(losses(expected), abs=0 if roles == FBD else 1e-5)
+
+
+def _validation(logs: list[str]) -> list[float]:
+    lines = [line for log in logs for line in log.splitlines() if "validation loss at" in line]
+    return [float(line.split("lm loss value: ")[1].split()[0]) for line in lines]
