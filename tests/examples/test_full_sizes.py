@@ -1,16 +1,15 @@
-"""Published sizes: upstream takes their flags and builds models with the published parameters."""
+"""Published sizes: both ways take their flags, and models have the published parameters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.examples.scripts import dry_run, megatron_flags, value_of
 from tests.ranks import run_ranks
-
-pytestmark = [pytest.mark.tree, pytest.mark.usefixtures("megatron_lm_path")]
 
 
 @dataclass(frozen=True)
@@ -143,12 +142,22 @@ def all_facts(sizes: list[tuple[Size, list[str]]]) -> list[dict[str, Any]]:
     return [facts(size, flags) for size, flags in sizes]
 
 
+@pytest.mark.parametrize("size", SIZES, ids=IDS)
+def test_the_embedded_trainer_takes_the_flags(size: Size) -> None:
+    from megatron_ext.training.arguments import parse
+
+    world = {"WORLD_SIZE": str(8 * size.nodes)}
+    args = parse("bert" if size.example == "bert" else "gpt", flags_of(size), world)
+    assert args.data_parallel_size == size.replicas
+
+
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, Any]]:
+def found(megatron_lm_path: Path) -> dict[str, dict[str, Any]]:
     [measured] = run_ranks(1, all_facts, [(size, flags_of(size)) for size in SIZES])
     return dict(zip(IDS, measured, strict=True))
 
 
+@pytest.mark.tree
 @pytest.mark.parametrize("size", SIZES, ids=IDS)
 def test_upstream_takes_the_flags(size: Size, found: dict[str, dict[str, Any]]) -> None:
     fact = found[f"{size.example}-{size.name}"]
@@ -157,6 +166,7 @@ def test_upstream_takes_the_flags(size: Size, found: dict[str, dict[str, Any]]) 
     assert fact["recompute"] == size.recompute
 
 
+@pytest.mark.tree
 @pytest.mark.parametrize("size", SIZES, ids=IDS)
 def test_parameters_are_the_published_ones(size: Size, found: dict[str, dict[str, Any]]) -> None:
     counted = found[f"{size.example}-{size.name}"]["parameters"]
