@@ -66,9 +66,9 @@ def _enter(host: str) -> None:
         assert libc.setns(namespace.fileno(), _CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
 
 
-def _open(rank: int, wire: str) -> NativeTransport:
+def _open(store: FileStore, rank: int, wire: Wire) -> NativeTransport:
     return NativeTransport(
-        FileStore("addresses", 2), rank, [1 - rank], run_id=wire, device=torch.device("cpu"),
+        store, rank, [1 - rank], run_id=wire, device=torch.device("cpu"),
         wire=wire, ip=IPS[rank], silence_s=_SILENCE_S, checksums=True,
     )  # fmt: skip
 
@@ -92,11 +92,12 @@ def _exchange(transport: NativeTransport, peer: int) -> None:
 def _pull_the_cable(hosts: list[str]) -> str:
     rank = int(os.environ["RANK"])
     _enter(hosts[rank])
+    store = FileStore("addresses", 2)
     with pytest.raises(TransportError, match=r"another network namespace; .*-transport auto"):
-        _open(rank, "shm")
+        _open(store, rank, "shm")
     with pytest.raises(TransportError, match=r"over RDMA: host .* has no RDMA: "):
-        _open(rank, "rdma")
-    transport = _open(rank, "auto")
+        _open(store, rank, "rdma")
+    transport = _open(store, rank, "auto")
     _exchange(transport, 1 - rank)
     late = Key("B", 0, 0)
     transport.begin([Expected(1 - rank, late, None, torch.float32)], 1)
@@ -116,6 +117,5 @@ def _pull_the_cable(hosts: list[str]) -> str:
 def test_a_pulled_cable_is_a_death(hosts) -> None:
     messages = run_ranks(2, _pull_the_cable, hosts)
     for rank, message in enumerate(messages):
-        print(message)
         assert f"rank {1 - rank} on host " in message
         assert "(wire tcp) died (" in message
