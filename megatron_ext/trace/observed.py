@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.schedules.actions import Action
 from megatron_ext.schedules.runtime.measured import Measured, StepMeasure
 from megatron_ext.trace import session
-from megatron_ext.trace.activations import counting
+from megatron_ext.trace.activations import kept_bytes
 from megatron_ext.trace.activity import Activity, made_by
 from megatron_ext.trace.records import ACTION_NAMES
 
@@ -63,9 +63,8 @@ class _Compute:
             if self._recorder is None or stage in self._kept or not self._recorder.active:
                 return self._compute.forward(stage, microbatch, inputs, is_first=is_first)
             model = self._compute.call.chunks[self._placement.chunk_of(stage)]
-            with counting(model) as counted:
-                outputs = self._compute.forward(stage, microbatch, inputs, is_first=is_first)
-            self._kept[stage] = sum(counted.values())
+            outputs = self._compute.forward(stage, microbatch, inputs, is_first=is_first)
+            self._kept[stage] = kept_bytes(outputs, model)
             return outputs
 
     def backward(self, stage: int, microbatch: int, gradients: Tensors, *, split: bool) -> Tensors:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ext.trace import session
-from megatron_ext.trace.activations import counting
+from megatron_ext.trace.activations import kept_bytes
 from megatron_ext.trace.records import ACTION_NAMES
 
 __all__ = ["backward", "forward"]
@@ -31,9 +31,9 @@ def forward(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         recorder, kept = observer.recorder, observer.activation_bytes
         if recorder is None or chunk in kept or not recorder.active:
             return call(*args, **kwargs)
-        with counting(args[2]) as counted:
-            result = call(*args, **kwargs)
-        kept[chunk] = sum(counted.values())
+        result = call(*args, **kwargs)
+        outputs = result[0] if isinstance(result[0], list) else [result[0]]
+        kept[chunk] = kept_bytes(outputs, args[2])
         return result
 
     result = _run(observer, "F", chunk, microbatch, run)

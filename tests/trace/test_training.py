@@ -36,7 +36,10 @@ def names(run: Run, rank: int) -> set[str]:
 
 
 def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: Path) -> None:
-    dynamic = f"{LAYERS8}{PP4}--use-dpp --num-layers-per-virtual-pipeline-stage 1 "
+    dynamic = (
+        f"{LAYERS8}{PP4}--use-dpp --num-layers-per-virtual-pipeline-stage 1 "
+        "--pipeline-transport shm --overlap-grad-reduce --use-distributed-optimizer "
+    )
     logs, run = train(dynamic, tmp_path / "run")
     plain, _ = train(dynamic, None)
     assert losses(logs) == losses(plain), "recording changes nothing"
