@@ -20,10 +20,11 @@ def test_steps_by_turns(tmp_path: Path) -> None:
     """Step 1 and 3 with two roles, 2 without; the loss of each step is that of one plain run."""
     flags = GPT + PP2
     whole = capture.train(2, flags)
-    saving = f"{flags}--save {tmp_path} --load {tmp_path} --save-interval 1 --exit-interval 1 "
+    saving = f"{flags}--save {tmp_path} --save-interval 1 --exit-interval 1 "
+    loading = f"{saving}--load {tmp_path} "
     first, _ = train(4, saving + FBD)
-    second = capture.train(2, saving)
-    third, _ = train(4, saving + FBD)
+    second = capture.train(2, loading)
+    third, _ = train(4, loading + FBD)
     assert [*first.losses, *second.losses, *third.losses] == whole.losses
     assert third.parameters == whole.parameters
 
