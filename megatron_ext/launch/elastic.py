@@ -8,6 +8,7 @@ torchrun itself tells this as a drawing in its log. Everything else is torchrun'
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -41,4 +42,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # all workers are gone; taking torch apart would only delay the report
