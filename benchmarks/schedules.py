@@ -16,6 +16,14 @@ sleeping. Columns of the table:
     of order   activations that the order must keep
     weights    how often each weight is stored
 
+With `--scenario NAME ...` (or `all`) ops and messages take random times, and orders that ranks
+choose by themselves are compared with fixed ones. Every step of the `--steps` is another draw, the
+same for all systems, and `--rounds` repeats the draws. Then the columns are, as median (lowest ..
+highest) of the draws:
+
+    T/ideal    as above, over the work of a rank that nothing disturbs
+    speed      T of the first system over T, at the same draw: above 1 is faster
+
 Sleeping ops say nothing about kernels, memory bandwidth or collectives that share a GPU with them.
 """
 
@@ -34,10 +42,15 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
 
-from benchmarks.schedule_harness import launch, rank, report  # noqa: E402
+from benchmarks.schedule_harness import launch, rank, report, scenarios  # noqa: E402
 from benchmarks.schedule_harness.metrics import Figures, evaluate  # noqa: E402
+from benchmarks.schedule_harness.noise import SCENARIOS  # noqa: E402
 from benchmarks.schedule_harness.ops import OpTimes, Sizes, Step  # noqa: E402
-from benchmarks.schedule_harness.systems import System, all_systems  # noqa: E402
+from benchmarks.schedule_harness.systems import (  # noqa: E402
+    System,
+    all_systems,
+    disturbed_systems,
+)
 from megatron_ext.errors import ScheduleError  # noqa: E402
 from tests.ranks import RanksFailed  # noqa: E402
 
@@ -96,6 +109,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="TEXT", help="systems whose name has one of these"
     )
+    parser.add_argument(
+        "--scenario",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        choices=["all", *SCENARIOS],
+        help=f"disturb ops and messages: all, or of {', '.join(SCENARIOS)}",
+    )
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after two others")
     parser.add_argument("--rounds", type=int, default=1, help="how often all of that is done")
     parser.add_argument(
@@ -111,18 +132,25 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     if not chosen(args):
-        names = ", ".join(system.name for system in all_systems())
+        names = "; ".join(system.name for system in systems_of(args))
         parser.error(f"no system has {' or '.join(args.only)} in its name; there are: {names}")
+    if "all" in args.scenario:
+        args.scenario = list(SCENARIOS)
     args.microbatches = args.microbatches or 4 * args.pp
     args.forward_ms = args.forward_ms or 160 / args.pp
     return args
+
+
+def systems_of(args: argparse.Namespace) -> list[System]:
+    """Return all systems that can be compared in this way."""
+    return disturbed_systems() if args.scenario else all_systems()
 
 
 def chosen(args: argparse.Namespace) -> list[System]:
     """Return the systems to measure, those of the options."""
     return [
         system
-        for system in all_systems()
+        for system in systems_of(args)
         if not args.only or any(text in system.name for text in args.only)
     ]
 
@@ -164,6 +192,17 @@ def write(args: argparse.Namespace, figures: dict[str, Figures], failures: dict[
         args.svg.write_text(report.draw(figures, title), encoding="utf-8")
 
 
+def compare_disturbed(args: argparse.Namespace, sizes: Sizes) -> int:
+    """Measure and print the scenarios; 1 if a system failed."""
+    measured = scenarios.measure(chosen(args), sizes, args.scenario, args.rounds)
+    text = conditions(args, os.getloadavg()[1])
+    print(f"{text}\n\n{scenarios.tables(measured, args.markdown)}")
+    if args.json:
+        content = {"conditions": text, **measured.as_dict()}
+        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 1 if measured.failures else 0
+
+
 def main() -> int:
     """Measure and print; 1 if a system failed."""
     args = parse()
@@ -176,6 +215,8 @@ def main() -> int:
         steps=args.steps,
         timeout_s=args.timeout_s,
     )
+    if args.scenario:
+        return compare_disturbed(args, sizes)
     results = measure(chosen(args), sizes, args.rounds)
     figures = figures_of(results, sizes)
     failures = {name: found.failure for name, found in results.items() if found.failure}

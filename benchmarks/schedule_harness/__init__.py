@@ -7,6 +7,8 @@ laptop can tell schedules and runtimes apart. `benchmarks/schedules.py` is the c
     stage.py      the emulated stage, and the probe that records what ran when and what is alive
     systems.py    what is measured: the rows of the table
     megatron_core.py, torch_pipelining.py, own.py    one step of each system, on one rank
+    noise.py, late.py    what disturbs ops and messages
+    scenarios.py  systems side by side in disturbed steps
     launch.py     starts the ranks
     rank.py       the measurements on one rank
     metrics.py    what follows from the records of all ranks

@@ -18,8 +18,17 @@ __all__ = ["clean_up_when_terminated", "run"]
 _T = TypeVar("_T")
 
 
-def run(measure: Callable[[System, Sizes], _T], system: System, sizes: Sizes) -> list[_T]:
+def run(
+    measure: Callable[..., _T], system: System, sizes: Sizes, *args: object, repeats: int = 1
+) -> list[_T]:
     """Run a function of `rank.py` on as many processes as the pipeline has ranks.
+
+    Args:
+        measure: Takes system, sizes and `args`.
+        system: What is measured.
+        sizes: How much is run.
+        args: More for `measure`.
+        repeats: How often it runs the steps of `sizes`.
 
     Returns:
         What it returned, by rank.
@@ -27,9 +36,9 @@ def run(measure: Callable[[System, Sizes], _T], system: System, sizes: Sizes) ->
     Raises:
         RanksFailed: A rank failed, or they took much longer than their work.
     """
-    work_s = 3 * sizes.forward_s * sizes.num_microbatches * (sizes.warmup + sizes.steps)
+    work_s = 3 * sizes.forward_s * sizes.num_microbatches * (sizes.warmup + sizes.steps) * repeats
     limit_s = sizes.timeout_s + 4 * work_s
-    return run_ranks(sizes.pp, measure, system, sizes, timeout_s=limit_s)
+    return run_ranks(sizes.pp, measure, system, sizes, *args, timeout_s=limit_s)
 
 
 def clean_up_when_terminated() -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.core import parallel_state
 
 from megatron_ext.schedules.choice import Choice, use
+from megatron_ext.schedules.runtime import entry
 from megatron_ext.schedules.runtime.entry import forward_backward
 from megatron_ext.schedules.runtime.split import SPLIT
 
+from .late import LateTransport
 from .megatron_core import Chunk, initialize, make_config, record_steps, step_keywords
+from .noise import NoisyTimes
 
 if TYPE_CHECKING:
+    from megatron_ext.transport.base import Key
+
     from .stage import Probe
 
 __all__ = ["prepare"]
@@ -33,10 +38,31 @@ def prepare(choice: Choice, probe: Probe) -> Callable[[], None]:
     stages = placement.stages_of[parallel_state.get_pipeline_model_parallel_rank()]
     chunks = [Chunk(probe, config, virtual and c) for c in range(num_chunks)]
     _emulate_split(probe)
+    if probe.waits:
+        probe.waits = False  # the transport does
+        _delay_messages(probe)
     record_steps(probe, stages, lambda: "I" if probe.splitting else "B")
     use(choice)
     keywords = step_keywords(chunks, choice.num_microbatches)
+    # As with GPT, only the first stage reads data here.
+    iterators = zip(stages, keywords["data_iterator"], strict=True)
+    keywords["data_iterator"] = [data if stage == 0 else None for stage, data in iterators]
     return lambda: forward_backward(**keywords)
+
+
+def _delay_messages(probe: Probe) -> None:
+    """Let every transport that is opened take the time that the scenario says."""
+    open_transport = entry.open_transport
+
+    def latency_s(key: Key) -> float:
+        assert isinstance(probe.times, NoisyTimes)
+        assert key.kind != "C"
+        return probe.times.latency_s(key.kind, key.stage, key.microbatch)
+
+    def opened(*args: Any, **options: Any) -> LateTransport:
+        return LateTransport(open_transport(*args, **options), latency_s)
+
+    entry.open_transport = opened  # type: ignore[assignment]
 
 
 def _emulate_split(probe: Probe) -> None:

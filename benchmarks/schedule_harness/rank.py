@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from .noise import SCENARIOS, NoisyTimes
 from .ops import OpTimes, Sizes, Step
 
 if TYPE_CHECKING:
     from .stage import Probe
     from .systems import System
 
-__all__ = ["begin_together", "measure", "measure_overhead", "prepare"]
+__all__ = ["begin_together", "measure", "measure_disturbed", "measure_overhead", "prepare"]
 
 
 def measure(system: System, sizes: Sizes) -> list[Step]:
@@ -29,6 +30,34 @@ def measure(system: System, sizes: Sizes) -> list[Step]:
         records.append(Step(begin_s, end_s, *probe.take(), cpu_s))
     begin_together()  # nobody leaves while others still wait for its messages
     return records[sizes.warmup :]
+
+
+def measure_disturbed(system: System, sizes: Sizes, names: Sequence[str]) -> list[list[Step]]:
+    """Return what this rank recorded in each step of each scenario; steps differ in their draws.
+
+    Args:
+        system: What is measured.
+        sizes: Its `steps` are those of one scenario.
+        names: The scenarios, all of which delay messages, or none.
+    """
+    scenarios = [SCENARIOS[name] for name in names]
+    step, probe = prepare(system, sizes, waits=scenarios[0].delays_messages)
+    rank_of = system.placement(sizes.pp).rank_of
+    records: list[list[Step]] = []
+    for scenario in scenarios:
+        records.append([])
+        for number in range(-sizes.warmup * (not records[1:]), sizes.steps):
+            probe.times = NoisyTimes(
+                sizes.forward_s, system.share(sizes.pp), scenario, rank_of, 0, number
+            )
+            begin_together()
+            begin_s = time.perf_counter()
+            step()
+            record = Step(begin_s, time.perf_counter(), *probe.take(), 0.0)
+            if number >= 0:
+                records[-1].append(record)
+    begin_together()
+    return records
 
 
 def measure_overhead(system: System, sizes: Sizes) -> float:
@@ -46,7 +75,9 @@ def measure_overhead(system: System, sizes: Sizes) -> float:
     return min(found_s[sizes.warmup :])
 
 
-def prepare(system: System, sizes: Sizes) -> tuple[Callable[[], None], Probe]:
+def prepare(
+    system: System, sizes: Sizes, *, waits: bool = False
+) -> tuple[Callable[[], None], Probe]:
     """Join the other ranks; return a function that runs one step, and what it records to."""
     import torch  # not by the parent of the ranks, which imports this module for its name
 
@@ -54,7 +85,7 @@ def prepare(system: System, sizes: Sizes) -> tuple[Callable[[], None], Probe]:
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=sizes.timeout_s))
-    probe = Probe(OpTimes(sizes.forward_s, system.share(sizes.pp)))
+    probe = Probe(OpTimes(sizes.forward_s, system.share(sizes.pp)), waits=waits)
     step = system.prepare(sizes.pp, sizes.num_microbatches, probe, sizes.timeout_s)
     gc.disable()  # a collection would fall into somebody's op
     return step, probe

@@ -18,12 +18,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from megatron.core import tensor_parallel
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from . import late
+from .noise import NoisyTimes
 from .ops import Op
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ class Probe:
     """Whether a backward that runs now leaves the weight gradient for later."""
     current: tuple[int, int] = (0, 0)
     """(stage, micro-batch) of the op that runs."""
+    waits: bool = False
+    """Whether messages take time, and no transport of ours is there to hide them."""
     _late_s: float = field(default_factory=oversleep_s)
     """How much later than asked a sleep ends."""
     _over_s: float = 0.0
@@ -81,6 +85,18 @@ class Probe:
         """Take the time of an op, or of a part of it, without using the processor."""
         self._over_s += self.times.seconds(kind, stage, microbatch)
         time.sleep(max(0.0, self._over_s - self._late_s - time.perf_counter()))
+
+    @property
+    def delays_messages(self) -> bool:
+        """Whether stages themselves wait for messages that are under way."""
+        return self.waits and isinstance(self.times, NoisyTimes)
+
+    def wait_for(self, kind: Literal["F", "B"], tensor: torch.Tensor) -> None:
+        """Sleep until what the op needs is there; that is no part of the time it takes."""
+        assert isinstance(self.times, NoisyTimes)
+        seen_s = late.read(tensor) + self.times.latency_s(kind, *self.current)
+        time.sleep(max(0.0, seen_s - self._late_s - time.perf_counter()))
+        self._over_s = max(self._over_s, time.perf_counter())
 
     def keep(self, activation: torch.Tensor) -> None:
         """Count a new activation: until nothing, no graph and no stash, holds its storage."""
@@ -106,7 +122,15 @@ class _Compute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.probe.spend("I", *ctx.op)
+        probe: Probe = ctx.probe
+        last = len(probe.times.rank_of) - 1 if isinstance(probe.times, NoisyTimes) else 0
+        if probe.delays_messages and ctx.op[0] < last:
+            probe.current = ctx.op
+            probe.wait_for("B", gradient)
+        probe.spend("I", *ctx.op)
+        if probe.delays_messages:
+            gradient = gradient.clone()
+            late.stamp(gradient)
         return gradient, None
 
 
@@ -137,6 +161,9 @@ class EmulatedStage(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the stage's output."""
+        delays = self.probe.delays_messages
+        if delays and self.probe.current[0] > 0:
+            self.probe.wait_for("F", x)
         activation = x + self.z
         self.probe.keep(activation)
         # Before the linear, hence after it in a backward: ops end with their sleep.
@@ -153,4 +180,6 @@ class EmulatedStage(torch.nn.Module):
         )
         output = output + _WeightGradient.apply(from_weights, self.probe)
         self.probe.spend("F", *self.probe.current)
+        if delays:
+            late.stamp(output)
         return output

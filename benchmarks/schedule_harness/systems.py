@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.schedules import UNIT, Costs, Placement, generate, registered
-from megatron_ext.schedules.choice import Choice
+from megatron_ext.schedules.choice import Choice, Dynamic
 from megatron_ext.schedules.placement import linear, loop, v
+from megatron_ext.schedules.split import split_backwards
 
 if TYPE_CHECKING:
+    from megatron_ext.schedules import Schedule
     from megatron_ext.schedules.choice import TransportName
 
     from .stage import Probe
 
-__all__ = ["Own", "Peer", "System", "all_systems"]
+__all__ = ["Own", "Peer", "System", "all_systems", "disturbed_systems"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,10 @@ class Own(System):
     """What a searched table is made for, as training is told by --pipeline-costs."""
     transport: TransportName = "torch"
     """As training is told by --pipeline-transport."""
+    dynamic: Dynamic | None = None
+    """As training is told by --use-dpp and its options."""
+    splits: bool = False
+    """Whether the backwards of a static table are split, as --use-dpp splits them."""
 
     @property
     def weight_copies(self) -> int:
@@ -93,7 +99,8 @@ class Own(System):
         options = dict(self.options)
         chunks = options.pop("chunks", None)
         per_replica = num_microbatches // self.weight_copies
-        return Choice(
+        made = _SplitChoice if self.splits else Choice
+        return made(
             self.schedule,
             pp,
             per_replica,
@@ -102,6 +109,7 @@ class Own(System):
             self.costs,
             timeout_s=timeout_s,
             transport=self.transport,
+            dynamic=self.dynamic,
         )
 
     def check(self, pp: int, num_microbatches: int) -> None:
@@ -119,6 +127,14 @@ class Own(System):
         from . import own
 
         return own.prepare(self.choice(pp, num_microbatches, timeout_s), probe)
+
+
+class _SplitChoice(Choice):
+    """A static table with split backwards: what a dynamic order has to be compared with."""
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Return the table for a number of micro-batches."""
+        return split_backwards(super().schedule(num_microbatches))
 
 
 def _loop2(pp: int) -> Placement:
@@ -164,3 +180,39 @@ def _own(transport: TransportName) -> list[System]:
 
 _TRANSPORTS: dict[TransportName, str] = {"torch": "gloo", "shm": "shm"}
 """What the table calls them."""
+
+
+def disturbed_systems() -> list[System]:
+    """Return what is compared in scenarios: orders that are fixed, and orders chosen by a policy.
+
+    The first is what the others are related to: split backwards in the order of the table.
+    """
+    peers = ("megatron-core interleaved, overlapped P2P", "torch Interleaved1F1B")
+    more = ("torch InterleavedZeroBubble", "torch ZBVZeroBubble")
+    paper = {"order": "paper"}
+    return [
+        _shm("interleaved", {"chunks": 2}, "static, split", splits=True),
+        _shm("interleaved", {"chunks": 2}, "static"),
+        *_by_policy("interleaved", {"chunks": 2}),
+        *(Peer(*row) for row in _PEERS if row[0] in (*peers, *more)),
+        _shm("bitpipe", paper, "static, split", splits=True),
+        _shm("bitpipe", paper, "static"),
+        *(_shm("bitpipe", paper, f"hint +{n}", dynamic=Dynamic("hint", n)) for n in (0, 1)),
+        _shm("zb-v", {}, "static"),
+        *(_shm("zb-v", {}, f"hint +{n}", dynamic=Dynamic("hint", n)) for n in (0, 1)),
+    ]
+
+
+def _by_policy(schedule: str, options: Mapping[str, Any]) -> list[System]:
+    policies = {
+        "hint +0": Dynamic("hint", 0),
+        "hint +1": Dynamic("hint", 1),
+        "breadth-first": Dynamic("breadth-first"),
+        "depth-first": Dynamic("depth-first"),
+    }
+    return [_shm(schedule, options, how, dynamic=policy) for how, policy in policies.items()]
+
+
+def _shm(schedule: str, options: Mapping[str, Any], how: str, **settings: Any) -> Own:
+    said = "".join(f" {key}={value}" for key, value in options.items())
+    return Own(f"{schedule}{said}, {how}", schedule, dict(options), transport="shm", **settings)

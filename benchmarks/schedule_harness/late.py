@@ -1,0 +1,112 @@
+"""Messages that take time: the sender stamps them, the receiver does not see them before.
+
+A stamp is the time of sending on the machine's monotonic clock, in the first two elements of the
+tensor, whose values mean nothing to an emulated stage. Our executor asks the transport what is
+there, so a transport hides what is not; for peers, the stage itself waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from megatron_ext.transport.base import Expected, Key, Stats, Transport
+
+__all__ = ["LateTransport", "read", "stamp"]
+
+_WRAP_S = 1 << 20
+"""Whole seconds below this are exact in single precision."""
+
+
+def stamp(tensor: torch.Tensor) -> None:
+    """Write the time into a tensor, whoever else sees its storage."""
+    whole, part = divmod(time.perf_counter(), 1.0)
+    tensor.data.view(-1)[:2] = torch.tensor([whole % _WRAP_S, part])
+
+
+def read(tensor: torch.Tensor) -> float:
+    """Return when a tensor was stamped."""
+    whole, part = tensor.detach().view(-1)[:2].tolist()
+    now = time.perf_counter()
+    return float(now // _WRAP_S * _WRAP_S + whole + part)
+
+
+class LateTransport:
+    """Another transport, with latency.
+
+    Args:
+        inner: Carries the messages.
+        latency_s: Says how long a message is under way.
+    """
+
+    def __init__(self, inner: Transport, latency_s: Callable[[Key], float]) -> None:
+        self._inner = inner
+        self._latency_s = latency_s
+        self._source: dict[Key, int] = {}
+        self._held: dict[Key, tuple[float, torch.Tensor]] = {}
+        """Messages that are here, and since when they may be seen."""
+        self._told: set[Key] = set()
+
+    def begin(self, expected: Sequence[Expected], slots: int) -> None:
+        """Start a step."""
+        self._source = {item.key: item.source for item in expected}
+        self._told.clear()
+        self._inner.begin(expected, slots)
+
+    def isend(self, tensor: torch.Tensor, target: int, key: Key) -> None:
+        """Send a stamped copy; choices are not late."""
+        if key.kind == "C":
+            self._inner.isend(tensor, target, key)
+            return
+        tensor = tensor.detach().clone()
+        stamp(tensor)
+        self._inner.isend(tensor, target, key)
+
+    def recv(self, source: int, key: Key, timeout_s: float) -> torch.Tensor:
+        """Return a tensor as soon as it may be seen."""
+        if key.kind == "C":
+            return self._inner.recv(source, key, timeout_s)
+        if key not in self._held:
+            self._hold(key, timeout_s)
+        seen_s, tensor = self._held.pop(key)
+        time.sleep(max(0.0, seen_s - time.perf_counter()))
+        return tensor
+
+    def poll(self, timeout_s: float) -> Sequence[Key]:
+        """Return what may be seen now; sleep until there is something."""
+        deadline_s = time.perf_counter() + timeout_s
+        wait_s = 0.0
+        while True:
+            for key in self._inner.poll(wait_s):
+                self._hold(key, timeout_s)
+            now_s = time.perf_counter()
+            waiting = {k: s for k, (s, _) in self._held.items() if k not in self._told}
+            keys = [key for key, seen_s in waiting.items() if seen_s <= now_s]
+            self._told.update(keys)
+            if keys or now_s >= deadline_s:
+                return keys
+            wait_s = max(0.0, min([deadline_s, *waiting.values()]) - now_s)
+
+    def _hold(self, key: Key, timeout_s: float) -> None:
+        tensor = self._inner.recv(self._source[key], key, timeout_s)
+        self._held[key] = read(tensor) + self._latency_s(key), tensor
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until everything sent has left."""
+        self._inner.flush(timeout_s)
+
+    def abort(self, reason: str) -> None:
+        """Give the step up."""
+        self._inner.abort(reason)
+
+    def close(self) -> None:
+        """Give up everything that is held."""
+        self._inner.close()
+
+    def stats(self) -> Stats:
+        """Return what was done so far."""
+        return self._inner.stats()

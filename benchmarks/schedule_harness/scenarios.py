@@ -1,0 +1,143 @@
+"""Measures systems in scenarios and puts what they did side by side."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.errors import ScheduleError
+from tests.ranks import RanksFailed
+
+from . import launch, rank
+from .noise import SCENARIOS, NoisyTimes
+
+if TYPE_CHECKING:
+    from .ops import Op, Sizes, Step
+    from .systems import System
+
+__all__ = ["Cell", "Measured", "measure", "tables"]
+
+
+@dataclass
+class Cell:
+    """One system in one scenario. The lists are by draw, and there by repetition."""
+
+    seconds: list[list[float]]
+    """Time of the step, from its first rank's begin to its last rank's end."""
+    inflation: float = 0.0
+    """Time in ops over what they had to take, minus 1; the worst repetition."""
+    peak_live: float = 0.0
+    """Activations alive at once, in those of one micro-batch on 1/pp of the model."""
+
+    def best(self) -> list[float]:
+        """Return the shortest time of each draw: what disturbs the machine only adds."""
+        return [min(repeated) for repeated in self.seconds]
+
+
+@dataclass
+class Measured:
+    """The cells of all systems."""
+
+    ideal_s: float
+    cells: dict[str, dict[str, Cell]] = field(default_factory=dict)
+    """By scenario, then by system."""
+    failures: dict[str, str] = field(default_factory=dict)
+    load: list[float] = field(default_factory=list)
+    """Load average while it was measured, from time to time."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything for `--json`."""
+        return asdict(self)
+
+
+def measure(systems: Sequence[System], sizes: Sizes, names: Sequence[str], rounds: int) -> Measured:
+    """Run all systems in all scenarios, round after round.
+
+    Scenarios with late messages are a run of their own: stages or transports wait in them.
+    """
+    found = Measured(3 * sizes.forward_s * sizes.num_microbatches)
+    ordered = sorted(names, key=lambda name: SCENARIOS[name].delays_messages)
+    groups = [list(g) for _, g in groupby(ordered, lambda name: SCENARIOS[name].delays_messages)]
+    for number in range(rounds):
+        for system in systems:
+            for group in groups:
+                print(f"round {number + 1}: {system.name}: {', '.join(group)}", file=sys.stderr)
+                found.load.append(os.getloadavg()[0])
+                if system.name not in found.failures:
+                    _measure(found, system, sizes, group)
+    return found
+
+
+def _measure(found: Measured, system: System, sizes: Sizes, names: Sequence[str]) -> None:
+    try:
+        system.check(sizes.pp, sizes.num_microbatches)
+        by_rank = launch.run(rank.measure_disturbed, system, sizes, names, repeats=2 * len(names))
+    except (ScheduleError, RanksFailed) as error:
+        found.failures[system.name] = str(error)
+        return
+    for index, name in enumerate(names):
+        cells = found.cells.setdefault(name, {})
+        cell = cells.setdefault(system.name, Cell([[] for _ in range(sizes.steps)]))
+        by_step = list(zip(*(ranks[index] for ranks in by_rank), strict=True))
+        for number, ranks in enumerate(by_step):
+            seconds = max(s.end_s for s in ranks) - min(s.begin_s for s in ranks)
+            cell.seconds[number].append(seconds)
+            _count(cell, system, sizes, name, number, ranks)
+
+
+def _count(
+    cell: Cell, system: System, sizes: Sizes, name: str, number: int, ranks: Sequence[Step]
+) -> None:
+    placement, share = system.placement(sizes.pp), system.share(sizes.pp)
+    times = NoisyTimes(sizes.forward_s, share, SCENARIOS[name], placement.rank_of, 0, number)
+    ops = [op for step in ranks for op in step.ops]
+    slept = sum(times.seconds(op.kind, op.stage, op.microbatch) for op in ops)
+    cell.inflation = max(cell.inflation, sum(op.duration_s for op in ops) / slept - 1)
+    cell.peak_live = max(cell.peak_live, share * max(_peak(step.ops) for step in ranks))
+
+
+def _peak(ops: Sequence[Op]) -> int:
+    live = peak = 0
+    for op in ops:
+        live += {"F": 1, "I": 0}.get(op.kind, -1)
+        peak = max(peak, live)
+    return peak
+
+
+def tables(measured: Measured, markdown: bool) -> str:
+    """Return one table for each scenario; all speeds are those of the first system over others."""
+    texts = [f"load average {min(measured.load):.1f} to {max(measured.load):.1f}"]
+    for name, cells in measured.cells.items():
+        lines = list(_rows(measured, cells))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        if markdown:
+            rows = ["| " + " | ".join(line) + " |" for line in lines]
+            rows.insert(1, "|---" * len(widths) + "|")
+        else:
+            rows = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in lines]
+        texts.append(f"{name}\n" + "\n".join(rows))
+    texts += [f"{name}: {reason}" for name, reason in measured.failures.items()]
+    return "\n\n".join(texts)
+
+
+def _rows(measured: Measured, cells: dict[str, Cell]) -> Iterator[tuple[str, ...]]:
+    yield "system", "T/ideal", "speed", "peak act.", "ops %"
+    base = next(iter(cells.values())).best()
+    for name, cell in cells.items():
+        best = cell.best()
+        yield (
+            name,
+            _spread([seconds / measured.ideal_s for seconds in best]),
+            _spread([theirs / ours for theirs, ours in zip(base, best, strict=True)]),
+            f"{cell.peak_live:g}",
+            f"{100 * cell.inflation:.1f}",
+        )
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.3f} .. {max(values):.3f})"

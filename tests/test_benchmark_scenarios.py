@@ -1,0 +1,83 @@
+"""Scenarios of the benchmark of schedules disturb what they say, alike for all systems."""
+
+from __future__ import annotations
+
+from statistics import mean
+
+import pytest
+
+from benchmarks.schedule_harness import launch, rank, scenarios
+from benchmarks.schedule_harness.noise import SCENARIOS, NoisyTimes
+from benchmarks.schedule_harness.ops import Sizes
+from benchmarks.schedule_harness.systems import disturbed_systems
+from megatron_ext.schedules.placement import loop
+
+PP, MICROBATCHES, FORWARD_S = 2, 4, 4e-3
+SIZES = Sizes(PP, MICROBATCHES, FORWARD_S, warmup=1, steps=1, timeout_s=60)
+SYSTEMS = {system.name: system for system in disturbed_systems()}
+EXACT_S = 5e-4
+"""Sleeps may end so much early."""
+
+
+def times(name: str, step: int = 0) -> NoisyTimes:
+    return NoisyTimes(1.0, 0.5, SCENARIOS[name], loop(PP, 2).rank_of, 0, step)
+
+
+def test_draws_have_mean_one_and_belong_to_what_they_are_for() -> None:
+    drawn = [times("jitter-0.6", step).seconds("F", 1, m) for step in range(40) for m in range(40)]
+    assert mean(drawn) == pytest.approx(0.5, rel=0.1)
+    assert times("jitter-0.6").seconds("F", 1, 0) == drawn[0]
+    one = times("microbatch-0.5")
+    assert one.seconds("F", 0, 1) == one.seconds("W", 3, 1) != one.seconds("F", 0, 2)
+    assert one.seconds("B", 0, 1) == 2 * one.seconds("I", 0, 1)
+
+
+def test_slow_places_are_where_they_are_said_to_be() -> None:
+    assert times("slow-rank").seconds("F", 1, 0) == 1.3 * times("slow-rank").seconds("F", 2, 0)
+    assert times("uneven").seconds("F", 3, 0) == 1.5 * times("uneven").seconds("F", 1, 0)
+    assert times("slow-hop").latency_s("F", 1, 0) == times("slow-hop").latency_s("B", 0, 0) == 1.0
+    assert times("quiet").latency_s("F", 1, 0) == 0.0
+    local = NoisyTimes(1.0, 1.0, SCENARIOS["link-0.5"], (0, 0), 0, 0)
+    assert local.latency_s("F", 1, 0) == 0.0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "interleaved chunks=2, hint +1",
+        "megatron-core interleaved, overlapped P2P",
+        "torch Interleaved1F1B",
+    ],
+)
+def test_nobody_computes_with_a_message_that_is_not_there_yet(name: str) -> None:
+    system = SYSTEMS[name]
+    records = launch.run(rank.measure_disturbed, system, SIZES, ["slow-hop"], repeats=2)
+    placement = system.placement(PP)
+    noisy = NoisyTimes(FORWARD_S, 0.5, SCENARIOS["slow-hop"], placement.rank_of, 0, 0)
+    ops = [op for [[step]] in records for op in step.ops]
+    made = {  # a busy machine may let a process wait before it notes the end
+        (op.kind.replace("I", "B"), op.stage, op.microbatch): op.begin_s
+        + noisy.seconds("F" if op.kind == "F" else "I", op.stage, op.microbatch)
+        for op in ops
+    }
+    checked = 0
+    for op in ops:
+        kind, step = ("F", 1) if op.kind == "F" else ("B", -1)
+        made_s = made.get((kind, op.stage - step, op.microbatch))
+        if op.kind == "W" or made_s is None:
+            continue
+        latency_s = noisy.latency_s(kind, op.stage, op.microbatch)
+        takes_s = noisy.seconds(op.kind, op.stage, op.microbatch)
+        assert op.end_s - takes_s >= made_s + latency_s - EXACT_S
+        checked += 1
+    assert checked == 6 * MICROBATCHES
+
+
+def test_what_is_measured_stands_side_by_side() -> None:
+    names = ("interleaved chunks=2, static, split", "interleaved chunks=2, breadth-first")
+    found = scenarios.measure([SYSTEMS[n] for n in names], SIZES, ["link-0.5"], rounds=1)
+    assert not found.failures
+    text = scenarios.tables(found, markdown=False)
+    assert text.count("1.000 (1.000 .. 1.000)") == 1, "the first is the measure of all"
+    for cells in found.as_dict()["cells"].values():
+        assert list(cells) == list(names)
