@@ -111,6 +111,8 @@ class Job:
         self._stopped_by: str | None = None
         self._running = set(range(len(connections)))
         self._stop_now = asyncio.Event()
+        self._last_order: asyncio.Future[None] | None = None
+        """Kept, because the loop alone does not keep a task."""
         self._outcome = Outcome()
 
     async def run(self, show: Sequence[int]) -> Outcome:
@@ -136,19 +138,18 @@ class Job:
     def _watch_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in _STOPPING:
-            if signal.getsignal(number) == signal.SIG_IGN:
-                continue  # nohup, or a shell's background job
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number))
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._stopped_by is None:
+        if not self._stop_now.is_set():
             self._stopped_by = number.name
             _logger.warning("%s: stops the job; once more kills it", number.name)
             self._outcome.code = 128 + number
             self._stop_now.set()
-        else:
-            task = asyncio.ensure_future(self._tell_all({"op": "stop", "grace_s": 0}))
-            self._last_order = task  # keeps it from being collected
+        else:  # it is being stopped already, by a signal or because it failed
+            self._last_order = asyncio.ensure_future(self._tell_all({"op": "stop", "grace_s": 0}))
 
     async def _start(self, index: int, show: Sequence[int]) -> None:
         plan, found = self._plan, self._findings[index]
@@ -245,7 +246,7 @@ class Job:
         return None
 
     def _fail(self, failure: Failure) -> None:
-        if self._stop_now.is_set() and self._stopped_by is not None:
+        if self._stopped_by is not None:
             return  # it ended as it was told to
         self._failures.append(failure)
         self._stop_now.set()
