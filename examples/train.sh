@@ -377,7 +377,7 @@ summary() {
         awk 'NR == 1 { first = $0 } { last = $0 } END {
             split(first, a); split(last, b)
             if (NR) printf "loss %.3f at iteration %d, %.3f at iteration %d", a[2], a[1], b[2], b[1] }')
-    say "${losses:-no loss was logged (see --log-interval)}"
+    say "${losses:-no loss was logged here (the last rank logs them; see --log-interval)}"
     say "checkpoint in ${OUT#"$REPO"/}/checkpoints, log in ${OUT#"$REPO"/}/log.txt; run again to resume"
 }
 
