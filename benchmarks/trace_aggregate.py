@@ -71,12 +71,16 @@ def generate(directory: Path, ranks: int, iterations: int, events: int) -> int:
     return total
 
 
-def measure(*command: str) -> tuple[float, float]:
-    """Run a command of ours; return its seconds, and the GiB of its largest process."""
+def measure(*command: str) -> str:
+    """Run a command of ours; return what it took."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     begin = time.perf_counter()
     subprocess.run([sys.executable, "-m", "megatron_ext", *command], check=True)
     seconds = time.perf_counter() - begin
-    return seconds, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    largest = after.ru_maxrss / 2**20
+    return f"{seconds:.1f} s ({cpu:.1f} s of processors), at most {largest:.2f} GiB in a process"
 
 
 def main() -> int:
@@ -98,8 +102,7 @@ def main() -> int:
             ["aggregate", "--benchmark_dir", str(directory)],
             ["report", str(directory)],
         ):
-            seconds, gibibytes = measure(*command)
-            print(f"{command[0]}: {seconds:.1f} s, at most {gibibytes:.2f} GiB in one process")
+            print(f"{command[0]}: {measure(*command)}")
     return 0
 
 

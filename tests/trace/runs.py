@@ -8,14 +8,14 @@ from pathlib import Path
 from megatron_ext.schedules import Costs, generate, json_io, simulate
 from megatron_ext.schedules.comms import operations
 from megatron_ext.trace.planned import SCHEDULE_FILE
-from megatron_ext.trace.recorder import Recorder
+from megatron_ext.trace.recorder import HostClock, Recorder
 from megatron_ext.trace.records import ACTION_NAMES, Header, directory_name, file_name
 
 MS = 1_000_000
 COSTS = Costs(0.010, 0.012, 0.008, latency=0.001)
 
 
-class Clock:
+class Clock(HostClock):
     """A clock that shows what it is told."""
 
     def __init__(self) -> None:
