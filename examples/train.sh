@@ -43,8 +43,8 @@ readonly TINY_TRAINING=(
     --micro-batch-size 1
     --global-batch-size 8
     --train-iters 1000
-    --exit-interval 50
-    --save-interval 50
+    --exit-interval 25
+    --save-interval 25
     --dist-ckpt-optim-fully-reshardable
     --lr 3e-3
     --min-lr 3e-4
@@ -58,7 +58,7 @@ readonly TINY_TRAINING=(
     --clip-grad 1.0
     --seed 42
     --split "95,5,0"
-    --eval-interval 50
+    --eval-interval 25
     --eval-iters 4
     --log-interval 10
 )
