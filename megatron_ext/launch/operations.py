@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import tarfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -117,6 +116,8 @@ class _Pieces:
 
 def _pack(request: dict[str, Any], directory: Path, reply: Reply) -> None:
     """Send the directory of the job, and what matches the patterns below its work directory."""
+    import tarfile
+
     workdir = Path(request["workdir"])
     files = {path: Path("logs") / path.relative_to(directory) for path in _files_below(directory)}
     for pattern in request["patterns"]:

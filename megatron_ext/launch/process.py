@@ -8,14 +8,13 @@ ranks behind, and a process that was orphaned is in no tree. Linux only (`/proc`
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 __all__ = [
     "AGENT_PID",
@@ -42,8 +41,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """A process, whatever happens to its id later."""
 
     pid: int
@@ -62,8 +60,7 @@ class Process:
                 os.kill(self.pid, number)
 
 
-@dataclass(frozen=True)
-class _Stat:
+class _Stat(NamedTuple):
     parent: int
     start: int
     state: str
@@ -167,6 +164,8 @@ def die_with_parent(agent_pid: int | None = None) -> None:
 
 
 def _prctl(option: int, argument: int) -> None:
+    import ctypes
+
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
         error = ctypes.get_errno()

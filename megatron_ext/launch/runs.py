@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ def runs_root() -> Path:
 
 def new_run_id() -> str:
     """Return an id that sorts by time and that no other job has."""
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
 
 
 def check_run_id(run_id: str) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 __all__ = ["Chunk", "LogFiles", "last_lines"]
 
@@ -21,8 +21,7 @@ MAX_BEHIND_BYTES = 16 << 20
 _KEPT_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """New lines of one file."""
 
     source: str
