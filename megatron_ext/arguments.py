@@ -2,7 +2,8 @@
 
 Arguments flow one way: `add_arguments` puts our group on a parser (upstream's or the embedded
 trainer's), `ExtConfig.from_args` reads the parsed values, and everything behind it sees only the
-`ExtConfig`. The flags of schedules become a `Choice` instead (`schedules/training_flags.py`).
+`ExtConfig`. Features make objects of their own of their flags, in `prepare` and `check`: a schedule
+becomes a `Choice`, disaggregation a `Job`, tracing a session.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_ext import devices
+from megatron_ext.disaggregation import flags as disaggregation
 from megatron_ext.schedules import training_flags
 from megatron_ext.trace import flags as trace_flags
+from megatron_ext.trace import session
 
-__all__ = ["DROPPED", "ExtConfig", "add_arguments"]
+__all__ = ["DROPPED", "ExtConfig", "add_arguments", "check", "prepare"]
 
 DROPPED = {"--data-impl": "datasets are always the memory-mapped ones"}
 """Flags of older command lines that Megatron-LM has dropped: accepted, with a notice, for nothing.
@@ -71,7 +74,35 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Print the table of patches on rank 0 before training.",
     )
     training_flags.add_flags(group)
+    disaggregation.add_flags(group)
     trace_flags.add_flags(group)
     for flag, reason in DROPPED.items():
         group.add_argument(flag, metavar="VALUE", help=f"Ignored: {reason}.")
     return parser
+
+
+def prepare(args: Namespace) -> None:
+    """Act on our flags before Megatron validates the arguments.
+
+    Calling it again with the same arguments, which upstream's tools may do, changes nothing.
+
+    Args:
+        args: Parsed arguments with upstream's names; changed in place.
+
+    Raises:
+        ArgumentsError: The flags contradict each other.
+        ScheduleError: There is no such schedule, or none for these sizes.
+    """
+    disaggregated = disaggregation.prepare(args)
+    training_flags.prepare(args, tables=not disaggregated)
+
+
+def check(args: Namespace) -> None:
+    """Compare what Megatron made of the arguments with what was prepared, and tell what runs.
+
+    Raises:
+        ArgumentsError: They differ.
+    """
+    disaggregation.check(args)
+    training_flags.check(args)
+    session.start(args)

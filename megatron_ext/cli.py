@@ -60,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     launch.add_subcommands(subparsers)
     doctor.add_subcommand(subparsers)
     trace.add_subcommands(subparsers)
+    trace.add_to_plan(subparsers)
     _add_upstream(subparsers)
     return parser
 

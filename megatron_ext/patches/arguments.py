@@ -112,18 +112,16 @@ def _validate(
 
     A schedule rewrites some of that in between: it is hosted under other sizes than it has.
     """
-    from megatron_ext.schedules import training_flags
-    from megatron_ext.trace import session
+    from megatron_ext import arguments
 
     given = args[0] if args else kwargs["args"]
     check_arguments(given)
-    training_flags.prepare(given)
+    arguments.prepare(given)
     try:
         validated = call(*args, **kwargs)
     except (AssertionError, ValueError) as error:
         raise ArgumentsError(f"Megatron-LM refused the arguments: {_told(error)}") from error
-    training_flags.check(validated)
-    session.start(validated)
+    arguments.check(validated)
     _show_patches(validated)
     return validated
 

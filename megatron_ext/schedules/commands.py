@@ -49,19 +49,6 @@ def add_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     _add_sizes(parser)
     parser.add_argument("--json", action="store_true", help="as a JSON list of objects")
     parser.add_argument(
-        "--from-trace",
-        type=Path,
-        metavar="DIR",
-        help="predict the step of every schedule and policy from the folder of a traced run, which "
-        "gives sizes and costs",
-    )
-    parser.add_argument(
-        "--memory-gb",
-        type=float,
-        metavar="G",
-        help="with --from-trace: leave out what needs more memory on a rank, in GiB",
-    )
-    parser.add_argument(
         "--use-dpp",
         action="store_true",
         help="also tell what a dynamic order would gain or lose over each table",
@@ -150,24 +137,7 @@ def _check_sizes(args: argparse.Namespace) -> None:
             raise ScheduleError(f"{flag} is missing; only csv:FILE knows its own size")
 
 
-def _run_from_trace(args: argparse.Namespace) -> int:
-    from megatron_ext.trace import planner
-
-    found = planner.forecast(args.from_trace, args.memory_gb)
-    if args.json:
-        print(json.dumps([prediction.as_dict() for prediction in found.predictions], indent=1))
-    else:
-        print(planner.table(found))
-    for note in found.notes:
-        print(note, file=sys.stderr)
-    return 0
-
-
 def _run_plan(args: argparse.Namespace) -> int:
-    if args.from_trace is not None:
-        return _run_from_trace(args)
-    if args.memory_gb is not None:
-        raise ScheduleError("--memory-gb needs the memory of a traced run; add --from-trace DIR")
     _check_sizes(args)
     timelines, left_out = plan.compare(
         args.schedule[0], args.pp, args.microbatches, _costs(args), args.chunks, _options(args)

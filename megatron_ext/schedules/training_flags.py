@@ -13,13 +13,19 @@ from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.disaggregation import flags as disaggregation
 from megatron_ext.errors import ArgumentsError, ScheduleError
-from megatron_ext.schedules import batches, dynamic_flags, plan, randomness, stages, stock
+from megatron_ext.schedules import (
+    batches,
+    dynamic_flags,
+    plan,
+    randomness,
+    stages,
+    stock,
+    transport_flags,
+)
 from megatron_ext.schedules.choice import (
     TRANSPORTS,
     Choice,
-    TransportName,
     current,
     for_messages,
     use,
@@ -32,8 +38,8 @@ from megatron_ext.schedules.incompatible import (
     refuse_flags_of_table,
     refuse_flags_with_microbatch_rng,
 )
-from megatron_ext.schedules.registry import CSV_PREFIX, generate, get, registered
-from megatron_ext.schedules.validate import validate
+from megatron_ext.schedules.proof import prove
+from megatron_ext.schedules.registry import CSV_PREFIX, get, registered
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.actions import Option
@@ -65,21 +71,7 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
                 choices=values,
                 help=f"Of --pipeline-schedule {generator.name} (default: {values[0]}).",
             )
-    group.add_argument(
-        "--pipeline-transport",
-        choices=TRANSPORTS,
-        help="What carries tensors between pipeline ranks, also those of Megatron's own schedules: "
-        "torch.distributed, or, on the CPU, shared memory of one host, TCP or RDMA; auto takes for "
-        f"each pair of ranks the best that it has (default: {TRANSPORTS[0]}; with --use-dpp: "
-        "auto).",
-    )
-    group.add_argument(
-        "--node-ips",
-        nargs="+",
-        metavar="ADDRESS",
-        help="Addresses for --pipeline-transport auto, tcp and rdma: one for each node, in the "
-        "order of ranks, or one for each rank (default: those on the way to MASTER_ADDR).",
-    )
+    transport_flags.add_flags(group)
     group.add_argument(
         "--pipeline-costs",
         metavar="F,I,W[,LATENCY]",
@@ -93,10 +85,9 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
         help="Draw dropout masks by iteration, stage and micro-batch, so that all schedules, "
         "Megatron's own too, draw the same ones. Always so with --use-dpp.",
     )
-    disaggregation.add_flags(group)
 
 
-def prepare(args: Namespace) -> None:
+def prepare(args: Namespace, *, tables: bool = True) -> None:
     """Turn the flags into the `Choice` of this process, and the arguments into what Megatron needs.
 
     A schedule of two mirrored pipelines on D ranks is hosted as a pipeline of D/2 ranks with twice
@@ -105,6 +96,8 @@ def prepare(args: Namespace) -> None:
 
     Args:
         args: Parsed arguments with upstream's names; changed in place.
+        tables: Whether a schedule may be chosen here; else something else has chosen already, and
+            this only sees to random numbers.
 
     Raises:
         ArgumentsError: The flags contradict each other or the schedule.
@@ -113,17 +106,11 @@ def prepare(args: Namespace) -> None:
     use(None)
     randomness.use(None)
     _restore(args)
-    disaggregated = disaggregation.prepare(args)
     dynamic = dynamic_flags.dynamic(args)
-    if disaggregated and dynamic is not None:
-        raise ArgumentsError(
-            "--use-dpp and --forward-backward-disaggregating are two ways to run the actions of a "
-            "step; leave one of them out"
-        )
     if dynamic is not None or getattr(args, "microbatch_rng", False):
         refuse_flags_with_microbatch_rng(args)
         randomness.use(args.seed)
-    if disaggregated:
+    if not tables:
         return
     name = _chosen(args)
     options = _options(args, name)
@@ -141,12 +128,12 @@ def prepare(args: Namespace) -> None:
         stages.num_chunks(args, name),
         options,
         _costs(args),
-        _timeout_s(args),
-        _transport(args),
+        transport_flags.timeout_s(args),
+        transport_flags.transport(args),
         dynamic,
-        _node_ips(args),
+        transport_flags.node_ips(args),
     )
-    _prove(args, choice, sizes)
+    prove(args, choice, sizes)
     refuse_flags_of_table(name, args, choice.schedule(choice.num_microbatches))
     if dynamic is not None:
         refuse_flags_of_dynamic_order(args, choice.placement)
@@ -184,44 +171,10 @@ def _chosen(args: Namespace) -> str | None:
 
 def _prepare_messages(args: Namespace) -> None:
     """Let Megatron's own schedule send over `--pipeline-transport`, where that was asked for."""
-    transport = _transport(args)
+    transport = transport_flags.transport(args)
     if transport != TRANSPORTS[0]:
-        choice = stock.choice(args, transport, _timeout_s(args))
-        use_for_messages(replace(choice, node_ips=_node_ips(args)))
-
-
-def _timeout_s(args: Namespace) -> float:
-    return 60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10)
-
-
-def _transport(args: Namespace) -> TransportName:
-    """Return `--pipeline-transport`, after checking that device and schedule can do with it."""
-    name: TransportName | None = getattr(args, "pipeline_transport", None)
-    if getattr(args, "use_dpp", False):
-        if name == "torch":
-            raise ArgumentsError(
-                "--use-dpp chooses by what has arrived, which torch.distributed cannot tell; leave "
-                "--pipeline-transport torch out"
-            )
-        name = name or "auto"
-    name = name or TRANSPORTS[0]
-    if name != TRANSPORTS[0]:
-        from megatron_ext.schedules.runtime.connect import why_not
-
-        reason = why_not(name)
-        if reason is not None:
-            alone = " and leave --use-dpp out" if getattr(args, "use_dpp", False) else ""
-            raise ArgumentsError(reason + alone)
-    if name in ("torch", "shm") and _node_ips(args):
-        raise ArgumentsError(
-            f"--node-ips is for wires between hosts, --pipeline-transport {name} has none; take "
-            "--pipeline-transport auto, or leave --node-ips out"
-        )
-    return name
-
-
-def _node_ips(args: Namespace) -> tuple[str, ...]:
-    return tuple(getattr(args, "node_ips", None) or ())
+        choice = stock.choice(args, transport, transport_flags.timeout_s(args))
+        use_for_messages(replace(choice, node_ips=transport_flags.node_ips(args)))
 
 
 def _options(args: Namespace, name: str | None) -> dict[str, Option]:
@@ -271,60 +224,6 @@ def _pipeline_ranks(args: Namespace, name: str, twins: int) -> int:
     return pp
 
 
-def _prove(args: Namespace, choice: Choice, sizes: batches.Sizes) -> None:
-    """Make and validate the table of every batch size of the run."""
-    if choice.name.startswith(CSV_PREFIX):
-        _check_file(choice, sizes)
-    for global_batch, count in sizes.counts.items():
-        error = _mistake(choice, count)
-        if error is not None:
-            raise ScheduleError(
-                f"--pipeline-schedule {choice.name} with {sizes.explained(global_batch)}: {error}"
-                f"{_remedies(args, choice, sizes, count)}"
-            )
-
-
-def _mistake(choice: Choice, count: int) -> ScheduleError | None:
-    """Return what is wrong with the table for a number of micro-batches, if anything."""
-    try:
-        validate(choice.schedule(count))
-    except ScheduleError as error:
-        return error
-    return None
-
-
-def _check_file(choice: Choice, sizes: batches.Sizes) -> None:
-    """A file is for one size: tell in terms of training flags if that is another one."""
-    table = generate(choice.name)
-    if table.pp != choice.pp:
-        raise ScheduleError(
-            f"--pipeline-schedule {choice.name} has {table.pp} rows, one for each rank; take "
-            f"--pipeline-model-parallel-size {table.pp} (it is {choice.pp}), or another file"
-        )
-    for global_batch, count in sizes.counts.items():
-        if count != table.num_microbatches:
-            raise ScheduleError(
-                f"--pipeline-schedule {choice.name} runs {table.num_microbatches} micro-batches, "
-                f"not {sizes.explained(global_batch)}; take --global-batch-size "
-                f"{sizes.global_batch(table.num_microbatches)}, or another file"
-            )
-
-
-def _remedies(args: Namespace, choice: Choice, sizes: batches.Sizes, count: int) -> str:
-    """Say the nearest batch size that the schedule takes, and the best schedule for this one."""
-    found = []
-    for distance in range(1, 4 * choice.pp):
-        near = [n for n in (count + distance, count - distance) if n > 0]
-        fitting = [n for n in near if _mistake(choice, n) is None]
-        if fitting:
-            found.append(f"--global-batch-size {sizes.global_batch(fitting[0])}")
-            break
-    other = stages.best_schedule(args, choice, sizes.total(count))
-    if other is not None:
-        found.append(f"{other} for this batch size")
-    return f". In flags: {', or '.join(found)}" if found else ""
-
-
 def _rewrite(args: Namespace, wanted: dict[str, Any]) -> None:
     """Set arguments, and remember on the namespace what they were."""
     setattr(args, _REWRITTEN, {k: (getattr(args, k, None), new) for k, new in wanted.items()})
@@ -348,7 +247,6 @@ def check(args: Namespace) -> None:
         ArgumentsError: Megatron computed another size than the tables were made for, or builds
             layers that the schedule cannot use.
     """
-    disaggregation.check(args)
     served = for_messages()
     if served is not None:
         _tell(args, f"pipeline schedule: Megatron's own; messages over {served.transport}")

@@ -1,16 +1,18 @@
-"""The subcommands `aggregate` and `report`; no torch and no Megatron is imported."""
+"""The subcommands `aggregate` and `report`, and `plan --from-trace`; nothing heavy is imported."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
-from megatron_ext.errors import DataError
+from megatron_ext.errors import ArgumentsError, DataError
 
-__all__ = ["add_subcommands"]
+__all__ = ["add_subcommands", "add_to_plan"]
 
 _Subparsers = argparse._SubParsersAction
 
@@ -19,6 +21,45 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     """Register `aggregate` and `report`."""
     _add_aggregate(subparsers)
     _add_report(subparsers)
+
+
+def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
+    """Let the subcommand `plan`, which is there already, take measured costs."""
+    parser = subparsers.choices["plan"]
+    parser.add_argument(
+        "--from-trace",
+        type=Path,
+        metavar="DIR",
+        help="predict the step of every schedule and policy from the folder of a traced run, which "
+        "gives sizes and costs",
+    )
+    parser.add_argument(
+        "--memory-gb",
+        type=float,
+        metavar="G",
+        help="with --from-trace: leave out what needs more memory on a rank, in GiB",
+    )
+    parser.set_defaults(run=_run_plan, run_simulated=parser.get_default("run"))
+
+
+def _run_plan(args: argparse.Namespace) -> int:
+    if args.from_trace is None:
+        if args.memory_gb is not None:
+            raise ArgumentsError(
+                "--memory-gb needs the memory of a traced run; add --from-trace DIR"
+            )
+        simulated: Any = args.run_simulated
+        return int(simulated(args))
+    from megatron_ext.trace import planner
+
+    found = planner.forecast(args.from_trace, args.memory_gb)
+    if args.json:
+        print(json.dumps([prediction.as_dict() for prediction in found.predictions], indent=1))
+    else:
+        print(planner.table(found))
+    for note in found.notes:
+        print(note, file=sys.stderr)
+    return 0
 
 
 def _add_aggregate(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:

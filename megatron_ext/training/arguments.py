@@ -17,10 +17,9 @@ from typing import Any, Literal, NoReturn
 import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_ext import arguments
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.patches.arguments import check_arguments, prepare_parser
-from megatron_ext.schedules import training_flags
-from megatron_ext.trace import session
 from megatron_ext.training.flags import add_flags
 
 __all__ = ["Model", "parse"]
@@ -88,12 +87,11 @@ def parse(model: Model, argv: Sequence[str], environ: Mapping[str, str] = os.env
     args.world_size = int(environ.get("WORLD_SIZE", "1"))
     args.tokenizer_type = args.tokenizer_type or _DEFAULT_TOKENIZER[model]
     _check_given(args)
-    training_flags.prepare(args)
+    arguments.prepare(args)
     _check_together(args)
     _complete(args)
     check_arguments(args)
-    training_flags.check(args)
-    session.start(args)
+    arguments.check(args)
     return args
 
 

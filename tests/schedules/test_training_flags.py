@@ -15,7 +15,13 @@ import pytest
 
 from megatron_ext import devices
 from megatron_ext.errors import ArgumentsError, UserError
-from megatron_ext.schedules import csv_io, generate, plan, registered, training_flags
+from megatron_ext.schedules import (
+    csv_io,
+    generate,
+    plan,
+    registered,
+    transport_flags,
+)
 from megatron_ext.schedules.choice import Choice, current, use
 from megatron_ext.schedules.costs import UNIT, Costs
 from megatron_ext.schedules.training_flags import add_flags, check, prepare
@@ -491,11 +497,11 @@ def test_mistakes_end_in_one_line(way: str) -> None:
 
 def test_shared_memory_is_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     args = Namespace(pipeline_transport="shm")
-    assert training_flags._transport(args) == "shm"
+    assert transport_flags.transport(args) == "shm"
     gpu = SimpleNamespace(name="cuda")
     monkeypatch.setattr(devices, "current", lambda: gpu)
     with pytest.raises(
         ArgumentsError, match="this run is on cuda; take --pipeline-transport torch"
     ):
-        training_flags._transport(args)
-    assert training_flags._transport(Namespace(pipeline_transport=None)) == "torch"
+        transport_flags.transport(args)
+    assert transport_flags.transport(Namespace(pipeline_transport=None)) == "torch"

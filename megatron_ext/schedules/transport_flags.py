@@ -1,0 +1,73 @@
+"""The training flags of the transport between pipeline ranks."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace, _ArgumentGroup
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import ArgumentsError
+from megatron_ext.schedules.choice import TRANSPORTS
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.choice import TransportName
+
+__all__ = ["add_flags", "node_ips", "timeout_s", "transport"]
+
+
+def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
+    """Add the flags that say what carries tensors."""
+    group.add_argument(
+        "--pipeline-transport",
+        choices=TRANSPORTS,
+        help="What carries tensors between pipeline ranks, also those of Megatron's own schedules: "
+        "torch.distributed, or, on the CPU, shared memory of one host, TCP or RDMA; auto takes for "
+        f"each pair of ranks the best that it has (default: {TRANSPORTS[0]}; with --use-dpp: "
+        "auto).",
+    )
+    group.add_argument(
+        "--node-ips",
+        nargs="+",
+        metavar="ADDRESS",
+        help="Addresses for --pipeline-transport auto, tcp and rdma: one for each node, in the "
+        "order of ranks, or one for each rank (default: those on the way to MASTER_ADDR).",
+    )
+
+
+def timeout_s(args: Namespace) -> float:
+    """Return how long a rank waits for one message: Megatron's own time-out of collectives."""
+    return 60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10)
+
+
+def transport(args: Namespace) -> TransportName:
+    """Return `--pipeline-transport`, after checking that device and schedule can do with it.
+
+    Raises:
+        ArgumentsError: They cannot.
+    """
+    name: TransportName | None = getattr(args, "pipeline_transport", None)
+    if getattr(args, "use_dpp", False):
+        if name == "torch":
+            raise ArgumentsError(
+                "--use-dpp chooses by what has arrived, which torch.distributed cannot tell; leave "
+                "--pipeline-transport torch out"
+            )
+        name = name or "auto"
+    name = name or TRANSPORTS[0]
+    if name != TRANSPORTS[0]:
+        from megatron_ext.schedules.runtime.connect import why_not
+
+        reason = why_not(name)
+        if reason is not None:
+            alone = " and leave --use-dpp out" if getattr(args, "use_dpp", False) else ""
+            raise ArgumentsError(reason + alone)
+    if name in ("torch", "shm") and node_ips(args):
+        raise ArgumentsError(
+            f"--node-ips is for wires between hosts, --pipeline-transport {name} has none; take "
+            "--pipeline-transport auto, or leave --node-ips out"
+        )
+    return name
+
+
+def node_ips(args: Namespace) -> tuple[str, ...]:
+    """Return `--node-ips`."""
+    return tuple(getattr(args, "node_ips", None) or ())
