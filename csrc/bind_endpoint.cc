@@ -4,7 +4,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <memory>
@@ -60,9 +59,8 @@ void accept_shm(ShmLink& self, std::optional<double> timeout_s) {
     self.accept(to_deadline(timeout_s), &check_python_signals);
 }
 
-void send(Endpoint& self, int peer, std::uint64_t tag, std::pair<int, int> dtype,
-          const std::vector<std::int64_t>& shape, std::uintptr_t address, std::uint64_t num_bytes,
-          py::object owner) {
+void send(Endpoint& self, int peer, std::uint64_t tag, unsigned dtype, const py::tuple& shape,
+          std::uintptr_t address, std::uint64_t num_bytes, py::object owner) {
     MessageInfo info;
     if (shape.size() > kMaxDims) {
         throw std::invalid_argument("a message has at most " + std::to_string(kMaxDims) +
@@ -70,10 +68,12 @@ void send(Endpoint& self, int peer, std::uint64_t tag, std::pair<int, int> dtype
     }
     info.tag = tag;
     info.num_bytes = num_bytes;
-    info.dtype_code = static_cast<std::uint8_t>(dtype.first);
-    info.dtype_bits = static_cast<std::uint8_t>(dtype.second);
+    info.dtype_code = static_cast<std::uint8_t>(dtype >> 8);
+    info.dtype_bits = static_cast<std::uint8_t>(dtype & 0xFF);
     info.num_dims = static_cast<std::uint8_t>(shape.size());
-    std::copy(shape.begin(), shape.end(), info.shape.begin());
+    for (std::size_t i = 0; i < shape.size(); ++i) {
+        info.shape[i] = shape[i].cast<std::int64_t>();
+    }
     std::shared_ptr<void> shared = share(std::move(owner));
     py::gil_scoped_release no_gil;
     self.send(peer, info, reinterpret_cast<const void*>(address), std::move(shared));
@@ -195,10 +195,8 @@ void bind_endpoint(py::module_& module) {
                         "or in memory that is used again afterwards.")
         .def_property_readonly(
             "dtype",
-            [](const Message& self) {
-                return std::pair<int, int>(self.info.dtype_code, self.info.dtype_bits);
-            },
-            "DLPack's code and bits.")
+            [](const Message& self) { return self.info.dtype_code << 8 | self.info.dtype_bits; },
+            "DLPack's code, times 256, and bits.")
         .def_property_readonly("shape", &shape_of, "As the sender gave it.")
         .def("dlpack", &to_dlpack, "A DLPack capsule on the bytes, which keeps them.")
         .def("__len__", [](const Message& self) { return self.info.num_bytes; })

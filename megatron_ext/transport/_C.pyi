@@ -105,8 +105,8 @@ class Message:
     """
 
     @property
-    def dtype(self) -> tuple[int, int]:
-        """DLPack's type code and number of bits."""
+    def dtype(self) -> int:
+        """DLPack's type code, times 256, and number of bits."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -219,7 +219,7 @@ class Endpoint:
         self,
         peer: int,
         tag: int,
-        dtype: tuple[int, int],
+        dtype: int,
         shape: tuple[int, ...],
         address: int,
         num_bytes: int,

@@ -1,4 +1,4 @@
-"""Names of dtypes in messages: DLPack's type codes and bits."""
+"""Names of dtypes in messages: DLPack's type code, times 256, and number of bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CODES = {
     torch.float8_e5m2: 12, torch.float8_e5m2fnuz: 13,
 }  # fmt: skip
 
-CODE_OF = {dtype: (code, dtype.itemsize * 8) for dtype, code in _CODES.items()}
+CODE_OF = {dtype: code << 8 | dtype.itemsize * 8 for dtype, code in _CODES.items()}
 DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
 
 FROM_DLPACK = frozenset(

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from megatron_ext.errors import (
     MessageMismatch,
@@ -97,6 +98,8 @@ class NativeTransport:
         self._given_up: str | None = None
         self._warned = False
         self._step = 0
+        self._tags: dict[Key, int] = {}
+        """Without the step; the keys of each step are the same."""
         self._expected: dict[tuple[int, int], Expected] = {}
         """By source and tag: what was announced and not received."""
         self._told: dict[tuple[int, int], None] = {}
@@ -154,15 +157,18 @@ class NativeTransport:
         endpoint = self._usable()
         if not tensor.is_cpu:
             _require_cpu(tensor.device)
-        tensor = tensor.detach().contiguous()  # the caller may swap the `data` of its own
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
         code = CODE_OF.get(tensor.dtype)
         if code is None:
             raise TransportError(f"{key}: tensors of {tensor.dtype} cannot be sent")
         num_bytes = tensor.nbytes
         try:
+            # The storage is what has to stay: the caller may swap the `data` of the tensor.
             endpoint.send(
-                target, self._tag(key), code, tensor.shape, tensor.data_ptr(), num_bytes, tensor
-            )
+                target, self._tag(key), code, tensor.shape, tensor.data_ptr(), num_bytes,
+                tensor.untyped_storage(),
+            )  # fmt: skip
         except TransportError as error:
             what = f"{key} cannot be sent to rank {target}"
             raise self._failure(what, target, key, error) from error
@@ -254,6 +260,13 @@ class NativeTransport:
         return self._endpoint
 
     def _tag(self, key: Key) -> int:
+        high = self._tags.get(key)
+        if high is None:
+            high = self._tags[key] = self._checked_tag(key)
+        return high | self._step
+
+    def _checked_tag(self, key: Key) -> int:
+        """Return the tag of a key in step 0."""
         if (
             key.stage >= _MAX_STAGES
             or key.microbatch >= _MAX_MICROBATCHES
@@ -264,7 +277,7 @@ class NativeTransport:
                 f"micro-batches and {_MAX_PARTS} tensors in one hand-over"
             )
         high = (_KINDS[key.kind] << 3 | key.part) << 12 | key.stage
-        return (high << 24 | key.microbatch) << 23 | self._step
+        return (high << 24 | key.microbatch) << 23
 
     def _require_peers(self, begin: float) -> None:
         """Raise if nothing can arrive any more."""
@@ -343,7 +356,7 @@ def _tensor(message: Message) -> torch.Tensor:
     """A tensor on the memory of a message. It is no view: Megatron refuses to free views."""
     code = message.dtype
     if code in FROM_DLPACK and len(message) > 0:
-        return torch._C._from_dlpack(message.dlpack())
+        return from_dlpack(message.dlpack())
     tensor = torch.empty(0, dtype=DTYPE_OF[code])
     if len(message) == 0:
         return tensor.reshape(message.shape)

@@ -22,7 +22,7 @@ NUM_MESSAGES = 60
 STREAM_BYTES = 32 * 1024
 TIMEOUT_S = 60.0
 SILENCE_S = 3.0
-CODE = (1, 8)  # unsigned bytes
+CODE = 1 << 8 | 8  # unsigned bytes
 
 
 def tcp_connection(rank: int, address: str, port: int) -> socket.socket:
