@@ -20,6 +20,7 @@ import torch
 from megatron_ext.disaggregation.ranks import Place
 from megatron_ext.disaggregation.worlds import shared_store
 from megatron_ext.errors import TransportError
+from megatron_ext.trace.observed import observed_transport
 from megatron_ext.transport.address import node_address
 from megatron_ext.transport.native_transport import NativeTransport
 
@@ -50,7 +51,7 @@ class RoleLink:
     def __init__(self, job: Job, device: torch.device) -> None:
         self._job = job
         self._device = device
-        self.wire: Transport = _open(job)
+        self.wire: Transport = observed_transport(_open(job))
 
     def source(self, row: int) -> int:
         """Return the global rank of a row of the table that sends to this process."""

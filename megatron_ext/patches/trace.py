@@ -73,6 +73,7 @@ def _update(
     call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: _Kwargs
 ) -> Any:
     """The outermost optimizer's step is the end of the training step."""
+    from megatron_ext.disaggregation import job as disaggregation
     from megatron_ext.trace import session
 
     observer = session.current()
@@ -84,7 +85,8 @@ def _update(
         result = observer.run("optimizer", "the optimizer step", lambda: call(*args, **kwargs))
     finally:
         observer.in_optimizer = False
-    observer.end_step()
+    if disaggregation.current() is None:  # there, the transfer of weights still belongs to it
+        observer.end_step()
     return result
 
 

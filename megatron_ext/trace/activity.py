@@ -9,10 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_ext.transport.base import Key
+from megatron_ext.transport.base import Key
 
 __all__ = ["OUTSIDE", "Activity", "made_by"]
 
@@ -48,7 +46,9 @@ class Activity:
 
 
 def made_by(key: Key) -> str:
-    """Return the action that makes a message, for example `5B3`."""
+    """Return the action that makes a message, for example `5B3`, or what else it is."""
+    if type(key) is not Key:
+        return str(key)
     if key.kind == "C":
         return f"choice {key.microbatch}"
     return f"{key.stage + (1 if key.kind == 'B' else -1)}{key.kind}{key.microbatch}"

@@ -16,6 +16,7 @@ from megatron_ext.trace import session
 from megatron_ext.trace.activations import kept_bytes
 from megatron_ext.trace.activity import Activity, made_by
 from megatron_ext.trace.records import ACTION_NAMES
+from megatron_ext.transport.base import Key
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.actions import Kind
     from megatron_ext.schedules.runtime.compute import StageCompute, Tensors
     from megatron_ext.trace.recorder import Recorder
-    from megatron_ext.transport.base import Expected, Key, Stats, Transport
+    from megatron_ext.transport.base import Expected, Stats, Transport
 
 __all__ = ["observed_compute", "observed_transport"]
 
@@ -123,7 +124,8 @@ class _Transport:
         begin = recorder.stamp()
         size = tensor.nbytes
         self.observed.isend(tensor, target, key)
-        recorder.add("send", begin, {"to": target, **_about(key), "bytes": size})
+        name = "send" if type(key) is Key else "weights"
+        recorder.add(name, begin, {"to": target, **_about(key), "bytes": size})
 
     def recv(self, source: int, key: Key, timeout_s: float) -> torch.Tensor:
         """Receive a tensor; what of that was waiting is told by the transport."""
@@ -137,7 +139,10 @@ class _Transport:
             tensor = self.observed.recv(source, key, timeout_s)
             end = recorder.stamp()
             waited_ns = round(1e9 * (self.observed.stats().waited_s - waited_s))
-            recorder.received(begin, end, waited_ns, source, _about(key), tensor.nbytes)
+            if type(key) is Key:
+                recorder.received(begin, end, waited_ns, source, _about(key), tensor.nbytes)
+            else:
+                recorder.add("weights", begin, {"from": source, "bytes": tensor.nbytes}, end)
         self._outstanding.pop(key, None)
         self._activity.now("goes on")
         return tensor
@@ -194,7 +199,9 @@ class _Transport:
 
 
 def _about(key: Key) -> dict[str, Any]:
-    about = {"for": key.kind, "stage": key.stage, "microbatch": key.microbatch}
+    if type(key) is not Key:
+        return {}  # weights: no message of a stage
+    about: dict[str, Any] = {"for": key.kind, "stage": key.stage, "microbatch": key.microbatch}
     if key.part:
         about["part"] = key.part
     return about

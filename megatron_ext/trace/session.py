@@ -152,6 +152,7 @@ def _identity(args: Namespace) -> tuple[Path, Header]:
     import torch.distributed as dist
     from megatron.core import parallel_state as groups
 
+    from megatron_ext.disaggregation import job as disaggregation
     from megatron_ext.schedules.choice import current as chosen
 
     sizes = (
@@ -159,14 +160,22 @@ def _identity(args: Namespace) -> tuple[Path, Header]:
         groups.get_pipeline_model_parallel_world_size(),
         groups.get_tensor_model_parallel_world_size(),
     )
+    rank = dist.get_rank()
+    place = (
+        groups.get_data_parallel_rank(with_context_parallel=True),
+        groups.get_pipeline_model_parallel_rank(),
+        groups.get_tensor_model_parallel_rank(),
+    )
+    job = disaggregation.current()
+    if job is not None:  # forward ranks are the first half of the pipeline
+        rank, place = job.rank, (place[0], job.position, place[2])
+        sizes = sizes[0], 2 * sizes[1], job.ranks.tp
     choice = chosen()
-    dynamic = getattr(choice, "dynamic", None) is not None
+    dynamic = choice is not None and choice.dynamic is not None
     directory = args.trace_dir or Path("benchmark") / directory_name(sizes, dynamic=dynamic)
     header = Header(
-        rank=dist.get_rank(),
-        data=groups.get_data_parallel_rank(with_context_parallel=True),
-        pipeline=groups.get_pipeline_model_parallel_rank(),
-        tensor=groups.get_tensor_model_parallel_rank(),
+        rank,
+        *place,
         sizes=sizes,
         host=socket.gethostname(),
         clock=_boot(),
@@ -198,6 +207,7 @@ def _write_schedule(args: Namespace, directory: Path) -> None:
 
 def _table(args: Namespace) -> Schedule | None:
     """Return the table of a full batch; None where there is no pipeline, or no table of it."""
+    from megatron_ext.disaggregation import job as disaggregation
     from megatron_ext.errors import ScheduleError
     from megatron_ext.schedules.choice import current as chosen
     from megatron_ext.schedules.registry import generate
@@ -205,10 +215,13 @@ def _table(args: Namespace) -> Schedule | None:
     choice, pp = chosen(), args.pipeline_model_parallel_size
     if choice is not None:
         return choice.schedule(choice.num_microbatches)
+    count = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    job = disaggregation.current()
+    if job is not None:
+        return job.schedule(count)
     if pp < 2:
         return None
     chunks = getattr(args, "virtual_pipeline_model_parallel_size", None)
-    count = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     try:
         return generate("interleaved" if chunks else "1f1b", pp, count, chunks)
     except ScheduleError:

@@ -58,14 +58,21 @@ class Watchdog:
             return
         import torch.distributed as dist
 
+        from megatron_ext.disaggregation import job as disaggregation
+        from megatron_ext.disaggregation.worlds import shared_store
+
         default: Any = dist.distributed_c10d._get_default_store()
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        job = disaggregation.current()
+        if job is not None:  # torch.distributed knows the ranks of one role
+            default, rank, num_ranks = shared_store(), job.rank, job.ranks.num_ranks
         store = default.clone()  # a connection of its own: the other may be waiting
         store.set_timeout(timedelta(seconds=_ANSWER_S))
         self._training = threading.get_ident()
         self._old_handler = signal.signal(_SIGNAL, self._raise)
         self._thread = threading.Thread(
             target=self._watch,
-            args=(store, dist.get_rank(), dist.get_world_size()),
+            args=(store, rank, num_ranks),
             name="megatron_ext watchdog",
             daemon=True,
         )

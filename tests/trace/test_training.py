@@ -186,3 +186,13 @@ def test_a_folder_that_cannot_be_written_ends_the_run_in_one_line(tmp_path: Path
     text = "\n".join(run.logs)
     assert "--trace cannot write" in text
     assert "Traceback" not in text
+
+
+def test_forward_and_backward_ranks_have_a_row_each(tmp_path: Path) -> None:
+    _, run = train(f"{GPT}{PP2}--forward-backward-disaggregating ", tmp_path)
+    assert sorted(file.header.pipeline for file in run.files) == [0, 1, 2, 3]
+    assert [file.header.rank for file in run.files] == [0, 1, 2, 3]
+    by_row = {file.header.pipeline: names(run, file.header.rank) for file in run.files}
+    assert all("weights" in found for found in by_row.values())
+    assert "backward" not in by_row[0] | by_row[1]
+    assert "backward" in by_row[2] & by_row[3]
