@@ -265,8 +265,8 @@ PATCHES = (
     ),
     _patch(
         "end",
-        f"{_TRAINING}:pretrain",
+        "megatron.training.one_logger_utils:finish",
         _leave,
-        "ends when this role is done; the process with the store has to wait for the other role",
+        "is the last thing before a process ends, at --exit-interval too; the roles end together",
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ def test_what_the_scripts_start(script: str, flags: list[str], tp: int, processe
 
 
 def test_the_first_word_is_the_number_of_the_machine() -> None:
-    several = {"NNODES": "2", "MASTER_ADDR": "node0", "NPROC": "6"}
+    several: dict[str, Any] = {"NNODES": "2", "MASTER_ADDR": "node0", "NPROC": "6"}
     done = bash(SCRIPT, "1", "--dry-run", "--mock-data", **several)
     assert done.returncode == 0, done.stderr
     words = shlex.split(done.stdout.replace("\\\n", ""))
