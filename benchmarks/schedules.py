@@ -42,7 +42,7 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
 
-from benchmarks.schedule_harness import launch, rank, report, scenarios  # noqa: E402
+from benchmarks.schedule_harness import expected, launch, rank, report, scenarios  # noqa: E402
 from benchmarks.schedule_harness.metrics import Figures, evaluate  # noqa: E402
 from benchmarks.schedule_harness.noise import SCENARIOS  # noqa: E402
 from benchmarks.schedule_harness.ops import OpTimes, Sizes, Step  # noqa: E402
@@ -117,6 +117,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         choices=["all", *SCENARIOS],
         help=f"disturb ops and messages: all, or of {', '.join(SCENARIOS)}",
     )
+    parser.add_argument(
+        "--simulate",
+        action="store_true",
+        help="with --scenario: compute what to expect of our own schedules instead of measuring",
+    )
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after two others")
     parser.add_argument("--rounds", type=int, default=1, help="how often all of that is done")
     parser.add_argument(
@@ -128,12 +133,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--svg", type=Path, help="also draw them to this file")
     parser.add_argument(
-        "--markdown", action="store_true", help="print the section of docs/schedules.md instead"
+        "--markdown", action="store_true", help="print the section of the documentation instead"
     )
     args = parser.parse_args(argv)
     if not chosen(args):
         names = "; ".join(system.name for system in systems_of(args))
         parser.error(f"no system has {' or '.join(args.only)} in its name; there are: {names}")
+    if args.simulate and not args.scenario:
+        parser.error("--simulate is for scenarios; add --scenario all")
     if "all" in args.scenario:
         args.scenario = list(SCENARIOS)
     args.microbatches = args.microbatches or 4 * args.pp
@@ -194,9 +201,14 @@ def write(args: argparse.Namespace, figures: dict[str, Figures], failures: dict[
 
 def compare_disturbed(args: argparse.Namespace, sizes: Sizes) -> int:
     """Measure and print the scenarios; 1 if a system failed."""
-    measured = scenarios.measure(chosen(args), sizes, args.scenario, args.rounds)
-    text = conditions(args, os.getloadavg()[1])
-    print(f"{text}\n\n{scenarios.tables(measured, args.markdown)}")
+    if args.simulate:
+        measured = expected.expect(chosen(args), sizes, args.scenario)
+        text = f"pp {args.pp}, {args.microbatches} micro-batches, simulated, {args.steps} draws"
+    else:
+        measured = scenarios.measure(chosen(args), sizes, args.scenario, args.rounds)
+        text = conditions(args, os.getloadavg()[1])
+    write_as = scenarios.summary if args.markdown else scenarios.tables
+    print(f"{text}\n\n{write_as(measured)}")
     if args.json:
         content = {"conditions": text, **measured.as_dict()}
         args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

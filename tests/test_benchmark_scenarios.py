@@ -6,10 +6,11 @@ from statistics import mean
 
 import pytest
 
-from benchmarks.schedule_harness import launch, rank, scenarios
+from benchmarks.schedule_harness import expected, launch, rank, scenarios
 from benchmarks.schedule_harness.noise import SCENARIOS, NoisyTimes
 from benchmarks.schedule_harness.ops import Sizes
 from benchmarks.schedule_harness.systems import disturbed_systems
+from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.schedules.placement import loop
 
 PP, MICROBATCHES, FORWARD_S = 2, 4, 4e-3
@@ -77,7 +78,18 @@ def test_what_is_measured_stands_side_by_side() -> None:
     names = ("interleaved chunks=2, static, split", "interleaved chunks=2, breadth-first")
     found = scenarios.measure([SYSTEMS[n] for n in names], SIZES, ["link-0.5"], rounds=1)
     assert not found.failures
-    text = scenarios.tables(found, markdown=False)
+    text = scenarios.tables(found)
     assert text.count("1.000 (1.000 .. 1.000)") == 1, "the first is the measure of all"
     for cells in found.as_dict()["cells"].values():
         assert list(cells) == list(names)
+
+
+def test_what_to_expect_is_the_simulation_of_the_same_draws() -> None:
+    names = ("interleaved chunks=2, static", "interleaved chunks=2, hint +1")
+    found = expected.expect([SYSTEMS[n] for n in names], SIZES, ["quiet", "link-0.5"])
+    table = generate("interleaved", PP, MICROBATCHES)
+    quiet = found.cells["quiet"][names[0]]
+    assert quiet.seconds == [[pytest.approx(simulate(table, Costs(latency=0.01)).makespan)]]
+    late = found.cells["link-0.5"]
+    assert late[names[1]].best() < late[names[0]].best()
+    assert scenarios.summary(found).count("|") == 4 * 5

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .ops import Op, Sizes, Step
     from .systems import System
 
-__all__ = ["Cell", "Measured", "measure", "tables"]
+__all__ = ["Cell", "Measured", "measure", "summary", "tables"]
 
 
 @dataclass
@@ -109,34 +109,48 @@ def _peak(ops: Sequence[Op]) -> int:
     return peak
 
 
-def tables(measured: Measured, markdown: bool) -> str:
+def tables(measured: Measured) -> str:
     """Return one table for each scenario; all speeds are those of the first system over others."""
-    texts = [f"load average {min(measured.load):.1f} to {max(measured.load):.1f}"]
+    texts = []
+    if measured.load:
+        texts.append(f"load average {min(measured.load):.1f} to {max(measured.load):.1f}")
     for name, cells in measured.cells.items():
         lines = list(_rows(measured, cells))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        if markdown:
-            rows = ["| " + " | ".join(line) + " |" for line in lines]
-            rows.insert(1, "|---" * len(widths) + "|")
-        else:
-            rows = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in lines]
-        texts.append(f"{name}\n" + "\n".join(rows))
+        rows = ("  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in lines)
+        texts.append(f"{name}\n" + "\n".join(row.rstrip() for row in rows))
     texts += [f"{name}: {reason}" for name, reason in measured.failures.items()]
     return "\n\n".join(texts)
 
 
+def summary(measured: Measured) -> str:
+    """Return the median speeds of all scenarios as one table in Markdown."""
+    names = list(measured.cells)
+    lines = [["order", "activations", *names], ["---"] * (2 + len(names))]
+    for system in next(iter(measured.cells.values())):
+        cells = [measured.cells[name][system] for name in names]
+        speeds = (_speeds(measured.cells[name], measured.cells[name][system]) for name in names)
+        peak = max(cell.peak_live for cell in cells)
+        lines.append([system, f"{peak:g}", *(f"{statistics.median(s):.3f}" for s in speeds)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def _rows(measured: Measured, cells: dict[str, Cell]) -> Iterator[tuple[str, ...]]:
     yield "system", "T/ideal", "speed", "peak act.", "ops %"
-    base = next(iter(cells.values())).best()
     for name, cell in cells.items():
-        best = cell.best()
         yield (
             name,
-            _spread([seconds / measured.ideal_s for seconds in best]),
-            _spread([theirs / ours for theirs, ours in zip(base, best, strict=True)]),
+            _spread([seconds / measured.ideal_s for seconds in cell.best()]),
+            _spread(_speeds(cells, cell)),
             f"{cell.peak_live:g}",
             f"{100 * cell.inflation:.1f}",
         )
+
+
+def _speeds(cells: dict[str, Cell], cell: Cell) -> list[float]:
+    """Return the time of the first system over that of a cell, draw by draw."""
+    first = next(iter(cells.values())).best()
+    return [theirs / ours for theirs, ours in zip(first, cell.best(), strict=True)]
 
 
 def _spread(values: Sequence[float]) -> str:

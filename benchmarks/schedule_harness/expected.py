@@ -1,0 +1,106 @@
+"""Simulates the systems of this package in scenarios: what a machine would show that adds nothing.
+
+The draws are those of the measurement, so both can be held against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.actions import KINDS
+from megatron_ext.schedules.costs import Costs
+from megatron_ext.schedules.dynamic import simulate_dynamic
+from megatron_ext.schedules.simulate import simulate
+
+from .noise import SCENARIOS, NoisyTimes
+from .scenarios import Cell, Measured
+from .systems import Own
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules import Kind, Schedule, Timeline
+
+    from .ops import Sizes
+    from .systems import System
+
+__all__ = ["expect"]
+
+_LATENCY = 0.01
+"""Of every message, on top of the scenario's: that of shared memory, in forwards."""
+
+
+@dataclass(frozen=True)
+class _Drawn(Costs):
+    """The costs of one draw; forward, input and weight gradient are 1."""
+
+    times: NoisyTimes | None = None
+
+    def action_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
+        """Return what the scenario makes of the time of each action."""
+        times = self.times
+        assert times is not None
+        share = schedule.pp / schedule.num_stages
+        return {
+            kind: [
+                times.seconds(kind, stage, m) / (share * (2 if kind == "B" else 1))
+                for stage in range(schedule.num_stages)
+                for m in range(schedule.num_microbatches)
+            ]
+            for kind in KINDS
+        }
+
+    def link_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
+        """Return the latency of each message, by the stage that makes it."""
+        return {"F": self._latencies(schedule, 1), "B": self._latencies(schedule, -1)}
+
+    def _latencies(self, schedule: Schedule, step: int) -> list[float]:
+        times, kind = self.times, "F" if step == 1 else "B"
+        assert times is not None
+        return [
+            _LATENCY + times.latency_s(kind, stage + step, m)  # type: ignore[arg-type]
+            if 0 <= stage + step < schedule.num_stages
+            else 0.0
+            for stage in range(schedule.num_stages)
+            for m in range(schedule.num_microbatches)
+        ]
+
+
+def expect(systems: Sequence[System], sizes: Sizes, names: Sequence[str]) -> Measured:
+    """Simulate the systems of this package; peers are left out."""
+    found = Measured(3 * sizes.num_microbatches)
+    for name in names:
+        cells = found.cells.setdefault(name, {})
+        for system in systems:
+            if not isinstance(system, Own):
+                continue
+            try:
+                cells[system.name] = _cell(system, sizes, name)
+            except ScheduleError as error:
+                found.failures[system.name] = str(error)
+    return found
+
+
+def _cell(system: Own, sizes: Sizes, name: str) -> Cell:
+    system.check(sizes.pp, sizes.num_microbatches)
+    cell = Cell([])
+    for number in range(sizes.steps):
+        timeline = _simulated(system, sizes, name, number)
+        cell.seconds.append([timeline.makespan])
+        cell.peak_live = max(cell.peak_live, timeline.peak_activations)
+    return cell
+
+
+def _simulated(system: Own, sizes: Sizes, name: str, number: int) -> Timeline:
+    choice = system.choice(sizes.pp, sizes.num_microbatches)
+    schedule = choice.schedule(choice.num_microbatches)
+    rank_of = choice.placement.rank_of
+    times = NoisyTimes(1.0, system.share(sizes.pp), SCENARIOS[name], rank_of, 0, number)
+    # Jitter other than 0 makes the simulator ask for factors.
+    costs = _Drawn(latency=1.0, jitter=1.0, link_jitter=1.0, times=times)
+    if choice.dynamic is None:
+        return simulate(schedule, costs)
+    return simulate_dynamic(
+        schedule, lambda rank: choice.policy(choice.num_microbatches, rank), costs
+    )
