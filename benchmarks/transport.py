@@ -1,11 +1,12 @@
-"""How fast tensors go between two processes: shared memory beside gloo, in the same run.
+"""How fast tensors go between two processes: our wires beside gloo, in the same run.
 
     python benchmarks/transport.py [--rounds N] [--json FILE]
 
 Two processes, the Python interface of each. Latency is half of a round trip, the median of all; the
 bandwidth is that of messages sent one after the other, the median of the rounds. Rounds of the
 wires take turns, so that a drift of the machine hits them alike. `shm` has slots as large as the
-message, so the receiver gets it without a copy; `shm, pieces` has slots of 256 KiB. gloo receives
+message, so the receiver gets it without a copy; `shm, pieces` has slots of 256 KiB; `tcp` goes
+through the loop-back interface of the host, as gloo does. gloo receives
 into a tensor that is there already. Beside them the copy of one thread, between tensors that are
 there already, which is what a message at least takes; copies of short ones stay in the caches.
 """
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
@@ -32,6 +33,9 @@ import torch.distributed as dist  # noqa: E402
 from megatron_ext.transport.base import Expected, Key  # noqa: E402
 from megatron_ext.transport.native_transport import NativeTransport  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
+
+if TYPE_CHECKING:
+    from megatron_ext.transport.address import Wire
 
 SIZES = tuple(1 << bits for bits in (10, 16, 20, 24, 26))
 _SLOTS = 8
@@ -79,13 +83,13 @@ class _Gloo:
         pass
 
 
-class _SharedMemory:
-    def __init__(self, slot_bytes: int, run_id: str) -> None:
+class _Native:
+    def __init__(self, wire: Wire, slot_bytes: int, run_id: str) -> None:
         self._peer = 1 - dist.get_rank()
         store = dist.distributed_c10d._get_default_store()
         self._transport = NativeTransport(
             store, dist.get_rank(), [self._peer], run_id=run_id, device=torch.device("cpu"),
-            slots=_SLOTS, slot_bytes=slot_bytes,
+            wire=wire, slots=_SLOTS, slot_bytes=slot_bytes,
         )  # fmt: skip
 
     def start(self, count: int) -> None:
@@ -166,10 +170,11 @@ def measure(num_bytes: int, rounds: int) -> dict[str, Times]:
         dist.init_process_group("gloo")
     wires: dict[str, _Wire] = {
         "gloo": _Gloo(num_bytes),
-        "shm": _SharedMemory(num_bytes, f"whole-{num_bytes}"),
+        "shm": _Native("shm", num_bytes, f"whole-{num_bytes}"),
+        "tcp": _Native("tcp", num_bytes, f"tcp-{num_bytes}"),
     }
     if num_bytes > _PIECE_BYTES:
-        wires["shm, pieces"] = _SharedMemory(_PIECE_BYTES, f"pieces-{num_bytes}")
+        wires["shm, pieces"] = _Native("shm", _PIECE_BYTES, f"pieces-{num_bytes}")
     tensor = torch.ones(num_bytes, dtype=torch.uint8)
     target = torch.zeros_like(tensor)
     count = max(4, min(300, (1 << 26) // num_bytes))

@@ -11,7 +11,10 @@ from tests.ranks import run_ranks
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(
     ("num_bytes", "wires"),
-    [(1 << 10, ["gloo", "shm", "copy"]), (1 << 24, ["gloo", "shm", "shm, pieces", "copy"])],
+    [
+        (1 << 10, ["gloo", "shm", "tcp", "copy"]),
+        (1 << 24, ["gloo", "shm", "tcp", "shm, pieces", "copy"]),
+    ],
 )
 def test_every_wire_has_a_row(num_bytes, wires) -> None:
     times = run_ranks(2, transport.measure, num_bytes, 1)[0]

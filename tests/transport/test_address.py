@@ -1,0 +1,89 @@
+"""Which wire a pair of ranks has, and which address of a host is used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_ext.errors import TransportError
+from megatron_ext.transport.address import (
+    WIRES,
+    Address,
+    address_towards,
+    choose_wire,
+    node_address,
+)
+
+HERE = Address.new("auto", no_rdma="no libibverbs")
+ABLE = replace(HERE, no_rdma="")
+ELSEWHERE = replace(ABLE, host="other", boot_id="other")
+
+
+def _told(address: Address, wire: str) -> Address:
+    return replace(address, wire=wire)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "wire", "why"),
+    [
+        (HERE, HERE, "shm", "they are on one host"),
+        (ABLE, ABLE, "shm", "they are on one host"),
+        (ABLE, ELSEWHERE, "rdma", "it runs on host other"),
+        (HERE, ELSEWHERE, "tcp", "has no RDMA: no libibverbs"),
+        (ABLE, replace(ABLE, network=1), "rdma", "network namespace"),
+        (_told(ABLE, "tcp"), _told(ABLE, "tcp"), "tcp", "as asked for"),
+        (_told(ABLE, "rdma"), _told(ELSEWHERE, "rdma"), "rdma", "as asked for"),
+    ],
+)
+def test_both_sides_choose_the_same(mine, theirs, wire, why) -> None:
+    chosen, reason = choose_wire(0, mine, 1, theirs)
+    assert chosen == wire == choose_wire(1, theirs, 0, mine)[0]
+    assert why in reason
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "reason"),
+    [
+        (_told(ABLE, "shm"), _told(ELSEWHERE, "shm"), "it runs on host other, .*transport auto"),
+        (_told(HERE, "rdma"), _told(ELSEWHERE, "rdma"), "has no RDMA: no libibverbs. Take"),
+        (_told(ELSEWHERE, "rdma"), _told(HERE, "rdma"), "has no RDMA: no libibverbs. Take"),
+        (HERE, _told(HERE, "tcp"), "rank 1 was told to use the wire tcp, rank 0 auto"),
+        (HERE, replace(HERE, version="0.0"), "runs megatron_ext 0.0"),
+        (HERE, replace(HERE, byte_order="other"), "other endian"),
+    ],
+)
+def test_a_wire_that_is_not_there_is_refused(mine, theirs, reason) -> None:
+    with pytest.raises(TransportError, match=reason):
+        choose_wire(0, mine, 1, theirs)
+
+
+def test_addresses_are_read_as_they_were_written() -> None:
+    for wire in WIRES:
+        address = Address.new(wire)
+        assert Address.parse(address.dumps()) == address
+    with pytest.raises(ValueError, match="more"):
+        Address.parse('{"more": 1}')
+
+
+def test_node_ips_are_those_of_nodes_or_of_ranks() -> None:
+    nodes, ranks = ["10.0.0.1", "10.0.0.2"], [f"10.0.1.{rank}" for rank in range(8)]
+    assert [node_address(nodes, rank, 8, 4) for rank in (0, 3, 4, 7)] == [
+        nodes[0], nodes[0], nodes[1], nodes[1],
+    ]  # fmt: skip
+    assert [node_address(ranks, rank, 8, 4) for rank in range(8)] == ranks
+    assert node_address([], 0, 8, 4) is None
+    assert node_address(["localhost"], 0, 2, 2) in {"127.0.0.1", "::1"}
+    with pytest.raises(TransportError, match="has 3 addresses; give one for each of the 2 nodes"):
+        node_address(ranks[:3], 0, 8, 4)
+    with pytest.raises(TransportError, match=r"127\.0\.0\.1 on this host, which the other 1"):
+        node_address(["127.0.0.1", "10.0.0.2"], 0, 8, 4)
+    with pytest.raises(TransportError, match=r"no\.host\.invalid is no address or host"):
+        node_address(["no.host.invalid"], 0, 8, 8)
+
+
+def test_the_way_to_the_rendezvous_gives_the_address(monkeypatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.5")
+    assert address_towards() == "127.0.0.1"
+    with pytest.raises(TransportError, match=r"leads to no\.host\.invalid .* --node-ips"):
+        address_towards("no.host.invalid")
