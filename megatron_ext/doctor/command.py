@@ -111,7 +111,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     from megatron_ext.launch.plan import Plan
     from megatron_ext.launch.start import nodes_of
 
-    nodes = tuple(replace(node, nproc=1) for node in nodes_of(args))
+    nodes = tuple(replace(node, nproc=0) for node in nodes_of(args))  # it counts the devices
     return Plan(
         run_id=runs.new_run_id(),
         nodes=nodes,

@@ -97,6 +97,9 @@ class Agent:
         self._run_id: str = request["run_id"]
         self._node: int = request["node"]
         self._log_dir = operations.log_dir(request)
+        me = process.find(os.getpid())
+        assert me is not None
+        self._me = me
         self._owns_log_dir = False
         self._child: subprocess.Popen[bytes] | None = None
         self._stop_reason: str | None = None
@@ -145,8 +148,7 @@ class Agent:
 
     def _make_log_dir(self) -> str | None:
         """Make the directory of the logs, and leave word there of who runs; say what is wrong."""
-        me = process.find(os.getpid())
-        assert me is not None
+        me = self._me
         try:
             self._log_dir.mkdir(parents=True)
             self._owns_log_dir = True
@@ -272,7 +274,9 @@ class Agent:
     def _end_everything(self) -> None:
         """Kill whatever is left of the job; what is forked meanwhile is found in the next round."""
         for _ in range(5):
-            left = process.descendants(os.getpid()) | process.marked(self._run_id, self._node)
+            left = process.descendants(os.getpid()) | process.marked(
+                self._run_id, self._node, self._me.start
+            )
             if not left:
                 return
             process.end(left, timeout_s=2.0)

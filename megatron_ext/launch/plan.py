@@ -219,6 +219,7 @@ class Plan:
             "env": self.environment(index),
             "command": list(self.command[:1]),
             "per_node": self.per_node,
+            "count_devices": not self.per_node or self.nodes[index].nproc == 0,
             "embedded": self.embedded,
             "master_port": self.master_port,
             "peer": peer.host.address if peer and not self.per_node else None,

@@ -192,8 +192,8 @@ def _problems_of(plan: Plan, index: int, found: dict[str, Any]) -> list[str]:
             f"it cannot reach {found['address_error']}; give that host an address that all others "
             f"can reach, with addr=IP in the hostfile"
         )
-    devices, nproc = found["devices"], plan.nodes[index].nproc
-    if 0 < devices < nproc and not plan.per_node:
+    devices, nproc = found.get("devices", 0), plan.nodes[index].nproc
+    if 0 < devices < nproc:
         problems.append(
             f"{nproc} processes are planned, but it has {devices} devices; lower its slots=N, or "
             f"--nproc"

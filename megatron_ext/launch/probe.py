@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.devices.count import count_devices
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.launch import protocol
 from megatron_ext.version import __version__
@@ -42,10 +41,13 @@ def look(
         "pid": os.getpid(),
         "clock": time.time(),
         "versions": versions(),
-        "devices": count_devices(),
         "log_dir": str(log_dir),
         "log_error": log_error,
     }
+    if request["count_devices"]:
+        from megatron_ext.devices.count import count_devices
+
+        found["devices"] = count_devices()
     if log_error is None:
         found["free_bytes"] = shutil.disk_usage(log_dir).free
     found["script_error"], found["script_hash"] = workdir_error, None

@@ -104,17 +104,25 @@ def descendants(root: int) -> set[Process]:
     return found
 
 
-def marked(run_id: str, node: int) -> set[Process]:
-    """Return the processes that carry the mark of one job on one host."""
+def marked(run_id: str, node: int, since: int = 0) -> set[Process]:
+    """Return the processes that carry the mark of one job on one host.
+
+    Args:
+        run_id: The job.
+        node: The rank of the host.
+        since: None that started before this, in clock ticks, is looked at.
+    """
     marks = {f"{RUN_ID}={run_id}".encode(), f"{NODE}={node}".encode()}
     found = set()
     for pid in _pids():
         process = find(pid)
+        if process is None or process.start < since:
+            continue
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             continue  # it ended, or is not ours
-        if process is not None and marks <= set(environment.split(b"\0")) and process.alive():
+        if marks <= set(environment.split(b"\0")) and process.alive():
             found.add(process)
     return found
 

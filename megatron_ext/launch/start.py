@@ -209,7 +209,7 @@ async def _launch(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> int:
         _say(f"copied {size / 1e6:.1f} MB to the hosts")
     connections, findings = await preflight.meet(plan, ssh, args.preflight_timeout)
     try:
-        plan = _completed(plan.with_devices([found["devices"] for found in findings]), args)
+        plan = _completed(plan.with_devices([found.get("devices", 0) for found in findings]), args)
         show = _shown_ranks(args.show, plan.world_size)
         directory = _record(plan)
     except BaseException:

@@ -59,7 +59,7 @@ def test_a_failed_check_is_a_line_with_a_remedy_and_exit_code_1(tmp_path: Path) 
 
 
 def hosts_found(*names: str) -> dict[str, Finding]:
-    nodes = tuple(Node(Host(name), 1, local=False) for name in names)
+    nodes = tuple(Node(Host(name), 0, local=False) for name in names)
     plan = Plan("check", nodes, ("true",), str(Path.cwd()), sys.executable, per_node=True)
     ssh = Ssh(("sh", str(FAKE_SSH)))
     return {finding.check: finding for finding in check_hosts(plan, ssh, 30)}
