@@ -33,6 +33,7 @@ def train(model: str, out: Path, *flags: str, device: str = "cpu", **env: str) -
         megatron_flags(words),
         embedded="MEGATRON_LM_PATH" not in env,
         device=device,
+        timeout_s=240,
     )
     found = losses(logs)
     assert len(found) == 3
