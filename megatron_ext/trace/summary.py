@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Figures", "figures", "text"]
 
+_MAX_LINES = 16
+"""Ranks that have a line of their own."""
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -72,7 +75,7 @@ def text(surveys: Sequence[RankSurvey]) -> str:
             f"pipeline's time, {100 * total.out_of_order_ratio:.1f} % of the actions out of order"
         ),
     ]
-    for survey in surveys[:64]:
+    for survey in surveys[:_MAX_LINES]:
         mine = figures([survey])
         causes = ", ".join(
             f"{cause} {time_ns / 1e6:.1f} ms" for cause, time_ns in list(mine.idle_ns.items())[:3]
@@ -81,6 +84,6 @@ def text(surveys: Sequence[RankSurvey]) -> str:
             f"  {survey.header.label}: busy {mine.busy_ns / 1e6:.1f} ms; {causes or 'never idle'}; "
             f"peak memory {mine.memory_bytes / 2**30:.2f} GiB"
         )
-    if len(surveys) > 64:
-        lines.append(f"  and {len(surveys) - 64} further ranks")
+    if len(surveys) > _MAX_LINES:
+        lines.append(f"  and {len(surveys) - _MAX_LINES} further ranks")
     return "\n".join(lines)
