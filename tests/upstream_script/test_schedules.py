@@ -14,6 +14,7 @@ PP4 = "--pipeline-model-parallel-size 4 "
 EVERY = [
     *(PP2 + f"--pipeline-schedule {name} " for name in ("1f1b", "gpipe", "zb-h1", "interleaved")),
     *(PP2 + f"--pipeline-schedule {name} " for name in ("zb-v", "v-half", "dualpipe-v")),
+    PP2 + "--pipeline-schedule interleaved --use-dpp ",
     PP4 + "--pipeline-schedule dualpipe ",
     PP4 + "--enable-bitpipe-schedule ",
     PP4 + "--enable-bitpipe-schedule --bitpipe-order paper --bitpipe-routing local ",
