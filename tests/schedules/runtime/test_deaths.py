@@ -110,9 +110,10 @@ def _kill_again_and_again(num_deaths: int) -> list[float]:
     return lasted_s
 
 
+@pytest.mark.timeout(120 + 20 * NUM_DEATHS)
 def test_survivors_of_a_killed_rank_name_it_and_end() -> None:
     before = {path.name for path in Path("/dev/shm").iterdir()}
-    [lasted_s] = run_ranks(1, _kill_again_and_again, NUM_DEATHS, timeout_s=60 + 20 * NUM_DEATHS)
+    [lasted_s] = run_ranks(1, _kill_again_and_again, NUM_DEATHS, timeout_s=100 + 20 * NUM_DEATHS)
     assert len(lasted_s) == NUM_DEATHS
     new = {path.name for path in Path("/dev/shm").iterdir()} - before
     assert [name for name in new if "megatron_ext" in name or "mext" in name] == []
