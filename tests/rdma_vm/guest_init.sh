@@ -10,6 +10,7 @@ mount -t devtmpfs dev /dev
 mkdir -p /dev/shm /dev/pts /host
 mount -t tmpfs shm /dev/shm
 mount -t devpts pts /dev/pts
+echo "GUEST: has begun"
 while read -r module; do
     insmod "/modules/$module" || echo "GUEST: $module does not load"
 done </modules.list
@@ -29,6 +30,7 @@ ip link set $interface mtu 4200
 ip addr add "10.77.0.$((node + 1))/24" dev $interface
 ip link set $interface up
 
+echo "GUEST: has a network"
 options=trans=virtio,version=9p2000.L,msize=1048576
 mount -t 9p -o $options,cache=loose,ro host /host
 mount -t 9p -o $options,cache=none share /host/mnt
@@ -36,6 +38,7 @@ for folder in proc sys dev; do mount --bind /$folder /host/$folder; done
 mount --bind /dev/shm /host/dev/shm
 mount -t tmpfs run /host/run
 ulimit -l unlimited
+echo "GUEST: runs the script"
 chroot /host /bin/bash -c "export PATH=/usr/sbin:/usr/bin:/sbin:/bin
     rdma link add rxe0 type rxe netdev $interface && exec bash /mnt/run.sh" \
     >"/host/mnt/node$node.log" 2>&1
