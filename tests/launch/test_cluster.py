@@ -144,7 +144,8 @@ def test_whatever_is_killed_all_of_it_ends_and_a_neighbour_does_not(
 def test_hosts_that_refuse_or_do_not_answer(hosts: Cluster) -> None:
     hostfile = hosts.directory / "bad"
     hostfile.write_text(f"{ADDRESSES[0]}:1\n10.213.77.9:1\n")
-    start = ["launch", "--hostfile", str(hostfile), "--ssh-cmd"]
+    logs = str(hosts.directory / "logs")
+    start = ["launch", "--hostfile", str(hostfile), "--log-dir", logs, "--ssh-cmd"]
     done = hosts.run(*start, hosts.ssh, "--", "waiting.py")
     assert done.returncode == 2
     assert "error: 10.213.77.9: it cannot be reached; check that it is up" in done.stderr
