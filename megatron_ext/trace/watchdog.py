@@ -130,7 +130,9 @@ class Watchdog:
                     text = store.get(f"{_PREFIX}/state/{other}").decode()
                     states[other] = RankState.loads(text)
             self._stop.wait(0.1)
-        verdict = explain(states, num_ranks, int(store.get(f"{_PREFIX}/alarm")))
+        waiting = [other for other, state in states.items() if state.waits_for or state.collective]
+        start = min(waiting, default=int(store.get(f"{_PREFIX}/alarm")))
+        verdict = explain(states, num_ranks, start)
         _LOG.error("nothing goes on: %s", verdict.chain)
         store.set(f"{_PREFIX}/verdict", json.dumps([verdict.chain, verdict.culprits]))
         return verdict
