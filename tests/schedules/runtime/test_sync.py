@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_ext.schedules.choice import Choice
+from megatron_ext.schedules.comms import reduction_order
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.runtime.tables import Table, make_table
 
@@ -130,3 +131,21 @@ def test_parameters_are_gathered_one_chunk_ahead() -> None:
     assert gathers == sorted(gathers)
     assert all(gather < first for gather, first in zip(gathers, firsts, strict=True))
     assert gathers[1] < firsts[0] < gathers[2] < firsts[1]
+
+
+def test_a_chunk_that_is_complete_too_early_waits_for_its_turn() -> None:
+    """Replicas that choose their order start the same reductions in the same order."""
+    table = make_table(Choice("zb-v", 2, 4), 4, 0, backward=True)
+    log: list[str] = []
+    chunks = [Chunk(i, log) for i in range(2)]
+    config = SimpleNamespace(
+        grad_sync_func=None, param_sync_func=None, no_sync_func=[c.no_sync for c in chunks]
+    )
+    sync = GradientSync(config, chunks, table, force_all_reduce=False)
+    first, second = (mark.stage for mark in reduction_order(table.schedule.rows[0]))
+    with sync:
+        sync.after(second)
+        assert log == []
+        sync.after(first)
+    chunk_of = table.schedule.placement.chunk_of
+    assert log == [f"reduce {chunk_of(first)}", f"reduce {chunk_of(second)}"]
