@@ -34,6 +34,7 @@ def test_our_training_flags_are_these() -> None:
         "--use-dpp", "--dpp-policy", "--dpp-extra-activations",
         "--microbatch-rng",
         "--forward-backward-disaggregating", "--ignore-forward-tensor-parallel", "--fbd-activations",
+        "--fbd-forward-device",
         "--pipeline-transport", "--node-ips",
         "--trace", "--trace-interval", "--trace-iterations", "--trace-dir", "--hang-timeout",
         "--data-impl",

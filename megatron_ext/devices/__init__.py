@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megatron_ext.devices.base import Device, Redirect, Rule
+from megatron_ext.disaggregation.devices import FLAG as FORWARD_FLAG
+from megatron_ext.disaggregation.devices import of_forward_rank
 from megatron_ext.errors import DeviceError
 
 __all__ = [
@@ -39,7 +41,8 @@ def requested(argv: Sequence[str] | None = None) -> str:
     """Return the name that the user asked for, or `auto`.
 
     The device has to be known before upstream's parser exists, so the flag is looked up in the
-    plain command line; the parser checks later that both agree.
+    plain command line; the parser checks later that both agree. Forward ranks of a disaggregated
+    job may have a device of their own, which comes before all else.
 
     Args:
         argv: The command line; `sys.argv` if left out.
@@ -47,10 +50,12 @@ def requested(argv: Sequence[str] | None = None) -> str:
     Raises:
         DeviceError: The name is none of `CHOICES`.
     """
-    name = os.environ.get(_VARIABLE, "")
-    source = _VARIABLE
+    words = sys.argv if argv is None else argv
+    name, source = of_forward_rank(words, os.environ) or "", FORWARD_FLAG
     if not name:
-        name, source = _from_command_line(sys.argv if argv is None else argv), _FLAG
+        name, source = os.environ.get(_VARIABLE, ""), _VARIABLE
+    if not name:
+        name, source = _from_command_line(words), _FLAG
     if name not in CHOICES:
         raise DeviceError(
             f"{source} is {name!r}, but the device backends are {', '.join(CHOICES)}; "

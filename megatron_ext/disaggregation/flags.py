@@ -12,6 +12,8 @@ from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Callable
 from typing import Any
 
+from megatron_ext import devices
+from megatron_ext.disaggregation.devices import FLAG as FORWARD_FLAG
 from megatron_ext.disaggregation.job import Job, current, use
 from megatron_ext.disaggregation.ranks import rank_map
 from megatron_ext.errors import ArgumentsError
@@ -49,6 +51,11 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
         choices=modes,
         help=f"With {_FLAG}: backward ranks run the forward again, or forward ranks send them the "
         f"input of each layer, which needs full uniform recomputation (default: {modes[0]}).",
+    )
+    group.add_argument(
+        FORWARD_FLAG,
+        choices=devices.CHOICES[1:],
+        help=f"With {_FLAG}: what forward ranks compute on, if not on the device of the others.",
     )
 
 
@@ -94,6 +101,7 @@ def prepare(args: Namespace) -> bool:
     if _has_dropout(args):
         args.microbatch_rng = True  # both roles have to draw the same masks
     if job.role == "forward":
+        _check_device(args)
         vars(args).update(_forward_settings(args, job))
     use(job)
     return True
@@ -139,6 +147,16 @@ def _restore(args: Namespace) -> None:
         args.tensor_model_parallel_size = job.ranks.tp
 
 
+def _check_device(args: Namespace) -> None:
+    asked, name = args.fbd_forward_device, devices.current().name
+    if asked not in (None, name):
+        raise ArgumentsError(
+            f"{FORWARD_FLAG} {asked} came after the {name} backend was armed (Megatron was "
+            "imported before the command line was known); start the script with "
+            "`python -m megatron_ext`"
+        )
+
+
 def _forward_settings(args: Namespace, job: Job) -> dict[str, Any]:
     """Return what differs for a process that has no gradients and writes nothing."""
     settings: dict[str, Any] = {
@@ -179,7 +197,7 @@ def _refuse_lonely(args: Namespace) -> None:
             "--pipeline-schedule fbd needs processes of two roles; leave it out and take "
             f"{_FLAG}, which chooses it"
         )
-    for dest in ("ignore_forward_tensor_parallel", "fbd_activations"):
+    for dest in ("ignore_forward_tensor_parallel", "fbd_activations", "fbd_forward_device"):
         if getattr(args, dest, None):
             raise ArgumentsError(
                 f"--{dest.replace('_', '-')} says how forward ranks work, but there are none; add "
@@ -260,6 +278,11 @@ _RULES = (
         "--fbd-activations ship alone: the inputs of layers are what is sent, so each layer is "
         "recomputed from its own; add --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1, or take --fbd-activations recompute",
+    ),
+    Rule(
+        lambda args: bool(args.fbd_forward_device) and _has_dropout(args),
+        f"{FORWARD_FLAG} and dropout: another device draws other masks; add --hidden-dropout 0 "
+        "--attention-dropout 0, or leave it out",
     ),
     Rule(
         lambda args: (

@@ -69,7 +69,7 @@ def check_arguments(args: Namespace) -> None:
     _tell_dropped(args)
     device = devices.current()
     asked = ExtConfig.from_args(args).device_backend
-    if asked not in {"auto", device.name}:
+    if asked not in {"auto", device.name} and not _is_of_forward_rank(args, device.name):
         raise ArgumentsError(
             f"--device-backend {asked} came after the {device.name} backend was armed (Megatron "
             f"was imported before the arguments were known); set MEGATRON_EXT_DEVICE={asked} too"
@@ -88,6 +88,11 @@ def check_arguments(args: Namespace) -> None:
     errors.extend(device.argument_errors(args))
     if errors:
         raise ArgumentsError("\n".join(errors))
+
+
+def _is_of_forward_rank(args: Namespace, name: str) -> bool:
+    """Tell whether a device is that of forward ranks, which may differ from all others."""
+    return getattr(args, "fbd_forward_device", None) == name
 
 
 def _tell_dropped(args: Namespace) -> None:
