@@ -235,6 +235,9 @@ REFUSED = {
         "--global-batch-size 12", 4,
         ["--pipeline-transport shm with 6 micro-batches", "take 4 or 8 micro-batches"],
     ),
+    "addresses without a wire": (
+        PP4 + "--node-ips 10.0.0.1", 4, ["--pipeline-transport torch has none; take"],
+    ),
     "costs alone": (PP4 + "--pipeline-costs 1,1,1", 4, ["add --pipeline-schedule NAME"]),
     "costs": (
         PP4 + "--pipeline-schedule zb-v --pipeline-costs 1,2", 4,
