@@ -69,10 +69,11 @@ def check_memlock(limit_bytes: int | None = None) -> Iterator[Finding]:
 
 def check_rdma() -> Iterator[Finding]:
     """Try what a link over RDMA needs, down to a queue pair."""
-    from megatron_ext.transport.rdma_probe import probe
+    from megatron_ext.transport.rdma_probe import probe, witness_differences
 
     try:
         result = probe()
+        differences = witness_differences()
     except MegatronExtError as error:
         yield fail("RDMA", str(error), "")
         return
@@ -82,6 +83,11 @@ def check_rdma() -> Iterator[Finding]:
     else:
         remedy = last.remedy or "--pipeline-transport tcp needs none of this"
         yield warn("RDMA", f"{last.step}: {last.text}", remedy)
+    if differences:
+        remedy = "look at the device with ibv_devinfo -v, and report what differs"
+        yield warn("RDMA listing", f"pyverbs sees it otherwise: {'; '.join(differences)}", remedy)
+    elif differences is not None:
+        yield ok("RDMA listing", "pyverbs lists the same devices, ports and GIDs")
 
 
 def check_ports(port: int = _DEFAULT_PORT) -> Iterator[Finding]:
