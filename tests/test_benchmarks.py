@@ -137,7 +137,7 @@ def test_unknown_system() -> None:
         command("--only", "gpipes"), capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 2
-    assert "no system has gpipes in its name; there are: megatron-core 1F1B, " in done.stderr
+    assert "no system has gpipes in its name; there are: megatron-core 1F1B; " in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -228,22 +228,15 @@ def test_the_tiny_run_learns_and_resumes(tmp_path: Path) -> None:
 def test_the_tiny_run_goes_on_under_another_schedule(tmp_path: Path) -> None:
     flags = ["--tiny", "--out", str(tmp_path), "--log-interval", "1", "--eval-iters", "1"]
     losses = []
-    for index, (chosen, name) in enumerate(
-        (
-            ([], None),
-            (["--pipeline-schedule", "zb-v"], "zb-v"),
-            (["--enable-bitpipe-schedule"], "bitpipe"),
-        )
-    ):
-        done = bash(LLAMA3, *flags, *chosen, "--train-iters", str(2 * index + 2))
+    for index, name in enumerate((None, "zb-v")):
+        chosen = ["--pipeline-schedule", name] if name else []
+        done = bash(LLAMA3, *flags, *chosen, "--train-iters", str(2 * index + 2), NPROC="2")
         assert done.returncode == 0, done.stdout + done.stderr
-        assert re.findall(r"^pipeline schedule: ([\w-]+)", done.stdout, re.MULTILINE) == (
-            [name] if name else []
-        )
+        begun = re.findall(r"(?m)^pipeline schedule: ([\w-]+).* on \d+ ranks", done.stdout)
+        assert begun == ([name] if name else [])
         losses += [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
-    assert len(losses) == 6
+    assert len(losses) == 4
     assert losses[2] < losses[1]
-    assert losses[4] < losses[3]
 
 
 @pytest.mark.e2e

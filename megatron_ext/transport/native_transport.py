@@ -302,7 +302,8 @@ class NativeTransport:
         """
         if key is not None:
             what = f"{what} (tag {self._tag(key):#x})"
-        reports = self._usable().peers()
+        # The one that was needed first: others may have ended because of it.
+        reports = sorted(self._usable().peers(), key=lambda report: report.rank != peer)
         for report in reports:
             if report.state == "aborted":
                 return PeerAborted(f"{what}; {self._place(report)} gave up: {report.reason}")

@@ -60,7 +60,9 @@ def test_dynamic_order_is_one_flag(size: str, tmp_path: Path) -> None:
     asked = size.split("=")
     ours, theirs = (dry_run(path, *asked, "--mock-data") for path in (SINGLE, str(script)))
     here, there = str(REPO), str(tmp_path)
-    assert [word.replace(here, there) for word in ours if word != "--use-dpp"] == theirs
+    assert [word for word in ours if word != "--use-dpp"] == [
+        w.replace(there, here) for w in theirs
+    ]
 
 
 def test_dynamic_order_changes_no_loss(tmp_path: Path) -> None:
