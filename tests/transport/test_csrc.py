@@ -1,4 +1,4 @@
-"""Builds and runs the C++ tests, plain and under sanitizers, and keeps foreign headers out."""
+"""Builds and runs the C++ tests under sanitizers, and keeps foreign headers out."""
 
 from __future__ import annotations
 
@@ -41,14 +41,11 @@ def skip_without_runtime(sanitizers: str, scratch: Path) -> None:
 
 
 @needs_cmake
-@pytest.mark.parametrize("sanitizers", ["OFF", "address,undefined", "thread"])
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_the_cxx_tests_pass(tmp_path, sanitizers):
-    build_type = "Release"
-    if sanitizers != "OFF":
-        skip_without_runtime(sanitizers, tmp_path)
-        build_type = "Debug"
+    skip_without_runtime(sanitizers, tmp_path)
     build = str(tmp_path / "build")
-    options = [f"-DCMAKE_BUILD_TYPE={build_type}", f"-DMEGATRON_EXT_SANITIZE={sanitizers}"]
+    options = ["-DCMAKE_BUILD_TYPE=Debug", f"-DMEGATRON_EXT_SANITIZE={sanitizers}"]
     options += ["-DMEGATRON_EXT_BUILD_PYTHON=OFF", "-DMEGATRON_EXT_BUILD_TESTS=ON"]
     run("cmake", "-S", str(REPOSITORY), "-B", build, *GENERATOR, *options)
     run("cmake", "--build", build, "--parallel", "2")

@@ -65,9 +65,13 @@ def _store() -> FileStore:
 def _open(
     wire: Wire, run_id: str = "test", *, slots: int = 8, checksums: bool = True
 ) -> NativeTransport:
-    """Connect every rank to every other, with slots so small that long messages are quick."""
+    """Connect every rank to every other, with slots so small that long messages are quick.
+
+    A run has one transport for each wire; what the one published is not the other's.
+    """
     return NativeTransport(
-        _store(), _rank(), range(int(os.environ["WORLD_SIZE"])), run_id=run_id, device=_CPU,
+        _store(), _rank(), range(int(os.environ["WORLD_SIZE"])), run_id=f"{run_id}/{wire}",
+        device=_CPU,
         wire=wire, slots=slots, slot_bytes=_SLOT_BYTES, checksums=checksums,
     )  # fmt: skip
 
