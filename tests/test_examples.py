@@ -225,6 +225,7 @@ def test_the_tiny_run_learns_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_the_tiny_run_goes_on_under_another_schedule(tmp_path: Path) -> None:
     flags = ["--tiny", "--out", str(tmp_path), "--log-interval", "1", "--eval-iters", "1"]
     losses = []

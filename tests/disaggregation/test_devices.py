@@ -54,6 +54,7 @@ def test_what_is_refused(flags: str, rule: str) -> None:
         use(None)
 
 
+@pytest.mark.slow
 def test_forwards_on_the_cpu_and_backwards_on_musa(tmp_path: Path) -> None:
     """The emulated device computes as the CPU does, so losses equal those of a job on it."""
     musa = "--device-backend musa "

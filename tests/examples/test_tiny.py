@@ -60,6 +60,7 @@ def test_upstream(model: str, tmp_path: Path, megatron_lm_path: Path) -> None:
     assert found[-1] < found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulated_musa")
 @pytest.mark.parametrize("model", ["llama3", "deepseek-v3"])
 def test_moore_threads(model: str, tmp_path: Path, embedded: Callable[[str], list[float]]) -> None:

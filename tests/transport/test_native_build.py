@@ -76,6 +76,7 @@ def build_sdist(out: Path) -> Path:
     return sdist
 
 
+@pytest.mark.slow
 def test_a_source_distribution_builds_a_complete_wheel(tmp_path):
     sdist = build_sdist(tmp_path / "sdist")
     result = build_wheel(sdist, tmp_path / "out", MEGATRON_EXT_REQUIRE_NATIVE="1")

@@ -23,6 +23,7 @@ LEGS = [
 """All on four ranks with two replicas of the model, as Megatron counts them."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # eleven runs
 def test_each_step_under_another_schedule(tmp_path: Path) -> None:
     """Ten steps under ten schedules end with the parameters of ten steps under Megatron's own."""
