@@ -50,6 +50,7 @@ def two(tmp_path_factory) -> list[dict[str, Any]]:
     return [json.loads((share / f"results{node}.json").read_text()) for node in (0, 1)]
 
 
+@pytest.mark.slow
 def test_the_probe_finds_the_device_as_pyverbs_does(one):
     usable, reason, differences = one["probe"]
     assert usable
@@ -57,6 +58,7 @@ def test_the_probe_finds_the_device_as_pyverbs_does(one):
     assert differences in ([], None)  # None: pyverbs is not installed
 
 
+@pytest.mark.slow
 def test_the_probe_tells_what_is_missing(one):
     usable, reason, _ = one["probe of another address"]
     assert not usable
@@ -70,6 +72,7 @@ def test_the_probe_tells_what_is_missing(one):
     assert "rxe0 port 1 is down" in reason
 
 
+@pytest.mark.slow
 def test_messages_of_any_size_and_order_cross_one_device(one):
     for result in one["messages"]:
         assert result.get("bad") == [], result
@@ -77,6 +80,7 @@ def test_messages_of_any_size_and_order_cross_one_device(one):
         assert "rxe0 port 1 GID 1" in result["link"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["receiver killed", "sender killed"])
 def test_a_killed_peer_is_noticed(one, who):
     result = one[who]
