@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 
 from megatron_ext.errors import DataError
 from megatron_ext.trace.clocks import Alignment, align
-from megatron_ext.trace.reader import MAX_SPANS, Attributes, Iteration, TraceFile, open_run
+from megatron_ext.trace.reader import MAX_SPANS, Attributes, Iteration, TraceFile
 from megatron_ext.trace.records import ACTION_NAMES, Header, Span
+from megatron_ext.trace.run_folder import open_run
 from megatron_ext.trace.survey import RankSurvey, message_key, survey
 
 __all__ = ["Run", "aggregated_name", "read_run", "write_chrome_trace"]
@@ -196,40 +197,46 @@ class _Templates:
             f'"args":{_encode(iteration.end)}}}'
         )
         made = self._made
-        for span in iteration.spans:
-            name, start, end, attributes = span
+        for name, start, end, attributes in iteration.spans:
             assert isinstance(attributes, Attributes)
-            text = attributes.text
-            found = made.get((name, text))
-            if found is None:
+            template = made.get((name, attributes.text))
+            if template is None:
                 if len(made) >= MAX_SPANS:
                     made.clear()
-                found = made[name, text] = self._bar(span, text), self._arrow(span)
-            bar, arrow = found
-            at_us = (begin_ns + start) / 1e3
-            yield f'{bar},"ts":{at_us:.3f},"dur":{(end - start) / 1e3:.3f}}}'
-            if not arrow:
-                continue
-            if name == "receive":  # the end of an arrow belongs to the span that it lies in
-                at_us = max(at_us, (begin_ns + end) / 1e3 - 0.001)
-            yield f'{arrow}{iteration.number}","ts":{at_us:.3f}}}'
+                span = Span(name, start, end, attributes)
+                template = made[name, attributes.text] = self._bar(span), self._arrow(span)
+            bar, arrow = template
+            at_us, length_us = (begin_ns + start) / 1e3, (end - start) / 1e3
+            yield bar % (at_us, length_us)
+            if arrow:
+                # The end of an arrow belongs to the span that it lies in.
+                until_us = at_us if name == "send" else max(at_us, at_us + length_us - 0.001)
+                yield arrow % (iteration.number, until_us)
 
-    def _bar(self, span: Span, text: str) -> str:
+    def _bar(self, span: Span) -> str:
+        """Text with gaps for the begin of the span and its length."""
         colour = _COLOURS.get(span.name)
         painted = f',"cname":"{colour}"' if colour else ""
-        return (
-            f',\n{{"name":{_encode(_title(span))},"ph":"X",{self._row}{painted},"args":{{{text}}}'
+        assert isinstance(span.attributes, Attributes)
+        text = (
+            f',\n{{"name":{_encode(_title(span))},"ph":"X",{self._row}{painted},'
+            f'"args":{{{span.attributes.text}}}'
         )
+        return text.replace("%", "%%") + ',"ts":%.3f,"dur":%.3f}'
 
     def _arrow(self, span: Span) -> str:
-        """The end of an arrow whose other end is there as well, or nothing."""
+        """Text of the end of an arrow, with gaps for iteration and time, if the other end is there.
+
+        Otherwise nothing.
+        """
         key = message_key(self._rank, 0, span) if span.name in ("send", "receive") else None
         if key is None or not self._ranks.issuperset((key.source, key.target)):
             return ""
         phase = '"ph":"s"' if span.name == "send" else '"ph":"f","bp":"e"'
-        part = span.attributes.get("part", 0)
+        part = _encode(str(span.attributes.get("part", 0)))[1:-1].replace("%", "%%")
         about = f"{key.source}.{key.target}.{key.kind}{key.stage}.{key.microbatch}.{part}"
-        return f',\n{{"name":"message","cat":"message",{phase},{self._row},"id":"{about}.'
+        fixed = f',\n{{"name":"message","cat":"message",{phase},{self._row},"id":"{about}'
+        return fixed + '.%d","ts":%.3f}'
 
 
 def _title(span: Span) -> str:

@@ -7,31 +7,24 @@ counted. Memory is bounded by the limits below, not by the file, and nothing rea
 from __future__ import annotations
 
 import json
+import operator
 import re
-import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, cast
 
 from megatron_ext.errors import DataError
-from megatron_ext.trace.records import FILE_NAME, FORMAT, Header, Span
+from megatron_ext.trace.records import Header, Span
+from megatron_ext.trace.untrusted import MAX_TEXT, decode, is_attributes, is_count
 
-__all__ = ["Iteration", "TraceFile", "find_files", "open_run"]
+__all__ = ["MAX_SPANS", "Attributes", "Iteration", "TraceFile"]
 
 MAX_SPANS = 200_000
 """Of one iteration; what is beyond is dropped and counted."""
-MAX_FILES = 100_000
 _MAX_WHOLE_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 20
-_MAX_HEADER_BYTES = 1 << 20
-_MAX_NS = 1 << 62
-_MAX_TEXT = 200
-
-_MAX_ATTRIBUTES = 12
-
-_NUMBERS = ("rank", "data", "pipeline", "tensor", "clock_ns", "wall_ns")
-_FOLDER = re.compile(r"data-(\d{1,6})-pipeline-(\d{1,6})-tensor-(\d{1,6})-.*")
 
 _OPENS = b'\n,{"name":"iteration","ph":"B"'
 _CLOSES = '\n,{"name":"iteration","ph":"E"'
@@ -40,7 +33,7 @@ _NUMBER = re.compile(r'^\n,\{"name":"iteration","ph":"B"[^\n]*"iteration":(\d{1,
 _SPANS = re.compile(
     r'\n,\{"name":"([a-z_]{1,40})","ph":"B","rel_ts":(\d{1,18})\}'
     r'\n,\{"name":"\1","ph":"E","rel_ts":(\d{1,18})'
-    r'((?:,"[a-z_]{1,40}":(?:-?\d{1,18}|"[\w .:>-]{0,80}")){0,12})\}(?=\n|$)'
+    r"((?:,[^\n]{1,600})?)\}(?=\n|$)"
 )
 """A span as the recorder writes it: name, begin, end, attributes."""
 
@@ -82,7 +75,7 @@ class TraceFile:
         attributes = _AttributeCache()
         for block in _blocks(self.path):
             for part in _parts(block):
-                number = _NUMBER.search(part[:_MAX_TEXT])
+                number = _NUMBER.search(part[:MAX_TEXT])
                 if only is not None and number is not None and int(number[1]) != only:
                     continue
                 found = _recorded(part, attributes)
@@ -93,126 +86,6 @@ class TraceFile:
                     clock_ns = iteration.begin_ns + iteration.duration_ns
                     if only in (None, iteration.number):
                         yield iteration
-
-
-def open_run(directory: Path | str) -> tuple[list[TraceFile], list[str]]:
-    """Return the files of a run by global rank, and what is wrong with it in words.
-
-    Raises:
-        DataError: There is no such directory, or no trace in it.
-    """
-    directory = Path(directory)
-    found: list[TraceFile] = []
-    notes: list[str] = []
-    for path in find_files(directory):
-        header = _header(path)
-        if isinstance(header, Header):
-            found.append(TraceFile(path, header))
-        else:
-            notes.append(f"{path.name}: {header}")
-    if not found:
-        why = f": {notes[0]}" if notes else ""
-        raise DataError(
-            f"{directory} holds no trace of a rank{why}; give the folder of a run, such as "
-            f"benchmark/data-1-pipeline-4-tensor-1-pp, that was trained with --trace"
-        )
-    found.sort(key=lambda file: file.header.rank)
-    by_rank: dict[int, TraceFile] = {}
-    for file in found:
-        other = by_rank.setdefault(file.header.rank, file)
-        if other is not file:
-            notes.append(f"{file.path.name} says that it is of rank {file.header.rank}, as does "
-                         f"{other.path.name}; it is left out")  # fmt: skip
-    return list(by_rank.values()), notes + _missing(list(by_rank.values()))
-
-
-def find_files(directory: Path) -> list[Path]:
-    """Return the regular files of a run's folder that have the name of a trace.
-
-    Raises:
-        DataError: The folder cannot be listed.
-    """
-    try:
-        found = []
-        for path in directory.iterdir():
-            if FILE_NAME.fullmatch(path.name) and stat.S_ISREG(path.stat().st_mode):
-                found.append(path)
-            if len(found) > MAX_FILES:
-                raise DataError(f"{directory} holds more than {MAX_FILES} traces")
-    except OSError as error:
-        raise DataError(f"{directory} cannot be listed: {error.strerror}") from error
-    return sorted(found)
-
-
-def _missing(files: list[TraceFile]) -> list[str]:
-    """Say which ranks of the world left no file."""
-    data, pipeline, tensor = max(file.header.sizes for file in files)
-    there = {(h.data, h.pipeline, h.tensor) for h in (file.header for file in files)}
-    count = data * pipeline * tensor - len(there)
-    return [f"{count} of {data * pipeline * tensor} ranks left no trace"] if count > 0 else []
-
-
-def _header(path: Path) -> Header | str:
-    """Read the first record, or say why it is none.
-
-    A file of MegatronApp has no such record; the names of file and folder say enough.
-    """
-    match = FILE_NAME.fullmatch(path.name)
-    assert match is not None
-    data, pipeline, tensor = map(int, match.groups())
-    try:
-        with path.open("rb") as file:
-            start = file.read(_MAX_HEADER_BYTES).lstrip()
-    except OSError as error:
-        return f"it cannot be read: {error.strerror}"
-    if not start.startswith(b"["):
-        return "it is no trace, it does not begin with ["
-    line = start[1:].lstrip().partition(b"\n")[0]
-    record = _decode(line.rstrip(b",] \r").decode("utf-8", "replace"))
-    if isinstance(record, dict) and record.get("name") == "run":
-        return _checked(record.get("args"))
-    sizes = data + 1, pipeline + 1, tensor + 1
-    named = _FOLDER.fullmatch(path.parent.name)
-    if named is not None:
-        sizes = int(named[1]), int(named[2]), int(named[3])
-    rank = (pipeline * sizes[0] + data) * sizes[2] + tensor
-    return Header(rank, data, pipeline, tensor, sizes)
-
-
-def _checked(found: Any) -> Header | str:
-    """Take over what has the right type; text is cut to a length that fits a page."""
-    if not isinstance(found, dict):
-        return "its first record is damaged"
-    if found.get("format") != FORMAT:
-        return (
-            f"it has format {str(found.get('format'))[:20]}, this version reads {FORMAT}; use the "
-            f"version that recorded it"
-        )
-    sizes = found.get("sizes")
-    numbers = {name: found.get(name) for name in _NUMBERS}
-    if not isinstance(sizes, list) or len(sizes) != 3:
-        return "its first record is damaged"
-    if not all(map(_is_count, (*numbers.values(), *sizes))):
-        return "its first record is damaged"
-    return Header(
-        **{name: int(value or 0) for name, value in numbers.items()},
-        sizes=(sizes[0], sizes[1], sizes[2]),
-        host=str(found.get("host", ""))[:_MAX_TEXT],
-        clock=str(found.get("clock", ""))[:_MAX_TEXT],
-        settings=_texts(found.get("settings")),
-        versions=_texts(found.get("versions")),
-    )
-
-
-def _texts(value: Any) -> dict[str, Any]:
-    """Settings are names with numbers or short texts."""
-    if not isinstance(value, dict):
-        return {}
-    kept = {}
-    for name, item in list(value.items())[:_MAX_TEXT]:
-        number = isinstance(item, bool | int | float) and abs(item) < _MAX_NS
-        kept[name[:_MAX_TEXT]] = item if number or item is None else str(item)[: 20 * _MAX_TEXT]
-    return kept
 
 
 def _blocks(path: Path) -> Iterator[str]:
@@ -249,28 +122,30 @@ def _recorded(part: str, attributes: _AttributeCache) -> list[Iteration] | None:
     closing = part.rfind(_CLOSES)
     if opening is None or closing < 0:
         return None
-    first = _decode(part[2 : opening.end()])
+    first = decode(part[2 : opening.end()])
     body = part[opening.end() : closing]
     found = _SPANS.findall(body)
-    last = _decode(part[closing + 2 :].strip("], \r\n"))
+    last = decode(part[closing + 2 :].strip("], \r\n"))
     if 2 * len(found) != body.count("\n") or len(found) > MAX_SPANS:
         return None
     if not (isinstance(first, dict) and isinstance(last, dict)):
         return None
     number, at_ns = first.get("iteration"), first.get("at_ns")
-    if not (_is_count(number) and _is_count(at_ns)):
+    if not (is_count(number) and is_count(at_ns)):
         return None
-    spans, latest = [], 0
-    for name, begin, end, text in found:
-        about = attributes[text]
-        begin_ns, end_ns = int(begin), int(end)
-        if about is None or begin_ns > end_ns:
-            return None
-        spans.append(Span(name, begin_ns, end_ns, about))
-        latest = max(latest, end_ns)
-    end_fields = {key: value for key, value in last.items() if _is_count(value)}
-    duration_ns = max(end_fields.get("duration_wall", 0), latest)
+    names, begins, ends, texts = zip(*found, strict=True) if found else ((), (), (), ())
+    begins_ns, ends_ns = list(map(int, begins)), list(map(int, ends))
+    abouts = list(map(attributes.__getitem__, zip(names, texts, strict=True)))
+    if None in abouts or any(map(operator.gt, begins_ns, ends_ns)):
+        return None
+    spans = list(map(_as_span, zip(names, begins_ns, ends_ns, abouts, strict=True)))
+    end_fields = {key: value for key, value in last.items() if is_count(value)}
+    duration_ns = max(end_fields.get("duration_wall", 0), *ends_ns, 0)
     return [Iteration(number, at_ns, duration_ns, spans, end_fields)]
+
+
+_as_span = cast("Callable[[tuple[Any, ...]], Span]", partial(tuple.__new__, Span))
+"""Makes a span of its four fields, without a call of Python for each of millions."""
 
 
 class Attributes(dict[str, Any]):
@@ -281,17 +156,18 @@ class Attributes(dict[str, Any]):
         self.text = text
 
 
-class _AttributeCache(dict[str, Attributes | None]):
-    """Attributes by their text: iterations repeat them."""
+class _AttributeCache(dict[tuple[str, str], Attributes | None]):
+    """Attributes by the name of the span and their text: iterations repeat them."""
 
-    def __missing__(self, text: str) -> Attributes | None:
+    def __missing__(self, key: tuple[str, str]) -> Attributes | None:
         """Make the attributes of a text such as `,"stage":3`; None if it gives none."""
         if len(self) >= MAX_SPANS:
             self.clear()
-        content = _decode("{" + text[1:] + "}")
-        clean = isinstance(content, dict) and _is_clean(content)
-        self[text] = Attributes(content, text[1:]) if clean else None
-        return self[text]
+        text = key[1][1:]
+        content = decode("{" + text + "}")
+        clean = isinstance(content, dict) and is_attributes(content)
+        self[key] = Attributes(content, text) if clean else None
+        return self[key]
 
 
 def _repaired(part: str, clock_ns: int, attributes: _AttributeCache) -> tuple[list[Iteration], int]:
@@ -310,25 +186,17 @@ def _repaired(part: str, clock_ns: int, attributes: _AttributeCache) -> tuple[li
 def _records(text: str) -> tuple[list[Any], int]:
     """Decode all records at once, or line by line where some are damaged."""
     text = text.strip().removeprefix("[").removesuffix("]").strip(", \r\n")
-    whole = _decode(f"[{text}]")
+    whole = decode(f"[{text}]")
     if isinstance(whole, list):
         return whole, 0
     records, damaged = [], 0
     for line in text.split("\n"):
-        record = _decode(line.strip("[], \r"))
+        record = decode(line.strip("[], \r"))
         if isinstance(record, dict):
             records.append(record)
         else:
             damaged += 1
     return records, damaged
-
-
-def _decode(text: str) -> Any:
-    """Return what a JSON text says, None if it says nothing."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _split(records: list[Any]) -> Iterator[list[Any]]:
@@ -356,17 +224,17 @@ def _iteration(
     opening = records[0]
     number, at_ns = opening.get("iteration", 0), opening.get("at_ns")
     pad = opening.get("pad_before", 0)
-    if not _is_count(number) or not (_is_count(at_ns) or _is_count(pad)):
+    if not is_count(number) or not (is_count(at_ns) or is_count(pad)):
         return None, len(records)
-    iteration = Iteration(number, at_ns if _is_count(at_ns) else clock_ns + pad, 0)
+    iteration = Iteration(number, at_ns if is_count(at_ns) else clock_ns + pad, 0)
     damaged = 0
     begins: dict[str, list[int]] = {}
     for record in records[1:]:
         try:
             name, phase = record["name"], record["ph"]
             if name == "iteration":
-                iteration.end = {k: v for k, v in record.items() if _is_count(v)}
-            elif not _is_count(record["rel_ts"]) or len(name) > _MAX_TEXT:
+                iteration.end = {k: v for k, v in record.items() if is_count(v)}
+            elif not is_count(record["rel_ts"]) or len(name) > MAX_TEXT:
                 damaged += 1
             elif phase == "B":
                 begins.setdefault(name, []).append(record["rel_ts"])
@@ -384,30 +252,13 @@ def _close(
 ) -> bool:
     """Add the span that a record ends; tells whether it was one."""
     about = {key: record[key] for key in record.keys() - {"name", "ph", "rel_ts"}}
-    if begin_ns > record["rel_ts"] or len(iteration.spans) >= MAX_SPANS or not _is_clean(about):
+    if begin_ns > record["rel_ts"] or len(iteration.spans) >= MAX_SPANS or not is_attributes(about):
         return False
-    kept = attributes["," + _encode(about)[1:-1]]
+    kept = attributes[record["name"], "," + _encode(about)[1:-1]]
     if kept is None:
         return False
     iteration.spans.append(Span(record["name"], begin_ns, record["rel_ts"], kept))
     return True
-
-
-def _is_clean(attributes: dict[str, Any]) -> bool:
-    """Tell whether attributes are few, and numbers or short texts."""
-    if len(attributes) > _MAX_ATTRIBUTES:
-        return False
-    for name, value in attributes.items():
-        kind = type(value)
-        if len(name) > _MAX_TEXT or (kind is not int and kind is not str):
-            return False
-        if len(value) > _MAX_TEXT if kind is str else abs(value) >= _MAX_NS:
-            return False
-    return True
-
-
-def _is_count(value: Any) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < _MAX_NS
 
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode

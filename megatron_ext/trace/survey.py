@@ -7,11 +7,14 @@ and can be made by several processes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from megatron_ext.trace.reader import MAX_SPANS, Attributes
 from megatron_ext.trace.records import ACTION_NAMES, Header, Span
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ _MAX_GROUPS = 10_000
 """Different stages, links or causes of one rank; a hostile file could name any number."""
 
 _WORK = frozenset(ACTION_NAMES.values())
+_Key = TypeVar("_Key")
 
 
 class MessageKey(NamedTuple):
@@ -73,15 +77,14 @@ class Sample:
     kept: list[int] = field(default_factory=list)
     _stride: int = 1
 
-    def add(self, value_ns: int) -> None:
-        """Take in a duration."""
-        if self.count % self._stride == 0:
-            self.kept.append(value_ns)
-            if len(self.kept) == 512:
-                self.kept = self.kept[::2]
-                self._stride *= 2
-        self.count += 1
-        self.total_ns += value_ns
+    def add(self, values_ns: Sequence[int]) -> None:
+        """Take in durations."""
+        self.kept += values_ns[-self.count % self._stride :: self._stride]
+        while len(self.kept) >= 512:
+            self.kept = self.kept[::2]
+            self._stride *= 2
+        self.count += len(values_ns)
+        self.total_ns += sum(values_ns)
 
     @property
     def median_ns(self) -> int:
@@ -143,42 +146,127 @@ def survey(file: TraceFile) -> RankSurvey:
         DataError: See `reader.TraceFile.iterations`.
     """
     found = RankSurvey(file.path, file.header)
-    stride = 1
-    sampled: dict[int, int] = {}
+    roles = _Roles(file.header.rank)
+    messages = _Messages()
     for iteration in file.iterations():
         found.iterations += 1
         found.spans += len(iteration.spans)
-        iteration.spans.sort(key=lambda span: span.begin_ns)
+        iteration.spans.sort(key=_begin_of)
+        told = [(span, roles.of(span)) for span in iteration.spans]
         if len(found.steps) < MAX_STEPS:
-            found.steps.append(_step(iteration))
-        _count(found, iteration)
-        if iteration.number % stride == 0:
-            sampled[iteration.number] = 1
-            _note_stamps(found, iteration)
-            while len(sampled) > _MAX_SAMPLED_ITERATIONS or len(found.stamps) > _MAX_STAMPS:
-                stride *= 2  # the same numbers on all ranks
-                sampled = {n: 1 for n in sampled if n % stride == 0}
-                found.stamps = {
-                    key: times for key, times in found.stamps.items() if key.iteration in sampled
-                }
-                if len(sampled) <= 1:
-                    break
-    found.waited &= found.stamps.keys()
+            found.steps.append(_step(iteration, told))
+        if found.iterations > 1 or iteration.number > 1:  # the first one warms up
+            _count(found, told)
+        messages.take(iteration, told)
+    messages.give(found)
     found.damaged = file.damaged
     return found
 
 
-def _step(iteration: Iteration) -> Step:
-    work = [span for span in iteration.spans if span.name in _WORK]
+class _Messages:
+    """The messages of some iterations: evenly spread, and the same iterations on all ranks."""
+
+    def __init__(self) -> None:
+        self._stride = 1
+        self._kept: dict[int, tuple[int, _Told]] = {}
+        """By iteration: its begin, and its spans that are about a message."""
+
+    def take(self, iteration: Iteration, told: _Told) -> None:
+        """Keep an iteration if it is among the chosen ones; with too many, choose fewer."""
+        if iteration.number % self._stride:
+            return
+        about = [pair for pair in told if pair[1].message is not None]
+        self._kept[iteration.number] = iteration.begin_ns, about
+        while len(self._kept) > 1 and (
+            len(self._kept) > _MAX_SAMPLED_ITERATIONS
+            or sum(len(kept) for _, kept in self._kept.values()) > _MAX_STAMPS
+        ):
+            self._stride *= 2
+            self._kept = {n: kept for n, kept in self._kept.items() if n % self._stride == 0}
+
+    def give(self, found: RankSurvey) -> None:
+        """Note when each message was sent or received, and which were waited for."""
+        for number, (begin_ns, told) in self._kept.items():
+            waits: set[MessageKey] = set()
+            for span, role in told:
+                assert role.message is not None
+                if span.name == "wait":
+                    waits.add(role.message)
+                    continue
+                key = role.message._replace(iteration=number)
+                found.stamps[key] = begin_ns + span.begin_ns, begin_ns + span.end_ns
+                if role.message in waits:
+                    found.waited.add(key)
+
+
+class _Role(NamedTuple):
+    """What the name and the attributes of a span say about it, whenever it was."""
+
+    action: tuple[str, int] | None
+    """Name and stage, if it is one."""
+    ends_action: bool
+    """Whether what the runtime does around the action before it is over when it begins."""
+    idle: str | None
+    """The cause, if the rank computes nothing meanwhile."""
+    source: int | None
+    """The global rank that a receive or a wait is about."""
+    size_bytes: int
+    message: MessageKey | None
+    """Which one a send, a receive or a wait is about, in iteration 0."""
+
+
+class _Roles:
+    """The roles of the spans of one rank; iterations repeat them."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._known: dict[tuple[str, str], _Role] = {}
+
+    def of(self, span: Span) -> _Role:
+        """Return the role of a span."""
+        attributes = span[3]
+        assert isinstance(attributes, Attributes)
+        key = span[0], attributes.text
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= MAX_SPANS:
+                self._known.clear()
+            found = self._known[key] = self._make(span)
+        return found
+
+    def _make(self, span: Span) -> _Role:
+        name, about = span.name, span.attributes
+        is_work, is_wait, is_receive = name in _WORK, name == "wait", name == "receive"
+        source = about.get("from") if is_receive else about.get("on") if is_wait else None
+        return _Role(
+            action=(name, about.get("stage", about.get("model_chunk", 0))) if is_work else None,
+            ends_action=is_work or is_wait or is_receive,
+            idle=_cause(span) if name in ("wait", "send", "weights") else None,
+            source=source if type(source) is int else None,
+            size_bytes=_whole(about.get("bytes")),
+            message=(
+                message_key(self._rank, 0, span) if name in ("send", "receive", "wait") else None
+            ),
+        )
+
+
+_begin_of = operator.itemgetter(1)
+_Told = list[tuple[Span, _Role]]
+"""The spans of an iteration in the order of their begins, each with its role."""
+
+
+def _step(iteration: Iteration, told: _Told) -> Step:
+    work = [span for span, role in told if role.action is not None]
     begin = work[0].begin_ns if work else 0
     end = max((span.end_ns for span in work), default=0)
     busy = sum(span.end_ns - span.begin_ns for span in work)
     idle: dict[str, int] = {}
-    for span in iteration.spans:
-        if span.name in ("wait", "send", "weights") and begin <= span.begin_ns < end:
-            cause = _cause(span)
-            if cause in idle or len(idle) < _MAX_GROUPS:
-                idle[cause] = idle.get(cause, 0) + span.end_ns - span.begin_ns
+    for (_, start, stop, _), role in told:
+        if role.idle is not None and begin <= start < end:
+            if role.idle in idle:
+                idle[role.idle] += stop - start
+            elif len(idle) < _MAX_GROUPS:
+                idle[role.idle] = stop - start
     other = end - begin - busy - sum(idle.values())
     if other > 0:
         idle["other"] = other
@@ -225,62 +313,47 @@ def _peak_live(work: list[Span]) -> int:
     return peak
 
 
-def _count(found: RankSurvey, iteration: Iteration) -> None:
-    """Add the durations of an iteration; the first one warms up and does not count."""
-    if found.iterations == 1 and iteration.number <= 1:
-        return
-    spans = iteration.spans
-    for index, span in enumerate(spans):
-        name, begin, end, attributes = span
-        if name in _WORK:
+def _count(found: RankSurvey, told: _Told) -> None:
+    """Add the durations of an iteration and what came over its links."""
+    costs: dict[tuple[str, int], list[int]] = defaultdict(list)
+    times: dict[str, list[int]] = defaultdict(list)
+    action: tuple[str, int] | None = None
+    begun = ended = 0
+    for (name, begin, end, _), role in told:
+        if action is not None and role.ends_action:
             # What is done until the rank waits or computes again is the price of the action.
-            following = _next_begin(spans, index)
-            cost = following - begin if following is not None else end - begin
-            key = (name, attributes.get("stage", attributes.get("model_chunk", 0)))
-            if key in found.actions or len(found.actions) < _MAX_GROUPS:
-                found.actions.setdefault(key, Sample()).add(cost)
+            costs[action].append(max(begin, ended) - begun)
+            action = None
+        if role.action is not None:
+            action, begun, ended = role.action, begin, end
             continue
-        if name in found.times or len(found.times) < _MAX_GROUPS:
-            found.times.setdefault(name, Sample()).add(end - begin)
-        source = attributes.get("from") if name == "receive" else attributes.get("on")
-        if name in ("receive", "wait") and type(source) is int:
-            if source not in found.links and len(found.links) >= _MAX_GROUPS:
-                continue
-            link = found.links.setdefault(source, Link())
-            if name == "wait":
-                link.waited_ns += end - begin
-            else:
-                link.messages += 1
-                link.bytes += _whole(attributes.get("bytes"))
+        times[name].append(end - begin)
+        if role.source is not None:
+            _add_to_link(found, role, end - begin)
+    if action is not None:
+        costs[action].append(ended - begun)
+    _add_all(found.actions, costs)
+    _add_all(found.times, times)
 
 
-def _next_begin(spans: list[Span], index: int) -> int | None:
-    for span in spans[index + 1 : index + 8]:
-        if span.name in _WORK or span.name in ("wait", "receive"):
-            return max(span.begin_ns, spans[index].end_ns)
-    return None
+def _add_all(samples: dict[_Key, Sample], found: Mapping[_Key, list[int]]) -> None:
+    for key, values_ns in found.items():
+        if key in samples or len(samples) < _MAX_GROUPS:
+            samples.setdefault(key, Sample()).add(values_ns)
 
 
-def _note_stamps(found: RankSurvey, iteration: Iteration) -> None:
-    waits: set[tuple[object, ...]] = set()
-    for span, key in _messages(found.header.rank, iteration):
-        if span.name == "wait":
-            waits.add(key)
-        else:
-            moment = iteration.begin_ns
-            found.stamps[key] = moment + span.begin_ns, moment + span.end_ns
-            if key in waits:
-                found.waited.add(key)
-
-
-def _messages(rank: int, iteration: Iteration) -> Iterator[tuple[Span, MessageKey]]:
-    """Yield the sends, the receives and the waits for one message."""
-    for span in iteration.spans:
-        if span.name not in ("send", "receive", "wait"):
-            continue
-        key = message_key(rank, iteration.number, span)
-        if key is not None:
-            yield span, key
+def _add_to_link(found: RankSurvey, role: _Role, time_ns: int) -> None:
+    assert role.source is not None
+    link = found.links.get(role.source)
+    if link is None:
+        if len(found.links) >= _MAX_GROUPS:
+            return
+        link = found.links[role.source] = Link()
+    if role.idle is not None:
+        link.waited_ns += time_ns
+    else:
+        link.messages += 1
+        link.bytes += role.size_bytes
 
 
 def message_key(rank: int, iteration: int, span: Span) -> MessageKey | None:

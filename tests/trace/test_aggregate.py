@@ -126,6 +126,6 @@ def test_mistakes_end_in_one_line(tmp_path: Path) -> None:
 def test_samples_stay_small_and_keep_the_middle() -> None:
     sample = Sample()
     for value in range(100_000):
-        sample.add(value)
+        sample.add([value])
     assert len(sample.kept) <= 512
     assert sample.median_ns == pytest.approx(50_000, rel=0.01)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.errors import DataError
-from megatron_ext.trace import reader
+from megatron_ext.trace import reader, run_folder
 from megatron_ext.trace.aggregate import aggregated_name, read_run, write_chrome_trace
 from tests.trace.runs import trace_of, write_run
 
@@ -20,14 +20,14 @@ NAME = "benchmark-data-0-pipeline-0-tensor-0.json"
 
 def read(text: bytes, folder: Path) -> tuple[list[reader.Iteration], int]:
     (folder / NAME).write_bytes(text)
-    [file], _ = reader.open_run(folder)
+    [file], _ = run_folder.open_run(folder)
     return list(file.iterations()), file.damaged
 
 
 def test_both_ways_of_reading_agree(tmp_path: Path) -> None:
     path = trace_of(write_run(tmp_path), 2)
     text = path.read_bytes()
-    [file] = [f for f in reader.open_run(path.parent)[0] if f.path == path]
+    [file] = [f for f in run_folder.open_run(path.parent)[0] if f.path == path]
     fast = list(file.iterations())
     path.write_bytes(text.replace(b'"ph":', b'"ph": '))  # as another program would write it
     slow = list(file.iterations())
@@ -121,7 +121,7 @@ def test_a_trace_of_megatronapp_is_read(tmp_path: Path) -> None:
     folder.mkdir()
     path = folder / "benchmark-data-1-pipeline-2-tensor-0.json"
     path.write_text(json.dumps(records * 2))
-    [file], notes = reader.open_run(folder)
+    [file], notes = run_folder.open_run(folder)
     assert notes == ["7 of 8 ranks left no trace"]
     first, second = file.iterations()
     assert first.spans == second.spans
@@ -132,7 +132,7 @@ def test_a_trace_of_megatronapp_is_read(tmp_path: Path) -> None:
 def test_huge_iterations_are_refused_and_memory_is_bounded(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(reader, "_MAX_WHOLE_BYTES", 1 << 20)
     (tmp_path / NAME).write_bytes(b"[" + b" " * (3 << 20))
-    [file], _ = reader.open_run(tmp_path)
+    [file], _ = run_folder.open_run(tmp_path)
     with pytest.raises(DataError, match="MiB in one iteration"):
         list(file.iterations())
     monkeypatch.setattr(reader, "MAX_SPANS", 10)
@@ -144,19 +144,19 @@ def test_huge_iterations_are_refused_and_memory_is_bounded(tmp_path: Path, monke
 
 def test_directories_without_traces_are_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be listed"):
-        reader.open_run(tmp_path / "nowhere")
+        run_folder.open_run(tmp_path / "nowhere")
     with pytest.raises(DataError, match="holds no trace of a rank; give the folder"):
-        reader.open_run(tmp_path)
+        run_folder.open_run(tmp_path)
     os.mkfifo(tmp_path / NAME)  # opening it would wait for ever
     with pytest.raises(DataError, match="no trace"):
-        reader.open_run(tmp_path)
+        run_folder.open_run(tmp_path)
     (tmp_path / NAME).unlink()
     (tmp_path / NAME).write_text('[{"name":"run","ph":"M","args":{"format":7}}\n')
     with pytest.raises(DataError, match="format 7, this version reads 1"):
-        reader.open_run(tmp_path)
+        run_folder.open_run(tmp_path)
     (tmp_path / NAME).write_text("#!/bin/sh\n")
     with pytest.raises(DataError, match="does not begin with"):
-        reader.open_run(tmp_path)
+        run_folder.open_run(tmp_path)
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
