@@ -12,9 +12,9 @@ import pytest
 
 from megatron_ext.devices.cpu import CpuDevice
 from megatron_ext.errors import UserError
-from megatron_ext.trace.reader import open_run
 from megatron_ext.trace.recorder import MAX_KEPT, DeviceClock, Recorder, Sampling
 from megatron_ext.trace.records import Header
+from megatron_ext.trace.run_folder import open_run
 from tests.trace.runs import Clock, trace_of, write_run
 
 HEADER = Header(0, 0, 0, 0, (1, 1, 1), "host", "boot", 1, 1)
