@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from megatron_ext.schedules.costs import UNIT, Costs
-from megatron_ext.schedules.policies import make_policy
+from megatron_ext.schedules.policies import activation_cap, make_policy
 from megatron_ext.schedules.registry import CSV_PREFIX, generate, get
 from megatron_ext.schedules.split import split_backwards
 
@@ -46,7 +46,7 @@ class Dynamic:
 
     policy: PolicyName = "hint"
     extra_activations: int = 1
-    """Micro-batches that a rank may keep beyond the table's own peak, with `hint`."""
+    """Micro-batches that a rank may keep beyond the table's peak, with `hint`."""
     splits: bool = True
     """Whether full backwards of the table are split; False where the layers cannot do it."""
 
@@ -75,6 +75,8 @@ class Choice:
     """Addresses of the nodes or of the ranks, for wires between hosts; empty: found out."""
     _fills: dict[int, bool] = field(default_factory=dict, init=False, repr=False)
     """By number of micro-batches: whether all W of the table are ours, made by splitting."""
+    _caps: dict[int, int] = field(default_factory=dict, init=False, repr=False)
+    """By number of micro-batches: activations of stages that a rank may keep."""
     _tables: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -117,11 +119,14 @@ class Choice:
         """Return what chooses the next action of a rank of a dynamic schedule, for one step."""
         assert self.dynamic is not None, "a static schedule has no policy"
         table = self.schedule(num_microbatches)
+        if num_microbatches not in self._caps:
+            extra = self.dynamic.extra_activations
+            self._caps[num_microbatches] = activation_cap(table, extra)
         return make_policy(
             self.dynamic.policy,
             table,
             rank,
-            extra_activations=self.dynamic.extra_activations,
+            self._caps[num_microbatches],
             weights_fill=self._fills[num_microbatches],
         )
 

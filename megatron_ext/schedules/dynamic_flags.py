@@ -44,7 +44,7 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
         "--dpp-extra-activations",
         type=int,
         metavar="N",
-        help=f"Of {_USE} with hint: micro-batches that a rank may keep beyond the table's own peak "
+        help=f"Of {_USE} with hint: micro-batches that a rank may keep beyond the table's peak "
         f"(default: {Dynamic.extra_activations}).",
     )
 
@@ -92,8 +92,7 @@ def running(choice: Choice) -> str:
     schedule = choice.schedule(choice.num_microbatches)
     share = schedule.pp / schedule.num_stages
     if isinstance(policy, Hint):
-        caps = [choice.policy(choice.num_microbatches, r) for r in range(len(schedule.rows))]
-        most = share * max(each.cap for each in caps if isinstance(each, Hint))
+        most = share * policy.cap
         bound = f"at most {most:g} activations (+{choice.dynamic.extra_activations})"
     else:
         bound = f"no bound on activations, up to {schedule.num_microbatches}"

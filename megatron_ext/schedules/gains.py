@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.schedules.costs import UNIT, Costs
 from megatron_ext.schedules.dynamic import simulate_dynamic
-from megatron_ext.schedules.policies import make_policy
+from megatron_ext.schedules.policies import activation_cap, make_policy
 from megatron_ext.schedules.simulate import simulate
 from megatron_ext.schedules.split import split_backwards
 
@@ -46,16 +46,15 @@ def gains(schedule: Schedule, costs: Costs = UNIT, extra_activations: int = 1) -
     Args:
         schedule: The table.
         costs: Times of actions; its latency, if it has one, is that of quiet links.
-        extra_activations: What the dynamic order may keep beyond the table's own peak.
+        extra_activations: What the dynamic order may keep beyond the table's peak.
     """
     split, fill = split_backwards(schedule), not schedule.splits_backward
+    cap = activation_cap(split, extra_activations)
 
     def ratio(these: Costs) -> float:
         dynamic = simulate_dynamic(
             split,
-            lambda rank: make_policy(
-                "hint", split, rank, extra_activations=extra_activations, weights_fill=fill
-            ),
+            lambda rank: make_policy("hint", split, rank, cap, weights_fill=fill),
             these,
         )
         return simulate(schedule, these).makespan / dynamic.makespan

@@ -7,12 +7,17 @@ same one through `Progress.arrived`, `choose` and `finished`.
 `hint` follows a static table as long as that can go on. If the head of the table waits, it runs the
 first later action that is ready and keeps the activations of the whole remaining table below the
 cap. Where the policy made the W (`split.py`), a W runs only if nothing else can. The cap is the
-table's own peak on the rank, plus what the user allows. Two properties follow:
+same on all ranks: the table's peak on its worst rank, plus what the user allows. Two properties
+follow:
 
 - Memory: no jump lifts any later point of the rank's activation curve above the cap.
 - It ends: take the unfinished action that comes first in an order of all actions that respects data
   and table. All before it is done, so it is the head of its rank, its input exists, and a head is
   always admissible.
+
+A cap by rank, each its own peak of the table, would save nothing that counts: what all ranks have
+to have is what the worst one needs. But 1F1B and interleaved tables keep far less on the last ranks
+than on the first, so those could never run ahead of what waits.
 
 `breadth-first` and `depth-first` are greedy rules without a table and without a bound on memory:
 forwards and backwards alternate, the first in the order of chunks, the second always what is
@@ -31,12 +36,13 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.curve import Curve
+from megatron_ext.schedules.memory import live_counts
 from megatron_ext.schedules.progress import Progress
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.actions import Action, Schedule
 
-__all__ = ["POLICIES", "Policy", "PolicyName", "make_policy"]
+__all__ = ["POLICIES", "Policy", "PolicyName", "activation_cap", "make_policy"]
 
 PolicyName = Literal["hint", "breadth-first", "depth-first"]
 
@@ -59,20 +65,15 @@ class Hint:
     Args:
         schedule: The table.
         rank: Of the pipeline.
-        extra_activations: How many more micro-batches than the table the rank may keep, each on all
-            of its stages.
+        cap: Most activations of stages that the rank may keep, at least the table's own peak there.
         weights_fill: Whether W runs only where nothing else can. For tables in which W has no place
             of its own.
     """
 
-    def __init__(
-        self, schedule: Schedule, rank: int, extra_activations: int = 0, *, weights_fill: bool
-    ) -> None:
+    def __init__(self, schedule: Schedule, rank: int, cap: int, *, weights_fill: bool) -> None:
         self.progress = Progress(schedule, rank)
-        changes = [_CHANGE[action.kind] for action in self.progress.row]
-        self._rest = Curve(changes)
-        chunks = len(schedule.placement.stages_of[rank])
-        self.cap = self._rest.top(len(changes)) + extra_activations * chunks
+        self._rest = Curve([_CHANGE[action.kind] for action in self.progress.row])
+        self.cap = cap
         self.live = 0
         self._head = 0
         self._weights_fill = weights_fill
@@ -151,15 +152,26 @@ def _reordered(schedule: Schedule, rank: int, depth_first: bool) -> Schedule:
     return replace(schedule, rows=tuple(rows))
 
 
-def _hint(schedule: Schedule, rank: int, extra: int, weights_fill: bool) -> Policy:
-    return Hint(schedule, rank, extra, weights_fill=weights_fill)
+def activation_cap(schedule: Schedule, extra_activations: int = 0) -> int:
+    """Return how many activations of stages a rank may keep under `hint`, the same on all ranks.
+
+    Args:
+        schedule: The table.
+        extra_activations: Micro-batches on top of the table's peak, each on all stages of a rank.
+    """
+    peak = max(max(live_counts(row), default=0) for row in schedule.rows)
+    return peak + extra_activations * max(map(len, schedule.placement.stages_of))
 
 
-def _breadth_first(schedule: Schedule, rank: int, _extra: int, _fill: bool) -> Policy:
+def _hint(schedule: Schedule, rank: int, cap: int, weights_fill: bool) -> Policy:
+    return Hint(schedule, rank, cap, weights_fill=weights_fill)
+
+
+def _breadth_first(schedule: Schedule, rank: int, _cap: int, _fill: bool) -> Policy:
     return Greedy(schedule, rank, depth_first=False)
 
 
-def _depth_first(schedule: Schedule, rank: int, _extra: int, _fill: bool) -> Policy:
+def _depth_first(schedule: Schedule, rank: int, _cap: int, _fill: bool) -> Policy:
     return Greedy(schedule, rank, depth_first=True)
 
 
@@ -168,22 +180,29 @@ POLICIES: dict[PolicyName, Callable[[Schedule, int, int, bool], Policy]] = {
     "breadth-first": _breadth_first,
     "depth-first": _depth_first,
 }
-"""(table, rank, extra activations, whether W fills) -> policy; the default first."""
+"""(table, rank, cap on activations, whether W fills) -> policy; the default first."""
 
 
 def make_policy(
     name: PolicyName,
     schedule: Schedule,
     rank: int,
+    cap: int,
     *,
-    extra_activations: int = 0,
     weights_fill: bool = False,
 ) -> Policy:
     """Return the policy of one rank for one step.
+
+    Args:
+        name: Of the policy.
+        schedule: The table.
+        rank: Of the pipeline.
+        cap: Of `activation_cap`; greedy policies have none.
+        weights_fill: Whether W runs only where nothing else can.
 
     Raises:
         ScheduleError: There is no such policy.
     """
     if name not in POLICIES:
         raise ScheduleError(f"there is no policy {name!r}; take one of {', '.join(POLICIES)}")
-    return POLICIES[name](schedule, rank, extra_activations, weights_fill)
+    return POLICIES[name](schedule, rank, cap, weights_fill)

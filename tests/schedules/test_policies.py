@@ -14,7 +14,7 @@ from megatron_ext.schedules import Costs, Schedule, generate, simulate, validate
 from megatron_ext.schedules.curve import Curve
 from megatron_ext.schedules.dynamic import simulate_dynamic
 from megatron_ext.schedules.memory import measure
-from megatron_ext.schedules.policies import POLICIES, PolicyName, make_policy
+from megatron_ext.schedules.policies import POLICIES, PolicyName, activation_cap, make_policy
 from megatron_ext.schedules.split import split_backwards
 
 if TYPE_CHECKING:
@@ -34,10 +34,9 @@ TABLES = [
 def run(
     table: Schedule, costs: Costs, name: PolicyName = "hint", *, extra: int = 0, fill: bool = False
 ) -> Timeline:
+    cap = activation_cap(table, extra)
     return simulate_dynamic(
-        table,
-        lambda rank: make_policy(name, table, rank, extra_activations=extra, weights_fill=fill),
-        costs,
+        table, lambda rank: make_policy(name, table, rank, cap, weights_fill=fill), costs
     )
 
 
@@ -67,8 +66,7 @@ def test_every_policy_ends_within_its_memory(
     if name == "hint":
         chunks = len(table.placement.stages_of[0])
         allowed = extra * chunks * table.pp / table.num_stages
-        for peak, own in zip(report.memory.activations, measure(table).activations, strict=True):
-            assert peak <= own + allowed + 1e-9
+        assert max(report.memory.activations) <= max(measure(table).activations) + allowed + 1e-9
 
 
 @given(st.sampled_from(TABLES))
@@ -81,7 +79,7 @@ def test_an_undisturbed_table_runs_as_it_is(size: tuple[str, int, int]) -> None:
 
 def test_the_hint_beats_the_static_table_on_slow_links_at_equal_memory() -> None:
     for name, extra, least in (
-        ("interleaved", 0, 1.03),
+        ("interleaved", 0, 1.05),
         ("interleaved", 1, 1.10),
         ("bitpipe", 0, 1.1),
     ):
@@ -91,6 +89,17 @@ def test_the_hint_beats_the_static_table_on_slow_links_at_equal_memory() -> None
         static = mean(simulate(table, costs).makespan for costs in seeds)
         dynamic = mean(run(table, costs, extra=extra, fill=True).makespan for costs in seeds)
         assert static / dynamic > least, (name, extra)
+
+
+def test_the_hint_loses_nothing_where_nothing_is_late() -> None:
+    """Against the interleaved table with split backwards, and against the best of its memory."""
+    for pp in (4, 8):
+        table = split_backwards(generate("interleaved", pp, 4 * pp))
+        quiet = Costs(latency=0.01)
+        dynamic = run(table, quiet, fill=True)
+        best = min(simulate(table, quiet).makespan, simulate(generate("zb-v", pp, 4 * pp)).makespan)
+        assert dynamic.makespan <= best / 0.99
+        assert dynamic.peak_activations == simulate(table).peak_activations
 
 
 def test_greedy_rules_have_no_bound_on_memory() -> None:
@@ -110,7 +119,7 @@ def test_splitting_keeps_memory_and_sends_sooner() -> None:
 
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ScheduleError, match="take one of hint, breadth-first, depth-first"):
-        make_policy("clever", generate("1f1b", 2, 2), 0)  # type: ignore[arg-type]
+        make_policy("clever", generate("1f1b", 2, 2), 0, 2)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.integers(-2, 2), min_size=1, max_size=40), st.data())

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from megatron_ext import devices
+from megatron_ext.schedules.memory import live_counts
+from megatron_ext.schedules.policies import activation_cap
 from megatron_ext.schedules.validate import validate
 from megatron_ext.transport.address import node_address
 from megatron_ext.transport.native_transport import NativeTransport
@@ -105,11 +107,12 @@ def _slots(choice: Choice) -> int:
 
 
 def _more_slots(choice: Choice) -> int:
-    """Room on an edge for what a rank may keep beyond the table's own peak.
+    """Room on an edge for what a rank may keep beyond its peak in the table.
 
     Greedy policies keep up to everything: what finds no room waits in the memory of its sender.
     """
     if choice.dynamic is None:
         return 0
-    placement = choice.placement
-    return choice.dynamic.extra_activations * (placement.num_stages // placement.num_ranks)
+    table = choice.schedule(choice.num_microbatches)
+    least = min(max(live_counts(row)) for row in table.rows)
+    return activation_cap(table, choice.dynamic.extra_activations) - least

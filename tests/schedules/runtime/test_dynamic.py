@@ -121,7 +121,7 @@ def test_delays_change_the_order_and_nothing_else(
     assert any(out_of_order for out_of_order, _, _ in measured)
     for (_, peak, cap), of_table in zip(measured, peaks, strict=True):
         if policy == "hint":
-            assert cap == of_table + 2 * extra, "extra micro-batches count on both stages"
+            assert cap == max(peaks) + 2 * extra, "extra micro-batches count on both stages"
             assert of_table <= peak <= cap
         assert peak <= 2 * M
 
