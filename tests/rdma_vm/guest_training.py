@@ -1,8 +1,8 @@
-"""Trains a pipeline of two nodes in virtual machines, over one transport after the other.
+"""Trains a pipeline of two nodes in virtual machines, one run after the other.
 
     python guest_training.py FLAGS...
 
-Node N writes /mnt/TRANSPORT.N.log. An emulated processor takes minutes to import what training
+Node N writes /mnt/RUN.N.log. An emulated processor takes minutes to import what training
 needs, so that is done once, and each training is a fork.
 """
 
@@ -12,32 +12,36 @@ import os
 import sys
 import traceback
 
-TRANSPORTS = ("rdma", "torch")
-NODE = os.environ["NODE"]
+RUNS = {
+    "torch": ("--pipeline-transport", "torch"),
+    "rdma": ("--pipeline-transport", "rdma"),
+    "dynamic": ("--pipeline-transport", "rdma", "--use-dpp"),
+}
+"""What is added to the flags."""
+NODE = os.environ.get("NODE", "")
 FIRST_PORT = 29500
 
 
-def train(transport: str, port: int, flags: list[str]) -> None:
+def train(port: int, flags: list[str]) -> None:
     from megatron_ext import runner
 
     os.environ.update(
         RANK=NODE, WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
         MASTER_ADDR="10.77.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="eth0",
     )  # fmt: skip
-    argv = [*flags, "--pipeline-transport", transport]
-    sys.exit(runner.run("pretrain_gpt.py", argv, embedded=True))
+    sys.exit(runner.run("pretrain_gpt.py", flags, embedded=True))
 
 
-def fork(transport: str, port: int, flags: list[str]) -> int:
+def fork(run: str, port: int, flags: list[str]) -> int:
     """Train in a child, and return its exit status."""
     child = os.fork()
     if child == 0:
-        log = os.open(f"/mnt/{transport}.{NODE}.log", os.O_CREAT | os.O_WRONLY, 0o644)
+        log = os.open(f"/mnt/{run}.{NODE}.log", os.O_CREAT | os.O_WRONLY, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
         status = 1
         try:
-            train(transport, port, flags)
+            train(port, [*flags, *RUNS[run]])
         except SystemExit as end:
             status = int(end.code or 0)
         except BaseException:
@@ -51,10 +55,10 @@ def main() -> int:
     import megatron_ext  # arms the patches, before Megatron is there
     import megatron_ext.training.main  # noqa: F401
 
-    for number, transport in enumerate(TRANSPORTS):
-        status = fork(transport, FIRST_PORT + number, sys.argv[1:])
+    for number, run in enumerate(RUNS):
+        status = fork(run, FIRST_PORT + number, sys.argv[1:])
         if status != 0:
-            print(f"the training over {transport} ended with status {status}")
+            print(f"the training {run} ended with status {status}")
             return 1
     return 0
 

@@ -14,6 +14,7 @@ from megatron_ext.transport.native import available
 from tests.ranks import losses
 
 from . import vm
+from .guest_training import RUNS
 
 pytestmark = pytest.mark.skipif(
     vm.missing() is not None, reason=f"no virtual machine can be booted: {vm.missing()}"
@@ -110,21 +111,26 @@ def test_both_ends_notice_a_cable_that_is_pulled(two):
 
 
 TRAINING = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32 "
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32 "
     "--micro-batch-size 2 --global-batch-size 8 --log-interval 1 --num-workers 0 --lr 1e-3 "
     "--min-lr 1e-4 --train-iters 3 --lr-warmup-iters 1 --eval-iters 0 --seq-length 16 "
     "--tokenizer-type NullTokenizer --vocab-size 100 --mock-data "
-    "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b "
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+    "--pipeline-schedule interleaved --microbatch-rng "
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     os.environ.get("MEGATRON_EXT_VM_TRAINING") != "1",
     reason="takes minutes: MEGATRON_EXT_VM_TRAINING=1 asks for it",
 )
 @pytest.mark.timeout(1500)
 def test_two_nodes_train_a_pipeline_over_rdma(tmp_path):
-    """With the losses, digit for digit, that torch's own messages give on the same processor."""
+    """With the losses, digit for digit, that torch's own messages give on the same processor.
+
+    And so do ranks that choose their order by what has arrived over RDMA.
+    """
     vm.build_initrd(tmp_path / "initrd")
     share = tmp_path / "share"
     share.mkdir()
@@ -137,12 +143,16 @@ def test_two_nodes_train_a_pipeline_over_rdma(tmp_path):
         memory_mb=4096,
     )
 
-    def logs(transport: str) -> str:
-        paths = sorted(share.glob(f"{transport}.?.log"))
+    def logs(run: str) -> str:
+        paths = sorted(share.glob(f"{run}.?.log"))
         return "\n".join(path.read_text(errors="replace") for path in paths)
 
-    described = "\n".join([*(guest.log for guest in guests), logs("rdma"), logs("torch")])
+    described = "\n".join([*(guest.log for guest in guests), *map(logs, RUNS)])
     assert [guest.status for guest in guests] == [0, 0], described
-    assert "of rxe0 port 1 GID 1 (::ffff:10.77.0.1) to" in logs("rdma")
-    assert len(losses(logs("rdma"))) == 3, described
-    assert losses(logs("rdma")) == losses(logs("torch"))
+    expected = losses(logs("torch"))
+    assert len(expected) == 3, described
+    for run in ("rdma", "dynamic"):
+        assert "of rxe0 port 1 GID 1 (::ffff:10.77.0.1) to" in logs(run)
+        assert losses(logs(run)) == expected
+    assert "order by hint, measured over 3 steps: " in logs("dynamic")
+    assert "order by hint" not in logs("rdma")
