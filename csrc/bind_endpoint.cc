@@ -59,6 +59,11 @@ void accept_shm(ShmLink& self, std::optional<double> timeout_s) {
     self.accept(to_deadline(timeout_s), &check_python_signals);
 }
 
+std::pair<std::uintptr_t, std::size_t> slots_of(const ShmLink& self) {
+    const Arena& arena = self.arena();
+    return {reinterpret_cast<std::uintptr_t>(arena.bytes(0)), arena.num_slots_bytes()};
+}
+
 void send(Endpoint& self, int peer, std::uint64_t tag, unsigned dtype, const py::tuple& shape,
           std::uintptr_t address, std::uint64_t num_bytes, py::object owner) {
     MessageInfo info;
@@ -223,6 +228,7 @@ void bind_endpoint(py::module_& module) {
         module, "ShmLink", py::is_final(), "The connection with a peer, through shared memory.")
         .def(py::init(&offer_shm), py::arg("endpoint"), py::arg("peer"), py::arg("socket"),
              "Give a peer, over a connected SOCK_SEQPACKET socket, what it needs to send to us.")
+        .def_property_readonly("slots", &slots_of, "Address and bytes of the peer's messages.")
         .def("accept", &accept_shm, py::arg("timeout_s") = py::none(),
              "Wait for the same from the peer.");
 

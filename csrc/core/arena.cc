@@ -135,4 +135,8 @@ std::byte* Arena::bytes(std::uint32_t slot) const noexcept {
     return at(slots_offset(size_) + slot * slot_stride(size_));
 }
 
+std::size_t Arena::num_slots_bytes() const noexcept {
+    return size_.num_slots * slot_stride(size_);
+}
+
 }  // namespace megatron_ext

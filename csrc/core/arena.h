@@ -48,6 +48,8 @@ class Arena {
     std::uint32_t& order(std::uint64_t sequence) const noexcept;
     Descriptor& descriptor(std::uint32_t slot) const noexcept;
     std::byte* bytes(std::uint32_t slot) const noexcept;
+    /// All slots together, which stand behind each other from slot 0 on; whole pages.
+    std::size_t num_slots_bytes() const noexcept;
 
   private:
     Arena(Segment segment, ArenaSize size);

@@ -105,6 +105,7 @@ void Endpoint::send(int peer, const MessageInfo& info, const void* bytes,
             std::memcpy(message.bytes.get(), bytes, num_bytes);
         }
         table_.add(peer, std::move(message));
+        bell_->ring();  // another thread may wait for it
         return;
     }
     Link& link = link_to(peer);

@@ -41,8 +41,9 @@ struct PeerReport {
 /// receiver rings when there is room. Without either there is no such thread. Its errors are thrown
 /// by the next call.
 ///
-/// Concurrency: calls come from one thread; messages may be let go by any thread, also during a
-/// call and after the end of the endpoint. A forked child must not use it: its calls throw, and its
+/// Concurrency: calls come from one thread, but send() and abort() may come from another one at any
+/// time before close(). Messages may be let go by any thread, also during a call and after the end
+/// of the endpoint. A forked child must not use it: its calls throw, and its
 /// destructor does not speak to the peers.
 class Endpoint {
   public:

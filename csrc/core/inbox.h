@@ -34,6 +34,9 @@ class Inbox {
     /// To be handed to the sender.
     int fd() const noexcept { return shared_->arena.fd(); }
 
+    /// The slots, for drivers that want to know the memory that they copy from.
+    const Arena& arena() const noexcept { return shared_->arena; }
+
     /// Names the bell to ring when the sender waits for a slot. Before the first message.
     void set_sender_bell(std::shared_ptr<ProcessBell> bell);
 

@@ -27,6 +27,9 @@ class ShmLink final : public Link {
     /// the deadline.
     void accept(Deadline deadline, InterruptCheck check);
 
+    /// Where the messages of the peer stand.
+    const Arena& arena() const noexcept { return inbox_.arena(); }
+
     const char* wire() const noexcept override { return "shm"; }
     void send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
               LinkEvents& events) override;

@@ -3,6 +3,7 @@
 #include <memory>
 #include <random>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -229,6 +230,27 @@ TEST(a_process_sends_to_itself) {
     CHECK_THROWS(send(endpoint, 1, 1, 1), std::invalid_argument, "no link to rank 1");
     CHECK_THROWS(endpoint.take(1, 1, kForEver, nullptr), std::invalid_argument, "no link");
     CHECK_THROWS(endpoint.context(3), std::invalid_argument, "has a link to rank 3 already");
+}
+
+TEST(one_thread_sends_while_another_waits) {
+    constexpr std::uint64_t kNumMessages = 200;
+    const auto body = [](int rank) {
+        return [rank](Endpoint& endpoint) {
+            std::thread sender([&] {
+                for (std::uint64_t tag = 0; tag < kNumMessages; ++tag) {
+                    send(endpoint, 1 - rank, tag, tag % 7 * 3000);
+                    send(endpoint, rank, tag, 10);  // wakes the other thread, too
+                }
+            });
+            for (std::uint64_t tag = 0; tag < kNumMessages; ++tag) {
+                check_content(endpoint.take(1 - rank, tag, kForEver, nullptr));
+                check_content(endpoint.take(rank, tag, kForEver, nullptr));
+            }
+            sender.join();
+            CHECK(endpoint.flush(kForEver, nullptr));
+        };
+    };
+    check_pairs({4, 4096}, body(0), body(1));
 }
 
 TEST(a_forked_child_is_refused_and_says_no_farewell) {

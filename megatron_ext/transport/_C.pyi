@@ -168,6 +168,13 @@ class ShmLink(Link):
     """
 
     def __init__(self, endpoint: Endpoint, peer: int, socket: int | _HasFileno) -> None: ...
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Address and number of bytes of the memory that the peer's messages stand in.
+
+        Whole pages, mapped as long as the link or a message of it lives.
+        """
+
     def accept(self, timeout_s: float | None = None) -> None:
         """Wait until the peer has made its own.
 
@@ -198,8 +205,9 @@ class TcpLink(Link):
 class Endpoint:
     """One process of a job, and its links to others.
 
-    Calls come from one thread. What has to go on while that computes, such as messages that found
-    no room, is done by a thread of the core. In a forked child every call is a TransportError.
+    Calls come from one thread; `send` and `abort` may come from another. What has to go on while
+    the process computes, such as messages that found no room, is done by a thread of the core. In a
+    forked child every call is a TransportError.
 
     Args:
         rank: Name of this process among its peers.

@@ -47,6 +47,8 @@ _MAX_PARTS, _MAX_STAGES, _MAX_MICROBATCHES, _NUM_STEPS = 1 << 3, 1 << 12, 1 << 2
 class NativeTransport:
     """Tensors between processes, in any order.
 
+    All calls come from one thread, but `isend` and `abort` may come from another as well.
+
     A send is done when it returns if the receiver has room; otherwise the tensor is kept and a
     thread of the core goes on with it, whatever this process does meanwhile. All peers are
     connected by the constructor, so all of them have to construct theirs.
@@ -57,7 +59,7 @@ class NativeTransport:
         peers: Global ranks that it exchanges messages with; each has to name this one. A rank may
             send to itself without being named.
         run_id: Sets jobs apart that share a store. The same on all ranks.
-        device: Where tensors are. Only the CPU's can be sent so far.
+        device: Where tensors are. Only the CPU's are taken: see `staging.py` for others.
         wire: What carries messages: shm, tcp, rdma, or for each pair the best that it has (auto).
         slots: Room for messages of each peer, 2 or more. Half of it can be held by tensors that
             were received; the other half carries what comes meanwhile.
@@ -110,6 +112,8 @@ class NativeTransport:
             no_rdma=_why_no_rdma(ip) if wire in ("auto", "rdma") else "it was not looked for",
         )  # fmt: skip
         self._hosts = {peer: connection.host for peer, connection in connections.items()}
+        self.arenas: list[tuple[int, int]] = []
+        """Address and bytes of the shared memory that messages of peers arrive in."""
         self._connect(connections, ip, connect_timeout_s, silence_s)
 
     def _connect(
@@ -134,6 +138,7 @@ class NativeTransport:
             for peer, link in sorted(links.items()):
                 if isinstance(link, native.ShmLink):
                     link.accept(timeout_s)
+                    self.arenas.append(link.slots)
                 elif isinstance(link, native.RdmaLink):
                     link.connect(timeout_s)
                     _log.info("rank %d and rank %d: %s", self._rank, peer, link.text)
@@ -190,7 +195,7 @@ class NativeTransport:
         if message is None:
             what = f"{key} did not come from rank {source}: waited {waited_s:.1f} s"
             raise self._failure(what, source, key, timeout_s)
-        del self._expected[name]
+        self._expected.pop(name, None)  # gone if another thread gave up meanwhile
         if self._told:
             self._told.pop(name, None)
         tensor = _tensor(message)
@@ -341,7 +346,7 @@ def _require_cpu(device: torch.device) -> None:
     if device.type != "cpu":
         raise TransportError(
             f"tensors on {device} cannot be sent by the native core, which takes those of the CPU "
-            f"only; take --pipeline-transport torch"
+            f"only; send them through a StagedTransport"
         )
 
 
