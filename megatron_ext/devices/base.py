@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Device", "Redirect", "Rule", "TimingEvent"]
+__all__ = ["Copied", "Copies", "Device", "Redirect", "Rule", "TimingEvent"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,47 @@ class TimingEvent(Protocol):
         ...
 
 
+class Copied(Protocol):
+    """The end of a copy."""
+
+    def wait(self) -> None:
+        """Sleep until the copy is done; by any thread.
+
+        Raises:
+            RuntimeError: The device failed, in this copy or in something before it.
+        """
+        ...
+
+
+class Copies(Protocol):
+    """Copies between host and device that run beside what the device computes.
+
+    Both kinds only begin when they are called, and name their end. Until then the source has to
+    stay as it is, and the copy means nothing to anybody but the device itself.
+    """
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copied]:
+        """Copy a contiguous device tensor once everything is done that was queued before."""
+        ...
+
+    def to_device(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copied]:
+        """Copy a host tensor; what is queued after this call finds it done."""
+        ...
+
+    def pin(self, address: int, num_bytes: int) -> bool:
+        """Make host memory known to the device, for faster copies; whole pages.
+
+        Returns:
+            Whether it worked. If not, copies from there work as well, but the caller waits for
+            them; that is logged here.
+        """
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Take `pin` back, before the memory goes."""
+        ...
+
+
 class Device(Protocol):
     """A device backend. Instances are stateless: making one starts nothing and imports no torch."""
 
@@ -76,6 +117,9 @@ class Device(Protocol):
 
     distributed_backend: str
     """Backend name for `torch.distributed.init_process_group`."""
+
+    reaches_peers: bool
+    """Whether this backend moves tensors between devices of one host past the host's memory."""
 
     environment: Mapping[str, tuple[str, str]]
     """Environment variable -> (value, reason), set at arming where the user has not set it."""
@@ -118,4 +162,12 @@ class Device(Protocol):
 
     def timing_event(self) -> TimingEvent | None:
         """Return a new mark for the device's stream; `None` where the host computes itself."""
+        ...
+
+    def copies(self, device: torch.device) -> Copies | None:
+        """Return what copies between the host and a device; `None` if it is the host itself.
+
+        Args:
+            device: One that `torch_device` returned.
+        """
         ...

@@ -72,6 +72,7 @@ class CpuDevice:
 
     name = "cpu"
     distributed_backend = "gloo"
+    reaches_peers = False
     environment: Mapping[str, tuple[str, str]] = _ENVIRONMENT
     argument_defaults: Mapping[str, tuple[object, str]] = _DEFAULTS
 
@@ -122,6 +123,9 @@ class CpuDevice:
 
     def timing_event(self) -> None:
         """Return none: what the host's clock says is what the device did."""
+
+    def copies(self, _device: torch.device) -> None:
+        """Return none: the device is the host."""
 
 
 def _namespace() -> Iterable[Redirect]:

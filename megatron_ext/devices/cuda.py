@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     import torch
 
-    from megatron_ext.devices.base import Redirect, TimingEvent
+    from megatron_ext.devices.base import Copies, Redirect, TimingEvent
 
 __all__ = ["CudaDevice"]
 
@@ -20,6 +20,7 @@ class CudaDevice:
 
     name = "cuda"
     distributed_backend = "nccl"
+    reaches_peers = True
     environment: Mapping[str, tuple[str, str]] = {}
     argument_defaults: Mapping[str, tuple[object, str]] = {}
 
@@ -73,3 +74,13 @@ class CudaDevice:
 
         event: TimingEvent = torch.cuda.Event(enable_timing=True)
         return event
+
+    def copies(self, device: torch.device) -> Copies:
+        """Copy in streams, with host memory registered by `cudaHostRegister`."""
+        import torch
+
+        from megatron_ext.devices.copies import HostRegister, StreamCopies
+
+        runtime: Any = torch.cuda.cudart()
+        register = HostRegister(runtime.cudaHostRegister, runtime.cudaHostUnregister)
+        return StreamCopies(torch.cuda, device, register)

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.devices.base import Redirect, Rule, TimingEvent
+from megatron_ext.devices.base import Copies, Redirect, Rule, TimingEvent
 from megatron_ext.devices.redirects import nvtx_redirects, to
 from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, flag
 
@@ -76,6 +76,7 @@ class MusaDevice:
 
     name = "musa"
     distributed_backend = "mccl"
+    reaches_peers = True
 
     def __init__(self) -> None:
         self.environment: Mapping[str, tuple[str, str]] = {
@@ -139,6 +140,16 @@ class MusaDevice:
         """Return an event of MUSA's clock."""
         event: TimingEvent = _musa().Event(enable_timing=True)
         return event
+
+    def copies(self, device: torch.device) -> Copies:
+        """Copy in streams; host memory is registered where torch_musa has a call for it."""
+        from megatron_ext.devices.copies import HostRegister, StreamCopies
+
+        runtime = _musa().musart()
+        register = getattr(runtime, "musaHostRegister", None)
+        unregister = getattr(runtime, "musaHostUnregister", None)
+        known = HostRegister(register, unregister) if register and unregister else None
+        return StreamCopies(_musa(), device, known)
 
 
 @functools.cache

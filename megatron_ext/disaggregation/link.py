@@ -2,8 +2,8 @@
 
 One transport connects a process with its neighbours of both roles. Here a neighbour is a row of the
 table; which process that is, and which slice of a tensor it needs where forward ranks stand in for
-tensor-parallel ranks, is worked out in one place. Wires carry tensors of the host, so roles may
-compute on different devices.
+tensor-parallel ranks, is worked out in one place. Wires carry what is in the host's memory, so
+roles may compute on different devices.
 """
 
 from __future__ import annotations
@@ -17,24 +17,35 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_ext import devices
 from megatron_ext.disaggregation.ranks import Place
 from megatron_ext.disaggregation.worlds import shared_store
 from megatron_ext.errors import TransportError
 from megatron_ext.trace.observed import observed_transport
 from megatron_ext.transport.address import node_address
 from megatron_ext.transport.native_transport import NativeTransport
+from megatron_ext.transport.staging import staged
 
 if TYPE_CHECKING:
     from megatron_ext.disaggregation.job import Job
     from megatron_ext.transport.base import Expected, Key, Transport
 
-__all__ = ["RoleLink"]
+__all__ = ["RoleLink", "num_slots"]
 
-_SLOTS = 16
 _NOTICED_S = 2.0
 """By then the death of a neighbour is known."""
 _HOST = torch.device("cpu")
 _opened = itertools.count()
+
+
+def num_slots(pp: int) -> int:
+    """Return how many messages may wait at one process for it to take them, of each neighbour.
+
+    With PP of them nobody waits who would not without a limit: a backward rank is so many
+    micro-batches behind its forward rank. Two may be held while they are computed with, and one
+    more keeps the wire busy.
+    """
+    return max(4, pp + 3)
 
 
 class RoleLink:
@@ -51,7 +62,7 @@ class RoleLink:
     def __init__(self, job: Job, device: torch.device) -> None:
         self._job = job
         self._device = device
-        self.wire: Transport = observed_transport(_open(job))
+        self.wire: Transport = observed_transport(_open(job, device))
 
     def source(self, row: int) -> int:
         """Return the global rank of a row of the table that sends to this process."""
@@ -88,7 +99,7 @@ class RoleLink:
         if len(targets) > 1 and self._job.sequence_parallel and sequence_dim is not None:
             parts = tensor.chunk(len(targets), sequence_dim)
         for target, part in zip(targets, parts, strict=True):
-            self.wire.isend(part.detach().to(_HOST), target, key)
+            self.wire.isend(part.detach(), target, key)
 
     def recv(self, row: int, key: Key) -> torch.Tensor:
         """Return a tensor of a row of the table, on the device of this process."""
@@ -140,11 +151,11 @@ def _described(job: Job, rank: int) -> str:
     return f"{place.role} rank {rank} (stage {place.pp}, replica {place.dp}, shard {place.tp})"
 
 
-def _open(job: Job) -> Transport:
+def _open(job: Job, device: torch.device) -> Transport:
     size = job.ranks.num_ranks
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     names = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
-    transport = NativeTransport(
+    host = NativeTransport(
         shared_store(),
         job.rank,
         _neighbours(job),
@@ -152,10 +163,11 @@ def _open(job: Job) -> Transport:
         device=_HOST,
         wire=job.wire,
         ip=node_address(job.node_ips, job.rank, size, per_node),
-        slots=_SLOTS,
+        slots=slots,
         slot_bytes=job.message_bytes,
         connect_timeout_s=job.timeout_s,
     )
+    transport = staged(host, devices.current().copies(device), timeout_s=job.timeout_s)
     atexit.register(transport.close)
     return transport
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from typing import TYPE_CHECKING
 
+from megatron_ext import devices
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules.choice import TRANSPORTS
 
@@ -13,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_flags", "node_ips", "timeout_s", "transport"]
 
+_log = logging.getLogger(__name__)
+
 
 def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
     """Add the flags that say what carries tensors."""
@@ -20,9 +25,10 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
         "--pipeline-transport",
         choices=TRANSPORTS,
         help="What carries tensors between pipeline ranks, also those of Megatron's own schedules: "
-        "torch.distributed, or, on the CPU, shared memory of one host, TCP or RDMA; auto takes for "
-        f"each pair of ranks the best that it has (default: {TRANSPORTS[0]}; with --use-dpp: "
-        "auto).",
+        "torch.distributed, or shared memory of one host, TCP or RDMA, to which tensors of a GPU "
+        "get through pinned memory; auto takes for each pair of ranks the best that it has, which "
+        "on the GPUs of one host is torch.distributed unless --use-dpp is given (default: "
+        f"{TRANSPORTS[0]}; with --use-dpp: auto).",
     )
     group.add_argument(
         "--node-ips",
@@ -39,7 +45,7 @@ def timeout_s(args: Namespace) -> float:
 
 
 def transport(args: Namespace) -> TransportName:
-    """Return `--pipeline-transport`, after checking that device and schedule can do with it.
+    """Return what `--pipeline-transport` means here, after checking that it can be.
 
     Raises:
         ArgumentsError: They cannot.
@@ -53,19 +59,28 @@ def transport(args: Namespace) -> TransportName:
             )
         name = name or "auto"
     name = name or TRANSPORTS[0]
-    if name != TRANSPORTS[0]:
-        from megatron_ext.schedules.runtime.connect import why_not
-
-        reason = why_not(name)
-        if reason is not None:
-            alone = " and leave --use-dpp out" if getattr(args, "use_dpp", False) else ""
-            raise ArgumentsError(reason + alone)
     if name in ("torch", "shm") and node_ips(args):
         raise ArgumentsError(
             f"--node-ips is for wires between hosts, --pipeline-transport {name} has none; take "
             "--pipeline-transport auto, or leave --node-ips out"
         )
+    if name == "auto" and not getattr(args, "use_dpp", False) and _has_better(args):
+        _log.info(
+            "--pipeline-transport auto: torch.distributed, which moves tensors between the devices "
+            "of one host without the host's memory"
+        )
+        return TRANSPORTS[0]
     return name
+
+
+def _has_better(args: Namespace) -> bool:
+    """Whether all ranks are on one host whose devices reach each other.
+
+    A schedule whose order is fixed needs nothing that torch.distributed lacks.
+    """
+    world_size = int(getattr(args, "world_size", None) or 1)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return devices.current().reaches_peers and per_node >= world_size
 
 
 def node_ips(args: Namespace) -> tuple[str, ...]:

@@ -498,13 +498,20 @@ def test_mistakes_end_in_one_line(way: str) -> None:
     assert "--pipeline-schedule dualpipe-v with 1 micro-batches" in line
 
 
-def test_shared_memory_is_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = Namespace(pipeline_transport="shm")
-    assert transport_flags.transport(args) == "shm"
-    gpu = SimpleNamespace(name="cuda")
-    monkeypatch.setattr(devices, "current", lambda: gpu)
-    with pytest.raises(
-        ArgumentsError, match="this run is on cuda; take --pipeline-transport torch"
-    ):
-        transport_flags.transport(args)
-    assert transport_flags.transport(Namespace(pipeline_transport=None)) == "torch"
+def test_auto_leaves_the_devices_of_one_host_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def chosen(world_size: int = 2, **asked: Any) -> str:
+        return transport_flags.transport(Namespace(world_size=world_size, **asked))
+
+    caplog.set_level("INFO", logger="megatron_ext")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert chosen(pipeline_transport="auto") == "auto"  # on the CPU
+    monkeypatch.setattr(devices, "current", lambda: SimpleNamespace(reaches_peers=True))
+    assert chosen(pipeline_transport="shm") == "shm"
+    assert chosen(pipeline_transport="auto", use_dpp=True) == chosen(use_dpp=True) == "auto"
+    assert chosen(4, pipeline_transport="auto") == "auto"  # on two hosts
+    assert not caplog.records
+    assert chosen(pipeline_transport="auto") == chosen() == "torch"
+    [told] = caplog.messages
+    assert told.startswith("--pipeline-transport auto: torch.distributed")

@@ -448,7 +448,7 @@ def test_misuse_is_told() -> None:
 
 
 def test_other_devices_are_refused(tmp_path) -> None:
-    with pytest.raises(TransportError, match=r"cuda:0 cannot .* --pipeline-transport torch"):
+    with pytest.raises(TransportError, match=r"cuda:0 cannot .* StagedTransport"):
         NativeTransport(
             FileStore(str(tmp_path / "store"), 1), 0, [], run_id="x", device=torch.device("cuda:0")
         )

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from megatron_ext import devices
@@ -18,16 +19,15 @@ from megatron_ext.schedules.policies import activation_cap
 from megatron_ext.schedules.validate import validate
 from megatron_ext.transport.address import node_address
 from megatron_ext.transport.native_transport import NativeTransport
+from megatron_ext.transport.staging import staged
 from megatron_ext.transport.torch_dist import Channel, TorchTransport
 
 if TYPE_CHECKING:
-    import torch
-
-    from megatron_ext.schedules.choice import Choice, TransportName
+    from megatron_ext.schedules.choice import Choice
     from megatron_ext.schedules.runtime.executor import Shapes
     from megatron_ext.transport.base import Transport
 
-__all__ = ["open_transport", "why_not"]
+__all__ = ["open_transport"]
 
 _SLOT_BYTES = 1 << 20
 """Where nobody knows how long messages are: longer ones go through in pieces."""
@@ -63,12 +63,12 @@ def open_transport(
     # The number of the transport: a process that parses its arguments twice opens two.
     job = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
     world_size = dist.get_world_size()
-    transport = NativeTransport(
+    host = NativeTransport(
         dist.distributed_c10d._get_default_store(),
         me,
         {rank for channel in channels for rank in channel[:2]} - {me},
         run_id="/".join([*job, str(next(_opened))]),
-        device=device,
+        device=torch.device("cpu"),
         wire=choice.transport,
         ip=node_address(
             choice.node_ips, me, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -80,20 +80,11 @@ def open_transport(
         ),
         connect_timeout_s=choice.timeout_s,
     )
+    copies = devices.current().copies(device)
+    transport = staged(host, copies, timeout_s=choice.timeout_s)
     # Peers that are not done yet then know that this rank has ended as it should.
     atexit.register(transport.close)
     return transport
-
-
-def why_not(transport: TransportName) -> str | None:
-    """Return why a transport cannot carry tensors of the device in use, with what can, or None."""
-    device = devices.current().name
-    if transport != "torch" and device != "cpu":
-        return (
-            f"--pipeline-transport {transport} carries tensors of the CPU, this run is on "
-            f"{device}; take --pipeline-transport torch"
-        )
-    return None
 
 
 def _slots(choice: Choice) -> int:

@@ -202,7 +202,6 @@ class _Runtime:
             self.transport,
             {kind: len(tensors) for kind, tensors in shapes.items()},
             agreement.followers,
-            self.device,
             timeout_s,
         )
 

@@ -69,7 +69,6 @@ class PolicyOrder:
     """By kind of message (F, B): tensors of one hand-over."""
     followers: Sequence[int]
     """Global ranks that run what is chosen here."""
-    device: torch.device
     timeout_s: float
     _parts: dict[tuple[str, int, int], int] = field(default_factory=dict, init=False)
     """What of each hand-over has arrived, where it is several tensors."""
@@ -89,7 +88,7 @@ class PolicyOrder:
             index = self._choose()
             position = self.table.positions[progress.row[index]]
             for follower in self.followers:
-                choice = torch.tensor([position], dtype=torch.int32, device=self.device)
+                choice = torch.tensor([position], dtype=torch.int32)  # no device is waited for
                 self.transport.isend(choice, follower, Key("C", 0, number))
             yield position
             progress.finished(index)
