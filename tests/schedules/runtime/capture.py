@@ -198,5 +198,5 @@ def _fill_by_name(chunks: list[Any], optimizer: Any) -> None:
 def _digest(tensor: Any) -> str:
     import torch
 
-    raw = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(raw).hexdigest()[:16]
