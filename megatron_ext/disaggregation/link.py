@@ -62,6 +62,7 @@ class RoleLink:
     def __init__(self, job: Job, device: torch.device) -> None:
         self._job = job
         self._device = device
+        self.slots = num_slots(job.ranks.pp)
         self.wire: Transport = observed_transport(_open(job, device))
 
     def source(self, row: int) -> int:
@@ -163,7 +164,7 @@ def _open(job: Job, device: torch.device) -> Transport:
         device=_HOST,
         wire=job.wire,
         ip=node_address(job.node_ips, job.rank, size, per_node),
-        slots=slots,
+        slots=num_slots(job.ranks.pp),
         slot_bytes=job.message_bytes,
         connect_timeout_s=job.timeout_s,
     )
