@@ -40,7 +40,11 @@ def observed_compute(compute: StageCompute) -> StageCompute:
 def observed_transport(transport: Transport) -> Transport:
     """Return a transport, observed if anybody wants to know."""
     found = session.current()
-    return transport if found is None else _Transport(transport, found)
+    if found is None:
+        return transport
+    if found.recorder is not None:
+        found.recorder.connected(transport.stats().wires)
+    return _Transport(transport, found)
 
 
 class _Compute:

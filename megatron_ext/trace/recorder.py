@@ -121,6 +121,8 @@ class Recorder:
     """Whether an iteration is being traced."""
     notes: dict[str, int] = field(default_factory=dict, init=False)
     """Further fields of the closing record, given while the iteration runs."""
+    _wires: dict[int, str] = field(default_factory=dict, init=False)
+    """Of peers that were connected since the last traced iteration."""
     _file: IO[str] | None = field(default=None, init=False)
     _index: int = field(default=-1, init=False)
     _number: int = field(default=0, init=False)
@@ -189,6 +191,14 @@ class Recorder:
             self.add("wait", begin, on, arrived)
         self.add("receive", arrived, {"from": source, **about, "bytes": size_bytes}, end)
 
+    def connected(self, wires: Mapping[int, str]) -> None:
+        """Note what carries the messages of peers, for the next iteration that is written.
+
+        Args:
+            wires: By global rank.
+        """
+        self._wires |= wires
+
     @contextmanager
     def span(self, name: str, **attributes: Any) -> Iterator[None]:
         """Record what runs inside; nothing while no iteration is traced."""
@@ -207,6 +217,9 @@ class Recorder:
             return
         self.active = False
         end = self.clock.stamp()
+        for peer, wire in self._wires.items():
+            self.add("wire", end, {"peer": peer, "wire": wire}, end)
+        self._wires = {}
         [duration_ns] = self.clock.resolve([end], self._begin_ns)
         on_host = isinstance(self.clock, HostClock)
         wall_ns = duration_ns if on_host else time.monotonic_ns() - self._begin_ns

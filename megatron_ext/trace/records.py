@@ -57,7 +57,8 @@ class Span(NamedTuple):
     """Something that took time within one iteration of one rank."""
 
     name: str
-    """One of `ACTION_NAMES`, or `send`, `receive`, `wait`, `reduce`, `optimizer`, `weights`."""
+    """One of `ACTION_NAMES`, or `send`, `receive`, `wait`, `reduce`, `optimizer`, `weights`,
+    `wire`."""
     begin_ns: int
     """Since the begin of the iteration."""
     end_ns: int
@@ -65,7 +66,8 @@ class Span(NamedTuple):
     """Actions: microbatch, model_chunk, stage, pp_rank. `send`: to, and `receive`: from (global
     ranks), for (F: an activation, B: a gradient), stage that needs it, microbatch, bytes. `wait`:
     cause (input, slot, leader, flush) and, for an input, on (the global rank), for, stage,
-    microbatch."""
+    microbatch. `wire`, which takes no time: peer (global rank), and wire, which carries its
+    messages."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,11 @@ def iteration_lines(
         yield f",{_compact({'name': 'iteration', 'ph': 'B', **begin})}\n"
     for name, begin_ns, end_ns, attributes in spans:
         yield f',{{"name":"{name}","ph":"B","rel_ts":{begin_ns}}}\n'
-        last = {"name": name, "ph": "E", "rel_ts": end_ns, **attributes}
-        yield f",{_compact(last)}\n"
+        about = "".join([
+            f',"{key}":{value}' if type(value) is int else f',"{key}":{_compact(value)}'
+            for key, value in attributes.items()
+        ])  # fmt: skip
+        yield f',{{"name":"{name}","ph":"E","rel_ts":{end_ns}{about}}}\n'
     if end is not None:
         yield f",{_compact({'name': 'iteration', 'ph': 'E', **end})}\n"
 

@@ -153,11 +153,12 @@ def _causes(total: summary.Figures, ranks: int) -> list[tuple[str, float, float]
 
 
 def _links(run: Run) -> list[list[str]]:
-    wires = {survey.header.rank: survey.header.settings for survey in run.surveys}
+    by_rank = {survey.header.rank: survey for survey in run.surveys}
     rows = []
     for speed in link_speeds(run)[:_MAX_ROWS]:
-        settings = wires[speed.target]
-        wire = settings.get(f"wire from rank {speed.source}", settings.get("transport", ""))
+        target = by_rank[speed.target]
+        # A trace that does not tell was written by an older version: its transport, then.
+        wire = target.wires.get(speed.source, target.header.settings.get("transport", ""))
         rate = speed.bytes_per_s
         rows.append([
             f"rank {speed.source}",
@@ -181,8 +182,6 @@ def _settings(run: Run) -> list[list[str]]:
             values[name][str(value)].append(header.rank)
     rows = []
     for name, found in values.items():
-        if name.startswith("wire from"):
-            continue
         for value, ranks in found.items():
             few = len(found) > 1
             rows.append([f"{name} (rank {', '.join(map(str, ranks[:8]))})" if few else name, value])

@@ -124,6 +124,8 @@ class RankSurvey:
     """By name of everything that is no action."""
     links: dict[int, Link] = field(default_factory=dict)
     """By the global rank that sent."""
+    wires: dict[int, str] = field(default_factory=dict)
+    """By the global rank of each peer: what carries messages between the two."""
     stamps: dict[MessageKey, tuple[int, int]] = field(default_factory=dict)
     """Of the messages of some iterations: begin and end of their `send` or `receive`, on the clock
     of the rank."""
@@ -157,6 +159,9 @@ def survey(file: TraceFile) -> RankSurvey:
             found.steps.append(_step(iteration, told))
         if found.iterations > 1 or iteration.number > 1:  # the first one warms up
             _count(found, told)
+        for span, role in told:
+            if role.is_wire and len(found.wires) < _MAX_GROUPS:
+                found.wires[_whole(span.attributes.get("peer"))] = str(span.attributes.get("wire"))
         messages.take(iteration, told)
     messages.give(found)
     found.damaged = file.damaged
@@ -211,6 +216,8 @@ class _Role(NamedTuple):
     source: int | None
     """The global rank that a receive or a wait is about."""
     size_bytes: int
+    is_wire: bool
+    """Whether it says what carries the messages of a peer."""
     message: MessageKey | None
     """Which one a send, a receive or a wait is about, in iteration 0."""
 
@@ -244,6 +251,7 @@ class _Roles:
             idle=_cause(span) if name in ("wait", "send", "weights") else None,
             source=source if type(source) is int else None,
             size_bytes=_whole(about.get("bytes")),
+            is_wire=name == "wire",
             message=(
                 message_key(self._rank, 0, span) if name in ("send", "receive", "wait") else None
             ),
@@ -326,6 +334,8 @@ def _count(found: RankSurvey, told: _Told) -> None:
             action = None
         if role.action is not None:
             action, begun, ended = role.action, begin, end
+            continue
+        if role.is_wire:
             continue
         times[name].append(end - begin)
         if role.source is not None:

@@ -8,7 +8,7 @@ schedules: the executor says at the start of each step what will arrive, and fro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ class Stats:
     """Bytes of tensors sent."""
     waited_s: float = 0.0
     """Time spent waiting for messages."""
+    wires: dict[int, str] = field(default_factory=dict)
+    """By the global rank of each peer: what carries its messages, such as `tcp`."""
 
 
 class Transport(Protocol):

@@ -112,6 +112,7 @@ class NativeTransport:
             no_rdma=_why_no_rdma(ip) if wire in ("auto", "rdma") else "it was not looked for",
         )  # fmt: skip
         self._hosts = {peer: connection.host for peer, connection in connections.items()}
+        self._stats.wires |= {peer: connection.wire for peer, connection in connections.items()}
         self.arenas: list[tuple[int, int]] = []
         """Address and bytes of the shared memory that messages of peers arrive in."""
         self._connect(connections, ip, connect_timeout_s, silence_s)

@@ -84,7 +84,9 @@ class TorchTransport:
         self._me = dist.get_rank()
         self._slots = 1
         self._step = 0
-        self._stats = Stats()
+        wire = f"torch.distributed, {dist.get_backend(group)}"
+        peers = {rank for channel in self._groups for rank in channel[:2]} - {self._me}
+        self._stats = Stats(wires=dict.fromkeys(peers, wire))
 
     def _connect(
         self, group: dist.ProcessGroup, channels: Sequence[Channel]

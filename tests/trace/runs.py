@@ -42,6 +42,7 @@ def write_run(
     clock_offset_ns: Callable[[int], int] = lambda rank: 0,
     clock_of: Callable[[int], str] = lambda rank: "boot",
     settings: dict[str, object] | None = None,
+    wire_of: Callable[[int, int], str] | None = None,
 ) -> Path:
     """Simulate some steps and record them; return the folder of the run."""
     table = generate(schedule, pp, microbatches)
@@ -56,6 +57,8 @@ def write_run(
             settings or {"schedule": table.label, "transport": "torch"}, {"torch": "2"},
         )  # fmt: skip
         recorder = Recorder(lambda header=header: (directory, header), clock)
+        if wire_of is not None:
+            recorder.connected({peer: wire_of(rank, peer) for peer in range(pp) if peer != rank})
         ends = list(zip(timeline.starts[rank], timeline.ends[rank], strict=True))
         for number in range(iterations):
             origin = 5_000 * MS + number * step_ns + clock_offset_ns(rank)

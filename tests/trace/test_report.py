@@ -99,6 +99,19 @@ def test_what_is_shown_is_what_was_traced(tmp_path: Path) -> None:
     assert forwards[3][0][1] == pytest.approx(33_000, rel=1e-3)
 
 
+def test_every_pair_of_ranks_has_the_wire_that_carried_its_messages(tmp_path: Path) -> None:
+    run = write_run(tmp_path, wire_of=lambda a, b: "shm" if a // 2 == b // 2 else "tcp")
+    links = content(report.page(read_run(run)))["links"]
+    wires = {(link[0], link[1]): link[7] for link in links}
+    assert wires == {
+        (f"rank {a}", f"rank {b}"): wire
+        for a, b, wire in [
+            (0, 1, "shm"), (1, 0, "shm"), (1, 2, "tcp"), (2, 1, "tcp"), (2, 3, "shm"),
+            (3, 2, "shm"),
+        ]
+    }  # fmt: skip
+
+
 def test_the_page_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "_MAX_SPANS", 60)
     run = write_run(tmp_path, microbatches=40)

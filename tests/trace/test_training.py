@@ -60,6 +60,9 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
     ]
     assert {wait["cause"] for wait in waits} <= {"input", "slot"}
     assert any("on" in wait for wait in waits)
+    assert [survey.wires for survey in run.surveys] == [
+        {(rank - 1) % 4: "shm", (rank + 1) % 4: "shm"} for rank in range(4)
+    ]
     total = summary.figures(run.surveys)
     assert 0 < total.bubble_ratio < 1
     assert total.memory_bytes > 2**20
