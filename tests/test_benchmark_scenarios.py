@@ -6,12 +6,14 @@ from statistics import mean
 
 import pytest
 
-from benchmarks.schedule_harness import expected, launch, rank, scenarios
+from benchmarks.schedule_harness import comparisons, expected, launch, rank, scenarios
+from benchmarks.schedule_harness.bound import shortest
 from benchmarks.schedule_harness.noise import SCENARIOS, NoisyTimes
 from benchmarks.schedule_harness.ops import Sizes
 from benchmarks.schedule_harness.systems import disturbed_systems
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.schedules.placement import loop
+from megatron_ext.schedules.split import split_backwards
 
 PP, MICROBATCHES, FORWARD_S = 2, 4, 4e-3
 SIZES = Sizes(PP, MICROBATCHES, FORWARD_S, warmup=1, steps=1, timeout_s=60)
@@ -82,6 +84,32 @@ def test_what_is_measured_stands_side_by_side() -> None:
     assert text.count("1.000 (1.000 .. 1.000)") == 1, "the first is the measure of all"
     for cells in found.as_dict()["cells"].values():
         assert list(cells) == list(names)
+
+
+def test_no_order_is_shorter_than_the_bound_and_some_reach_it() -> None:
+    table = split_backwards(generate("interleaved", PP, MICROBATCHES))
+    for seed in range(10):
+        costs = Costs(latency=0.3, jitter=0.5, link_jitter=1.0, seed=seed)
+        bound = shortest(table, costs)
+        assert simulate(table, costs).makespan >= bound > 2.0 * MICROBATCHES
+    one = Costs(latency=0.2, jitter=0.3)
+    alone = split_backwards(generate("1f1b", PP, 1))
+    assert shortest(alone, one) == pytest.approx(simulate(alone, one).makespan)
+
+
+def test_a_comparison_says_which_aims_are_reached() -> None:
+    names = ("interleaved chunks=2, static, split", "interleaved chunks=2, hint +1")
+    aims = {(names[1], "quiet"): 0.5, (names[1], "link-0.5"): 5.0}
+    compared = comparisons.Comparison("a", names[0], names[1:], ["quiet", "link-0.5"], aims)
+    part = comparisons.Part(PP, MICROBATCHES, 4.0, [compared])
+    text = comparisons.markdown(comparisons.simulate(part, part.sizes(draws=2)))
+    quiet, late = text.splitlines()[-2:]
+    assert quiet.endswith("| yes |")
+    assert late.startswith(f"| {names[1]} | link-0.5 | 5 | ")
+    assert late.endswith("| no order can |")
+    measured = comparisons.measure(part, part.sizes(draws=1), rounds=2)
+    assert not measured.measured.failures
+    assert len(measured.measured.cells["quiet"][names[1]].seconds[0]) == 2
 
 
 def test_what_to_expect_is_the_simulation_of_the_same_draws() -> None:

@@ -14,7 +14,9 @@ from megatron_ext.schedules.actions import KINDS
 from megatron_ext.schedules.costs import Costs
 from megatron_ext.schedules.dynamic import simulate_dynamic
 from megatron_ext.schedules.simulate import simulate
+from megatron_ext.schedules.split import split_backwards
 
+from .bound import shortest
 from .noise import SCENARIOS, NoisyTimes
 from .scenarios import Cell, Measured
 from .systems import Own
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from .ops import Sizes
     from .systems import System
 
-__all__ = ["expect"]
+__all__ = ["add", "costs_of", "expect", "limits"]
 
 _LATENCY = 0.01
 """Of every message, on top of the scenario's: that of shared memory, in forwards."""
@@ -70,6 +72,12 @@ class _Drawn(Costs):
 def expect(systems: Sequence[System], sizes: Sizes, names: Sequence[str]) -> Measured:
     """Simulate the systems of this package; peers are left out."""
     found = Measured(3 * sizes.num_microbatches)
+    add(found, systems, sizes, names)
+    return found
+
+
+def add(found: Measured, systems: Sequence[System], sizes: Sizes, names: Sequence[str]) -> None:
+    """Add systems of this package in some scenarios."""
     for name in names:
         cells = found.cells.setdefault(name, {})
         for system in systems:
@@ -79,7 +87,20 @@ def expect(systems: Sequence[System], sizes: Sizes, names: Sequence[str]) -> Mea
                 cells[system.name] = _cell(system, sizes, name)
             except ScheduleError as error:
                 found.failures[system.name] = str(error)
-    return found
+
+
+def limits(system: Own, sizes: Sizes, name: str) -> list[float]:
+    """Return how much faster than a fixed order any order can be at most, draw by draw.
+
+    With whatever memory, and with split backwards: see `bound.py`.
+    """
+    choice = system.choice(sizes.pp, sizes.num_microbatches)
+    split = split_backwards(choice.schedule(choice.num_microbatches))
+    return [
+        _simulated(system, sizes, name, number).makespan
+        / shortest(split, costs_of(system, sizes, name, number))
+        for number in range(sizes.steps)
+    ]
 
 
 def _cell(system: Own, sizes: Sizes, name: str) -> Cell:
@@ -95,12 +116,17 @@ def _cell(system: Own, sizes: Sizes, name: str) -> Cell:
 def _simulated(system: Own, sizes: Sizes, name: str, number: int) -> Timeline:
     choice = system.choice(sizes.pp, sizes.num_microbatches)
     schedule = choice.schedule(choice.num_microbatches)
-    rank_of = choice.placement.rank_of
-    times = NoisyTimes(1.0, system.share(sizes.pp), SCENARIOS[name], rank_of, 0, number)
-    # Jitter other than 0 makes the simulator ask for factors.
-    costs = _Drawn(latency=1.0, jitter=1.0, link_jitter=1.0, times=times)
+    costs = costs_of(system, sizes, name, number)
     if choice.dynamic is None:
         return simulate(schedule, costs)
     return simulate_dynamic(
         schedule, lambda rank: choice.policy(choice.num_microbatches, rank), costs
     )
+
+
+def costs_of(system: Own, sizes: Sizes, name: str, number: int) -> Costs:
+    """Return what everything costs in one draw of a scenario."""
+    rank_of = system.placement(sizes.pp).rank_of
+    times = NoisyTimes(1.0, system.share(sizes.pp), SCENARIOS[name], rank_of, 0, number)
+    # Jitter other than 0 makes the simulator ask for factors.
+    return _Drawn(latency=1.0, jitter=1.0, link_jitter=1.0, times=times)

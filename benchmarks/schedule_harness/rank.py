@@ -32,30 +32,36 @@ def measure(system: System, sizes: Sizes) -> list[Step]:
     return records[sizes.warmup :]
 
 
-def measure_disturbed(system: System, sizes: Sizes, names: Sequence[str]) -> list[list[Step]]:
-    """Return what this rank recorded in each step of each scenario; steps differ in their draws.
+def measure_disturbed(
+    system: System, sizes: Sizes, names: Sequence[str], rounds: int = 1
+) -> list[list[Step]]:
+    """Return what this rank recorded in each step of each scenario, round after round.
 
     Args:
         system: What is measured.
-        sizes: Its `steps` are those of one scenario.
+        sizes: Its `steps` are those of one scenario in one round; they differ in their draws.
         names: The scenarios, all of which delay messages, or none.
+        rounds: How often all of that is done, with the same draws.
     """
     scenarios = [SCENARIOS[name] for name in names]
     step, probe = prepare(system, sizes, waits=scenarios[0].delays_messages)
     rank_of = system.placement(sizes.pp).rank_of
-    records: list[list[Step]] = []
-    for scenario in scenarios:
-        records.append([])
-        for number in range(-sizes.warmup * (not records[1:]), sizes.steps):
-            probe.times = NoisyTimes(
-                sizes.forward_s, system.share(sizes.pp), scenario, rank_of, 0, number
-            )
-            begin_together()
-            begin_s = time.perf_counter()
-            step()
-            record = Step(begin_s, time.perf_counter(), *probe.take(), 0.0)
-            if number >= 0:
-                records[-1].append(record)
+    records: list[list[Step]] = [[] for _ in scenarios]
+
+    def take(index: int, number: int) -> Step:
+        probe.times = NoisyTimes(
+            sizes.forward_s, system.share(sizes.pp), scenarios[index], rank_of, 0, number
+        )
+        begin_together()
+        begin_s = time.perf_counter()
+        step()
+        return Step(begin_s, time.perf_counter(), *probe.take(), 0.0)
+
+    for number in range(-sizes.warmup, 0):
+        take(0, number)
+    for _ in range(rounds):
+        for index, record in enumerate(records):
+            record += [take(index, number) for number in range(sizes.steps)]
     begin_together()
     return records
 
@@ -87,6 +93,8 @@ def prepare(
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=sizes.timeout_s))
     probe = Probe(OpTimes(sizes.forward_s, system.share(sizes.pp)), waits=waits)
     step = system.prepare(sizes.pp, sizes.num_microbatches, probe, sizes.timeout_s)
+    gc.collect()
+    gc.freeze()  # what is there now stays: collections between steps need not look at it
     gc.disable()  # a collection would fall into somebody's op
     return step, probe
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .ops import Op, Sizes, Step
     from .systems import System
 
-__all__ = ["Cell", "Measured", "measure", "summary", "tables"]
+__all__ = ["Cell", "Measured", "add", "measure", "speeds", "spread", "summary", "tables"]
 
 
 @dataclass
@@ -56,27 +56,34 @@ class Measured:
 
 
 def measure(systems: Sequence[System], sizes: Sizes, names: Sequence[str], rounds: int) -> Measured:
-    """Run all systems in all scenarios, round after round.
-
-    Scenarios with late messages are a run of their own: stages or transports wait in them.
-    """
+    """Run all systems in all scenarios, each system with the same processes from end to end."""
     found = Measured(3 * sizes.forward_s * sizes.num_microbatches)
-    ordered = sorted(names, key=lambda name: SCENARIOS[name].delays_messages)
-    groups = [list(g) for _, g in groupby(ordered, lambda name: SCENARIOS[name].delays_messages)]
-    for number in range(rounds):
-        for system in systems:
-            for group in groups:
-                print(f"round {number + 1}: {system.name}: {', '.join(group)}", file=sys.stderr)
-                found.load.append(os.getloadavg()[0])
-                if system.name not in found.failures:
-                    _measure(found, system, sizes, group)
+    for system in systems:
+        add(found, system, sizes, names, rounds)
     return found
 
 
-def _measure(found: Measured, system: System, sizes: Sizes, names: Sequence[str]) -> None:
+def add(found: Measured, system: System, sizes: Sizes, names: Sequence[str], rounds: int) -> None:
+    """Measure one system in some scenarios.
+
+    Those with late messages are a run of their own: stages or transports wait in them.
+    """
+    ordered = sorted(names, key=lambda name: SCENARIOS[name].delays_messages)
+    for _, group in groupby(ordered, lambda name: SCENARIOS[name].delays_messages):
+        together = list(group)
+        print(f"pp {sizes.pp}: {system.name}: {', '.join(together)}", file=sys.stderr)
+        found.load.append(os.getloadavg()[0])
+        if system.name not in found.failures:
+            _measure(found, system, sizes, together, rounds)
+
+
+def _measure(
+    found: Measured, system: System, sizes: Sizes, names: Sequence[str], rounds: int
+) -> None:
+    repeats = 2 * len(names) * rounds
     try:
         system.check(sizes.pp, sizes.num_microbatches)
-        by_rank = launch.run(rank.measure_disturbed, system, sizes, names, repeats=2 * len(names))
+        by_rank = launch.run(rank.measure_disturbed, system, sizes, names, rounds, repeats=repeats)
     except (ScheduleError, RanksFailed) as error:
         found.failures[system.name] = str(error)
         return
@@ -84,7 +91,8 @@ def _measure(found: Measured, system: System, sizes: Sizes, names: Sequence[str]
         cells = found.cells.setdefault(name, {})
         cell = cells.setdefault(system.name, Cell([[] for _ in range(sizes.steps)]))
         by_step = list(zip(*(ranks[index] for ranks in by_rank), strict=True))
-        for number, ranks in enumerate(by_step):
+        for position, ranks in enumerate(by_step):
+            number = position % sizes.steps
             seconds = max(s.end_s for s in ranks) - min(s.begin_s for s in ranks)
             cell.seconds[number].append(seconds)
             _count(cell, system, sizes, name, number, ranks)
@@ -129,9 +137,11 @@ def summary(measured: Measured) -> str:
     lines = [["order", "activations", *names], ["---"] * (2 + len(names))]
     for system in next(iter(measured.cells.values())):
         cells = [measured.cells[name][system] for name in names]
-        speeds = (_speeds(measured.cells[name], measured.cells[name][system]) for name in names)
+        found = (
+            speeds(_first(measured.cells[name]), measured.cells[name][system]) for name in names
+        )
         peak = max(cell.peak_live for cell in cells)
-        lines.append([system, f"{peak:g}", *(f"{statistics.median(s):.3f}" for s in speeds)])
+        lines.append([system, f"{peak:g}", *(f"{statistics.median(s):.3f}" for s in found)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -140,18 +150,22 @@ def _rows(measured: Measured, cells: dict[str, Cell]) -> Iterator[tuple[str, ...
     for name, cell in cells.items():
         yield (
             name,
-            _spread([seconds / measured.ideal_s for seconds in cell.best()]),
-            _spread(_speeds(cells, cell)),
+            spread([seconds / measured.ideal_s for seconds in cell.best()]),
+            spread(speeds(_first(cells), cell)),
             f"{cell.peak_live:g}",
             f"{100 * cell.inflation:.1f}",
         )
 
 
-def _speeds(cells: dict[str, Cell], cell: Cell) -> list[float]:
-    """Return the time of the first system over that of a cell, draw by draw."""
-    first = next(iter(cells.values())).best()
-    return [theirs / ours for theirs, ours in zip(first, cell.best(), strict=True)]
+def _first(cells: dict[str, Cell]) -> Cell:
+    return next(iter(cells.values()))
 
 
-def _spread(values: Sequence[float]) -> str:
+def speeds(reference: Cell, cell: Cell) -> list[float]:
+    """Return the time of a reference over that of a cell, draw by draw."""
+    return [theirs / ours for theirs, ours in zip(reference.best(), cell.best(), strict=True)]
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the median and, in brackets, the lowest and the highest value."""
     return f"{statistics.median(values):.3f} ({min(values):.3f} .. {max(values):.3f})"

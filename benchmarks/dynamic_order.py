@@ -1,0 +1,85 @@
+"""What a dynamic order gains: every comparison of docs/dpp.md, on emulated stages.
+
+    python benchmarks/dynamic_order.py [--simulate] [--draws N] [--repetitions N] [--forward-ms T]
+        [--json FILE]
+
+Real processes and messages; computation is emulated by sleeping (see schedules.py). All systems
+get the same draws of noise. Numbers are speeds, the time of the reference over that of the system:
+the median of the draws (lowest .. highest), each draw at the shortest of its repetitions, since
+what else the machine does only adds. 23 minutes with the defaults, on two cores that are idle.
+
+The last column says, by simulation, what no order can exceed, with whatever memory: some rank has
+to wait for its first input, to do all of its work, and to be waited for.
+
+`--simulate` computes the same tables, without peers, and those of the policies that were tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
+
+from benchmarks.schedule_harness import comparisons, launch, tried  # noqa: E402
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--simulate", action="store_true", help="compute what to expect instead")
+    parser.add_argument("--draws", type=int, default=5, help="seeds of the noise")
+    parser.add_argument("--repetitions", type=int, default=5, help="of each draw")
+    parser.add_argument(
+        "--forward-ms", type=float, help="forward of 1/pp of the model; default: 8, 10 at pp 8"
+    )
+    parser.add_argument("--pp", type=int, nargs="+", default=[4, 8], help="sizes: 4, 8 or both")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    return parser.parse_args(argv)
+
+
+def conditions(args: argparse.Namespace) -> str:
+    """Say how the figures were found."""
+    if args.simulate:
+        return "Simulated; median of the draws (lowest .. highest)."
+    packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("torch", "megatron-core"))
+    return (
+        f"Measured; median of the draws (lowest .. highest). {packages}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} cores."
+    )
+
+
+def main() -> int:
+    """Measure and print; 1 if a system failed."""
+    args = parse()
+    launch.clean_up_when_terminated()
+    found = []
+    for part in comparisons.PARTS:
+        if part.pp not in args.pp:
+            continue
+        sizes = part.sizes(args.draws, args.forward_ms)
+        if args.simulate:
+            found.append(comparisons.simulate(part, sizes))
+        else:
+            found.append(comparisons.measure(part, sizes, args.repetitions))
+    name = "simulated" if args.simulate else "measured"
+    texts = [conditions(args), *map(comparisons.markdown, found)]
+    if args.simulate:
+        texts += [tried.markdown(each.part.sizes(args.draws)) for each in found]
+    print(f"<!-- {name}: begin -->\n" + "\n\n".join(texts) + f"\n<!-- {name}: end -->")
+    if args.json:
+        content: dict[str, Any] = {"conditions": texts[0]}
+        content["parts"] = {f"pp {each.part.pp}": each.measured.as_dict() for each in found}
+        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(each.measured.failures for each in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
