@@ -57,6 +57,16 @@ class Job:
         return self.ranks.role_rank(self.place)
 
     @property
+    def window(self) -> int:
+        """Micro-batches that a forward rank may be ahead of the backward rank of its stage.
+
+        What it has sent of them waits in memory. Where all stages take the same time, fewer than
+        two for each stage are enough to lose no time by it, in either mode and for any number of
+        tensor-parallel ranks that a forward rank stands in for.
+        """
+        return 2 * self.ranks.pp
+
+    @property
     def position(self) -> int:
         """Row of the table that this process runs."""
         placement = self.schedule(1).placement

@@ -30,22 +30,12 @@ if TYPE_CHECKING:
     from megatron_ext.disaggregation.job import Job
     from megatron_ext.transport.base import Expected, Key, Transport
 
-__all__ = ["RoleLink", "num_slots"]
+__all__ = ["RoleLink"]
 
 _NOTICED_S = 2.0
 """By then the death of a neighbour is known."""
 _HOST = torch.device("cpu")
 _opened = itertools.count()
-
-
-def num_slots(pp: int) -> int:
-    """Return how many messages may wait at one process for it to take them, of each neighbour.
-
-    With PP of them nobody waits who would not without a limit: a backward rank is so many
-    micro-batches behind its forward rank. Two may be held while they are computed with, and one
-    more keeps the wire busy.
-    """
-    return max(4, pp + 3)
 
 
 class RoleLink:
@@ -62,7 +52,6 @@ class RoleLink:
     def __init__(self, job: Job, device: torch.device) -> None:
         self._job = job
         self._device = device
-        self.slots = num_slots(job.ranks.pp)
         self.wire: Transport = observed_transport(_open(job, device))
 
     def source(self, row: int) -> int:
@@ -164,7 +153,7 @@ def _open(job: Job, device: torch.device) -> Transport:
         device=_HOST,
         wire=job.wire,
         ip=node_address(job.node_ips, job.rank, size, per_node),
-        slots=num_slots(job.ranks.pp),
+        slots=job.window + 2,  # a message may stay in its slot while it is computed with
         slot_bytes=job.message_bytes,
         connect_timeout_s=job.timeout_s,
     )

@@ -2,6 +2,11 @@
 
 A forward rank runs its F without a graph, and sends what they make to both roles. A backward rank
 runs R, which gives it the graph of one micro-batch, and then B, so it keeps no more than that.
+
+A forward rank may be `Job.window` micro-batches ahead of the backward rank of its stage, which
+gives leave for one more whenever it begins one. That bounds whatever waits on any process: backwards of
+neighbouring stages are one micro-batch apart, and nobody overtakes the forwards. Nor can it lock:
+leave for a micro-batch needs nothing but earlier ones.
 """
 
 from __future__ import annotations
@@ -60,6 +65,8 @@ class Row(ABC):
         force_all_reduce: bool,
     ) -> None:
         validate(table.schedule)
+        self._job = job
+        self._twins = [job.ranks.rank(twin) for twin in job.ranks.twins(job.place)]
         self._link, self._table, self._call = link, table, call
         self._stage, self._shape, self._layers = job.place.pp, shape, layers
         self._is_last_stage = self._stage == job.ranks.pp - 1
@@ -72,7 +79,7 @@ class Row(ABC):
         Raises:
             TransportError: A tensor did not come in time, or the process that has it is gone.
         """
-        self._link.begin(self._expected(), self._table.slots)
+        self._link.begin(self._expected(), min(self._table.slots, self._job.window // 2 + 1))
         self._run_all()
         self._link.flush()
         left = self._compute.unfinished()
@@ -99,8 +106,23 @@ class Row(ABC):
 class ForwardRow(Row):
     """The row of a forward rank."""
 
+    def _expected(self) -> list[Expected]:
+        later = [op.action.microbatch for op in self._table.operations][self._job.window :]
+        leaves = [
+            Expected(twin, _leave(self._job, microbatch), None, torch.uint8)
+            for microbatch in later
+            for twin in self._twins
+        ]
+        return super()._expected() + leaves
+
+    def _wait_for_leave(self, microbatch: int) -> None:
+        if microbatch >= self._job.window:
+            for twin in self._twins:
+                self._link.recv_from(twin, _leave(self._job, microbatch))
+
     def _run_all(self) -> None:
         for operation in self._table.operations:
+            self._wait_for_leave(operation.action.microbatch)
             given = self._receive(operation.needs)
             with self._saving() as saved, torch.no_grad(), _drawn(operation.action):
                 [made] = self._forward(operation.action, [given])
@@ -151,9 +173,20 @@ class BackwardRow(Row):
         if operation.action.kind == "B":
             self._backward(operation)
         elif self._layers is None:
-            self._forward_again(operation.action, self._receive(operation.needs))
+            given = self._receive(operation.needs)
+            self._give_leave(operation.action.microbatch)
+            self._forward_again(operation.action, given)
         else:
+            self._give_leave(operation.action.microbatch)
             self._replay(operation)
+
+    def _give_leave(self, microbatch: int) -> None:
+        """Let the forward rank of this stage begin a micro-batch, if it has any to compute."""
+        later = microbatch + self._job.window
+        works = self._layers is not None or not self._is_last_stage
+        if works and later < self._call.num_microbatches:
+            [twin] = self._twins
+            self._link.wire.isend(torch.empty(0, dtype=torch.uint8), twin, _leave(self._job, later))
 
     def _backward(self, operation: Operation) -> None:
         stage, _, microbatch = operation.action
@@ -199,6 +232,20 @@ class BackwardRow(Row):
         if randomness.enabled():
             parts.append(Expected(source, Key(*needs.tag, _GENERATORS), None, torch.uint8))
         return parts
+
+
+class _LeaveKey(Key):
+    """Identity of the message that lets a forward rank begin a micro-batch."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"leave to begin micro-batch {self.microbatch}"
+
+
+def _leave(job: Job, microbatch: int) -> _LeaveKey:
+    # No gradient goes to a forward rank, and there is no such stage.
+    return _LeaveKey("B", job.ranks.pp, microbatch)
 
 
 def _drawn(action: Action) -> AbstractContextManager[None]:

@@ -31,16 +31,20 @@ def run_role(argv: list[str], values: bool = False) -> tuple[str, Captured]:
 
 def train(num_ranks: int, flags: str, *, values: bool = False) -> tuple[Captured, list[Captured]]:
     """Return what the backward ranks computed together, and the forward ranks one by one."""
-    by_rank = run_ranks(num_ranks, run_role, flags.split(), values, timeout_s=100)
+    return together(run_ranks(num_ranks, run_role, flags.split(), values, timeout_s=100))
+
+
+def together(by_rank: list[tuple[str, Captured]]) -> tuple[Captured, list[Captured]]:
+    """Return what the backward ranks computed together, and the forward ranks one by one."""
     forward = [captured for role, captured in by_rank if role == "forward"]
     backward = [captured for role, captured in by_rank if role == "backward"]
-    together = Captured(gradients=[{} for _ in backward[0].gradients])
+    whole = Captured(gradients=[{} for _ in backward[0].gradients])
     for rank, captured in enumerate(backward):
-        together.losses = captured.losses if any(captured.losses) else together.losses
-        for mine, theirs in zip(together.gradients, captured.gradients, strict=True):
+        whole.losses = captured.losses if any(captured.losses) else whole.losses
+        for mine, theirs in zip(whole.gradients, captured.gradients, strict=True):
             _merge(mine, theirs, rank)
-        _merge(together.parameters, captured.parameters, rank)
-    return together, forward
+        _merge(whole.parameters, captured.parameters, rank)
+    return whole, forward
 
 
 @cache
