@@ -3,8 +3,10 @@
     python benchmarks/tracing.py                                 # about four minutes
     python benchmarks/tracing.py --pp 2 --microbatches 4 --steps 2 --only 1f1b zb-h1
 
-Every system runs twice in each round, traced and not, in the harness of `benchmarks/schedules.py`.
-The trace of 1f1b alone predicts the steps of all others; nothing else is told to the planner.
+Every second step is traced, in the harness of `benchmarks/schedules.py`; the cost is the median of
+the differences between each traced step and the one before it. The trace of 1f1b alone predicts the
+steps of all systems; nothing else is told to the planner. What recording an event takes of the
+processor, and of the file, is measured by itself, since one step has too few events to show it.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import argparse
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -22,6 +25,8 @@ from benchmarks.schedule_harness import launch, traced
 from benchmarks.schedule_harness.ops import Sizes
 from benchmarks.schedule_harness.systems import Own, all_systems
 from megatron_ext.trace.planner import forecast
+from megatron_ext.trace.recorder import Recorder, Sampling
+from megatron_ext.trace.records import Header
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -30,11 +35,44 @@ if TYPE_CHECKING:
 TRACED = "1f1b"
 
 
-def step_s(system: System, sizes: Sizes, directory: Path | None = None) -> float:
-    """Return the median step of the slowest rank; with a directory, traced into it."""
-    limit_s = sizes.timeout_s + 12 * sizes.forward_s * sizes.num_microbatches * sizes.steps
+class Steps(NamedTuple):
+    """Medians over the steps of a system, each as long as its slowest rank."""
+
+    plain_s: float
+    cost: float
+    """Of tracing a step, as a share of it."""
+
+
+def measure(system: System, sizes: Sizes, directory: Path) -> Steps:
+    """Run a system, every second step traced into a directory."""
+    limit_s = sizes.timeout_s + 24 * sizes.forward_s * sizes.num_microbatches * sizes.steps
     by_rank = run_ranks(sizes.pp, traced.measure, system, sizes, directory, timeout_s=limit_s)
-    return statistics.median(max(times) for times in zip(*by_rank, strict=True))
+    pairs = [
+        (max(plain for plain, _ in pair), max(with_trace for _, with_trace in pair))
+        for pair in zip(*by_rank, strict=True)
+    ]
+    return Steps(
+        statistics.median(plain for plain, _ in pairs),
+        statistics.median(with_trace / plain - 1 for plain, with_trace in pairs),
+    )
+
+
+def measure_event(directory: Path, count: int = 1000, rounds: int = 50) -> tuple[float, float]:
+    """Return the seconds of the processor and the bytes of the file that an event takes."""
+    header = Header(0, 0, 0, 0, (1, 1, 1), "host", "boot", 1, 1)
+    recorder = Recorder(lambda: (directory, header), sampling=Sampling(rounds, rounds))
+    best_s = float("inf")
+    for _ in range(rounds):
+        recorder.begin_iteration()
+        begin_s = time.process_time()
+        for number in range(count):
+            about = {"from": 2, "for": "F", "stage": 3, "microbatch": number, "bytes": 8 << 20}
+            recorder.add("receive", recorder.stamp(), about)
+        recorder.end_iteration()
+        best_s = min(best_s, time.process_time() - begin_s)
+    recorder.close()
+    [path] = directory.iterdir()
+    return best_s / count, path.stat().st_size / (count * rounds)
 
 
 def parse() -> argparse.Namespace:
@@ -43,8 +81,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pp", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--forward-ms", type=float, default=40.0)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5, help="pairs of steps")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="schedules by name")
     return parser.parse_args()
 
@@ -53,7 +90,7 @@ def main() -> int:
     """Measure and print."""
     args = parse()
     launch.clean_up_when_terminated()
-    sizes = Sizes(args.pp, args.microbatches, args.forward_ms / 1e3, 2, args.steps, timeout_s=60)
+    sizes = Sizes(args.pp, args.microbatches, args.forward_ms / 1e3, 1, args.steps, timeout_s=60)
     systems = [
         system
         for system in all_systems()
@@ -62,32 +99,27 @@ def main() -> int:
         and not system.costs.latency
         and (args.only is None or system.schedule in (*args.only, TRACED))
     ]
+    found: dict[str, Steps] = {}
     with tempfile.TemporaryDirectory(prefix="megatron_ext_tracing_") as scratch:
-        plain: dict[str, list[float]] = {system.name: [] for system in systems}
-        with_traces: dict[str, list[float]] = {system.name: [] for system in systems}
-        for number in range(args.rounds):
-            for system in systems:
-                folder = Path(scratch) / str(number) / system.name.replace(" ", "-")
-                plain[system.name].append(step_s(system, sizes))
-                with_traces[system.name].append(step_s(system, sizes, folder))
-        run = (
-            Path(scratch)
-            / "0"
-            / next(s.name.replace(" ", "-") for s in systems if s.schedule == TRACED)
-        )
+        for system in systems:
+            folder = Path(scratch) / system.schedule / str(len(found))
+            found[system.name] = measure(system, sizes, folder)
+        [run] = (Path(scratch) / TRACED).iterdir()
         predicted = {p.label: p.step_s for p in forecast(run).predictions}
+        event_s, event_bytes = measure_event(Path(scratch) / "events")
+    print("```text")
     print(f"pp {args.pp}, {args.microbatches} micro-batches, forward {args.forward_ms:g} ms; "
-          f"median steps in ms, best of {args.rounds} rounds")  # fmt: skip
-    print(f"{'system':42} {'step':>8} {'traced':>8} {'cost %':>7} {'predicted':>10} {'off %':>6}")
+          f"medians of {args.steps} pairs of steps")  # fmt: skip
+    print(f"{'system':42} {'step ms':>8} {'tracing %':>9} {'predicted':>10} {'off %':>6}")
     for system in systems:
         label = system.choice(args.pp, args.microbatches).schedule(
             args.microbatches // system.weight_copies
         ).label  # fmt: skip
-        step, with_trace = min(plain[system.name]), min(with_traces[system.name])
-        guess = predicted[label]
-        print(f"{system.name:42} {1e3 * step:8.1f} {1e3 * with_trace:8.1f} "
-              f"{100 * (with_trace / step - 1):7.1f} {1e3 * guess:10.1f} "
-              f"{100 * (guess / step - 1):6.1f}")  # fmt: skip
+        (step_s, cost), guess_s = found[system.name], predicted[label]
+        print(f"{system.name:42} {1e3 * step_s:8.1f} {100 * cost:9.1f} {1e3 * guess_s:10.1f} "
+              f"{100 * (guess_s / step_s - 1):6.1f}")  # fmt: skip
+    print(f"an event: {1e6 * event_s:.1f} us of the processor, {event_bytes:.0f} bytes of the file")
+    print("```")
     return 0
 
 

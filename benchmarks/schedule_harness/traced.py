@@ -16,30 +16,39 @@ if TYPE_CHECKING:
 __all__ = ["measure"]
 
 
-def measure(system: System, sizes: Sizes, directory: Path | None) -> list[float]:
-    """Return the seconds of each measured step of this rank; with a directory, traced into it."""
+def measure(system: System, sizes: Sizes, directory: Path) -> list[tuple[float, float]]:
+    """Return pairs of seconds of this rank: a step that is not traced, and the one traced after it.
+
+    Both are steps of one run, so what the machine does meanwhile meets both alike.
+
+    Args:
+        system: What is measured.
+        sizes: Its `steps` are pairs.
+        directory: Where the trace goes.
+    """
     from megatron_ext.trace import session
 
     session.start(
         Namespace(
-            trace=directory is not None,
-            trace_interval=None,
-            trace_iterations=None,
+            trace=True,
+            trace_interval=2,
+            trace_iterations=1,
             trace_dir=directory,
             pipeline_model_parallel_size=sizes.pp,
         )
     )
     step, _ = prepare(system, sizes)
     observer, found_s = session.current(), []
-    for _ in range(sizes.warmup + sizes.steps):
+    assert observer is not None
+    # The first of each two is traced; one more in the beginning, so that pairs end with it.
+    for _ in range(2 * sizes.warmup + 1 + 2 * sizes.steps):
         begin_together()
         begin_s = time.perf_counter()
-        if observer is not None:
-            observer.begin_step()
+        observer.begin_step()
         step()
-        if observer is not None:
-            observer.end_step()
+        observer.end_step()
         found_s.append(time.perf_counter() - begin_s)
     begin_together()
     session.close()
-    return found_s[sizes.warmup :]
+    measured = found_s[2 * sizes.warmup + 1 :]
+    return list(zip(measured[::2], measured[1::2], strict=True))
