@@ -13,6 +13,7 @@
 #include "guard.h"
 #include "kernels.h"
 #include "runtime.h"
+#include "streams.h"
 
 namespace fake_musa {
 namespace {
@@ -81,6 +82,23 @@ TORCH_LIBRARY(fake_musa, m) {
         return std::vector<int64_t>{counters.live_bytes, counters.peak_bytes, counters.live_blocks,
                                     counters.allocations};
     });
+    m.def("current_stream(int index) -> int",
+          [](int64_t index) -> int64_t { return current_stream_slot(checked(index)); });
+    m.def("set_stream(int index, int stream) -> ()",
+          [](int64_t index, int64_t stream) { current_stream_slot(checked(index)) = stream; });
+    m.def("stream_submitted(int stream) -> int",
+          [](int64_t stream) { return Streams::instance().submitted(stream); });
+    m.def("stream_done(int stream, int count) -> bool",
+          [](int64_t stream, int64_t count) { return Streams::instance().done(stream, count); });
+    m.def("stream_run(int stream, int count) -> ()",
+          [](int64_t stream, int64_t count) { Streams::instance().run(stream, count); });
+    m.def("synchronize() -> ()", [] { Streams::instance().run_all(); });
+    m.def("host_register(int address, int num_bytes) -> bool",
+          [](int64_t address, int64_t size) {
+              return PinnedMemory::instance().add(address, size);
+          });
+    m.def("host_unregister(int address) -> bool",
+          [](int64_t address) { return PinnedMemory::instance().remove(address); });
     m.def("reset_peak_memory(int index) -> ()", [](int64_t index) {
         MemoryCounters& counters = memory_counters(checked(index));
         counters.peak_bytes = counters.live_bytes.load();

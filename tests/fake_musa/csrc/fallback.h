@@ -122,6 +122,7 @@ class CpuCall {
     }
 
     void run() {
+        catch_up(device_.index());
         op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack_);
         for (const Pair& pair : pairs_) {
             if (pair.cpu.sizes() != pair.device.sizes()) {

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "runtime.h"
+#include "streams.h"
 
 namespace fake_musa {
 
@@ -93,9 +94,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
         return at::make_generator<DeviceGenerator>(index < 0 ? current_device_slot() : index);
     }
 
-    // All memory is the host's, so there is nothing to pin.
+    // All memory is the host's, so nothing differs for what was pinned but the answer.
     c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
-    bool isPinnedPtr(const void*) const override { return false; }
+    bool isPinnedPtr(const void* pointer) const override {
+        return PinnedMemory::instance().holds(pointer);
+    }
     c10::Device getDeviceFromPtr(void*) const override { return current_device(); }
 
     void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {

@@ -6,6 +6,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "runtime.h"
+#include "streams.h"
 
 namespace fake_musa {
 
@@ -25,32 +26,38 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     }
     c10::DeviceIndex deviceCount() const noexcept override { return device_count(); }
 
-    // One stream, always idle. Events are no-ops for the same reason.
-    c10::Stream getStream(c10::Device device) const override { return default_stream(device); }
-    c10::Stream getDefaultStream(c10::Device device) const override {
-        return default_stream(device);
+    c10::Stream getStream(c10::Device device) const override {
+        return stream(device, current_stream_slot(device.index()));
     }
+    c10::Stream getDefaultStream(c10::Device device) const override { return stream(device, 0); }
     c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
-        return default_stream(device);
+        return stream(device, Streams::instance().make());
     }
     c10::Stream getNewStream(c10::Device device, int) const override {
-        return default_stream(device);
+        return stream(device, Streams::instance().make());
     }
-    c10::Stream exchangeStream(c10::Stream stream) const override {
-        return default_stream(stream.device());
+    c10::Stream exchangeStream(c10::Stream wanted) const override {
+        const c10::Stream previous = getStream(wanted.device());
+        current_stream_slot(wanted.device_index()) = wanted.id();
+        return previous;
     }
-    bool queryStream(const c10::Stream&) const override { return true; }
-    void synchronizeStream(const c10::Stream&) const override {}
-    void synchronizeDevice(c10::DeviceIndex) const override {}
+    bool queryStream(const c10::Stream& stream) const override {
+        return Streams::instance().done(stream.id(), Streams::instance().submitted(stream.id()));
+    }
+    void synchronizeStream(const c10::Stream& stream) const override {
+        Streams::instance().run(stream.id(), Streams::instance().submitted(stream.id()));
+    }
+    void synchronizeDevice(c10::DeviceIndex) const override { Streams::instance().run_all(); }
 
+    // Events between streams of torch's own code: autograd's, which compute and so are never late.
     void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
     void block(void*, const c10::Stream&) const override {}
     bool queryEvent(void*) const override { return true; }
     void synchronizeEvent(void*) const override {}
 
   private:
-    static c10::Stream default_stream(c10::Device device) {
-        return c10::Stream(c10::Stream::DEFAULT, device);
+    static c10::Stream stream(c10::Device device, c10::StreamId id) {
+        return c10::Stream(c10::Stream::UNSAFE, device, id);
     }
 };
 

@@ -1,7 +1,7 @@
 // What the emulated machine consists of: how many devices, which one is current, and their memory.
 //
-// A device is a number and a share of host memory. Everything runs at once, on the calling thread:
-// the only stream is the default one, and it is always idle.
+// A device is a number and a share of host memory. Everything runs at once, on the calling thread,
+// but for copies in streams of their own (streams.h).
 #pragma once
 
 #include <c10/core/Allocator.h>

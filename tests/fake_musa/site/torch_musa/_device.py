@@ -118,7 +118,7 @@ def set_device(device):
 def synchronize(device=None):
     _lazy_init()
     with Device(device):
-        pass
+        torch.ops.fake_musa.synchronize()
 
 
 def _exchange_device(index):
@@ -216,6 +216,14 @@ class _Musart:
     def musaMemGetInfo(index):
         total = _get_device_properties(index).total_memory
         return total - torch.ops.fake_musa.memory_counters(index)[0], total
+
+    @staticmethod
+    def musaHostRegister(address, num_bytes, _flags):
+        return 0 if torch.ops.fake_musa.host_register(address, num_bytes) else 712
+
+    @staticmethod
+    def musaHostUnregister(address):
+        return 0 if torch.ops.fake_musa.host_unregister(address) else 713
 
 
 def musart():

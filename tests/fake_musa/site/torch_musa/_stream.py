@@ -1,4 +1,8 @@
-"""Streams and events. Work is done when it is submitted, so only the time of an event is real."""
+"""Streams and events.
+
+What is computed is done when it is submitted, and so is all of the default stream. Copies that need
+not block are done by other streams as late as they may: when somebody waits for them.
+"""
 
 import time
 
@@ -21,9 +25,11 @@ __all__ = [
 
 
 class Stream(torch.Stream):
-    """A stream of a device; every one behaves as the default stream."""
+    """A stream of a device."""
 
-    def __new__(cls, device=None, priority=0):
+    def __new__(cls, device=None, priority=0, **identity):
+        if identity:
+            return super().__new__(cls, **identity)
         index = device_index(device, optional=True)
         return super().__new__(cls, torch.device("musa", index), priority=priority)
 
@@ -44,26 +50,29 @@ class Stream(torch.Stream):
 
 
 class Event:
-    """A point in time of the submitting thread, which is the time at which the work was done."""
+    """A point in a stream, and the time at which a thread submitted it."""
 
     def __init__(self, enable_timing=False, blocking=False, interprocess=False):
         self._timing = enable_timing
         self._time_s = None
+        self._stream = self._count = 0
 
     def record(self, stream=None):
         stream = torch_musa.current_stream() if stream is None else stream
         if not isinstance(stream, Stream):
             raise TypeError(f"expected a torch_musa.Stream, got {type(stream).__name__}")
         self._time_s = time.perf_counter()
+        self._stream = stream.stream_id
+        self._count = torch.ops.fake_musa.stream_submitted(self._stream)
 
     def wait(self, stream=None):
-        pass
+        self.synchronize()  # nothing that waits on a device could tell the difference
 
     def query(self):
-        return True
+        return torch.ops.fake_musa.stream_done(self._stream, self._count)
 
     def synchronize(self):
-        pass
+        torch.ops.fake_musa.stream_run(self._stream, self._count)
 
     def elapsed_time(self, end_event):
         if not (self._timing and end_event._timing):
@@ -73,17 +82,30 @@ class Event:
         return (end_event._time_s - self._time_s) * 1e3
 
 
+_TYPE = int(torch.Stream(torch.device("musa", 0)).device_type)
+
+
+def _stream(device, stream_id):
+    return Stream(stream_id=stream_id, device_index=device, device_type=_TYPE)
+
+
 def current_stream(device=None):
     _lazy_init()
-    return Stream(device)
+    index = device_index(device, optional=True)
+    return _stream(index, torch.ops.fake_musa.current_stream(index))
 
 
-default_stream = current_stream
+def default_stream(device=None):
+    _lazy_init()
+    return _stream(device_index(device, optional=True), 0)
 
 
 def set_stream(stream):
-    if stream is not None and not isinstance(stream, Stream):
+    if stream is None:
+        return
+    if not isinstance(stream, Stream):
         raise AttributeError(f"'{type(stream).__name__}' object has no attribute 'device_index'")
+    torch.ops.fake_musa.set_stream(stream.device_index, stream.stream_id)
 
 
 class StreamContext:
@@ -91,12 +113,15 @@ class StreamContext:
 
     def __init__(self, stream):
         self.stream = stream
+        self._before = None
 
     def __enter__(self):
+        if self.stream is not None:
+            self._before = current_stream(self.stream.device_index)
         set_stream(self.stream)
 
     def __exit__(self, *_):
-        pass
+        set_stream(self._before)
 
 
 def stream(stream):

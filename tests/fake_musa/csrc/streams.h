@@ -1,0 +1,152 @@
+// Streams and pinned memory. The default stream does everything at once. Any other does copies that
+// need not block as late as it may: when it, or an event recorded behind them, is waited for. So
+// who does not wait finds memory that nobody wrote, each time. A copy does not keep its memory, as
+// a driver does not: it fails if that is gone by then.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/Stream.h>
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+
+#include "runtime.h"
+
+namespace fake_musa {
+
+// One end of a copy: bytes that somebody else has to keep.
+class Borrowed {
+  public:
+    explicit Borrowed(const at::Tensor& tensor)
+        : storage_(tensor.storage().getWeakStorageImpl()),
+          data_(tensor.mutable_data_ptr()),
+          sizes_(tensor.sizes().vec()),
+          strides_(tensor.strides().vec()),
+          options_(tensor.options().device(at::kCPU).requires_grad(false)) {}
+
+    bool gone() const { return storage_.expired(); }
+    at::Tensor bytes() const { return at::from_blob(data_, sizes_, strides_, options_); }
+
+  private:
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
+    void* data_;
+    std::vector<int64_t> sizes_, strides_;
+    at::TensorOptions options_;
+};
+
+class Streams {
+  public:
+    static Streams& instance() {
+        static Streams streams;
+        return streams;
+    }
+
+    c10::StreamId make() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return ++last_id_;
+    }
+
+    void copy_later(c10::StreamId id, const at::Tensor& source, const at::Tensor& target) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        Work& work = work_[id];
+        work.copies.push_back({Borrowed(source), Borrowed(target)});
+        ++work.submitted;
+    }
+
+    // How many copies were given to a stream so far.
+    int64_t submitted(c10::StreamId id) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return work_[id].submitted;
+    }
+
+    bool done(c10::StreamId id, int64_t count) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return work_[id].done() >= count;
+    }
+
+    // Does the first `count` copies of a stream.
+    void run(c10::StreamId id, int64_t count) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        for (Work& work = work_[id]; work.done() < count;) {
+            const Copy copy = std::move(work.copies.front());
+            work.copies.pop_front();
+            TORCH_CHECK(!copy.source.gone() && !copy.target.gone(),
+                        "MUSA error: the memory of a copy was freed before it was done");
+            copy.target.bytes().copy_(copy.source.bytes());
+        }
+    }
+
+    void run_all() {
+        std::vector<std::pair<c10::StreamId, int64_t>> counts;
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            for (const auto& [id, work] : work_) {
+                counts.emplace_back(id, work.submitted);
+            }
+        }
+        for (const auto& [id, count] : counts) {
+            run(id, count);
+        }
+    }
+
+  private:
+    struct Copy {
+        Borrowed source, target;
+    };
+    struct Work {
+        std::deque<Copy> copies;
+        int64_t submitted = 0;
+        int64_t done() const { return submitted - static_cast<int64_t>(copies.size()); }
+    };
+
+    std::mutex mutex_;
+    std::map<c10::StreamId, Work> work_;
+    c10::StreamId last_id_ = 0;
+};
+
+// The current stream of each device, 0 for the default one; of this thread, as the device is.
+inline c10::StreamId& current_stream_slot(c10::DeviceIndex device) {
+    thread_local std::array<c10::StreamId, kMaxDevices> current{};
+    return current.at(static_cast<size_t>(device));
+}
+
+// Work that is not deferred comes after what its stream was given before.
+inline void catch_up(c10::DeviceIndex device) {
+    if (const c10::StreamId id = current_stream_slot(device); id != 0) {
+        Streams::instance().run(id, Streams::instance().submitted(id));
+    }
+}
+
+// Host memory that was registered, by address.
+class PinnedMemory {
+  public:
+    static PinnedMemory& instance() {
+        static PinnedMemory pinned;
+        return pinned;
+    }
+
+    bool add(int64_t address, int64_t num_bytes) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return blocks_.emplace(address, num_bytes).second;
+    }
+    bool remove(int64_t address) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return blocks_.erase(address) != 0;
+    }
+    bool holds(const void* pointer) const {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const auto address = reinterpret_cast<int64_t>(pointer);
+        const auto after = blocks_.upper_bound(address);
+        return after != blocks_.begin() &&
+               address < std::prev(after)->first + std::prev(after)->second;
+    }
+
+  private:
+    mutable std::mutex mutex_;
+    std::map<int64_t, int64_t> blocks_;
+};
+
+}  // namespace fake_musa
