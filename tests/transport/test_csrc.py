@@ -12,12 +12,14 @@ import pytest
 from .build_tools import ENVIRONMENT, GENERATOR, needs_cmake
 
 REPOSITORY = Path(__file__).parents[2]
+# A build takes a minute of two idle cores, and many times that of busy ones.
+_BUILD_TIMEOUT_S = 900
 SOURCES = sorted(path for path in (REPOSITORY / "csrc").rglob("*") if path.suffix in {".cc", ".h"})
 
 
 def execute(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False
     )
 
 
