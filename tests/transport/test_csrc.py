@@ -19,7 +19,12 @@ SOURCES = sorted(path for path in (REPOSITORY / "csrc").rglob("*") if path.suffi
 
 def execute(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False
+        command,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=_BUILD_TIMEOUT_S,
+        check=False,
     )
 
 
