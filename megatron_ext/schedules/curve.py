@@ -28,20 +28,29 @@ class Curve:
     def take(self, position: int) -> int:
         """Take the change at a position out; return it."""
         node = position + self._size
-        change = self._sum[node]
-        self._sum[node] = self._top[node] = 0
+        sums, tops = self._sum, self._top
+        change = sums[node]
+        if not change:
+            return 0
+        sums[node] = tops[node] = 0
         while node > 1:
-            node //= 2
-            self._pull(node)
+            node >>= 1
+            left = node << 1
+            sums[node] = sums[left] + sums[left + 1]
+            high, low = tops[left], sums[left] + tops[left + 1]
+            tops[node] = high if high > low else low
         return change
 
     def top(self, end: int) -> int:
         """Return the highest running sum of the changes before a position, at least 0."""
         node, top = end + self._size, 0
+        sums, tops = self._sum, self._top
         while node > 1:
-            if node % 2:
-                top = max(self._top[node - 1], self._sum[node - 1] + top)
-            node //= 2
+            if node & 1:
+                top += sums[node - 1]
+                if tops[node - 1] > top:
+                    top = tops[node - 1]
+            node >>= 1
         return top
 
     def _pull(self, node: int) -> None:

@@ -92,15 +92,13 @@ class Hint:
 
     def _first(self) -> list[int] | None:
         progress = self.progress
-        heaps = [progress.backwards]
-        if not self._weights_fill:
-            heaps.append(progress.weights)
-        if progress.forwards and self._is_admissible(progress.forwards[0]):
-            heaps.append(progress.forwards)
-        heaps = [heap for heap in heaps if heap]
-        if heaps:
-            return min(heaps, key=lambda heap: heap[0])
-        return progress.weights or None
+        best, weights, forwards = progress.backwards, progress.weights, progress.forwards
+        if weights and not self._weights_fill and (not best or weights[0] < best[0]):
+            best = weights
+        # Last, since only here the curve has to be asked.
+        if forwards and (not best or forwards[0] < best[0]) and self._is_admissible(forwards[0]):
+            best = forwards
+        return best or weights or None
 
     def _is_admissible(self, index: int) -> bool:
         """Tell whether a forward may run now: the rest of the table, one higher, must fit.
