@@ -95,6 +95,7 @@ def prepare(args: Namespace) -> bool:
         _message_bytes(args),
         getattr(args, "pipeline_transport", None) or "auto",
         tuple(getattr(args, "node_ips", None) or ()),
+        _gathers_late(args),
     )
     setattr(args, _WORLD, args.world_size)
     args.rank, args.world_size = job.role_rank, job.ranks.role_size(job.role)
@@ -189,6 +190,15 @@ def _message_bytes(args: Namespace) -> int:
         return one
     layers: int = args.num_layers // args.pipeline_model_parallel_size
     return one * (layers + 1)
+
+
+def _gathers_late(args: Namespace) -> bool:
+    """Tell whether each replica has updated a share of its weights when a step is over."""
+    if (getattr(args, "num_distributed_optimizer_instances", None) or 1) > 1:
+        return False  # replicas are shared out in groups; those of a group have gathered then
+    if getattr(args, "fp8_param_gather", False) or getattr(args, "fp4_param_gather", False):
+        return False  # what is gathered are bytes of another kind
+    return bool(args.use_distributed_optimizer and getattr(args, "overlap_param_gather", False))
 
 
 def _refuse_lonely(args: Namespace) -> None:

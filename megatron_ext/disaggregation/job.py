@@ -39,6 +39,8 @@ class Job:
     """What carries tensors between processes."""
     node_ips: tuple[str, ...] = ()
     """Addresses of the nodes for that, where they are not found out."""
+    gathers_late: bool = False
+    """Whether replicas share the update of weights out, and gather them in their next forward."""
     _tables: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -55,6 +57,18 @@ class Job:
     def role_rank(self) -> int:
         """Rank among the processes of the same role."""
         return self.ranks.role_rank(self.place)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether each replica sends forward ranks a share of the weights, not all to its own."""
+        return self.gathers_late and self.ranks.dp > 1
+
+    @property
+    def weight_partners(self) -> list[Place]:
+        """Processes of the other role that weights are exchanged with, replica by replica."""
+        place, ranks = self.place, self.ranks
+        replicas = range(ranks.dp) if self.shares_weights else [place.dp]
+        return [twin for replica in replicas for twin in ranks.twins(place._replace(dp=replica))]
 
     @property
     def window(self) -> int:

@@ -166,9 +166,10 @@ def _neighbours(job: Job) -> list[int]:
     """Return everybody that messages are exchanged with, the same from both sides.
 
     Those are the stages next to this one of either role, and the same stage of the other role.
+    Weights may come from all replicas.
     """
     place, ranks = job.place, job.ranks
-    found = {ranks.rank(twin) for twin in ranks.twins(place)}
+    found = {ranks.rank(twin) for twin in job.weight_partners}
     for stage in {place.pp - 1, place.pp + 1} & set(range(ranks.pp)):
         there = Place(place.role, place.dp, stage, place.tp)
         found.add(ranks.rank(there))

@@ -4,9 +4,9 @@ A forward rank runs its F without a graph, and sends what they make to both role
 runs R, which gives it the graph of one micro-batch, and then B, so it keeps no more than that.
 
 A forward rank may be `Job.window` micro-batches ahead of the backward rank of its stage, which
-gives leave for one more whenever it begins one. That bounds whatever waits on any process: backwards of
-neighbouring stages are one micro-batch apart, and nobody overtakes the forwards. Nor can it lock:
-leave for a micro-batch needs nothing but earlier ones.
+gives leave for one more whenever it begins one. That bounds whatever waits on any process:
+backwards of neighbouring stages are one micro-batch apart, and nobody overtakes the forwards. Nor
+can it lock: leave for a micro-batch needs nothing but earlier ones.
 """
 
 from __future__ import annotations

@@ -4,13 +4,18 @@ After each optimizer step a backward rank says whether it updated its weights (w
 may have skipped the step) and sends them in buckets; sends return at once, so the next forwards and
 the loading of data overlap with them. A forward rank takes them before its next forward. The first
 transfer makes both roles equal, whatever they were initialised or loaded with.
+
+Where replicas gather each other's weights only in their next forward (the distributed optimizer
+with --overlap-param-gather), nobody waits for that: each replica sends the share that it updated to
+the forward ranks of all replicas, and they put the buckets of Megatron's gradient buffers together.
 """
 
 from __future__ import annotations
 
+import pickle
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["WeightReceiver", "WeightSender"]
 
 _BUCKET_BYTES = 32 << 20
+_LAYOUT = 1
+"""Part of the first message that says how shared buckets are filled."""
 
 
 class _BucketKey(Key):
@@ -33,14 +40,16 @@ class _BucketKey(Key):
     __slots__ = ()
 
     def __str__(self) -> str:
+        if self.part == _LAYOUT:
+            return "where weights stand in their buckets"
         if self.microbatch == 0:
             return "whether the weights were updated"
         return f"bucket {self.microbatch - 1} of the weights"
 
 
-def _key(job: Job, number: int) -> _BucketKey:
+def _key(job: Job, number: int, part: int = 0) -> _BucketKey:
     # No gradient goes to a forward rank, and there is no such stage.
-    return _BucketKey("B", job.ranks.pp, number)
+    return _BucketKey("B", job.ranks.pp, number, part)
 
 
 class _Weight(NamedTuple):
@@ -57,37 +66,65 @@ class _Weight(NamedTuple):
         return self.parameter.numel() // self.num_shards
 
 
-class _Buckets:
-    """The weights of a stage in the order and the portions in which they travel."""
+class _Placed(NamedTuple):
+    """A weight in a bucket."""
 
-    def __init__(self, job: Job, chunks: Sequence[torch.nn.Module]) -> None:
-        self.job = job
-        merged = job.ranks.merged and job.role == "forward"
-        self._tp = job.ranks.tp if merged else 1
-        self.buckets = list(self._portions(unwrap_model(list(chunks))))
+    weight: _Weight
+    start: int
+    """Its first element, counted in one message."""
 
-    def _portions(self, modules: Sequence[torch.nn.Module]) -> Iterator[list[_Weight]]:
-        """Yield weights of one dtype, some megabytes each; the same portions for either role."""
-        bucket: list[_Weight] = []
-        size = 0
-        for weight in self._weights(modules):
-            num_bytes = weight.numel * weight.parameter.element_size()
-            other_dtype = bucket and bucket[0].parameter.dtype != weight.parameter.dtype
-            if bucket and (other_dtype or size + num_bytes > _BUCKET_BYTES):
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(weight)
-            size += num_bytes
-        if bucket:
+
+_Bucket = list[_Placed]
+
+
+def _weights(job: Job, chunks: Sequence[torch.nn.Module]) -> Iterator[_Weight]:
+    """Yield the weights of a stage; the same in the same order for either role."""
+    merged = job.ranks.merged and job.role == "forward"
+    num_shards = job.ranks.tp if merged else 1
+    for module in unwrap_model(list(chunks)):
+        gated = bool(module.config.gated_linear_unit)
+        for name, parameter in module.named_parameters():
+            sharded = getattr(parameter, "tensor_model_parallel", False)
+            fused = gated and ".linear_fc1." in name
+            yield _Weight(name, parameter, num_shards if sharded else 1, fused)
+
+
+def _portions(weights: Iterable[_Weight]) -> Iterator[_Bucket]:
+    """Yield weights of one dtype, some megabytes each; the same portions for either role."""
+    bucket: _Bucket = []
+    size = 0
+    for weight in weights:
+        size_of_one = weight.parameter.element_size()
+        other_dtype = bucket and bucket[0].weight.parameter.dtype != weight.parameter.dtype
+        if bucket and (other_dtype or (size + weight.numel) * size_of_one > _BUCKET_BYTES):
             yield bucket
+            bucket, size = [], 0
+        bucket.append(_Placed(weight, size))
+        size += weight.numel
+    if bucket:
+        yield bucket
 
-    def _weights(self, modules: Sequence[torch.nn.Module]) -> Iterator[_Weight]:
-        for module in modules:
-            gated = bool(module.config.gated_linear_unit)  # type: ignore[union-attr]
-            for name, parameter in module.named_parameters():
-                sharded = getattr(parameter, "tensor_model_parallel", False)
-                fused = gated and ".linear_fc1." in name
-                yield _Weight(name, parameter, self._tp if sharded else 1, fused)
+
+_Layout = list[list[tuple[str, int]]]
+"""By bucket, the names of weights and where each begins."""
+
+
+def _shared_buckets(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, Any]]:
+    """Yield Megatron's buckets, of which each replica updates a share, and the buffer of each."""
+    for chunk in chunks:
+        assert isinstance(chunk, DistributedDataParallel)
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            yield from ((buffer, bucket) for bucket in buffer.buckets)
+
+
+def _layout(chunks: Sequence[torch.nn.Module]) -> _Layout:
+    modules = unwrap_model(list(chunks))
+    names = {p: name for module in modules for name, p in module.named_parameters()}
+    return [
+        # Not `param_to_index`: that leaves out how weights are aligned.
+        [(names[p], buffer.param_index_map[p][0] - bucket.offset) for p in bucket.params_list]
+        for buffer, bucket in _shared_buckets(chunks)
+    ]
 
 
 class WeightSender:
@@ -95,7 +132,7 @@ class WeightSender:
 
     Args:
         job: Whose weights they are.
-        link: To the forward rank with the same weights.
+        link: To the forward ranks with the same weights.
         chunks: The model of this rank, in its wrappers.
     """
 
@@ -103,29 +140,47 @@ class WeightSender:
         self._job = job
         self._link = link
         self._chunks = chunks
-        self._buckets = _Buckets(job, chunks)
-        [twin] = job.ranks.twins(job.place)
-        self._twin = job.ranks.rank(twin)
+        self._buckets = list(_portions(_weights(job, chunks)))
+        self._targets = [job.ranks.rank(place) for place in job.weight_partners]
+        self.send_s = 0.0
+        """Time for which new weights kept this process, so far."""
+        if job.shares_weights:
+            layout = bytearray(pickle.dumps(_layout(chunks)))
+            link.begin([], 1)
+            self._isend(torch.frombuffer(layout, dtype=torch.uint8), _key(job, 0, _LAYOUT))
 
     def send(self, *, updated: bool) -> None:
         """Send the weights, or that they are what they were."""
+        begin_s = time.perf_counter()
         self._link.begin([], 1)
-        said = torch.tensor([updated], dtype=torch.uint8)
-        self._link.wire.isend(said, self._twin, _key(self._job, 0))
-        if not updated:
-            return
-        self._gather()
-        self._link.begin([], 1)
-        for number, bucket in enumerate(self._buckets.buckets, start=1):
-            # A copy: the next optimizer step may come before it has left.
-            flat = torch.cat([weight.parameter.detach().reshape(-1) for weight in bucket])
-            self._link.wire.isend(flat.cpu(), self._twin, _key(self._job, number))
+        self._isend(torch.tensor([updated], dtype=torch.uint8), _key(self._job, 0))
+        if updated:
+            self._link.begin([], 1)
+            flats = self._shares() if self._job.shares_weights else self._whole()
+            for number, flat in enumerate(flats, start=1):
+                self._isend(flat.cpu(), _key(self._job, number))
+        self.send_s += time.perf_counter() - begin_s
 
-    def _gather(self) -> None:
-        """Fetch what other replicas updated, where forward passes would do it later."""
+    def _isend(self, tensor: torch.Tensor, key: Key) -> None:
+        for target in self._targets:
+            self._link.wire.isend(tensor, target, key)
+
+    # Copies in both: the next optimizer step may come before they have left.
+
+    def _whole(self) -> Iterator[torch.Tensor]:
+        """Yield each bucket, once this replica knows what the others updated."""
         for chunk in self._chunks:
             if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
+        for bucket in self._buckets:
+            yield torch.cat([placed.weight.parameter.detach().reshape(-1) for placed in bucket])
+
+    def _shares(self) -> Iterator[torch.Tensor]:
+        """Yield what this replica updated of each bucket."""
+        ranks = self._job.ranks
+        for _, bucket in _shared_buckets(self._chunks):
+            share = bucket.param_data.view(-1).chunk(ranks.dp)[self._job.place.dp]
+            yield share.detach().clone()
 
 
 class WeightReceiver:
@@ -133,48 +188,65 @@ class WeightReceiver:
 
     Args:
         job: Whose weights they are.
-        link: To the backward ranks with the same weights, or shards of them.
+        link: To the backward ranks with the same weights, or parts of them.
         chunks: The model of this rank, in its wrappers.
     """
 
     def __init__(self, job: Job, link: RoleLink, chunks: Sequence[torch.nn.Module]) -> None:
         self._job = job
         self._link = link
-        self._buckets = _Buckets(job, chunks).buckets
-        self._twins = [job.ranks.rank(twin) for twin in job.ranks.twins(job.place)]
+        self._sources = [job.ranks.rank(place) for place in job.weight_partners]
+        weights = list(_weights(job, chunks))
+        self._buckets = self._filled(weights) if job.shares_weights else list(_portions(weights))
         self.transfer_s = 0.0
         """Time from the news that there are new weights until they were here, so far."""
 
+    def _filled(self, weights: Sequence[_Weight]) -> list[_Bucket]:
+        """Ask backward ranks, whose layouts are the same, how they fill their buckets."""
+        key = _key(self._job, 0, _LAYOUT)
+        self._link.begin([Expected(source, key, None, torch.uint8) for source in self._sources], 1)
+        [told, *_] = [self._link.recv_from(source, key) for source in self._sources]
+        layout: _Layout = pickle.loads(told.cpu().numpy().tobytes())  # noqa: S301 - of our own job
+        by_name = {weight.name: weight for weight in weights}
+        return [[_Placed(by_name[name], start) for name, start in bucket] for bucket in layout]
+
     def receive(self) -> None:
         """Wait for the weights of the next step, if there are new ones, and take them over."""
-        self._link.begin([self._expected(twin, 0, torch.uint8) for twin in self._twins], 1)
-        said = [self._link.recv_from(twin, _key(self._job, 0)) for twin in self._twins]
+        self._link.begin([self._expected(rank, 0, torch.uint8) for rank in self._sources], 1)
+        said = [self._link.recv_from(rank, _key(self._job, 0)) for rank in self._sources]
         begin_s = time.perf_counter()
         if any(bool(updated) for updated in said):
             self._link.begin(
                 [
-                    self._expected(twin, number, bucket[0].parameter.dtype)
+                    self._expected(rank, number, bucket[0].weight.parameter.dtype)
                     for number, bucket in enumerate(self._buckets, start=1)
-                    for twin in self._twins
+                    for rank in self._sources
                 ],
                 len(self._buckets),
             )
             for number, bucket in enumerate(self._buckets, start=1):
                 key = _key(self._job, number)
-                _unpack(bucket, [self._link.recv_from(twin, key) for twin in self._twins])
+                parts = [self._link.recv_from(rank, key) for rank in self._sources]
+                _unpack(bucket, self._by_shard(parts))
         self.transfer_s += time.perf_counter() - begin_s
+
+    def _by_shard(self, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Put what replicas sent together to a whole bucket of each tensor-parallel shard."""
+        if not self._job.shares_weights:
+            return parts
+        num_shards = len(parts) // self._job.ranks.dp  # replicas come one after the other
+        return [torch.cat(list(parts[shard::num_shards])) for shard in range(num_shards)]
 
     def _expected(self, twin: int, number: int, dtype: torch.dtype) -> Expected:
         return Expected(twin, _key(self._job, number), None, dtype)
 
 
 @torch.no_grad()
-def _unpack(bucket: Sequence[_Weight], shards: Sequence[torch.Tensor]) -> None:
+def _unpack(bucket: _Bucket, shards: Sequence[torch.Tensor]) -> None:
     """Copy a bucket of each shard into the weights of a forward rank."""
-    sizes = [weight.numel for weight in bucket]
-    by_weight = zip(*(shard.split(sizes) for shard in shards), strict=True)
-    for weight, parts in zip(bucket, by_weight, strict=True):
+    for weight, start in bucket:
         parameter = weight.parameter
+        parts = [shard[start : start + weight.numel] for shard in shards]
         if weight.num_shards == 1:
             parameter.copy_(parts[0].view_as(parameter))
             continue
