@@ -13,7 +13,7 @@ from megatron_ext.schedules.runtime.rng import microbatch_rng, rng_of_this_step
 from tests.ranks import run_ranks
 from tests.training.helpers import LLAMA, MOCK, MOE
 
-from .capture import PP2, train
+from .capture import PP2, run_here, train
 from .test_equality import TP2, VPP2, assert_equal, stock
 
 DROPOUT = MOCK + "--eval-iters 1 --eval-interval 2 --train-iters 3 --clip-grad 0 --microbatch-rng "
@@ -120,3 +120,19 @@ def test_a_resumed_run_draws_what_the_whole_run_drew(tmp_path: Path) -> None:
     whole = stock(2, flags)
     assert rest.losses == whole.losses[2:]
     assert rest.parameters == whole.parameters
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated_musa")
+def test_generators_of_a_device_start_anew_too() -> None:
+    """Ranks that choose their order, against Megatron's own schedule, on the emulated device."""
+    flags = MOCK + "--eval-iters 0 --train-iters 2 --clip-grad 0 " + PP2
+    ours, theirs = (
+        run_ranks(2, run_here, "gpt", (flags + more).split(), device="musa")
+        for more in ("--pipeline-schedule 1f1b --use-dpp", "--microbatch-rng")
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.orders == ["hint"]
+        assert mine.losses == other.losses
+        assert mine.parameters == other.parameters
+    assert len(ours[-1].losses) == 2
