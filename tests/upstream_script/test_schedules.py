@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.training.helpers import bert_flags, report, train
@@ -60,3 +62,18 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
 def test_bert(bert: tuple[str, list[str]], schedule: str) -> None:
     start, stock = bert
     assert report(train(4, start + schedule, script="pretrain_bert.py", embedded=False)) == stock
+
+
+RAMP = "--rampup-batch-size 4 4 16 --global-batch-size 12 --train-samples 40 "
+
+
+@pytest.mark.slow
+def test_a_batch_that_grows_in_a_dynamic_order() -> None:
+    """With 2, then 4, then 6 micro-batches, each of which has a table of its own."""
+    flags = GPT.replace("--train-iters 5 ", "") + PP2 + RAMP
+    dynamic, stock = (run(2, flags + order) for order in ("--use-dpp ", ""))
+    assert "1f1b on 2 ranks, 6 micro-batches: dynamic order" in "".join(dynamic.logs)
+    lines = report(dynamic)
+    assert lines == report(stock)
+    sizes = [int(size) for line in lines for size in re.findall(r"global batch size: +(\d+)", line)]
+    assert sizes == [4, 4, 8, 12, 12]
