@@ -15,21 +15,13 @@ import argparse
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
-from torch.nn.functional import (
-    cross_entropy,
-    embedding,
-    gelu,
-    linear,
-    scaled_dot_product_attention,
-)
 
 VOCAB, HIDDEN, HEADS, SEQ, MICRO_BATCH = 64, 32, 4, 16, 2
 
@@ -43,74 +35,50 @@ class Layout(NamedTuple):
     pp: int
     dp: int
 
-    def rank(self, tp: int, pp: int, dp: int) -> int:
-        """Return the rank at three coordinates: tp varies fastest, dp slowest."""
-        return (dp * self.pp + pp) * self.tp + tp
-
     def groups(self, kind: str) -> list[list[int]]:
         """Return the groups of "tp", "pp" or "dp": ranks that differ in that coordinate only."""
-        sizes = self._asdict()
-        others = [name for name in ("dp", "pp", "tp") if name != kind]
-        return [
-            [self.rank(**{kind: i, others[0]: a, others[1]: b}) for i in range(sizes[kind])]
-            for a in range(sizes[others[0]])
-            for b in range(sizes[others[1]])
-        ]
+        ranks = torch.arange(self.dp * self.pp * self.tp).view(self.dp, self.pp, self.tp)
+        return ranks.movedim(("dp", "pp", "tp").index(kind), -1).flatten(0, 1).tolist()
 
     def describe(self, device: str) -> Iterator[str]:
         """Yield the lines of a picture of the layout."""
-        for dp in range(self.dp):
-            yield f"DP replica {dp}:"
-            for pp in range(self.pp):
-                ranks = [f"{device} {self.rank(tp, pp, dp)} (tp={tp})" for tp in range(self.tp)]
-                yield f"  Stage {pp}: {', '.join(ranks)}"
-            yield ""
-        uses = {
-            "tp": "AllReduce every forward",
-            "pp": "send/recv activations",
-            "dp": "AllReduce after backward",
-        }
-        for kind, use in uses.items():
+        for number, ranks in enumerate(self.groups("tp")):
+            replica, stage = divmod(number, self.pp)
+            if stage == 0:
+                yield f"DP replica {replica}:"
+            places = [f"{device} {rank} (tp={tp})" for tp, rank in enumerate(ranks)]
+            yield f"  Stage {stage}: {', '.join(places)}" + "\n" * (stage == self.pp - 1)
+        for kind, use in (
+            ("tp", "AllReduce every forward"),
+            ("pp", "send/recv activations"),
+            ("dp", "AllReduce after backward"),
+        ):
             groups = [f"[{','.join(map(str, group))}]" for group in self.groups(kind)]
             yield f"{kind.upper()} groups:  {', '.join(groups)}   <- {use}"
 
 
-@dataclass
+ALONE = Layout(1, 1, 1)
+
+
 class Group:
     """This rank's peers in one dimension, and what it has told them, in messages and bytes.
 
     A group of one never communicates: single-process training is the same code with such groups.
     """
 
-    name: str
-    ranks: list[int] = field(default_factory=lambda: [0])
-    handle: dist.ProcessGroup | None = None
-    sent: Counter[str] = field(default_factory=Counter)
-    pending: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, kind: str, layout: Layout) -> Group:
-        """Open all groups of a kind, as torch requires, and return the one with this rank."""
-        mine = cls(kind)
-        for ranks in layout.groups(kind):
-            handle = dist.new_group(ranks)
-            if dist.get_rank() in ranks:
-                mine = cls(kind, ranks, handle)
-        return mine
-
-    @property
-    def size(self) -> int:
-        """The number of peers, this rank among them."""
-        return len(self.ranks)
-
-    @property
-    def index(self) -> int:
-        """This rank's place among them."""
-        return self.ranks.index(dist.get_rank()) if self.size > 1 else 0
+    def __init__(self, kind: str, layout: Layout = ALONE) -> None:
+        groups, me = layout.groups(kind), dist.get_rank()
+        self.size, self.ranks, self.index = len(groups[0]), [me], 0
+        if self.size > 1:  # all ranks open all groups of a kind together, as torch requires
+            self.handle, _ = dist.new_subgroups_by_enumeration(groups)
+            self.ranks = next(ranks for ranks in groups if me in ranks)
+            self.index = self.ranks.index(me)
+        self.messages = self.bytes = 0
+        self.pending: list[tuple[dist.Work | None, Tensor]] = []
 
     def _count(self, tensor: Tensor) -> None:
-        self.sent["messages"] += 1
-        self.sent["bytes"] += tensor.numel() * tensor.element_size()
+        self.messages += 1
+        self.bytes += tensor.nbytes
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the group, in place."""
@@ -124,7 +92,6 @@ class Group:
         self._count(tensor)
         tensor = tensor.contiguous()
         work = dist.isend(tensor, self.ranks[to], group=self.handle, tag=tag)
-        assert work is not None
         self.pending.append((work, tensor))  # memory must stay until the message has left
 
     def recv(self, like: Tensor, source: int, tag: int) -> Tensor:
@@ -135,6 +102,7 @@ class Group:
     def wait(self) -> None:
         """Wait until everything that was handed over has arrived."""
         for work, _ in self.pending:
+            assert work is not None
             work.wait()
         self.pending.clear()
 
@@ -147,13 +115,11 @@ class ToPieces(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
-        """Pass on."""
         ctx.tp = tp
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Add up."""
         return ctx.tp.all_reduce(gradient.clone()), None
 
 
@@ -162,17 +128,15 @@ class FromPieces(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor, tp: Group) -> Tensor:
-        """Add up."""
         return tp.all_reduce(x.clone())
 
     @staticmethod
     def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Pass on."""
         return gradient, None
 
 
 class ColumnParallel(nn.Module):
-    """A linear layer of which this rank computes some outputs."""
+    """A linear layer of which this rank computes some outputs: nothing is sent in the forward."""
 
     def __init__(self, whole: Tensor, tp: Group) -> None:
         super().__init__()
@@ -180,12 +144,11 @@ class ColumnParallel(nn.Module):
         self.weight = nn.Parameter(whole.chunk(tp.size, dim=0)[tp.index].clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Whole input, some outputs: nothing is sent."""
-        return linear(ToPieces.apply(x, self.tp), self.weight)
+        return F.linear(ToPieces.apply(x, self.tp), self.weight)
 
 
 class RowParallel(nn.Module):
-    """A linear layer of which this rank has some inputs."""
+    """A linear layer of which this rank has some inputs: the output is the sum over the ranks."""
 
     def __init__(self, whole: Tensor, tp: Group) -> None:
         super().__init__()
@@ -193,8 +156,7 @@ class RowParallel(nn.Module):
         self.weight = nn.Parameter(whole.chunk(tp.size, dim=1)[tp.index].clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Some inputs, whole output: the sum over the ranks."""
-        return FromPieces.apply(linear(x, self.weight), self.tp)
+        return FromPieces.apply(F.linear(x, self.weight), self.tp)
 
 
 class Block(nn.Module):
@@ -215,9 +177,9 @@ class Block(nn.Module):
         """Map (batch, seq, hidden) to the same shape."""
         heads = self.attend(self.norms[0](x)).unflatten(-1, (-1, 3, HIDDEN // HEADS))
         query, key, value = heads.transpose(1, 2).unbind(3)  # (batch, own heads, seq, width)
-        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(gelu(self.up(self.norms[1](x))))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
 def matrix(rows: int, columns: int, draw: torch.Generator) -> Tensor:
@@ -234,11 +196,10 @@ class Stage(nn.Module):
     def __init__(self, index: int, count: int, layers: int, tp: Group) -> None:
         super().__init__()
         self.first, self.last = index == 0, index == count - 1
-        draw = torch.Generator()
+        draw, per_stage = torch.Generator(), layers // count
         if self.first:
             self.embedding = nn.Parameter(matrix(VOCAB, HIDDEN, draw.manual_seed(1)))
             self.positions = nn.Parameter(matrix(SEQ, HIDDEN, draw.manual_seed(2)))
-        per_stage = layers // count
         numbers = range(index * per_stage, (index + 1) * per_stage)
         # Seeded by its number, so that a block is the same wherever it lives.
         self.blocks = nn.Sequential(*(Block(draw.manual_seed(10 + n), tp) for n in numbers))
@@ -249,12 +210,12 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         """Return what the next stage works on, or the loss."""
         if self.first:
-            x = embedding(tokens[:, :-1], self.embedding) + self.positions
+            x = F.embedding(tokens[:, :-1], self.embedding) + self.positions
         x = self.blocks(x)
         if not self.last:
             return x
-        logits = linear(self.norm(x), self.head)
-        return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        logits = F.linear(self.norm(x), self.head)
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class Action(NamedTuple):
@@ -265,8 +226,7 @@ class Action(NamedTuple):
     microbatch: int
 
 
-@dataclass
-class Table:
+class Table(NamedTuple):
     """A pipeline schedule: where each stage lives, and what each rank does in which order."""
 
     rank_of: list[int]
@@ -275,11 +235,8 @@ class Table:
 
 def gpipe(pp: int, microbatches: int) -> Table:
     """All forwards, then all backwards: the simplest schedule, and the one that keeps most."""
-    rows = [
-        [Action(stage, kind, m) for kind in "FB" for m in range(microbatches)]
-        for stage in range(pp)
-    ]
-    return Table(list(range(pp)), rows)
+    order = [(kind, m) for kind in "FB" for m in range(microbatches)]
+    return Table(list(range(pp)), [[Action(stage, *what) for what in order] for stage in range(pp)])
 
 
 def table_of(name: str, pp: int, microbatches: int) -> Table:
@@ -288,12 +245,11 @@ def table_of(name: str, pp: int, microbatches: int) -> Table:
         return gpipe(pp, microbatches)
     if pp == 1:
         stop(f"--schedule {name} needs a pipeline; take --pp 2 or more")
-    from megatron_ext import schedules
-    from megatron_ext.errors import ScheduleError
+    from megatron_ext import errors, schedules
 
     try:
         found = schedules.generate(name, pp, microbatches)
-    except ScheduleError as error:
+    except errors.ScheduleError as error:
         stop(f"--schedule {error}")
     if found.placement.twins == 2 or found.disaggregated:
         stop(f"--schedule {name} runs on two copies of the model; take zb-v or 1f1b")
@@ -307,54 +263,51 @@ class Pipeline:
     def __init__(self, table: Table, layers: int, tp: Group, pp: Group, device: str) -> None:
         self.table, self.pp, self.device = table, pp, device
         count = len(table.rank_of)
-        self.stages = nn.ModuleDict(
-            {
-                str(index): Stage(index, count, layers, tp).to(device)
-                for index, rank in enumerate(table.rank_of)
-                if rank == pp.index
-            }
-        )
+        self.stages = {
+            stage: Stage(stage, count, layers, tp).to(device)
+            for stage, rank in enumerate(table.rank_of)
+            if rank == pp.index
+        }
         self.kept: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor | None]] = {}
         self.local: dict[Action, Tensor] = {}
 
     def step(self, batch: list[Tensor]) -> float:
         """Run all micro-batches, add gradients up, return the loss (0 if it is elsewhere)."""
-        losses = 0.0
+        loss = 0.0
         for action in self.table.rows[self.pp.index]:
             if action.kind == "F":
-                losses += self._forward(action, batch[action.microbatch]) / len(batch)
+                loss += self._forward(action, batch[action.microbatch]) / len(batch)
             else:
                 self._backward(action, len(batch))
         self.pp.wait()
-        return losses
+        return loss
 
     def _forward(self, action: Action, tokens: Tensor) -> float:
-        stage = self.stages[str(action.stage)]
+        stage = self.stages[action.stage]
         x = torch.empty(0) if stage.first else self._take(action).requires_grad_()
         output = stage(x, tokens)
-        self.kept[action.stage, action.microbatch] = (x, output, None)
+        self.kept[action.stage, action.microbatch] = x, output, None
         if stage.last:
             return output.item()
         self._give(output.detach(), Action(action.stage + 1, "F", action.microbatch))
         return 0.0
 
     def _backward(self, action: Action, microbatches: int) -> None:
-        stage, key = self.stages[str(action.stage)], (action.stage, action.microbatch)
+        stage, key = self.stages[action.stage], (action.stage, action.microbatch)
         x, output, gradient = self.kept.pop(key)
         if gradient is None:
             ones = torch.full_like(output, 1 / microbatches)
             gradient = ones if stage.last else self._take(action)
-        weights = list(stage.parameters()) if action.kind in "BW" else []
-        inputs = [x] if action.kind in "BI" and not stage.first else []
-        if inputs or weights:
-            halves = action.kind == "I"
-            found = torch.autograd.grad(output, inputs + weights, gradient, retain_graph=halves)
-            for weight, part in zip(weights, found[len(inputs) :], strict=True):
-                weight.grad = part if weight.grad is None else weight.grad + part
-        if inputs:
-            self._give(found[0], Action(action.stage - 1, "B", action.microbatch))
+        wanted = list(stage.parameters()) if action.kind in "BW" else []
+        onwards = action.kind in "BI" and not stage.first
+        if wanted or onwards:
+            leaves, halves = wanted + [x] * onwards, action.kind == "I"
+            torch.autograd.backward(output, gradient, inputs=leaves, retain_graph=halves)
+        if onwards:
+            assert x.grad is not None
+            self._give(x.grad, Action(action.stage - 1, "B", action.microbatch))
         if action.kind == "I":
-            self.kept[key] = (x, output, gradient)  # W comes later
+            self.kept[key] = x, output, gradient  # W comes later
 
     def _give(self, tensor: Tensor, wanted: Action) -> None:
         """Send a tensor to the rank that wants it for an action; it may be this one."""
@@ -373,9 +326,9 @@ class Pipeline:
         like = torch.empty(MICRO_BATCH, SEQ, HIDDEN, device=self.device)
         return self.pp.recv(like, source, self._tag(wanted))
 
-    def _tag(self, action: Action) -> int:
-        kinds = len(self.table.rank_of) * (action.kind == "B")
-        return 1 + action.microbatch * 2 * len(self.table.rank_of) + kinds + action.stage
+    def _tag(self, wanted: Action) -> int:
+        number = wanted.microbatch * len(self.table.rank_of) + wanted.stage
+        return 2 * number + (wanted.kind == "B")
 
 
 # --- DP: the batch in parts, and the training loop ------------------------------------------------
@@ -389,24 +342,19 @@ def sync_dp_gradients(parameters: list[nn.Parameter], dp: Group) -> None:
         p.grad = part.view_as(p)
 
 
-def samples(microbatches: int, replica: int, device: str) -> list[Tensor]:
-    """Return a replica's micro-batches, the same in each step, so that they can be learned."""
-    first = replica * microbatches
-    return [
-        torch.randint(
-            VOCAB, (MICRO_BATCH, SEQ + 1), generator=torch.Generator().manual_seed(number)
-        ).to(device)
-        for number in range(first, first + microbatches)
-    ]
+def sample(number: int, device: str) -> Tensor:
+    """Draw a micro-batch by its number: the same in each step, so that it can be learned."""
+    draw = torch.Generator().manual_seed(number)
+    return torch.randint(VOCAB, (MICRO_BATCH, SEQ + 1), generator=draw).to(device)
 
 
-def train(args: argparse.Namespace, table: Table, groups: dict[str, Group]) -> list[float]:
+def train(args: argparse.Namespace, table: Table, tp: Group, pp: Group, dp: Group) -> list[float]:
     """Train on this rank's part of everything; return its share of the loss of each step."""
-    tp, pp, dp = (groups[kind] for kind in ("tp", "pp", "dp"))
     pipeline = Pipeline(table, args.layers, tp, pp, args.device)
-    parameters = list(pipeline.stages.parameters())
+    parameters = [p for stage in pipeline.stages.values() for p in stage.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    batch = samples(args.microbatches * args.dp // dp.size, dp.index, args.device)
+    count = args.microbatches * args.dp // dp.size
+    batch = [sample(dp.index * count + number, args.device) for number in range(count)]
     losses = []
     for _ in range(args.steps):
         optimizer.zero_grad()
@@ -422,9 +370,8 @@ def train(args: argparse.Namespace, table: Table, groups: dict[str, Group]) -> l
 def arguments() -> argparse.Namespace:
     """Parse and check; a mistake ends in one line, told by one rank."""
     parser = argparse.ArgumentParser(description="3D parallelism on one page.")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size")
-    parser.add_argument("--dp", type=int, default=1, help="data-parallel size")
+    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
+        parser.add_argument(f"--{name}", type=int, default=1, help=f"{what}-parallel size")
     parser.add_argument("--cpu", action="store_true", help="processes on this host, with gloo")
     parser.add_argument("--schedule", default="gpipe", help="gpipe, or one of megatron_ext")
     parser.add_argument("--layers", type=int, default=8)
@@ -456,20 +403,19 @@ def stop(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def traffic(groups: dict[str, Group], args: argparse.Namespace) -> Iterator[str]:
+def traffic(groups: list[Group], args: argparse.Namespace) -> Iterator[str]:
     """Yield what all ranks together told each other in one step, by strategy."""
-    uses = {
-        "tp": "AllReduce of activations and their gradients, in every block",
-        "pp": "send/recv of activations and their gradients, between stages",
-        "dp": "AllReduce of all gradients, once",
-    }
-    yield "communication of one step, all ranks together:"
-    for kind, group in groups.items():
-        sent = [group.sent["messages"], group.sent["bytes"]]
-        total = torch.tensor(sent, device=args.device)
+    yield "\ncommunication of one step, all ranks together:"
+    uses = (
+        "AllReduce of activations and their gradients, in every block",
+        "send/recv of activations and their gradients, between stages",
+        "AllReduce of all gradients, once",
+    )
+    for kind, group, use in zip(("TP", "PP", "DP"), groups, uses, strict=True):
+        total = torch.tensor([group.messages, group.bytes], device=args.device)
         dist.all_reduce(total)
         messages, size = (total // args.steps).tolist()
-        yield f"  {kind.upper()}  {messages:4} messages  {size:8} bytes   {uses[kind]}"
+        yield f"  {kind}  {messages:4} messages  {size:8} bytes   {use}"
 
 
 def main() -> None:
@@ -482,17 +428,15 @@ def main() -> None:
     if not args.cpu:
         torch.cuda.set_device(args.device)
     dist.init_process_group("gloo" if args.cpu else "nccl")
-    first = dist.get_rank() == 0
-    groups = {kind: Group.of(kind, layout) for kind in ("tp", "pp", "dp")}
-
-    shares = torch.tensor(train(args, table, groups), device=args.device)
+    groups = [Group(kind, layout) for kind in ("tp", "pp", "dp")]
+    shares = torch.tensor(train(args, table, *groups), device=args.device)
     dist.all_reduce(shares)  # each rank of a last stage has one, and so have its TP peers
     losses = (shares / args.tp).tolist()
-    lines = [*layout.describe("CPU" if args.cpu else "GPU"), "", *traffic(groups, args), ""]
-    if first:
+    lines = [*layout.describe("CPU" if args.cpu else "GPU"), *traffic(groups, args), ""]
+    if dist.get_rank() == 0:
         print("\n".join(lines))
-        alone = {kind: Group(kind) for kind in ("tp", "pp", "dp")}
-        reference = train(args, gpipe(1, args.microbatches * args.dp), alone)
+        alone = [Group(kind) for kind in ("tp", "pp", "dp")]
+        reference = train(args, gpipe(1, args.microbatches * args.dp), *alone)
         for step, (loss, expected) in enumerate(zip(losses, reference, strict=True)):
             print(f"step {step}: loss {loss:.6f}, in a single process {expected:.6f}")
         gap = max(abs(a - b) for a, b in zip(losses, reference, strict=True))
