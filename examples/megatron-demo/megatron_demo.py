@@ -370,8 +370,9 @@ def train(args: argparse.Namespace, table: Table, tp: Group, pp: Group, dp: Grou
 def arguments() -> argparse.Namespace:
     """Parse and check; a mistake ends in one line, told by one rank."""
     parser = argparse.ArgumentParser(description="3D parallelism on one page.")
-    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
-        parser.add_argument(f"--{name}", type=int, default=1, help=f"{what}-parallel size")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size")
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel size")
     parser.add_argument("--cpu", action="store_true", help="processes on this host, with gloo")
     parser.add_argument("--schedule", default="gpipe", help="gpipe, or one of megatron_ext")
     parser.add_argument("--layers", type=int, default=8)
