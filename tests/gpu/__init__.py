@@ -1,0 +1,1 @@
+"""Checks on an NVIDIA GPU: `bash tests/gpu/run.sh`."""

@@ -1,0 +1,134 @@
+"""Runs a function of a test module as several ranks that share the first GPU.
+
+Every rank is a fresh process: a GPU cannot be used after a fork. Ranks rendezvous in the directory
+of the run, where each leaves its result and its log; collectives are gloo's, because NCCL refuses
+two ranks on one GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPO = Path(__file__).resolve().parents[2]
+
+_ENVIRONMENT = {
+    "MEGATRON_EXT_DEVICE": "cuda",
+    "LOCAL_RANK": "0",  # which is the number of the GPU
+    "GLOO_SOCKET_IFNAME": "lo",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",  # not used: the store is a file
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # products that come out the same each time
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+def why_no_gpu() -> str | None:
+    """Return why the checks cannot run here, or None."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch sees no NVIDIA GPU"
+    return None
+
+
+def run(
+    num_ranks: int,
+    function: Callable[..., Any],
+    *arguments: object,
+    directory: Path,
+    timeout_s: float = 240.0,
+    **environment: str,
+) -> list[Any]:
+    """Call a function of a module in new processes; return what it returned, by rank.
+
+    Args:
+        num_ranks: How many.
+        function: Found by its module and name.
+        arguments: Of the function; pickled, as is what it returns.
+        directory: For the files of this run; new.
+        timeout_s: After that all processes are killed.
+        environment: Further variables.
+
+    Raises:
+        AssertionError: A process failed or did not end; with the end of each log.
+    """
+    directory.mkdir(parents=True)
+    (directory / "call").write_bytes(
+        pickle.dumps((function.__module__, function.__name__, arguments))
+    )
+    path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
+    ranks = []
+    for rank in range(num_ranks):
+        own = {
+            **os.environ, **_ENVIRONMENT, "PYTHONPATH": path, "RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), **environment,
+        }  # fmt: skip
+        ranks.append(_start(directory, rank, own))
+    codes = _codes(ranks, timeout_s)
+    if any(codes):
+        tails = (_tail(directory / f"{rank}.log") for rank in range(num_ranks))
+        raise AssertionError(f"exit codes {codes}\n" + "\n".join(tails))
+    return [pickle.loads((directory / f"{rank}.result").read_bytes()) for rank in range(num_ranks)]
+
+
+def _start(directory: Path, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.gpu.processes", str(directory)]
+    with (directory / f"{rank}.log").open("wb") as log:
+        return subprocess.Popen(
+            command, env=environment, cwd=directory, stdout=log, stderr=subprocess.STDOUT
+        )
+
+
+def _codes(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> list[int]:
+    """Wait for all until one fails or the time is over; then kill the others."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        while time.monotonic() < deadline:
+            codes = [process.poll() for process in ranks]
+            if None not in codes or any(codes):
+                break
+            time.sleep(0.1)
+    finally:
+        for process in ranks:
+            process.kill()
+    return [process.wait() for process in ranks]
+
+
+def _tail(path: Path) -> str:
+    lines = path.read_text(errors="replace").splitlines()[-40:]
+    return f"{path.name}:\n" + "\n".join(lines)
+
+
+def store() -> torch.distributed.FileStore:
+    """Return the store of this rank's run."""
+    return torch.distributed.FileStore("store", int(os.environ["WORLD_SIZE"]))
+
+
+def join() -> None:
+    """Make the default process group, with gloo."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.distributed.init_process_group("gloo", store=store(), rank=rank, world_size=size)
+
+
+def _main() -> None:
+    directory = Path(sys.argv[1])
+    module, name, arguments = pickle.loads((directory / "call").read_bytes())
+    result = getattr(importlib.import_module(module), name)(*arguments)
+    (directory / f"{os.environ['RANK']}.result").write_bytes(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,65 @@
+"""A tiny GPT on four pipeline ranks that share one GPU, against one process on it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext import devices
+from tests.schedules.runtime.capture import GPT, PP4, Captured, run_here
+
+from . import processes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core"),
+]
+
+# What needs neither Transformer Engine nor Apex.
+_PLAIN = (
+    "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
+    "--no-gradient-accumulation-fusion --no-rope-fusion --no-bias-gelu-fusion "
+    "--no-bias-dropout-fusion "
+)
+_CASES = {
+    "1f1b": "--pipeline-schedule 1f1b --pipeline-transport shm",
+    "Megatron's own schedule": "--pipeline-transport shm",
+    "zb-h1": "--pipeline-schedule zb-h1 --pipeline-transport shm",
+    "dpp": "--pipeline-schedule 1f1b --use-dpp",
+}
+
+
+def train(flags: str) -> Captured:
+    """Train as one rank."""
+    devices.current().bind(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    processes.join()
+    captured = run_here("gpt", flags.split())
+    torch.distributed.destroy_process_group()
+    return captured
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Captured:
+    """What one process computes."""
+    directory = tmp_path_factory.mktemp("one") / "run"
+    (found,) = processes.run(1, train, GPT + _PLAIN, directory=directory)
+    return found
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_four_stages_compute_what_one_process_does(
+    case: str, one_process: Captured, tmp_path: Path
+) -> None:
+    flags = GPT + PP4 + _PLAIN + _CASES[case]
+    ranks = processes.run(4, train, flags, directory=tmp_path / "run")
+    assert [rank.transports for rank in ranks] == [["StagedTransport"]] * 4
+    for found, expected in zip(ranks[-1].losses, one_process.losses, strict=True):
+        assert found == pytest.approx(expected, rel=1e-6)
+    gradients = [{k: v for rank in ranks for k, v in rank.gradients[i].items()} for i in range(3)]
+    assert gradients[0].keys() == one_process.gradients[0].keys()
+    same = sum(gradients[0][k] == v for k, v in one_process.gradients[0].items())
+    print(f"\n{case}: {same} of {len(gradients[0])} gradients of the first step equal in all bits")

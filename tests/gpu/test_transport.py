@@ -1,0 +1,136 @@
+"""CUDA tensors between two processes through pinned shared memory: bit by bit, and how fast."""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext import devices
+from megatron_ext.transport.base import Expected, Key, Transport
+from megatron_ext.transport.native_transport import NativeTransport
+from megatron_ext.transport.staging import staged
+
+from . import processes
+
+pytestmark = pytest.mark.gpu
+
+_LONG_S = 60.0
+_MIB = 1 << 20
+_SIZE_BYTES = 64 * _MIB
+_DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.int64, torch.bool)
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _open(name: str, slot_bytes: int, wire: str) -> Transport:
+    device = devices.current()
+    device.bind(0)
+    host = NativeTransport(
+        processes.store(), _rank(), [1 - _rank()], run_id=name, device=torch.device("cpu"),
+        wire=wire, slots=8, slot_bytes=slot_bytes,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return staged(host, device.copies(device.torch_device(0)), timeout_s=_LONG_S)
+
+
+def _values(number: int, source: int) -> torch.Tensor:
+    """What is sent; on the host, where both sides make the same."""
+    shape = ((), (0, 3), (7,), (128, 33), (1 << 19,), (3 << 20,))[number % 6]
+    dtype = _DTYPES[number % len(_DTYPES)]
+    generator = torch.Generator().manual_seed(100 * number + source)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+
+
+def exchange(wire: str, size: int = 2048) -> list[str]:
+    """Send a few steps of tensors while the GPU is busy; return what was logged.
+
+    Args:
+        wire: Which.
+        size: Of the matrices that keep the GPU busy.
+    """
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_ext").addHandler(handler)
+    logging.getLogger("megatron_ext").setLevel(logging.INFO)
+    transport = _open(wire, 4 * _MIB, wire)
+    for _ in range(3):
+        _step(transport, 30, size)
+    transport.close()
+    return messages
+
+
+def _step(transport: Transport, num_messages: int, size: int) -> None:
+    me, peer = _rank(), 1 - _rank()
+    device = devices.current().torch_device(0)
+    inbound = [Key("F", peer, number) for number in range(num_messages)]
+    transport.begin(
+        [Expected(peer, key, None, _values(key.microbatch, peer).dtype) for key in inbound], 1
+    )
+    work = torch.ones(size, size, device=device)
+    for number in range(num_messages):
+        values = _values(number, me).to(device)
+        for _ in range(4):
+            work = work @ work * 0  # what computes the tensor is late
+        tensor = values + work[0, 0].to(values.dtype) if values.dtype != torch.bool else values
+        transport.isend(tensor, peer, Key("F", me, number))
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=device)
+    received = [(key, transport.recv(peer, key, _LONG_S)) for key in reversed(inbound)]
+    transport.flush(_LONG_S)
+    for key, tensor in received:
+        assert tensor.device == device
+        assert torch.equal(tensor.cpu(), _values(key.microbatch, peer)), key
+
+
+@pytest.mark.parametrize("wire", ["shm", "tcp"])
+def test_tensors_arrive_bit_by_bit(wire: str, tmp_path: Path) -> None:
+    for messages in processes.run(2, exchange, wire, directory=tmp_path / "run"):
+        assert any("are pinned" in message for message in messages) == (wire == "shm")
+        assert not [message for message in messages if "cannot be registered" in message]
+
+
+def speed() -> tuple[float, float]:
+    """Return bytes per second of messages one way, and of plain copies to the host and back."""
+    transport = _open("speed", _SIZE_BYTES, "shm")
+    me, peer = _rank(), 1 - _rank()
+    tensor = torch.ones(_SIZE_BYTES, dtype=torch.uint8, device="cuda")
+    host = torch.empty(_SIZE_BYTES, dtype=torch.uint8, pin_memory=True)
+    sent, copied = [], []
+    for _ in range(8):
+        key = Key("F", 0, 0)
+        transport.begin([Expected(peer, key, None, torch.uint8)], 1)
+        torch.cuda.synchronize()
+        begin_s = time.perf_counter()
+        if me == 0:
+            transport.isend(tensor, peer, key)
+        got = transport.recv(peer, key, _LONG_S)
+        if me == 1:
+            transport.isend(got, peer, key)
+        torch.cuda.synchronize()
+        sent.append((time.perf_counter() - begin_s) / 2)
+        transport.flush(_LONG_S)
+        begin_s = time.perf_counter()
+        host.copy_(tensor, non_blocking=True)
+        tensor.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        copied.append(time.perf_counter() - begin_s)
+    transport.close()
+    return _SIZE_BYTES / statistics.median(sent), _SIZE_BYTES / statistics.median(copied)
+
+
+def test_how_fast_it_is(tmp_path: Path) -> None:
+    """Prints; how fast it has to be depends on the machine."""
+    (message, copy), _ = processes.run(2, speed, directory=tmp_path / "run")
+    print(
+        f"\n{_SIZE_BYTES // _MIB} MiB from process to process through shared memory: "
+        f"{message / 1e9:.1f} GB/s; copied to pinned memory and back by one process: "
+        f"{copy / 1e9:.1f} GB/s; ratio {message / copy:.2f}"
+    )
+    assert message > 0
