@@ -89,6 +89,44 @@ def test_llama3_trains_on_two_hosts_and_its_files_can_be_collected(hosts: Cluste
     assert not in_namespace(hosts, 0) + in_namespace(hosts, 1)
 
 
+@pytest.mark.slow
+def test_upstreams_script_trains_on_two_hosts_and_ends_when_a_rank_is_killed(
+    hosts: Cluster, megatron_lm_path: Path
+) -> None:
+    more = "--eval-interval 10 --split 98,1,1 --no-create-attention-mask-in-dataloader"
+    flags = [*LLAMA.replace("--train-iters 3", "--train-iters 1000").split(), *more.split()]
+    tree = ["--env", f"MEGATRON_LM_PATH={megatron_lm_path}", "--num-microbatches", "2"]
+    job = hosts.start(hosts.hostfile(slots=1), *tree, "--", "pretrain_gpt.py", *flags)
+    lines: list[str] = []
+    try:
+        assert job.stdout is not None
+        while len(losses("".join(lines))) < 3:
+            lines.append(next(job.stdout, "") or pytest.fail("".join(lines)))
+        [run_id] = re.findall(r"run ([\w-]+):", "".join(lines))
+        rank = rank_on(run_id, node=1)
+        crowd = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        deadline = time.monotonic() + ENDS_WITHIN_S * crowd
+        os.kill(rank, signal.SIGKILL)
+        text = job.communicate(timeout=deadline - time.monotonic())[0]
+        assert f"failed first: {ADDRESSES[1]}: rank 1 was ended by SIGKILL" in text
+        assert not marked(run_id, 0) | marked(run_id, 1)
+        assert job.returncode == 137
+    finally:
+        if job.poll() is None:
+            job.kill()
+            job.communicate(timeout=60)
+
+
+def rank_on(run_id: str, node: int) -> int:
+    """Return the process of the only rank of a job on a host; its own children are younger."""
+    ranks = [
+        process
+        for process in marked(run_id, node)
+        if b"\0LOCAL_RANK=0\0" in Path(f"/proc/{process.pid}/environ").read_bytes()
+    ]
+    return min(ranks, key=lambda process: process.start).pid
+
+
 @pytest.mark.parametrize("victim", ["launcher", "agent", "torchrun", "rank"])
 def test_whatever_is_killed_all_of_it_ends_and_a_neighbour_does_not(
     hosts: Cluster, victim: str
