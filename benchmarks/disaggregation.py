@@ -6,18 +6,21 @@
    executor and under this package's 1F1B, both over shared memory. Beside each measured step stands
    what the simulator says. Forward ranks that stand in for TP ranks sleep TP times as long. Times
    are in forwards of a stage; the bar is a deviation of 3 %.
-2. A GPT is trained in both ways: most resident memory of a process of the first stage above what it
-   held before the first step, and the time that forward ranks take to receive new weights.
+2. A GPT is trained in each way: most resident memory of a process of the first stage above what it
+   held before the first step, and what new weights cost either role.
+
+Prints the tables of `docs/disaggregation.md`. Takes about 5 minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
@@ -31,101 +34,191 @@ from benchmarks.schedule_harness.roles import (  # noqa: E402
 )
 from tests.ranks import run_ranks  # noqa: E402
 
-CASES = (
-    Case("1f1b", 1, 8),
-    Case("fbd", 1, 8),
-    Case("1f1b", 2, 8),
-    Case("1f1b", 2, 4),
-    Case("fbd", 2, 8),
-    Case("1f1b", 4, 8),
-    Case("1f1b", 4, 4),
-    Case("fbd", 4, 8),
-    Case("fbd", 2, 8, tp=2),
-    Case("fbd", 4, 8, tp=2),
-    Case("fbd", 2, 8, tp=4),
-    Case("fbd", 4, 8, tp=4),
-)
+_BAR = 0.03
 
 
-def step_units(case: Case, forward_s: float, steps: int) -> float:
-    """Return the median time of a step, over all ranks, in forwards of a stage."""
+class Row(NamedTuple):
+    """A line of the first table."""
+
+    name: str
+    case: Case
+    replicas: int = 1
+
+
+def _rows() -> list[Row]:
+    rows = []
+    for pp in (1, 2, 4):
+        rows += [
+            Row("1F1B", Case("1f1b", pp, 8, activations="keep")),
+            Row("1F1B, full recomputation", Case("1f1b", pp, 8)),
+            Row("1F1B, two replicas", Case("1f1b", pp, 4, activations="keep"), replicas=2),
+            Row("plain, recompute", Case("fbd", pp, 8)),
+            Row("plain, ship", Case("fbd", pp, 8, activations="ship")),
+        ]
+    for tp in (2, 4):
+        for pp in (1, 2, 4):
+            rows.append(Row("merged, recompute", Case("fbd", pp, 8, tp)))
+            if pp < 4:
+                rows.append(Row("merged, ship", Case("fbd", pp, 8, tp, "ship")))
+    return rows
+
+
+def step_units(case: Case, forward_s: float, steps: int) -> list[float]:
+    """Return the time of each step, over all ranks, in forwards of a stage."""
     by_rank = run_ranks(case.num_processes, measure_steps, case, forward_s, steps, timeout_s=300)
     spans = [
         max(end for _, end in ranks) - min(begin for begin, _ in ranks)
         for ranks in zip(*by_rank, strict=True)
     ]
-    median: float = statistics.median(spans)
-    return median / forward_s
+    return [span / forward_s for span in spans]
+
+
+def measure_rows(rows: list[Row], forward_s: float, steps: int) -> list[dict[str, Any]]:
+    """Measure the first table; relative figures are to 1F1B on as many stages."""
+    found: list[dict[str, Any]] = []
+    baseline: dict[int, dict[str, Any]] = {}
+    for name, case, replicas in rows:
+        units = step_units(case, forward_s, steps)
+        row = {
+            "name": name, **vars(case), "devices": replicas * case.num_devices,
+            "computed": case.computed(), "measured": statistics.median(units),
+            "fastest": min(units), "steps": units,
+        }  # fmt: skip
+        first = baseline.setdefault(case.pp, row)
+        row["relative_devices"] = row["devices"] / (case.tp * first["devices"])
+        row["relative_computed"] = row["computed"] / first["computed"]
+        row["relative_measured"] = row["measured"] / first["measured"]
+        row["deviation"] = row["measured"] / row["computed"] - 1
+        found.append(row)
+        print(f"{name}, pp {case.pp}, tp {case.tp}: {row['measured']:.2f}", file=sys.stderr)
+    return found
+
+
+def steps_as_markdown(rows: list[dict[str, Any]], forward_s: float) -> str:
+    """Return the first table."""
+    conditions = (
+        f"Forwards of a stage, {1e3 * forward_s:g} ms each; the median of {len(rows[0]['steps'])} "
+        f"steps on {os.cpu_count()} cores, load {os.getloadavg()[2]:.1f}. Beside them time and "
+        "devices relative to 1F1B on as many stages."
+    )
+    lines = [
+        conditions,
+        "",
+        "| | TP | PP | M | computed | measured | | time, computed | measured | devices |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        own = row["way"] == "1f1b" or row["name"].startswith("plain")
+        lines.append(
+            f"| {row['name']} | {'any' if own else row['tp']} | {row['pp']} "
+            f"| {row['num_microbatches']}{' each' if 'replicas' in row['name'] else ''} "
+            f"| {row['computed']:g} | {row['measured']:.2f} | {100 * row['deviation']:+.1f} % "
+            f"| {row['relative_computed']:.2f} | {row['relative_measured']:.2f} "
+            f"| {row['relative_devices']:g} |"
+        )
+    beyond = [row for row in rows if abs(row["deviation"]) > _BAR]
+    worst = max(rows, key=lambda row: abs(row["deviation"]))
+    summary = (
+        f"{len(beyond)} of {len(rows)} rows are more than {100 * _BAR:g} % off; the most is "
+        f"{100 * worst['deviation']:+.1f} % ({worst['name']}, TP {worst['tp']}, PP {worst['pp']})."
+    )
+    return "\n".join([*lines, "", summary])
 
 
 _MODEL = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 256 "
-    "--max-position-embeddings 256 --micro-batch-size 4 --global-batch-size 32 --train-iters 4 "
+    "--max-position-embeddings 256 --micro-batch-size 4 --train-iters 4 "
     "--eval-iters 0 --lr 1e-4 --min-lr 1e-5 --mock-data --tokenizer-type NullTokenizer "
     "--vocab-size 1000 --num-workers 0 --log-interval 100 --hidden-dropout 0 --attention-dropout 0 "
+    "--pipeline-model-parallel-size 2 "
 )
 _RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 _FBD = "--forward-backward-disaggregating "
-WAYS = {
-    "1f1b": "",
-    "1f1b, full recomputation": _RECOMPUTE,
-    "fbd recompute": _FBD,
-    "fbd ship": _FBD + _RECOMPUTE + "--fbd-activations ship ",
-}
+_SHARDED = "--use-distributed-optimizer --overlap-grad-reduce "
 
 
-def trained(way: str, pp: int) -> list[Trained]:
-    """Train in one way on all ranks."""
-    flags = f"{_MODEL}{WAYS[way]}--pipeline-model-parallel-size {pp} ".split()
-    num_ranks = 2 * pp if _FBD in WAYS[way] else pp
-    return list(run_ranks(num_ranks, measure_training, flags, timeout_s=300))
+class Way(NamedTuple):
+    """A line of the second table."""
+
+    name: str
+    num_ranks: int
+    flags: str
 
 
-def print_steps(forward_s: float, steps: int) -> list[dict[str, Any]]:
-    """Measure and print the first part."""
-    rows = []
-    print(f"{'':<6}{'TP':>4}{'PP':>4}{'M':>4}{'devices':>9}{'computed':>10}{'measured':>10}{'':>9}")
-    for case in CASES:
-        computed, measured = case.computed(), step_units(case, forward_s, steps)
-        deviation = measured / computed - 1
-        print(
-            f"{case.way:<6}{case.tp:>4}{case.pp:>4}{case.num_microbatches:>4}"
-            f"{case.num_devices:>9}{computed:>10.1f}{measured:>10.2f}{100 * deviation:>+8.1f} %"
-        )
-        rows.append({**vars(case), "computed": computed, "measured": measured})
-    return rows
+WAYS = (
+    Way("1F1B", 2, "--global-batch-size 32 "),
+    Way("1F1B, full recomputation", 2, "--global-batch-size 32 " + _RECOMPUTE),
+    Way("recompute", 4, "--global-batch-size 32 " + _FBD),
+    Way("ship", 4, "--global-batch-size 32 " + _FBD + _RECOMPUTE + "--fbd-activations ship "),
+    Way("two replicas, gathered, then sent", 8, "--global-batch-size 16 " + _FBD + _SHARDED),
+    Way(
+        "two replicas, shares sent", 8,
+        "--global-batch-size 16 " + _FBD + _SHARDED + "--overlap-param-gather ",
+    ),
+)  # fmt: skip
 
 
-def print_training(pp: int) -> dict[str, list[dict[str, Any]]]:
-    """Measure and print the second part."""
+def measure_ways() -> dict[str, list[Trained]]:
+    """Train in each way on all ranks."""
     found = {}
-    print(f"\nGPT on {pp} stages: memory of the first stage, weights of all forward ranks")
     for way in WAYS:
-        ranks = trained(way, pp)
-        found[way] = [vars(rank) for rank in ranks]
-        print(f"{way:<26}{max(rank.step_ms for rank in ranks):>8.0f} ms a step")
-        for rank in ranks:
-            if rank.stage == 0:
-                print(f"{'':<8}{rank.role:<18}{rank.peak_mib:>8.0f} MiB")
-        transfers = [f"{rank.transfer_ms:.1f}" for rank in ranks if rank.role == "forward"]
-        if transfers:
-            print(f"{'':<8}{'weights, by stage':<18}{' '.join(transfers):>12} ms a step")
+        flags = (_MODEL + way.flags).split()
+        found[way.name] = list(run_ranks(way.num_ranks, measure_training, flags, timeout_s=300))
+        print(f"trained: {way.name}", file=sys.stderr)
     return found
+
+
+def training_as_markdown(found: dict[str, list[Trained]]) -> str:
+    """Return the second table."""
+    head = (
+        "| 8 layers, hidden size 256, PP 2 | ms a step | MiB, first stage, backward rank "
+        "| forward rank | ms for new weights, backward ranks | forward ranks |"
+    )
+    lines = [
+        head,
+        "|---|---|---|---|---|---|",
+    ]
+    for name, ranks in found.items():
+        step_ms = max(rank.step_ms for rank in ranks)
+        cells = [
+            f"{max(values):.{digits}f}" if (values := _of(ranks, what, roles)) else ""
+            for what, roles, digits in (
+                ("peak_mib", ("both", "backward"), 0),
+                ("peak_mib", ("forward",), 0),
+                ("weights_ms", ("backward",), 1),
+                ("weights_ms", ("forward",), 1),
+            )
+        ]
+        lines.append(f"| {name} | {step_ms:.0f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _of(ranks: list[Trained], what: str, roles: tuple[str, ...]) -> list[float]:
+    wanted = [rank for rank in ranks if rank.role in roles]
+    if what == "peak_mib":
+        wanted = [rank for rank in wanted if rank.stage == 0]
+    return [getattr(rank, what) for rank in wanted]
 
 
 def main() -> None:
     """Measure and print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--forward-ms", type=float, default=40.0, help="of one stage (default: 40)")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--pp", type=int, default=2, help="stages of the GPT (default: 2)")
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     launch.clean_up_when_terminated()
-    steps = print_steps(args.forward_ms / 1e3, args.steps)
-    training = print_training(args.pp)
+    rows = measure_rows(_rows(), args.forward_ms / 1e3, args.steps)
+    trained = measure_ways()
+    parts = {
+        "step": steps_as_markdown(rows, args.forward_ms / 1e3),
+        "training": training_as_markdown(trained),
+    }
+    for name, text in parts.items():
+        print(f"<!-- {name}: begin -->\n{text}\n<!-- {name}: end -->")
     if args.json:
-        content = {"steps": steps, "training": training}
+        training = {name: [vars(rank) for rank in ranks] for name, ranks in trained.items()}
+        content = {"steps": rows, "training": training}
         args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

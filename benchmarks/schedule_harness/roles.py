@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron_ext.schedules import Costs, Schedule, generate, simulate
 
@@ -19,6 +21,8 @@ from .stage import oversleep_s
 __all__ = ["Case", "Trained", "measure_steps", "measure_training"]
 
 COSTS = Costs(1.0, 1.0, 1.0)
+_RECOMPUTED = Costs(1.0, 1.5, 1.5)
+"""The backward contains another forward."""
 _SHAPE = (64, 1, 256)
 
 
@@ -32,6 +36,8 @@ class Case:
     num_microbatches: int
     tp: int = 1
     """Tensor-parallel ranks that one forward rank stands in for."""
+    activations: str = "recompute"
+    """Of fbd: what backward ranks start from. Of 1f1b: keep, or recompute in full."""
 
     @property
     def num_processes(self) -> int:
@@ -43,15 +49,24 @@ class Case:
         """Devices that it stands for."""
         return (self.tp + 1) * self.pp if self.way == "fbd" else self.tp * self.pp
 
+    @property
+    def checkpoints(self) -> bool:
+        """Whether a layer is computed again in its backward."""
+        return self.activations == ("ship" if self.way == "fbd" else "recompute")
+
     def schedule(self) -> Schedule:
         """Return its table."""
-        return generate(self.way, self.num_processes, self.num_microbatches)
+        options = {"activations": self.activations} if self.way == "fbd" else {}
+        return generate(self.way, self.num_processes, self.num_microbatches, **options)
 
     def computed(self) -> float:
         """Return the simulated step in forwards of a stage."""
         schedule = self.schedule()
         share = schedule.pp / schedule.num_stages
-        return simulate(schedule, _RoleCosts(tp=self.tp)).makespan / share
+        costs: Costs = _RoleCosts(tp=self.tp)
+        if self.way == "1f1b" and self.checkpoints:
+            costs = _RECOMPUTED
+        return simulate(schedule, costs).makespan / share
 
 
 @dataclass(frozen=True)
@@ -81,16 +96,37 @@ class _Sleeping(torch.autograd.Function):
         return gradient.clone(), None
 
 
-class SleepingStage(torch.nn.Module):
-    """A stage with one weight, as Megatron's schedules take it."""
+class _SleepingLayer(torch.nn.Module):
+    def __init__(self, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        late_s = oversleep_s()
+        self.seconds = max(0.0, forward_s - late_s), max(0.0, backward_s - late_s)
 
-    def __init__(self, config: Any, forward_s: float, backward_s: float) -> None:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds[0])
+        return _Sleeping.apply(x, self.seconds[1])
+
+
+class _Block(TransformerBlock):  # type: ignore[misc]
+    """Where shipped layers are looked for."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        torch.nn.Module.__init__(self)  # nothing of a real block
+        self.layers = torch.nn.ModuleList([layer])
+
+
+class SleepingStage(torch.nn.Module):
+    """A stage of one layer with one weight, as Megatron's schedules take it."""
+
+    def __init__(
+        self, config: Any, forward_s: float, backward_s: float, *, checkpoints: bool
+    ) -> None:
         super().__init__()
         self.config, self.vp_stage, self.model_type = config, None, None
         self.weight = torch.nn.Parameter(torch.zeros(_SHAPE[-1]))
         self.input: torch.Tensor | None = None
-        late_s = oversleep_s()
-        self.seconds = max(0.0, forward_s - late_s), max(0.0, backward_s - late_s)
+        self.block = _Block(_SleepingLayer(forward_s, backward_s))
+        self.checkpoints = checkpoints
 
     def set_input_tensor(self, tensors: list[Any]) -> None:
         """Take what the stage before sent."""
@@ -99,8 +135,15 @@ class SleepingStage(torch.nn.Module):
     def forward(self) -> torch.Tensor:
         """Return the stage's output."""
         x = torch.zeros(_SHAPE) if self.input is None else self.input
-        time.sleep(self.seconds[0])
-        return _Sleeping.apply(x + self.weight, self.seconds[1])
+        [layer] = self.block.layers
+        if not self.checkpoints:
+            return layer(x + self.weight)
+
+        def computed(hidden: torch.Tensor, _mask: None, context: None) -> tuple[Any, None]:
+            return layer(hidden), context
+
+        output, _ = random.checkpoint(computed, False, x + self.weight, None, None)
+        return output
 
 
 def _forward_step(_data: Iterator[Any] | None, stage: SleepingStage) -> tuple[Any, Any]:
@@ -125,7 +168,12 @@ def measure_steps(case: Case, forward_s: float, steps: int) -> list[tuple[float,
         deallocate_pipeline_outputs=True,
     )
     config.timers = None
-    stage = SleepingStage(config, forward_cost * forward_s, COSTS.backward * forward_s)
+    stage = SleepingStage(
+        config,
+        forward_cost * forward_s,
+        COSTS.backward * forward_s,
+        checkpoints=case.checkpoints,
+    )
     times = []
     for _ in range(steps + 1):
         barrier()
@@ -162,7 +210,9 @@ def _prepare(case: Case) -> tuple[Callable[..., Any], Callable[[], object], floa
     from megatron_ext.disaggregation import step, worlds
     from megatron_ext.disaggregation.ranks import RankMap
 
-    job = disaggregation.Job(RankMap(1, case.pp, 1), int(os.environ["RANK"]), "recompute", 60.0)
+    job = disaggregation.Job(
+        RankMap(1, case.pp, 1), int(os.environ["RANK"]), case.activations, 60.0
+    )
     disaggregation.use(job)
     worlds.join(Namespace(distributed_backend="gloo"))
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=case.pp)
@@ -192,8 +242,9 @@ class Trained:
     stage: int
     peak_mib: float
     """Resident memory above that before the first step."""
-    transfer_ms: float
-    """Of new weights, for each step; 0 where none are received."""
+    weights_ms: float
+    """For each step, what new weights cost: a forward rank from the news of them until they are
+    here, a backward rank until it goes on."""
     step_ms: float
 
 
@@ -220,9 +271,9 @@ def measure_training(flags: list[str]) -> Trained:
     trainer.main("gpt", flags)
     job = current()
     role = "both" if job is None else job.role
-    transfer_s = step.transfer_s() / 4 if role == "forward" else 0.0
+    weights_s = 0.0 if job is None else step.weights_s()
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    return Trained(role, stage, found["peak_mib"], 1e3 * transfer_s, found["step_ms"])
+    return Trained(role, stage, found["peak_mib"], 1e3 * weights_s, found["step_ms"])
 
 
 def _status_mib(name: str) -> float:

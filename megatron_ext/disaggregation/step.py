@@ -25,7 +25,7 @@ from megatron_ext.schedules.runtime.groups import default_groups
 from megatron_ext.schedules.runtime.microbatches import MicrobatchData
 from megatron_ext.schedules.runtime.tables import Table
 
-__all__ = ["forward_backward", "link_of_this_rank", "step_done", "transfer_s"]
+__all__ = ["forward_backward", "link_of_this_rank", "step_done", "weights_s"]
 
 
 @dataclass
@@ -140,11 +140,16 @@ def link_of_this_rank(chunks: Sequence[torch.nn.Module]) -> RoleLink:
     return _ready(chunks).link
 
 
-def transfer_s() -> float:
-    """Return the time for which this forward rank took new weights over, so far."""
+def weights_s() -> float:
+    """Return what a transfer of new weights cost this process so far, on average.
+
+    On a forward rank that is the time from the news that there are new weights until they are here,
+    on a backward rank the time until it can go on.
+    """
     assert _runtime is not None
-    assert _runtime.receiver is not None, "only forward ranks take weights"
-    return _runtime.receiver.transfer_s
+    side = _runtime.sender or _runtime.receiver
+    assert side is not None
+    return side.busy_s / max(1, side.num_transfers)
 
 
 def _ready(chunks: Sequence[torch.nn.Module]) -> _Runtime:

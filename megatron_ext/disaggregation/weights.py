@@ -142,7 +142,8 @@ class WeightSender:
         self._chunks = chunks
         self._buckets = list(_portions(_weights(job, chunks)))
         self._targets = [job.ranks.rank(place) for place in job.weight_partners]
-        self.send_s = 0.0
+        self.num_transfers = 0
+        self.busy_s = 0.0
         """Time for which new weights kept this process, so far."""
         if job.shares_weights:
             layout = bytearray(pickle.dumps(_layout(chunks)))
@@ -159,7 +160,8 @@ class WeightSender:
             flats = self._shares() if self._job.shares_weights else self._whole()
             for number, flat in enumerate(flats, start=1):
                 self._isend(flat.cpu(), _key(self._job, number))
-        self.send_s += time.perf_counter() - begin_s
+            self.num_transfers += 1
+        self.busy_s += time.perf_counter() - begin_s
 
     def _isend(self, tensor: torch.Tensor, key: Key) -> None:
         for target in self._targets:
@@ -198,7 +200,8 @@ class WeightReceiver:
         self._sources = [job.ranks.rank(place) for place in job.weight_partners]
         weights = list(_weights(job, chunks))
         self._buckets = self._filled(weights) if job.shares_weights else list(_portions(weights))
-        self.transfer_s = 0.0
+        self.num_transfers = 0
+        self.busy_s = 0.0
         """Time from the news that there are new weights until they were here, so far."""
 
     def _filled(self, weights: Sequence[_Weight]) -> list[_Bucket]:
@@ -228,7 +231,8 @@ class WeightReceiver:
                 key = _key(self._job, number)
                 parts = [self._link.recv_from(rank, key) for rank in self._sources]
                 _unpack(bucket, self._by_shard(parts))
-        self.transfer_s += time.perf_counter() - begin_s
+            self.num_transfers += 1
+        self.busy_s += time.perf_counter() - begin_s
 
     def _by_shard(self, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Put what replicas sent together to a whole bucket of each tensor-parallel shard."""
