@@ -57,9 +57,10 @@ def test_four_stages_compute_what_one_process_does(
     flags = GPT + PP4 + _PLAIN + _CASES[case]
     ranks = processes.run(4, train, flags, directory=tmp_path / "run")
     assert [rank.transports for rank in ranks] == [["StagedTransport"]] * 4
-    for found, expected in zip(ranks[-1].losses, one_process.losses, strict=True):
-        assert found == pytest.approx(expected, rel=1e-6)
-    gradients = [{k: v for rank in ranks for k, v in rank.gradients[i].items()} for i in range(3)]
-    assert gradients[0].keys() == one_process.gradients[0].keys()
-    same = sum(gradients[0][k] == v for k, v in one_process.gradients[0].items())
-    print(f"\n{case}: {same} of {len(gradients[0])} gradients of the first step equal in all bits")
+    for loss, alone in zip(ranks[-1].losses, one_process.losses, strict=True):
+        assert loss == pytest.approx(alone, rel=1e-6)
+    found = {name: digest for rank in ranks for name, digest in rank.gradients[0].items()}
+    expected = one_process.gradients[0]
+    assert expected.keys() <= found.keys()  # the last stage has the tied weight once more
+    same = sum(found[name] == digest for name, digest in expected.items())
+    print(f"\n{case}: {same} of {len(expected)} gradients of the first step equal in all bits")
