@@ -124,6 +124,7 @@ class _Step:
     table: Table
     peers: Peers
     dtype: torch.dtype
+    device: torch.device
     forward_only: bool
     _to_send: dict[str, deque[tuple[int, Key]]] = field(init=False)
     _to_receive: dict[str, deque[tuple[int, Key]]] = field(init=False)
@@ -155,7 +156,7 @@ class _Step:
 
     def promise(self) -> torch.Tensor:
         """Return a leaf that gets its data later."""
-        return torch.empty(0, dtype=self.dtype, requires_grad=True)
+        return torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=True)
 
     def arrival(self, kind: str, tensor: torch.Tensor | None) -> Callable[[], None]:
         """Return what waits for the next tensor of a direction and puts it where it was promised.
@@ -200,6 +201,7 @@ def _begin(choice: Choice, keywords: dict[str, Any]) -> _Step:
     table = make_table(choice, keywords["num_microbatches"], rank, backward=True)
     peers = Peers(dist.get_process_group_ranks(groups.pp))
     key = (id(choice), id(groups.pp))
+    device = next(chunks[0].parameters()).device
     if key not in _transports:
         shapes = get_tensor_shapes(
             seq_length=keywords["seq_length"],
@@ -209,7 +211,6 @@ def _begin(choice: Choice, keywords: dict[str, Any]) -> _Step:
             tp_group=groups.tp,
             cp_group=groups.cp,
         )
-        device = next(chunks[0].parameters()).device
         ends = channels_of(choice.placement, rank, peers)
         known = {"F": shapes, "B": shapes}
         transport = observed_transport(
@@ -218,4 +219,5 @@ def _begin(choice: Choice, keywords: dict[str, Any]) -> _Step:
         _transports[key] = (choice, groups.pp, transport)
     transport = _transports[key][2]
     forward_only = bool(keywords.get("forward_only"))
-    return _Step(choice, transport, table, peers, config.pipeline_dtype, forward_only)
+    dtype = config.pipeline_dtype
+    return _Step(choice, transport, table, peers, dtype, device, forward_only)
