@@ -20,7 +20,7 @@ from megatron_ext.schedules.choice import Choice, Dynamic
 from megatron_ext.schedules.policies import Hint, PolicyName
 from megatron_ext.schedules.runtime.agreement import leaders
 from tests.ranks import run_ranks
-from tests.training.helpers import LLAMA, MOCK, MOE, bert_flags
+from tests.training.helpers import LLAMA, MOCK, MOE, NO_DROPOUT, bert_flags
 
 from . import toy
 from .capture import PP2, PP4, train
@@ -166,21 +166,36 @@ DROPOUT = MOCK + "--eval-iters 1 --eval-interval 2 --train-iters 3 --num-layers 
 DROPOUT += "--global-batch-size 16 "
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "flags"),
+GROUPS = pytest.mark.parametrize(
+    "group",
     [
-        pytest.param(4, TP2, id="tp2"),
-        pytest.param(4, SHARDED, id="dp2-distributed-optimizer-overlaps"),
-        pytest.param(4, LLAMA + MOE + EP2, id="ep2"),
+        pytest.param(TP2, id="tp2"),
+        pytest.param(SHARDED, id="dp2-distributed-optimizer-overlaps"),
+        pytest.param(LLAMA + MOE + EP2, id="ep2"),
     ],
 )
-def test_gpt_with_dropout_under_delays(num_ranks: int, flags: str) -> None:
+
+
+@GROUPS
+def test_gpt_with_dropout_under_delays(group: str) -> None:
     """Under Megatron's interleaved schedule the same masks are drawn, and gradients are clipped."""
-    flags = DROPOUT + PP2 + VPP2.replace("1", "2") + flags
-    found = train(num_ranks, flags + "--use-dpp ", mean_delay_s=1e-3)
+    flags = DROPOUT + PP2 + VPP2.replace("1", "2") + group
+    found = train(4, flags + "--use-dpp ", mean_delay_s=1e-3)
     assert found.orders == ["hint", "table"], "for training, and for evaluation"
     assert found.transports == ["NativeTransport"]
-    assert_equal(found, stock(num_ranks, flags + "--microbatch-rng "))
+    assert_equal(found, stock(4, flags + "--microbatch-rng "))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", ["", NO_DROPOUT], ids=["dropout", "no-dropout"])
+@GROUPS
+def test_twenty_steps_each_with_other_delays(group: str, dropout: str) -> None:
+    flags = DROPOUT + "--train-iters 20 --eval-iters 0 " + PP2 + VPP2.replace("1", "2")
+    flags += group + dropout
+    found = train(4, flags + "--use-dpp ", mean_delay_s=1e-3)
+    assert found.orders == ["hint"]
+    assert len(found.losses) == 20
+    assert_equal(found, stock(4, flags + "--microbatch-rng "))
 
 
 def test_twins_that_read_data_for_each_other_agree(tmp_path: Path) -> None:
