@@ -223,6 +223,11 @@ def _above_one(dest: str) -> Callable[[Namespace], bool]:
     return lambda args: (getattr(args, dest, None) or 1) > 1
 
 
+def _cuts_experts_otherwise(args: Namespace) -> bool:
+    size = getattr(args, "expert_tensor_parallel_size", None)
+    return bool(_given("num_experts")(args)) and size not in (None, args.tensor_model_parallel_size)
+
+
 def _has_dropout(args: Namespace) -> bool:
     return bool(args.hidden_dropout or args.attention_dropout)
 
@@ -250,9 +255,28 @@ _RULES = (
         "take 1, and --sequence-parallel to cut activations",
     ),
     Rule(
-        _given("num_experts"),
-        "--num-experts: routers keep state that is no weight and would stay behind on forward "
-        "ranks; use another schedule for mixtures of experts",
+        _above_one("expert_model_parallel_size"),
+        "--expert-model-parallel-size above 1: weights are handed over by replicas, which would "
+        "have other experts; take 1",
+    ),
+    Rule(
+        _cuts_experts_otherwise,
+        "--expert-tensor-parallel-size: weights are handed over by the tensor-parallel ranks of a "
+        "layer; leave it out",
+    ),
+    Rule(
+        _given("moe_router_enable_expert_bias"),
+        "--moe-router-enable-expert-bias: that bias is no weight and would stay behind on forward "
+        "ranks; balance experts with --moe-aux-loss-coeff",
+    ),
+    Rule(
+        _given("moe_input_jitter_eps"),
+        "--moe-input-jitter-eps: both roles would draw their own noise; leave it out",
+    ),
+    Rule(
+        lambda args: bool(args.ignore_forward_tensor_parallel and _given("num_experts")(args)),
+        f"{_MERGE} and --num-experts: shards of experts are not put together; leave one of them "
+        "out",
     ),
     Rule(
         _given("mtp_num_layers"),

@@ -13,6 +13,8 @@ from tests.schedules.runtime.capture import GPT, PP2
 
 FBD = "--forward-backward-disaggregating "
 MERGED = FBD + "--ignore-forward-tensor-parallel "
+MOE = "--num-experts 4 --swiglu --disable-bias-linear "
+EXPERT_BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid "
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
 
 
@@ -31,7 +33,9 @@ def _no_job() -> Iterator[None]:
          "start 6 or 12 processes")),
         (FBD + PP2 + "--pipeline-schedule zb-h1", 4, "it brings its own schedule"),
         (FBD + PP2 + "--enable-bitpipe-schedule", 4, "it brings its own schedule"),
-        (FBD + PP2 + "--num-experts 4", 4, "routers keep state"),
+        (MERGED + TP2 + MOE, 3, "shards of experts are not put together"),
+        (FBD + PP2 + MOE + "--expert-model-parallel-size 2", 8, "which would have other experts"),
+        (FBD + PP2 + MOE + EXPERT_BIAS, 4, "that bias is no weight and would stay behind"),
         (FBD + PP2 + "--num-layers-per-virtual-pipeline-stage 1", 4, "each rank has one stage"),
         (FBD + PP2 + "--pipeline-model-parallel-layout Et|t|t|tL", 4, "the flags make 2"),
         (FBD + PP2 + "--fbd-activations ship", 4, "add --recompute-granularity full"),

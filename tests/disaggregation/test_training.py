@@ -9,7 +9,8 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.schedules.runtime import capture
-from tests.schedules.runtime.capture import GPT, Captured, _merge
+from tests.schedules.runtime.capture import GPT, PP2, Captured, _merge
+from tests.training.helpers import MOE
 
 FBD = "--forward-backward-disaggregating "
 
@@ -54,6 +55,7 @@ def stock(num_ranks: int, flags: str) -> Captured:
 
 DROPOUT = GPT.replace("--hidden-dropout 0 --attention-dropout 0", "--microbatch-rng")
 BF16 = "--bf16 "
+MOE_LAYERS = f"{MOE}--swiglu --disable-bias-linear "
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 SHARDED = "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce "
 
@@ -61,6 +63,10 @@ SHARDED = "--use-distributed-optimizer --overlap-param-gather --overlap-grad-red
 def sizes(tp: int, pp: int) -> str:
     parallel = "--sequence-parallel " if tp > 1 else ""
     return f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} {parallel}"
+
+
+SHIP = "--fbd-activations ship "
+slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -71,6 +77,10 @@ def sizes(tp: int, pp: int) -> str:
         (1, 4, 1, DROPOUT),
         (2, 1, 2, DROPOUT),
         (2, 2, 1, DROPOUT + BF16),
+        pytest.param(1, 2, 1, GPT + MOE_LAYERS, marks=slow),
+        pytest.param(4, 1, 1, DROPOUT, marks=slow),
+        pytest.param(2, 4, 1, GPT, marks=slow),
+        pytest.param(1, 4, 2, DROPOUT + BF16, marks=slow),
     ],
 )
 def test_equal_to_half_the_replicas(tp: int, pp: int, dp: int, flags: str) -> None:
@@ -79,11 +89,53 @@ def test_equal_to_half_the_replicas(tp: int, pp: int, dp: int, flags: str) -> No
     assert_equal(ours, stock(tp * pp * dp, flags))
 
 
-@pytest.mark.parametrize(("tp", "pp", "flags"), [(1, 1, GPT), (2, 2, DROPOUT)])
-def test_shipped_activations_give_the_same(tp: int, pp: int, flags: str) -> None:
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp", "flags"),
+    [
+        (1, 1, 1, GPT),
+        (2, 2, 1, DROPOUT),
+        pytest.param(1, 2, 2, DROPOUT + BF16 + SHARDED, marks=slow),
+        pytest.param(1, 2, 2, DROPOUT + MOE_LAYERS + SHARDED, marks=slow),
+        pytest.param(4, 2, 1, GPT + BF16, marks=slow),
+        pytest.param(2, 4, 1, DROPOUT, marks=slow),
+    ],
+)
+def test_shipped_activations_give_the_same(tp: int, pp: int, dp: int, flags: str) -> None:
     flags += sizes(tp, pp) + RECOMPUTE
-    ours, _ = train(2 * tp * pp, flags + FBD + "--fbd-activations ship ")
-    assert_equal(ours, stock(tp * pp, flags))
+    ours, _ = train(2 * tp * pp * dp, flags + FBD + SHIP)
+    assert_equal(ours, stock(tp * pp * dp, flags))
+
+
+def test_over_tcp() -> None:
+    flags = GPT + PP2
+    ours, _ = train(4, flags + FBD + "--pipeline-transport tcp ")
+    assert_equal(ours, stock(2, flags))
+
+
+def run_counting(argv: list[str]) -> tuple[tuple[str, Captured], list[bool]]:
+    """Train as one rank; also return which steps changed the weights, on backward ranks."""
+    from megatron_ext.disaggregation.weights import WeightSender
+
+    send, told = WeightSender.send, []
+
+    def counting(self: WeightSender, *, updated: bool) -> None:
+        told.append(updated)
+        send(self, updated=updated)
+
+    setattr(WeightSender, "send", counting)  # noqa: B010
+    return run_role(argv), told
+
+
+def test_steps_that_loss_scaling_skips() -> None:
+    """Weights that stayed are not sent, and the steps after go on from them."""
+    flags = GPT.replace("--train-iters 3", "--train-iters 6") + PP2
+    flags += "--fp16 --initial-loss-scale 1048576 --hysteresis 1 "
+    by_rank = run_ranks(4, run_counting, (flags + FBD).split(), timeout_s=100)
+    [told, *_] = [told for (role, _), told in by_rank if role == "backward"]
+    assert told[0], "the first transfer makes roles equal"
+    assert {True, False} == set(told[1:]), "some steps count, some are skipped"
+    ours, _ = together([mine for mine, _ in by_rank])
+    assert_equal(ours, stock(2, flags))
 
 
 def assert_equal(ours: Captured, theirs: Captured) -> None:
@@ -94,17 +146,34 @@ def assert_equal(ours: Captured, theirs: Captured) -> None:
 
 MERGED = FBD + "--ignore-forward-tensor-parallel "
 SWIGLU = "--swiglu --disable-bias-linear --group-query-attention --num-query-groups 2 "
-TOLERANCE = 5e-6
-"""Of losses and parameters: sums over the width of a layer are added up in another order."""
+TOLERANCE = 2e-5
+"""Of losses and parameters: sums over the width of a layer are added up in another order.
+
+A parameter moves by up to 1e-3 a step, whatever the size of its gradient: so rounding shows most
+where a gradient is next to nothing.
+"""
+TOLERANCE_BF16 = 5e-3
 
 
-@pytest.mark.parametrize(("pp", "flags"), [(2, GPT + SWIGLU)])
-def test_merged_forward_ranks_compute_the_same_up_to_rounding(pp: int, flags: str) -> None:
-    flags += sizes(2, pp)
-    ours, _ = train(3 * pp, flags + MERGED, values=True)
-    theirs, _ = train(2 * pp, flags, values=True)
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp", "flags"),
+    [
+        (2, 2, 1, GPT + SWIGLU),
+        pytest.param(2, 1, 2, GPT + RECOMPUTE + SHARDED + SHIP, marks=slow),
+        pytest.param(4, 1, 2, GPT + RECOMPUTE + SHIP, marks=slow),
+        pytest.param(4, 2, 1, GPT + BF16, marks=slow),
+        pytest.param(4, 4, 1, GPT, marks=slow),
+    ],
+)
+def test_merged_forward_ranks_compute_the_same_up_to_rounding(
+    tp: int, pp: int, dp: int, flags: str
+) -> None:
+    flags += sizes(tp, pp)
+    ours, _ = train((tp + 1) * pp * dp, flags + MERGED, values=True)
+    theirs, _ = train(tp * pp * dp, flags.replace(SHIP, ""), values=True)
+    tolerance = TOLERANCE_BF16 if BF16 in flags else TOLERANCE
     for mine, stocks in zip(ours.losses, theirs.losses, strict=True):
-        assert mine == pytest.approx(stocks, abs=TOLERANCE)
+        assert mine == pytest.approx(stocks, abs=tolerance)
     assert ours.parameters.keys() == theirs.parameters.keys()
     for name, values in theirs.parameters.items():
-        assert ours.parameters[name] == pytest.approx(values, abs=TOLERANCE), name
+        assert ours.parameters[name] == pytest.approx(values, abs=tolerance), name
