@@ -179,3 +179,12 @@ def test_the_picture_is_well_formed_and_follows_the_colour_scheme() -> None:
     for path in (REPO / "docs/images").glob("*.svg"):
         ET.parse(path)
         assert "prefers-color-scheme: dark" in text_of(path)
+
+
+def test_every_benchmark_has_its_place_among_the_results() -> None:
+    results = text_of(REPO / "docs/results.md")
+    for path in (REPO / "benchmarks").glob("*.py"):
+        assert f"benchmarks/{path.name}" in results, path.name
+    for file, anchor in re.findall(r"\]\((\w+\.md)#([\w-]+)\)", results):
+        heads = re.findall(r"^#+ (.*)$", text_of(REPO / "docs" / file), re.MULTILINE)
+        assert anchor in {head.lower().replace(" ", "-").replace(",", "") for head in heads}, file

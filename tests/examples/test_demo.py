@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.schedules import generate, simulate, svg
 from tests.ranks import RankRun, start_ranks
 
 DEMO = Path(__file__).parents[2] / "examples/megatron-demo/megatron_demo.py"
@@ -110,3 +111,10 @@ def test_without_a_gpu_the_remedy_is_named() -> None:
     )
     assert done.returncode == 2
     assert done.stderr == "megatron_demo: error: torch finds no GPU; add --cpu\n"
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_the_pictures_of_its_readme_are_current(name: str) -> None:
+    drawn = svg.draw(simulate(generate(name, 4, 8)))
+    command = f"megatron-ext plot {name} --pp 4 --microbatches 8 -o {name}.svg"
+    assert DEMO.with_name(f"{name}.svg").read_text(encoding="utf-8") == drawn, f"run `{command}`"
