@@ -7,9 +7,12 @@ micro-batch that they belong to.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import schedules as upstream
@@ -44,6 +47,17 @@ class Call:
     first_val_step: bool | None
 
 
+class _Stage(NamedTuple):
+    """What of a call and a table belongs to one stage."""
+
+    model: torch.nn.Module
+    data: MicrobatchData
+    vp_stage: int | None
+    """As Megatron says it: None where a rank has one chunk."""
+    is_last: bool
+    model_type: Any
+
+
 @dataclass
 class StageCompute:
     """Runs the actions of one step on the chunks of this rank."""
@@ -52,8 +66,9 @@ class StageCompute:
     table: Table
     reports: dict[int, Any] = field(default_factory=dict)
     """What the loss function reported, by micro-batch; on the rank of the last stage only."""
-    num_tokens: torch.Tensor | None = None
-    """Sum over the micro-batches, an integer scalar."""
+    _num_tokens: list[torch.Tensor] = field(default_factory=list, init=False)
+    """By forward that was run; added up in the end, when nobody waits."""
+    _stages: dict[int, _Stage] = field(default_factory=dict, init=False)
     _live: dict[tuple[int, int], tuple[Tensors, Tensors]] = field(default_factory=dict, init=False)
     _forwards: int = field(default=0, init=False)
 
@@ -70,15 +85,15 @@ class StageCompute:
         Returns:
             The activations for the next stage, or the loss.
         """
-        call, chunk = self.call, self.table.schedule.placement.chunk_of(stage)
+        call, place = self.call, self._stage(stage)
         store: list[Any] = []
         splits = SPLIT.defer(stage, microbatch) if self._is_split(stage, microbatch) else _UNCHANGED
         with splits, rng_of_this_step(stage, microbatch):
             outputs: Tensors
             outputs, num_tokens = upstream.forward_step(
                 call.forward_step_func,
-                call.data[chunk].view(microbatch),
-                call.chunks[chunk],
+                place.data.view(microbatch),
+                place.model,
                 call.num_microbatches,
                 inputs,
                 store,
@@ -90,16 +105,21 @@ class StageCompute:
                     call.first_val_step, call.forward_only, is_first
                 ),
                 current_microbatch=microbatch,
-                vp_stage=chunk if len(call.chunks) > 1 else None,
-                is_last_stage=stage == self.table.schedule.num_stages - 1,
+                vp_stage=place.vp_stage,
+                is_last_stage=place.is_last,
             )
         self._forwards += 1
-        self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
+        self._num_tokens.append(num_tokens)
         if store:
             self.reports[microbatch] = store[0]
         if not call.forward_only:
             self._live[stage, microbatch] = (inputs, outputs)
         return outputs
+
+    @property
+    def num_tokens(self) -> torch.Tensor | None:
+        """Sum over the micro-batches, an integer scalar; None before the first."""
+        return functools.reduce(operator.add, self._num_tokens) if self._num_tokens else None
 
     def release(self, outputs: Tensors) -> None:
         """Free the data of outputs that were sent; backward needs their graph only."""
@@ -118,14 +138,13 @@ class StageCompute:
         Returns:
             The gradients of the inputs; None for the first stage.
         """
-        model = self.call.chunks[self.table.schedule.placement.chunk_of(stage)]
         inputs, outputs = self._live.pop((stage, microbatch))
         with SPLIT.defer(stage, microbatch) if split else _UNCHANGED:
             found = upstream.backward_step(
                 inputs,
                 outputs,
                 gradients,
-                get_model_type(model),
+                self._stage(stage).model_type,
                 self.call.config,
             )
         # A stage may leave an input unused; the stage before waits for a gradient all the same.
@@ -143,6 +162,20 @@ class StageCompute:
         left = [f"{stage}B{microbatch}" for stage, microbatch in self._live]
         return left + [f"{stage}W{microbatch}" for stage, microbatch in SPLIT.pending()]
 
+    def _stage(self, stage: int) -> _Stage:
+        found = self._stages.get(stage)
+        if found is None:
+            schedule, chunks = self.table.schedule, self.call.chunks
+            chunk = schedule.placement.chunk_of(stage)
+            found = self._stages[stage] = _Stage(
+                model=chunks[chunk],
+                data=self.call.data[chunk],
+                vp_stage=chunk if len(chunks) > 1 else None,
+                is_last=stage == schedule.num_stages - 1,
+                model_type=get_model_type(chunks[chunk]),
+            )
+        return found
+
     def _is_split(self, stage: int, microbatch: int) -> bool:
         return (stage, microbatch) in self.table.split_backwards
 
@@ -152,14 +185,4 @@ class StageCompute:
         return None if limit is None else self._forwards % max(self.table.max_live, 1) >= limit
 
 
-class _Unchanged:
-    """A context without effect, cheaper than contextlib's for something that runs per action."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-_UNCHANGED = _Unchanged()
+_UNCHANGED = nullcontext()

@@ -24,7 +24,7 @@ from megatron_ext.transport.torch_dist import Channel, TorchTransport
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.choice import Choice
-    from megatron_ext.schedules.runtime.executor import Shapes
+    from megatron_ext.schedules.runtime.program import Shapes
     from megatron_ext.transport.base import Transport
 
 __all__ = ["open_transport"]

@@ -24,11 +24,12 @@ from megatron_ext.schedules.choice import Choice, current
 from megatron_ext.schedules.runtime.agreement import Agreement, agree
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
 from megatron_ext.schedules.runtime.connect import open_transport
-from megatron_ext.schedules.runtime.executor import Executor, Peers, Shapes
+from megatron_ext.schedules.runtime.executor import Executor
 from megatron_ext.schedules.runtime.groups import channels_of, default_groups
 from megatron_ext.schedules.runtime.measured import Measured, StepMeasure, in_words
 from megatron_ext.schedules.runtime.microbatches import MicrobatchData, TwinExchange
 from megatron_ext.schedules.runtime.ordering import LedOrder, Order, PolicyOrder, TableOrder
+from megatron_ext.schedules.runtime.program import Peers, Program, Shapes, make_program
 from megatron_ext.schedules.runtime.split import SPLIT
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.runtime.tables import Table, check_agreement, make_table
@@ -129,6 +130,8 @@ class _Runtime:
     """Who decides; None: every rank runs the order of the table."""
     measured: Measured = field(default_factory=Measured)
     _tables: dict[tuple[int, bool], Table] = field(default_factory=dict)
+    _programs: dict[int, tuple[Table, Shapes, Program]] = field(default_factory=dict)
+    """By identity of the table: the last one made for it, and for which shapes."""
 
     def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:
         """Return the data of each chunk by micro-batch."""
@@ -168,14 +171,12 @@ class _Runtime:
         gradients = GradientSync(call.config, call.chunks, table, force_all_reduce=force_all_reduce)
         executor = Executor(
             table=table,
+            program=self._program(table, shapes, call.config.pipeline_dtype),
             order=self._order(table, call, shapes),
             compute=observed_compute(compute),
             gradients=gradients,
             parameters=ParameterSync(call.config, call.chunks, table),
             transport=self.transport,
-            peers=self.peers,
-            shapes=shapes,
-            dtype=call.config.pipeline_dtype,
             timeout_s=self.choice.timeout_s,
             measure=StepMeasure(table, measured),
         )
@@ -188,6 +189,14 @@ class _Runtime:
             raise
         measured.steps += 1
         return compute
+
+    def _program(self, table: Table, shapes: Shapes, dtype: torch.dtype) -> Program:
+        """Return what is known of a step before it; shapes may change from step to step."""
+        _, known, program = self._programs.get(id(table), (table, None, None))
+        if program is None or known != shapes:
+            program = make_program(table, self.peers, shapes, dtype)
+            self._programs[id(table)] = table, shapes, program
+        return program
 
     def _order(self, table: Table, call: Call, shapes: Shapes) -> Order:
         """Return what decides about the order; evaluation keeps the table's, which is shortest."""

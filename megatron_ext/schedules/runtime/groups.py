@@ -11,7 +11,7 @@ from megatron_ext.transport.torch_dist import Channel
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.placement import Placement
-    from megatron_ext.schedules.runtime.executor import Peers
+    from megatron_ext.schedules.runtime.program import Peers
 
 __all__ = ["channels_of", "default_groups"]
 

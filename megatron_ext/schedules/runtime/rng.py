@@ -13,7 +13,7 @@ sets them for the recomputation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -56,18 +56,18 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
         _set(host, device, tracked)
 
 
-@contextmanager
-def rng_of_this_step(stage: int, microbatch: int) -> Iterator[None]:
+_UNCHANGED = nullcontext()
+
+
+def rng_of_this_step(stage: int, microbatch: int) -> AbstractContextManager[None]:
     """Draw the random numbers of one forward of the training step that runs.
 
     No effect where random numbers are not drawn by micro-batch, and where nothing is trained
     (without gradients, as in evaluation).
     """
     if not (randomness.enabled() and torch.is_grad_enabled()):
-        yield
-        return
-    with microbatch_rng(randomness.iteration(), stage, microbatch):
-        yield
+        return _UNCHANGED
+    return microbatch_rng(randomness.iteration(), stage, microbatch)
 
 
 def _set(host: torch.Tensor, device: Any, tracked: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ Contract with the executor:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -81,9 +81,11 @@ class SplitBackward:
         self._key = (stage, microbatch)
         modules = self._modules.get(stage)
         try:
-            with nullcontext() if modules is None else modules.delaying():
+            if modules is None or modules.is_empty:
                 yield
-            if modules is not None:
+            else:
+                with modules.delaying():
+                    yield
                 modules.note(microbatch)
         finally:
             self._key = None

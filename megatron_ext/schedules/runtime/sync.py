@@ -18,10 +18,8 @@ Without `--overlap-grad-reduce` nothing is started here, `finalize_model_grads` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
-
-from megatron_ext.schedules.comms import reduction_order
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GradientSync", "ParameterSync"]
 
+_UNCHANGED = nullcontext()
 _Enter = Callable[[], AbstractContextManager[Any]]
 
 
@@ -48,7 +47,7 @@ class GradientSync:
         self._chunks = chunks
         self._placement = table.schedule.placement
         self._by_hooks = not table.split_stages
-        self._order = [mark.stage for mark in reduction_order(table.schedule.rows[table.rank])]
+        self._order = table.reduction_order
         """The stages of this rank; those at the front have been started."""
         self._started = 0
         self._complete: set[int] = set()
@@ -69,13 +68,15 @@ class GradientSync:
         for stack in self._entered:
             stack.close()
 
-    @contextmanager
-    def around(self, action: Action, *, is_last: bool) -> Iterator[None]:
+    def around(self, action: Action, *, is_last: bool) -> AbstractContextManager[None]:
         """Let DDP reduce during the last full backward of a chunk."""
         by_hooks = self._by_hooks and self._overlaps and self._aligned is None
         if not (is_last and by_hooks) or action.kind != "B":
-            yield
-            return
+            return _UNCHANGED
+        return self._reducing(action)
+
+    @contextmanager
+    def _reducing(self, action: Action) -> Iterator[None]:
         # One function for several chunks silences them all at once.
         index = self._placement.chunk_of(action.stage) if len(self._silent) > 1 else 0
         self._entered[index].close()

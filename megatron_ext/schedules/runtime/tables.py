@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.comms import Operation, Transfer, operations
+from megatron_ext.schedules.comms import Operation, Transfer, operations, reduction_order
 from megatron_ext.schedules.forward_only import forward_only, slots_for_forward
 from megatron_ext.schedules.validate import validate
 
@@ -60,6 +60,11 @@ class Table:
             and makes.verb == "SEND"
             and makes.peer == self.rank
         )
+
+    @cached_property
+    def reduction_order(self) -> tuple[int, ...]:
+        """The stages of this rank in the order in which the table completes them."""
+        return tuple(mark.stage for mark in reduction_order(self.schedule.rows[self.rank]))
 
     @cached_property
     def split_stages(self) -> frozenset[int]:

@@ -89,6 +89,11 @@ class DelayedModules:
         self._counted = [0] * len(self._layers)
         self._notes: deque[tuple[int, list[int]]] = deque()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no layer of the stage postpones anything."""
+        return not self._layers
+
     @contextmanager
     def delaying(self) -> Iterator[None]:
         """Let the layers postpone."""
