@@ -1,7 +1,11 @@
 """Pipeline schedules and runtimes side by side, on emulated stages.
 
-    python benchmarks/schedules.py [--pp P] [--microbatches M] [--only TEXT ...] [--steps N]
+    python benchmarks/schedules.py [--pp P ...] [--microbatches M] [--only TEXT ...] [--steps N]
         [--rounds N] [--forward-ms T] [--json FILE] [--svg FILE] [--markdown]
+
+All of the documentation's figures are of one run of `--markdown --svg docs/images/measured.svg`: 4
+and 8 ranks, a quarter of an hour. Of several sizes the first is run with all systems, the others
+without our schedules over gloo, unless `--only` chooses.
 
 Every system runs the same model in real processes with real messages; computation is emulated by
 sleeping. Columns of the table:
@@ -15,6 +19,9 @@ sleeping. Columns of the table:
                one micro-batch on 1/pp of the model
     of order   activations that the order must keep
     weights    how often each weight is stored
+    ops        actions of a rank
+    hops       messages on the longest path of the order: their latency makes the step longer
+    cpu %      processor time of a rank over T: what is beyond cores/pp makes ranks wait for cores
 
 With `--scenario NAME ...` (or `all`) ops and messages take random times, and orders that ranks
 choose by themselves are compared with fixed ones. Every step of the `--steps` is another draw, the
@@ -47,6 +54,7 @@ from benchmarks.schedule_harness.metrics import Figures, evaluate  # noqa: E402
 from benchmarks.schedule_harness.noise import SCENARIOS  # noqa: E402
 from benchmarks.schedule_harness.ops import OpTimes, Sizes, Step  # noqa: E402
 from benchmarks.schedule_harness.systems import (  # noqa: E402
+    Own,
     System,
     all_systems,
     disturbed_systems,
@@ -88,6 +96,37 @@ def measure(systems: list[System], sizes: Sizes, rounds: int) -> dict[str, Resul
     return results
 
 
+@dataclass
+class Measured:
+    """All systems at one size."""
+
+    sizes: Sizes
+    conditions: str
+    figures: dict[str, Figures]
+    failures: dict[str, str]
+
+    @property
+    def size(self) -> str:
+        """The size in words."""
+        return f"pp {self.sizes.pp}, {self.sizes.num_microbatches} micro-batches"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything for `--json`."""
+        weights = _weights()
+        return {
+            "conditions": self.conditions,
+            "pp": self.sizes.pp,
+            "num_microbatches": self.sizes.num_microbatches,
+            "forward_s": self.sizes.forward_s,
+            "systems": {n: {**f.as_dict(), "weights": weights[n]} for n, f in self.figures.items()},
+            "failures": self.failures,
+        }
+
+
+def _weights() -> dict[str, int]:
+    return {system.name: system.weight_copies for system in all_systems()}
+
+
 def figures_of(results: dict[str, Result], sizes: Sizes) -> dict[str, Figures]:
     """Return the figures of the systems that ran."""
     systems = [s for s in all_systems() if s.name in results and results[s.name].steps]
@@ -104,7 +143,13 @@ def figures_of(results: dict[str, Result], sizes: Sizes) -> dict[str, Figures]:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pp", type=int, default=4, help="processes, the ranks of the pipeline")
+    parser.add_argument(
+        "--pp",
+        type=int,
+        nargs="+",
+        default=[],
+        help="processes, the ranks of the pipeline; default: 4 8, with --scenario 4",
+    )
     parser.add_argument("--microbatches", type=int, help="in one step; default: 4 for each rank")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="TEXT", help="systems whose name has one of these"
@@ -122,7 +167,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="with --scenario: compute what to expect of our own schedules instead of measuring",
     )
-    parser.add_argument("--steps", type=int, default=5, help="measured steps, after two others")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps, after two others")
     parser.add_argument("--rounds", type=int, default=1, help="how often all of that is done")
     parser.add_argument(
         "--forward-ms",
@@ -143,9 +188,22 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--simulate is for scenarios; add --scenario all")
     if "all" in args.scenario:
         args.scenario = list(SCENARIOS)
-    args.microbatches = args.microbatches or 4 * args.pp
-    args.forward_ms = args.forward_ms or 160 / args.pp
+    args.pp = args.pp or ([4] if args.scenario else [4, 8])
+    if args.scenario and len(args.pp) > 1:
+        parser.error("--scenario takes one --pp")
     return args
+
+
+def sizes_of(args: argparse.Namespace, pp: int) -> Sizes:
+    """Return how much is run on so many ranks."""
+    return Sizes(
+        pp=pp,
+        num_microbatches=args.microbatches or 4 * pp,
+        forward_s=(args.forward_ms or 160 / pp) / 1e3,
+        warmup=2,
+        steps=args.steps,
+        timeout_s=args.timeout_s,
+    )
 
 
 def systems_of(args: argparse.Namespace) -> list[System]:
@@ -162,51 +220,54 @@ def chosen(args: argparse.Namespace) -> list[System]:
     ]
 
 
-def conditions(args: argparse.Namespace, load: float) -> str:
+def chosen_at(args: argparse.Namespace, pp: int) -> list[System]:
+    """Return those of one size: beyond the first, ours over gloo are left out."""
+    systems = chosen(args)
+    if args.only or pp == args.pp[0]:
+        return systems
+    return [s for s in systems if not (isinstance(s, Own) and s.transport == "torch")]
+
+
+def conditions(args: argparse.Namespace, sizes: Sizes, load: float) -> str:
     """Say under which conditions the figures were taken."""
     packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("torch", "megatron-core"))
     return (
-        f"pp {args.pp}, {args.microbatches} micro-batches, forward = input gradient = weight "
-        f"gradient = {args.forward_ms:g} ms, gloo, median of {args.steps * args.rounds} steps; "
-        f"{packages}, Python {platform.python_version()}, {os.cpu_count()} cores, load average "
-        f"{load:.1f}"
+        f"pp {sizes.pp}, {sizes.num_microbatches} micro-batches, forward = input gradient = weight "
+        f"gradient = {1e3 * sizes.forward_s:g} ms, peers over gloo, median of "
+        f"{args.steps * args.rounds} steps; {packages}, Python "
+        f"{platform.python_version()}, {os.cpu_count()} cores, load average {load:.1f}"
     )
 
 
-def write(args: argparse.Namespace, figures: dict[str, Figures], failures: dict[str, str]) -> None:
-    """Print the table and write the files that were asked for."""
-    weights = {system.name: system.weight_copies for system in all_systems()}
-    text = conditions(args, os.getloadavg()[1])
-    lines = report.table(figures, weights)
-    if args.markdown:
-        print(f"<!-- measured: begin -->\n```text\n{lines}\n```\n\n{text}.\n<!-- measured: end -->")
-    else:
-        print(f"{text}\n\n{lines}")
-    for name, reason in failures.items():
-        print(f"\n{name}: {reason}", file=sys.stderr)
+def write(args: argparse.Namespace, measured: list[Measured]) -> None:
+    """Print the tables and write the files that were asked for."""
+    texts = []
+    for found in measured:
+        lines = report.table(found.figures, _weights())
+        if args.markdown:
+            lines = f"```text\n{lines}\n```"
+        texts.append(f"{lines}\n\n{found.conditions}.\n\n{report.explain(found.figures)}")
+        for name, reason in found.failures.items():
+            print(f"\n{name}: {reason}", file=sys.stderr)
+    text = "\n\n".join(texts)
+    print(f"<!-- measured: begin -->\n{text}\n<!-- measured: end -->" if args.markdown else text)
     if args.json:
-        content: dict[str, Any] = {
-            "conditions": text,
-            "pp": args.pp,
-            "num_microbatches": args.microbatches,
-            "forward_s": args.forward_ms / 1e3,
-            "systems": {n: {**f.as_dict(), "weights": weights[n]} for n, f in figures.items()},
-            "failures": failures,
-        }
+        content = {"measured": [found.as_dict() for found in measured]}
         args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if args.svg:
-        title = f"time beyond ideal, measured: pp {args.pp}, {args.microbatches} micro-batches"
-        args.svg.write_text(report.draw(figures, title), encoding="utf-8")
+        args.svg.write_text(report.draw({m.size: m.figures for m in measured}), encoding="utf-8")
 
 
 def compare_disturbed(args: argparse.Namespace, sizes: Sizes) -> int:
     """Measure and print the scenarios; 1 if a system failed."""
     if args.simulate:
         measured = expected.expect(chosen(args), sizes, args.scenario)
-        text = f"pp {args.pp}, {args.microbatches} micro-batches, simulated, {args.steps} draws"
+        text = (
+            f"pp {sizes.pp}, {sizes.num_microbatches} micro-batches, simulated, {args.steps} draws"
+        )
     else:
         measured = scenarios.measure(chosen(args), sizes, args.scenario, args.rounds)
-        text = conditions(args, os.getloadavg()[1])
+        text = conditions(args, sizes, os.getloadavg()[1])
     write_as = scenarios.summary if args.markdown else scenarios.tables
     print(f"{text}\n\n{write_as(measured)}")
     if args.json:
@@ -215,25 +276,24 @@ def compare_disturbed(args: argparse.Namespace, sizes: Sizes) -> int:
     return 1 if measured.failures else 0
 
 
+def compare(args: argparse.Namespace, pp: int) -> Measured:
+    """Measure the schedules at one size."""
+    sizes = sizes_of(args, pp)
+    results = measure(chosen_at(args, pp), sizes, args.rounds)
+    failures = {name: found.failure for name, found in results.items() if found.failure}
+    text = conditions(args, sizes, os.getloadavg()[1])
+    return Measured(sizes, text, figures_of(results, sizes), failures)
+
+
 def main() -> int:
     """Measure and print; 1 if a system failed."""
     args = parse()
     launch.clean_up_when_terminated()
-    sizes = Sizes(
-        pp=args.pp,
-        num_microbatches=args.microbatches,
-        forward_s=args.forward_ms / 1e3,
-        warmup=2,
-        steps=args.steps,
-        timeout_s=args.timeout_s,
-    )
     if args.scenario:
-        return compare_disturbed(args, sizes)
-    results = measure(chosen(args), sizes, args.rounds)
-    figures = figures_of(results, sizes)
-    failures = {name: found.failure for name, found in results.items() if found.failure}
-    write(args, figures, failures)
-    return 1 if failures else 0
+        return compare_disturbed(args, sizes_of(args, args.pp[0]))
+    measured = [compare(args, pp) for pp in args.pp]
+    write(args, measured)
+    return 1 if any(found.failures for found in measured) else 0
 
 
 if __name__ == "__main__":

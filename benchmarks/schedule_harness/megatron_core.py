@@ -117,11 +117,13 @@ def record_steps(
         key = stages[kwargs.get("vp_stage") or 0], kwargs["current_microbatch"]
         with probe.op("F", *key):
             output, num_tokens = forward_step(*args, **kwargs)
-        _first(output).benchmark_key = key
+            _first(output).benchmark_key = key
         return output, num_tokens
 
     def recorded_backward(input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
-        with probe.op(backward_kind(), *_first(output_tensor).benchmark_key):
+        kind = backward_kind()
+        probe.splitting = kind == "I"
+        with probe.op(kind, *_first(output_tensor).benchmark_key):
             return backward_step(input_tensor, output_tensor, *args)
 
     schedules.forward_step, schedules.backward_step = recorded_forward, recorded_backward

@@ -47,6 +47,10 @@ class Figures:
     """Those that the order must keep: from F to B or W."""
     cpu_s: float
     """Median over the steps of the mean processor time of a rank."""
+    num_ops: int
+    """Most ops of a rank in one step."""
+    hops: float
+    """Messages on the longest path of the order that ran: so many latencies make it longer."""
 
     @property
     def ratio(self) -> float:
@@ -76,12 +80,15 @@ def evaluate(steps: Sequence[Sequence[Step]], placement: Placement, times: OpTim
     replays = [replay(ranks, placement, lambda op: op.duration_s) for ranks in rows]
     overheads = [_span(ranks) / found - 1 for ranks, found in zip(rows, replays, strict=True)]
     ops = [op for ranks in rows for row in ranks for op in row]
+    optimum_s = statistics.median(replay(ranks, placement, nominal) for ranks in rows)
+    little_s = 1e-6 * times.forward_s
+    later_s = statistics.median(replay(ranks, placement, nominal, little_s) for ranks in rows)
     return Figures(
         median_s=statistics.median(seconds),
         min_s=min(seconds),
         max_s=max(seconds),
         ideal_s=max(sum(map(nominal, row)) for row in rows[0]),
-        optimum_s=statistics.median(replay(ranks, placement, nominal) for ranks in rows),
+        optimum_s=optimum_s,
         replay_s=statistics.median(replays),
         replay_overhead=statistics.median(overheads),
         min_replay_overhead=min(overheads),
@@ -89,6 +96,8 @@ def evaluate(steps: Sequence[Sequence[Step]], placement: Placement, times: OpTim
         peak_live=times.share * max(step.peak_live for ranks in by_step for step in ranks),
         peak_of_order=times.share * max(_peak(row) for ranks in rows for row in ranks),
         cpu_s=statistics.median(statistics.mean(s.cpu_s for s in ranks) for ranks in by_step),
+        num_ops=max(len(row) for row in rows[0]),
+        hops=round((later_s - optimum_s) / little_s) if little_s else 0,
     )
 
 
@@ -109,14 +118,18 @@ def _peak(row: Sequence[Op]) -> int:
 
 
 def replay(
-    rows: Sequence[Sequence[Op]], placement: Placement, duration_s: Callable[[Op], float]
+    rows: Sequence[Sequence[Op]],
+    placement: Placement,
+    duration_s: Callable[[Op], float],
+    latency_s: float = 0.0,
 ) -> float:
-    """Return the makespan of an order of ops with free messages.
+    """Return the makespan of an order of ops.
 
     Args:
         rows: By rank of the world, the ops in the order in which they ran.
         placement: Where the stages are.
         duration_s: The time of an op.
+        latency_s: From the end of an op to the start of one that waits for it on another rank.
 
     Raises:
         ValueError: The order is impossible, so the record is wrong.
@@ -130,7 +143,7 @@ def replay(
             twin = rank % placement.twins
             while position[rank] < len(row):
                 op = row[position[rank]]
-                ready = _ready(op, twin, placement, made)
+                ready = _ready(op, twin, placement, made, latency_s)
                 if ready is None:
                     break
                 now[rank] = max(now[rank], ready) + duration_s(op)
@@ -146,7 +159,11 @@ def replay(
 
 
 def _ready(
-    op: Op, twin: int, placement: Placement, made: dict[tuple[str, int, int, int], float]
+    op: Op,
+    twin: int,
+    placement: Placement,
+    made: dict[tuple[str, int, int, int], float],
+    latency_s: float,
 ) -> float | None:
     """Return since when the input of an op exists, or None."""
     if op.kind == "W":
@@ -156,4 +173,6 @@ def _ready(
         return 0.0
     crosses = min(source, op.stage) in placement.twin_hops
     what = "F" if op.kind == "F" else "B"
-    return made.get((what, source, op.microbatch, twin ^ crosses))
+    end_s = made.get((what, source, op.microbatch, twin ^ crosses))
+    is_local = placement.hops[min(source, op.stage)] == "local"
+    return end_s if end_s is None or is_local else end_s + latency_s

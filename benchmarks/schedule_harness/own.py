@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron.core import parallel_state
@@ -41,7 +40,7 @@ def prepare(choice: Choice, probe: Probe) -> Callable[[], None]:
     if probe.waits:
         probe.waits = False  # the transport does
         _delay_messages(probe)
-    record_steps(probe, stages, lambda: "I" if probe.splitting else "B")
+    record_steps(probe, stages, lambda: "B" if SPLIT.record is None else "I")
     use(choice)
     keywords = step_keywords(chunks, choice.num_microbatches)
     # As with GPT, only the first stage reads data here.
@@ -70,16 +69,7 @@ def _emulate_split(probe: Probe) -> None:
 
     The gradient itself is computed by the split, from what it kept of the stage's linear.
     """
-    defer, run = SPLIT.defer, SPLIT.run
-
-    @contextmanager
-    def deferring(stage: int, microbatch: int) -> Iterator[None]:
-        probe.splitting = True
-        try:
-            with defer(stage, microbatch):
-                yield
-        finally:
-            probe.splitting = False
+    run = SPLIT.run
 
     def running(stage: int, microbatch: int) -> None:
         with probe.op("W", stage, microbatch):
@@ -87,4 +77,4 @@ def _emulate_split(probe: Probe) -> None:
             run(stage, microbatch)
             probe.spend("W", stage, microbatch)
 
-    SPLIT.defer, SPLIT.run = deferring, running  # type: ignore[method-assign]
+    SPLIT.run = running  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .metrics import Figures
 
-__all__ = ["draw", "table"]
+__all__ = ["draw", "explain", "table"]
 
 _HEADS = (
     "system",
@@ -21,6 +21,9 @@ _HEADS = (
     "peak act.",
     "of order",
     "weights",
+    "ops",
+    "hops",
+    "cpu %",
 )
 
 NOISY = 0.05
@@ -56,7 +59,49 @@ def _row(name: str, found: Figures, weights: int) -> tuple[str, ...]:
         f"{found.peak_live:g}",
         f"{found.peak_of_order:g}",
         f"{weights}x",
+        f"{found.num_ops}",
+        f"{found.hops:g}",
+        f"{100 * found.cpu_s / found.median_s:.1f}",
     )
+
+
+_BAR_OF_REPLAY = 0.015
+_BAR_OF_BITPIPE = 1.04
+_OURS = "megatron_ext, shm: "
+
+
+def explain(figures: Mapping[str, Figures]) -> str:
+    """Return in words which aims our schedules reach over shared memory, and what they miss by."""
+    ours = {
+        name.removeprefix(_OURS): found
+        for name, found in figures.items()
+        if name.startswith(_OURS) and " for latency " not in name
+    }
+    reached = [n for n, found in ours.items() if found.replay_overhead < _BAR_OF_REPLAY + 5e-4]
+    lines = [
+        f"Replay over shm is at most {100 * _BAR_OF_REPLAY:g} % for {', '.join(reached) or 'none'}."
+    ]
+    lines += [
+        f"{name}: {100 * found.replay_overhead:.1f} %, that is "
+        f"{1e3 * (found.replay_overhead * found.replay_s) / found.num_ops:.2f} ms for each of "
+        f"{found.num_ops} ops, with {found.hops:g} messages on the longest path."
+        for name, found in ours.items()
+        if name not in reached
+    ]
+    bitpipe = ours.get("bitpipe order=zb")
+    if bitpipe is not None:
+        parts = [
+            ("order", bitpipe.optimum_s - bitpipe.ideal_s),
+            ("ops", bitpipe.replay_s - bitpipe.optimum_s),
+            ("replay", bitpipe.median_s - bitpipe.replay_s),
+        ]
+        shares = ", ".join(f"{part} {100 * took / bitpipe.ideal_s:.1f}" for part, took in parts)
+        verdict = "within" if bitpipe.ratio <= _BAR_OF_BITPIPE else "not within"
+        lines.append(
+            f"bitpipe order=zb is {100 * (bitpipe.ratio - 1):.1f} % above ideal ({shares}), "
+            f"{verdict} {100 * (_BAR_OF_BITPIPE - 1):.0f} %."
+        )
+    return "\n".join(lines)
 
 
 _ROW, _TOP, _NAME, _SCALE, _BAR = 22, 46, 290, 600, 15
@@ -75,10 +120,16 @@ text { font: 12px sans-serif; fill: #1f2328 }
 @media (prefers-color-scheme: dark) { text { fill: #e6edf3 } }"""
 
 
-def draw(figures: Mapping[str, Figures], title: str) -> str:
-    """Return bars as SVG: what each system takes beyond ideal, as a share of it."""
-    highest = max([0.1, *(found.ratio - 1 for found in figures.values())])
-    height = _TOP + _ROW * len(figures) + 34
+def draw(measured: Mapping[str, Mapping[str, Figures]]) -> str:
+    """Return bars as SVG: what each system takes beyond ideal, as a share of it.
+
+    Args:
+        measured: Figures by name of the system, by size of the pipeline in words.
+    """
+    title = "time beyond ideal, measured"
+    ratios = [found.ratio for figures in measured.values() for found in figures.values()]
+    highest = max([0.1, *(ratio - 1 for ratio in ratios)])
+    height = _TOP + _ROW * (len(ratios) + 2 * len(measured)) + 34
     width = _NAME + _SCALE + 60
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     parts = [
@@ -87,10 +138,15 @@ def draw(figures: Mapping[str, Figures], title: str) -> str:
         f"<style>\n{_STYLE}\n</style>",
         f'<text x="4" y="17">{escape(title)}</text>',
     ]
-    for index, (name, found) in enumerate(figures.items()):
-        parts += _bar(name, found, _TOP + _ROW * index, _SCALE / highest)
-    bottom = _TOP + _ROW * len(figures)
-    parts.append(f'<path class="axis" d="M{_NAME} {_TOP - 6}V{bottom}"/>')
+    bottom = _TOP
+    for size, figures in measured.items():
+        parts.append(f'<text x="4" y="{bottom + 12}" font-weight="bold">{escape(size)}</text>')
+        top = bottom + _ROW
+        for index, (name, found) in enumerate(figures.items()):
+            parts += _bar(name, found, top + _ROW * index, _SCALE / highest)
+        bottom = top + _ROW * len(figures)
+        parts.append(f'<path class="axis" d="M{_NAME} {top - 6}V{bottom}"/>')
+        bottom += _ROW
     for index, (kind, text) in enumerate(_LEGEND.items()):
         left = _NAME + 210 * index
         parts.append(f'<rect class="{kind}" x="{left}" y="{bottom + 8}" width="12" height="12"/>')

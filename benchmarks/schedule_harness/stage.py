@@ -4,8 +4,10 @@ A stage computes `y = A(x + z) + weights(x)` and sleeps for the forward. `A` is 
 backward sleeps for the input gradient. The weights are a real, tiny linear of Megatron's, so that
 whatever splits the backward of real models splits this one too; the time of the weight gradient is
 slept where that gradient is computed. An op sleeps until its time is over: what autograd needs is
-part of it, as on a GPU, whose kernels hide what the host does. A sleep ends late (0.2 ms where
-four processes share two cores), which the probe measures once and asks for less.
+part of it, as on a GPU, whose kernels hide what the host does. An op ends late all the same, since
+sleeps do (0.2 ms where four processes share two cores) and autograd works after the last one. So
+the probe follows how late the ops of each kind are, and asks for that much less sleep: half of them
+end late then, and half early.
 
 The parameter `z` makes the first stage have an input gradient to compute, as an embedding does.
 `x + z` is the stage's activation: `A` and the linear both keep it.
@@ -39,6 +41,10 @@ MESSAGE_SHAPE = (64, 1, 256)
 """Sequence, batch, hidden: 64 KiB in fp32."""
 
 
+_STEP_S = 10e-6
+"""By which the time that ops are late is corrected after each."""
+
+
 def oversleep_s(num_samples: int = 25) -> float:
     """Return how much later than asked a sleep ends, the median of some milliseconds of sleep."""
     found_s = []
@@ -60,7 +66,7 @@ class Probe:
     cpu_s: float = 0.0
     """Processor time that this thread spent in ops."""
     splitting: bool = False
-    """Whether a backward that runs now leaves the weight gradient for later."""
+    """Whether the last backward step to begin leaves the weight gradient for later."""
     current: tuple[int, int] = (0, 0)
     """(stage, micro-batch) of the op that runs."""
     waits: bool = False
@@ -69,22 +75,30 @@ class Probe:
     """How much later than asked a sleep ends."""
     _over_s: float = 0.0
     """When the op that runs is over, as far as it has spent its time."""
+    _kind: Kind = "F"
+    """Of the op that runs."""
+    _later_s: dict[Kind, float] = field(default_factory=dict)
+    """By kind: how much later than asked its ops end, on the median."""
     _alive: list[StorageWeakRef] = field(default_factory=list)
 
     @contextmanager
     def op(self, kind: Kind, stage: int, microbatch: int) -> Iterator[None]:
         """Record what runs inside as one op."""
-        self.current = stage, microbatch
-        cpu_s, begin_s = time.thread_time(), time.perf_counter()
-        self._over_s = begin_s
+        begin_s = time.perf_counter()
+        cpu_s = time.thread_time()
+        self.current, self._kind, self._over_s = (stage, microbatch), kind, begin_s
         yield
-        self.ops.append(Op(stage, kind, microbatch, begin_s, time.perf_counter()))
+        end_s = time.perf_counter()
+        self.ops.append(Op(stage, kind, microbatch, begin_s, end_s))
+        late_s = self._later_s.setdefault(kind, self._late_s)
+        self._later_s[kind] = late_s + (_STEP_S if end_s > self._over_s else -_STEP_S)
         self.cpu_s += time.thread_time() - cpu_s
 
     def spend(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Take the time of an op, or of a part of it, without using the processor."""
         self._over_s += self.times.seconds(kind, stage, microbatch)
-        time.sleep(max(0.0, self._over_s - self._late_s - time.perf_counter()))
+        late_s = self._later_s.get(self._kind, self._late_s)
+        time.sleep(max(0.0, self._over_s - late_s - time.perf_counter()))
 
     @property
     def delays_messages(self) -> bool:
