@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 __all__ = [
@@ -67,13 +66,24 @@ class _Stat(NamedTuple):
 
 
 def _stat(pid: int) -> _Stat | None:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
+    text = _read(f"/proc/{pid}/stat")
+    if not text:
         return None
     # The name of the program, in brackets, may hold blanks and brackets itself.
-    fields = text.rpartition(")")[2].split()
-    return _Stat(parent=int(fields[1]), start=int(fields[19]), state=fields[0])
+    fields = text.rpartition(b")")[2].split()
+    return _Stat(parent=int(fields[1]), start=int(fields[19]), state=fields[0].decode())
+
+
+def _read(path: str) -> bytes:
+    """Return a file of `/proc`; nothing if the process ended, or is not ours.
+
+    A host has many processes, and all are looked at: `Path` would take most of the time.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - hot
+            return file.read()
+    except OSError:
+        return b""
 
 
 def find(pid: int) -> Process | None:
@@ -118,10 +128,7 @@ def marked(run_id: str, node: int, since: int = 0) -> set[Process]:
         process = find(pid)
         if process is None or process.start < since:
             continue
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            continue  # it ended, or is not ours
+        environment = _read(f"/proc/{pid}/environ")
         if marks <= set(environment.split(b"\0")) and process.alive():
             found.add(process)
     return found
