@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -59,35 +60,45 @@ void accept_shm(ShmLink& self, std::optional<double> timeout_s) {
     self.accept(to_deadline(timeout_s), &check_python_signals);
 }
 
+/// The dimensions and the size of a message.
+void set_shape(MessageInfo& info, const py::tuple& shape) {
+    if (shape.size() > kMaxDims) {
+        throw std::invalid_argument("a message has at most " + std::to_string(kMaxDims) +
+                                    " dimensions, got " + std::to_string(shape.size()));
+    }
+    info.num_dims = static_cast<std::uint8_t>(shape.size());
+    info.num_bytes = info.dtype_bits / 8;
+    for (std::size_t i = 0; i < info.num_dims; ++i) {
+        const long long length =
+            PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), static_cast<py::ssize_t>(i)));
+        if (length == -1 && PyErr_Occurred() != nullptr) {
+            throw py::error_already_set();
+        }
+        if (length < 0) {
+            throw std::invalid_argument("a dimension of a message cannot be " +
+                                        std::to_string(length));
+        }
+        info.shape[i] = length;
+        info.num_bytes *= static_cast<std::uint64_t>(length);
+    }
+}
+
 std::pair<std::uintptr_t, std::size_t> slots_of(const ShmLink& self) {
     const Arena& arena = self.arena();
     return {reinterpret_cast<std::uintptr_t>(arena.bytes(0)), arena.num_slots_bytes()};
 }
 
 void send(Endpoint& self, int peer, std::uint64_t tag, unsigned dtype, const py::tuple& shape,
-          std::uintptr_t address, std::uint64_t num_bytes, py::object owner) {
+          std::uintptr_t address, py::object owner) {
     MessageInfo info;
-    if (shape.size() > kMaxDims) {
-        throw std::invalid_argument("a message has at most " + std::to_string(kMaxDims) +
-                                    " dimensions, got " + std::to_string(shape.size()));
-    }
     info.tag = tag;
-    info.num_bytes = num_bytes;
     info.dtype_code = static_cast<std::uint8_t>(dtype >> 8);
     info.dtype_bits = static_cast<std::uint8_t>(dtype & 0xFF);
-    info.num_dims = static_cast<std::uint8_t>(shape.size());
-    for (std::size_t i = 0; i < shape.size(); ++i) {
-        info.shape[i] = shape[i].cast<std::int64_t>();
-    }
-    std::shared_ptr<void> shared = share(std::move(owner));
+    set_shape(info, shape);
+    // One reference stays here, so that what is copied at once is let go with Python's lock.
+    const std::shared_ptr<void> shared = share(std::move(owner));
     py::gil_scoped_release no_gil;
-    self.send(peer, info, reinterpret_cast<const void*>(address), std::move(shared));
-}
-
-std::optional<Message> take(Endpoint& self, int source, std::uint64_t tag,
-                            std::optional<double> timeout_s) {
-    py::gil_scoped_release no_gil;
-    return self.take(source, tag, to_deadline(timeout_s), &check_python_signals);
+    self.send(peer, info, reinterpret_cast<const void*>(address), shared);
 }
 
 std::vector<std::pair<int, std::uint64_t>> arrivals(Endpoint& self,
@@ -103,6 +114,19 @@ std::vector<std::pair<int, std::uint64_t>> arrivals(Endpoint& self,
 bool flush(Endpoint& self, std::optional<double> timeout_s) {
     py::gil_scoped_release no_gil;
     return self.flush(to_deadline(timeout_s), &check_python_signals);
+}
+
+/// DLPack's code, times 256, and bits.
+unsigned dtype_of(const Message& message) {
+    return static_cast<unsigned>(message.info.dtype_code << 8 | message.info.dtype_bits);
+}
+
+void set_spin(Endpoint& self, double seconds) {
+    if (!(seconds >= 0.0 && seconds <= 1.0)) {  // written so that NaN fails as well
+        throw std::invalid_argument("a spin lasts 0 to 1 seconds, got " + std::to_string(seconds));
+    }
+    self.set_spin(std::chrono::duration_cast<Clock::duration>(
+        std::chrono::duration<double>(seconds)));
 }
 
 py::tuple shape_of(const Message& message) {
@@ -158,8 +182,8 @@ struct MessageTensor {
 };
 
 /// The message as a DLPack capsule, to be taken by one tensor.
-py::capsule to_dlpack(const Message& message) {
-    auto tensor = std::make_unique<MessageTensor>(message);
+py::capsule to_dlpack(Message message) {
+    auto tensor = std::make_unique<MessageTensor>(std::move(message));
     py::capsule capsule(&tensor->managed, "dltensor", [](PyObject* object) {
         if (PyCapsule_IsValid(object, "dltensor") == 0) {
             return;  // somebody took it, and renamed the capsule
@@ -169,6 +193,23 @@ py::capsule to_dlpack(const Message& message) {
     });
     tensor.release();
     return capsule;
+}
+
+/// Waits for a message and takes it: as a capsule if it has bytes, of the dtype that is asked for.
+py::object take(Endpoint& self, int source, std::uint64_t tag, std::optional<double> timeout_s,
+                unsigned capsule_dtype) {
+    std::optional<Message> message;
+    {
+        py::gil_scoped_release no_gil;
+        message = self.take(source, tag, to_deadline(timeout_s), &check_python_signals);
+    }
+    if (!message) {
+        return py::none();
+    }
+    if (message->bytes && dtype_of(*message) == capsule_dtype) {
+        return to_dlpack(std::move(*message));
+    }
+    return py::cast(std::move(*message));
 }
 
 py::buffer_info buffer_of(Message& message) {
@@ -198,10 +239,7 @@ void bind_endpoint(py::module_& module) {
     py::class_<Message>(module, "Message", py::buffer_protocol(), py::is_final(),
                         "A message that arrived: a writable buffer of its bytes, in shared memory "
                         "or in memory that is used again afterwards.")
-        .def_property_readonly(
-            "dtype",
-            [](const Message& self) { return self.info.dtype_code << 8 | self.info.dtype_bits; },
-            "DLPack's code, times 256, and bits.")
+        .def_property_readonly("dtype", &dtype_of, "DLPack's code, times 256, and bits.")
         .def_property_readonly("shape", &shape_of, "As the sender gave it.")
         .def("dlpack", &to_dlpack, "A DLPack capsule on the bytes, which keeps them.")
         .def("__len__", [](const Message& self) { return self.info.num_bytes; })
@@ -237,6 +275,12 @@ void bind_endpoint(py::module_& module) {
         .def(py::init(&make_tcp), py::arg("endpoint"), py::arg("peer"), py::arg("socket"),
              py::arg("silence_s") = 15.0, "Over a connected socket.");
 
+    py::class_<EndpointCounts>(module, "EndpointCounts", py::is_final(), "What was done so far.")
+        .def_readonly("num_messages", &EndpointCounts::num_messages, "Messages sent.")
+        .def_readonly("num_bytes", &EndpointCounts::num_bytes, "Bytes in them.")
+        .def_readonly("waited_s", &EndpointCounts::waited_s, "Time in waits.")
+        .def_readonly("last_wait_s", &EndpointCounts::last_wait_s, "Time in the last of them.");
+
     py::class_<Endpoint>(module, "Endpoint", py::is_final(),
                          "One process of a job and its links to others.")
         .def(py::init([](int rank, std::uint32_t slots, std::uint64_t slot_bytes, bool checksums) {
@@ -246,9 +290,10 @@ void bind_endpoint(py::module_& module) {
         .def("add", &Endpoint::add, py::arg("peer"), py::arg("link"),
              "Use a connected link from now on.")
         .def("send", &send, py::arg("peer"), py::arg("tag"), py::arg("dtype"), py::arg("shape"),
-             py::arg("address"), py::arg("num_bytes"), py::arg("owner"),
+             py::arg("address"), py::arg("owner"),
              "Send bytes; `owner` is kept until they are copied.")
         .def("take", &take, py::arg("source"), py::arg("tag"), py::arg("timeout_s") = py::none(),
+             py::arg("capsule_dtype") = 0,
              "Wait for a message and take it; None if it does not come.")
         .def("arrivals", &arrivals, py::arg("timeout_s") = py::none(),
              "Wait for messages that were not named before; (source, tag) of each.")
@@ -257,7 +302,9 @@ void bind_endpoint(py::module_& module) {
         .def("abort", &Endpoint::abort, py::arg("reason"), no_gil,
              "Tell all peers to stop waiting.")
         .def("close", &Endpoint::close, no_gil, "Say farewell and let go of everything.")
-        .def("peers", &Endpoint::peers, no_gil, "How the peers are.");
+        .def("peers", &Endpoint::peers, no_gil, "How the peers are.")
+        .def("set_spin", &set_spin, py::arg("seconds"), "Look for news so long before a sleep.")
+        .def("counts", &Endpoint::counts, no_gil, "What was done so far.");
 }
 
 }  // namespace megatron_ext

@@ -1,13 +1,12 @@
 #include "core/buffer_pool.h"
 
-#include <sys/types.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <deque>
 #include <mutex>
 #include <new>
+
+#include "core/process.h"
 
 namespace megatron_ext {
 namespace {
@@ -63,7 +62,7 @@ class BufferPool::State {
     }
 
     void give_back(Block block) {
-        if (::getpid() != process_) {
+        if (!process_.is_this()) {
             return;  // a forked child has a copy, and perhaps a lock that nobody will open
         }
         const std::lock_guard lock(mutex_);
@@ -87,7 +86,7 @@ class BufferPool::State {
         }
     }
 
-    const pid_t process_ = ::getpid();
+    const Process process_;
     std::mutex mutex_;
     std::deque<Block> idle_;  // the longest idle first
     std::size_t idle_bytes_ = 0;

@@ -36,12 +36,11 @@ Endpoint::Endpoint(int rank, ArenaSize room, bool checksums)
     : rank_(rank),
       room_(room),
       checksums_(checksums),
-      process_(::getpid()),
       bell_(std::make_shared<ProcessBell>(ProcessBell::create())),
       service_(bell_) {}
 
 Endpoint::~Endpoint() {
-    if (::getpid() != process_) {
+    if (!process_.is_this()) {
         service_.abandon();
         return;
     }
@@ -77,8 +76,8 @@ void Endpoint::add(int peer, std::shared_ptr<Link> link) {
 }
 
 void Endpoint::check_usable() const {
-    if (::getpid() != process_) {
-        throw TransportError("the links of process " + std::to_string(process_) +
+    if (!process_.is_this()) {
+        throw TransportError("the links of process " + std::to_string(process_.id()) +
                              " cannot be used by its forked child " + std::to_string(::getpid()));
     }
 }
@@ -105,6 +104,8 @@ void Endpoint::send(int peer, const MessageInfo& info, const void* bytes,
             std::memcpy(message.bytes.get(), bytes, num_bytes);
         }
         table_.add(peer, std::move(message));
+        counts_.num_messages += 1;
+        counts_.num_bytes += info.num_bytes;
         bell_->ring();  // another thread may wait for it
         return;
     }
@@ -115,6 +116,8 @@ void Endpoint::send(int peer, const MessageInfo& info, const void* bytes,
     }
     Events events(*this, peer);
     link.send(info, bytes, std::move(owner), events);
+    counts_.num_messages += 1;
+    counts_.num_bytes += info.num_bytes;
     if (!links_.at(peer).served && link.counts().num_queued != 0) {
         start_service();  // which then hears when the receiver makes room
         bell_->wake_service();
@@ -186,16 +189,33 @@ bool Endpoint::failed() const noexcept {
     });
 }
 
-/// Sleeps until `condition` holds: it is asked after each progress. Sleeps end early enough to
-/// notice dead peers, which cannot ring.
+/// One sleep of a wait; ends with a ring after `seen`, or early enough to notice dead peers, which
+/// cannot ring. How many seconds it took; nothing at the deadline.
+std::optional<double> Endpoint::sleep(std::uint32_t seen, Deadline deadline, InterruptCheck check) {
+    const Deadline begin = Clock::now();
+    if (begin >= deadline) {
+        return std::nullopt;
+    }
+    const Deadline wake = std::min(deadline, begin + kInterruptPeriod);
+    const bool rung = bell_->spin(seen, spin_) || bell_->wait(seen, wake, nullptr);
+    if (!rung && check != nullptr) {
+        check();
+    }
+    return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+/// Sleeps until `condition` holds: it is asked after each progress.
 template <typename Condition>
 bool Endpoint::wait_until(Condition condition, Deadline deadline, InterruptCheck check) {
     check_usable();
-    for (;;) {
+    std::optional<double> slept_s = 0.0;
+    for (double waited_s = 0.0;;) {
         const std::uint32_t seen = bell_->sequence();
         {
             Owners done;
             const Lock lock(mutex_);
+            counts_.waited_s += *slept_s;
+            counts_.last_wait_s = waited_s += *slept_s;
             progress();
             done.swap(done_);
             if (condition()) {
@@ -206,14 +226,16 @@ bool Endpoint::wait_until(Condition condition, Deadline deadline, InterruptCheck
                 entry.link->demand(events);
             }
         }
-        if (Clock::now() >= deadline) {
+        slept_s = sleep(seen, deadline, check);
+        if (!slept_s) {
             return false;
         }
-        const Deadline wake = std::min(deadline, Clock::now() + kInterruptPeriod);
-        if (!bell_->wait(seen, wake, nullptr) && check != nullptr) {
-            check();
-        }
     }
+}
+
+EndpointCounts Endpoint::counts() {
+    const Lock lock(mutex_);
+    return counts_;
 }
 
 std::optional<Message> Endpoint::take(int source, std::uint64_t tag, Deadline deadline,

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <sys/types.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -16,6 +14,7 @@
 #include "core/buffer_pool.h"
 #include "core/link.h"
 #include "core/match_table.h"
+#include "core/process.h"
 #include "core/process_bell.h"
 #include "core/service.h"
 #include "core/wait.h"
@@ -30,6 +29,14 @@ struct PeerReport {
     std::string reason;       ///< of a peer that gave up, or how its death was noticed
     std::size_t num_arrived;  ///< messages from it that were not taken
     LinkCounts counts;
+};
+
+/// What an endpoint did so far.
+struct EndpointCounts {
+    std::uint64_t num_messages = 0;  ///< that were sent
+    std::uint64_t num_bytes = 0;     ///< in them
+    double waited_s = 0.0;           ///< spent in waits
+    double last_wait_s = 0.0;        ///< of the last call that may wait
 };
 
 /// One process of a job, with a link to each of its peers, over whatever wire. Messages of all
@@ -84,6 +91,12 @@ class Endpoint {
     /// Says farewell and lets go of everything. Messages that were taken stay valid.
     void close();
 
+    /// How long a wait may look for news itself before it sleeps; see ProcessBell::spin(). Zero at
+    /// first: for hosts with a CPU for each of their processes only.
+    void set_spin(Clock::duration longest) noexcept { spin_ = longest; }
+
+    EndpointCounts counts();
+
     /// How the peers are now.
     std::vector<PeerReport> peers();
 
@@ -106,19 +119,22 @@ class Endpoint {
     Deadline serve_links(const Service::News& news);
     bool failed() const noexcept;
     void part() noexcept;
+    std::optional<double> sleep(std::uint32_t seen, Deadline deadline, InterruptCheck check);
     template <typename Condition>
     bool wait_until(Condition condition, Deadline deadline, InterruptCheck check);
 
     const int rank_;
     const ArenaSize room_;
     const bool checksums_;
-    const pid_t process_;
+    const Process process_;
     const BufferPool pool_;
     const std::shared_ptr<ProcessBell> bell_;
+    Clock::duration spin_ = Clock::duration::zero();
 
     std::mutex mutex_;  // guards all that follows, but for the service itself
     std::map<int, Entry> links_;
     MatchTable table_;
+    EndpointCounts counts_;
     Owners done_;               // of bytes that were sent; let go by the calling thread
     std::exception_ptr error_;  // what ended the service thread
     Service service_;

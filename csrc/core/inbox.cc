@@ -17,7 +17,7 @@ void Inbox::set_sender_bell(std::shared_ptr<ProcessBell> bell) {
 }
 
 void Inbox::Shared::release(std::uint32_t slot) noexcept {
-    if (::getpid() != process) {
+    if (!process.is_this()) {
         return;
     }
     // The order of the two words here and in Outbox::wants_room() decides that a sender which finds

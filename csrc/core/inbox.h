@@ -1,8 +1,5 @@
 #pragma once
 
-#include <sys/types.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -13,6 +10,7 @@
 #include "core/assembly.h"
 #include "core/buffer_pool.h"
 #include "core/message.h"
+#include "core/process.h"
 #include "core/process_bell.h"
 
 namespace megatron_ext {
@@ -57,7 +55,7 @@ class Inbox {
         std::atomic<std::uint32_t> num_held{0};
         std::shared_ptr<ProcessBell> sender_bell;
         /// Messages that a forked child lets go are still its parent's.
-        const pid_t process = ::getpid();
+        const Process process;
     };
 
     Descriptor check(std::uint32_t slot) const;

@@ -7,21 +7,18 @@ namespace megatron_ext {
 
 void MatchTable::add(int source, Message message) {
     const Arrival arrival{source, message.info.tag};
-    messages_[arrival].push_back(std::move(message));
+    messages_.emplace(arrival, std::move(message));
     news_.push_back(arrival);
 }
 
 std::optional<Message> MatchTable::take(int source, std::uint64_t tag) {
     const Arrival arrival{source, tag};
-    const auto found = messages_.find(arrival);
-    if (found == messages_.end()) {
+    const auto found = messages_.lower_bound(arrival);
+    if (found == messages_.end() || !(found->first == arrival)) {
         return std::nullopt;
     }
-    Message message = std::move(found->second.front());
-    found->second.pop_front();
-    if (found->second.empty()) {
-        messages_.erase(found);
-    }
+    Message message = std::move(found->second);
+    messages_.erase(found);
     const auto news = std::find(news_.begin(), news_.end(), arrival);
     if (news != news_.end()) {
         news_.erase(news);
@@ -37,8 +34,8 @@ std::vector<Arrival> MatchTable::take_news() {
 
 std::size_t MatchTable::count(int source) const {
     std::size_t result = 0;
-    for (const auto& [arrival, messages] : messages_) {
-        result += arrival.source == source ? messages.size() : 0;
+    for (const auto& [arrival, message] : messages_) {
+        result += arrival.source == source ? 1 : 0;
     }
     return result;
 }

@@ -3,8 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <optional>
-#include <unordered_map>
 #include <vector>
 
 #include "core/message.h"
@@ -18,6 +18,9 @@ struct Arrival {
 
     bool operator==(const Arrival& other) const {
         return source == other.source && tag == other.tag;
+    }
+    bool operator<(const Arrival& other) const {
+        return source != other.source ? source < other.source : tag < other.tag;
     }
 };
 
@@ -38,14 +41,8 @@ class MatchTable {
     std::size_t count(int source) const;
 
   private:
-    struct Hash {
-        std::size_t operator()(const Arrival& arrival) const noexcept {
-            const auto source = static_cast<std::uint64_t>(arrival.source);
-            return static_cast<std::size_t>((arrival.tag ^ source << 56) * 0x9E3779B97F4A7C15U);
-        }
-    };
-
-    std::unordered_map<Arrival, std::deque<Message>, Hash> messages_;
+    /// Those of one name stand in the order of their arrival.
+    std::multimap<Arrival, Message> messages_;
     std::deque<Arrival> news_;
 };
 

@@ -28,9 +28,13 @@ void Outbox::push(LinkEvents& events) {
     }
 }
 
-/// Whether there is a free slot; collects what the receiver gave back if none is known.
+/// Whether there is a free slot; collects what the receiver gave back. That goes on top, to be used
+/// next: its memory is still in the caches, while that of a slot used long ago is not.
 bool Outbox::find_free_slots() {
-    for (std::size_t word = 0; free_slots_.empty() && word < arena_.num_released_words(); ++word) {
+    for (std::size_t word = 0; word < arena_.num_released_words(); ++word) {
+        if (arena_.released(word).load(std::memory_order_seq_cst) == 0) {
+            continue;
+        }
         std::uint64_t bits = arena_.released(word).exchange(0, std::memory_order_seq_cst);
         for (std::uint32_t bit = 0; bits != 0; ++bit, bits >>= 1) {
             const auto slot = static_cast<std::uint32_t>(word) * 64 + bit;

@@ -1,5 +1,6 @@
 #include "core/process_bell.h"
 
+#include <sched.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -19,7 +20,25 @@ struct ProcessBell::Page {
     alignas(64) std::atomic<std::uint32_t> sleepers;
     std::atomic<std::uint32_t> listens;
     alignas(64) std::atomic<std::uint32_t> control_news;
+    /// 1 + the CPU on which somebody rang last; 0 if nobody did, or it is not known.
+    alignas(64) std::atomic<std::uint32_t> ringer_cpu;
 };
+
+namespace {
+
+/// 1 + the CPU of the caller; 0 if that is not known. No system call with a libc of today.
+std::uint32_t current_cpu() noexcept { return static_cast<std::uint32_t>(::sched_getcpu() + 1); }
+
+/// Tells the CPU that the caller does nothing but wait for another one.
+void pause() noexcept {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+}  // namespace
 
 ProcessBell::ProcessBell(Segment page, UniqueFd event)
     : page_(std::move(page)),
@@ -49,7 +68,14 @@ ProcessBell::Page& ProcessBell::page() const noexcept { return *static_cast<Page
 // Who rings first counts, then looks whether anybody sleeps; who goes to sleep first says so, then
 // looks at the count (the kernel does, for a futex). In the one total order of these accesses one
 // of the two sees the other.
+//
+// The CPU stands there before the count does, but is only a hint: a stale one costs a spin that is
+// in vain, or a sleep that could have been spared.
 void ProcessBell::ring() noexcept {
+    const std::uint32_t cpu = current_cpu();
+    if (page().ringer_cpu.load(std::memory_order_relaxed) != cpu) {
+        page().ringer_cpu.store(cpu, std::memory_order_relaxed);
+    }
     bell_.count();
     if (page().sleepers.load(std::memory_order_seq_cst) != 0) {
         bell_.wake();
@@ -78,6 +104,26 @@ bool ProcessBell::wait(std::uint32_t seen, Deadline deadline, InterruptCheck che
     };
     const Sleeper sleeper(page().sleepers);
     return bell_.wait(seen, deadline, check);
+}
+
+// Nothing is announced, so a ring during a spin wakes nobody: it is seen here, or by wait(), which
+// compares the count with `seen` once more before it sleeps. So none is lost.
+bool ProcessBell::spin(std::uint32_t seen, Clock::duration longest) const noexcept {
+    const std::uint32_t ringer_cpu = page().ringer_cpu.load(std::memory_order_relaxed);
+    if (longest <= Clock::duration::zero() || ringer_cpu == 0 || ringer_cpu == current_cpu()) {
+        return bell_.sequence() != seen;
+    }
+    constexpr int kLooksForEachTime = 16;  // reading the clock takes as long as some of them
+    const Deadline end = Clock::now() + longest;
+    do {
+        for (int i = 0; i < kLooksForEachTime; ++i) {
+            if (bell_.sequence() != seen) {
+                return true;
+            }
+            pause();
+        }
+    } while (Clock::now() < end);
+    return false;
 }
 
 void ProcessBell::listen(bool wanted) noexcept {

@@ -48,6 +48,10 @@ class ProcessBell {
     /// See Doorbell::wait().
     bool wait(std::uint32_t seen, Deadline deadline, InterruptCheck check);
 
+    /// Looks for a ring after `seen` for a while before a sleep, if who rang last did so on another
+    /// CPU than the caller's: on the same one nobody could ring meanwhile. Whether one came.
+    bool spin(std::uint32_t seen, Clock::duration longest) const noexcept;
+
     /// Whether from now on rings are to reach the service thread. Look for what they would tell
     /// after this, then sleep.
     void listen(bool wanted) noexcept;

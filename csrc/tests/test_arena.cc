@@ -140,6 +140,18 @@ TEST(slots_return_in_any_order) {
     }
 }
 
+TEST(the_slot_that_was_given_back_last_is_used_next) {
+    Ends link({4, 4096});
+    const std::byte* slot = nullptr;
+    for (std::uint64_t tag = 0; tag < 5; ++tag) {
+        send(link.outbox, tag, 100);
+        const std::optional<Message> message = link.inbox.next();
+        CHECK(message.has_value());
+        CHECK(slot == nullptr || message->bytes.get() == slot);
+        slot = message->bytes.get();
+    }
+}
+
 TEST(a_sender_without_room_queues_and_is_rung) {
     Ends link({2, 64});
     for (std::uint64_t tag = 0; tag < 5; ++tag) {

@@ -253,6 +253,33 @@ TEST(one_thread_sends_while_another_waits) {
     check_pairs({4, 4096}, body(0), body(1));
 }
 
+TEST(what_was_done_is_counted) {
+    const auto own = [](Endpoint& endpoint) {
+        endpoint.set_spin(std::chrono::microseconds(20));
+        for (std::uint64_t tag = 0; tag < 300; ++tag) {  // waits spin, sleep, or have nothing to do
+            send(endpoint, 1, tag, 10);
+            check_content(endpoint.take(1, tag, kForEver, nullptr));
+        }
+        CHECK_EQ(endpoint.counts().num_messages, 300U);
+        CHECK_EQ(endpoint.counts().num_bytes, 3000U);
+        const double before_s = endpoint.counts().waited_s;
+        CHECK(!endpoint.take(1, 1000, deadline_after(0.05), nullptr));
+        CHECK(endpoint.counts().last_wait_s >= 0.05);
+        CHECK(endpoint.counts().waited_s >= before_s + 0.05);
+        send(endpoint, 1, 300, 10);
+    };
+    const auto other = [](Endpoint& endpoint) {
+        for (std::uint64_t tag = 0; tag < 300; ++tag) {
+            check_content(endpoint.take(0, tag, kForEver, nullptr));
+            send(endpoint, 0, tag, 10);
+        }
+        check_content(endpoint.take(0, 300, kForEver, nullptr));
+    };
+    for (const Wire wire : kWires) {
+        CHECK_EQ(run_pair(wire, {4, 4096}, own, other), 0);
+    }
+}
+
 TEST(a_forked_child_is_refused_and_says_no_farewell) {
     const auto own = [](Endpoint& endpoint) {
         send(endpoint, 1, 1, 50000);  // for which there is no room: a service thread runs

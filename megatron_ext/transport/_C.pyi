@@ -202,6 +202,26 @@ class TcpLink(Link):
     ) -> None: ...
 
 @final
+class EndpointCounts:
+    """What an endpoint did so far."""
+
+    @property
+    def num_messages(self) -> int:
+        """Messages sent."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in them."""
+
+    @property
+    def waited_s(self) -> float:
+        """Time asleep, or looking for news, in waits."""
+
+    @property
+    def last_wait_s(self) -> float:
+        """The same of the last call that may wait."""
+
+@final
 class Endpoint:
     """One process of a job, and its links to others.
 
@@ -230,24 +250,29 @@ class Endpoint:
         dtype: int,
         shape: tuple[int, ...],
         address: int,
-        num_bytes: int,
         owner: object,
     ) -> None:
-        """Send `num_bytes` at `address`, to a peer or to this process; never waits.
+        """Send what stands at `address`, to a peer or to this process; never waits.
 
-        `owner` is kept until they are copied, which may be before this returns.
+        It is as long as its shape and its dtype say. `owner` is kept until it is copied, which may
+        be before this returns.
 
         Raises:
-            ValueError: There is no such peer, or the shape has more than 8 dimensions.
+            ValueError: There is no such peer, or the shape has more than 8 dimensions, or one below
+                0.
             TransportError: The peer is gone.
         """
 
-    def take(self, source: int, tag: int, timeout_s: float | None = None) -> Message | None:
+    def take(
+        self, source: int, tag: int, timeout_s: float | None = None, capsule_dtype: int = 0
+    ) -> Message | object | None:
         """Wait for a message.
 
         Returns:
-            None if it did not come in time, or will not: see `peers`. A peer that died or aborted
-            ends every wait, one that closed only waits for its own messages.
+            A message; if it has bytes, and they are of `capsule_dtype`, a DLPack capsule on them in
+            its place, which spares the way through an object of its own. None if it did not come
+            in time, or will not: see `peers`. A peer that died or aborted ends every wait, one that
+            closed only waits for its own messages.
         """
 
     def arrivals(self, timeout_s: float | None = None) -> list[tuple[int, int]]:
@@ -270,6 +295,18 @@ class Endpoint:
 
     def close(self) -> None:
         """Say farewell to all peers and let go of them. Messages that were taken stay valid."""
+
+    def set_spin(self, seconds: float) -> None:
+        """Let a wait look for news for so long before it sleeps, if they may come from another CPU.
+
+        At first it sleeps at once. For hosts with a CPU for each of their processes.
+
+        Raises:
+            ValueError: Not between 0 and 1.
+        """
+
+    def counts(self) -> EndpointCounts:
+        """Return what was done so far; also after `close`."""
 
     def peers(self) -> list[PeerReport]:
         """Return how the peers are, as far as was noticed."""

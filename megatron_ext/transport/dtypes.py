@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["CODE_OF", "DTYPE_OF", "FROM_DLPACK"]
+__all__ = ["CAPSULE_CODE_OF", "CODE_OF", "DTYPE_OF"]
 
 _CODES = {
     torch.int8: 0, torch.int16: 0, torch.int32: 0, torch.int64: 0,
@@ -20,11 +20,11 @@ _CODES = {
 CODE_OF = {dtype: code << 8 | dtype.itemsize * 8 for dtype, code in _CODES.items()}
 DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
 
-FROM_DLPACK = frozenset(
-    CODE_OF[dtype]
+CAPSULE_CODE_OF = {
+    dtype: CODE_OF[dtype]
     for dtype in (
         torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8,
         torch.float16, torch.float32, torch.float64, torch.bfloat16,
     )
-)  # fmt: skip
+}  # fmt: skip
 """Those that every supported torch takes from a DLPack capsule."""

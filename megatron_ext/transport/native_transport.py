@@ -27,9 +27,10 @@ from megatron_ext.errors import (
     TransportTimeout,
 )
 from megatron_ext.transport.base import Expected, Key, Stats
-from megatron_ext.transport.dtypes import CODE_OF, DTYPE_OF, FROM_DLPACK
+from megatron_ext.transport.dtypes import CAPSULE_CODE_OF, CODE_OF, DTYPE_OF
 from megatron_ext.transport.native import require_native
 from megatron_ext.transport.rendezvous import Connection, Store, connect_peers
+from megatron_ext.transport.tags import NUM_STEPS, Tags
 
 if TYPE_CHECKING:
     from megatron_ext.transport._C import Endpoint, Link, Message, PeerReport
@@ -39,9 +40,11 @@ __all__ = ["NativeTransport"]
 
 _log = logging.getLogger(__name__)
 
-# A tag is, from the highest bit: kind 2, part 3, stage 12, micro-batch 24, step 23.
-_KINDS = {"F": 0, "B": 1, "C": 2}
-_MAX_PARTS, _MAX_STAGES, _MAX_MICROBATCHES, _NUM_STEPS = 1 << 3, 1 << 12, 1 << 24, 1 << 23
+# The public function asks for __dlpack__ first, which for a capsule is a third of the time.
+_from_dlpack = getattr(torch._C, "_from_dlpack", from_dlpack)
+
+# How long a wait looks for news before it sleeps, where each process of the host has a CPU.
+_SPIN_S = 20e-6
 
 
 class NativeTransport:
@@ -69,6 +72,8 @@ class NativeTransport:
         checksums: Whether messages carry a checksum, to find faulty memory. Costs about a copy.
         ip: Address of this host for peers on others; None: the one on the way to MASTER_ADDR.
         silence_s: A peer on another host that answers nothing for so long is taken for dead.
+        spin_s: How long a wait looks for messages of processes on other CPUs before it sleeps.
+            None: 20 us if this host has more CPUs than ranks, otherwise nothing.
 
     Raises:
         TransportError: The native core is missing, a peer does not come or cannot be reached over
@@ -90,32 +95,36 @@ class NativeTransport:
         checksums: bool = False,
         ip: str | None = None,
         silence_s: float = 15.0,
+        spin_s: float | None = None,
     ) -> None:
         _require_cpu(device)
         self._rank = rank
         self._slots = slots
-        self._endpoint: Endpoint | None = require_native().Endpoint(
-            rank, slots, slot_bytes, checksums
-        )
+        native = require_native()
+        self._Message: type[Message] = native.Message
+        self._endpoint: Endpoint | None = native.Endpoint(rank, slots, slot_bytes, checksums)
+        self._open = self._endpoint
+        """The endpoint, as long as messages may be sent and received."""
+        self._stats = Stats()
+        """As of the last look at the endpoint, which counts."""
         self._given_up: str | None = None
         self._warned = False
         self._step = 0
-        self._tags: dict[Key, int] = {}
-        """Without the step; the keys of each step are the same."""
+        self._tags = Tags()
         self._expected: dict[tuple[int, int], Expected] = {}
         """By source and tag: what was announced and not received."""
         self._told: dict[tuple[int, int], None] = {}
         """Arrivals that the core named and that `poll` did not return, in order."""
-        self._stats = Stats()
         connections = connect_peers(
             store, rank, peers, run_id=run_id, timeout_s=connect_timeout_s, wire=wire, ip=ip,
             no_rdma=_why_no_rdma(ip) if wire in ("auto", "rdma") else "it was not looked for",
         )  # fmt: skip
         self._hosts = {peer: connection.host for peer, connection in connections.items()}
-        self._stats.wires |= {peer: connection.wire for peer, connection in connections.items()}
+        self._wires = {peer: connection.wire for peer, connection in connections.items()}
         self.arenas: list[tuple[int, int]] = []
         """Address and bytes of the shared memory that messages of peers arrive in."""
         self._connect(connections, ip, connect_timeout_s, silence_s)
+        self._usable().set_spin(_default_spin_s(connections) if spin_s is None else spin_s)
 
     def _connect(
         self,
@@ -155,12 +164,13 @@ class NativeTransport:
             left = next(iter(self._expected.values()))
             raise TransportError(f"{left.key} of the step before was never received")
         self._warn_if_narrow(slots)
-        self._step = (self._step + 1) % _NUM_STEPS
-        self._expected = {(item.source, self._tag(item.key)): item for item in expected}
+        self._step = step = (self._step + 1) % NUM_STEPS
+        tags = self._tags
+        self._expected = {(item.source, tags[item.key] | step): item for item in expected}
 
     def isend(self, tensor: torch.Tensor, target: int, key: Key) -> None:
         """Send a tensor. It is copied at once, or kept until there is room for it."""
-        endpoint = self._usable()
+        endpoint = self._open or self._usable()
         if not tensor.is_cpu:
             _require_cpu(tensor.device)
         if not tensor.is_contiguous():
@@ -168,45 +178,42 @@ class NativeTransport:
         code = CODE_OF.get(tensor.dtype)
         if code is None:
             raise TransportError(f"{key}: tensors of {tensor.dtype} cannot be sent")
-        num_bytes = tensor.nbytes
+        tag = self._tags[key] | self._step
         try:
             # The storage is what has to stay: the caller may swap the `data` of the tensor.
             endpoint.send(
-                target, self._tag(key), code, tensor.shape, tensor.data_ptr(), num_bytes,
-                tensor.untyped_storage(),
-            )  # fmt: skip
+                target, tag, code, tensor.shape, tensor.data_ptr(), tensor.untyped_storage()
+            )
         except TransportError as error:
             what = f"{key} cannot be sent to rank {target}"
             raise self._failure(what, target, key, error) from error
-        self._stats.messages += 1
-        self._stats.bytes += num_bytes
 
     def recv(self, source: int, key: Key, timeout_s: float) -> torch.Tensor:
         """Return a tensor when it is there; it shares its memory with nobody who writes."""
-        endpoint = self._usable()
-        tag = self._tag(key)
+        endpoint = self._open or self._usable()
+        tag = self._tags[key] | self._step
         name = (source, tag)
         expected = self._expected.get(name)
         if expected is None:
             raise TransportError(f"{key} is not expected from rank {source} in this step")
-        begin = time.perf_counter()
-        message = endpoint.take(source, tag, timeout_s)
-        waited_s = time.perf_counter() - begin
-        self._stats.waited_s += waited_s
+        _, _, shape, dtype = expected
+        message = endpoint.take(source, tag, timeout_s, CAPSULE_CODE_OF.get(dtype, 0))
         if message is None:
-            what = f"{key} did not come from rank {source}: waited {waited_s:.1f} s"
+            what = f"{key} did not come from rank {source}: {self._waited(endpoint)}"
             raise self._failure(what, source, key, timeout_s)
         self._expected.pop(name, None)  # gone if another thread gave up meanwhile
         if self._told:
             self._told.pop(name, None)
-        tensor = _tensor(message)
-        if tensor.dtype != expected.dtype or (
-            expected.shape is not None and expected.shape != tensor.shape
-        ):
+        if type(message) is self._Message:
+            tensor = _tensor(message)
+            fits = tensor.dtype == dtype and shape in (None, tensor.shape)
+        else:  # a capsule, which is of the dtype that was asked for
+            tensor = _from_dlpack(message)
+            fits = shape is None or shape == tensor.shape
+        if not fits:
             raise MessageMismatch(
                 f"{key} from rank {source} has shape {tuple(tensor.shape)} and {tensor.dtype}, "
-                f"expected shape {expected.shape or 'any'} and {expected.dtype}; give all ranks "
-                f"the same flags"
+                f"expected shape {shape or 'any'} and {dtype}; give all ranks the same flags"
             )
         return tensor
 
@@ -226,25 +233,21 @@ class NativeTransport:
                 self._require_peers(begin)
                 if time.perf_counter() - begin >= timeout_s:
                     break
-        self._stats.waited_s += time.perf_counter() - begin
         return keys
 
     def flush(self, timeout_s: float) -> None:
         """Wait until everything sent is where its receiver can take it."""
         endpoint = self._usable()
-        begin = time.perf_counter()
-        flushed = endpoint.flush(timeout_s)
-        waited_s = time.perf_counter() - begin
-        self._stats.waited_s += waited_s
-        if not flushed:
+        if not endpoint.flush(timeout_s):
             target = next(peer.rank for peer in endpoint.peers() if peer.num_queued)
-            what = f"rank {target} did not take what was sent to it: waited {waited_s:.1f} s"
+            what = f"rank {target} did not take what was sent to it: {self._waited(endpoint)}"
             raise self._failure(what, target, None, timeout_s)
 
     def abort(self, reason: str) -> None:
         """Give up for good: peers that wait are told at once, and so is every later call here."""
         if self._endpoint is not None and self._given_up is None:
             self._given_up = reason
+            self._open = None
             self._expected.clear()
             self._endpoint.abort(f"rank {self._rank}: {reason}")
 
@@ -252,10 +255,16 @@ class NativeTransport:
         """Say farewell and let go of all memory but that of tensors that are still in use."""
         if self._endpoint is not None:
             self._endpoint.close()
-            self._endpoint = None
+            self.stats()
+            self._endpoint = self._open = None
 
     def stats(self) -> Stats:
         """Return what was done so far."""
+        if self._endpoint is not None:
+            counts = self._endpoint.counts()
+            self._stats = Stats(
+                counts.num_messages, counts.num_bytes, counts.waited_s, dict(self._wires)
+            )
         return self._stats
 
     def _usable(self) -> Endpoint:
@@ -265,25 +274,9 @@ class NativeTransport:
             raise TransportError(f"the transport was given up: {self._given_up}")
         return self._endpoint
 
-    def _tag(self, key: Key) -> int:
-        high = self._tags.get(key)
-        if high is None:
-            high = self._tags[key] = self._checked_tag(key)
-        return high | self._step
-
-    def _checked_tag(self, key: Key) -> int:
-        """Return the tag of a key in step 0."""
-        if (
-            key.stage >= _MAX_STAGES
-            or key.microbatch >= _MAX_MICROBATCHES
-            or key.part >= _MAX_PARTS
-        ):
-            raise TransportError(
-                f"{key} has no tag: there are at most {_MAX_STAGES} stages, {_MAX_MICROBATCHES} "
-                f"micro-batches and {_MAX_PARTS} tensors in one hand-over"
-            )
-        high = (_KINDS[key.kind] << 3 | key.part) << 12 | key.stage
-        return (high << 24 | key.microbatch) << 23
+    @staticmethod
+    def _waited(endpoint: Endpoint) -> str:
+        return f"waited {endpoint.counts().last_wait_s:.1f} s"
 
     def _require_peers(self, begin: float) -> None:
         """Raise if nothing can arrive any more."""
@@ -307,7 +300,7 @@ class NativeTransport:
             cause: How many seconds it was to wait at most, or what the core says.
         """
         if key is not None:
-            what = f"{what} (tag {self._tag(key):#x})"
+            what = f"{what} (tag {self._tags[key] | self._step:#x})"
         # The one that was needed first: others may have ended because of it.
         reports = sorted(self._usable().peers(), key=lambda report: report.rank != peer)
         for report in reports:
@@ -359,12 +352,16 @@ def _why_no_rdma(ip: str | None) -> str:
     return "" if result.usable else result.reason
 
 
+def _default_spin_s(connections: dict[int, Connection]) -> float:
+    """How long to look for news before a sleep: nothing if ranks may have to share a CPU."""
+    local = 1 + sum(connection.wire == "shm" for connection in connections.values())
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local))
+    return _SPIN_S if num_ranks < len(os.sched_getaffinity(0)) else 0.0
+
+
 def _tensor(message: Message) -> torch.Tensor:
     """A tensor on the memory of a message. It is no view: Megatron refuses to free views."""
-    code = message.dtype
-    if code in FROM_DLPACK and len(message) > 0:
-        return from_dlpack(message.dlpack())
-    tensor = torch.empty(0, dtype=DTYPE_OF[code])
+    tensor = torch.empty(0, dtype=DTYPE_OF[message.dtype])
     if len(message) == 0:
         return tensor.reshape(message.shape)
     raw = torch.frombuffer(message, dtype=torch.uint8)

@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -65,6 +66,7 @@ class StagedTransport:
         self._host = host
         self._copies = copies
         self._timeout_s = timeout_s
+        self._drained_s = 0.0
         self._sends = _Afterwards("sends", self._give_up)
         self._releases = _Afterwards("releases", self._give_up)
         self._pinned: list[int] = []
@@ -138,13 +140,14 @@ class StagedTransport:
 
     def stats(self) -> Stats:
         """Return what was done so far."""
-        return self._host.stats()
+        stats = self._host.stats()
+        return replace(stats, waited_s=stats.waited_s + self._drained_s)
 
     def _drain(self, timeout_s: float) -> None:
         begin_s = time.perf_counter()
         left = self._sends.drain(timeout_s)
         waited_s = time.perf_counter() - begin_s
-        self._host.stats().waited_s += waited_s
+        self._drained_s += waited_s
         self._check()
         if left:
             raise TransportTimeout(

@@ -62,7 +62,7 @@ class Sender:
     def send(self, tag: int, data: bytearray) -> None:
         buffer = (ctypes.c_char * len(data)).from_buffer(data) if data else None
         address = ctypes.addressof(buffer) if buffer is not None else 0
-        self.endpoint.send(self.peer, tag, CODE, (len(data),), address, len(data), (data, buffer))
+        self.endpoint.send(self.peer, tag, CODE, (len(data),), address, (data, buffer))
 
 
 def content(seed: int) -> bytearray:

@@ -1,0 +1,62 @@
+"""What the endpoint of the native core says to Python; messages to itself need no peer."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+_BYTES = 1 << 8 | 8
+
+
+def _send(endpoint, tag: int, dtype: int, shape: tuple[int, ...], content: bytes) -> None:
+    buffer = ctypes.create_string_buffer(content, max(1, len(content)))
+    endpoint.send(0, tag, dtype, shape, ctypes.addressof(buffer), buffer)
+
+
+def test_a_message_of_the_dtype_that_is_asked_for_comes_as_a_capsule(native):
+    endpoint = native.Endpoint(0, 2, 4096)
+    for tag in range(3):
+        _send(endpoint, tag, _BYTES, (2, 3), b"abcdef")
+    tensor = torch.from_dlpack(endpoint.take(0, 0, 0, _BYTES))
+    assert (tensor.shape, bytes(tensor.numpy())) == ((2, 3), b"abcdef")
+    for tag, wanted in ((1, 0), (2, 2 << 8 | 8)):  # not asked for; another one
+        message = endpoint.take(0, tag, 0, wanted)
+        assert (message.dtype, message.shape, bytes(message)) == (_BYTES, (2, 3), b"abcdef")
+    _send(endpoint, 3, _BYTES, (0, 3), b"")
+    assert len(endpoint.take(0, 3, 0, _BYTES)) == 0  # no capsule on no bytes
+    assert endpoint.take(0, 4, 0, _BYTES) is None
+    endpoint.close()
+    assert bytes(tensor.numpy()) == b"abcdef"
+
+
+def test_the_size_of_a_message_is_that_of_its_shape(native):
+    endpoint = native.Endpoint(0, 2, 4096)
+    _send(endpoint, 0, 2 << 8 | 32, (2, 1, 3), bytes(24))
+    _send(endpoint, 1, 2 << 8 | 64, (), bytes(8))
+    assert [len(endpoint.take(0, tag, 0)) for tag in range(2)] == [24, 8]
+    counts = endpoint.counts()
+    assert (counts.num_messages, counts.num_bytes) == (2, 32)
+    with pytest.raises(ValueError, match="cannot be -1"):
+        _send(endpoint, 2, _BYTES, (4, -1), b"")
+    with pytest.raises(ValueError, match="at most 8 dimensions, got 9"):
+        _send(endpoint, 2, _BYTES, (1,) * 9, b"a")
+    with pytest.raises(TypeError):
+        _send(endpoint, 2, _BYTES, (1.5,), b"a")
+
+
+@pytest.mark.parametrize("seconds", [-1e-6, 1.5, float("nan")])
+def test_a_spin_that_is_no_short_time_is_refused(native, seconds):
+    with pytest.raises(ValueError, match="a spin lasts 0 to 1 seconds"):
+        native.Endpoint(0, 2, 4096).set_spin(seconds)
+
+
+def test_time_in_waits_is_counted(native):
+    endpoint = native.Endpoint(0, 2, 4096)
+    assert endpoint.take(0, 1, 0.02) is None
+    assert endpoint.counts().last_wait_s >= 0.02
+    assert endpoint.take(0, 1, 0.0) is None
+    counts = endpoint.counts()
+    assert counts.last_wait_s == 0.0
+    assert counts.waited_s >= 0.02
