@@ -5,10 +5,12 @@
 Two processes, the Python interface of each. Latency is half of a round trip, the median of all; the
 bandwidth is that of messages sent one after the other, the median of the rounds. Rounds of the
 wires take turns, so that a drift of the machine hits them alike. `shm` has slots as large as the
-message, so the receiver gets it without a copy; `shm, pieces` has slots of 256 KiB; `tcp` goes
-through the loop-back interface of the host, as gloo does. gloo receives
-into a tensor that is there already. Beside them the copy of one thread, between tensors that are
-there already, which is what a message at least takes; copies of short ones stay in the caches.
+message, so the receiver gets it without a copy, and sleeps whenever it waits; `shm, spin` is the
+same, but looks for messages for 20 us before it sleeps, which is the default on hosts with more
+CPUs than ranks; `shm, pieces` has slots of 256 KiB; `tcp` goes through the loop-back interface of
+the host, as gloo does. gloo receives into a tensor that is there already. Beside them the copy of
+one thread, which is what a message at least takes: between two pairs of tensors in turn, because
+the two processes touch as much memory.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
@@ -41,6 +43,8 @@ SIZES = tuple(1 << bits for bits in (10, 16, 20, 24, 26))
 _SLOTS = 8
 _PIECE_BYTES = 1 << 18
 _TIMEOUT_S = 60.0
+_SPIN_S = 20e-6
+_BEGIN, _END = "<!-- transport: begin -->", "<!-- transport: end -->"
 
 
 class _Wire(Protocol):
@@ -84,12 +88,12 @@ class _Gloo:
 
 
 class _Native:
-    def __init__(self, wire: Wire, slot_bytes: int, run_id: str) -> None:
+    def __init__(self, wire: Wire, slot_bytes: int, run_id: str, spin_s: float = 0.0) -> None:
         self._peer = 1 - dist.get_rank()
         store = dist.distributed_c10d._get_default_store()
         self._transport = NativeTransport(
             store, dist.get_rank(), [self._peer], run_id=run_id, device=torch.device("cpu"),
-            wire=wire, slots=_SLOTS, slot_bytes=slot_bytes,
+            wire=wire, slots=_SLOTS, slot_bytes=slot_bytes, spin_s=spin_s,
         )  # fmt: skip
 
     def start(self, count: int) -> None:
@@ -171,12 +175,13 @@ def measure(num_bytes: int, rounds: int) -> dict[str, Times]:
     wires: dict[str, _Wire] = {
         "gloo": _Gloo(num_bytes),
         "shm": _Native("shm", num_bytes, f"whole-{num_bytes}"),
+        "shm, spin": _Native("shm", num_bytes, f"spin-{num_bytes}", _SPIN_S),
         "tcp": _Native("tcp", num_bytes, f"tcp-{num_bytes}"),
     }
     if num_bytes > _PIECE_BYTES:
         wires["shm, pieces"] = _Native("shm", _PIECE_BYTES, f"pieces-{num_bytes}")
     tensor = torch.ones(num_bytes, dtype=torch.uint8)
-    target = torch.zeros_like(tensor)
+    pairs = [(tensor, torch.zeros_like(tensor)), (tensor.clone(), torch.zeros_like(tensor))]
     count = max(4, min(300, (1 << 26) // num_bytes))
     times = {name: Times() for name in (*wires, "copy")}
     for turn in range(rounds + 1):  # the first one warms up
@@ -187,22 +192,22 @@ def measure(num_bytes: int, rounds: int) -> dict[str, Times]:
                 times[name].bandwidth_bytes_per_s.append(bandwidth)
         dist.barrier()
         if dist.get_rank() == 0:  # alone, while the other one waits
-            copies = [_timed(lambda: target.copy_(tensor)) for _ in range(count)]
+            copies = [_copy(*pairs[turn_of_pair % 2]) for turn_of_pair in range(count)]
             times["copy"].latency_s += copies if turn > 0 else []
     for wire in wires.values():
         wire.close()
     return times
 
 
-def _timed(call: Callable[[], object]) -> float:
+def _copy(source: torch.Tensor, target: torch.Tensor) -> float:
     begin = time.perf_counter()
-    call()
+    target.copy_(source)
     return time.perf_counter() - begin
 
 
-def rows_of(num_bytes: int, times: dict[str, Times]) -> list[dict[str, object]]:
+def rows_of(num_bytes: int, times: dict[str, Times]) -> list[dict[str, Any]]:
     """Turn what rank 0 measured into rows of the table."""
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     gloo_s = statistics.median(times["gloo"].latency_s)
     for wire, measured in times.items():
         latency_s = statistics.median(measured.latency_s)
@@ -219,8 +224,36 @@ def rows_of(num_bytes: int, times: dict[str, Times]) -> list[dict[str, object]]:
     return rows
 
 
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as the tables of the page about the transport."""
+    sizes = sorted({row["nbytes"] for row in rows})
+    wires = list(dict.fromkeys(row["wire"] for row in rows))
+    of = {(row["wire"], row["nbytes"]): row for row in rows}
+
+    def table(title: str, cell: str) -> list[str]:
+        units = (f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB" for n in sizes)
+        lines = [f"| {title} | {' | '.join(units)} |", "|---" * (len(sizes) + 1) + "|"]
+        for wire in wires:
+            measured = (of.get((wire, num_bytes)) for num_bytes in sizes)
+            cells = ("-" if row is None else cell.format(**_scaled(row)) for row in measured)
+            lines.append(f"| {wire} | {' | '.join(cells)} |")
+        return lines
+
+    latency = table("latency in us (times as fast as gloo)", "{us:.1f} ({ratio_to_gloo:.1f})")
+    bandwidth = table("bandwidth in GB/s, one message after the other", "{gb_per_s:.2f}")
+    return "\n".join([_BEGIN, *latency, "", *bandwidth, _END])
+
+
+def _scaled(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "us": 1e6 * row["latency_s"],
+        "gb_per_s": row["bandwidth_bytes_per_s"] / 1e9,
+        "ratio_to_gloo": row["ratio_to_gloo"],
+    }
+
+
 def main() -> None:
-    """Measure and print the table."""
+    """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
@@ -239,6 +272,7 @@ def main() -> None:
                 f"{row['bandwidth_bytes_per_s'] / 1e9:>8.2f}{row['ratio_to_gloo']:>8.1f}"
             )
             rows.append(row)
+    print(markdown(rows))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

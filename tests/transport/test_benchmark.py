@@ -12,8 +12,8 @@ from tests.ranks import run_ranks
 @pytest.mark.parametrize(
     ("num_bytes", "wires"),
     [
-        (1 << 10, ["gloo", "shm", "tcp", "copy"]),
-        (1 << 24, ["gloo", "shm", "tcp", "shm, pieces", "copy"]),
+        (1 << 10, ["gloo", "shm", "shm, spin", "tcp", "copy"]),
+        (1 << 24, ["gloo", "shm", "shm, spin", "tcp", "shm, pieces", "copy"]),
     ],
 )
 def test_every_wire_has_a_row(num_bytes, wires) -> None:
@@ -23,3 +23,15 @@ def test_every_wire_has_a_row(num_bytes, wires) -> None:
     assert all(row["nbytes"] == num_bytes for row in rows)
     assert rows[0]["ratio_to_gloo"] == 1.0
     assert all(row["latency_s"] > 0 and row["bandwidth_bytes_per_s"] > 0 for row in rows)
+
+
+def test_the_tables_leave_out_what_was_not_measured() -> None:
+    rows = [
+        {"wire": wire, "nbytes": num_bytes, "latency_s": 2e-6, "bandwidth_bytes_per_s": 1.5e9,
+         "ratio_to_gloo": 3.0}
+        for wire, num_bytes in (("shm", 1 << 10), ("shm", 1 << 20), ("shm, pieces", 1 << 20))
+    ]  # fmt: skip
+    lines = transport.markdown(rows).splitlines()
+    assert "| latency in us (times as fast as gloo) | 1 KiB | 1 MiB |" in lines
+    assert "| shm | 2.0 (3.0) | 2.0 (3.0) |" in lines
+    assert "| shm, pieces | - | 1.50 |" in lines
