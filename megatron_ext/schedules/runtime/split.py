@@ -25,7 +25,7 @@ Contract with the executor:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -70,25 +70,33 @@ class SplitBackward:
         if known is None or known.module is not module:
             self._modules[stage] = DelayedModules(module)
 
-    @contextmanager
-    def defer(self, stage: int, microbatch: int) -> Iterator[None]:
+    def defer(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Leave the weight gradients of the layers that run inside for `run`.
 
         Around the forward, where layers note the key, and around the backward, which may run
         forwards again (recomputation).
         """
-        assert self._key is None, f"{(stage, microbatch)} inside {self._key}"
-        self._key = (stage, microbatch)
         modules = self._modules.get(stage)
-        try:
-            if modules is None or modules.is_empty:
+        if modules is None or modules.is_empty:
+            return _Deferral(self, (stage, microbatch))
+        return self._delaying(modules, (stage, microbatch))
+
+    @contextmanager
+    def _delaying(self, modules: DelayedModules, key: _Key) -> Iterator[None]:
+        with _Deferral(self, key):
+            with modules.delaying():
                 yield
-            else:
-                with modules.delaying():
-                    yield
-                modules.note(microbatch)
-        finally:
-            self._key = None
+            modules.note(key[1])
+
+    def begin(self, key: _Key) -> None:
+        """Begin what `defer` surrounds."""
+        assert self._key is None, f"{key} inside {self._key}"
+        self._key = key
+
+    def end(self) -> None:
+        """End it, also after an error."""
+        self._key = None
+        if self._marked:
             self._unmark()
 
     def run(self, stage: int, microbatch: int) -> None:
@@ -131,6 +139,21 @@ class SplitBackward:
             if hasattr(weight, "grad_added_to_main_grad"):
                 weight.grad_added_to_main_grad = False
         self._marked.clear()
+
+
+class _Deferral:
+    """What `defer` returns: no generator, since two run with every action."""
+
+    __slots__ = ("_key", "_split")
+
+    def __init__(self, split: SplitBackward, key: _Key) -> None:
+        self._split, self._key = split, key
+
+    def __enter__(self) -> None:
+        self._split.begin(self._key)
+
+    def __exit__(self, *_: object) -> None:
+        self._split.end()
 
 
 def _by_weight(gradients: list[WeightGradient]) -> list[list[WeightGradient]]:
