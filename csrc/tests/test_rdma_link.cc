@@ -2,9 +2,14 @@
 
 #include "rdma/rdma_link.h"
 
+#include <algorithm>
 #include <chrono>
+#include <numeric>
+#include <optional>
+#include <random>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "fake_rdma.h"
 #include "linked_pair.h"
@@ -67,6 +72,38 @@ TEST(messages_are_taken_in_any_order) {
     other.join();
     CHECK(std::string(report(pair.left).wire) == "rdma");
     CHECK_EQ(report(pair.left).counts.num_queued, std::size_t{0});
+}
+
+TEST(ten_thousand_random_messages_arrive_undamaged) {
+    Linked pair;
+    constexpr std::uint64_t kEachSide = 5000;
+    constexpr std::uint64_t kAhead = 50;  // taken in a random order among so many
+    const auto size_of = [](std::uint64_t tag) {
+        std::minstd_rand random(static_cast<unsigned>(tag + 1));
+        random.discard(3);
+        return random() % 11 == 0 ? 0U : random() % (random() % 20 == 0 ? 20000U : 300U);
+    };
+    const auto talk = [&](Endpoint& endpoint, int peer) {
+        std::mt19937 random(static_cast<unsigned>(peer));
+        for (std::uint64_t first = 0; first < kEachSide; first += kAhead) {
+            std::vector<std::uint64_t> tags(kAhead);
+            std::iota(tags.begin(), tags.end(), first);
+            std::shuffle(tags.begin(), tags.end(), random);
+            for (const std::uint64_t tag : tags) {
+                send(endpoint, peer, tag, size_of(tag));
+            }
+            std::shuffle(tags.begin(), tags.end(), random);
+            for (const std::uint64_t tag : tags) {
+                const std::optional<Message> message = endpoint.take(peer, tag, kForEver, nullptr);
+                CHECK(message && message->info.num_bytes == size_of(tag));
+                check_content(message);
+            }
+        }
+        CHECK(endpoint.flush(kForEver, nullptr));
+    };
+    std::thread other(talk, std::ref(pair.right), 0);
+    talk(pair.left, 1);
+    other.join();
 }
 
 TEST(a_receiver_that_computes_gives_room_all_the_same) {
