@@ -73,7 +73,7 @@ class NativeTransport:
         ip: Address of this host for peers on others; None: the one on the way to MASTER_ADDR.
         silence_s: A peer on another host that answers nothing for so long is taken for dead.
         spin_s: How long a wait looks for messages of processes on other CPUs before it sleeps.
-            None: 20 us if this host has more CPUs than ranks, otherwise nothing.
+            None: 20 us if every rank of this host can have a CPU, otherwise nothing.
 
     Raises:
         TransportError: The native core is missing, a peer does not come or cannot be reached over
@@ -356,7 +356,7 @@ def _default_spin_s(connections: dict[int, Connection]) -> float:
     """How long to look for news before a sleep: nothing if ranks may have to share a CPU."""
     local = 1 + sum(connection.wire == "shm" for connection in connections.values())
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local))
-    return _SPIN_S if num_ranks < len(os.sched_getaffinity(0)) else 0.0
+    return _SPIN_S if num_ranks <= len(os.sched_getaffinity(0)) else 0.0
 
 
 def _tensor(message: Message) -> torch.Tensor:
