@@ -10,7 +10,9 @@ messages for 20 us before it sleeps; `shm, asleep` is the same on a host with fe
 where it sleeps at once; `shm, pieces` has slots of 256 KiB; `tcp` goes through the loop-back
 interface of the host, as gloo does. gloo receives into a tensor that is there already. Beside them
 the copy of one thread, which is what a message at least takes: between two pairs of tensors in
-turn, because the two processes touch as much memory.
+turn, because the two processes touch as much memory. `multiprocessing` is a queue of
+torch.multiprocessing, to a process that one rank starts, with a tensor for each message.
+NCCL is not among them: it needs two GPUs.
 """
 
 from __future__ import annotations
@@ -118,6 +120,53 @@ class _Native:
         self._transport.close()
 
 
+class _Queues:
+    """Another process, which answers each tensor with one of its own over torch.multiprocessing.
+
+    Tensors are made before time is taken: a queue shares the memory of those that it was given.
+    """
+
+    def __init__(self, num_bytes: int, count: int) -> None:
+        processes = torch.multiprocessing.get_context("spawn")
+        self._num_bytes, self._count = num_bytes, count
+        self._there, self._back = processes.Queue(), processes.Queue()
+        self._process = processes.Process(
+            target=_answer, args=(self._there, self._back, num_bytes, count), daemon=True
+        )
+        self._process.start()
+
+    def ping_pong(self) -> list[float]:
+        """Half round trips."""
+        tensors = _fresh(self._num_bytes, self._count)
+        self._there.put(True)
+        self._back.get(timeout=_TIMEOUT_S)  # it has its tensors, too
+        times = []
+        for tensor in tensors:
+            begin = time.perf_counter()
+            self._there.put(tensor)
+            self._back.get(timeout=_TIMEOUT_S)
+            times.append((time.perf_counter() - begin) / 2)
+        return times
+
+    def close(self) -> None:
+        self._there.put(False)
+        self._process.join(_TIMEOUT_S)
+
+
+def _answer(there: Any, back: Any, num_bytes: int, count: int) -> None:
+    torch.set_num_threads(1)
+    while there.get(timeout=_TIMEOUT_S):
+        tensors = _fresh(num_bytes, count)
+        back.put(True)
+        for tensor in tensors:
+            there.get(timeout=_TIMEOUT_S)
+            back.put(tensor)
+
+
+def _fresh(num_bytes: int, count: int) -> list[torch.Tensor]:
+    return [torch.ones(num_bytes, dtype=torch.uint8) for _ in range(count)]
+
+
 @dataclass
 class Times:
     """What was measured with one wire and size."""
@@ -184,7 +233,8 @@ def measure(num_bytes: int, rounds: int) -> dict[str, Times]:
     tensor = torch.ones(num_bytes, dtype=torch.uint8)
     pairs = [(tensor, torch.zeros_like(tensor)), (tensor.clone(), torch.zeros_like(tensor))]
     count = max(4, min(300, (1 << 26) // num_bytes))
-    times = {name: Times() for name in (*wires, "copy")}
+    times = {name: Times() for name in (*wires, "multiprocessing", "copy")}
+    queues = _Queues(num_bytes, count) if dist.get_rank() == 0 else None
     for turn in range(rounds + 1):  # the first one warms up
         for name, wire in wires.items():
             latencies, bandwidth = _ping_pong(wire, tensor, count), _stream(wire, tensor, count)
@@ -192,9 +242,14 @@ def measure(num_bytes: int, rounds: int) -> dict[str, Times]:
                 times[name].latency_s += latencies
                 times[name].bandwidth_bytes_per_s.append(bandwidth)
         dist.barrier()
-        if dist.get_rank() == 0:  # alone, while the other one waits
+        if queues is not None:  # alone, while the other one waits
             copies = [_copy(*pairs[turn_of_pair % 2]) for turn_of_pair in range(count)]
-            times["copy"].latency_s += copies if turn > 0 else []
+            answers = queues.ping_pong()
+            if turn > 0:
+                times["copy"].latency_s += copies
+                times["multiprocessing"].latency_s += answers
+    if queues is not None:
+        queues.close()
     for wire in wires.values():
         wire.close()
     return times
@@ -264,12 +319,12 @@ def main() -> None:
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = []
-    print(f"{'bytes':>10}  {'wire':<12}{'latency us':>12}{'GB/s':>8}{'x gloo':>8}")
+    print(f"{'bytes':>10}  {'wire':<16}{'latency us':>12}{'GB/s':>8}{'x gloo':>8}")
     for num_bytes in SIZES:
         times = run_ranks(2, transport.measure, num_bytes, args.rounds, timeout_s=300)[0]
         for row in rows_of(num_bytes, times):
             print(
-                f"{num_bytes:>10}  {row['wire']:<12}{1e6 * row['latency_s']:>12.1f}"
+                f"{num_bytes:>10}  {row['wire']:<16}{1e6 * row['latency_s']:>12.1f}"
                 f"{row['bandwidth_bytes_per_s'] / 1e9:>8.2f}{row['ratio_to_gloo']:>8.1f}"
             )
             rows.append(row)

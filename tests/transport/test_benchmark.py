@@ -12,8 +12,8 @@ from tests.ranks import run_ranks
 @pytest.mark.parametrize(
     ("num_bytes", "wires"),
     [
-        (1 << 10, ["gloo", "shm", "shm, asleep", "tcp", "copy"]),
-        (1 << 24, ["gloo", "shm", "shm, asleep", "tcp", "shm, pieces", "copy"]),
+        (1 << 10, ["gloo", "shm", "shm, asleep", "tcp", "multiprocessing", "copy"]),
+        (1 << 24, ["gloo", "shm", "shm, asleep", "tcp", "shm, pieces", "multiprocessing", "copy"]),
     ],
 )
 def test_every_wire_has_a_row(num_bytes, wires) -> None:
