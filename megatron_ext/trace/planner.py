@@ -68,7 +68,7 @@ class Forecast:
     measured_s: float
     """The step that was traced, median."""
     measured: str
-    """What was traced."""
+    """What was traced, as predictions name it."""
     notes: list[str]
 
 
@@ -127,7 +127,9 @@ def forecast(directory: Path, memory_gb: float | None = None) -> Forecast:
         raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(notes))
     found.sort(key=lambda p: (p.step_s, p.memory_bytes or 0))
     step_s, _ = _step_and_pipeline(run)
-    return Forecast(found, step_s, schedule.label, notes)
+    policy = run.surveys[0].header.settings.get("dpp_policy")
+    traced = schedule.label if policy is None else _dynamic_label(schedule.label, policy)
+    return Forecast(found, step_s, traced, notes)
 
 
 def _choices(measured: Schedule) -> Iterator[Choice]:
@@ -173,7 +175,7 @@ def _predict(measured: _Measured, choice: Choice) -> Prediction:
     static = replace(choice, dynamic=None).schedule(choice.num_microbatches)
     label, flags = static.label, plan.training_flags(static, choice.costs)
     if choice.dynamic is not None:
-        label = f"{label} dpp {choice.dynamic.policy}"
+        label = _dynamic_label(label, choice.dynamic.policy)
         flags = f"{flags} --use-dpp --dpp-policy {choice.dynamic.policy}"
     peak = max(step.peak_activations for step in steps)
     memory = None
@@ -252,7 +254,11 @@ def table(found: Forecast, limit: int = 20) -> str:
         (p.label, f"{1e3 * p.step_s:.1f}", f"{100 * p.bubble_ratio:.1f}", _gib(p)) for p in shown
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"traced: {found.measured}, step {1e3 * found.measured_s:.1f} ms; predicted:"]
+    traced = f"traced: {found.measured}, step {1e3 * found.measured_s:.1f} ms"
+    for own in found.predictions:
+        if own.label == found.measured:
+            traced += f", itself predicted as {1e3 * own.step_s:.1f} ms"
+    lines = [f"{traced}; predicted:"]
     for row in rows:
         cells = [row[0].ljust(widths[0])]
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
@@ -262,6 +268,10 @@ def table(found: Forecast, limit: int = 20) -> str:
     lines.append("\nflags:")
     lines += [f"  {p.label.ljust(widths[0])}  {p.flags}" for p in shown]
     return "\n".join(lines)
+
+
+def _dynamic_label(label: str, policy: object) -> str:
+    return f"{label} dpp {policy}"
 
 
 def _gib(prediction: Prediction) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.schedules import choice as schedule_choice
 from megatron_ext.trace.activity import OUTSIDE, Activity
 from megatron_ext.trace.flags import hang_timeout_s, sampling
 from megatron_ext.trace.recorder import DeviceClock, HostClock, Recorder, cannot_write
@@ -244,6 +245,12 @@ def _settings(args: Namespace) -> dict[str, Any]:
             found[name] = value if isinstance(value, bool | int | float) else str(value)
     found.setdefault("pipeline_schedule", "Megatron's own")
     found["transport"] = found.get("pipeline_transport", "torch")
+    choice = schedule_choice.current()
+    if choice is not None:  # with what other flags imply
+        found |= {"pipeline_schedule": choice.name, "transport": choice.transport}
+        if choice.dynamic is not None:
+            found["dpp_policy"] = choice.dynamic.policy
+            found["dpp_extra_activations"] = choice.dynamic.extra_activations
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,14 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
     assert done.returncode == 0, done.stderr
     assert "--pipeline-model-parallel-size 4 --pipeline-schedule zb-" in done.stdout
     assert "--use-dpp --dpp-policy hint" in done.stdout
+    assert re.match(
+        r"traced: interleaved chunks=2 dpp hint, step [\d.]+ ms, itself predicted as [\d.]+ ms;",
+        done.stdout,
+    )
+    settings = run.surveys[0].header.settings
+    assert settings["pipeline_schedule"] == "interleaved"
+    assert settings["dpp_policy"] == "hint"
+    assert settings["transport"] == "shm"
 
 
 def test_followers_wait_for_their_leader(tmp_path: Path) -> None:
