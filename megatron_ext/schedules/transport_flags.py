@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from typing import TYPE_CHECKING
 
-from megatron_ext import devices
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules.choice import TRANSPORTS
 
@@ -74,13 +72,9 @@ def transport(args: Namespace) -> TransportName:
 
 
 def _has_better(args: Namespace) -> bool:
-    """Whether all ranks are on one host whose devices reach each other.
+    from megatron_ext.schedules.runtime import local_devices  # the runtime knows devices
 
-    A schedule whose order is fixed needs nothing that torch.distributed lacks.
-    """
-    world_size = int(getattr(args, "world_size", None) or 1)
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return devices.current().reaches_peers and per_node >= world_size
+    return local_devices.reach_each_other(int(getattr(args, "world_size", None) or 1))
 
 
 def node_ips(args: Namespace) -> tuple[str, ...]:

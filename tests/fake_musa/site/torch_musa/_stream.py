@@ -82,7 +82,7 @@ class Event:
         return (end_event._time_s - self._time_s) * 1e3
 
 
-_TYPE = int(torch.Stream(torch.device("musa", 0)).device_type)
+_TYPE = int(torch._C._autograd.DeviceType.PrivateUse1)
 
 
 def _stream(device, stream_id):
