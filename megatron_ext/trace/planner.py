@@ -164,9 +164,16 @@ def _predict(measured: _Measured, choice: Choice) -> Prediction:
             f"{choice.name} cuts the model into {stages} stages, which its {layers} layers do not "
             f"fill evenly"
         )
-    if registered()[choice.name].needs_costs:
-        choice = replace(choice, costs=_relative(measured.costs, choice.pp))
     costs = measured.costs.costs(choice.pp, stages, jitter=True)
+    made = [_of_table(measured, choice, costs)]
+    if registered()[choice.name].needs_costs:  # an order made for costs need not be the best of all
+        own = replace(choice, costs=_relative(measured.costs, choice.pp))
+        made.append(_of_table(measured, own, costs))
+    return min(made, key=lambda prediction: prediction.step_s)
+
+
+def _of_table(measured: _Measured, choice: Choice, costs: Costs) -> Prediction:
+    """Simulate the table of a choice."""
     noisy = costs.jitter > _QUIET
     steps = [
         _simulate(choice, replace(costs, jitter=costs.jitter if noisy else 0.0, seed=seed))
