@@ -7,7 +7,7 @@
 
 namespace megatron_ext {
 
-/// Wakes threads of any process that shares one 32-bit word of memory, by futex; a wait sleeps at once.
+/// Wakes threads of any process that shares one 32-bit word of memory, by futex; waits sleep.
 ///
 /// The word is a sequence number that ring() increments. A waiter that must not lose a wake-up does
 ///

@@ -67,7 +67,7 @@ class Segment:
 
 @final
 class Doorbell:
-    """Wakes threads of every process that shares one 32-bit word of a segment; a wait sleeps at once.
+    """Wakes threads of every process that shares one 32-bit word of a segment; waits sleep at once.
 
     The word counts rings. Nothing is lost if a waiter reads `sequence`, then looks whether there is
     something to do, and only then calls `wait` with what it read; and if the other side first does
