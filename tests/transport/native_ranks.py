@@ -1,0 +1,110 @@
+"""Ranks that talk over the native transport, on every wire that one host has."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import FileStore
+
+from megatron_ext.transport.base import Expected, Key
+from megatron_ext.transport.native_transport import NativeTransport
+
+if TYPE_CHECKING:
+    from megatron_ext.transport.address import Wire
+
+CPU = torch.device("cpu")
+SLOT_BYTES = 4096
+LONG_S = 60.0
+_DTYPES = [
+    torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.bool, torch.int64, torch.uint8,
+]  # fmt: skip
+WIRES: tuple[Wire, ...] = ("shm", "tcp")
+
+
+def on_each_wire(body: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run a body on a rank, once for each wire: starting ranks costs more than most bodies."""
+    return [body(wire, *args) for wire in WIRES]
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def store() -> FileStore:
+    """The ranks of a run share their working directory."""
+    return FileStore("addresses", int(os.environ["WORLD_SIZE"]))
+
+
+def open_transport(
+    wire: Wire, run_id: str = "test", *, slots: int = 8, checksums: bool = True
+) -> NativeTransport:
+    """Connect every rank to every other, with slots so small that long messages are quick.
+
+    A run has one transport for each wire; what the one published is not the other's.
+    """
+    return NativeTransport(
+        store(), rank(), range(int(os.environ["WORLD_SIZE"])), run_id=f"{run_id}/{wire}",
+        device=CPU, wire=wire, slots=slots, slot_bytes=SLOT_BYTES, checksums=checksums,
+    )  # fmt: skip
+
+
+def tensor_of(key: Key, source: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Random bytes that both sides can make."""
+    seed = hash((key.kind == "B", key.stage, key.microbatch, source)) % 2**31
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype == torch.bool else 256
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    values = torch.randint(high, (num_bytes,), dtype=torch.uint8, generator=generator)
+    return values.view(dtype).view(shape) if num_bytes else torch.empty(shape, dtype=dtype)
+
+
+def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Bit by bit: random bytes can be NaN."""
+    same = (left.shape, left.dtype) == (right.shape, right.dtype)
+    bits = [t.reshape(-1).view(torch.uint8) for t in (left, right) if t.numel()]
+    return same and (not bits or torch.equal(*bits))
+
+
+def _shape(chooser: random.Random) -> tuple[int, ...]:
+    num_elements = chooser.choice([0, 1, 7, 500, 1024, 5000, 40000])
+    return chooser.choice([(num_elements,), (1, num_elements, 1), (num_elements, 1)])
+
+
+def exchange(transport: NativeTransport, num_messages: int, seed: int) -> int:
+    """One step: all send everything to all, then take it in an order of their own."""
+    me, size = rank(), int(os.environ["WORLD_SIZE"])
+    chooser = random.Random(seed)
+    plan = [
+        Expected(source, Key(chooser.choice("FB"), target, i), _shape(chooser), dtype)
+        for source in range(size)
+        for target in range(size)
+        for i in range(num_messages)
+        for dtype in [chooser.choice(_DTYPES)]
+    ]
+    transport.begin([item for item in plan if item.key.stage == me], num_messages)
+    mine = [item for item in plan if item.source == me]
+    own_order = random.Random(1000 * seed + me)
+    own_order.shuffle(mine)
+    for _, key, shape, dtype in mine:
+        assert shape is not None
+        tensor = tensor_of(key, me, shape, dtype)
+        transport.isend(tensor, key.stage, key)
+        tensor.data = torch.empty(0, dtype=dtype)  # what freeing an output does
+    inbound = [item for item in plan if item.key.stage == me]
+    own_order.shuffle(inbound)
+    kept = []  # held to the end, so slots run out
+    for source, key, shape, dtype in inbound:
+        assert shape is not None
+        received = transport.recv(source, key, LONG_S)
+        assert equal(received, tensor_of(key, source, shape, dtype)), f"{key} from rank {source}"
+        kept.append(received)
+    transport.flush(LONG_S)
+    for tensor, (source, key, shape, dtype) in zip(kept, inbound, strict=True):
+        assert shape is not None
+        assert equal(tensor, tensor_of(key, source, shape, dtype))
+    return len(kept)

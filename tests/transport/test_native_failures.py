@@ -1,0 +1,209 @@
+"""The transport of the native core when ranks are silent, die, give up or leave."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from megatron_ext.errors import PeerAborted, PeerClosed, PeerDied, TransportError, TransportTimeout
+from megatron_ext.transport.base import Expected, Key
+from tests.ranks import run_ranks, start_ranks
+from tests.transport.native_ranks import (
+    SLOT_BYTES,
+    WIRES,
+    exchange,
+    on_each_wire,
+    open_transport,
+    rank,
+)
+
+if TYPE_CHECKING:
+    from megatron_ext.transport.address import Wire
+    from megatron_ext.transport.native_transport import NativeTransport
+
+pytestmark = pytest.mark.usefixtures("native")
+
+
+def _silent_peer(wire: Wire) -> list[str]:
+    transport = open_transport(wire)
+    messages = []
+    done = Path(f"{wire} done")
+    transport.begin([Expected(0, Key("F", 3, 7), None, torch.float32)] * rank(), 1)
+    if rank() == 1:
+        with pytest.raises(TransportTimeout) as raised:
+            transport.recv(0, Key("F", 3, 7), 0.2)
+        messages.append(str(raised.value))
+        for i in range(20):
+            transport.isend(torch.ones(SLOT_BYTES if wire == "shm" else 1 << 20), 0, Key("B", 2, i))
+        with pytest.raises(TransportTimeout) as raised:
+            transport.flush(0.2)
+        messages.append(str(raised.value))
+        done.touch()
+    else:
+        while not done.exists():
+            time.sleep(0.02)
+    transport.close()
+    return messages
+
+
+def test_a_time_out_names_message_peer_and_links() -> None:
+    host = re.escape(socket.gethostname())
+    told = run_ranks(2, on_each_wire, _silent_peer)[1]
+    for wire, (received, flushed) in zip(WIRES, told, strict=True):
+        assert re.search(
+            r"the activation that stage 3 needs for micro-batch 7 did not come from rank 0: waited "
+            rf"0\.[2-9] s \(tag 0x[0-9a-f]+\) of 0\.2 s; rank 0 on host {host} \(wire {wire}\) is "
+            r"open: 0 messages arrived and not taken, 0 of 8 slots in use",
+            received,
+        )
+        assert "rank 0 did not take what was sent to it" in flushed
+        assert re.search(r"[1-9]\d* messages to it queued", flushed)
+    assert "18 messages to it queued" in told[0][1]  # 8 slots took two messages of 4 pieces
+
+
+def _wait_for_ever(transport: NativeTransport, waiting: str) -> None:
+    """Longer than a run may last, so nothing but an error ends it."""
+    if waiting == "recv":
+        transport.recv(1, Key("F", 0, 0), 1000)
+    while waiting == "poll":
+        transport.poll(1000)
+    while waiting == "isend":
+        transport.isend(torch.ones(2 * SLOT_BYTES), 1, Key("F", 1, 0))
+        transport.flush(1000)
+
+
+def _killed(wire: Wire, waiting: str) -> str:
+    transport = open_transport(wire)
+    transport.begin([Expected(1, Key("F", 0, 0), None, torch.float32)] * (rank() == 0), 1)
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank() == 2:
+        transport.close()
+        return ""
+    with pytest.raises(PeerDied) as raised:
+        _wait_for_ever(transport, waiting)
+    transport.close()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("wire", "waiting"),
+    [("shm", "recv"), ("shm", "poll"), ("shm", "isend"), ("tcp", "recv"), ("tcp", "isend")],
+)
+def test_a_killed_peer_is_named(wire, waiting) -> None:
+    run = start_ranks(3, _killed, wire, waiting)
+    assert run.exit_codes == [0, -signal.SIGKILL, 0], run.describe()
+    assert f"rank 1 on host {socket.gethostname()} (wire {wire}) died" in run.values[0]
+    if waiting == "recv":
+        assert run.values[0].startswith("the activation that stage 0 needs for micro-batch 0")
+
+
+def _killed_parent_of_workers(wire: Wire) -> None:
+    """Data loader workers outlive their parent for a while."""
+    transport = open_transport(wire)
+    transport.begin([Expected(1, Key("F", 0, 0), None, torch.float32)] * (rank() == 0), 1)
+    if rank() == 1:
+        if os.fork() == 0:
+            with pytest.raises(TransportError, match="cannot be used by its forked child"):
+                transport.isend(torch.ones(1), 0, Key("F", 0, 0))
+            Path("worker").touch()
+            signal.pause()
+        while not Path("worker").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerDied, match=rf"rank 1 on host .* \(wire {wire}\) died"):
+        transport.recv(1, Key("F", 0, 0), 1000)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_killed_peer_is_noticed_though_its_workers_live(wire) -> None:
+    run = start_ranks(2, _killed_parent_of_workers, wire)
+    assert run.exit_codes == [0, -signal.SIGKILL], run.describe()
+
+
+def _aborting(wire: Wire) -> str:
+    transport = open_transport(wire)
+    key = Key("F", 0, 0)
+    transport.begin([Expected(1, key, None, torch.float32)], 1)
+    if rank() == 1:
+        transport.abort("ran out of memory")
+        with pytest.raises(TransportError, match="given up: ran out of memory"):
+            transport.isend(torch.ones(1), 0, key)
+        transport.abort("again")
+        transport.close()
+        return ""
+    with pytest.raises(PeerAborted) as raised:
+        transport.recv(1, key, 1000)
+    with pytest.raises(PeerAborted):
+        transport.poll(1000)
+    transport.close()
+    return str(raised.value)
+
+
+def test_the_reason_for_giving_up_reaches_the_peers() -> None:
+    for message in run_ranks(2, on_each_wire, _aborting)[0]:
+        assert "did not come from rank 1" in message
+        assert "gave up: rank 1: ran out of memory" in message
+
+
+def _farewell(wire: Wire) -> None:
+    transport = open_transport(wire)
+    keys = [Key("F", 0, i) for i in range(2)]
+    if rank() == 1:
+        transport.begin([], 1)
+        transport.isend(torch.ones(5), 0, keys[0])
+        transport.close()
+        return
+    transport.begin([Expected(1, key, None, torch.float32) for key in keys], 2)
+    with pytest.raises(
+        PeerClosed, match=rf"rank 1 on host .* \(wire {wire}\) closed its transport"
+    ):
+        transport.recv(1, keys[1], 1000)
+    kept = transport.recv(1, keys[0], 0)
+    with pytest.raises(PeerClosed, match="cannot be sent to rank 1"):
+        transport.isend(kept, 1, keys[0])
+    with pytest.raises(PeerClosed, match="all peers closed"):
+        transport.poll(1000)
+    transport.close()
+    transport.close()
+    assert kept.sum().item() == 5  # its memory is still there
+    with pytest.raises(TransportError, match="the transport is closed"):
+        transport.begin([], 1)
+
+
+def test_a_farewell_comes_after_the_last_message() -> None:
+    run_ranks(2, on_each_wire, _farewell)
+
+
+def _descriptors() -> int:
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def _leaves_nothing(wire: Wire) -> None:
+    open_transport(wire, "first").close()  # /dev/null is opened once, for forked children
+    before = _descriptors()
+    for turn in range(3):
+        transport = open_transport(wire, f"turn {turn % 2}")  # also under a former run id
+        exchange(transport, 10, turn)
+        transport.close()
+        assert _descriptors() == before
+    assert "memfd:megatron_ext" not in Path("/proc/self/maps").read_text()
+
+
+def test_nothing_is_left_behind() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    run_ranks(3, on_each_wire, _leaves_nothing)
+    run = start_ranks(3, _killed, "auto", "recv")
+    assert run.exit_codes == [0, -signal.SIGKILL, 0], run.describe()
+    new = {path.name for path in Path("/dev/shm").iterdir()} - {path.name for path in before}
+    assert [name for name in new if "megatron_ext" in name or "mext" in name] == []
