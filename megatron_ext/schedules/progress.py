@@ -10,7 +10,9 @@ the order of the table: some losses are averaged over replicas, which have to me
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict, deque
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from megatron_ext.schedules.actions import Action
@@ -29,85 +31,74 @@ class Progress:
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.row = schedule.rows[rank]
-        self.position = {action: index for index, action in enumerate(self.row)}
         self.done = bytearray(len(self.row))
         self.left = len(self.row)
         self.forwards: list[int] = []
         self.backwards: list[int] = []
         self.weights: list[int] = []
-        self._last_stage = schedule.num_stages - 1
-        self._missing = [self._needs(action) for action in self.row]
-        self._turns = self._by_turn()
-        """Positions of what has to run in a fixed order: by stage and kind, B and I as one."""
+        self._missing = [0] * len(self.row)
+        """By position: how many tensors and actions it waits for."""
+        self._enables: list[list[int]] = [[] for _ in self.row]
+        """By position: what waits for it on this rank."""
+        self._takers: dict[tuple[str, int, int], int] = {}
+        """(F: activation or B: gradient, stage, micro-batch) -> position of what takes it."""
+        self._heap_of = [self._heap(action.kind) for action in self.row]
+        self._connect(schedule.num_stages - 1)
         for index, missing in enumerate(self._missing):
             if not missing:
-                self._offer(index)
+                heapq.heappush(self._heap_of[index], index)
 
-    def _needs(self, action: Action) -> int:
-        """Count what an action waits for at the start of a step."""
-        stage, kind, _ = action
-        if kind == "F":
-            return int(stage > 0)
-        if kind == "W":
-            return 1
-        return 1 + int(stage < self._last_stage)
+    def _heap(self, kind: Kind) -> list[int]:
+        return {"F": self.forwards, "W": self.weights}.get(kind, self.backwards)
 
-    def _by_turn(self) -> dict[tuple[int, str], deque[int]]:
-        turns: dict[tuple[int, str], deque[int]] = defaultdict(deque)
-        for index in sorted(range(len(self.row)), key=lambda i: self.row[i].microbatch):
-            stage, kind, _ = self.row[index]
-            if kind != "F":
-                turns[stage, _turn(kind)].append(index)
-        for index, (stage, kind, _) in enumerate(self.row):
-            if kind == "F" and stage == self._last_stage:
-                turns[stage, "F"].append(index)
-        return turns
+    def _connect(self, last_stage: int) -> None:
+        """Find out what waits for what."""
+        position = {action: index for index, action in enumerate(self.row)}
+        for index, (stage, kind, microbatch) in enumerate(self.row):
+            if kind == "W":
+                self._order(position[Action(stage, "I", microbatch)], index)
+            elif kind == "F":
+                self._takers["F", stage, microbatch] = index
+                self._missing[index] += stage > 0
+            else:
+                self._takers["B", stage, microbatch] = index
+                self._missing[index] += stage < last_stage
+                self._order(position[Action(stage, "F", microbatch)], index)
+        for turns in _in_turn(self.row, last_stage):
+            for before, after in pairwise(turns):
+                self._order(before, after)
+
+    def _order(self, before: int, after: int) -> None:
+        self._enables[before].append(after)
+        self._missing[after] += 1
 
     def arrived(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Note that a stage got its activation (F) or the gradient of its output (B)."""
-        if kind == "F":
-            self._supply(self.position[Action(stage, "F", microbatch)])
-        else:
-            self._supply(self._backward_of(stage, microbatch))
+        self._supply(self._takers[kind, stage, microbatch])
 
     def finished(self, index: int) -> None:
         """Note that an action has run, which may make others of this rank ready."""
-        stage, kind, microbatch = self.row[index]
         self.done[index] = 1
         self.left -= 1
-        if kind == "F":
-            self._supply(self._backward_of(stage, microbatch))
-        elif kind == "I":
-            self._supply(self.position[Action(stage, "W", microbatch)])
-        turn = self._turns.get((stage, _turn(kind)))
-        if turn is None:
-            return
-        turn.popleft()
-        if turn and not self._missing[turn[0]]:
-            self._push(turn[0])
+        for after in self._enables[index]:
+            self._supply(after)
 
-    def _backward_of(self, stage: int, microbatch: int) -> int:
-        full = self.position.get(Action(stage, "B", microbatch))
-        return self.position[Action(stage, "I", microbatch)] if full is None else full
+    def is_ready(self, index: int) -> bool:
+        """Tell whether an action may run, or has run."""
+        return not self._missing[index]
 
     def _supply(self, index: int) -> None:
         self._missing[index] -= 1
         if not self._missing[index]:
-            self._offer(index)
-
-    def _offer(self, index: int) -> None:
-        """Make an action ready that needs nothing more, if it is its turn."""
-        stage, kind, _ = self.row[index]
-        turn = self._turns.get((stage, _turn(kind)))
-        if turn is None or turn[0] == index:
-            self._push(index)
-
-    def _push(self, index: int) -> None:
-        kind = self.row[index].kind
-        heap = {"F": self.forwards, "W": self.weights}.get(kind, self.backwards)
-        heapq.heappush(heap, index)
+            heapq.heappush(self._heap_of[index], index)
 
 
-def _turn(kind: Kind) -> str:
-    """Return what takes turns with an action: B and I take turns with each other."""
-    return kind if kind in ("F", "W") else "B"
+def _in_turn(row: Sequence[Action], last_stage: int) -> Iterator[list[int]]:
+    """Yield the positions of what has to run one after the other, B and I of a stage as one."""
+    turns: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for index in sorted(range(len(row)), key=lambda i: row[i].microbatch):
+        stage, kind, _ = row[index]
+        if kind != "F":
+            turns[stage, "W" if kind == "W" else "B"].append(index)
+    yield from turns.values()
+    yield [i for i, action in enumerate(row) if action.kind == "F" and action.stage == last_stage]
