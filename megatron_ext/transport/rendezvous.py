@@ -10,7 +10,6 @@ more than compared, until it has.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
@@ -138,7 +137,7 @@ class _Rendezvous:
             left_s = self._left_s(f"rank {peer} to listen")
             try:
                 link = self._connected(wire, peer, address, left_s)
-            except ConnectionError:
+            except (ConnectionError, BlockingIOError):  # the latter: its queue is full
                 time.sleep(_RETRY_S)
                 continue
             except OSError as error:  # a time-out is one, and so is a route that is missing
@@ -150,7 +149,7 @@ class _Rendezvous:
             return Connection(wire, address.host, link)
 
     def _connected(self, wire: str, peer: int, address: Address, left_s: float) -> socket.socket:
-        hello = {"rank": self._rank, "mine": self._mine.secret, "yours": address.secret}
+        hello = f"{self._rank} {address.secret} {self._mine.secret}\n"
         if wire == "shm":
             link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         else:
@@ -162,7 +161,7 @@ class _Rendezvous:
             if wire == "shm":
                 link.connect(f"\0{address.name}")
                 self._require_same_user(link, f"the process that listens as rank {peer}")
-            link.sendall(json.dumps(hello).encode() + b"\n")
+            link.sendall(hello.encode())
         except BaseException:
             link.close()
             raise
@@ -183,39 +182,40 @@ class _Rendezvous:
         except OSError:
             return  # whoever it was has gone again
         try:
-            link.settimeout(min(_HELLO_S, self._left_s(waiting_for)))
             if link.family == socket.AF_UNIX:
                 self._require_same_user(link, "a process")
-            peer = self._read_hello(link, lower)
+            peer = self._read_hello(link, lower, min(_HELLO_S, self._left_s(waiting_for)))
             address = self._address(peer)
             wire, _ = choose_wire(self._rank, self._mine, peer, address)
             if (wire == "shm") != (link.family == socket.AF_UNIX):
                 raise TransportError(f"rank {peer} did not come over the wire {wire}")
             link.sendall(self._mine.secret.encode())
-        except (TransportError, OSError, ValueError, KeyError, TypeError) as error:
+        except (TransportError, OSError, ValueError) as error:
             _log.warning("rank %d turned a connection away: %s", self._rank, error)
             link.close()
             return
         lower.remove(peer)
         made[peer] = Connection(wire, address.host, link)
 
-    def _read_hello(self, link: socket.socket, lower: set[int]) -> int:
+    def _read_hello(self, link: socket.socket, lower: set[int], timeout_s: float) -> int:
         """Return the rank of a process that knows the secrets of both sides."""
+        deadline = time.monotonic() + timeout_s
         text = b""
         while not text.endswith(b"\n"):
+            # Of all that it says, not of each byte.
+            link.settimeout(max(deadline - time.monotonic(), 1e-3))
             part = link.recv(_HELLO_BYTES)
             text += part
             if not part or len(text) > _HELLO_BYTES:
                 raise TransportError("it did not say who it is")
-        hello = json.loads(text)
-        peer = hello["rank"]
+        rank, _, said = text.rstrip(b"\n").partition(b" ")
+        peer = int(rank) if rank.isdigit() else -1
         known = peer in lower and secrets.compare_digest(
-            f"{hello['yours']} {hello['mine']}",
-            f"{self._mine.secret} {self._address(peer).secret}",
+            said, f"{self._mine.secret} {self._address(peer).secret}".encode()
         )
         if not known:
             raise TransportError("it does not know the secrets of this run")
-        return int(peer)
+        return peer
 
     def _read_answer(self, peer: int, link: socket.socket) -> None:
         waiting_for = f"rank {peer} to answer"

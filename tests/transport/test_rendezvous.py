@@ -7,7 +7,8 @@ import logging
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -147,7 +148,14 @@ def test_strangers_at_the_port_are_turned_away(store, caplog) -> None:
         address = json.loads(store.get(f"{_PREFIX}1"))
         store.set(f"{_PREFIX}0", json.dumps({**address, "secret": "0"}))
         where = (address["ip"], address["port"])
-        for said in (b'{"rank": 0, "mine": "0", "yours": "?"}\n', b"GET /\n", b"x" * 2000, b""):
+        for said in (
+            b"0 ? 0\n",
+            b"GET /\n",
+            b"9" * 1000 + b"\n",
+            b"[" * 1000 + b"\n",
+            b"x" * 2000,
+            b"",
+        ):
             with socket.create_connection(where) as stranger:
                 stranger.sendall(said)
                 stranger.shutdown(socket.SHUT_WR)
@@ -156,7 +164,44 @@ def test_strangers_at_the_port_are_turned_away(store, caplog) -> None:
         calling = pool.submit(connect, store, 0, [1], wire="tcp")
         links = [calling.result(), listening.result()]
     assert sorted(map(list, links)) == [[0], [1]]
-    assert caplog.text.count("turned a connection away") == 4
+    assert caplog.text.count("turned a connection away") == 6
+    close_all(links)
+
+
+def test_a_stranger_that_dawdles_keeps_nobody_waiting(store) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        listening = pool.submit(connect, store, 1, [0], wire="tcp", timeout_s=0.5)
+        address = json.loads(store.get(f"{_PREFIX}1"))
+        store.set(f"{_PREFIX}0", json.dumps({**address, "secret": "0"}))
+        with socket.create_connection((address["ip"], address["port"])) as stranger:
+            stranger.settimeout(0.1)
+            with suppress(ConnectionError):
+                for _ in range(100):  # each byte comes well before the time is over
+                    stranger.sendall(b"0")
+                    with suppress(TimeoutError):
+                        if not stranger.recv(1):
+                            break
+                else:
+                    pytest.fail("it may say what it likes for as long as it likes")
+        with pytest.raises(TransportError, match=r"rank 1 waited 0\.5 s for rank 0 to connect"):
+            listening.result()
+
+
+def test_a_queue_that_strangers_have_filled_is_tried_again(store) -> None:
+    with ThreadPoolExecutor(2) as pool, ExitStack() as strangers:
+        listener = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener.bind("\0megatron_ext-test-full")
+        listener.listen(0)
+        stranger = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        stranger.connect("\0megatron_ext-test-full")
+        calling = pool.submit(connect, store, 0, [1])
+        address = json.loads(store.get(f"{_PREFIX}0"))
+        full = {**address, "name": "megatron_ext-test-full", "secret": "1"}
+        store.set(f"{_PREFIX}1", json.dumps(full))
+        with pytest.raises(FutureTimeout):
+            calling.result(timeout=0.3)
+        links = [pool.submit(connect, store, 1, [0]).result(), calling.result()]
+    assert sorted(map(list, links)) == [[0], [1]]
     close_all(links)
 
 
@@ -165,11 +210,11 @@ def test_whoever_does_not_know_the_secret_is_turned_away(store, caplog) -> None:
     with ThreadPoolExecutor(2) as pool:
         listening = pool.submit(connect, store, 1, [0])
         address = json.loads(store.get(f"{_PREFIX}1"))
-        for hello in ({"rank": 0, "mine": "?", "yours": "?"}, {"rank": 0}, [], "x"):
+        for hello in (b"0 ? ?\n", b"0\n", b"\n", b"1 \xff\n"):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
                 stranger.connect(f"\0{address['name']}")
                 store.set(f"{_PREFIX}0", json.dumps({**address, "secret": "0"}))
-                stranger.send(json.dumps(hello).encode())
+                stranger.send(hello)
                 assert stranger.recv(100) == b""
         calling = pool.submit(connect, store, 0, [1])
         links = [calling.result(), listening.result()]
