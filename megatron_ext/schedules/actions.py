@@ -28,7 +28,7 @@ KINDS: tuple[Kind, ...] = ("F", "B", "I", "W", "R")
 
 Option = str | int | bool
 
-_ACTION = re.compile(r"(\d+)([FBIWR])(\d+)")
+_ACTION = re.compile(r"([0-9]{1,9})([FBIWR])([0-9]{1,9})")
 
 
 class Action(NamedTuple):
@@ -52,7 +52,7 @@ class Action(NamedTuple):
         match = _ACTION.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
-                f"{text!r} is not an action; write stage, kind (F, B, I, W or R) and micro-batch, "
+                f"{text[:40]!r} is not an action; write stage, kind (F, B, I, W or R) and micro-batch, "
                 f"as in 2F0"
             )
         stage, kind, microbatch = match.groups()

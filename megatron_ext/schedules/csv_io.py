@@ -43,6 +43,8 @@ def load(path: str, pp: int | None = None, num_microbatches: int | None = None) 
     Raises:
         ScheduleError: If the file cannot be read, is for other sizes, or is no correct schedule.
     """
+    if not path:
+        raise ScheduleError("csv: names no file; write csv:FILE")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -62,12 +64,16 @@ def loads(text: str, name: str) -> Schedule:
     Raises:
         ScheduleError: If a cell is no action, or the rows give no placement of the stages.
     """
-    rows = tuple(
-        tuple(_actions(cells, line))
-        for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1)
-    )
+    try:
+        rows = tuple(
+            tuple(_actions(cells, line))
+            for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1)
+        )
+    except csv.Error as error:
+        raise ScheduleError(f"it is no CSV: {error}") from error
     if not any(rows):
         raise ScheduleError("there is no action in it; write one row of actions for each rank")
+    _check_numbers(rows)
     count = 1 + max(action.microbatch for row in rows for action in row)
     return Schedule(name, _placement(rows), count, rows)
 
@@ -83,6 +89,18 @@ def _actions(cells: Iterable[str], line: int) -> Iterator[Action]:
                 yield Action.parse(part)
             except ScheduleError as error:
                 raise ScheduleError(f"row {line}, cell {number}: {error}") from error
+
+
+def _check_numbers(rows: tuple[Row, ...]) -> None:
+    """Refuse numbers that would take more memory to check than the file has actions."""
+    num_actions = sum(map(len, rows))
+    for line, row in enumerate(rows, start=1):
+        for action in row:
+            if max(action.stage, action.microbatch) >= num_actions:
+                raise ScheduleError(
+                    f"row {line} runs {action}, but {num_actions} actions are too few for so many "
+                    f"stages or micro-batches, which are numbered from 0; is the file complete?"
+                )
 
 
 def _placement(rows: tuple[Row, ...]) -> Placement:

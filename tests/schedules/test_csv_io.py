@@ -113,6 +113,10 @@ def _edit(row: int, old: str, new: str) -> Callable[[str], str]:
         (lambda text: text, (4, 8), ["runs 6 micro-batches", "--microbatches 6"]),
         (lambda text: "", (None, None), ["no action in it"]),
         (lambda text: text.replace("1F", "5F"), (None, None), ["no row runs stage 4"]),
+        (_edit(0, "0F4", "999999999F4"), (None, None), ["row 1 runs 999999999F4", "48 actions"]),
+        (_edit(0, "0F4", "0F999999999"), (None, None), ["row 1 runs 0F999999999", "complete?"]),
+        (_edit(0, "0F4", "0F" + "9" * 5000), (None, None), ["row 1, cell ", "is not an action"]),
+        (_edit(0, "0F4", "x" * 200_000), (None, None), ["it is no CSV", "limit"]),
     ],
 )  # fmt: skip
 def test_damaged_files(
@@ -143,6 +147,8 @@ def test_a_cyclic_file_shows_the_cycle(tmp_path: Path) -> None:
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="csv: names no file; write csv:FILE"):
+        generate("csv:")
     with pytest.raises(ScheduleError, match="cannot be read as a schedule"):
         csv_io.load(str(tmp_path / "absent.csv"))
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\0\1")
