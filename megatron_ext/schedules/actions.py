@@ -52,8 +52,8 @@ class Action(NamedTuple):
         match = _ACTION.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
-                f"{text[:40]!r} is not an action; write stage, kind (F, B, I, W or R) and micro-batch, "
-                f"as in 2F0"
+                f"{text[:40]!r} is not an action; write stage, kind (F, B, I, W or R) and "
+                f"micro-batch, as in 2F0"
             )
         stage, kind, microbatch = match.groups()
         return cls(int(stage), kind, int(microbatch))  # type: ignore[arg-type]
