@@ -41,6 +41,31 @@ _REQUIRED = (
     "--micro-batch-size",
     "--lr",
 )
+# Flags that count something, of which there has to be one at least.
+_COUNTS = (
+    *(flag for flag in _REQUIRED if flag != "--lr"),
+    "--global-batch-size",
+    "--train-iters",
+    "--train-samples",
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--expert-model-parallel-size",
+    "--expert-tensor-parallel-size",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--ffn-hidden-size",
+    "--kv-channels",
+    "--num-query-groups",
+    "--moe-router-topk",
+    "--make-vocab-size-divisible-by",
+    "--vocab-size",
+    "--log-interval",
+    "--save-interval",
+    "--ddp-num-buckets",
+    "--distributed-timeout-minutes",
+)
+# Those of which there may be none.
+_COUNTS_OR_ZERO = ("--eval-interval", "--eval-iters", "--exit-interval", "--num-workers")
 # Flags of which at most one may be given.
 _EXCLUSIVE = (
     ("--fp16", "--bf16"),
@@ -124,7 +149,10 @@ def _given(args: Namespace, flag: str) -> Any:
 def _check_given(args: Namespace) -> None:
     for flag in _REQUIRED:
         _require(_given(args, flag) is not None, f"{flag} is missing: give it a value")
-    _require(args.micro_batch_size > 0, f"--micro-batch-size {args.micro_batch_size} is below 1")
+    for least, flags in ((1, _COUNTS), (0, _COUNTS_OR_ZERO)):
+        for flag in flags:
+            value = _given(args, flag)
+            _require(value is None or value >= least, f"{flag} {value} is below {least}: give more")
 
 
 def _check_together(args: Namespace) -> None:
@@ -229,7 +257,10 @@ def _pipeline_split(args: Namespace) -> None:
     chunks = args.num_virtual_stages_per_pipeline_rank
     uneven = args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
     if layout is not None:
-        stages = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+        try:
+            stages = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+        except AssertionError as error:
+            raise ArgumentsError(f"--pipeline-model-parallel-layout {layout}: {error}") from error
         _divides(stages, "stages of --pipeline-model-parallel-layout", pp, size)
         chunks = stages // pp
     elif not uneven:

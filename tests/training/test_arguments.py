@@ -79,6 +79,13 @@ REFUSED = {
     "no data": (MOCK.replace("--mock-data", ""), 1, ["no data", "--mock-data", "--data-path"]),
     "two sources": (MOCK + "--data-path x", 1, ["--mock-data and --data-path exclude"]),
     "save": (MOCK + "--save /tmp/x", 1, ["--save needs --save-interval"]),
+    "no layers": (MOCK + "--num-layers 0", 1, ["--num-layers 0 is below 1"]),
+    "no ranks": (MOCK + "--tensor-model-parallel-size 0", 1, ["parallel-size 0 is below 1"]),
+    "no interval": (MOCK + "--log-interval 0", 1, ["--log-interval 0 is below 1"]),
+    "negative": (MOCK + "--eval-iters -1", 1, ["--eval-iters -1 is below 0"]),
+    "layout": (
+        MOCK + "--pipeline-model-parallel-layout Ett|ttX", 1, ["-layout Ett|ttX: ", "character: X"]
+    ),
     "core": (MOCK + "--recompute-granularity full", 1, ["core refuses", "recompute_method"]),
 }  # fmt: skip
 
