@@ -7,13 +7,13 @@ schedules run and that nothing of ours takes part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from megatron_ext.schedules.costs import UNIT, Costs
-from megatron_ext.schedules.policies import activation_cap, make_policy
+from megatron_ext.schedules.patience import policies
 from megatron_ext.schedules.registry import CSV_PREFIX, generate, get
 from megatron_ext.schedules.split import split_backwards
 
@@ -75,8 +75,10 @@ class Choice:
     """Addresses of the nodes or of the ranks, for wires between hosts; empty: found out."""
     _fills: dict[int, bool] = field(default_factory=dict, init=False, repr=False)
     """By number of micro-batches: whether all W of the table are ours, made by splitting."""
-    _caps: dict[int, int] = field(default_factory=dict, init=False, repr=False)
-    """By number of micro-batches: activations of stages that a rank may keep."""
+    _policies: dict[int, Callable[[int], Policy]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    """By number of micro-batches: what makes the policy of a rank."""
     _tables: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -118,17 +120,16 @@ class Choice:
     def policy(self, num_microbatches: int, rank: int) -> Policy:
         """Return what chooses the next action of a rank of a dynamic schedule, for one step."""
         assert self.dynamic is not None, "a static schedule has no policy"
-        table = self.schedule(num_microbatches)
-        if num_microbatches not in self._caps:
-            extra = self.dynamic.extra_activations
-            self._caps[num_microbatches] = activation_cap(table, extra)
-        return make_policy(
-            self.dynamic.policy,
-            table,
-            rank,
-            self._caps[num_microbatches],
-            weights_fill=self._fills[num_microbatches],
-        )
+        if num_microbatches not in self._policies:
+            table = self.schedule(num_microbatches)
+            self._policies[num_microbatches] = policies(
+                self.dynamic.policy,
+                table,
+                extra_activations=self.dynamic.extra_activations,
+                weights_fill=self._fills[num_microbatches],
+                costs=self.costs,
+            )
+        return self._policies[num_microbatches](rank)
 
 
 _current: Choice | None = None

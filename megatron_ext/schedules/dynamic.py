@@ -87,9 +87,13 @@ class _Run:
             heapq.heappush(self._events, _Event(event.time, True, rank))
             return
         policy = self._policies[rank]
-        running = self._running[rank]
+        running, self._running[rank] = self._running[rank], None
         if running is not None:
             policy.progress.finished(running)
+        again = (ends[-1] if ends else 0.0) + policy.wait()
+        if event.time < again:
+            heapq.heappush(self._events, _Event(again, True, rank))
+            return
         index = self._running[rank] = policy.choose()
         if index is not None:
             self._run(rank, policy.progress.row[index], event.time)

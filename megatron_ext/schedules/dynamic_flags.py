@@ -10,7 +10,8 @@ from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules import stages
 from megatron_ext.schedules.choice import Dynamic
 from megatron_ext.schedules.dynamic import simulate_dynamic
-from megatron_ext.schedules.gains import NOTABLE, QUIET_LATENCY
+from megatron_ext.schedules.gains import NOTABLE
+from megatron_ext.schedules.patience import quiet
 from megatron_ext.schedules.policies import POLICIES, Hint
 from megatron_ext.schedules.simulate import simulate
 
@@ -107,16 +108,15 @@ def timeline(choice: Choice, costs: Costs) -> Timeline:
 
 
 def warning(choice: Choice) -> str | None:
-    """Return what to do instead if the table's own order is faster while nothing is late."""
-    quiet = replace(
-        choice.costs, latency=choice.costs.latency or QUIET_LATENCY * choice.costs.forward
-    )
+    """Return what to do instead if the table's own order is as fast while nothing is late."""
+    calm = quiet(choice.costs)
     static = replace(choice, dynamic=None).schedule(choice.num_microbatches)
-    ratio = simulate(static, quiet).makespan / timeline(choice, quiet).makespan
-    if ratio >= 1 - NOTABLE:
+    ratio = simulate(static, calm).makespan / timeline(choice, calm).makespan
+    if ratio >= 1 + NOTABLE:
         return None
+    less = 100 * (1 - ratio)
+    takes = f"takes {less:.1f} % less time than" if ratio < 1 - NOTABLE else "is as fast as"
     return (
-        f"while no message and no micro-batch is late, the order of {choice.name} itself takes "
-        f"{100 * (1 - ratio):.1f} % less time than {_USE} (simulated); leave {_USE} out unless "
-        "links or micro-batches vary"
+        f"while no message and no micro-batch is late, the order of {choice.name} itself {takes} "
+        f"{_USE} (simulated); leave {_USE} out unless links or micro-batches vary"
     )

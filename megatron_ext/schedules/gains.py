@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.schedules.costs import UNIT, Costs
 from megatron_ext.schedules.dynamic import simulate_dynamic
-from megatron_ext.schedules.policies import activation_cap, make_policy
+from megatron_ext.schedules.patience import policies, quiet
 from megatron_ext.schedules.simulate import simulate
 from megatron_ext.schedules.split import split_backwards
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Gains", "gains"]
 
-QUIET_LATENCY = 0.05
-"""Of a message on a link that is never late, in forwards."""
 _LATE = 0.5
 """Mean latency on links that are late at random (log-normal, sigma 1), in forwards."""
 _DRAWS = 4
@@ -35,7 +33,7 @@ class Gains(NamedTuple):
     @property
     def advice(self) -> str:
         """Which of both to take."""
-        if self.quiet < 1 - NOTABLE:
+        if self.quiet < 1 + NOTABLE:
             return "keep the table's order, unless messages are late"
         return "--use-dpp"
 
@@ -48,19 +46,20 @@ def gains(schedule: Schedule, costs: Costs = UNIT, extra_activations: int = 1) -
         costs: Times of actions; its latency, if it has one, is that of quiet links.
         extra_activations: What the dynamic order may keep beyond the table's peak.
     """
-    split, fill = split_backwards(schedule), not schedule.splits_backward
-    cap = activation_cap(split, extra_activations)
+    split = split_backwards(schedule)
+    made = policies(
+        "hint",
+        split,
+        extra_activations=extra_activations,
+        weights_fill=not schedule.splits_backward,
+        costs=costs,
+    )
 
     def ratio(these: Costs) -> float:
-        dynamic = simulate_dynamic(
-            split,
-            lambda rank: make_policy("hint", split, rank, cap, weights_fill=fill),
-            these,
-        )
+        dynamic = simulate_dynamic(split, made, these)
         return simulate(schedule, these).makespan / dynamic.makespan
 
     late = replace(costs, latency=_LATE * costs.forward, link_jitter=1.0)
     return Gains(
-        ratio(replace(costs, latency=costs.latency or QUIET_LATENCY * costs.forward)),
-        mean(ratio(replace(late, seed=seed)) for seed in range(_DRAWS)),
+        ratio(quiet(costs)), mean(ratio(replace(late, seed=seed)) for seed in range(_DRAWS))
     )

@@ -6,9 +6,9 @@ same one through `Progress.arrived`, `choose` and `finished`.
 
 `hint` follows a static table as long as that can go on. If the head of the table waits, it runs the
 first later action that is ready and keeps the activations of the whole remaining table below the
-cap. Where the policy made the W (`split.py`), a W runs only if nothing else can. The cap is the
-same on all ranks: the table's peak on its worst rank, plus what the user allows. Two properties
-follow:
+cap. Where the policy made the W (`split.py`), a W runs only if nothing else can. How long the head
+is waited for before says `patience.py`. The cap is the same on all ranks: the table's peak on its
+worst rank, plus what the user allows. Two properties follow:
 
 - Memory: no jump lifts any later point of the rank's activation curve above the cap.
 - It ends: take the unfinished action that comes first in an order of all actions that respects data
@@ -30,8 +30,8 @@ is ours; RRFP (arXiv 2605.18750) has a similar idea.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from megatron_ext.errors import ScheduleError
@@ -42,7 +42,15 @@ from megatron_ext.schedules.progress import Progress
 if TYPE_CHECKING:
     from megatron_ext.schedules.actions import Action, Schedule
 
-__all__ = ["POLICIES", "Policy", "PolicyName", "activation_cap", "make_policy"]
+__all__ = [
+    "POLICIES",
+    "Hint",
+    "Patience",
+    "Policy",
+    "PolicyName",
+    "activation_cap",
+    "make_policy",
+]
 
 PolicyName = Literal["hint", "breadth-first", "depth-first"]
 
@@ -50,10 +58,25 @@ _CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
 """What an action does to the activations of its rank, in stages."""
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long a rank waits for the head of its table; times in the unit of the table's costs."""
+
+    waits: Sequence[float]
+    """By position of the head: from when the rank is free until it may jump over the head."""
+    durations: Sequence[float]
+    """By position: what an action takes by these costs. Tells how long the unit is."""
+
+
 class Policy(Protocol):
     """Chooses what one rank runs, for one step."""
 
     progress: Progress
+    patience: Patience | None
+    """None: it takes what is there."""
+
+    def wait(self) -> float:
+        """Return how long to wait for more before choosing, from when the rank became free."""
 
     def choose(self) -> int | None:
         """Take the next action: its position in the rank's row, or None while nothing may run."""
@@ -68,27 +91,49 @@ class Hint:
         cap: Most activations of stages that the rank may keep, at least the table's own peak there.
         weights_fill: Whether W runs only where nothing else can. For tables in which W has no place
             of its own.
+        patience: See `patience.py`; None: what waits is jumped over at once.
     """
 
-    def __init__(self, schedule: Schedule, rank: int, cap: int, *, weights_fill: bool) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        cap: int,
+        *,
+        weights_fill: bool,
+        patience: Patience | None = None,
+    ) -> None:
         self.progress = Progress(schedule, rank)
         self._rest = Curve([_CHANGE[action.kind] for action in self.progress.row])
         self.cap = cap
         self.live = 0
+        self.patience = patience
         self._head = 0
         self._weights_fill = weights_fill
 
+    def wait(self) -> float:
+        """Return how long the head of the table is waited for; nothing if it is ready."""
+        if self.patience is None:
+            return 0.0
+        self._advance()
+        if not self.progress.left or self.progress.is_ready(self._head):
+            return 0.0
+        return self.patience.waits[self._head]
+
     def choose(self) -> int | None:
         """Take the head of the table, else the first later action that is ready and admissible."""
-        progress = self.progress
-        while self._head < len(progress.row) and progress.done[self._head]:
-            self._head += 1
+        self._advance()
         found = self._first()
         if found is None:
             return None
         index = heapq.heappop(found)
         self.live += self._rest.take(index)
         return index
+
+    def _advance(self) -> None:
+        done = self.progress.done
+        while self._head < len(done) and done[self._head]:
+            self._head += 1
 
     def _first(self) -> list[int] | None:
         progress = self.progress
@@ -121,7 +166,12 @@ class Greedy:
     def __init__(self, schedule: Schedule, rank: int, *, depth_first: bool) -> None:
         self.progress = Progress(_reordered(schedule, rank, depth_first), rank)
         self.depth_first = depth_first
+        self.patience: Patience | None = None
         self._backward_next = True
+
+    def wait(self) -> float:
+        """Return 0."""
+        return 0.0
 
     def choose(self) -> int | None:
         """Take the other kind than last time if one is ready."""

@@ -6,6 +6,7 @@ operation before is complete.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -72,6 +73,10 @@ class PolicyOrder:
     timeout_s: float
     _parts: dict[tuple[str, int, int], int] = field(default_factory=dict, init=False)
     """What of each hand-over has arrived, where it is several tensors."""
+    _ran_s: float = field(default=0.0, init=False)
+    """Time in the actions of this step so far, as the host sees it."""
+    _ran_units: float = field(default=0.0, init=False)
+    """The same by the costs of the table, where the policy has patience."""
 
     def expected(self) -> list[Expected]:
         """Return nothing: who decides is told by nobody."""
@@ -90,7 +95,11 @@ class PolicyOrder:
             for follower in self.followers:
                 choice = torch.tensor([position], dtype=torch.int32)  # no device is waited for
                 self.transport.isend(choice, follower, Key("C", 0, number))
+            begin_s = time.perf_counter()
             yield position
+            self._ran_s += time.perf_counter() - begin_s
+            if self.policy.patience is not None:
+                self._ran_units += self.policy.patience.durations[index]
             progress.finished(index)
             number += 1
 
@@ -99,13 +108,21 @@ class PolicyOrder:
         self.policy.progress.arrived(*tag)
 
     def _choose(self) -> int:
+        free_s = time.perf_counter()
         self._note(self.transport.poll(0.0))
-        while (index := self.policy.choose()) is None:
-            arrived = self.transport.poll(self.timeout_s)
-            if not arrived:
+        while True:
+            wait_s = free_s + self._patience_s() - time.perf_counter()
+            if wait_s <= 0 and (index := self.policy.choose()) is not None:
+                return index
+            arrived = self.transport.poll(wait_s if wait_s > 0 else self.timeout_s)
+            if not arrived and wait_s <= 0:
                 raise TransportTimeout(self._missing())
             self._note(arrived)
-        return index
+
+    def _patience_s(self) -> float:
+        """Return how long to wait before choosing; nothing while the unit's length is unknown."""
+        units = self.policy.wait()
+        return units * self._ran_s / self._ran_units if units and self._ran_units else 0.0
 
     def _note(self, keys: Sequence[Key]) -> None:
         for kind, stage, microbatch, _part in keys:

@@ -1,0 +1,107 @@
+"""How long a rank waits for the head of its table before it jumps over it.
+
+A jump that fills a wait delays the head if that comes before the jump is over. Tables made for
+quiet links, such as zb-v, leave short waits only, often of a message's time, so that jumping at
+once makes them slower than they are. There a rank waits as long as it does in its table while
+nothing is late, and a little longer. Then nothing is jumped over while nothing is late, and the
+step takes the time of the table. All waits of a rank together are as long as its bubble in the
+table, and that little for each action.
+
+Elsewhere ranks jump at once: over tables that gain although nothing is late, since W may fill what
+is idle, and over those with long waits, which are not worth waiting for unless actions take exactly
+as long as they are said to. Which is better is simulated, half with actions that do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import mean
+from typing import TYPE_CHECKING
+
+from megatron_ext.schedules.costs import UNIT, Costs
+from megatron_ext.schedules.dynamic import simulate_dynamic
+from megatron_ext.schedules.policies import (
+    Hint,
+    Patience,
+    Policy,
+    PolicyName,
+    activation_cap,
+    make_policy,
+)
+from megatron_ext.schedules.simulate import simulate
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.actions import Schedule
+    from megatron_ext.schedules.simulate import Timeline
+
+__all__ = ["policies", "quiet"]
+
+_QUIET_LATENCY = 0.05
+"""Of a message on a link that is never late, in forwards."""
+_MARGIN = 0.05
+"""By so much a message may be later than simulated before it counts as late, in forwards."""
+_JITTER = 0.1
+"""Sigma by which actions are supposed to differ from what they are said to cost."""
+_DRAWS = 3
+
+
+def quiet(costs: Costs = UNIT) -> Costs:
+    """Return the same costs where nothing is late; a latency, if they have one, stays."""
+    latency = costs.latency or _QUIET_LATENCY * costs.forward
+    return replace(costs, latency=latency, jitter=0.0, link_jitter=0.0)
+
+
+def policies(
+    name: PolicyName,
+    schedule: Schedule,
+    *,
+    extra_activations: int = 0,
+    weights_fill: bool = False,
+    costs: Costs = UNIT,
+) -> Callable[[int], Policy]:
+    """Return what makes the policy of a rank, for one step.
+
+    Args:
+        name: Of the policy.
+        schedule: The table.
+        extra_activations: Of `activation_cap`.
+        weights_fill: Whether W has no place of its own in the table: it runs where nothing else
+            can.
+        costs: What the table is said to cost.
+    """
+    cap = activation_cap(schedule, extra_activations)
+
+    def at_once(rank: int) -> Policy:
+        return make_policy(name, schedule, rank, cap, weights_fill=weights_fill)
+
+    if name != "hint":
+        return at_once
+    calm = quiet(costs)
+    static = simulate(schedule, calm)
+    if simulate_dynamic(schedule, at_once, calm).makespan <= static.makespan:
+        return at_once
+    margin = _MARGIN * costs.forward
+    patience = [_patience(static, rank, margin) for rank in range(len(schedule.rows))]
+
+    def patiently(rank: int) -> Policy:
+        return Hint(schedule, rank, cap, weights_fill=False, patience=patience[rank])
+
+    varied = [replace(calm, jitter=_JITTER, seed=seed) for seed in range(_DRAWS)]
+
+    def time(policy: Callable[[int], Policy]) -> float:
+        as_said, *otherwise = (
+            simulate_dynamic(schedule, policy, these).makespan for these in (calm, *varied)
+        )
+        return as_said + mean(otherwise)
+
+    return min(at_once, patiently, key=time)
+
+
+def _patience(static: Timeline, rank: int, margin: float) -> Patience:
+    """Return the waits of a rank in its table, each a little longer."""
+    starts, ends = static.starts[rank], static.ends[rank]
+    return Patience(
+        waits=[start - free + margin for start, free in zip(starts, [0.0, *ends], strict=False)],
+        durations=[end - start for start, end in zip(starts, ends, strict=True)],
+    )
