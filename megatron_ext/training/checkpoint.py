@@ -215,7 +215,7 @@ def _latest(args: Namespace) -> Path | None:
         if dist.get_rank() == 0:
             logger.warning("--load %s: no checkpoint there yet, starting from random weights", root)
         return None
-    step = tracker.read_text(encoding="utf-8").strip()
+    step = tracker.read_text(encoding="ascii", errors="replace").strip()
     source = root / (f"iter_{int(step):07d}" if step.isdigit() else step)
     if not step.isdigit() or not dist_checkpointing.check_is_distributed_checkpoint(str(source)):
         raise DataError(

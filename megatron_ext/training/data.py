@@ -23,7 +23,7 @@ from megatron.core.datasets.bert_dataset import (
 )
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import _IndexReader
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer as build_core
@@ -115,7 +115,8 @@ def check_indexed_dataset(prefix: str) -> tuple[int, int]:
                 "a .bin file, for example as `megatron-ext preprocess` wrote them"
             )
     try:
-        index = IndexedDataset(prefix, mmap=False).index
+        # Not through IndexedDataset: one that could not be made complains when it is let go.
+        index = _IndexReader(f"{prefix}.idx", multimodal=False)
     except (AssertionError, LookupError, ValueError, struct.error) as error:
         reason = str(error) or "its counts contradict each other"
         raise DataError(f"{prefix}.idx: a damaged index ({reason}); {remake}") from error

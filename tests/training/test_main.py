@@ -125,6 +125,12 @@ def test_a_damaged_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
     assert "cannot be read" in line
 
 
+def test_a_damaged_tracker_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xfe")
+    (line,) = errors(train(1, f"{MOCK}--load {tmp_path}"))
+    assert "no checkpoint of an iteration in format torch_dist" in line
+
+
 def test_optimizer_state_that_cannot_be_resharded_is_refused(tmp_path: Path) -> None:
     flags = f"{FOUR}--use-distributed-optimizer "
     train(1, f"{flags}--save {tmp_path} --save-interval 2 --exit-interval 2")
