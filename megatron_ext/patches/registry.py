@@ -274,7 +274,9 @@ class Registry:
 
         Raises:
             UpstreamMismatch: The first of `mismatches()`, unless `MEGATRON_EXT_DRIFT` allows it.
+            UserError: The variable holds something else, also where there is no mismatch.
         """
+        drift.policy()
         for mismatch in self.mismatches():
             if drift.refuses(mismatch):
                 raise mismatch

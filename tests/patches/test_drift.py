@@ -11,6 +11,7 @@ import pytest
 
 from megatron_ext.errors import UserError
 from megatron_ext.patches import drift
+from megatron_ext.patches.registry import Registry
 
 _BASE = '''
 def f(a, b=1):
@@ -74,3 +75,5 @@ def test_the_policy_takes_three_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_EXT_DRIFT", "maybe")
     with pytest.raises(UserError, match="error, warn or ignore"):
         drift.policy()
+    with pytest.raises(UserError, match="error, warn or ignore"):
+        Registry().raise_mismatches()  # though nothing differs
