@@ -274,16 +274,19 @@ def _stuck_device() -> tuple[str, float]:
     devices.current().bind(_rank())
     copies = _Stalled()
     transport = _open(copies)
-    transport.begin([], 1)
+    peer = 1 - _rank()
+    inbound = Key("F", _rank(), 0)
+    transport.begin([Expected(peer, inbound, (3,), torch.float32)], 1)
     begin_s = time.perf_counter()
     try:
-        transport.isend(torch.ones(3, device=_device()), 1 - _rank(), Key("F", 0, 0))
+        transport.isend(torch.ones(3, device=_device()), peer, Key("F", peer, 0))
         transport.flush(0.2)
     except TransportTimeout as error:
         told = str(error)
     waited_s = time.perf_counter() - begin_s
     copies.gate.opened.set()
     transport.flush(_LONG_S)
+    transport.recv(peer, inbound, _LONG_S)  # who closes before the peer has sent breaks its send
     transport.close()
     return told, waited_s
 
