@@ -241,6 +241,9 @@ class _Stalled:
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Gate]:
         return tensor.cpu(), self.gate
 
+    def to_device(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Gate]:
+        return tensor.to(_device()), self.gate
+
 
 def _failing_device() -> tuple[str, str]:
     """The copy of rank 0 fails while both ranks wait for each other."""
