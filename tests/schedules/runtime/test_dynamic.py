@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,14 @@ class _Late(toy.Stage):
             time.sleep(self.draw.expovariate(1 / MEAN_DELAY_S))
 
 
-def _train(chosen: Choice | None, stages: list[int], dropout: float, seed: int | None) -> Any:
-    """Take three steps; return losses and weights."""
+def _train(
+    chosen: Choice | None,
+    stages: list[int],
+    dropout: float,
+    seed: int | None,
+    last_batch: int = toy.BATCH,
+) -> Any:
+    """Take three steps, whose last micro-batch has a size of its own; return losses and weights."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     choice.use(chosen)
@@ -61,7 +68,10 @@ def _train(chosen: Choice | None, stages: list[int], dropout: float, seed: int |
         "overlap_p2p_comm": True,  # upstream's other way needs more than two ranks
         "batch_p2p_comm": False,
     }
-    config = toy.config(**(interleaved if len(stages) > 1 else {}))
+    travel = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+    config = toy.config(
+        **(interleaved if len(stages) > 1 else {}), **(travel if last_batch < toy.BATCH else {})
+    )
     model = [_Late(config, s, i if len(stages) > 1 else None) for i, s in enumerate(stages)]
     for stage in model:
         stage.dropout = dropout
@@ -71,7 +81,7 @@ def _train(chosen: Choice | None, stages: list[int], dropout: float, seed: int |
         randomness.begin_iteration(iteration)
         reports = get_forward_backward_func()(
             forward_step_func=toy.forward_step,
-            data_iterator=[toy.samples(M) for _ in model],
+            data_iterator=[_samples(last_batch) for _ in model],
             model=model,
             num_microbatches=M,
             seq_length=toy.LENGTH,
@@ -83,6 +93,11 @@ def _train(chosen: Choice | None, stages: list[int], dropout: float, seed: int |
                 stage.weight -= 0.01 * stage.weight.grad
             stage.weight.grad = None
     return losses, [stage.weight.detach() for stage in model]
+
+
+def _samples(last_batch: int) -> Iterator[torch.Tensor]:
+    for number, sample in enumerate(toy.samples(M), 1):
+        yield sample[:, :last_batch] if number == M else sample
 
 
 def _same(ours: Any, theirs: Any) -> bool:
@@ -129,6 +144,27 @@ def test_delays_change_the_order_and_nothing_else(
 def _peak(row: Any) -> int:
     live = [1 if action.kind == "F" else -1 for action in row if action.kind != "I"]
     return max(sum(live[: i + 1]) for i in range(len(live)))
+
+
+def _ends_with_a_smaller_micro_batch() -> int:
+    """Compare with Megatron's 1F1B, which tells shapes before tensors; return what was measured."""
+    from megatron_ext.schedules.runtime.entry import _runtimes
+
+    toy.start(2)
+    randomness.use(11)
+    stages = [dist.get_rank()]
+    theirs = _train(None, stages, 0.3, seed=None, last_batch=1)
+    assert not _same(_train(None, stages, 0.3, seed=None), theirs)
+    chosen = Choice("1f1b", 2, M, transport="shm", dynamic=Dynamic())
+    for seed in range(3):
+        assert _same(_train(chosen, stages, 0.3, seed, last_batch=1), theirs), seed
+    [runtime] = _runtimes.values()
+    return runtime.measured.out_of_order
+
+
+def test_a_last_batch_that_is_not_full() -> None:
+    """A loader that drops nothing ends with fewer samples, so shapes differ within a step."""
+    assert any(run_ranks(2, _ends_with_a_smaller_micro_batch))
 
 
 def _alone() -> str:
