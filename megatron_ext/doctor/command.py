@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import LaunchError
-from megatron_ext.launch.command import add_hosts
+from megatron_ext.launch.command import add_hosts, count
 
 if TYPE_CHECKING:
     from megatron_ext.doctor.finding import Finding
@@ -37,22 +37,15 @@ def add_subcommand(subparsers: _Subparsers) -> None:
         "sizes of a run", "With all of them also the memory of the transport's arenas."
     )
     group.add_argument("--schedule", default="1f1b", metavar="NAME", help="default: 1f1b")
-    group.add_argument("--pp", type=_positive, metavar="P", help="ranks of the pipeline")
+    group.add_argument("--pp", type=count, metavar="P", help="ranks of the pipeline")
     group.add_argument(
-        "--microbatches", type=_positive, default=None, metavar="M", help="default: 4 x P"
+        "--microbatches", type=count, default=None, metavar="M", help="default: 4 x P"
     )
-    group.add_argument("--seq-length", type=_positive, metavar="S")
-    group.add_argument("--micro-batch-size", type=_positive, metavar="B")
-    group.add_argument("--hidden-size", type=_positive, metavar="H")
+    group.add_argument("--seq-length", type=count, metavar="S")
+    group.add_argument("--micro-batch-size", type=count, metavar="B")
+    group.add_argument("--hidden-size", type=count, metavar="H")
     group.add_argument("--fp32", action="store_true", help="values of 4 bytes (default: 2)")
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number from 1")
-    return value
 
 
 def findings(args: argparse.Namespace) -> Iterator[Finding]:

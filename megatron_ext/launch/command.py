@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["add_hosts", "add_subcommands"]
+__all__ = ["add_hosts", "add_subcommands", "count"]
 
 _Subparsers = Any  # argparse._SubParsersAction is private
 
@@ -56,7 +57,7 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--preflight-timeout",
-        type=float,
+        type=_seconds,
         default=30.0,
         metavar="S",
         help="seconds for all hosts to answer (default: 30)",
@@ -73,7 +74,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--num-microbatches",
-        type=int,
+        type=count,
         metavar="M",
         help="adds --global-batch-size = M x micro-batch x data-parallel size",
     )
@@ -101,10 +102,10 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--run-id", metavar="ID", help="a name for this run (default: its time)")
     group.add_argument(
         "--grace",
-        type=float,
-        default=10.0,
+        type=_seconds,
+        default=5.0,
         metavar="S",
-        help="seconds between asking the job to stop and killing it (default: 10)",
+        help="seconds between asking processes to stop and killing them (default: 5)",
     )
 
 
@@ -129,11 +130,11 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def _add_jobs(subparsers: _Subparsers) -> None:
     stop = _add_job_command(subparsers, "stop", "stop a launched job, exactly that one")
-    stop.add_argument("--grace", type=float, metavar="S", help="seconds before killing it")
+    stop.add_argument("--grace", type=_seconds, metavar="S", help="seconds before killing it")
     _add_job_command(subparsers, "status", "show what runs of a launched job, host by host")
     logs = _add_job_command(subparsers, "logs", "show the end of a job's logs, from every host")
     logs.add_argument("--rank", type=int, metavar="R", help="of this rank (default: torchrun's)")
-    logs.add_argument("--lines", type=int, default=20, metavar="N", help="how many (default: 20)")
+    logs.add_argument("--lines", type=count, default=20, metavar="N", help="default: 20")
     collect = _add_job_command(
         subparsers, "collect", "fetch logs and traces of a job from all hosts"
     )
@@ -144,9 +145,24 @@ def _add_job_command(subparsers: _Subparsers, name: str, text: str) -> argparse.
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=text + ".")
     parser.add_argument("run_id", metavar="RUN_ID", help="as launch printed it")
     parser.add_argument("--ssh-cmd", default="ssh", metavar="COMMAND", help="as for launch")
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="for each host")
+    parser.add_argument("--timeout", type=_seconds, default=60.0, metavar="S", help="for each host")
     parser.set_defaults(run=_run_job_command)
     return parser
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= float(text) < 1e9:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0")
+
+
+def count(text: str) -> int:
+    """Return a number of things, for argparse."""
+    with suppress(ValueError):
+        if 1 <= int(text) < 10**9:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number from 1")
 
 
 def _run_launch(args: argparse.Namespace) -> int:

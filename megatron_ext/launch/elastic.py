@@ -1,8 +1,10 @@
-"""torchrun with a report that a program can read: which rank failed first, and how.
+"""torchrun with a report that a program can read, and a bound on how long it takes to end.
 
-    python -m megatron_ext.launch.elastic REPORT.json TORCHRUN_FLAGS SCRIPT ...
+    python -m megatron_ext.launch.elastic REPORT.json GRACE_S TORCHRUN_FLAGS SCRIPT ...
 
-torchrun itself tells this as a drawing in its log. Everything else is torchrun's own.
+Which rank failed first, and how, torchrun itself tells as a drawing in its log. And when a rank
+has failed it asks the others of its host to end, and waits half a minute for those that do not
+listen before it says anything: here they are killed after the grace. The rest is torchrun's own.
 """
 
 from __future__ import annotations
@@ -10,10 +12,32 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 
+from megatron_ext.launch import process
+
 __all__ = ["main"]
+
+_KILLING = ("os.kill", "os.killpg")
+
+
+def _bound_the_end(grace_s: float) -> None:
+    """Kill what is left below this process when the grace since its first signal is over.
+
+    torchrun has no such setting, and no hook where it begins to end its ranks; but it sends them
+    signals, and of those the interpreter tells.
+    """
+    killer = threading.Timer(grace_s, lambda: process.end(process.descendants(os.getpid())))
+    killer.daemon = True
+    begun = threading.Lock()
+
+    def look(event: str, arguments: tuple[object, ...]) -> None:
+        if event in _KILLING and arguments[1] != 0 and begun.acquire(blocking=False):
+            killer.start()
+
+    sys.addaudithook(look)
 
 
 def main() -> int:
@@ -22,7 +46,8 @@ def main() -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    report, arguments = Path(sys.argv[1]), sys.argv[2:]
+    report, grace_s, arguments = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    _bound_the_end(grace_s)
     try:
         run.run(run.parse_args(arguments))
     except ChildFailedError as error:

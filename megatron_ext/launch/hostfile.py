@@ -90,7 +90,8 @@ def parse(text: str, source: str = "hostfile") -> tuple[Host, ...]:
     Raises:
         LaunchError: A line is malformed, a host stands twice, or there is none at all.
     """
-    hosts: dict[str, tuple[int, Host]] = {}
+    hosts: list[Host] = []
+    lines: dict[object, int] = {}
     # Not splitlines(): that also splits at characters that are no line ends in a file.
     for number, line in enumerate(re.split(r"\r\n|\n|\r", text), 1):
         words = line.partition("#")[0].split()
@@ -100,16 +101,18 @@ def parse(text: str, source: str = "hostfile") -> tuple[Host, ...]:
             host = _host(words)
         except ValueError as error:
             raise LaunchError(f"{source}:{number}: {error}") from None
-        if host.name in hosts:
-            first = hosts[host.name][0]
-            raise LaunchError(
-                f"{source}:{number}: host {host.name} stands in line {first} already; name each "
-                f"host once and give it more processes with slots=N"
-            )
-        hosts[host.name] = (number, host)
+        # Names know no case; and two ssh servers of one address may be two containers.
+        for known in (host.name.lower(), (host.address.lower(), host.port)):
+            first = lines.setdefault(known, number)
+            if first != number:
+                raise LaunchError(
+                    f"{source}:{number}: host {host.name} stands in line {first} already; name "
+                    f"each host once and give it more processes with slots=N"
+                )
+        hosts.append(host)
     if not hosts:
         raise LaunchError(f"{source} names no host; write one host on a line")
-    return tuple(host for _, host in hosts.values())
+    return tuple(hosts)
 
 
 def _host(words: list[str]) -> Host:

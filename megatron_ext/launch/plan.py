@@ -23,7 +23,7 @@ BETWEEN_HOSTS = ("auto", "tcp", "rdma")
 """Values of `--pipeline-transport` that connect hosts by addresses of their own."""
 
 DEFAULT_PORT = 29500
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S104 - refused
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,9 @@ class Plan:
     """Run the command once on each host, without torchrun."""
     embedded: bool = False
     log_root: str | None = None
-    grace_s: float = 10.0
+    grace_s: float = 5.0
+    """Twice this and a little is how long a job goes on after a failure: first the peers of the
+    host end, then the other hosts."""
     silence_s: float = 60.0
 
     @property
@@ -198,7 +200,8 @@ class Plan:
         if self.per_node:
             return list(self.command)
         return [
-            self.python, "-m", "megatron_ext.launch.elastic", f"{log_dir}/failure.json",
+            self.python, "-m", "megatron_ext.launch.elastic",
+            f"{log_dir}/failure.json", f"{self.grace_s:g}",
             *self.torchrun_flags(index, port, address),
             "--rdzv-id", self.run_id,
             "--log-dir", f"{log_dir}/ranks", "--redirects", "3",

@@ -21,6 +21,8 @@ __all__ = [
     "write_json",
 ]
 
+_PLAN_KEYS = {"run_id", "workdir", "python", "log_root", "grace_s", "world_size", "nodes"}
+_NODE_KEYS = {"host", "port", "user", "nproc", "first_rank", "local"}
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -78,9 +80,12 @@ def load_plan(run_id: str) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as error:
         raise LaunchError(f"{path} cannot be read: {error}") from None
-    if not isinstance(plan, dict):
-        raise LaunchError(f"{path} is no plan of a run; it has to be written by launch")
-    return plan
+    nodes = plan.get("nodes") if isinstance(plan, dict) and plan.keys() >= _PLAN_KEYS else None
+    if not isinstance(nodes, list) or not all(
+        isinstance(node, dict) and node.keys() >= _NODE_KEYS for node in nodes
+    ):
+        raise LaunchError(f"{path} is no plan of a run; launch of this version has to write it")
+    return dict(plan)
 
 
 def write_json(path: Path, value: object) -> None:

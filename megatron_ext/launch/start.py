@@ -220,7 +220,7 @@ async def _launch(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> int:
     _say(f"run {plan.run_id}: {plan.summary()}")
     outcome = await _supervised(plan, connections, findings, ssh, show)
     try:
-        (directory / "result.json").write_text(outcome.to_json(), encoding="utf-8")
+        runs.write_json(directory / "result.json", outcome.to_json())
     except OSError as error:
         _say(f"warning: {directory / 'result.json'} cannot be written: {error.strerror}")
     _tell(plan, outcome)

@@ -8,7 +8,6 @@ exits with: that of the first failure, 128 + n after signal n, 255 for a host th
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import signal
 import time
@@ -71,16 +70,15 @@ class Outcome:
     stopped_by: str | None = None
     hosts: dict[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> str:
-        """Return it as the text of `result.json`."""
-        value = {
+    def to_json(self) -> dict[str, Any]:
+        """Return what `result.json` says."""
+        return {
             "exit_code": self.code,
             "failure": str(self.failure) if self.failure else None,
             "last_lines": list(self.failure.tail) if self.failure else [],
             "stopped_by": self.stopped_by,
             "hosts": self.hosts,
         }
-        return json.dumps(value, indent=1) + "\n"
 
 
 class Job:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +127,10 @@ def _add_report(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _factor(text: str) -> float:
-    value = float(text)
-    if not 1 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 1")
-    return value
+    with suppress(ValueError):
+        if 1 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number above 1")
 
 
 def _run_aggregate(args: argparse.Namespace) -> int:

@@ -96,6 +96,23 @@ def test_mistakes_are_told_before_any_host_is_asked(
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--grace", "nan"),
+        ("--grace", "-1"),
+        ("--preflight-timeout", "inf"),
+        ("--preflight-timeout", "soon"),
+        ("--num-microbatches", "0"),
+    ],
+)
+def test_numbers_that_are_none(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["launch", flag, value, "--", "job.py"])
+    assert end.value.code == 2
+    assert f"argument {flag}: {value!r} is no number" in capsys.readouterr().err
+
+
 def test_every_host_that_cannot_take_part_gets_a_line_with_the_remedy(tmp_path: Path) -> None:
     lines = in_other_words(
         launch("good:1\npassword:1\ngone:1\nhang:1", "--preflight-timeout", "6", "--", "job.py")
@@ -196,9 +213,15 @@ def test_a_command_on_each_host_and_the_commands_about_a_run(tmp_path: Path) -> 
     )
 
 
-def test_a_run_that_nobody_started() -> None:
-    [line] = in_other_words(run_package("status", "r0"))
-    assert line.startswith("there is no run r0 in ")
+def test_a_run_that_nobody_started(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "r0"]) == 2
+    assert "error: there is no run r0 in " in capsys.readouterr().err
+    plan = Path("runs/r0/plan.json")
+    plan.parent.mkdir(parents=True)
+    for text in ("[]", "{}", '{"nodes": [3]}', "\0", ""):
+        plan.write_text(text)
+        assert cli.main(["logs", "r0"]) == 2
+        assert f"error: {plan.absolute()} " in capsys.readouterr().err
 
 
 def test_localhost_needs_no_ssh_and_failures_name_rank_code_and_lines() -> None:

@@ -52,6 +52,8 @@ def test_every_key() -> None:
         ("", "hosts names no host; write one host on a line"),
         ("# only a comment\n", "names no host"),
         ("a\nb\na\n", "hosts:3: host a stands in line 1 already"),
+        ("a\nA", "hosts:2: host A stands in line 1 already"),
+        ("10.0.0.1\nb addr=10.0.0.1", "hosts:2: host b stands in line 1 already"),
         ("a slots=0", "hosts:1: slots is '0'; it is a number of processes from 1 to"),
         ("a slots=two", "slots is 'two'"),
         ("a slots=99999", "slots is '99999'"),

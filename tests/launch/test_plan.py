@@ -42,7 +42,8 @@ def test_the_commands_of_two_hosts_are_these() -> None:
 def test_the_agent_starts_the_same_with_logs_and_its_own_address() -> None:
     plan = plan_of("a:2\nb:2")
     words = plan.agent_argv(1, 1234, "10.0.0.2", "/logs")
-    assert words[:4] == ["/bin/python", "-m", "megatron_ext.launch.elastic", "/logs/failure.json"]
+    elastic = ["-m", "megatron_ext.launch.elastic", "/logs/failure.json", "5"]
+    assert words[:5] == ["/bin/python", *elastic]
     assert words[-3:] == ["-m", "megatron_ext", "train.py"]
     text = " ".join(words)
     assert "--node-rank 1" in text
