@@ -22,6 +22,8 @@ _WHOLE, _SPLIT = "interleaved chunks=2, static", "interleaved chunks=2, static, 
 _HINTS = ("interleaved chunks=2, hint +0", "interleaved chunks=2, hint +1")
 _GREEDY = ("interleaved chunks=2, breadth-first", "interleaved chunks=2, depth-first")
 _TORCH = ("torch InterleavedZeroBubble", "torch ZBVZeroBubble")
+_ZBV = "zb-v, static"
+_ZBV_HINTS = ("zb-v, hint +0", "zb-v, hint +1")
 _BITPIPE = "bitpipe order=paper, static, split"
 _BITPIPE_HINTS = ("bitpipe order=paper, hint +0", "bitpipe order=paper, hint +1")
 _MAIN = ("quiet", "jitter-0.3", "microbatch-0.5", "link-0.5")
@@ -57,6 +59,14 @@ class Part:
     forward_ms: float
     """Of 1/pp of the model: long enough that two cores run all ranks beside their sleeps."""
     comparisons: Sequence[Comparison]
+    most_overhead: float | None = None
+    """What the runtime may add to the order that ran, where that is all that the part is for. Ops
+    are as long as in schedules.py then, and each draw is run once."""
+
+    @property
+    def name(self) -> str:
+        """The size in words."""
+        return f"{self.pp} ranks, {self.num_microbatches} micro-batches"
 
     @property
     def wanted(self) -> list[tuple[System, list[str]]]:
@@ -86,7 +96,7 @@ PARTS = (
         16,
         8.0,
         (
-            _against_upstream((*_HINTS, _SPLIT, "zb-v, static", *_GREEDY, *_TORCH), _MAIN, 1.10),
+            _against_upstream((*_HINTS, _SPLIT, _ZBV, *_GREEDY, *_TORCH), _MAIN, 1.10),
             Comparison(
                 "the interleaved table with split backwards, in its own order",
                 _SPLIT,
@@ -99,6 +109,13 @@ PARTS = (
                 },
             ),
             Comparison(
+                "zb-v in its own order, which leaves no room while nothing is late",
+                _ZBV,
+                _ZBV_HINTS,
+                ("quiet", "jitter-0.3", "link-0.5"),
+                {(_ZBV_HINTS[0], "quiet"): 0.99},
+            ),
+            Comparison(
                 "BitPipe's published table with split backwards, in its own order",
                 _BITPIPE,
                 _BITPIPE_HINTS,
@@ -107,7 +124,36 @@ PARTS = (
             ),
         ),
     ),
-    Part(8, 32, 10.0, (_against_upstream((*_HINTS, _SPLIT), ("quiet", "microbatch-0.5"), 1.15),)),
+    Part(
+        8,
+        32,
+        10.0,
+        (
+            _against_upstream((*_HINTS, _SPLIT), ("quiet", "microbatch-0.5"), 1.15),
+            Comparison(
+                "zb-v in its own order, which leaves no room while nothing is late",
+                _ZBV,
+                _ZBV_HINTS[:1],
+                ("quiet",),
+                {(_ZBV_HINTS[0], "quiet"): 0.99},
+            ),
+        ),
+    ),
+    Part(
+        4,
+        16,
+        40.0,
+        (
+            Comparison(
+                "the interleaved table with split backwards, in its own order",
+                _SPLIT,
+                _HINTS[1:],
+                ("quiet", "jitter-0.3"),
+                {},
+            ),
+        ),
+        most_overhead=0.02,
+    ),
 )
 
 
@@ -126,6 +172,7 @@ class Found:
 def measure(part: Part, sizes: Sizes, rounds: int) -> Found:
     """Run all systems of a part, one after the other."""
     found = Found(part, Measured(3 * sizes.forward_s * sizes.num_microbatches), "")
+    rounds = rounds if part.most_overhead is None else 1
     for system, names in part.wanted:
         scenarios.add(found.measured, system, sizes, names, rounds)
     _add_limits(found, sizes)
@@ -169,13 +216,26 @@ def _add_limits(found: Found, sizes: Sizes) -> None:
 def markdown(found: Found) -> str:
     """Return all tables of a part, and what of the aims was reached."""
     part = found.part
-    texts = [f"{part.pp} ranks, {part.num_microbatches} micro-batches ({found.how})."]
+    texts = [f"{part.name} ({found.how})."]
     for comparison in part.comparisons:
         texts.append(f"Against {comparison.title}:")
         texts.append(_rows_as_markdown(_table(found, comparison)))
-    texts.append(_rows_as_markdown(_aims(found)))
+    if any(comparison.aims for comparison in part.comparisons):
+        texts.append(_rows_as_markdown(_aims(found)))
+    if part.most_overhead is not None:
+        texts.append(f"What the runtime added, in % (aim: {100 * part.most_overhead:g}):")
+        texts.append(_rows_as_markdown(_overheads(found)))
     texts += [f"{name} failed: {why}" for name, why in found.measured.failures.items()]
     return "\n\n".join(texts)
+
+
+def _overheads(found: Found) -> Iterator[list[str]]:
+    """Say what runtime and messages added to the orders that ran, with their ops as they were."""
+    measured = {n: c for n, c in found.measured.cells.items() if not SCENARIOS[n].delays_messages}
+    yield ["order", *measured]
+    for system in next(iter(measured.values())):
+        added = ([100 * part for part in cells[system].overhead()] for cells in measured.values())
+        yield [system, *(scenarios.spread(percents, 2) for percents in added)]
 
 
 def _rows_as_markdown(rows: Iterator[list[str]]) -> str:

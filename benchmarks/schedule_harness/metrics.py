@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .ops import Op, OpTimes, Step
 
-__all__ = ["Figures", "evaluate", "replay"]
+__all__ = ["Figures", "evaluate", "overhead", "replay"]
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,16 @@ def evaluate(steps: Sequence[Sequence[Step]], placement: Placement, times: OpTim
         num_ops=max(len(row) for row in rows[0]),
         hops=round((later_s - optimum_s) / little_s) if little_s else 0,
     )
+
+
+def overhead(rows: Sequence[Sequence[Op]], placement: Placement) -> float:
+    """Return what the runtime and its messages added to an order of ops, as a part of its time.
+
+    Args:
+        rows: By rank of the world, the ops in the order in which they ran.
+        placement: Where the stages are.
+    """
+    return _span(rows) / replay(rows, placement, lambda op: op.duration_s) - 1
 
 
 def _span(rows: Sequence[Sequence[Op]]) -> float:

@@ -44,6 +44,15 @@ class Scenario:
         """Whether messages take time."""
         return self.latency > 0 or self.slow_hop > 0
 
+    @property
+    def is_random(self) -> bool:
+        """Whether draws differ."""
+        return any((self.jitter, self.microbatch, self.spikes, self.latency))
+
+    def repetitions(self, wanted: int) -> int:
+        """Return how often each draw is repeated: less where all draws are the same anyway."""
+        return wanted if self.is_random else max(1, wanted // 2)
+
 
 SCENARIOS = {
     "quiet": Scenario(),

@@ -41,7 +41,7 @@ def measure_disturbed(
         system: What is measured.
         sizes: Its `steps` are those of one scenario in one round; they differ in their draws.
         names: The scenarios, all of which delay messages, or none.
-        rounds: How often all of that is done, with the same draws.
+        rounds: How often all of that is done, with the same draws; see `Scenario.repetitions`.
     """
     scenarios = [SCENARIOS[name] for name in names]
     step, probe = prepare(system, sizes, waits=scenarios[0].delays_messages)
@@ -59,9 +59,10 @@ def measure_disturbed(
 
     for number in range(-sizes.warmup, 0):
         take(0, number)
-    for _ in range(rounds):
+    for finished in range(rounds):
         for index, record in enumerate(records):
-            record += [take(index, number) for number in range(sizes.steps)]
+            if finished < scenarios[index].repetitions(rounds):
+                record += [take(index, number) for number in range(sizes.steps)]
     begin_together()
     return records
 

@@ -14,6 +14,7 @@ from megatron_ext.errors import ScheduleError
 from tests.ranks import RanksFailed
 
 from . import launch, rank
+from .metrics import overhead
 from .noise import SCENARIOS, NoisyTimes
 
 if TYPE_CHECKING:
@@ -33,6 +34,14 @@ class Cell:
     """Time in ops over what they had to take, minus 1; the worst repetition."""
     peak_live: float = 0.0
     """Activations alive at once, in those of one micro-batch on 1/pp of the model."""
+    overheads: list[list[float]] = field(default_factory=list)
+    """Time of the step over what the order that ran would take with the same ops and free messages,
+    minus 1; not where messages are late."""
+
+    def overhead(self) -> list[float]:
+        """Return that of the shortest repetition of each draw."""
+        by_draw = zip(self.seconds, self.overheads, strict=True)
+        return [min(zip(*repeated, strict=True))[1] for repeated in by_draw]
 
     def best(self) -> list[float]:
         """Return the shortest time of each draw: what disturbs the machine only adds."""
@@ -90,6 +99,8 @@ def _measure(
     for index, name in enumerate(names):
         cells = found.cells.setdefault(name, {})
         cell = cells.setdefault(system.name, Cell([[] for _ in range(sizes.steps)]))
+        if not SCENARIOS[name].delays_messages:
+            cell.overheads = [[] for _ in range(sizes.steps)]
         by_step = list(zip(*(ranks[index] for ranks in by_rank), strict=True))
         for position, ranks in enumerate(by_step):
             number = position % sizes.steps
@@ -107,6 +118,9 @@ def _count(
     slept = sum(times.seconds(op.kind, op.stage, op.microbatch) for op in ops)
     cell.inflation = max(cell.inflation, sum(op.duration_s for op in ops) / slept - 1)
     cell.peak_live = max(cell.peak_live, share * max(_peak(step.ops) for step in ranks))
+    if cell.overheads:
+        rows = [step.ops for step in ranks]
+        cell.overheads[number].append(overhead(rows, placement))
 
 
 def _peak(ops: Sequence[Op]) -> int:
@@ -166,6 +180,9 @@ def speeds(reference: Cell, cell: Cell) -> list[float]:
     return [theirs / ours for theirs, ours in zip(reference.best(), cell.best(), strict=True)]
 
 
-def spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float], digits: int = 3) -> str:
     """Return the median and, in brackets, the lowest and the highest value."""
-    return f"{statistics.median(values):.3f} ({min(values):.3f} .. {max(values):.3f})"
+    median, low, high = (
+        f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values))
+    )
+    return f"{median} ({low} .. {high})"

@@ -1,6 +1,6 @@
 """Policies that were tried beside `hint`, on the same tables with the same draws, simulated.
 
-All keep what `hint +0` keeps, but for the first, which keeps less on some ranks.
+All keep what `hint +0` keeps, but for the one below each rank's own peak, which keeps less.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_ext.schedules import Costs, simulate
+from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.schedules.dynamic import simulate_dynamic
 from megatron_ext.schedules.greedy import Problem, search, spread
 from megatron_ext.schedules.memory import live_counts
+from megatron_ext.schedules.patience import policies, quiet, waits_of
 from megatron_ext.schedules.policies import Hint, activation_cap
 
 from . import expected
@@ -21,6 +23,7 @@ from .systems import Own, disturbed_systems
 
 if TYPE_CHECKING:
     from megatron_ext.schedules import Schedule
+    from megatron_ext.schedules.policies import Policy
 
     from .ops import Sizes
 
@@ -31,6 +34,8 @@ _SCENARIOS = (
     "uneven",
 )  # fmt: skip
 _TABLES = ("interleaved chunks=2, static, split", "bitpipe order=paper, static, split")
+_WITHOUT_ROOM = ("zb-v", "zb-h1", "v-half")
+"""Tables with places for W, which jumps can make slower."""
 
 
 class _BackwardsFirst(Hint):
@@ -100,29 +105,68 @@ def markdown(sizes: Sizes) -> str:
     for name in _TABLES:
         system = systems[name]
         assert isinstance(system, Own)
-        texts.append(f"Policies on the {system.schedule} table, {sizes.pp} ranks, at +0:")
-        lines = [["policy", *_SCENARIOS], ["---"] * (1 + len(_SCENARIOS)), *_rows(system, sizes)]
-        texts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        texts += _section(system, sizes, _rows(system, sizes))
+    for name in _WITHOUT_ROOM:
+        system = Own(name, name)
+        texts += _section(system, sizes, _patient_rows(system, sizes))
     return "\n\n".join(texts)
+
+
+def _section(system: Own, sizes: Sizes, rows: Iterator[list[str]]) -> list[str]:
+    lines = [["policy", *_SCENARIOS], ["---"] * (1 + len(_SCENARIOS)), *rows]
+    return [
+        f"Policies on the {system.schedule} table, {sizes.pp} ranks, at +0:",
+        "\n".join(f"| {' | '.join(line)} |" for line in lines),
+    ]
 
 
 def _rows(system: Own, sizes: Sizes) -> Iterator[list[str]]:
     choice = system.choice(sizes.pp, sizes.num_microbatches)
     table = choice.schedule(choice.num_microbatches)
     for name, make in _POLICIES.items():
-        yield [name, *_speeds(system, sizes, table, table, make)]
+        yield [name, *_speeds(system, sizes, table, partial(make, table))]
     searched = _searched(table)
-    yield ["hint over a searched order", *_speeds(system, sizes, table, searched, _by(Hint))]
+    hint = partial(_by(Hint), searched)
+    yield ["hint over a searched order", *_speeds(system, sizes, table, hint, searched)]
+
+
+def _patient_rows(system: Own, sizes: Sizes) -> Iterator[list[str]]:
+    table = generate(system.schedule, sizes.pp, sizes.num_microbatches)
+    made = {
+        "hint": policies("hint", table),
+        "hint, head never waited for": partial(_by(Hint, weights_fill=False), table),
+        "hint, head waited for as in the table": _waiting(table, float("inf")),
+        "hint, the same for 0.1 forwards at most": _waiting(table, 0.1),
+        "hint, W fills": partial(_by(Hint), table),
+    }
+    for name, policy in made.items():
+        yield [name, *_speeds(system, sizes, table, policy)]
+
+
+def _waiting(table: Schedule, most: float) -> Callable[[int], Hint]:
+    static = simulate(table, quiet())
+    cap = activation_cap(table)
+
+    def make(rank: int) -> Hint:
+        found = waits_of(static, rank)
+        patience = replace(found, waits=[min(wait, most) for wait in found.waits])
+        return Hint(table, rank, cap, weights_fill=False, patience=patience)
+
+    return make
 
 
 def _speeds(
-    system: Own, sizes: Sizes, static: Schedule, table: Schedule, make: _Make
+    system: Own,
+    sizes: Sizes,
+    static: Schedule,
+    policy: Callable[[int], Policy],
+    table: Schedule | None = None,
 ) -> Iterator[str]:
     for name in _SCENARIOS:
         found = []
         for number in range(sizes.steps):
             costs = expected.costs_of(system, sizes, name, number)
-            dynamic = simulate_dynamic(table, lambda rank: make(table, rank), costs)
+            dynamic = simulate_dynamic(table or static, policy, costs)
             found.append(simulate(static, costs).makespan / dynamic.makespan)
         yield f"{statistics.median(found):.3f}"
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.actions import Schedule
     from megatron_ext.schedules.simulate import Timeline
 
-__all__ = ["policies", "quiet"]
+__all__ = ["policies", "quiet", "waits_of"]
 
 _QUIET_LATENCY = 0.05
 """Of a message on a link that is never late, in forwards."""
@@ -81,8 +81,7 @@ def policies(
     static = simulate(schedule, calm)
     if simulate_dynamic(schedule, at_once, calm).makespan <= static.makespan:
         return at_once
-    margin = _MARGIN * costs.forward
-    patience = [_patience(static, rank, margin) for rank in range(len(schedule.rows))]
+    patience = [waits_of(static, rank) for rank in range(len(schedule.rows))]
 
     def patiently(rank: int) -> Policy:
         return Hint(schedule, rank, cap, weights_fill=False, patience=patience[rank])
@@ -98,9 +97,15 @@ def policies(
     return min(at_once, patiently, key=time)
 
 
-def _patience(static: Timeline, rank: int, margin: float) -> Patience:
-    """Return the waits of a rank in its table, each a little longer."""
+def waits_of(static: Timeline, rank: int) -> Patience:
+    """Return how long a rank waits in its table, and a little longer.
+
+    Args:
+        static: The table while nothing is late.
+        rank: Of the pipeline.
+    """
     starts, ends = static.starts[rank], static.ends[rank]
+    margin = _MARGIN * static.costs.forward
     return Patience(
         waits=[start - free + margin for start, free in zip(starts, [0.0, *ends], strict=False)],
         durations=[end - start for start, end in zip(starts, ends, strict=True)],
