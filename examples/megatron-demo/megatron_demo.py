@@ -3,10 +3,9 @@
     torchrun --nproc_per_node=8 megatron_demo.py --tp 2 --pp 2 --dp 2 [--cpu]
 
 World = TP x PP x DP. Tensor parallelism (TP) cuts the matrices inside a layer, pipeline
-parallelism (PP) cuts the stack of layers into stages, data parallelism (DP) cuts the batch. Every
-abstraction is explicit: which ranks form which group, which tensor travels when, and how many bytes
-that is. At the end the first rank trains the same model alone, to show that nothing has changed but
-where the work is done.
+parallelism (PP) cuts the stack of layers into stages, data parallelism (DP) cuts the batch. Which
+ranks form which group, which tensor travels when, and how many bytes that is, is written out. At
+the end the first rank trains the same model alone: only where the work is done has changed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,12 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
-VOCAB, HIDDEN, HEADS, SEQ, MICRO_BATCH = 64, 32, 4, 16, 2
+VOCAB, HIDDEN, HEADS, LAYERS, SEQ, MICRO_BATCH, STEPS = 64, 32, 4, 8, 16, 2, 5
+TALK = {  # what each dimension sends: in short, and in full
+    "tp": ("AllReduce every forward", "AllReduce of activations and gradients, in every block"),
+    "pp": ("send/recv activations", "send/recv of activations and gradients, between stages"),
+    "dp": ("AllReduce after backward", "AllReduce of all gradients, once"),
+}
 
 # --- Who works with whom --------------------------------------------------------------------------
 
@@ -48,16 +52,9 @@ class Layout(NamedTuple):
                 yield f"DP replica {replica}:"
             places = [f"{device} {rank} (tp={tp})" for tp, rank in enumerate(ranks)]
             yield f"  Stage {stage}: {', '.join(places)}" + "\n" * (stage == self.pp - 1)
-        for kind, use in (
-            ("tp", "AllReduce every forward"),
-            ("pp", "send/recv activations"),
-            ("dp", "AllReduce after backward"),
-        ):
+        for kind, (use, _) in TALK.items():
             groups = [f"[{','.join(map(str, group))}]" for group in self.groups(kind)]
             yield f"{kind.upper()} groups:  {', '.join(groups)}   <- {use}"
-
-
-ALONE = Layout(1, 1, 1)
 
 
 class Group:
@@ -66,15 +63,14 @@ class Group:
     A group of one never communicates: single-process training is the same code with such groups.
     """
 
-    def __init__(self, kind: str, layout: Layout = ALONE) -> None:
+    def __init__(self, kind: str, layout: Layout) -> None:
         groups, me = layout.groups(kind), dist.get_rank()
-        self.size, self.ranks, self.index = len(groups[0]), [me], 0
+        self.ranks = next(ranks for ranks in groups if me in ranks)
+        self.size, self.index = len(self.ranks), self.ranks.index(me)
         if self.size > 1:  # all ranks open all groups of a kind together, as torch requires
             self.handle, _ = dist.new_subgroups_by_enumeration(groups)
-            self.ranks = next(ranks for ranks in groups if me in ranks)
-            self.index = self.ranks.index(me)
         self.messages = self.bytes = 0
-        self.pending: list[tuple[dist.Work | None, Tensor]] = []
+        self.pending: list[tuple[Any, Tensor]] = []  # memory must stay until it has been sent
 
     def _count(self, tensor: Tensor) -> None:
         self.messages += 1
@@ -90,9 +86,8 @@ class Group:
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
         """Hand a tensor over; it leaves while this rank goes on computing."""
         self._count(tensor)
-        tensor = tensor.contiguous()
         work = dist.isend(tensor, self.ranks[to], group=self.handle, tag=tag)
-        self.pending.append((work, tensor))  # memory must stay until the message has left
+        self.pending.append((work, tensor))
 
     def recv(self, like: Tensor, source: int, tag: int) -> Tensor:
         """Wait for a tensor of a known shape and fill it in."""
@@ -102,37 +97,11 @@ class Group:
     def wait(self) -> None:
         """Wait until everything that was handed over has arrived."""
         for work, _ in self.pending:
-            assert work is not None
             work.wait()
         self.pending.clear()
 
 
 # --- TP: a layer in pieces ------------------------------------------------------------------------
-
-
-class ToPieces(torch.autograd.Function):
-    """Every piece gets the same input; on the way back their gradients add up (AllReduce)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
-        ctx.tp = tp
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.tp.all_reduce(gradient.clone()), None
-
-
-class FromPieces(torch.autograd.Function):
-    """The outputs of the pieces add up (AllReduce); on the way back all get the same gradient."""
-
-    @staticmethod
-    def forward(_ctx: Any, x: Tensor, tp: Group) -> Tensor:
-        return tp.all_reduce(x.clone())
-
-    @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
 
 
 class ColumnParallel(nn.Module):
@@ -144,7 +113,9 @@ class ColumnParallel(nn.Module):
         self.weight = nn.Parameter(whole.chunk(tp.size, dim=0)[tp.index].clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(ToPieces.apply(x, self.tp), self.weight)
+        x = x.view_as(x)  # on the way back, the gradients of what all ranks share add up
+        x.register_hook(lambda gradient: self.tp.all_reduce(gradient.clone()))
+        return F.linear(x, self.weight)
 
 
 class RowParallel(nn.Module):
@@ -156,7 +127,9 @@ class RowParallel(nn.Module):
         self.weight = nn.Parameter(whole.chunk(tp.size, dim=1)[tp.index].clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        return FromPieces.apply(F.linear(x, self.weight), self.tp)
+        y = F.linear(x, self.weight)
+        self.tp.all_reduce(y.detach())  # in place and unseen by autograd: gradients pass unchanged
+        return y
 
 
 class Block(nn.Module):
@@ -193,10 +166,10 @@ def matrix(rows: int, columns: int, draw: torch.Generator) -> Tensor:
 class Stage(nn.Module):
     """Some consecutive blocks; the first stage has the embedding too, the last one the loss."""
 
-    def __init__(self, index: int, count: int, layers: int, tp: Group) -> None:
+    def __init__(self, index: int, count: int, tp: Group) -> None:
         super().__init__()
         self.first, self.last = index == 0, index == count - 1
-        draw, per_stage = torch.Generator(), layers // count
+        draw, per_stage = torch.Generator(), LAYERS // count
         if self.first:
             self.embedding = nn.Parameter(matrix(VOCAB, HIDDEN, draw.manual_seed(1)))
             self.positions = nn.Parameter(matrix(SEQ, HIDDEN, draw.manual_seed(2)))
@@ -225,26 +198,21 @@ class Action(NamedTuple):
     kind: str
     microbatch: int
 
-
-class Table(NamedTuple):
-    """A pipeline schedule: where each stage lives, and what each rank does in which order."""
-
-    rank_of: list[int]
-    rows: list[list[Action]]
+    def tag(self) -> int:
+        """Number the message that this action works on, so that messages cannot be mixed up."""
+        return self.stage << 20 | self.microbatch << 1 | (self.kind == "F")
 
 
-def gpipe(pp: int, microbatches: int) -> Table:
+def gpipe(pp: int, microbatches: int) -> list[list[Action]]:
     """All forwards, then all backwards: the simplest schedule, and the one that keeps most."""
     order = [(kind, m) for kind in "FB" for m in range(microbatches)]
-    return Table(list(range(pp)), [[Action(stage, *what) for what in order] for stage in range(pp)])
+    return [[Action(stage, *what) for what in order] for stage in range(pp)]
 
 
-def table_of(name: str, pp: int, microbatches: int) -> Table:
-    """Take a schedule of megatron_ext: 1f1b, interleaved, zb-h1, zb-v, ..."""
+def table(name: str, pp: int, microbatches: int) -> list[list[Action]]:
+    """Return what each rank does, in its order; every name but gpipe is of megatron_ext."""
     if name == "gpipe":
         return gpipe(pp, microbatches)
-    if pp == 1:
-        stop(f"--schedule {name} needs a pipeline; take --pp 2 or more")
     from megatron_ext import errors, schedules
 
     try:
@@ -253,82 +221,73 @@ def table_of(name: str, pp: int, microbatches: int) -> Table:
         stop(f"--schedule {error}")
     if found.placement.twins == 2 or found.disaggregated:
         stop(f"--schedule {name} runs on two copies of the model; take zb-v or 1f1b")
-    rows = [[Action(*action) for action in row] for row in found.rows]
-    return Table(list(found.placement.rank_of), rows)
+    return [[Action(*action) for action in row] for row in found.rows]
 
 
 class Pipeline:
     """This rank's stages, and how it walks through its row of the table."""
 
-    def __init__(self, table: Table, layers: int, tp: Group, pp: Group, device: str) -> None:
-        self.table, self.pp, self.device = table, pp, device
-        count = len(table.rank_of)
-        self.stages = {
-            stage: Stage(stage, count, layers, tp).to(device)
-            for stage, rank in enumerate(table.rank_of)
-            if rank == pp.index
-        }
+    def __init__(self, rows: list[list[Action]], tp: Group, pp: Group, device: str) -> None:
+        self.row, self.pp, self.device = rows[pp.index], pp, device
+        self.rank_of = {action.stage: rank for rank, row in enumerate(rows) for action in row}
+        if LAYERS % len(self.rank_of):
+            stop(f"{LAYERS} layers do not divide into {len(self.rank_of)} stages")
+        mine = sorted({action.stage for action in self.row})
+        self.stages = {n: Stage(n, len(self.rank_of), tp).to(device) for n in mine}
         self.kept: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor | None]] = {}
         self.local: dict[Action, Tensor] = {}
 
     def step(self, batch: list[Tensor]) -> float:
         """Run all micro-batches, add gradients up, return the loss (0 if it is elsewhere)."""
         loss = 0.0
-        for action in self.table.rows[self.pp.index]:
+        for action in self.row:
             if action.kind == "F":
-                loss += self._forward(action, batch[action.microbatch]) / len(batch)
+                loss += self._forward(action, batch)
             else:
-                self._backward(action, len(batch))
+                self._backward(action)
         self.pp.wait()
         return loss
 
-    def _forward(self, action: Action, tokens: Tensor) -> float:
+    def _forward(self, action: Action, batch: list[Tensor]) -> float:
         stage = self.stages[action.stage]
         x = torch.empty(0) if stage.first else self._take(action).requires_grad_()
-        output = stage(x, tokens)
-        self.kept[action.stage, action.microbatch] = x, output, None
+        output = stage(x, batch[action.microbatch])
         if stage.last:
-            return output.item()
-        self._give(output.detach(), Action(action.stage + 1, "F", action.microbatch))
-        return 0.0
+            output = output / len(batch)  # the loss of a step is the mean of its micro-batches
+        else:
+            self._give(output.detach(), Action(action.stage + 1, "F", action.microbatch))
+        self.kept[action.stage, action.microbatch] = x, output, None
+        return output.item() if stage.last else 0.0
 
-    def _backward(self, action: Action, microbatches: int) -> None:
+    def _backward(self, action: Action) -> None:
         stage, key = self.stages[action.stage], (action.stage, action.microbatch)
         x, output, gradient = self.kept.pop(key)
-        if gradient is None:
-            ones = torch.full_like(output, 1 / microbatches)
-            gradient = ones if stage.last else self._take(action)
-        wanted = list(stage.parameters()) if action.kind in "BW" else []
-        onwards = action.kind in "BI" and not stage.first
-        if wanted or onwards:
-            leaves, halves = wanted + [x] * onwards, action.kind == "I"
-            torch.autograd.backward(output, gradient, inputs=leaves, retain_graph=halves)
+        if gradient is None and not stage.last:
+            gradient = self._take(action._replace(kind="B"))
+        onwards, again = action.kind in "BI" and not stage.first, action.kind == "I"
+        leaves = [x] * onwards + list(stage.parameters()) * (action.kind in "BW")
+        if leaves:
+            torch.autograd.backward(output, gradient, inputs=leaves, retain_graph=again)
         if onwards:
-            assert x.grad is not None
             self._give(x.grad, Action(action.stage - 1, "B", action.microbatch))
-        if action.kind == "I":
+        if again:
             self.kept[key] = x, output, gradient  # W comes later
 
     def _give(self, tensor: Tensor, wanted: Action) -> None:
         """Send a tensor to the rank that wants it for an action; it may be this one."""
-        rank = self.table.rank_of[wanted.stage]
+        rank = self.rank_of[wanted.stage]
         if rank == self.pp.index:
             self.local[wanted] = tensor
         else:
-            self.pp.send(tensor, rank, self._tag(wanted))
+            self.pp.send(tensor, rank, wanted.tag())
 
-    def _take(self, action: Action) -> Tensor:
+    def _take(self, wanted: Action) -> Tensor:
         """Receive what an action works on: an activation from below, or a gradient from above."""
-        wanted = action if action.kind == "F" else action._replace(kind="B")
-        source = self.table.rank_of[action.stage + (-1 if action.kind == "F" else 1)]
+        source = self.rank_of[wanted.stage + (-1 if wanted.kind == "F" else 1)]
         if source == self.pp.index:
             return self.local.pop(wanted)
         like = torch.empty(MICRO_BATCH, SEQ, HIDDEN, device=self.device)
-        return self.pp.recv(like, source, self._tag(wanted))
-
-    def _tag(self, wanted: Action) -> int:
-        number = wanted.microbatch * len(self.table.rank_of) + wanted.stage
-        return 2 * number + (wanted.kind == "B")
+        return self.pp.recv(like, source, wanted.tag())
 
 
 # --- DP: the batch in parts, and the training loop ------------------------------------------------
@@ -342,21 +301,21 @@ def sync_dp_gradients(parameters: list[nn.Parameter], dp: Group) -> None:
         p.grad = part.view_as(p)
 
 
-def sample(number: int, device: str) -> Tensor:
+def sample(number: int) -> Tensor:
     """Draw a micro-batch by its number: the same in each step, so that it can be learned."""
     draw = torch.Generator().manual_seed(number)
-    return torch.randint(VOCAB, (MICRO_BATCH, SEQ + 1), generator=draw).to(device)
+    return torch.randint(VOCAB, (MICRO_BATCH, SEQ + 1), generator=draw)
 
 
-def train(args: argparse.Namespace, table: Table, tp: Group, pp: Group, dp: Group) -> list[float]:
+def train(rows: list[list[Action]], count: int, groups: list[Group], device: str) -> list[float]:
     """Train on this rank's part of everything; return its share of the loss of each step."""
-    pipeline = Pipeline(table, args.layers, tp, pp, args.device)
+    tp, pp, dp = groups
+    pipeline = Pipeline(rows, tp, pp, device)
     parameters = [p for stage in pipeline.stages.values() for p in stage.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    count = args.microbatches * args.dp // dp.size
-    batch = [sample(dp.index * count + number, args.device) for number in range(count)]
+    batch = [sample(dp.index * count + number).to(device) for number in range(count)]
     losses = []
-    for _ in range(args.steps):
+    for _ in range(STEPS):
         optimizer.zero_grad()
         losses.append(pipeline.step(batch) / dp.size)
         sync_dp_gradients(parameters, dp)
@@ -375,12 +334,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dp", type=int, default=1, help="data-parallel size")
     parser.add_argument("--cpu", action="store_true", help="processes on this host, with gloo")
     parser.add_argument("--schedule", default="gpipe", help="gpipe, or one of megatron_ext")
-    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=4, help="of each replica in a step")
-    parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
-    world, product = int(os.environ.get("WORLD_SIZE", "1")), args.tp * args.pp * args.dp
-    if min(args.tp, args.pp, args.dp, args.layers, args.microbatches, args.steps) < 1:
+    if not args.cpu and not torch.cuda.is_available():
+        stop("torch finds no GPU; add --cpu")
+    world, product = int(os.environ.get("WORLD_SIZE", "0")), args.tp * args.pp * args.dp
+    if min(args.tp, args.pp, args.dp, args.microbatches) < 1:
         stop("all sizes are at least 1")
     if world != product:
         stop(
@@ -389,8 +348,6 @@ def arguments() -> argparse.Namespace:
         )
     if HEADS % args.tp:
         stop(f"--tp {args.tp} does not divide the {HEADS} attention heads; take 1, 2 or 4")
-    if not args.cpu and not torch.cuda.is_available():
-        stop("torch finds no GPU; add --cpu")
     args.device = "cpu" if args.cpu else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return args
 
@@ -404,40 +361,33 @@ def stop(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def traffic(groups: list[Group], args: argparse.Namespace) -> Iterator[str]:
+def traffic(groups: list[Group], device: str) -> Iterator[str]:
     """Yield what all ranks together told each other in one step, by strategy."""
     yield "\ncommunication of one step, all ranks together:"
-    uses = (
-        "AllReduce of activations and their gradients, in every block",
-        "send/recv of activations and their gradients, between stages",
-        "AllReduce of all gradients, once",
-    )
-    for kind, group, use in zip(("TP", "PP", "DP"), groups, uses, strict=True):
-        total = torch.tensor([group.messages, group.bytes], device=args.device)
+    for group, (kind, (_, use)) in zip(groups, TALK.items(), strict=True):
+        total = torch.tensor([group.messages, group.bytes], device=device)
         dist.all_reduce(total)
-        messages, size = (total // args.steps).tolist()
-        yield f"  {kind}  {messages:4} messages  {size:8} bytes   {use}"
+        messages, size = (total // STEPS).tolist()
+        yield f"  {kind.upper()}  {messages:4} messages  {size:8} bytes   {use}"
 
 
 def main() -> None:
     """Open the groups, train, and compare with one process."""
     args = arguments()
-    layout = Layout(args.tp, args.pp, args.dp)
-    table = table_of(args.schedule, args.pp, args.microbatches)
-    if args.layers % len(table.rank_of):
-        stop(f"--layers {args.layers} does not divide into {len(table.rank_of)} stages")
+    layout, count = Layout(args.tp, args.pp, args.dp), args.microbatches
+    rows = table(args.schedule, args.pp, count)
     if not args.cpu:
         torch.cuda.set_device(args.device)
     dist.init_process_group("gloo" if args.cpu else "nccl")
-    groups = [Group(kind, layout) for kind in ("tp", "pp", "dp")]
-    shares = torch.tensor(train(args, table, *groups), device=args.device)
+    groups = [Group(kind, layout) for kind in TALK]
+    shares = torch.tensor(train(rows, count, groups, args.device), device=args.device)
     dist.all_reduce(shares)  # each rank of a last stage has one, and so have its TP peers
     losses = (shares / args.tp).tolist()
-    lines = [*layout.describe("CPU" if args.cpu else "GPU"), *traffic(groups, args), ""]
+    lines = [*layout.describe("CPU" if args.cpu else "GPU"), *traffic(groups, args.device), ""]
     if dist.get_rank() == 0:
         print("\n".join(lines))
-        alone = [Group(kind) for kind in ("tp", "pp", "dp")]
-        reference = train(args, gpipe(1, args.microbatches * args.dp), *alone)
+        alone = [Group(kind, Layout(1, 1, 1)) for kind in TALK]
+        reference = train(gpipe(1, count * args.dp), count * args.dp, alone, args.device)
         for step, (loss, expected) in enumerate(zip(losses, reference, strict=True)):
             print(f"step {step}: loss {loss:.6f}, in a single process {expected:.6f}")
         gap = max(abs(a - b) for a, b in zip(losses, reference, strict=True))

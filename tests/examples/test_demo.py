@@ -93,7 +93,6 @@ def test_one_process_sends_nothing() -> None:
     [
         (1, "--tp 2 --pp 2 --dp 1", "world size 1 must equal tp x pp x dp = 2 x 2 x 1 = 4"),
         (1, "--tp 0", "all sizes are at least 1"),
-        (1, "--schedule zb-v", "--schedule zb-v needs a pipeline; take --pp 2 or more"),
         (2, "--pp 2 --schedule bitpipe", "--schedule bitpipe mirrors two pipelines"),
         (2, "--pp 2 --schedule no-such", "--schedule there is no schedule 'no-such'"),
     ],
@@ -105,12 +104,26 @@ def test_mistakes_end_in_one_line(ranks: int, flags: str, message: str) -> None:
     assert len("".join(ended.logs).splitlines()) == 1
 
 
-def test_without_a_gpu_the_remedy_is_named() -> None:
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "torch finds no GPU; add --cpu"),
+        (
+            ["--cpu", "--tp", "2"],
+            "world size 0 must equal tp x pp x dp = 2 x 1 x 1 = 2: torchrun --nproc_per_node=2",
+        ),
+    ],
+)
+def test_without_gpus_and_torchrun_the_remedy_is_named(flags: list[str], message: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(DEMO)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(DEMO), *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 2
-    assert done.stderr == "megatron_demo: error: torch finds no GPU; add --cpu\n"
+    assert done.stderr == f"megatron_demo: error: {message}\n"
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
