@@ -13,7 +13,7 @@ LLAMA3 = "examples/llama3/run.sh"
 
 
 def bash(
-    *words: str, timeout_s: float = 240, **env: str | None
+    *words: str, timeout_s: float = 240, cwd: Path = REPO, **env: str | None
 ) -> subprocess.CompletedProcess[str]:
     """Run bash with this test's own Python environment activated, on the CPU."""
     merged = {
@@ -25,7 +25,7 @@ def bash(
     }
     return subprocess.run(
         ["bash", *words],
-        cwd=REPO,
+        cwd=cwd,
         env={name: value for name, value in merged.items() if value is not None},
         capture_output=True,
         text=True,
