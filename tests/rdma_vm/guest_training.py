@@ -14,7 +14,7 @@ import traceback
 
 RUNS = {
     "torch": ("--pipeline-transport", "torch"),
-    "rdma": ("--pipeline-transport", "rdma"),
+    "rdma": ("--pipeline-transport", "rdma", "--trace", "--trace-dir", "/mnt/trace"),
     "dynamic": ("--pipeline-transport", "rdma", "--use-dpp"),
 }
 """What is added to the flags."""

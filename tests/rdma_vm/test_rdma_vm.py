@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.trace.aggregate import read_run
 from megatron_ext.transport.native import available
 from tests.ranks import losses
 
@@ -156,3 +157,6 @@ def test_two_nodes_train_a_pipeline_over_rdma(tmp_path):
         assert losses(logs(run)) == expected
     assert "order by hint, measured over 3 steps: " in logs("dynamic")
     assert "order by hint" not in logs("rdma")
+    assert [survey.wires for survey in read_run(share / "trace").surveys] == [
+        {1: "rdma"}, {0: "rdma"}
+    ]  # fmt: skip

@@ -18,6 +18,7 @@ from megatron_ext.trace.recorder import Sampling
 from tests.commands import run_package
 from tests.ranks import losses, run_ranks, run_script, start_script
 from tests.schedules.runtime.capture import GPT, PP2, PP4
+from tests.trace.test_report import content
 
 LAYERS8 = GPT.replace("--num-layers 4", "--num-layers 8")
 
@@ -90,8 +91,8 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
     assert settings["transport"] == "shm"
 
 
-def test_followers_wait_for_their_leader(tmp_path: Path) -> None:
-    flags = f"{GPT}{PP2}--tensor-model-parallel-size 2 --use-dpp --pipeline-transport shm "
+def test_followers_wait_for_their_leader_and_links_have_their_wire(tmp_path: Path) -> None:
+    flags = f"{GPT}{PP2}--tensor-model-parallel-size 2 --use-dpp --pipeline-transport tcp "
     _, run = train(flags, tmp_path)
     causes = [
         {span.attributes["cause"] for span in spans(run, rank) if span.name == "wait"}
@@ -100,6 +101,9 @@ def test_followers_wait_for_their_leader(tmp_path: Path) -> None:
     assert "leader" in causes[1] | causes[3]
     assert "leader" not in causes[0] | causes[2]
     assert run.files[0].path.parent.name == tmp_path.name
+    links = [(link[0], link[1], link[7]) for link in content(report.page(run))["links"]]
+    pairs = [(0, 1), (0, 2), (1, 3), (2, 0), (2, 3), (3, 1)]  # 0 and 2 lead 1 and 3
+    assert sorted(links) == [(f"rank {a}", f"rank {b}", "tcp") for a, b in pairs]
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
