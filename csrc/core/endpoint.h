@@ -119,7 +119,7 @@ class Endpoint {
     Deadline serve_links(const Service::News& news);
     bool failed() const noexcept;
     void part() noexcept;
-    std::optional<double> sleep(std::uint32_t seen, Deadline deadline, InterruptCheck check);
+    std::optional<double> sleep(std::uint32_t seen, Deadline deadline);
     template <typename Condition>
     bool wait_until(Condition condition, Deadline deadline, InterruptCheck check);
 

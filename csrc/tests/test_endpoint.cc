@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <random>
@@ -71,6 +73,20 @@ TEST(arrivals_are_named_whatever_came_first) {
         CHECK(endpoint.take(0, 1, kForEver, nullptr));
     };
     check_pairs({4, 64}, own, other);
+}
+
+TEST(a_wait_is_interrupted_though_rings_come_all_the_time) {
+    Endpoint endpoint(0, {2, 64}, false);
+    std::atomic<bool> done{false};
+    std::thread ringer([&] {
+        while (!done.load()) {
+            send(endpoint, 0, 1, 0);  // not what is waited for
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+    });
+    CHECK_THROWS(endpoint.take(0, 2, deadline_after(30.0), &stop_waiting), Stop, "stopped");
+    done.store(true);
+    ringer.join();
 }
 
 TEST(what_finds_no_room_goes_on_while_both_sides_compute) {
