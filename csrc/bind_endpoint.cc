@@ -60,6 +60,19 @@ void accept_shm(ShmLink& self, std::optional<double> timeout_s) {
     self.accept(to_deadline(timeout_s), &check_python_signals);
 }
 
+/// How many bytes a message of this dtype and shape has; nothing if there cannot be such a one.
+std::optional<std::uint64_t> num_bytes_of(const MessageInfo& info) {
+    std::uint64_t num_bytes = info.dtype_bits / 8;
+    for (std::size_t i = 0; i < info.num_dims; ++i) {
+        if (info.shape[i] < 0 ||
+            __builtin_mul_overflow(num_bytes, static_cast<std::uint64_t>(info.shape[i]),
+                                   &num_bytes)) {
+            return std::nullopt;
+        }
+    }
+    return num_bytes;
+}
+
 /// The dimensions and the size of a message.
 void set_shape(MessageInfo& info, const py::tuple& shape) {
     if (shape.size() > kMaxDims) {
@@ -67,7 +80,6 @@ void set_shape(MessageInfo& info, const py::tuple& shape) {
                                     " dimensions, got " + std::to_string(shape.size()));
     }
     info.num_dims = static_cast<std::uint8_t>(shape.size());
-    info.num_bytes = info.dtype_bits / 8;
     for (std::size_t i = 0; i < info.num_dims; ++i) {
         const long long length =
             PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), static_cast<py::ssize_t>(i)));
@@ -79,8 +91,12 @@ void set_shape(MessageInfo& info, const py::tuple& shape) {
                                         std::to_string(length));
         }
         info.shape[i] = length;
-        info.num_bytes *= static_cast<std::uint64_t>(length);
     }
+    const std::optional<std::uint64_t> num_bytes = num_bytes_of(info);
+    if (!num_bytes) {
+        throw std::invalid_argument("a message cannot have 2^64 bytes or more");
+    }
+    info.num_bytes = *num_bytes;
 }
 
 std::pair<std::uintptr_t, std::size_t> slots_of(const ShmLink& self) {
@@ -206,6 +222,11 @@ py::object take(Endpoint& self, int source, std::uint64_t tag, std::optional<dou
     if (!message) {
         return py::none();
     }
+    if (num_bytes_of(message->info) != message->info.num_bytes) {  // tensors rely on the shape
+        throw TransportError("the messages of rank " + std::to_string(source) +
+                             " are damaged: the shape of one is not that of its " +
+                             std::to_string(message->info.num_bytes) + " bytes");
+    }
     if (message->bytes && dtype_of(*message) == capsule_dtype) {
         return to_dlpack(std::move(*message));
     }
@@ -231,6 +252,16 @@ const char* state_name(const PeerReport& report) {
     return "aborted";
 }
 
+/// What a peer said may be cut within a letter, or be no text at all.
+py::str reason_of(const PeerReport& report) {
+    PyObject* const text = PyUnicode_DecodeUTF8(
+        report.reason.data(), static_cast<py::ssize_t>(report.reason.size()), "replace");
+    if (text == nullptr) {
+        throw py::error_already_set();
+    }
+    return py::reinterpret_steal<py::str>(text);
+}
+
 }  // namespace
 
 void bind_endpoint(py::module_& module) {
@@ -249,8 +280,8 @@ void bind_endpoint(py::module_& module) {
         .def_readonly("rank", &PeerReport::rank, "Its rank.")
         .def_property_readonly("state", &state_name, "open, closed, died or aborted.")
         .def_readonly("wire", &PeerReport::wire, "shm, tcp or rdma.")
-        .def_readonly("reason", &PeerReport::reason,
-                      "Why it gave up, or how its death was noticed.")
+        .def_property_readonly("reason", &reason_of,
+                               "Why it gave up, or how its death was noticed.")
         .def_readonly("num_arrived", &PeerReport::num_arrived,
                       "Messages from it that were not taken.")
         .def_property_readonly(

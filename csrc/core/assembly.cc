@@ -5,6 +5,12 @@
 #include "core/errors.h"
 
 namespace megatron_ext {
+namespace {
+
+/// No memory holds more, and sizes that are rounded up from here stay numbers.
+constexpr std::uint64_t kMaxMessageBytes = std::uint64_t{1} << 48;
+
+}  // namespace
 
 Assembly::Assembly(int source, BufferPool pool) : source_(source), pool_(std::move(pool)) {}
 
@@ -16,8 +22,10 @@ void Assembly::check(const Descriptor& piece, std::uint64_t max_piece_bytes) con
     const std::uint64_t begin = partial_ ? partial_->have_bytes : 0;
     const bool continues = !partial_ || (partial_->message.info.tag == piece.tag &&
                                          partial_->message.info.num_bytes == piece.total_bytes);
-    if (piece.num_dims > kMaxDims || piece.piece_bytes > max_piece_bytes || !continues ||
-        piece.offset_bytes != begin || piece.piece_bytes > piece.total_bytes - begin) {
+    const bool is_empty = piece.piece_bytes == 0 && piece.total_bytes != 0;
+    if (piece.num_dims > kMaxDims || piece.total_bytes > kMaxMessageBytes || is_empty ||
+        piece.piece_bytes > max_piece_bytes || !continues || piece.offset_bytes != begin ||
+        piece.piece_bytes > piece.total_bytes - begin) {
         throw_damaged("a piece of " + std::to_string(piece.piece_bytes) + " bytes at " +
                       std::to_string(piece.offset_bytes) + " of " +
                       std::to_string(piece.total_bytes) + " does not continue what came before");

@@ -120,6 +120,8 @@ TEST(what_is_no_frame_ends_the_endpoint) {
     refused(piece_of(3, 10, 0, 10), "piece 3 stands where piece 0");
     refused(piece_of(0, kFirstRoom, 0, kTcpPieceBytes + 1), "a piece of 524289 bytes");
     refused(piece_of(0, 10, 5, 5), "does not continue");
+    refused(piece_of(0, 10, 0, 0), "a piece of 0 bytes at 0 of 10 does not continue");
+    refused(piece_of(0, UINT64_MAX, 0, 10), "of 18446744073709551615 does not continue");
     Descriptor reason{};
     reason.magic = kAbortedMagic;
     reason.piece_bytes = kMaxReasonBytes + 1;

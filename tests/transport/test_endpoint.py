@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import socket
+import struct
+from contextlib import closing
 
 import pytest
 import torch
+
+from megatron_ext.errors import TransportError
 
 _BYTES = 1 << 8 | 8
 
@@ -42,8 +47,49 @@ def test_the_size_of_a_message_is_that_of_its_shape(native):
         _send(endpoint, 2, _BYTES, (4, -1), b"")
     with pytest.raises(ValueError, match="at most 8 dimensions, got 9"):
         _send(endpoint, 2, _BYTES, (1,) * 9, b"a")
+    with pytest.raises(ValueError, match="2\\^64 bytes or more"):
+        _send(endpoint, 2, _BYTES, (1 << 32, 1 << 32), b"")
     with pytest.raises(TypeError):
         _send(endpoint, 2, _BYTES, (1.5,), b"a")
+
+
+def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        calling = socket.create_connection(listener.getsockname())
+        return calling, listener.accept()[0]
+
+
+@pytest.mark.parametrize("shape", [(1 << 40,), (-4,), (3,), (1 << 62, 4), ()])
+def test_a_tensor_is_never_made_larger_than_the_bytes_that_came(native, shape):
+    mine, theirs = _tcp_pair()
+    endpoint = native.Endpoint(0, 2, 4096)
+    with mine, theirs:
+        endpoint.add(1, native.TcpLink(endpoint, 1, mine))
+        sizes = [*shape, *[0] * (8 - len(shape))]
+        piece = struct.pack("<I4B6Q8q", 0x4D455831, 1, 8, len(shape), 0, 0, 7, 4, 0, 4, 0, *sizes)
+        theirs.sendall(piece + b"abcd")
+        with pytest.raises(TransportError, match=r"rank 1 are damaged: .* that of its 4 bytes"):
+            endpoint.take(1, 7, 60, _BYTES)
+        endpoint.close()
+
+
+@pytest.mark.parametrize("wire", ["shm", "tcp"])
+def test_a_reason_is_text_wherever_it_was_cut(native, wire):
+    sockets = _tcp_pair() if wire == "tcp" else socket.socketpair(type=socket.SOCK_SEQPACKET)
+    first, second = (native.Endpoint(rank, 2, 4096) for rank in range(2))
+    with closing(first), closing(second), sockets[0], sockets[1]:
+        make = native.TcpLink if wire == "tcp" else native.ShmLink
+        links = [make(first, 1, sockets[0]), make(second, 0, sockets[1])]
+        if wire == "shm":
+            for link in links:
+                link.accept(60)
+        first.add(1, links[0])
+        second.add(0, links[1])
+        first.abort("reason: " + "\u20ac" * 3000)  # three bytes each
+        assert second.take(0, 1, 60) is None
+        (report,) = second.peers()
+        assert report.state == "aborted"
+        assert report.reason.startswith("reason: " + "\u20ac" * 1300)
 
 
 @pytest.mark.parametrize("seconds", [-1e-6, 1.5, float("nan")])
