@@ -60,7 +60,7 @@ void TcpSender::finish_frame(LinkEvents& events) {
     if (frame_->ends_message) {
         queue_.pop_front();
     }
-    if (frame_->owner && frame_->owner.use_count() == 1) {
+    if (frame_->owner) {  // not let go here: it may be the last, whoever else has one by now
         events.sent(std::move(frame_->owner));
     }
     frame_.reset();

@@ -12,6 +12,7 @@
 #include "core/errors.h"
 #include "linked_pair.h"
 #include "tcp/frame.h"
+#include "tcp/sender.h"
 #include "tcp/tcp_link.h"
 
 using namespace megatron_ext;
@@ -126,6 +127,22 @@ TEST(what_is_no_frame_ends_the_endpoint) {
     reason.magic = kAbortedMagic;
     reason.piece_bytes = kMaxReasonBytes + 1;
     refused(reason, "unknown kind");
+}
+
+TEST(the_thread_that_writes_lets_no_owner_go) {
+    struct Owners final : LinkEvents {
+        void arrived(Message) override {}
+        void sent(std::shared_ptr<void> owner) override { all.push_back(std::move(owner)); }
+        std::vector<std::shared_ptr<void>> all;
+    } owners;
+    auto [mine, theirs] = connected_sockets(Wire::kTcp);
+    TcpSender sender(false);
+    const auto bytes = std::make_shared<char>('x');
+    MessageInfo info;
+    info.num_bytes = 1;
+    sender.queue(info, bytes.get(), bytes);
+    CHECK_EQ(sender.write(mine.get(), owners), 0);
+    CHECK_EQ(owners.all.size(), 1U);  // though there is another one, which may end any time
 }
 
 TEST(an_end_without_farewell_is_a_death) {
