@@ -20,7 +20,16 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Copied", "Copies", "Device", "Redirect", "Rule", "TimingEvent"]
+__all__ = [
+    "Copied",
+    "Copies",
+    "Device",
+    "Redirect",
+    "Rule",
+    "SharedBuffer",
+    "Sharing",
+    "TimingEvent",
+]
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,73 @@ class Copies(Protocol):
         ...
 
 
+@dataclass
+class SharedBuffer:
+    """Memory of a device that its owner writes to and one other process reads."""
+
+    num_bytes: int
+    handle: bytes
+    """Opaque bytes for the other process: for its `open`, or for the owner's `attach`."""
+    address: int
+    storage: torch.UntypedStorage
+    """Of the same bytes. Does not own them."""
+    used: Any
+    """Event of this process: it has written, or read."""
+    used_there: Any = None
+    """The same of the other process, from the time that this one knows of it."""
+
+
+class Sharing(Protocol):
+    """Memory of one device that processes of one host hand to each other.
+
+    Owner and reader take turns, and tell each other when: after `push` the owner tells the reader,
+    which does `pull` and tells the owner, which may do `push` again. Neither call waits: each makes
+    the device wait for what the other process gave its own device to do. Whatever the driver
+    refuses is a RuntimeError with its words.
+    """
+
+    name: str
+    """What the device is called in all processes of the host."""
+
+    def why_unreachable(self, name: str) -> str | None:
+        """Say why this process cannot read the memory of a device, or return None if it can."""
+        ...
+
+    def make(self, num_bytes: int) -> SharedBuffer:
+        """Allocate memory of at least that size, which another process can open."""
+        ...
+
+    def open(self, handle: bytes) -> SharedBuffer:
+        """Map what another process made."""
+        ...
+
+    def attach(self, buffer: SharedBuffer, handle: bytes) -> None:
+        """Make an own buffer wait for its reader from now on, by the handle that `open` made."""
+        ...
+
+    def push(self, buffer: SharedBuffer, tensor: torch.Tensor) -> None:
+        """Copy a tensor into an own buffer, after all that was queued before; it may be dropped."""
+        ...
+
+    def pull(
+        self, buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Copy a tensor out of the buffer of another process; what is queued later finds it."""
+        ...
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until the copies of this process are done; False if that took too long."""
+        ...
+
+    def free(self, buffer: SharedBuffer) -> None:
+        """Give up an own buffer that no other process has mapped any more."""
+        ...
+
+    def unmap(self, buffer: SharedBuffer) -> None:
+        """Let go of the buffer of another process."""
+        ...
+
+
 class Device(Protocol):
     """A device backend. Instances are stateless: making one starts nothing and imports no torch."""
 
@@ -169,5 +245,16 @@ class Device(Protocol):
 
         Args:
             device: One that `torch_device` returned.
+        """
+        ...
+
+    def sharing(self, device: torch.device) -> Sharing:
+        """Return what shares the memory of a device with other processes of this host.
+
+        Args:
+            device: One that `torch_device` returned.
+
+        Raises:
+            DeviceError: There is no such thing here; says why.
         """
         ...

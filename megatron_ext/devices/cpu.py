@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.devices.base import Redirect, Rule
 from megatron_ext.devices.redirects import answering, nvtx_redirects, returning, to
 from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, flag
+from megatron_ext.errors import DeviceError
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     import torch
+
+    from megatron_ext.devices.base import Sharing
 
 __all__ = ["CpuDevice", "argument_rules"]
 
@@ -126,6 +129,12 @@ class CpuDevice:
 
     def copies(self, _device: torch.device) -> None:
         """Return none: the device is the host."""
+
+    def sharing(self, _device: torch.device) -> Sharing:
+        """Refuse: processes share the memory of the host without it."""
+        raise DeviceError(
+            "the memory of the host needs no way past the host; leave --pipeline-device-path out"
+        )
 
 
 def _namespace() -> Iterable[Redirect]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.errors import DeviceError
+
 if TYPE_CHECKING:
     from argparse import Namespace
 
     import torch
 
-    from megatron_ext.devices.base import Copies, Redirect, TimingEvent
+    from megatron_ext.devices.base import Copies, Redirect, Sharing, TimingEvent
 
 __all__ = ["CudaDevice"]
 
@@ -84,3 +86,17 @@ class CudaDevice:
         runtime: Any = torch.cuda.cudart()
         register = HostRegister(runtime.cudaHostRegister, runtime.cudaHostUnregister)
         return StreamCopies(torch.cuda, device, register)
+
+    def sharing(self, device: torch.device) -> Sharing:
+        """Share by the IPC calls of CUDA's runtime."""
+        import torch
+
+        from megatron_ext.devices.sharing import RuntimeSharing
+
+        if torch.version.cuda is None:
+            raise DeviceError(
+                "memory of AMD's GPUs is not shared between processes here; take "
+                "--pipeline-device-path staged"
+            )
+        library = f"libcudart.so.{torch.version.cuda.partition('.')[0]}"
+        return RuntimeSharing(torch.cuda, device, library, "cuda")

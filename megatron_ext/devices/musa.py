@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.devices.base import Copies, Redirect, Rule, TimingEvent
+from megatron_ext.devices.base import Copies, Redirect, Rule, Sharing, TimingEvent
 from megatron_ext.devices.redirects import nvtx_redirects, to
 from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, flag
 
@@ -150,6 +150,12 @@ class MusaDevice:
         unregister = getattr(runtime, "musaHostUnregister", None)
         known = HostRegister(register, unregister) if register and unregister else None
         return StreamCopies(_musa(), device, known)
+
+    def sharing(self, device: torch.device) -> Sharing:
+        """Share by the IPC calls of MUSA's runtime, which are named like CUDA's."""
+        from megatron_ext.devices.sharing import RuntimeSharing
+
+        return RuntimeSharing(_musa(), device, "libmusart.so", "musa")
 
 
 @functools.cache

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.policies import Policy, PolicyName
 
 __all__ = [
+    "DEVICE_PATHS",
     "TRANSPORTS",
     "Choice",
+    "DevicePath",
     "Dynamic",
     "TransportName",
     "current",
@@ -38,6 +40,11 @@ TransportName = Literal["torch", "auto", "shm", "tcp", "rdma"]
 
 TRANSPORTS: tuple[TransportName, ...] = ("torch", "auto", "shm", "tcp", "rdma")
 """torch.distributed, the default; the native core over the best wire of each pair, or over one."""
+
+DevicePath = Literal["staged", "ipc"]
+
+DEVICE_PATHS: tuple[DevicePath, ...] = ("staged", "ipc")
+"""How tensors of a device get to the native core's peers: through the host, or past it."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,8 @@ class Choice:
     """None: every rank runs the order of the table."""
     node_ips: tuple[str, ...] = ()
     """Addresses of the nodes or of the ranks, for wires between hosts; empty: found out."""
+    device_path: DevicePath = "staged"
+    """How tensors of a device get to other ranks, where the transport is the native one."""
     _fills: dict[int, bool] = field(default_factory=dict, init=False, repr=False)
     """By number of micro-batches: whether all W of the table are ours, made by splitting."""
     _policies: dict[int, Callable[[int], Policy]] = field(

@@ -121,6 +121,7 @@ def prepare(args: Namespace, *, tables: bool = True) -> None:
     twins = 1 if name.startswith(CSV_PREFIX) else get(name).twins
     pp = _pipeline_ranks(args, name, twins)
     sizes = batches.sizes(args, pp, twins)
+    transport = transport_flags.transport(args)
     choice = Choice(
         name,
         pp,
@@ -129,9 +130,10 @@ def prepare(args: Namespace, *, tables: bool = True) -> None:
         options,
         _costs(args),
         transport_flags.timeout_s(args),
-        transport_flags.transport(args),
+        transport,
         dynamic,
         transport_flags.node_ips(args),
+        transport_flags.device_path(args, transport),
     )
     prove(args, choice, sizes)
     refuse_flags_of_table(name, args, choice.schedule(choice.num_microbatches))
@@ -172,9 +174,11 @@ def _chosen(args: Namespace) -> str | None:
 def _prepare_messages(args: Namespace) -> None:
     """Let Megatron's own schedule send over `--pipeline-transport`, where that was asked for."""
     transport = transport_flags.transport(args)
+    path = transport_flags.device_path(args, transport)
     if transport != TRANSPORTS[0]:
         choice = stock.choice(args, transport, transport_flags.timeout_s(args))
-        use_for_messages(replace(choice, node_ips=transport_flags.node_ips(args)))
+        ips = transport_flags.node_ips(args)
+        use_for_messages(replace(choice, node_ips=ips, device_path=path))
 
 
 def _options(args: Namespace, name: str | None) -> dict[str, Option]:

@@ -7,12 +7,12 @@ from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.schedules.choice import TRANSPORTS
+from megatron_ext.schedules.choice import DEVICE_PATHS, TRANSPORTS
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.choice import TransportName
+    from megatron_ext.schedules.choice import DevicePath, TransportName
 
-__all__ = ["add_flags", "node_ips", "timeout_s", "transport"]
+__all__ = ["add_flags", "device_path", "node_ips", "timeout_s", "transport"]
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +34,13 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
         metavar="ADDRESS",
         help="Addresses for --pipeline-transport auto, tcp and rdma: one for each node, in the "
         "order of ranks, or one for each rank (default: those on the way to MASTER_ADDR).",
+    )
+    group.add_argument(
+        "--pipeline-device-path",
+        choices=DEVICE_PATHS,
+        help="How tensors of a GPU get to ranks of the same host over --pipeline-transport shm or "
+        "auto: through pinned memory, or from GPU to GPU by CUDA IPC, which has to be possible "
+        f"between all of them (default: {DEVICE_PATHS[0]}).",
     )
 
 
@@ -62,7 +69,8 @@ def transport(args: Namespace) -> TransportName:
             f"--node-ips is for wires between hosts, --pipeline-transport {name} has none; take "
             "--pipeline-transport auto, or leave --node-ips out"
         )
-    if name == "auto" and not getattr(args, "use_dpp", False) and _has_better(args):
+    direct = getattr(args, "pipeline_device_path", None) == "ipc"
+    if name == "auto" and not getattr(args, "use_dpp", False) and not direct and _has_better(args):
         _log.info(
             "--pipeline-transport auto: torch.distributed, which moves tensors between the devices "
             "of one host without the host's memory"
@@ -75,6 +83,21 @@ def _has_better(args: Namespace) -> bool:
     from megatron_ext.schedules.runtime import local_devices  # the runtime knows devices
 
     return local_devices.reach_each_other(int(getattr(args, "world_size", None) or 1))
+
+
+def device_path(args: Namespace, name: TransportName) -> DevicePath:
+    """Return what `--pipeline-device-path` means with a transport, after checking that it can be.
+
+    Raises:
+        ArgumentsError: The transport has no such path.
+    """
+    path: DevicePath = getattr(args, "pipeline_device_path", None) or DEVICE_PATHS[0]
+    if path == "ipc" and name not in ("shm", "auto"):
+        raise ArgumentsError(
+            f"--pipeline-device-path ipc goes with shared memory, --pipeline-transport is {name}; "
+            "add --pipeline-transport shm, or leave --pipeline-device-path out"
+        )
+    return path
 
 
 def node_ips(args: Namespace) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from megatron_ext.transport.base import Expected, Key, Stats
 from megatron_ext.transport.dtypes import CAPSULE_CODE_OF, CODE_OF, DTYPE_OF
 from megatron_ext.transport.native import require_native
 from megatron_ext.transport.rendezvous import Connection, Store, connect_peers
-from megatron_ext.transport.tags import NUM_STEPS, Tags
+from megatron_ext.transport.tags import NOTE, NUM_STEPS, Tags
 
 if TYPE_CHECKING:
     from megatron_ext.transport._C import Endpoint, Link, Message, PeerReport
@@ -236,6 +236,21 @@ class NativeTransport:
                 if time.perf_counter() - begin >= timeout_s:
                     break
         return keys
+
+    def note(self, target: int, content: bytes) -> None:
+        """Tell a peer something besides messages, in or between steps."""
+        text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        code = CODE_OF[text.dtype]
+        self._usable().send(target, NOTE, code, text.shape, text.data_ptr(), text)
+
+    def noted(self, source: int, timeout_s: float = 0.0) -> bytes | None:
+        """Return the next note of a peer; None if there is none and no time to wait for one."""
+        endpoint = self._usable()
+        message = endpoint.take(source, NOTE, timeout_s)
+        if message is None and timeout_s > 0:
+            what = f"rank {source} did not answer: {self._waited(endpoint)}"
+            raise self._failure(what, source, None, timeout_s)
+        return None if message is None else bytes(memoryview(message))  # type: ignore[arg-type]
 
     def flush(self, timeout_s: float) -> None:
         """Wait until everything sent is where its receiver can take it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_ext.errors import TransportError
 from megatron_ext.transport.base import Key
 
-__all__ = ["NUM_STEPS", "Tags"]
+__all__ = ["NOTE", "NUM_STEPS", "Tags"]
 
 # A tag is, from the highest bit: kind 2, part 3, stage 12, micro-batch 24, step 23.
 _KINDS = {"F": 0, "B": 1, "C": 2}
@@ -13,6 +13,9 @@ _MAX_PARTS, _MAX_STAGES, _MAX_MICROBATCHES = 1 << 3, 1 << 12, 1 << 24
 
 NUM_STEPS = 1 << 23
 """Steps that tags tell apart; the number of the step is added to a tag."""
+
+NOTE = 3 << 62
+"""Tag of what transports tell each other besides messages: a kind that no key has."""
 
 
 class Tags(dict[Key, int]):

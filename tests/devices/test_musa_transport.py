@@ -1,4 +1,4 @@
-"""Training on the emulated device over shared memory, against the CPU's: bit for bit.
+"""Training on emulated devices, through the host and past it, against the CPU's: bit for bit.
 
 Its streams copy as late as they may (`tests/fake_musa`), so an order that nobody enforces shows.
 """
@@ -8,10 +8,13 @@ import pytest
 from tests.ranks import run_ranks
 from tests.schedules.runtime.capture import GPT, PP2, run_here
 
+_IPC = " --pipeline-device-path ipc"
 _CASES = {
     "a table": "--pipeline-schedule zb-h1 --pipeline-transport shm",
     "Megatron's own schedule": "--pipeline-transport shm",
     "what arrives first": "--pipeline-schedule 1f1b --use-dpp",
+    "Megatron's own schedule, from device to device": "--pipeline-transport auto" + _IPC,
+    "what arrives first, from device to device": "--pipeline-schedule 1f1b --use-dpp" + _IPC,
 }
 
 
@@ -30,7 +33,7 @@ def on_cpu():
 def test_training_equals_that_of_the_cpu(case, on_cpu):
     on_musa = _train(_CASES[case], "musa")
     for cpu, musa in zip(on_cpu, on_musa, strict=True):
-        assert musa.transports == ["StagedTransport"]
+        assert musa.transports == ["DirectTransport" if _IPC in _CASES[case] else "StagedTransport"]
         assert musa.losses == cpu.losses
         assert musa.gradients == cpu.gradients
         assert musa.parameters == cpu.parameters

@@ -99,6 +99,7 @@ def _compile(target: Path) -> None:
         f"-L{_TORCH / 'lib'}",
         "-ltorch_cpu",
         "-lc10",
+        "-Wl,-soname,libmusart.so",  # who opens the runtime's library then gets this one
         f"-Wl,-rpath,{_TORCH / 'lib'}",
         "-o",
         str(part),

@@ -29,6 +29,7 @@ _CASES = {
     "Megatron's own schedule": "--pipeline-transport shm",
     "zb-h1": "--pipeline-schedule zb-h1 --pipeline-transport shm",
     "dpp": "--pipeline-schedule 1f1b --use-dpp",
+    "ipc": "--pipeline-schedule 1f1b --pipeline-transport shm --pipeline-device-path ipc",
 }
 
 
@@ -56,7 +57,8 @@ def test_four_stages_compute_what_one_process_does(
 ) -> None:
     flags = GPT + PP4 + _PLAIN + _CASES[case]
     ranks = processes.run(4, train, flags, directory=tmp_path / "run")
-    assert [rank.transports for rank in ranks] == [["StagedTransport"]] * 4
+    taken = "DirectTransport" if case == "ipc" else "StagedTransport"
+    assert [rank.transports for rank in ranks] == [[taken]] * 4
     for loss, alone in zip(ranks[-1].losses, one_process.losses, strict=True):
         assert loss == pytest.approx(alone, rel=1e-6)
     found = {name: digest for rank in ranks for name, digest in rank.gradients[0].items()}

@@ -1,4 +1,4 @@
-"""CUDA tensors between two processes through pinned shared memory: bit by bit, and how fast."""
+"""CUDA tensors between two processes, through pinned memory and past it: bits, and how fast."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from megatron_ext import devices
 from megatron_ext.transport.base import Expected, Key, Transport
+from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
 from megatron_ext.transport.native_transport import NativeTransport
 from megatron_ext.transport.staging import staged
 
@@ -30,14 +31,19 @@ def _rank() -> int:
     return int(os.environ["RANK"])
 
 
-def _open(name: str, slot_bytes: int, wire: str) -> Transport:
+def _open(name: str, slot_bytes: int, way: str) -> Transport:
+    """Open a transport over a wire, or by ipc."""
     device = devices.current()
     device.bind(0)
+    gpu, direct = device.torch_device(0), way == "ipc"
     host = NativeTransport(
-        processes.store(), _rank(), [1 - _rank()], run_id=name, device=torch.device("cpu"),
-        wire=wire, slots=8, slot_bytes=slot_bytes,  # type: ignore[arg-type]
+        processes.store(), _rank(), [1 - _rank()], run_id=name, device=torch.device("cpu"), slots=8,
+        wire="shm" if direct else way,  # type: ignore[arg-type]
+        slot_bytes=NOTE_BYTES if direct else slot_bytes,
     )  # fmt: skip
-    return staged(host, device.copies(device.torch_device(0)), timeout_s=_LONG_S)
+    if direct:
+        return DirectTransport(host, device.sharing(gpu), _rank(), timeout_s=_LONG_S)
+    return staged(host, device.copies(gpu), timeout_s=_LONG_S)
 
 
 def _values(number: int, source: int) -> torch.Tensor:
@@ -48,11 +54,11 @@ def _values(number: int, source: int) -> torch.Tensor:
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
 
-def exchange(wire: str, size: int = 2048) -> list[str]:
+def exchange(way: str, size: int = 2048) -> list[str]:
     """Send a few steps of tensors while the GPU is busy; return what was logged.
 
     Args:
-        wire: Which.
+        way: The wire, or ipc.
         size: Of the matrices that keep the GPU busy.
     """
     messages: list[str] = []
@@ -60,7 +66,7 @@ def exchange(wire: str, size: int = 2048) -> list[str]:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megatron_ext").addHandler(handler)
     logging.getLogger("megatron_ext").setLevel(logging.INFO)
-    transport = _open(wire, 4 * _MIB, wire)
+    transport = _open(way, 4 * _MIB, way)
     for _ in range(3):
         _step(transport, 30, size)
     transport.close()
@@ -89,16 +95,16 @@ def _step(transport: Transport, num_messages: int, size: int) -> None:
         assert torch.equal(tensor.cpu(), _values(key.microbatch, peer)), key
 
 
-@pytest.mark.parametrize("wire", ["shm", "tcp"])
-def test_tensors_arrive_bit_by_bit(wire: str, tmp_path: Path) -> None:
-    for messages in processes.run(2, exchange, wire, directory=tmp_path / "run"):
-        assert any("are pinned" in message for message in messages) == (wire == "shm")
+@pytest.mark.parametrize("way", ["shm", "tcp", "ipc"])
+def test_tensors_arrive_bit_by_bit(way: str, tmp_path: Path) -> None:
+    for messages in processes.run(2, exchange, way, directory=tmp_path / "run"):
+        assert any("are pinned" in message for message in messages) == (way == "shm")
         assert not [message for message in messages if "cannot be registered" in message]
 
 
-def speed() -> tuple[float, float]:
+def speed(way: str) -> tuple[float, float]:
     """Return bytes per second of messages one way, and of plain copies to the host and back."""
-    transport = _open("speed", _SIZE_BYTES, "shm")
+    transport = _open("speed", _SIZE_BYTES, way)
     me, peer = _rank(), 1 - _rank()
     tensor = torch.ones(_SIZE_BYTES, dtype=torch.uint8, device="cuda")
     host = torch.empty(_SIZE_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -125,11 +131,12 @@ def speed() -> tuple[float, float]:
     return _SIZE_BYTES / statistics.median(sent), _SIZE_BYTES / statistics.median(copied)
 
 
-def test_how_fast_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["shm", "ipc"])
+def test_how_fast_it_is(way: str, tmp_path: Path) -> None:
     """Prints; how fast it has to be depends on the machine."""
-    (message, copy), _ = processes.run(2, speed, directory=tmp_path / "run")
+    (message, copy), _ = processes.run(2, speed, way, directory=tmp_path / "run")
     print(
-        f"\n{_SIZE_BYTES // _MIB} MiB from process to process through shared memory: "
+        f"\n{_SIZE_BYTES // _MIB} MiB from process to process by {way}: "
         f"{message / 1e9:.1f} GB/s; copied to pinned memory and back by one process: "
         f"{copy / 1e9:.1f} GB/s; ratio {message / copy:.2f}"
     )

@@ -193,8 +193,23 @@ def test_auto_leaves_the_devices_of_one_host_to_torch(
     monkeypatch.setattr(devices, "current", lambda: SimpleNamespace(reaches_peers=True))
     assert chosen(pipeline_transport="shm") == "shm"
     assert chosen(pipeline_transport="auto", use_dpp=True) == chosen(use_dpp=True) == "auto"
+    assert chosen(pipeline_transport="auto", pipeline_device_path="ipc") == "auto"
     assert chosen(4, pipeline_transport="auto") == "auto"  # on two hosts
     assert not caplog.records
     assert chosen(pipeline_transport="auto") == chosen() == "torch"
     [told] = caplog.messages
     assert told.startswith("--pipeline-transport auto: torch.distributed")
+
+
+def test_from_device_to_device_there_has_to_be_shared_memory(args: Namespace) -> None:
+    args.pipeline_device_path = "ipc"
+    for name in ("torch", "tcp", "rdma", None):
+        args.pipeline_transport = name
+        for schedule in (None, "1f1b"):
+            args.pipeline_schedule = schedule
+            with pytest.raises(UserError, match="add --pipeline-transport shm"):
+                prepare(args)
+    args.pipeline_transport = "shm"
+    assert choose(args, "1f1b").device_path == "ipc"
+    args.pipeline_device_path = None
+    assert choose(args, "1f1b").device_path == "staged"

@@ -18,6 +18,7 @@ from megatron_ext.schedules.memory import live_counts
 from megatron_ext.schedules.policies import activation_cap
 from megatron_ext.schedules.validate import validate
 from megatron_ext.transport.address import node_address
+from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
 from megatron_ext.transport.native_transport import NativeTransport
 from megatron_ext.transport.staging import staged
 from megatron_ext.transport.torch_dist import Channel, TorchTransport
@@ -53,6 +54,7 @@ def open_transport(
 
     Raises:
         TransportError: The transport cannot be had here; says why.
+        DeviceError: Nor can the way from device to device.
     """
     known = [shape for tensors in shapes.values() for shape in tensors]
     if choice.transport == "torch":
@@ -63,6 +65,8 @@ def open_transport(
     # The number of the transport: a process that parses its arguments twice opens two.
     job = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
     world_size = dist.get_world_size()
+    backend = devices.current()
+    sharing = backend.sharing(device) if choice.device_path == "ipc" else None
     host = NativeTransport(
         dist.distributed_c10d._get_default_store(),
         me,
@@ -74,17 +78,25 @@ def open_transport(
             choice.node_ips, me, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         ),
         slots=_slots(choice),
-        slot_bytes=max(
-            (math.prod(shape) * dtype.itemsize for shape in known if shape is not None),
-            default=_SLOT_BYTES,
-        ),
+        slot_bytes=NOTE_BYTES if sharing is not None else _slot_bytes(known, dtype),
         connect_timeout_s=choice.timeout_s,
     )
-    copies = devices.current().copies(device)
-    transport = staged(host, copies, timeout_s=choice.timeout_s)
+    transport: Transport
+    if sharing is not None:
+        transport = DirectTransport(host, sharing, me, timeout_s=choice.timeout_s)
+    else:
+        transport = staged(host, backend.copies(device), timeout_s=choice.timeout_s)
     # Peers that are not done yet then know that this rank has ended as it should.
     atexit.register(transport.close)
     return transport
+
+
+def _slot_bytes(known: Sequence[tuple[int, ...] | None], dtype: torch.dtype) -> int:
+    """Return the size of the longest tensor of a hand-over."""
+    return max(
+        (math.prod(shape) * dtype.itemsize for shape in known if shape is not None),
+        default=_SLOT_BYTES,
+    )
 
 
 def _slots(choice: Choice) -> int:

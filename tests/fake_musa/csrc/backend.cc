@@ -1,7 +1,8 @@
 // An emulated MUSA device: torch's PrivateUse1 backend over host memory, for tests.
 //
 // One translation unit, because the headers of ATen are most of the compile time. The parts are in
-// runtime.h (devices, memory), guard.h, generator.h (random numbers, hooks), kernels.h, fallback.h.
+// runtime.h (devices, memory), guard.h, generator.h (random numbers, hooks), kernels.h, fallback.h,
+// musart.h (memory that processes share).
 // The Python side (../site/torch_musa) reaches this through torch.ops.fake_musa, so that no header
 // of Python is needed.
 
@@ -12,6 +13,7 @@
 #include "generator.h"
 #include "guard.h"
 #include "kernels.h"
+#include "musart.h"
 #include "runtime.h"
 #include "streams.h"
 

@@ -93,8 +93,9 @@ inline const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef size,
     return at::native::resize_(self, size, memory_format);
 }
 
-// Nothing to note: copies that are late find out themselves whether their memory is still there.
-inline void record_stream(at::Tensor&, c10::Stream) {}
+inline void record_stream(at::Tensor& self, c10::Stream stream) {
+    Streams::instance().keep(stream.id(), self.storage());
+}
 
 }  // namespace kernels
 }  // namespace fake_musa

@@ -76,6 +76,16 @@ class Streams {
             TORCH_CHECK(!copy.source.gone() && !copy.target.gone(),
                         "MUSA error: the memory of a copy was freed before it was done");
             copy.target.bytes().copy_(copy.source.bytes());
+            work.let_go();
+        }
+    }
+
+    // Keeps memory until a stream has done what it was given so far, as an allocator does that was
+    // told of the stream.
+    void keep(c10::StreamId id, const c10::Storage& storage) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (Work& work = work_[id]; work.done() < work.submitted) {
+            work.kept.emplace_back(work.submitted, storage);
         }
     }
 
@@ -98,8 +108,14 @@ class Streams {
     };
     struct Work {
         std::deque<Copy> copies;
+        std::deque<std::pair<int64_t, c10::Storage>> kept;
         int64_t submitted = 0;
         int64_t done() const { return submitted - static_cast<int64_t>(copies.size()); }
+        void let_go() {
+            while (!kept.empty() && kept.front().first <= done()) {
+                kept.pop_front();
+            }
+        }
     };
 
     std::mutex mutex_;

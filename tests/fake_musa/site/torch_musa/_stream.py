@@ -11,6 +11,7 @@ import torch
 import torch_musa
 
 from ._device import _lazy_init, device_index
+from ._shared_event import SharedEvent
 
 __all__ = [
     "Event",
@@ -45,6 +46,9 @@ class Stream(torch.Stream):
         event.record(self)
         return event
 
+    def synchronize(self):
+        self.record_event().synchronize()
+
     def wait_stream(self, stream):
         self.wait_event(stream.record_event())
 
@@ -56,6 +60,20 @@ class Event:
         self._timing = enable_timing
         self._time_s = None
         self._stream = self._count = 0
+        self._shared = SharedEvent() if interprocess else None
+        if enable_timing and interprocess:
+            raise RuntimeError("MUSA error: an event of several processes takes no time")
+
+    @classmethod
+    def from_ipc_handle(cls, device, handle):
+        event = cls()
+        event._shared = SharedEvent.opened(handle)
+        return event
+
+    def ipc_handle(self):
+        if self._shared is None:
+            raise RuntimeError("MUSA error: the event was not made with interprocess=True")
+        return self._shared.handle()
 
     def record(self, stream=None):
         stream = torch_musa.current_stream() if stream is None else stream
@@ -64,6 +82,8 @@ class Event:
         self._time_s = time.perf_counter()
         self._stream = stream.stream_id
         self._count = torch.ops.fake_musa.stream_submitted(self._stream)
+        if self._shared is not None:
+            self._shared.record(self._stream, self._count)
 
     def wait(self, stream=None):
         self.synchronize()  # nothing that waits on a device could tell the difference
@@ -72,7 +92,10 @@ class Event:
         return torch.ops.fake_musa.stream_done(self._stream, self._count)
 
     def synchronize(self):
-        torch.ops.fake_musa.stream_run(self._stream, self._count)
+        if self._shared is not None and self._shared.pid is not None:
+            self._shared.wait()
+        else:
+            torch.ops.fake_musa.stream_run(self._stream, self._count)
 
     def elapsed_time(self, end_event):
         if not (self._timing and end_event._timing):

@@ -1,0 +1,214 @@
+"""Memory of a device that two processes of one host use: one writes, the other reads.
+
+Torch can share its own allocations in one way only, which is private and keeps a count of users in
+a file under /dev/shm that outlives a killed process. So buffers come from the allocator of the
+device's runtime and are exported by its calls (`cudaIpcGetMemHandle` and others; torch_musa's
+runtime has the same under `musa`). The driver frees them with their last user, and torch's
+expandable segments, which cannot be exported, make no difference. What is ordered between the two
+devices is ordered by events of both processes, as in TensorPipe's channel for CUDA IPC: nobody
+waits on the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_ext.devices.base import SharedBuffer
+from megatron_ext.errors import DeviceError
+
+__all__ = ["RuntimeSharing"]
+
+_HANDLE_BYTES = 64
+"""Of a buffer, and of an event: the same in all versions of both runtimes."""
+
+_BLOCK_BYTES = 2 << 20
+"""Smaller allocations may share a block of the driver, all of which would be exported."""
+
+_OPEN_FROM_PEERS = 1  # cudaIpcMemLazyEnablePeerAccess
+_NAME_BYTES = 32
+
+_CALLS = (
+    "Malloc", "Free", "IpcGetMemHandle", "IpcOpenMemHandle", "IpcCloseMemHandle",
+    "DeviceGetPCIBusId", "DeviceGetByPCIBusId", "GetLastError",
+)  # fmt: skip
+
+
+class _Handle(ctypes.Structure):
+    """`cudaIpcMemHandle_t`, which is passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
+
+
+class RuntimeSharing:
+    """Shares memory by a runtime with CUDA's interface. All calls come from one thread.
+
+    Args:
+        runtime: `torch.cuda`, or a module with the same interface.
+        device: Of this process, with its index.
+        library: File name of the runtime's library, which torch has loaded.
+        prefix: What the names of its functions begin with.
+
+    Raises:
+        DeviceError: There is no such library, or it lacks a function.
+    """
+
+    def __init__(self, runtime: Any, device: torch.device, library: str, prefix: str) -> None:
+        self._runtime = runtime
+        self._device = device
+        self._functions, self._error_text = _load(library, prefix)
+        self._out = runtime.Stream(device)
+        self._in = runtime.Stream(device)
+        name = ctypes.create_string_buffer(_NAME_BYTES)
+        self._call("DeviceGetPCIBusId", name, _NAME_BYTES, device.index)
+        self.name = name.value.decode()
+
+    def why_unreachable(self, name: str) -> str | None:
+        """Ask the runtime for the device of that name and whether this one can read its memory."""
+        index = ctypes.c_int()
+        try:
+            self._call("DeviceGetByPCIBusId", ctypes.byref(index), name.encode())
+        except RuntimeError as error:
+            return (
+                f"device {name} is not visible to the process of {self.name} ({error}); let all "
+                f"ranks of a host see all of its devices"
+            )
+        own = self._device.index
+        if index.value != own and not self._runtime.can_device_access_peer(own, index.value):
+            return f"the driver says that device {self.name} cannot access device {name}"
+        return None
+
+    def make(self, num_bytes: int) -> SharedBuffer:
+        """Allocate and export; what torch keeps for later is given back if it has to be."""
+        num_bytes = -(-max(num_bytes, 1) // _BLOCK_BYTES) * _BLOCK_BYTES
+        address, handle = ctypes.c_void_p(), _Handle()
+        arguments = ctypes.byref(address), ctypes.c_size_t(num_bytes)
+        try:
+            self._call("Malloc", *arguments)
+        except RuntimeError:
+            self._runtime.empty_cache()
+            self._call("Malloc", *arguments)
+        try:
+            self._call("IpcGetMemHandle", ctypes.byref(handle), address)
+        except RuntimeError:
+            self._call("Free", address)
+            raise
+        written = self._event()
+        head = struct.pack("<Q", num_bytes) + bytes(handle)
+        return self._buffer(num_bytes, head + written.ipc_handle(), address, written)
+
+    def open(self, handle: bytes) -> SharedBuffer:
+        """Map what another process made, on this process's device."""
+        (num_bytes,) = struct.unpack_from("<Q", handle)
+        memory, written = handle[8 : 8 + _HANDLE_BYTES], handle[8 + _HANDLE_BYTES :]
+        address = ctypes.c_void_p()
+        self._call(
+            "IpcOpenMemHandle",
+            ctypes.byref(address),
+            _Handle.from_buffer_copy(memory),
+            ctypes.c_uint(_OPEN_FROM_PEERS),
+        )
+        read = self._event()
+        buffer = self._buffer(num_bytes, read.ipc_handle(), address, read)
+        self.attach(buffer, written)
+        return buffer
+
+    def attach(self, buffer: SharedBuffer, handle: bytes) -> None:
+        """Open the other side's event."""
+        with self._runtime.device(self._device):
+            buffer.used_there = self._runtime.Event.from_ipc_handle(self._device, handle)
+
+    def push(self, buffer: SharedBuffer, tensor: torch.Tensor) -> None:
+        """Copy into a buffer in a stream of its own."""
+        tensor = tensor.detach().to(self._device).contiguous()
+        with self._runtime.device(self._device):
+            self._out.wait_stream(self._runtime.current_stream(self._device))
+            if buffer.used_there is not None:
+                self._out.wait_event(buffer.used_there)
+            with self._runtime.stream(self._out):
+                target = _tensor(buffer, tensor.shape, tensor.dtype)
+                target.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self._out)
+            self._out.record_event(buffer.used)
+
+    def pull(
+        self, buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Copy out of a buffer in a stream of its own, for which the current one waits."""
+        with self._runtime.device(self._device):
+            self._in.wait_event(buffer.used_there)
+            with self._runtime.stream(self._in):
+                copy = torch.empty(shape, dtype=dtype, device=self._device)
+                copy.copy_(_tensor(buffer, shape, dtype), non_blocking=True)
+            self._in.record_event(buffer.used)
+            current = self._runtime.current_stream(self._device)
+            current.wait_stream(self._in)
+            copy.record_stream(current)
+        return copy
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait for both streams, in a thread: the runtime's own waits have no time-out."""
+
+        def wait() -> None:
+            with self._runtime.device(self._device):
+                self._out.synchronize()
+                self._in.synchronize()
+
+        thread = threading.Thread(target=wait, name="megatron-ext settle", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+    def free(self, buffer: SharedBuffer) -> None:
+        """Give the memory of an own buffer back."""
+        self._call("Free", ctypes.c_void_p(buffer.address))
+
+    def unmap(self, buffer: SharedBuffer) -> None:
+        """Let go of a buffer of another process."""
+        self._call("IpcCloseMemHandle", ctypes.c_void_p(buffer.address))
+
+    def _buffer(
+        self, num_bytes: int, handle: bytes, address: ctypes.c_void_p, used: Any
+    ) -> SharedBuffer:
+        place = address.value or 0
+        storage: Any = torch._C._construct_storage_from_data_pointer(place, self._device, num_bytes)
+        return SharedBuffer(num_bytes, handle, place, storage, used)
+
+    def _event(self) -> Any:
+        with self._runtime.device(self._device):
+            event = self._runtime.Event(interprocess=True)
+            event.ipc_handle()  # on the device that is current now
+        return event
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        with self._runtime.device(self._device):
+            code = self._functions[name](*arguments)
+            if code != 0:
+                self._functions["GetLastError"]()  # or torch finds it after its next kernel
+                raise RuntimeError(f"{self._error_text(code)} (error {code} of {name})")
+
+
+def _tensor(buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a contiguous tensor on the first bytes of a buffer."""
+    empty = torch.empty(0, dtype=dtype, device=buffer.storage.device)
+    return empty.set_(buffer.storage, 0, shape)  # type: ignore[call-overload, no-any-return]
+
+
+def _load(library: str, prefix: str) -> tuple[dict[str, Callable[..., int]], Callable[[int], str]]:
+    """Find the functions of a runtime, and what tells the meaning of their codes."""
+    try:
+        loaded = ctypes.CDLL(library)
+        functions = {name: getattr(loaded, prefix + name) for name in _CALLS}
+        text = getattr(loaded, f"{prefix}GetErrorString")
+    except (OSError, AttributeError) as error:
+        raise DeviceError(
+            f"memory of devices cannot be shared between processes: {error}; take "
+            f"--pipeline-device-path staged"
+        ) from error
+    text.restype = ctypes.c_char_p
+    return functions, lambda code: text(code).decode()

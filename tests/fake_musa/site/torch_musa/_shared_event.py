@@ -1,0 +1,93 @@
+"""Events that several processes know, in shared memory: two counts, and whether it failed.
+
+A copy behind such an event is done a little later by a thread of the process that recorded it, as a
+device would: another process can only wait for it, and sees unwritten memory if it does not.
+"""
+
+import functools
+import mmap
+import os
+import queue
+import struct
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+_LATE_S = 0.002
+_STUCK_S = 60.0
+_RECORDED, _DONE, _FAILED = range(3)
+_HANDLE = struct.Struct("<ii56x")
+
+
+class SharedEvent:
+    """An event of this process (`file` None), or one that another process made."""
+
+    def __init__(self, pid=None, file=None):
+        self.pid = pid
+        self._file = os.memfd_create("fake_musa_event") if file is None else file
+        if pid is None:
+            os.ftruncate(self._file, mmap.PAGESIZE)
+        self._words = memoryview(mmap.mmap(self._file, mmap.PAGESIZE)).cast("q")
+
+    def __del__(self):
+        os.close(self._file)
+
+    @classmethod
+    def opened(cls, handle):
+        pid, file = _HANDLE.unpack(handle)
+        try:
+            return cls(pid, os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR))
+        except OSError as error:
+            raise RuntimeError(f"MUSA error: invalid resource handle ({error})") from None
+
+    def handle(self):
+        return _HANDLE.pack(os.getpid(), self._file)
+
+    def record(self, stream, count):
+        self._words[_RECORDED] += 1
+        due_s = time.monotonic() + _LATE_S
+        _device().put((self, due_s, self._words[_RECORDED], stream, count))
+
+    def end(self, number, stream, count):
+        try:
+            torch.ops.fake_musa.stream_run(stream, count)
+        except RuntimeError:
+            self._words[_FAILED] = 1
+        self._words[_DONE] = max(number, self._words[_DONE])
+
+    def wait(self):
+        """Wait for what was recorded by now."""
+        number, begin_s = self._words[_RECORDED], time.monotonic()
+        while self._words[_DONE] < number:
+            if time.monotonic() - begin_s > _STUCK_S:
+                raise RuntimeError("MUSA error: an event of another process never came")
+            if not _lives(self.pid):
+                raise RuntimeError("MUSA error: the process of an event is gone")
+            time.sleep(_LATE_S / 4)
+        if self._words[_FAILED]:
+            raise RuntimeError("MUSA error: work before an event of another process has failed")
+
+
+@functools.cache
+def _device():
+    """What is to be done by the thread that stands for the device."""
+    jobs = queue.SimpleQueue()
+    threading.Thread(target=_run, args=(jobs,), daemon=True).start()
+    return jobs
+
+
+def _run(jobs):
+    while True:
+        event, due_s, *what = jobs.get()
+        time.sleep(max(0.0, due_s - time.monotonic()))
+        event.end(*what)
+        del event
+
+
+def _lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
