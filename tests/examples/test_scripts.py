@@ -77,7 +77,15 @@ def test_dynamic_order_changes_no_loss(tmp_path: Path) -> None:
     del static[static.index("--trace-dir") :]  # the last flag
     dynamic_logs = run_script(4, "pretrain_gpt.py", flags, embedded=True)
     static_logs = run_script(4, "pretrain_gpt.py", [*static, "--microbatch-rng"], embedded=True)
-    assert re.search(r"^pipeline schedule: .*dynamic", "".join(dynamic_logs), re.MULTILINE)
+    first, last = re.findall(r"^pipeline schedule: (.*)", "".join(dynamic_logs), re.MULTILINE)
+    assert re.search(
+        r"dynamic order by hint, at most [\d.]+ activations \(\+1\); .*; messages over auto", first
+    )
+    assert re.search(
+        r"order by hint, measured over 2 steps: [\d.]+ % of actions out of order, "
+        r"[\d.]+ % of the time idle, at most [\d.]+ activations",
+        last,
+    )
     found = losses(dynamic_logs)
     assert len(found) == 2
     assert found == losses(static_logs)
