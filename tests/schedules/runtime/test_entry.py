@@ -20,21 +20,23 @@ from . import toy
 M = 4
 
 
-def _step(config: Any, model: list[toy.Stage], m: int = M, **keywords: Any) -> list[Any]:
-    """Run one step by whatever Megatron hands out."""
+def _step(
+    config: Any, model: list[toy.Stage], m: int = M, *, run: Any = None, **keywords: Any
+) -> list[Any]:
+    """Run one step by whatever Megatron hands out, or by `run`."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    iterators = [toy.samples(m) for _ in model]
+    iterators = [toy.samples(m, int(config.variable_seq_lengths)) for _ in model]
     single = len(model) == 1
-    return get_forward_backward_func()(
-        forward_step_func=toy.forward_step,
-        data_iterator=iterators[0] if single else iterators,
-        model=model[0] if single else model,
-        num_microbatches=m,
-        seq_length=toy.LENGTH,
-        micro_batch_size=toy.BATCH,
-        **keywords,
-    )
+    usual: dict[str, Any] = {
+        "forward_step_func": toy.forward_step,
+        "data_iterator": iterators[0] if single else iterators,
+        "model": model[0] if single else model,
+        "num_microbatches": m,
+        "seq_length": toy.LENGTH,
+        "micro_batch_size": toy.BATCH,
+    }
+    return (run or get_forward_backward_func())(**(usual | keywords))
 
 
 def _own_and_stock(changes: dict[str, Any], keywords: dict[str, Any]) -> tuple[Any, Any]:
@@ -52,8 +54,18 @@ def _own_and_stock(changes: dict[str, Any], keywords: dict[str, Any]) -> tuple[A
         config.finalize_model_grads_func = finalize
         model = toy.chunks(config, [dist.get_rank()])
         reports = _step(config, model, **keywords)
-        found.append((reports, finalized, model[0].weight.grad))
+        found.append((reports, finalized, model[0].firsts, model[0].weight.grad))
     return found[0], found[1]
+
+
+def _to_real_shapes(received: Any, sent: Any) -> Any:
+    """What an `adjust_tensor_shapes_fn` does, for a step that was told a wrong length."""
+    assert received == sent == [(_WRONG_LENGTH, toy.BATCH, toy.WIDTH)]
+    right = [(toy.LENGTH, toy.BATCH, toy.WIDTH)]
+    return right, right
+
+
+_WRONG_LENGTH = toy.LENGTH + 7
 
 
 @pytest.mark.parametrize(
@@ -63,6 +75,7 @@ def _own_and_stock(changes: dict[str, Any], keywords: dict[str, Any]) -> tuple[A
         pytest.param({}, {"forward_only": True}, id="forward-only"),
         pytest.param({}, {"forward_only": True, "collect_non_loss_data": True}, id="non-loss-data"),
         pytest.param({}, {"forward_only": True, "first_val_step": True}, id="first-validation"),
+        pytest.param({}, {"forward_only": True, "first_val_step": False}, id="later-validation"),
         pytest.param({"calculate_per_token_loss": True}, {}, id="per-token-loss"),
         pytest.param({}, {"force_all_reduce": True}, id="force-all-reduce"),
         pytest.param(
@@ -71,15 +84,24 @@ def _own_and_stock(changes: dict[str, Any], keywords: dict[str, Any]) -> tuple[A
             id="shapes-travel",
         ),
         pytest.param({"deallocate_pipeline_outputs": False}, {}, id="outputs-kept"),
-        pytest.param({}, {"decoder_seq_length": toy.LENGTH}, id="decoder-length"),
+        pytest.param(
+            {},
+            {"seq_length": _WRONG_LENGTH, "decoder_seq_length": toy.LENGTH},
+            id="decoder-length",
+        ),
+        pytest.param(
+            {},
+            {"seq_length": _WRONG_LENGTH, "adjust_tensor_shapes_fn": _to_real_shapes},
+            id="adjusted-shapes",
+        ),
     ],
 )
 def test_keywords_as_upstream(changes: dict[str, Any], keywords: dict[str, Any]) -> None:
     for stock, own in run_ranks(2, _own_and_stock, changes, keywords):
-        assert _plain(own[:2]) == _plain(stock[:2])
-        assert (own[2] is None) == (stock[2] is None)
-        if own[2] is not None:
-            assert torch.equal(own[2], stock[2])
+        assert _plain(own[:3]) == _plain(stock[:3])
+        assert (own[3] is None) == (stock[3] is None)
+        if own[3] is not None:
+            assert torch.equal(own[3], stock[3])
 
 
 def _plain(value: Any) -> Any:
@@ -90,37 +112,39 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _given_groups() -> tuple[list[Any], list[Any]]:
+def _given_groups() -> tuple[Any, Any]:
+    """A pipeline over groups that Megatron's own state knows nothing of."""
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     from megatron_ext.schedules.runtime.groups import default_groups
 
-    toy.start(2)
-    choice.use(Choice("gpipe", 2, M))
-    config = toy.config()
-    model = toy.chunks(config, [dist.get_rank()])
+    toy.start(1)
+    choice.use(Choice("1f1b", 2, M))
     groups = default_groups()
-    communicator = P2PCommunicator(pp_group=groups.pp, config=config)
+    groups.pp = dist.group.WORLD
+    found = []
+    for run in (None, schedules.forward_backward_pipelining_without_interleaving):
+        config = toy.config()
+        model = toy.chunks(config, [dist.get_rank()])
+        finalized: list[Any] = []
 
-    def adjusted(received: Any, sent: Any) -> Any:
-        assert received == sent == [(toy.LENGTH, toy.BATCH, toy.WIDTH)]
-        return received, sent
+        def finalize(*_: Any, into: list[Any] = finalized, **named: Any) -> None:
+            into.append(named["pg_collection"] is groups)
 
-    with_groups = _step(
-        config,
-        model,
-        p2p_communicator=communicator,
-        pg_collection=groups,
-        adjust_tensor_shapes_fn=adjusted,
-    )
+        config.finalize_model_grads_func = finalize
+        communicator = P2PCommunicator(pp_group=groups.pp, config=config)
+        reports = _step(config, model, run=run, p2p_communicator=communicator, pg_collection=groups)
+        found.append((reports, finalized, model[0].weight.grad.tolist()))
     with pytest.raises(ScheduleError, match="give both p2p_communicator and pg_collection"):
         _step(config, model, pg_collection=groups)
-    return with_groups, _step(config, model)
+    return found[0], found[1]
 
 
-def test_groups_and_shapes_may_be_given() -> None:
-    for given, default in run_ranks(2, _given_groups):
-        assert _plain(given) == _plain(default)
+def test_groups_may_be_given() -> None:
+    for own, stock in run_ranks(2, _given_groups):
+        assert own[1] == [True]
+        assert _plain(own) == _plain(stock)
 
 
 def _reports_are_by_micro_batch() -> list[float]:

@@ -21,6 +21,12 @@ class Stage(torch.nn.Module):
             torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(number))
         )
         self.input: Any = None
+        self.firsts = 0
+        """Forwards that were said to be the first of a step."""
+
+    def set_is_first_microbatch(self) -> None:
+        """Take note, where Transformer Engine's layers convert their weights."""
+        self.firsts += 1
 
     def set_input_tensor(self, tensors: list[Any]) -> None:
         """Take what the stage before sent."""
@@ -63,10 +69,11 @@ def chunks(made: Any, stages: list[int]) -> list[Stage]:
     return [Stage(made, stage, None if single else i) for i, stage in enumerate(stages)]
 
 
-def samples(num_microbatches: int) -> Iterator[torch.Tensor]:
-    """Yield the data of each micro-batch."""
+def samples(num_microbatches: int, longer_by: int = 0) -> Iterator[torch.Tensor]:
+    """Yield the data of each micro-batch, each longer than the one before."""
     for i in range(num_microbatches):
-        yield torch.randn(LENGTH, BATCH, WIDTH, generator=torch.Generator().manual_seed(1000 + i))
+        shape = LENGTH + longer_by * i, BATCH, WIDTH
+        yield torch.randn(shape, generator=torch.Generator().manual_seed(1000 + i))
 
 
 def forward_step(
