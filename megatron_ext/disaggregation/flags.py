@@ -250,6 +250,10 @@ _RULES = (
         "take auto, or leave it out",
     ),
     Rule(
+        lambda args: getattr(args, "pipeline_device_path", None) == "ipc",
+        "--pipeline-device-path ipc: what its ranks exchange goes through the host; leave it out",
+    ),
+    Rule(
         _above_one("context_parallel_size"),
         "--context-parallel-size above 1: tensors are handed over by tensor-parallel ranks only; "
         "take 1, and --sequence-parallel to cut activations",

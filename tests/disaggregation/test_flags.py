@@ -32,6 +32,7 @@ def _no_job() -> Iterator[None]:
         (MERGED + PP2 + TP2, 8, ("(TP + 1) x PP = (2 + 1) x 2 = 6 for each replica of the model; "
          "start 6 or 12 processes")),
         (FBD + PP2 + "--pipeline-schedule zb-h1", 4, "it brings its own schedule"),
+        (FBD + PP2 + "--pipeline-device-path ipc", 4, "goes through the host; leave it out"),
         (FBD + PP2 + "--enable-bitpipe-schedule", 4, "it brings its own schedule"),
         (MERGED + TP2 + MOE, 3, "shards of experts are not put together"),
         (FBD + PP2 + MOE + "--expert-model-parallel-size 2", 8, "which would have other experts"),
