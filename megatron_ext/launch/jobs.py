@@ -75,6 +75,8 @@ class _Run:
                 return await asyncio.wait_for(ask(index, connection), self._timeout_s)
             except asyncio.TimeoutError:
                 return LaunchError(f"{host.name}: no answer within {self._timeout_s:g} s")
+            except LaunchError as error:
+                return LaunchError(f"{host.name}: {error}")
             except ConnectionLost as error:
                 if connection is None:
                     return LaunchError(f"{host.name}: {error}")
@@ -199,13 +201,17 @@ def _collect(args: argparse.Namespace) -> int:
         await connection.send(run.request(index, "pack", patterns=_PATTERNS))
         path = target / f"{runs.node_dir_name(index, run.nodes[index]['host'])}.tar.gz"
         part = path.with_suffix(".part")
-        with part.open("wb") as file:
-            while True:
-                message, data = await connection.receive()
-                if message["kind"] == "done":
-                    break
-                file.write(data)
-        part.replace(path)
+        try:
+            with part.open("wb") as file:
+                while True:
+                    message, data = await connection.receive()
+                    if message["kind"] == "done":
+                        break
+                    file.write(data)
+            part.replace(path)
+        except OSError as error:
+            why = f"{path} cannot be written: {error.strerror}; make room, or give another --to"
+            raise LaunchError(why) from None
         return {"path": path, "files": message["files"]}
 
     def text(index: int, answer: dict[str, Any]) -> str:

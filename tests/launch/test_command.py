@@ -208,6 +208,9 @@ def test_a_command_on_each_host_and_the_commands_about_a_run(tmp_path: Path) -> 
     listed = subprocess.run(
         ["tar", "-tzf", "here/001-b.tar.gz"], capture_output=True, text=True, check=True
     ).stdout.splitlines()
+    unwritable = run_package("collect", *about, "--to", "/proc")
+    assert unwritable.returncode == 1
+    assert "error: b: /proc/001-b.tar.gz cannot be written: " in unwritable.stderr
     assert {"files/benchmark/r/trace_rank0.json", "logs/output.log", "logs/ended.json"} <= set(
         listed
     )
