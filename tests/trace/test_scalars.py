@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-
-import pytest
+from typing import TYPE_CHECKING
 
 from megatron_ext.trace import scalars
 from tests.ranks import _run_script, run_ranks, run_script
+from tests.scalars import written_scalars
 from tests.schedules.runtime.capture import GPT, PP2
+
+if TYPE_CHECKING:
+    import pytest
 
 TAGS = {"pipeline/bubble", "pipeline/sent bytes per s", "pipeline/out of order"}
 
 
 def read(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(directory))
-    events.Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("pipeline/")]
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+    found = written_scalars(directory)
+    return {tag: values for tag, values in found.items() if tag.startswith("pipeline/")}
 
 
 def check(found: dict[str, list[tuple[int, float]]]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tests.scalars import written_scalars
+
 from .helpers import LLAMA, MOCK, MOE, train
 
 LINE = re.compile(
@@ -33,7 +35,7 @@ def test_lines_and_tags(tmp_path: Path) -> None:
         run.logs[1],
         re.MULTILINE,
     )
-    tags = _scalars(tmp_path)
+    tags = written_scalars(tmp_path)
     assert {
         "lm loss", "lm loss vs samples", "learning-rate", "batch-size", "grad-norm", "loss-scale",
         "lm loss validation", "lm loss validation vs samples", "load_balancing_loss",
@@ -41,14 +43,3 @@ def test_lines_and_tags(tmp_path: Path) -> None:
     assert tags["batch-size"] == [(1, 8.0), (2, 8.0), (3, 8.0)]
     assert [step for step, _ in tags["lm loss vs samples"]] == [8, 16, 24]
     assert f"{tags['lm loss'][0][1]:.6E}" == steps[0]["loss"]
-
-
-def _scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(directory))
-    events.Reload()
-    return {
-        tag: [(event.step, event.value) for event in events.Scalars(tag)]
-        for tag in events.Tags()["scalars"]
-    }
