@@ -89,16 +89,20 @@ def prepare(args: Namespace) -> bool:
             merged=args.ignore_forward_tensor_parallel,
         ),
         args.rank,
-        args.fbd_activations or "recompute",
-        60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10),
-        bool(args.sequence_parallel and args.tensor_model_parallel_size > 1),
-        _message_bytes(args),
-        getattr(args, "pipeline_transport", None) or "auto",
-        tuple(getattr(args, "node_ips", None) or ()),
-        _gathers_late(args),
+        activations=args.fbd_activations or "recompute",
+        timeout_s=60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10),
+        sequence_parallel=bool(args.sequence_parallel and args.tensor_model_parallel_size > 1),
+        message_bytes=_message_bytes(args),
+        wire=getattr(args, "pipeline_transport", None) or "auto",
+        node_ips=tuple(getattr(args, "node_ips", None) or ()),
+        gathers_late=_gathers_late(args),
     )
     setattr(args, _WORLD, args.world_size)
     args.rank, args.world_size = job.role_rank, job.ranks.role_size(job.role)
+    if getattr(args, "rerun_mode", None) == "validate_results":
+        # Backward ranks would run a step with an unexpected loss again, and wait for forwards that
+        # never come. Without, such a loss ends the job at once.
+        args.rerun_mode = "disabled"
     if _has_dropout(args):
         args.microbatch_rng = True  # both roles have to draw the same masks
     if job.role == "forward":
@@ -198,6 +202,8 @@ def _gathers_late(args: Namespace) -> bool:
         return False  # replicas are shared out in groups; those of a group have gathered then
     if getattr(args, "fp8_param_gather", False) or getattr(args, "fp4_param_gather", False):
         return False  # what is gathered are bytes of another kind
+    if _experts_are_apart(args):
+        return False  # experts have fewer replicas than the rest, or others
     return bool(args.use_distributed_optimizer and getattr(args, "overlap_param_gather", False))
 
 
@@ -223,9 +229,13 @@ def _above_one(dest: str) -> Callable[[Namespace], bool]:
     return lambda args: (getattr(args, dest, None) or 1) > 1
 
 
-def _cuts_experts_otherwise(args: Namespace) -> bool:
+def _experts_are_apart(args: Namespace) -> bool:
+    """Tell whether the ranks that share a layer have different experts, or cut them otherwise."""
+    if not getattr(args, "num_experts", None):
+        return False
     size = getattr(args, "expert_tensor_parallel_size", None)
-    return bool(_given("num_experts")(args)) and size not in (None, args.tensor_model_parallel_size)
+    cut_otherwise = size not in (None, args.tensor_model_parallel_size)
+    return cut_otherwise or _above_one("expert_model_parallel_size")(args)
 
 
 def _has_dropout(args: Namespace) -> bool:
@@ -259,16 +269,6 @@ _RULES = (
         "take 1, and --sequence-parallel to cut activations",
     ),
     Rule(
-        _above_one("expert_model_parallel_size"),
-        "--expert-model-parallel-size above 1: weights are handed over by replicas, which would "
-        "have other experts; take 1",
-    ),
-    Rule(
-        _cuts_experts_otherwise,
-        "--expert-tensor-parallel-size: weights are handed over by the tensor-parallel ranks of a "
-        "layer; leave it out",
-    ),
-    Rule(
         _given("moe_router_enable_expert_bias"),
         "--moe-router-enable-expert-bias: that bias is no weight and would stay behind on forward "
         "ranks; balance experts with --moe-aux-loss-coeff",
@@ -283,8 +283,9 @@ _RULES = (
         "out",
     ),
     Rule(
-        _given("mtp_num_layers"),
-        "--mtp-num-layers: predictions need an embedding on the last stage; leave it out",
+        lambda args: args.fbd_activations == "ship" and _given("mtp_num_layers")(args),
+        "--fbd-activations ship and --mtp-num-layers: what is shipped are the layers of a stage, "
+        "not those behind them; take --fbd-activations recompute",
     ),
     Rule(
         _given("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
@@ -305,6 +306,11 @@ _RULES = (
         _given("exit_duration_in_mins", "exit_signal_handler"),
         "--exit-duration-in-mins or --exit-signal-handler: forward and backward ranks would decide "
         "to leave at different steps; take --exit-interval or --train-iters",
+    ),
+    Rule(
+        lambda args: getattr(args, "rerun_mode", None) == "report_stats",
+        "--rerun-mode report_stats: it runs each step again, and forward ranks do not; leave it "
+        "out",
     ),
     Rule(
         _given("full_validation", "multiple_validation_sets"),

@@ -6,7 +6,7 @@ means that nothing of this package part takes part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron_ext.disaggregation.ranks import Place, RankMap, Role
@@ -41,7 +41,6 @@ class Job:
     """Addresses of the nodes for that, where they are not found out."""
     gathers_late: bool = False
     """Whether replicas share the update of weights out, and gather them in their next forward."""
-    _tables: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def place(self) -> Place:
@@ -83,16 +82,12 @@ class Job:
     @property
     def position(self) -> int:
         """Row of the table that this process runs."""
-        placement = self.schedule(1).placement
-        return placement.rank_for(self.place.pp, "F" if self.role == "forward" else "B")
+        stage, pp = self.place.pp, self.ranks.pp
+        return stage if self.role == "forward" else 2 * pp - 1 - stage
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return the table of one replica, both roles, for a number of micro-batches."""
-        if num_microbatches not in self._tables:
-            self._tables[num_microbatches] = generate(
-                "fbd", 2 * self.ranks.pp, num_microbatches, activations=self.activations
-            )
-        return self._tables[num_microbatches]
+        return generate("fbd", 2 * self.ranks.pp, num_microbatches, activations=self.activations)
 
     def peer(self, position: int, tp: int) -> int:
         """Return the global rank of a row of the table in this replica, for a tensor rank."""

@@ -23,7 +23,6 @@ from megatron_ext.schedules import randomness
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
 from megatron_ext.schedules.runtime.rng import microbatch_rng
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
-from megatron_ext.schedules.validate import validate
 from megatron_ext.transport.base import Expected, Key
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class Row(ABC):
     Args:
         job: What the process is part of.
         link: To its neighbours.
-        table: Both roles of this replica, and which row is meant.
+        table: Both roles of this replica, validated, and which row is meant.
         call: What Megatron handed over.
         shape: Of what goes from stage to stage here.
         layers: Of this stage, if their inputs are shipped.
@@ -64,7 +63,6 @@ class Row(ABC):
         *,
         force_all_reduce: bool,
     ) -> None:
-        validate(table.schedule)
         self._job = job
         self._twins = [job.ranks.rank(twin) for twin in job.ranks.twins(job.place)]
         self._link, self._table, self._call = link, table, call

@@ -8,7 +8,7 @@ and sends what it makes to both roles; a backward rank runs the R and B of its o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from megatron_ext.schedules.runtime.compute import Call, StageCompute
 from megatron_ext.schedules.runtime.groups import default_groups
 from megatron_ext.schedules.runtime.microbatches import MicrobatchData
 from megatron_ext.schedules.runtime.tables import Table
+from megatron_ext.schedules.validate import validate
 
 __all__ = ["forward_backward", "link_of_this_rank", "step_done", "weights_s"]
 
@@ -38,6 +39,8 @@ class _Runtime:
     receiver: WeightReceiver | None
     layers: Layers | None
     """Those of this stage, where their inputs are shipped."""
+    tables: dict[int, Table] = field(default_factory=dict)
+    """By number of micro-batches."""
     due: int = 1
     """Transfers of weights that a forward rank has not taken yet; the first makes roles equal."""
 
@@ -96,7 +99,7 @@ def _row(runtime: _Runtime, call: dict[str, Any], chunks: list[torch.nn.Module])
     return kind(
         job,
         runtime.link,
-        Table(job.schedule(count), job.position, slots=count),
+        _table(runtime, count),
         Call(
             forward_step_func=call["forward_step_func"],
             data=[MicrobatchData(i) for i in _as_list(iterators)],
@@ -112,6 +115,16 @@ def _row(runtime: _Runtime, call: dict[str, Any], chunks: list[torch.nn.Module])
         runtime.layers,
         force_all_reduce=bool(call.get("force_all_reduce")),
     )
+
+
+def _table(runtime: _Runtime, num_microbatches: int) -> Table:
+    """Return the table for a number of micro-batches, validated once."""
+    if num_microbatches not in runtime.tables:
+        schedule = runtime.job.schedule(num_microbatches)
+        validate(schedule)
+        table = Table(schedule, runtime.job.position, slots=num_microbatches)
+        runtime.tables[num_microbatches] = table
+    return runtime.tables[num_microbatches]
 
 
 def _tokens(compute: StageCompute, chunks: Sequence[torch.nn.Module]) -> torch.Tensor:

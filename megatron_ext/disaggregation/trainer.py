@@ -8,15 +8,12 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 
 from megatron_ext.disaggregation import step, worlds
 from megatron_ext.disaggregation.job import current
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["share_evaluation", "share_progress"]
 
@@ -46,8 +43,8 @@ def share_progress(args: Namespace) -> None:
 
 
 def share_evaluation(
-    chunks: Sequence[torch.nn.Module], losses: Mapping[str, Any]
-) -> dict[str, Any]:
+    chunks: Sequence[torch.nn.Module], losses: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Bring the losses of an evaluation, which forward ranks run, to the backward ranks, which log.
 
     Args:
@@ -55,11 +52,13 @@ def share_evaluation(
         losses: On forward ranks what the last stage found.
 
     Returns:
-        The losses.
+        The losses, in fp32 on the host.
     """
     link = step.link_of_this_rank(chunks)
-    found = {key: loss.detach().cpu() for key, loss in losses.items()}
-    shared: dict[str, Any] = worlds.hand_over(
-        "losses of an evaluation", found, to="backward", pause=link.wire.poll
+    shared = worlds.hand_over(
+        "losses of an evaluation",
+        {key: loss.tolist() for key, loss in losses.items()},
+        to="backward",
+        pause=link.wire.poll,
     )
-    return shared
+    return {key: torch.tensor(loss, dtype=torch.float32) for key, loss in shared.items()}

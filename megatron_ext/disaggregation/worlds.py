@@ -8,7 +8,7 @@ the few values below, goes through the store that all processes share.
 
 from __future__ import annotations
 
-import pickle
+import json
 from argparse import Namespace
 from collections.abc import Callable
 from datetime import timedelta
@@ -73,7 +73,7 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
 
     Args:
         what: Name for the value and for error messages.
-        value: What the last process of the giving role has; ignored elsewhere.
+        value: What the last process of the giving role has, as JSON knows it; ignored elsewhere.
         to: The role that takes it.
         pause: Waits some seconds, and raises an error if another process has died.
 
@@ -88,7 +88,7 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
     key = f"{_PREFIX}/{what}/{number}"
     if job.role != to:
         if job.role_rank == job.ranks.role_size(job.role) - 1:
-            store.set(key, pickle.dumps(value).hex())
+            store.set(key, json.dumps(value))
         return value
     beats, left_s = -1, job.timeout_s
     while not store.check([key]):
@@ -102,7 +102,7 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
         now = store.add(_BEATS, 0)
         if now != beats:
             beats, left_s = now, job.timeout_s
-    return pickle.loads(bytes.fromhex(store.get(key).decode()))  # noqa: S301 - from our own job
+    return json.loads(store.get(key))
 
 
 def leave() -> None:

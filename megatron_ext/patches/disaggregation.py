@@ -257,6 +257,14 @@ PATCHES = (
         when=_on_forward_rank,
     ),
     _patch(
+        "timers",
+        "megatron.core.timers:Timers.log",
+        _silent,
+        "prints times for each job, and the forward ranks are a second one",
+        kind="replace",
+        when=_on_forward_rank,
+    ),
+    _patch(
         "layers",
         "megatron.core.tensor_parallel.random:checkpoint",
         _replay_layer,

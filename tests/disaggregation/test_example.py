@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_ext.disaggregation.job import current, use
 from megatron_ext.training.arguments import parse
-from tests.examples.scripts import bash, dry_run, megatron_flags, value_of
+from tests.examples.scripts import bash, dry_run, make_data, megatron_flags, value_of
+from tests.ranks import losses, run_script
 
 SCRIPT = "examples/gpt/pretrain_gpt_fbd.sh"
 
@@ -34,6 +36,28 @@ def test_what_the_scripts_start(script: str, flags: list[str], tp: int, processe
         assert job.ranks.merged == (script == SCRIPT)
     finally:
         use(None)
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "processes"),
+    [
+        (SCRIPT, [], 6),
+        pytest.param(
+            "examples/llama3/run.sh",
+            ["--forward-backward-disaggregating"],
+            4,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_scripts_train(script: str, flags: list[str], processes: int, tmp_path: Path) -> None:
+    make_data("python_reference")
+    few = "--train-iters=3 --log-interval=1 --eval-iters=1 --num-workers=0".split()
+    words = dry_run(script, *flags, "--tiny", "--out", str(tmp_path), *few)
+    logs = run_script(processes, "pretrain_gpt.py", megatron_flags(words), embedded=True)
+    found = losses(logs)
+    assert len(found) == 3
+    assert found[-1] < found[0]
 
 
 def test_the_first_word_is_the_number_of_the_machine() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron_ext.disaggregation.flags import prepare
 from megatron_ext.disaggregation.job import current, use
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.training.arguments import parse
@@ -15,6 +16,11 @@ FBD = "--forward-backward-disaggregating "
 MERGED = FBD + "--ignore-forward-tensor-parallel "
 MOE = "--num-experts 4 --swiglu --disable-bias-linear "
 EXPERT_BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid "
+MTP = "--mtp-num-layers 1 --position-embedding-type rope "
+SHIP = (
+    "--fbd-activations ship --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1 "
+)
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
 
 
@@ -35,12 +41,11 @@ def _no_job() -> Iterator[None]:
         (FBD + PP2 + "--pipeline-device-path ipc", 4, "goes through the host; leave it out"),
         (FBD + PP2 + "--enable-bitpipe-schedule", 4, "it brings its own schedule"),
         (MERGED + TP2 + MOE, 3, "shards of experts are not put together"),
-        (FBD + PP2 + MOE + "--expert-model-parallel-size 2", 8, "which would have other experts"),
         (FBD + PP2 + MOE + EXPERT_BIAS, 4, "that bias is no weight and would stay behind"),
         (FBD + PP2 + "--num-layers-per-virtual-pipeline-stage 1", 4, "each rank has one stage"),
         (FBD + PP2 + "--pipeline-model-parallel-layout Et|t|t|tL", 4, "the flags make 2"),
         (FBD + PP2 + "--fbd-activations ship", 4, "add --recompute-granularity full"),
-        (FBD + PP2 + "--mtp-num-layers 1 --position-embedding-type rope", 4, "embedding on the"),
+        (FBD + PP2 + SHIP + MTP, 4, "not those behind them"),
         (MERGED + PP2 + TP2 + "--hidden-dropout 0.1", 6, "draws other masks than the shards"),
         ("--ignore-forward-tensor-parallel", 1, "but there are none; add --forward-backward"),
         ("--fbd-activations ship", 1, "but there are none; add --forward-backward"),
@@ -51,6 +56,26 @@ def test_what_is_refused(flags: str, world: int, rule: str) -> None:
     with pytest.raises(ArgumentsError) as caught:
         parse("gpt", (GPT + flags).split(), {"WORLD_SIZE": str(world)})
     assert rule in str(caught.value)
+    assert current() is None
+
+
+@pytest.mark.parametrize(
+    ("dest", "value", "rule"),
+    [
+        ("context_parallel_size", 2, "--context-parallel-size above 1: tensors are handed over"),
+        ("rerun_mode", "report_stats", "--rerun-mode report_stats: it runs each step again"),
+        ("full_validation", True, "backward ranks do not read that data; take --eval-iters"),
+        ("exit_signal_handler", True, "take --exit-interval or --train-iters"),
+        ("use_torch_fsdp2", True, "use --use-distributed-optimizer to shard optimizer state"),
+    ],
+)
+def test_what_upstreams_flags_can_ask_for_is_refused(dest: str, value: object, rule: str) -> None:
+    """The embedded trainer does not have these flags, or refuses them for all jobs."""
+    args = parse("gpt", (GPT + PP2).split(), {"WORLD_SIZE": "4"})
+    args.forward_backward_disaggregating = True
+    setattr(args, dest, value)
+    with pytest.raises(ArgumentsError, match=rule):
+        prepare(args)
     assert current() is None
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import losses, run_script
+from tests.scalars import written_scalars
 from tests.schedules.runtime import capture
 from tests.schedules.runtime.capture import GPT, PP2
 
@@ -30,11 +31,12 @@ def test_steps_by_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "roles"), [(4, FBD), (6, MERGED)])
-def test_evaluation_is_that_of_an_ordinary_job(num_ranks: int, roles: str) -> None:
-    """Forward ranks evaluate, with the weights of the step; backward ranks log it."""
+def test_evaluation_is_that_of_an_ordinary_job(num_ranks: int, roles: str, tmp_path: Path) -> None:
+    """Forward ranks evaluate, with the weights of the step; backward ranks log and write it."""
     flags = GPT.replace("--eval-iters 0", EVALUATING) + PP2
     shards = "--tensor-model-parallel-size 2 " if roles == MERGED else ""
-    found = run_script(num_ranks, "pretrain_gpt.py", (flags + roles).split(), embedded=True)
+    writing = f"{roles}--tensorboard-dir {tmp_path} "
+    found = run_script(num_ranks, "pretrain_gpt.py", (flags + writing).split(), embedded=True)
     expected = run_script(
         2 * num_ranks // 4 if not shards else 4,
         "pretrain_gpt.py",
@@ -45,6 +47,12 @@ def test_evaluation_is_that_of_an_ordinary_job(num_ranks: int, roles: str) -> No
     assert len(theirs) == 5
     assert ours == pytest.approx(theirs, abs=0 if roles == FBD else 1e-5)
     assert losses(found) == pytest.approx(losses(expected), abs=0 if roles == FBD else 1e-5)
+    written = written_scalars(tmp_path)
+    # The second line of a log is the mean of two steps.
+    assert [value for _, value in written["lm loss"]][::2] == pytest.approx(
+        losses(found)[::2], abs=1e-6
+    )
+    assert [value for _, value in written["lm loss validation"]] == pytest.approx(ours, abs=1e-6)
 
 
 def _validation(logs: list[str]) -> list[float]:

@@ -56,6 +56,9 @@ def stock(num_ranks: int, flags: str) -> Captured:
 DROPOUT = GPT.replace("--hidden-dropout 0 --attention-dropout 0", "--microbatch-rng")
 BF16 = "--bf16 "
 MOE_LAYERS = f"{MOE}--swiglu --disable-bias-linear "
+EP2 = MOE_LAYERS + "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+MTP = "--mtp-num-layers 1 --position-embedding-type rope "
+ETP1 = "--expert-tensor-parallel-size 1 "
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 SHARDED = "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce "
 
@@ -77,10 +80,17 @@ slow = pytest.mark.slow
         (1, 4, 1, DROPOUT),
         (2, 1, 2, DROPOUT),
         (2, 2, 1, DROPOUT + BF16),
+        (1, 1, 2, DROPOUT + EP2 + SHARDED),
+        (1, 2, 1, DROPOUT + MTP),
         pytest.param(1, 2, 1, GPT + MOE_LAYERS, marks=slow),
+        pytest.param(1, 2, 2, GPT + EP2 + BF16, marks=slow),
+        pytest.param(2, 2, 2, GPT + EP2 + ETP1 + SHARDED, marks=slow),
         pytest.param(4, 1, 1, DROPOUT, marks=slow),
         pytest.param(2, 4, 1, GPT, marks=slow),
         pytest.param(1, 4, 2, DROPOUT + BF16, marks=slow),
+        pytest.param(4, 4, 1, GPT, marks=slow),
+        pytest.param(2, 4, 2, GPT + SHARDED, marks=slow),
+        pytest.param(4, 2, 2, DROPOUT + BF16, marks=slow),
     ],
 )
 def test_equal_to_half_the_replicas(tp: int, pp: int, dp: int, flags: str) -> None:
@@ -97,7 +107,9 @@ def test_equal_to_half_the_replicas(tp: int, pp: int, dp: int, flags: str) -> No
         pytest.param(1, 2, 2, DROPOUT + BF16 + SHARDED, marks=slow),
         pytest.param(1, 2, 2, DROPOUT + MOE_LAYERS + SHARDED, marks=slow),
         pytest.param(4, 2, 1, GPT + BF16, marks=slow),
+        pytest.param(1, 1, 2, GPT + EP2, marks=slow),
         pytest.param(2, 4, 1, DROPOUT, marks=slow),
+        pytest.param(4, 4, 1, DROPOUT + BF16, marks=slow),
     ],
 )
 def test_shipped_activations_give_the_same(tp: int, pp: int, dp: int, flags: str) -> None:
@@ -159,6 +171,7 @@ TOLERANCE_BF16 = 5e-3
     ("tp", "pp", "dp", "flags"),
     [
         (2, 2, 1, GPT + SWIGLU),
+        pytest.param(2, 2, 1, GPT + MTP, marks=slow),
         pytest.param(2, 1, 2, GPT + RECOMPUTE + SHARDED + SHIP, marks=slow),
         pytest.param(4, 1, 2, GPT + RECOMPUTE + SHIP, marks=slow),
         pytest.param(4, 2, 1, GPT + BF16, marks=slow),

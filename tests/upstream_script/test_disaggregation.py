@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import RanksFailed, losses
+from tests.scalars import written_scalars
 
 from .runs import GPT, run, save_start, step_losses
 
@@ -37,14 +38,36 @@ def test_plain(tmp_path: Path) -> None:
     start = save_start(tmp_path / "start", EVALUATED)
     theirs, _ = log_of(2, start + PP2)
     saving = f"--save {tmp_path / 'two'} --save-interval 3 --exit-interval 3 "
-    ours, all_logs = log_of(4, start + PP2 + FBD + saving)
+    timing = f"--tensorboard-dir {tmp_path / 'board'} --log-timers-to-tensorboard "
+    timing += "--timing-log-level 2 --timing-log-option all "
+    ours, all_logs = log_of(4, start + PP2 + FBD + saving + timing)
     steps, evaluations = results(theirs)
     assert results(ours) == (steps[:3], evaluations[:1])
     assert "saving checkpoint" not in all_logs[0]
+    assert "times across ranks" in ours
+    assert not any("times across ranks" in log for log in all_logs[::2]), "forward ranks are silent"
+    check_timers(written_scalars(tmp_path / "board"), steps[:3])
     resumed, _ = log_of(2, f"{EVALUATED}{PP2}--load {tmp_path / 'two'} ")
     assert losses(resumed)[0] == pytest.approx(steps[3], abs=1e-6)
     back, _ = log_of(4, f"{EVALUATED}{PP2}{FBD}--load {tmp_path / 'two'} ")
     assert results(back) == results(resumed)
+
+
+def check_timers(written: dict[str, list[tuple[int, float]]], steps: list[float]) -> None:
+    """What the last backward rank wrote: losses, and times of what backward ranks do."""
+    assert [value for _, value in written["lm loss"]] == pytest.approx(steps, abs=1e-5)
+    assert [step for step, _ in written["lm loss validation"]] == [2]
+    for timer in ("forward-backward", "forward-compute", "backward-compute", "optimizer"):
+        times = written[f"{timer}-time"]
+        assert [step for step, _ in times] == [1, 2, 3]
+        assert all(seconds > 0 for _, seconds in times)
+
+
+def test_a_loss_that_is_no_number_ends_the_job(tmp_path: Path) -> None:
+    """No role runs the step again, which upstream does, to wait for the other for ever."""
+    ended = run(4, GPT + PP2 + FBD + "--lr 1e30 --min-lr 1e30 --lr-decay-style constant ")
+    assert all(ended.exit_codes), ended.describe()
+    assert "Unexpected result nan" in ended.logs[-1]
 
 
 def test_merged(tmp_path: Path) -> None:
