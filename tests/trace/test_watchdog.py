@@ -13,7 +13,7 @@ import pytest
 from tests.ranks import RankRun, start_ranks
 from tests.schedules.runtime import toy
 
-RANKS, MICROBATCHES, TIMEOUT_S = 3, 6, 2.0
+RANKS, MICROBATCHES, TIMEOUT_S = 4, 6, 2.0
 
 
 def train(kind: str, steps: int = 2) -> None:
@@ -70,7 +70,7 @@ def hang(kind: str) -> tuple[RankRun, str]:
     [
         ("stall", "rank 1 holds the job up: rank ", "rank 1, which runs 1F1 for "),
         ("stop", "rank 1 holds the job up: rank ", "rank 1, which says nothing: its process"),
-        ("wrong schedule", "ranks 0, 1 hold each other up", "their tables do not fit each other"),
+        ("wrong schedule", "ranks 1, 2 hold each other up", "their tables do not fit each other"),
     ],
 )
 def test_a_job_that_hangs_ends_and_names_the_rank(kind: str, error: str, end: str) -> None:
@@ -93,7 +93,9 @@ def test_a_job_that_goes_on_is_left_alone() -> None:
 def test_a_dead_rank_is_named_at_once() -> None:
     run = start_ranks(RANKS, die, timeout_s=60)
     assert not run.timed_out
-    assert "rank 1" in "\n".join(run.logs)
+    assert run.exit_codes == [1, -signal.SIGKILL, 1, 1], run.describe()
+    for rank in (0, 2):
+        assert "did not come from rank 1: " in run.logs[rank], run.describe()
 
 
 def die() -> None:
