@@ -21,6 +21,8 @@ EVERY = [
     PP4 + "--enable-bitpipe-schedule ",
     PP4 + "--enable-bitpipe-schedule --bitpipe-order paper --bitpipe-routing local ",
 ]
+PATIENT = PP2 + "--pipeline-schedule zb-h1 --use-dpp --dpp-extra-activations 0 "
+"""Ranks wait for the head of this table (patience.py), which shows in nothing but time."""
 # All on four ranks with two replicas. The norm that clips is added up rank by rank.
 SAME = "--num-layers 8 --global-batch-size 16 --clip-grad 0 --train-iters 2 "
 
@@ -31,7 +33,7 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
     return start, report(run(4, start + PP2))
 
 
-@pytest.mark.parametrize("schedule", EVERY)
+@pytest.mark.parametrize("schedule", [*EVERY, PATIENT])
 def test_gpt(gpt: tuple[str, list[str]], schedule: str) -> None:
     start, stock = gpt
     ended = run(4, start + schedule)
