@@ -4,8 +4,9 @@
 
 1. Stages that sleep (a backward takes twice as long as a forward) run under the disaggregated
    executor and under this package's 1F1B, both over shared memory. Beside each measured step stands
-   what the simulator says. Forward ranks that stand in for TP ranks sleep TP times as long. Times
-   are in forwards of a stage; the bar is a deviation of 3 %.
+   what the simulator says, given the time of a message that the same processes measured before.
+   Forward ranks that stand in for TP ranks sleep TP times as long. Times are in forwards of a
+   stage; the bar is a deviation of 3 %.
 2. A GPT is trained in each way: most resident memory of a process of the first stage above what it
    held before the first step, and what new weights cost either role.
 
@@ -63,14 +64,18 @@ def _rows() -> list[Row]:
     return rows
 
 
-def step_units(case: Case, forward_s: float, steps: int) -> list[float]:
-    """Return the time of each step, over all ranks, in forwards of a stage."""
+def step_units(case: Case, forward_s: float, steps: int) -> tuple[list[float], float]:
+    """Return the time of each step, over all ranks, and of a message, in forwards of a stage."""
     by_rank = run_ranks(case.num_processes, measure_steps, case, forward_s, steps, timeout_s=300)
     spans = [
         max(end for _, end in ranks) - min(begin for begin, _ in ranks)
-        for ranks in zip(*by_rank, strict=True)
+        for ranks in zip(*(rank.steps for rank in by_rank), strict=True)
     ]
-    return [span / forward_s for span in spans]
+    message_s = 0.0  # one process sends none
+    if len(by_rank) > 1:
+        sent, here = by_rank[0].messages, by_rank[1].messages
+        message_s = statistics.median(b - a for a, b in zip(sent, here, strict=True))
+    return [span / forward_s for span in spans], message_s / forward_s
 
 
 def measure_rows(rows: list[Row], forward_s: float, steps: int) -> list[dict[str, Any]]:
@@ -78,10 +83,11 @@ def measure_rows(rows: list[Row], forward_s: float, steps: int) -> list[dict[str
     found: list[dict[str, Any]] = []
     baseline: dict[int, dict[str, Any]] = {}
     for name, case, replicas in rows:
-        units = step_units(case, forward_s, steps)
+        units, message = step_units(case, forward_s, steps)
         row = {
             "name": name, **vars(case), "devices": replicas * case.num_devices,
-            "computed": case.computed(), "measured": statistics.median(units),
+            "units": case.computed(), "message_ms": 1e3 * forward_s * message,
+            "computed": case.computed(message), "measured": statistics.median(units),
             "fastest": min(units), "steps": units,
         }  # fmt: skip
         first = baseline.setdefault(case.pp, row)
@@ -98,21 +104,26 @@ def steps_as_markdown(rows: list[dict[str, Any]], forward_s: float) -> str:
     """Return the first table."""
     conditions = (
         f"Forwards of a stage, {1e3 * forward_s:g} ms each; the median of {len(rows[0]['steps'])} "
-        f"steps on {os.cpu_count()} cores, load {os.getloadavg()[2]:.1f}. Beside them time and "
-        "devices relative to 1F1B on as many stages."
+        f"steps on {os.cpu_count()} cores, load {os.getloadavg()[2]:.1f}. Units are the step if "
+        "messages took no time. Last, time and devices relative to 1F1B on as many stages."
+    )
+    head = (
+        "| | TP | PP | M | units | ms a message | computed | measured | "
+        "| time, computed | measured | devices |"
     )
     lines = [
         conditions,
         "",
-        "| | TP | PP | M | computed | measured | | time, computed | measured | devices |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        head,
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         own = row["way"] == "1f1b" or row["name"].startswith("plain")
         lines.append(
             f"| {row['name']} | {'any' if own else row['tp']} | {row['pp']} "
             f"| {row['num_microbatches']}{' each' if 'replicas' in row['name'] else ''} "
-            f"| {row['computed']:g} | {row['measured']:.2f} | {100 * row['deviation']:+.1f} % "
+            f"| {row['units']:g} | {row['message_ms']:.2f} "
+            f"| {row['computed']:.2f} | {row['measured']:.2f} | {100 * row['deviation']:+.1f} % "
             f"| {row['relative_computed']:.2f} | {row['relative_measured']:.2f} "
             f"| {row['relative_devices']:g} |"
         )

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron_ext.schedules import Costs, Schedule, generate, simulate
+from megatron_ext.schedules.runtime.compute import StageCompute
+from megatron_ext.transport.base import Expected, Key
+from megatron_ext.transport.native_transport import NativeTransport
 
-from .stage import oversleep_s
+from .stage import MESSAGE_SHAPE
 
-__all__ = ["Case", "Trained", "measure_steps", "measure_training"]
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["Case", "Measured", "Trained", "measure_steps", "measure_training"]
 
 COSTS = Costs(1.0, 1.0, 1.0)
-_RECOMPUTED = Costs(1.0, 1.5, 1.5)
-"""The backward contains another forward."""
-_SHAPE = (64, 1, 256)
 
 
 @dataclass(frozen=True)
@@ -59,13 +64,16 @@ class Case:
         options = {"activations": self.activations} if self.way == "fbd" else {}
         return generate(self.way, self.num_processes, self.num_microbatches, **options)
 
-    def computed(self) -> float:
-        """Return the simulated step in forwards of a stage."""
+    def computed(self, message: float = 0.0) -> float:
+        """Return the simulated step in forwards of a stage.
+
+        Args:
+            message: What a message takes, in the same unit.
+        """
         schedule = self.schedule()
         share = schedule.pp / schedule.num_stages
-        costs: Costs = _RoleCosts(tp=self.tp)
-        if self.way == "1f1b" and self.checkpoints:
-            costs = _RECOMPUTED
+        again = 0.5 if self.way == "1f1b" and self.checkpoints else 0.0  # of either gradient
+        costs = _RoleCosts(1.0, 1.0 + again, 1.0 + again, latency=share * message, tp=self.tp)
         return simulate(schedule, costs).makespan / share
 
 
@@ -82,29 +90,59 @@ class _RoleCosts(Costs):
         return found
 
 
+@dataclass
+class _Pace:
+    """Makes ops take their time by sleeping for what is left of it.
+
+    What the host does in an op is part of its time, as on a GPU, whose kernels hide it. Sleeps end
+    late, and something is left to do after the last one. So ops are asked to end earlier by as much
+    as those of their kind were late so far, on the median.
+    """
+
+    _over_s: float = 0.0
+    """When the op that runs is over, as far as it has spent its time."""
+    _earlier_s: float = 0.0
+    """By how much it is asked to end earlier."""
+    _late_s: dict[str, list[float]] = field(default_factory=dict)
+    """By kind: how late each op would have ended if it had not been asked."""
+
+    @contextmanager
+    def op(self, kind: str) -> Iterator[None]:
+        """Take what runs inside as one op."""
+        late_s = self._late_s.setdefault(kind, [])
+        self._earlier_s = statistics.median(late_s) if late_s else 0.0
+        self._over_s = time.perf_counter()
+        yield
+        late_s.append(time.perf_counter() - self._over_s + self._earlier_s)
+
+    def spend(self, seconds: float) -> None:
+        """Take the time of an op, or of a part of it."""
+        self._over_s += seconds
+        time.sleep(max(0.0, self._over_s - self._earlier_s - time.perf_counter()))
+
+
 class _Sleeping(torch.autograd.Function):
     """The identity, whose backward takes its time."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
+    def forward(ctx: Any, x: torch.Tensor, pace: _Pace, seconds: float) -> torch.Tensor:
+        ctx.pace, ctx.seconds = pace, seconds
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradient.clone(), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.pace.spend(ctx.seconds)
+        return gradient.clone(), None, None
 
 
 class _SleepingLayer(torch.nn.Module):
-    def __init__(self, forward_s: float, backward_s: float) -> None:
+    def __init__(self, pace: _Pace, forward_s: float, backward_s: float) -> None:
         super().__init__()
-        late_s = oversleep_s()
-        self.seconds = max(0.0, forward_s - late_s), max(0.0, backward_s - late_s)
+        self.pace, self.forward_s, self.backward_s = pace, forward_s, backward_s
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds[0])
-        return _Sleeping.apply(x, self.seconds[1])
+        self.pace.spend(self.forward_s)
+        return _Sleeping.apply(x, self.pace, self.backward_s)
 
 
 class _Block(TransformerBlock):  # type: ignore[misc]
@@ -118,14 +156,12 @@ class _Block(TransformerBlock):  # type: ignore[misc]
 class SleepingStage(torch.nn.Module):
     """A stage of one layer with one weight, as Megatron's schedules take it."""
 
-    def __init__(
-        self, config: Any, forward_s: float, backward_s: float, *, checkpoints: bool
-    ) -> None:
+    def __init__(self, config: Any, layer: _SleepingLayer, *, checkpoints: bool) -> None:
         super().__init__()
         self.config, self.vp_stage, self.model_type = config, None, None
-        self.weight = torch.nn.Parameter(torch.zeros(_SHAPE[-1]))
+        self.weight = torch.nn.Parameter(torch.zeros(MESSAGE_SHAPE[-1]))
         self.input: torch.Tensor | None = None
-        self.block = _Block(_SleepingLayer(forward_s, backward_s))
+        self.block = _Block(layer)
         self.checkpoints = checkpoints
 
     def set_input_tensor(self, tensors: list[Any]) -> None:
@@ -134,7 +170,7 @@ class SleepingStage(torch.nn.Module):
 
     def forward(self) -> torch.Tensor:
         """Return the stage's output."""
-        x = torch.zeros(_SHAPE) if self.input is None else self.input
+        x = torch.zeros(MESSAGE_SHAPE) if self.input is None else self.input
         [layer] = self.block.layers
         if not self.checkpoints:
             return layer(x + self.weight)
@@ -153,47 +189,106 @@ def _forward_step(_data: Iterator[Any] | None, stage: SleepingStage) -> tuple[An
     return stage(), loss
 
 
-def measure_steps(case: Case, forward_s: float, steps: int) -> list[tuple[float, float]]:
-    """Return when each step of this rank began and ended."""
+class Measured(NamedTuple):
+    """What one rank measured."""
+
+    steps: list[tuple[float, float]]
+    """When each step began and ended, by the clock of the machine."""
+    messages: list[float]
+    """When this rank sent, or had, each message that ranks 0 and 1 tried before."""
+
+
+_WARM_UP = 2
+"""Steps that do not count."""
+
+
+def measure_steps(case: Case, forward_s: float, steps: int) -> Measured:
+    """Run steps as one rank."""
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
 
-    run, barrier, forward_cost = _prepare(case)
+    run, store, forward_cost = _prepare(case)
+    messages = _try_messages(store) if case.num_processes > 1 else []
     config = TransformerConfig(
         num_layers=8,
-        hidden_size=_SHAPE[-1],
+        hidden_size=MESSAGE_SHAPE[-1],
         num_attention_heads=1,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         pipeline_dtype=torch.float32,
         deallocate_pipeline_outputs=True,
     )
     config.timers = None
-    stage = SleepingStage(
-        config,
-        forward_cost * forward_s,
-        COSTS.backward * forward_s,
-        checkpoints=case.checkpoints,
-    )
+    pace = _Pace()
+    _time_ops(pace)
+    layer = _SleepingLayer(pace, forward_cost * forward_s, COSTS.backward * forward_s)
+    stage = SleepingStage(config, layer, checkpoints=case.checkpoints)
     times = []
-    for _ in range(steps + 1):
-        barrier()
+    for number in range(_WARM_UP + steps):
+        _meet(store, f"step {number}", case.num_processes)
         begin_s = time.perf_counter()
         run(
             forward_step_func=_forward_step,
             data_iterator=None,
             model=[stage],
             num_microbatches=case.num_microbatches,
-            seq_length=_SHAPE[0],
-            micro_batch_size=_SHAPE[1],
+            seq_length=MESSAGE_SHAPE[0],
+            micro_batch_size=MESSAGE_SHAPE[1],
             forward_only=False,
         )
         times.append((begin_s, time.perf_counter()))
-    barrier()
-    return times[1:]
+    _meet(store, "the end", case.num_processes)
+    return Measured(times[_WARM_UP:], messages)
 
 
-def _prepare(case: Case) -> tuple[Callable[..., Any], Callable[[], object], float]:
-    """Join the job; return what runs a step, what waits for all ranks, and what a forward costs."""
+def _time_ops(pace: _Pace) -> None:
+    """Let forwards and backwards of this process take the time that they spend."""
+    for name in ("forward", "backward"):
+        original = getattr(StageCompute, name)
+
+        def paced(*args: Any, name: str = name, original: Any = original, **keywords: Any) -> Any:
+            with pace.op(name):
+                return original(*args, **keywords)
+
+        setattr(StageCompute, name, paced)
+
+
+def _meet(store: Store, where: str, num_ranks: int) -> None:
+    """Wait for all ranks."""
+    if store.add(where, 1) == num_ranks:
+        store.set(f"{where}: all are here", "")
+    store.wait([f"{where}: all are here"])
+
+
+def _try_messages(store: Store, count: int = 25) -> list[float]:
+    """Send messages of a stage's size from rank 0 to rank 1, now and then as in a step.
+
+    Returns:
+        When each was about to be sent, or was here; nothing on other ranks.
+    """
+    rank = int(os.environ["RANK"])
+    if rank > 1:
+        return []
+    wire = NativeTransport(
+        store, rank, [1 - rank], run_id="messages", device=torch.device("cpu"), wire="shm"
+    )
+    keys = [Key("F", 1, microbatch) for microbatch in range(count)]
+    wire.begin([Expected(0, key, MESSAGE_SHAPE, torch.float32) for key in keys if rank], 8)
+    times = []
+    for key in keys:
+        if rank:
+            wire.recv(0, key, 60.0)
+            times.append(time.perf_counter())
+        else:
+            time.sleep(10e-3)
+            times.append(time.perf_counter())
+            wire.isend(torch.zeros(MESSAGE_SHAPE), 1, key)
+    wire.flush(60.0)
+    wire.close()
+    return times
+
+
+def _prepare(case: Case) -> tuple[Callable[..., Any], Store, float]:
+    """Join the job; return what runs a step, what all ranks share, and what a forward costs."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -204,7 +299,7 @@ def _prepare(case: Case) -> tuple[Callable[..., Any], Callable[[], object], floa
         dist.init_process_group("gloo")
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=case.pp)
         use(Choice("1f1b", case.pp, case.num_microbatches, transport="shm"))
-        return forward_backward, dist.barrier, 1.0
+        return forward_backward, dist.distributed_c10d._get_default_store(), 1.0
 
     from megatron_ext.disaggregation import job as disaggregation
     from megatron_ext.disaggregation import step, worlds
@@ -216,18 +311,11 @@ def _prepare(case: Case) -> tuple[Callable[..., Any], Callable[[], object], floa
     disaggregation.use(job)
     worlds.join(Namespace(distributed_backend="gloo"))
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=case.pp)
-    rounds = iter(range(10**6))
-
-    def everyone() -> None:
-        store, key = worlds.shared_store(), f"round {next(rounds)}"
-        if store.add(key, 1) == case.num_processes:
-            store.set(f"{key} begins", "")
-        store.wait([f"{key} begins"])
 
     def run(**call: Any) -> None:
         step.forward_backward(_no_evaluation, **call)
 
-    return run, everyone, float(case.tp) if job.role == "forward" else 1.0
+    return run, worlds.shared_store(), float(case.tp) if job.role == "forward" else 1.0
 
 
 def _no_evaluation(**_call: Any) -> list[Any]:

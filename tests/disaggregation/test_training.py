@@ -32,7 +32,7 @@ def run_role(argv: list[str], values: bool = False) -> tuple[str, Captured]:
 
 def train(num_ranks: int, flags: str, *, values: bool = False) -> tuple[Captured, list[Captured]]:
     """Return what the backward ranks computed together, and the forward ranks one by one."""
-    return together(run_ranks(num_ranks, run_role, flags.split(), values, timeout_s=100))
+    return together(run_ranks(num_ranks, run_role, flags.split(), values, timeout_s=240))
 
 
 def together(by_rank: list[tuple[str, Captured]]) -> tuple[Captured, list[Captured]]:
@@ -50,7 +50,7 @@ def together(by_rank: list[tuple[str, Captured]]) -> tuple[Captured, list[Captur
 
 @cache
 def stock(num_ranks: int, flags: str) -> Captured:
-    return capture.train(num_ranks, flags)
+    return capture.train(num_ranks, flags, timeout_s=240)
 
 
 DROPOUT = GPT.replace("--hidden-dropout 0 --attention-dropout 0", "--microbatch-rng")
