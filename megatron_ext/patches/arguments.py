@@ -124,7 +124,7 @@ def _validate(
     arguments.prepare(given)
     try:
         validated = call(*args, **kwargs)
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, ArithmeticError, ValueError) as error:
         raise ArgumentsError(f"Megatron-LM refused the arguments: {_told(error)}") from error
     arguments.check(validated)
     _show_patches(validated)
@@ -132,9 +132,15 @@ def _validate(
 
 
 def _told(error: Exception) -> str:
-    """Return an error's message, or the line that raised it where upstream gave none."""
+    """Return an error's message, or the line that raised it where upstream gave none.
+
+    A division by a size of zero says too little by itself.
+    """
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return str(error) or f"{place.line} ({Path(place.filename).name}:{place.lineno})"
+    line = f"{place.line} ({Path(place.filename).name}:{place.lineno})"
+    if isinstance(error, ArithmeticError):
+        return f"{error}: {line}"
+    return str(error) or line
 
 
 def _show_patches(args: Namespace) -> None:

@@ -82,6 +82,7 @@ def _refused(run: RankRun) -> str:
     ("flags", "message"),
     [
         ("--pipeline-model-parallel-size 3", "world size"),
+        ("--pipeline-model-parallel-size 0", "by zero: assert args.world_size % total_model_size"),
         ("--transformer-impl transformer_engine", "local"),
         ("--context-parallel-size 2", "context-parallel"),
         ("--device-backend musa", "MEGATRON_EXT_DEVICE"),
