@@ -12,7 +12,7 @@ interface of the host, as gloo does. gloo receives into a tensor that is there a
 the copy of one thread, which is what a message at least takes: between two pairs of tensors in
 turn, because the two processes touch as much memory. `multiprocessing` is a queue of
 torch.multiprocessing, to a process that one rank starts, with a tensor for each message.
-NCCL is not among them: it needs two GPUs.
+Where there are NVIDIA GPUs, tensors of those are sent as well (`gpu_transport.py`).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from tests.ranks import run_ranks  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron_ext.transport.address import Wire
+    from megatron_ext.transport.base import Transport
 
 SIZES = tuple(1 << bits for bits in (10, 16, 20, 24, 26))
 _SLOTS = 8
@@ -48,7 +49,7 @@ _TIMEOUT_S = 60.0
 _BEGIN, _END = "<!-- transport: begin -->", "<!-- transport: end -->"
 
 
-class _Wire(Protocol):
+class Exchange(Protocol):
     """One way of exchanging messages with the other rank."""
 
     def start(self, count: int) -> None:
@@ -88,36 +89,48 @@ class _Gloo:
         pass
 
 
-class _Native:
-    def __init__(
-        self, wire: Wire, slot_bytes: int, run_id: str, spin_s: float | None = None
-    ) -> None:
+class Messages:
+    """Messages of a transport of ours."""
+
+    def __init__(self, transport: Transport) -> None:
         self._peer = 1 - dist.get_rank()
-        store = dist.distributed_c10d._get_default_store()
-        self._transport = NativeTransport(
-            store, dist.get_rank(), [self._peer], run_id=run_id, device=torch.device("cpu"),
-            wire=wire, slots=_SLOTS, slot_bytes=slot_bytes, spin_s=spin_s,
-        )  # fmt: skip
+        self._transport = transport
 
     def start(self, count: int) -> None:
+        """Begin a step."""
         expected = [Expected(self._peer, Key("F", 0, i), None, torch.uint8) for i in range(count)]
         self._transport.begin(expected, count)
         self._sent = self._received = 0
 
     def send(self, tensor: torch.Tensor) -> None:
+        """Send the next message."""
         self._transport.isend(tensor, self._peer, Key("F", 0, self._sent))
         self._sent += 1
 
     def recv(self) -> object:
+        """Receive the next message."""
         key = Key("F", 0, self._received)
         self._received += 1
         return self._transport.recv(self._peer, key, _TIMEOUT_S)
 
     def finish(self) -> None:
+        """Wait until everything sent has left."""
         self._transport.flush(_TIMEOUT_S)
 
     def close(self) -> None:
+        """Close the transport."""
         self._transport.close()
+
+
+def native(
+    wire: Wire, slot_bytes: int, run_id: str, spin_s: float | None = None
+) -> NativeTransport:
+    """Connect the two ranks."""
+    return NativeTransport(
+        dist.distributed_c10d._get_default_store(), dist.get_rank(), [1 - dist.get_rank()],
+        run_id=run_id, device=torch.device("cpu"), wire=wire, slots=_SLOTS, slot_bytes=slot_bytes,
+        spin_s=spin_s,
+    )  # fmt: skip
 
 
 class _Queues:
@@ -175,7 +188,7 @@ class Times:
     bandwidth_bytes_per_s: list[float] = field(default_factory=list)
 
 
-def _ping_pong(wire: _Wire, tensor: torch.Tensor, count: int) -> list[float]:
+def ping_pong(wire: Exchange, tensor: torch.Tensor, count: int) -> list[float]:
     """Half round trips, seen by rank 0."""
     wire.start(count)
     dist.barrier()
@@ -193,7 +206,7 @@ def _ping_pong(wire: _Wire, tensor: torch.Tensor, count: int) -> list[float]:
     return times
 
 
-def _stream(wire: _Wire, tensor: torch.Tensor, count: int) -> float:
+def stream(wire: Exchange, tensor: torch.Tensor, count: int) -> float:
     """Bytes for each second from rank 0 to rank 1, up to the answer to the last one."""
     wire.start(count)
     dist.barrier()
@@ -222,14 +235,14 @@ def measure(num_bytes: int, rounds: int) -> dict[str, Times]:
     torch.set_num_threads(1)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    wires: dict[str, _Wire] = {
+    wires: dict[str, Exchange] = {
         "gloo": _Gloo(num_bytes),
-        "shm": _Native("shm", num_bytes, f"whole-{num_bytes}"),
-        "shm, asleep": _Native("shm", num_bytes, f"asleep-{num_bytes}", 0.0),
-        "tcp": _Native("tcp", num_bytes, f"tcp-{num_bytes}"),
+        "shm": Messages(native("shm", num_bytes, f"whole-{num_bytes}")),
+        "shm, asleep": Messages(native("shm", num_bytes, f"asleep-{num_bytes}", 0.0)),
+        "tcp": Messages(native("tcp", num_bytes, f"tcp-{num_bytes}")),
     }
     if num_bytes > _PIECE_BYTES:
-        wires["shm, pieces"] = _Native("shm", _PIECE_BYTES, f"pieces-{num_bytes}")
+        wires["shm, pieces"] = Messages(native("shm", _PIECE_BYTES, f"pieces-{num_bytes}"))
     tensor = torch.ones(num_bytes, dtype=torch.uint8)
     pairs = [(tensor, torch.zeros_like(tensor)), (tensor.clone(), torch.zeros_like(tensor))]
     count = max(4, min(300, (1 << 26) // num_bytes))
@@ -237,7 +250,7 @@ def measure(num_bytes: int, rounds: int) -> dict[str, Times]:
     queues = _Queues(num_bytes, count) if dist.get_rank() == 0 else None
     for turn in range(rounds + 1):  # the first one warms up
         for name, wire in wires.items():
-            latencies, bandwidth = _ping_pong(wire, tensor, count), _stream(wire, tensor, count)
+            latencies, bandwidth = ping_pong(wire, tensor, count), stream(wire, tensor, count)
             if turn > 0:
                 times[name].latency_s += latencies
                 times[name].bandwidth_bytes_per_s.append(bandwidth)
@@ -315,13 +328,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
 
-    from benchmarks import transport  # ranks find what they run by the name of its module
+    # Ranks find what they run by the name of its module.
+    from benchmarks import gpu_transport, transport
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = []
     print(f"{'bytes':>10}  {'wire':<16}{'latency us':>12}{'GB/s':>8}{'x gloo':>8}")
     for num_bytes in SIZES:
         times = run_ranks(2, transport.measure, num_bytes, args.rounds, timeout_s=300)[0]
+        if torch.cuda.is_available():
+            asked = "cuda", num_bytes, args.rounds
+            times |= run_ranks(2, gpu_transport.measure, *asked, timeout_s=300)[0]
         for row in rows_of(num_bytes, times):
             print(
                 f"{num_bytes:>10}  {row['wire']:<16}{1e6 * row['latency_s']:>12.1f}"
@@ -329,6 +346,8 @@ def main() -> None:
             )
             rows.append(row)
     print(markdown(rows))
+    if left_out := gpu_transport.left_out():
+        print(left_out)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from benchmarks import transport
+from benchmarks import gpu_transport, transport
 from tests.ranks import run_ranks
 
 
@@ -23,6 +24,21 @@ def test_every_wire_has_a_row(num_bytes, wires) -> None:
     assert all(row["nbytes"] == num_bytes for row in rows)
     assert rows[0]["ratio_to_gloo"] == 1.0
     assert all(row["latency_s"] > 0 and row["bandwidth_bytes_per_s"] > 0 for row in rows)
+
+
+@pytest.mark.usefixtures("native", "emulated_musa")
+def test_tensors_of_devices_have_rows() -> None:
+    times = run_ranks(2, gpu_transport.measure, "musa", 1 << 24, 1, device="musa")[0]
+    assert list(times) == ["gpu, staged", "gpu, ipc", "gpu, copy"]
+    times["gloo"] = times["gpu, copy"]
+    assert all(row["latency_s"] > 0 for row in transport.rows_of(1 << 24, times))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_has_no_gpu_to_be_measured_on_is_told() -> None:
+    assert gpu_transport.left_out() == (
+        "left out for want of a GPU: gpu, staged; gpu, ipc; gpu, copy; nccl"
+    )
 
 
 def test_the_tables_leave_out_what_was_not_measured() -> None:
