@@ -222,7 +222,9 @@ class NativeTransport:
         endpoint = self._usable()
         begin = time.perf_counter()
         while True:
-            keys = [self._expected[name].key for name in self._told if name in self._expected]
+            # Looked up once: another thread that gives up clears what is expected.
+            found = (self._expected.get(name) for name in self._told)
+            keys = [item.key for item in found if item is not None]
             if keys:
                 self._told = {name: None for name in self._told if name not in self._expected}
                 break
@@ -256,7 +258,9 @@ class NativeTransport:
         """Wait until everything sent is where its receiver can take it."""
         endpoint = self._usable()
         if not endpoint.flush(timeout_s):
-            target = next(peer.rank for peer in endpoint.peers() if peer.num_queued)
+            target = next((peer.rank for peer in endpoint.peers() if peer.num_queued), None)
+            if target is None:
+                return  # the last message left after the time-out, and before this look
             what = f"rank {target} did not take what was sent to it: {self._waited(endpoint)}"
             raise self._failure(what, target, None, timeout_s)
 
@@ -266,7 +270,9 @@ class NativeTransport:
             self._given_up = reason
             self._open = None
             self._expected.clear()
-            self._endpoint.abort(f"rank {self._rank}: {reason}")
+            # Names of files may hold what is no text; an error here would hide the one that counts.
+            text = reason.encode(errors="replace").decode()
+            self._endpoint.abort(f"rank {self._rank}: {text}")
 
     def close(self) -> None:
         """Say farewell and let go of all memory but that of tensors that are still in use."""
