@@ -71,8 +71,11 @@ def test_losses_are_those_of_a_single_process(tp: int, pp: int, dp: int, schedul
     assert not any(ended.logs[1:])
 
 
-def test_the_layout_and_what_is_sent() -> None:
+def test_the_layout_and_what_is_sent_are_those_of_its_readme() -> None:
     printed = run(2, 2, 2).logs[0]
+    readme = DEMO.with_name("README.md").read_text(encoding="utf-8")
+    [shown] = re.findall(r"```text\n(DP replica.*?)```", readme, re.DOTALL)
+    assert shown.replace("GPU", "CPU") in printed
     assert LAYOUT in printed
     sent = messages(printed)
     # Of each rank: two all-reduces in the forward and two in the backward of its blocks.
