@@ -59,6 +59,7 @@ class _Compute:
         self._rank = compute.table.rank
         self._kept = observer.activation_bytes
         self._order = StepMeasure(compute.table, Measured())
+        self.kept = compute.kept
         self.release = compute.release
         self.unfinished = compute.unfinished
 

@@ -121,6 +121,10 @@ class StageCompute:
         """Sum over the micro-batches, an integer scalar; None before the first."""
         return functools.reduce(operator.add, self._num_tokens) if self._num_tokens else None
 
+    def kept(self, stage: int, microbatch: int) -> tuple[Tensors, Tensors] | None:
+        """Return inputs and outputs that wait for their backward, which would drop them."""
+        return self._live.get((stage, microbatch))
+
     def release(self, outputs: Tensors) -> None:
         """Free the data of outputs that were sent; backward needs their graph only."""
         for tensor in outputs:

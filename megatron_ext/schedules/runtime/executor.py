@@ -51,6 +51,8 @@ class Executor:
     """Tensors between two stages of this rank."""
     _left: dict[int, int] = field(init=False)
     """By stage: actions that were not run yet."""
+    _ran: list[tuple[int, Action, float]] = field(default_factory=list, init=False)
+    """Position, action and seconds of what was run."""
 
     def run(self) -> None:
         """Run every operation of the table, in the order of `order`.
@@ -66,6 +68,8 @@ class Executor:
             self._run(position, works[position])
         self.transport.flush(self.timeout_s)
         self.measure.into.wall_s += time.perf_counter() - begin_s
+        for ran in self._ran:
+            self.measure.ran(*ran)
         left = [*self.compute.unfinished(), *map(str, self._handed)]
         if left:
             raise MegatronExtError(f"{self.table.schedule.label} ended with {left[0]} to be done")
@@ -78,13 +82,15 @@ class Executor:
         if is_first:
             self.parameters.before(stage)
         inputs = self._inputs(work)
+        spent = self.compute.kept(stage, action.microbatch)
         begin_s = time.perf_counter()
         with self.gradients.around(action, is_last=is_last):
             outputs = self._compute(action, inputs, is_first=is_first)
         end_s = time.perf_counter()
         self._deliver(work, outputs)
+        del spent  # not before: to free the graph of a backward takes about as long as to send
         self._left[stage] = left - 1
-        self.measure.ran(position, action, end_s - begin_s)
+        self._ran.append((position, action, end_s - begin_s))
         if is_last:
             self.gradients.after(stage)
 
