@@ -65,18 +65,25 @@ def test_dynamic_order_is_one_flag(size: str, tmp_path: Path) -> None:
     ]
 
 
-def test_dynamic_order_changes_no_loss(tmp_path: Path) -> None:
-    make_data("python_reference")
-    few = "--train-iters 2 --log-interval 1 --eval-iters 0 --num-workers 0 --global-batch-size 4"
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [("gpt", "python_reference"), pytest.param("bert", "word_pieces", marks=pytest.mark.slow)],
+)
+def test_dynamic_order_changes_no_loss(model: str, data: str, tmp_path: Path) -> None:
+    make_data(data)
+    few = "--train-iters 2 --log-interval 1 --eval-iters 0 --num-workers 0 --micro-batch-size 1 "
+    few += "--global-batch-size 4"
     trace = tmp_path / "trace"
-    words = dry_run(SINGLE, "--tiny", *few.split(), "--trace-dir", str(trace))
+    single = f"examples/{model}/run_single.sh"
+    words = dry_run(single, "--tiny", *few.split(), "--trace-dir", str(trace))
     flags = megatron_flags(words)
     stored = flags.index("--save")
     del flags[stored : stored + 4]  # and --load
     static = [word for word in flags if word not in ("--use-dpp", "--trace")]
     del static[static.index("--trace-dir") :]  # the last flag
-    dynamic_logs = run_script(4, "pretrain_gpt.py", flags, embedded=True)
-    static_logs = run_script(4, "pretrain_gpt.py", [*static, "--microbatch-rng"], embedded=True)
+    script = f"pretrain_{model}.py"
+    dynamic_logs = run_script(4, script, flags, embedded=True)
+    static_logs = run_script(4, script, [*static, "--microbatch-rng"], embedded=True)
     first, last = re.findall(r"^pipeline schedule: (.*)", "".join(dynamic_logs), re.MULTILINE)
     assert re.search(
         r"dynamic order by hint, at most [\d.]+ activations \(\+1\); .*; messages over auto", first
@@ -88,7 +95,10 @@ def test_dynamic_order_changes_no_loss(tmp_path: Path) -> None:
     )
     found = losses(dynamic_logs)
     assert len(found) == 2
-    assert found == losses(static_logs)
+    if model == "bert":  # HuggingFace's order of the vocabulary, which masks are of, changes
+        assert found == pytest.approx(losses(static_logs), rel=0.01)
+    else:
+        assert found == losses(static_logs)
     assert len(list(trace.glob("benchmark-data-*.json"))) == 4
 
 
