@@ -30,22 +30,22 @@ def probe(*arguments: str, prefix: list[str] | None = None) -> object:
     )
 
 
-def start(what: str, rank: int, port: int) -> subprocess.Popen[str]:
+def start(what: str, rank: int, port: int, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(PEER), what, str(rank), ADDRESS, str(port)],
+        [sys.executable, str(PEER), what, str(rank), ADDRESS, str(port), *more],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
 def end(process: subprocess.Popen[str]) -> dict[str, object]:
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=180)
     if process.returncode != 0:
         return {"status": process.returncode, "errors": errors[-2000:]}
     return json.loads(out)
 
 
 def exchange(port: int) -> list[dict[str, object]]:
-    processes = [start("messages", rank, port) for rank in (0, 1)]
+    processes = [start("messages", rank, port, "5000") for rank in (0, 1)]
     return [end(process) for process in processes]
 
 

@@ -1,6 +1,6 @@
 """One of two processes that a link over RDMA joins. Runs in a virtual machine; knows no torch.
 
-    python peer.py messages|send|receive RANK ADDRESS_OF_RANK_0 PORT
+    python peer.py messages|send|receive RANK ADDRESS_OF_RANK_0 PORT [NUMBER_OF_MESSAGES]
 
 Prints one line of JSON: what it did, or how the other one ended.
 """
@@ -18,7 +18,8 @@ import zlib
 from megatron_ext.transport.native import require_native
 
 SLOTS, SLOT_BYTES = 8, 64 * 1024
-NUM_MESSAGES = 60
+NUM_MESSAGES = 500
+"""Of each, unless said otherwise."""
 STREAM_BYTES = 32 * 1024
 TIMEOUT_S = 60.0
 SILENCE_S = 3.0
@@ -71,25 +72,27 @@ def content(seed: int) -> bytearray:
     return bytearray(generator.randbytes(size))
 
 
-def exchange_messages(rank: int, endpoint) -> dict[str, object]:
+def exchange_messages(rank: int, endpoint, num_messages: int) -> dict[str, object]:
     """Both send, and take in an order of their own."""
     peer = 1 - rank
     sender = Sender(endpoint, peer)
     begin = time.monotonic()
-    for tag in range(NUM_MESSAGES):
+    for tag in range(num_messages):
         sender.send(tag, content(tag * 2 + rank))
-    order = list(range(NUM_MESSAGES))
+    order = list(range(num_messages))
     random.Random(rank).shuffle(order)
     bad = []
     num_bytes = 0
+    patience_s = TIMEOUT_S + num_messages / 50  # the first one taken may be the last one sent
     for tag in order:
-        message = endpoint.take(peer, tag, TIMEOUT_S)
+        message = endpoint.take(peer, tag, patience_s)
         expected = content(tag * 2 + peer)
         num_bytes += len(expected)
         if message is None or bytes(memoryview(message)) != expected:
             bad.append(tag)
     flushed = endpoint.flush(TIMEOUT_S)
     return {
+        "messages": num_messages,
         "bad": bad,
         "bytes": num_bytes,
         "flushed": flushed,
@@ -131,7 +134,8 @@ def main() -> None:
     what, rank, address, port = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     endpoint, text = open_endpoint(rank, address, port)
     if what == "messages":
-        result = exchange_messages(rank, endpoint)
+        count = int(sys.argv[5]) if len(sys.argv) > 5 else NUM_MESSAGES
+        result = exchange_messages(rank, endpoint, count)
     else:
         result = stream(endpoint, 1 - rank, sends=what == "send")
     endpoint.close()

@@ -34,7 +34,7 @@ def boot(tmp_path_factory: pytest.TempPathFactory, script: str, nodes: int) -> P
     share.mkdir()
     command = [sys.executable, str(vm.HERE / script)]
     guests = vm.boot(
-        folder / "initrd", share, command, nodes=nodes, timeout_s=240, environment=ENVIRONMENT
+        folder / "initrd", share, command, nodes=nodes, timeout_s=280, environment=ENVIRONMENT
     )
     for node, guest in enumerate(guests):
         assert guest.status == 0, f"node {node}:\n{guest.console}\n{guest.log}"
@@ -75,7 +75,8 @@ def test_the_probe_tells_what_is_missing(one):
 
 
 @pytest.mark.slow
-def test_messages_of_any_size_and_order_cross_one_device(one):
+def test_ten_thousand_messages_of_any_size_and_order_cross_one_device(one):
+    assert sum(result["messages"] for result in one["messages"]) == 10_000
     for result in one["messages"]:
         assert result.get("bad") == [], result
         assert result["flushed"]
