@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Literal
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.actions import KINDS
@@ -41,32 +42,43 @@ class _Drawn(Costs):
 
     def action_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
         """Return what the scenario makes of the time of each action."""
-        times = self.times
-        assert times is not None
+        assert self.times is not None
         share = schedule.pp / schedule.num_stages
-        return {
-            kind: [
-                times.seconds(kind, stage, m) / (share * (2 if kind == "B" else 1))
-                for stage in range(schedule.num_stages)
-                for m in range(schedule.num_microbatches)
-            ]
-            for kind in KINDS
-        }
+        return _action_factors(self.times, share, schedule.num_stages, schedule.num_microbatches)
 
     def link_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
         """Return the latency of each message, by the stage that makes it."""
-        return {"F": self._latencies(schedule, 1), "B": self._latencies(schedule, -1)}
+        assert self.times is not None
+        return _latencies(self.times, schedule.num_stages, schedule.num_microbatches)
 
-    def _latencies(self, schedule: Schedule, step: int) -> list[float]:
-        times, kind = self.times, "F" if step == 1 else "B"
-        assert times is not None
-        return [
-            _LATENCY + times.latency_s(kind, stage + step, m)  # type: ignore[arg-type]
-            if 0 <= stage + step < schedule.num_stages
-            else 0.0
-            for stage in range(schedule.num_stages)
-            for m in range(schedule.num_microbatches)
+
+@cache
+def _action_factors(
+    times: NoisyTimes, share: float, num_stages: int, num_microbatches: int
+) -> dict[Kind, list[float]]:
+    return {
+        kind: [
+            times.seconds(kind, stage, m) / (share * (2 if kind == "B" else 1))
+            for stage in range(num_stages)
+            for m in range(num_microbatches)
         ]
+        for kind in KINDS
+    }
+
+
+@cache
+def _latencies(
+    times: NoisyTimes, num_stages: int, num_microbatches: int
+) -> dict[Kind, list[float]]:
+    def latency(kind: Literal["F", "B"], target: int, m: int) -> float:
+        inside = 0 <= target < num_stages
+        return _LATENCY + times.latency_s(kind, target, m) if inside else 0.0
+
+    stages, numbers = range(num_stages), range(num_microbatches)
+    return {
+        "F": [latency("F", stage + 1, m) for stage in stages for m in numbers],
+        "B": [latency("B", stage - 1, m) for stage in stages for m in numbers],
+    }
 
 
 def expect(systems: Sequence[System], sizes: Sizes, names: Sequence[str]) -> Measured:
