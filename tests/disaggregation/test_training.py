@@ -176,6 +176,7 @@ TOLERANCE_BF16 = 5e-3
         pytest.param(4, 1, 2, GPT + RECOMPUTE + SHIP, marks=slow),
         pytest.param(4, 2, 1, GPT + BF16, marks=slow),
         pytest.param(4, 4, 1, GPT, marks=slow),
+        pytest.param(2, 4, 2, GPT + RECOMPUTE + SHIP, marks=slow),
     ],
 )
 def test_merged_forward_ranks_compute_the_same_up_to_rounding(
