@@ -135,7 +135,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         run_id=runs.check_run_id(args.run_id) if args.run_id else runs.new_run_id(),
         nodes=nodes,
         command=tuple(words),
-        workdir=str(Path.cwd()),
+        workdir=_workdir(),
         python=args.python,
         env=_environment(args),
         master_port=args.master_port,
@@ -146,6 +146,13 @@ def make_plan(args: argparse.Namespace) -> Plan:
     )
     plan.check(allow_uneven=args.allow_uneven)
     return plan
+
+
+def _workdir() -> str:
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        raise LaunchError("the work directory was removed; change to one that is there") from None
 
 
 def _completed(plan: Plan, args: argparse.Namespace) -> Plan:

@@ -96,6 +96,18 @@ def test_mistakes_are_told_before_any_host_is_asked(
     assert not Path("runs").exists()
 
 
+def test_a_work_directory_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a:1")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir("gone")
+    (tmp_path / "gone").rmdir()
+    assert cli.main(["launch", "--hostfile", str(hosts), "--", "job.py"]) == 2
+    assert "error: the work directory was removed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
