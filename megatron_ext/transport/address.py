@@ -125,11 +125,23 @@ def choose_wire(rank: int, mine: Address, peer: int, theirs: Address) -> tuple[s
             f"rank {rank} cannot reach rank {peer} over RDMA: {'; '.join(no_rdma)}. Take "
             f"--pipeline-transport auto, or mend that"
         )
+    if no_memory is not None:
+        _require_reachable(rank, mine)
+        _require_reachable(peer, theirs)
     if mine.wire != "auto":
         return mine.wire, "as asked for"
     if no_memory is None:
         return "shm", "they are on one host"
     return ("tcp", "; ".join(no_rdma)) if no_rdma else ("rdma", no_memory)
+
+
+def _require_reachable(rank: int, address: Address) -> None:
+    """Refuse an address that a host has for itself, as where its own name means 127.0.0.1."""
+    if address.ip and ipaddress.ip_address(address.ip).is_loopback:
+        raise TransportError(
+            f"rank {rank} listens on {address.ip}, which nobody outside of its host "
+            f"{address.host} reaches; name the addresses of the hosts with --node-ips"
+        )
 
 
 def node_address(
@@ -166,6 +178,11 @@ def _resolved(name: str, num_nodes: int) -> str:
         ip = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise TransportError(f"--node-ips: {name} is no address or host: {error}") from error
+    if ipaddress.ip_address(ip).is_unspecified:
+        raise TransportError(
+            f"--node-ips: {name} stands for every address of this host; give the one that the "
+            f"others see"
+        )
     if num_nodes > 1 and ipaddress.ip_address(ip).is_loopback:
         raise TransportError(
             f"--node-ips: {name} is {ip} on this host, which the other {num_nodes - 1} cannot "

@@ -51,6 +51,8 @@ def test_both_sides_choose_the_same(mine, theirs, wire, why) -> None:
         (HERE, _told(HERE, "tcp"), "rank 1 was told to use the wire tcp, rank 0 auto"),
         (HERE, replace(HERE, version="0.0"), "runs megatron_ext 0.0"),
         (HERE, replace(HERE, byte_order="other"), "other endian"),
+        (replace(HERE, ip="127.0.0.1"), ELSEWHERE, r"rank 0 listens on 127\.0\.0\.1, .*--node-ips"),
+        (HERE, replace(ELSEWHERE, ip="::1"), "rank 1 listens on ::1, .* its host other reaches"),
     ],
 )
 def test_a_wire_that_is_not_there_is_refused(mine, theirs, reason) -> None:
@@ -78,6 +80,8 @@ def test_node_ips_are_those_of_nodes_or_of_ranks() -> None:
         node_address(ranks[:3], 0, 8, 4)
     with pytest.raises(TransportError, match=r"127\.0\.0\.1 on this host, which the other 1"):
         node_address(["127.0.0.1", "10.0.0.2"], 0, 8, 4)
+    with pytest.raises(TransportError, match=r"0\.0\.0\.0 stands for every address"):
+        node_address(["0.0.0.0"], 0, 2, 2)
     with pytest.raises(TransportError, match=r"no\.host\.invalid is no address or host"):
         node_address(["no.host.invalid"], 0, 8, 8)
 
