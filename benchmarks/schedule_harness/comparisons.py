@@ -129,7 +129,7 @@ PARTS = (
         32,
         10.0,
         (
-            _against_upstream((*_HINTS, _SPLIT), ("quiet", "microbatch-0.5"), 1.15),
+            _against_upstream((*_HINTS, _SPLIT, _ZBV), ("quiet", "microbatch-0.5"), 1.15),
             Comparison(
                 "zb-v in its own order, which leaves no room while nothing is late",
                 _ZBV,
