@@ -60,10 +60,11 @@ def compare(
                 left_out.append(str(error))
                 continue
             found.append(evaluate(schedule, costs))
+    reasons = list(dict.fromkeys(left_out))  # many have one
     if not found:
-        raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(left_out))
+        raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(reasons))
     found.sort(key=lambda timeline: (timeline.makespan, timeline.peak_activations))
-    return found, list(dict.fromkeys(left_out))
+    return found, reasons
 
 
 def variants(

@@ -27,8 +27,9 @@ def test_what_cannot_run_is_left_out_with_the_reason() -> None:
         "dualpipe-v",
         "interleaved",
     ]
-    with pytest.raises(ScheduleError, match="no schedule can run"):
+    with pytest.raises(ScheduleError, match="no schedule can run") as raised:
         plan.compare("all", 0, 5, Costs())
+    assert len(str(raised.value).splitlines()) == 2, "one reason, told once"
 
 
 def test_choices_of_the_user_are_kept() -> None:
