@@ -53,7 +53,6 @@ _TAKEN_S = 10.0
 _UNMAPPED_S = 0.5
 """How long `close` then waits for peers that close as well, so that memory can be freed."""
 
-
 _NAME = struct.Struct("32s")
 """Of the greeting: the name of the sender's device. The handle of its first buffer follows."""
 
@@ -156,10 +155,9 @@ class DirectTransport:
             self._sharing.push(peer.lent[number], tensor)
         except RuntimeError as error:
             self._fail(f"{key} could not be copied for rank {target}", error)
-        text = (
-            _HEAD.pack(number, code, len(shape)) + struct.pack(f"<{len(shape)}q", *shape) + handle
-        )
-        self._host.isend(torch.frombuffer(bytearray(text), dtype=torch.uint8), target, key)
+        place = _HEAD.pack(number, code, len(shape)) + struct.pack(f"<{len(shape)}q", *shape)
+        text = torch.frombuffer(bytearray(place + handle), dtype=torch.uint8)
+        self._host.isend(text, target, key)
         self._num_messages += 1
         self._num_bytes += tensor.nbytes
 
@@ -201,17 +199,20 @@ class DirectTransport:
         self._host.abort(reason)
 
     def close(self) -> None:
-        """Let peers take what was sent, and give up all memory that nobody can be using."""
+        """Let peers take what was sent, and give up all memory that nobody can be using.
+
+        After `abort` that is left to the driver: copies may wait for the device of a dead process.
+        """
         if self._closed:
             return
         self._closed = True
         try:
             if not self._given_up:
                 self._await_peers(lambda peer: not peer.lent, _TAKEN_S)
-            if self._sharing.settle(_TAKEN_S):
-                self._free()
-            else:
-                _log.warning("the device did not finish its copies within %g s", _TAKEN_S)
+                if self._sharing.settle(_TAKEN_S):
+                    self._free()
+                else:
+                    _log.warning("the device did not finish its copies within %g s", _TAKEN_S)
         finally:
             self._host.close()
 
@@ -307,11 +308,9 @@ class DirectTransport:
             for buffer in peer.mapped.values():
                 self._sharing.unmap(buffer)
             peer.mapped.clear()
-            if not self._given_up:
-                with suppress(TransportError):
-                    self._host.note(source, _RELEASE.pack(_FAREWELL))
-        if not self._given_up:
-            self._await_peers(lambda peer: peer.has_unmapped, _UNMAPPED_S)
+            with suppress(TransportError):
+                self._host.note(source, _RELEASE.pack(_FAREWELL))
+        self._await_peers(lambda peer: peer.has_unmapped, _UNMAPPED_S)
         for peer in self._peers.values():
             if peer.has_unmapped:  # others may be reading: theirs go with this process
                 for buffer in (*peer.free.values(), *peer.lent.values()):
