@@ -8,7 +8,8 @@ and 8 ranks, a quarter of an hour. Of several sizes the first is run with all sy
 without our schedules over gloo, unless `--only` chooses.
 
 Every system runs the same model in real processes with real messages; computation is emulated by
-sleeping. Columns of the table:
+sleeping. Each rank is bound to CPUs of its own, or shares one if there are too few. Columns of the
+table:
 
     T ms       median time of a step, from the first rank's begin to the last rank's end
     T/ideal    the same over the work of one rank, the time without any bubble
@@ -21,6 +22,8 @@ sleeping. Columns of the table:
     weights    how often each weight is stored
     ops        actions of a rank
     hops       messages on the longest path of the order: their latency makes the step longer
+    gap us     from the end of an op to the start of the next on its rank, where nothing is awaited
+    hop us     from the end of an op to the start of one on another rank that waits for it
     cpu %      processor time of a rank over T: what is beyond cores/pp makes ranks wait for cores
 
 With `--scenario NAME ...` (or `all`) ops and messages take random times, and orders that ranks
@@ -59,6 +62,7 @@ from benchmarks.schedule_harness.systems import (  # noqa: E402
     all_systems,
     disturbed_systems,
 )
+from benchmarks.schedule_harness.wakeup import wakeup_s  # noqa: E402
 from megatron_ext.errors import ScheduleError  # noqa: E402
 from tests.ranks import RanksFailed  # noqa: E402
 
@@ -231,11 +235,13 @@ def chosen_at(args: argparse.Namespace, pp: int) -> list[System]:
 def conditions(args: argparse.Namespace, sizes: Sizes, load: float) -> str:
     """Say under which conditions the figures were taken."""
     packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("torch", "megatron-core"))
+    woken_us = 1e6 * wakeup_s(sizes.forward_s)
     return (
         f"pp {sizes.pp}, {sizes.num_microbatches} micro-batches, forward = input gradient = weight "
         f"gradient = {1e3 * sizes.forward_s:g} ms, peers over gloo, median of "
         f"{args.steps * args.rounds} steps; {packages}, Python "
-        f"{platform.python_version()}, {os.cpu_count()} cores, load average {load:.1f}"
+        f"{platform.python_version()}, {os.cpu_count()} cores, load average {load:.1f}, "
+        f"{woken_us:.0f} us to wake a process by a pipe"
     )
 
 

@@ -18,6 +18,7 @@ from benchmarks.schedule_harness import launch, rank
 from benchmarks.schedule_harness.metrics import evaluate, replay
 from benchmarks.schedule_harness.ops import Op, OpTimes, Sizes, Step
 from benchmarks.schedule_harness.systems import Own, System, all_systems
+from benchmarks.schedule_harness.wakeup import wakeup_s
 from megatron_ext.schedules import Costs, Schedule, generate, simulate
 
 ROOT = Path(__file__).parents[1]
@@ -85,6 +86,21 @@ def test_replay_refuses_an_impossible_record() -> None:
     rows[0].reverse()
     with pytest.raises(ValueError, match="before what it needs"):
         replay(rows, schedule.placement, lambda op: op.duration_s)
+
+
+def test_what_lies_between_ops_is_told_apart() -> None:
+    rows = [
+        [Op(0, "F", 0, 1.0, 2.0), Op(0, "B", 0, 6.0, 8.0)],
+        [Op(1, "F", 0, 2.25, 3.25), Op(1, "B", 0, 3.375, 5.5)],
+    ]
+    steps = [[Step(1.0, 8.0, row, 1, 0.0)] for row in rows]
+    figures = evaluate(steps, generate("1f1b", 2, 1).placement, OpTimes(1.0, 1.0))
+    assert figures.gap_s == 0.125, "B of the last stage follows its F"
+    assert figures.hop_s == 0.5, "B of the first stage waits for that"
+
+
+def test_a_process_is_woken() -> None:
+    assert 0.0 < wakeup_s(1e-3, num_samples=3) < 10.0
 
 
 def test_the_page_shows_every_system() -> None:

@@ -10,6 +10,7 @@ laptop can tell schedules and runtimes apart. `benchmarks/schedules.py` is the c
     noise.py, late.py    what disturbs ops and messages
     scenarios.py  systems side by side in disturbed steps
     launch.py     starts the ranks
+    wakeup.py     what waking a process costs on this machine
     comparisons.py, bound.py, tried.py    which orders are compared, and what no order can exceed
     rank.py       the measurements on one rank
     metrics.py    what follows from the records of all ranks

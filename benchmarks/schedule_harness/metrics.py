@@ -9,8 +9,9 @@ the nominal ones what the order is worth.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ class Figures:
     """Most ops of a rank in one step."""
     hops: float
     """Messages on the longest path of the order that ran: so many latencies make it longer."""
+    gap_s: float
+    """Median from the end of an op to the start of the next of its rank, whose input was there."""
+    hop_s: float
+    """Median from the end of an op to the start of one that waits for it on another rank."""
 
     @property
     def ratio(self) -> float:
@@ -82,6 +87,7 @@ def evaluate(steps: Sequence[Sequence[Step]], placement: Placement, times: OpTim
     ops = [op for ranks in rows for row in ranks for op in row]
     optimum_s = statistics.median(replay(ranks, placement, nominal) for ranks in rows)
     little_s = 1e-6 * times.forward_s
+    between = [_between(ranks, placement) for ranks in rows]
     later_s = statistics.median(replay(ranks, placement, nominal, little_s) for ranks in rows)
     return Figures(
         median_s=statistics.median(seconds),
@@ -98,6 +104,8 @@ def evaluate(steps: Sequence[Sequence[Step]], placement: Placement, times: OpTim
         cpu_s=statistics.median(statistics.mean(s.cpu_s for s in ranks) for ranks in by_step),
         num_ops=max(len(row) for row in rows[0]),
         hops=round((later_s - optimum_s) / little_s) if little_s else 0,
+        gap_s=_median([gap for gaps, _ in between for gap in gaps]),
+        hop_s=_median([hop for _, hops in between for hop in hops]),
     )
 
 
@@ -114,6 +122,34 @@ def overhead(rows: Sequence[Sequence[Op]], placement: Placement) -> float:
 def _span(rows: Sequence[Sequence[Op]]) -> float:
     ops = [op for row in rows for op in row]
     return max(op.end_s for op in ops) - min(op.begin_s for op in ops)
+
+
+def _median(found: Sequence[float]) -> float:
+    return statistics.median(found) if found else 0.0
+
+
+def _between(rows: Sequence[Sequence[Op]], placement: Placement) -> tuple[list[float], list[float]]:
+    """Return the times before ops: of those that waited for nothing, and for a message."""
+    ends = _ends((rank % placement.twins, op) for rank, row in enumerate(rows) for op in row)
+    gaps_s, hops_s = [], []
+    for rank, row in enumerate(rows):
+        for before, op in pairwise(row):
+            ready_s = _ready(op, rank % placement.twins, placement, ends, 0.0)
+            assert ready_s is not None
+            if ready_s <= before.end_s:
+                gaps_s.append(op.begin_s - before.end_s)
+            else:
+                hops_s.append(op.begin_s - ready_s)
+    return gaps_s, hops_s
+
+
+def _ends(ops: Iterable[tuple[int, Op]]) -> dict[tuple[str, int, int, int], float]:
+    """Return when what other ops need was there: what, stage, micro-batch, twin."""
+    return {
+        ("F" if op.kind == "F" else "B", op.stage, op.microbatch, twin): op.end_s
+        for twin, op in ops
+        if op.kind != "W"
+    }
 
 
 def _peak(row: Sequence[Op]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -90,6 +91,7 @@ def prepare(
 
     from .stage import Probe
 
+    _bind(sizes.pp)
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=sizes.timeout_s))
     probe = Probe(OpTimes(sizes.forward_s, system.share(sizes.pp)), waits=waits)
@@ -98,6 +100,16 @@ def prepare(
     gc.freeze()  # what is there now stays: collections between steps need not look at it
     gc.disable()  # a collection would fall into somebody's op
     return step, probe
+
+
+def _bind(num_ranks: int) -> None:
+    """Give this rank CPUs of its own, as launchers do; where there are too few, neighbours differ.
+
+    Left alone, the kernel wakes a receiver on the CPU of its sender, which goes on with its next
+    op there, while another CPU may sleep.
+    """
+    rank, cpus = int(os.environ["RANK"]), sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cpus[rank::num_ranks] or [cpus[rank % len(cpus)]])
 
 
 def begin_together() -> None:

@@ -23,6 +23,8 @@ _HEADS = (
     "weights",
     "ops",
     "hops",
+    "gap us",
+    "hop us",
     "cpu %",
 )
 
@@ -61,6 +63,8 @@ def _row(name: str, found: Figures, weights: int) -> tuple[str, ...]:
         f"{weights}x",
         f"{found.num_ops}",
         f"{found.hops:g}",
+        f"{1e6 * found.gap_s:.0f}",
+        f"{1e6 * found.hop_s:.0f}",
         f"{100 * found.cpu_s / found.median_s:.1f}",
     )
 
@@ -82,9 +86,9 @@ def explain(figures: Mapping[str, Figures]) -> str:
         f"Replay over shm is at most {100 * _BAR_OF_REPLAY:g} % for {', '.join(reached) or 'none'}."
     ]
     lines += [
-        f"{name}: {100 * found.replay_overhead:.1f} %, that is "
-        f"{1e3 * (found.replay_overhead * found.replay_s) / found.num_ops:.2f} ms for each of "
-        f"{found.num_ops} ops, with {found.hops:g} messages on the longest path."
+        f"{name}: {100 * found.replay_overhead:.1f} %, with {found.num_ops} ops, "
+        f"{1e6 * found.gap_s:.0f} us from one to the next of a rank, and {found.hops:g} messages "
+        f"on the longest path, {1e6 * found.hop_s:.0f} us from op to op."
         for name, found in ours.items()
         if name not in reached
     ]

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -81,18 +79,19 @@ class Probe:
     """By kind: how much later than asked its ops end, on the median."""
     _alive: list[StorageWeakRef] = field(default_factory=list)
 
-    @contextmanager
-    def op(self, kind: Kind, stage: int, microbatch: int) -> Iterator[None]:
+    def op(self, kind: Kind, stage: int, microbatch: int) -> _RecordedOp:
         """Record what runs inside as one op."""
-        begin_s = time.perf_counter()
-        cpu_s = time.thread_time()
-        self.current, self._kind, self._over_s = (stage, microbatch), kind, begin_s
-        yield
-        end_s = time.perf_counter()
-        self.ops.append(Op(stage, kind, microbatch, begin_s, end_s))
-        late_s = self._later_s.setdefault(kind, self._late_s)
-        self._later_s[kind] = late_s + (_STEP_S if end_s > self._over_s else -_STEP_S)
-        self.cpu_s += time.thread_time() - cpu_s
+        return _RecordedOp(self, kind, stage, microbatch)
+
+    def begin(self, kind: Kind, current: tuple[int, int], begin_s: float) -> None:
+        """Note which op runs, and since when."""
+        self.current, self._kind, self._over_s = current, kind, begin_s
+
+    def correct(self) -> None:
+        """Follow how late ops of this kind end; the one that runs is about to."""
+        late_s = self._later_s.setdefault(self._kind, self._late_s)
+        is_late = time.perf_counter() > self._over_s
+        self._later_s[self._kind] = late_s + (_STEP_S if is_late else -_STEP_S)
 
     def spend(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Take the time of an op, or of a part of it, without using the processor."""
@@ -123,6 +122,32 @@ class Probe:
         taken = self.ops, self.peak_live
         self.ops, self.peak_live = [], 0
         return taken
+
+
+class _RecordedOp:
+    """What runs inside `with` is one op.
+
+    The probe's own work lies between the two stamps, where it is a part of the time that the op
+    takes anyway: what lies between two ops is the runtime's alone. No generator, for the same
+    reason.
+    """
+
+    __slots__ = ("_begin_cpu_s", "_begin_s", "_name", "_probe")
+
+    def __init__(self, probe: Probe, kind: Kind, stage: int, microbatch: int) -> None:
+        self._begin_s = time.perf_counter()
+        self._probe, self._name = probe, (stage, kind, microbatch)
+
+    def __enter__(self) -> None:
+        self._begin_cpu_s = time.thread_time()
+        stage, kind, microbatch = self._name
+        self._probe.begin(kind, (stage, microbatch), self._begin_s)
+
+    def __exit__(self, *_: object) -> None:
+        probe = self._probe
+        probe.correct()
+        probe.cpu_s += time.thread_time() - self._begin_cpu_s
+        probe.ops.append(Op(*self._name, self._begin_s, time.perf_counter()))
 
 
 class _Compute(torch.autograd.Function):
