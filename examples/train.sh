@@ -421,7 +421,7 @@ train() {
     else
         say "$NPROC processes on $DEVICE"
     fi
-    mkdir -p "$OUT"
+    mkdir -p "$OUT" || fail "--out $OUT cannot be made; name a folder that can be written"
     [[ -n $HOSTFILE ]] || announce || return 0
     run_command "$OUT/log.txt" "${command[@]}" || explain_failure $?
     if is_tiny; then

@@ -143,6 +143,7 @@ def copy_of_the_scripts(tmp_path: Path) -> Path:
     [
         (["stray"], {}, 'unexpected "stray"; flags start with --'),
         (["--out"], {}, "--out needs a value"),
+        (["--tiny", "--out", "/proc/x"], {}, "--out /proc/x cannot be made; name a folder"),
         (["--size", "9b"], {}, "--size 9b: there is none of this name; take one of: 70b 8b tiny"),
         (["--hostfile", "/absent"], {}, "--hostfile /absent: there is no such file"),
         (["--tiny"], {"NPROC": "none"}, "NPROC=none is no number of processes"),
