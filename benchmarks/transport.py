@@ -12,7 +12,7 @@ interface of the host, as gloo does. gloo receives into a tensor that is there a
 the copy of one thread, which is what a message at least takes: between two pairs of tensors in
 turn, because the two processes touch as much memory. `multiprocessing` is a queue of
 torch.multiprocessing, to a process that one rank starts, with a tensor for each message.
-Where there are NVIDIA GPUs, tensors of those are sent as well (`gpu_transport.py`).
+Where there are NVIDIA GPUs, tensors of those are sent as well (`gpu_transport`).
 """
 
 from __future__ import annotations
