@@ -103,6 +103,8 @@ def _step(transport: DirectTransport, num_ranks: int, num_messages: int, seed: i
     for peer, key in inbound:
         received = transport.recv(peer, key, _LONG_S)
         assert received.device == _device()
+        if key.microbatch % 2:  # at once, or when all have come
+            assert _equal(received, key.microbatch, peer), key
         kept.append((received, key.microbatch, peer))
     assert all(_equal(*message) for message in kept)
     for peer in peers:
