@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import mean
 from typing import TYPE_CHECKING
 
@@ -114,12 +115,18 @@ def test_a_table_without_room_is_left_alone_while_nothing_is_late(name: str, pp:
     assert mean(simulate(table, costs).makespan for costs in late) / dynamic_s > 1.02
 
 
-def test_long_waits_are_filled_at_once() -> None:
-    """They shorten a step whose actions take other times than the table was made for."""
+def test_weight_gradients_leave_their_places_where_that_gains_more() -> None:
     table = generate("v-half", 8, 32)
     assert policies("hint", table)(0).patience is None
-    other = Costs(1.0, 1.1, 0.9, latency=0.02)
-    assert run(table, other).makespan < simulate(table, other).makespan
+    for costs in (quiet(), Costs(1.0, 1.1, 0.9, latency=0.02)):
+        assert run(table, costs).makespan < simulate(table, costs).makespan
+
+
+def test_a_table_that_adds_gradients_in_another_order_is_refused() -> None:
+    table = generate("gpipe", 2, 3)
+    backwards = [tuple(a._replace(microbatch=2 - a.microbatch) for a in row) for row in table.rows]
+    with pytest.raises(ScheduleError, match="not in the order of micro-batches"):
+        policies("hint", replace(table, rows=tuple(backwards)))
 
 
 def test_greedy_rules_have_no_bound_on_memory() -> None:
