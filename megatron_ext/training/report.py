@@ -174,7 +174,7 @@ def make_writer(args: Namespace) -> SummaryWriter | None:
     """Open TensorBoard on the last rank, if a directory was given.
 
     Raises:
-        UserError: TensorBoard is not installed.
+        UserError: TensorBoard is not installed, or cannot write there.
     """
     if not args.tensorboard_dir or args.rank != args.world_size - 1:
         return None
@@ -184,4 +184,10 @@ def make_writer(args: Namespace) -> SummaryWriter | None:
         raise UserError(
             "--tensorboard-dir needs TensorBoard: pip install tensorboard, or leave the flag out"
         ) from error
-    return SummaryWriter(log_dir=args.tensorboard_dir, max_queue=1000)
+    try:
+        return SummaryWriter(log_dir=args.tensorboard_dir, max_queue=1000)
+    except OSError as error:
+        raise UserError(
+            f"--tensorboard-dir {args.tensorboard_dir} cannot be written: {error.strerror}; give "
+            "another, or leave the flag out"
+        ) from error

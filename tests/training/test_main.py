@@ -88,6 +88,12 @@ def test_a_finished_run_can_be_started_again(tmp_path: Path) -> None:
         ),
         pytest.param(
             2,
+            f"{MOCK}--tensorboard-dir {__file__}/board",
+            [f"--tensorboard-dir {__file__}/board cannot be written: Not a directory"],
+            id="no board",
+        ),
+        pytest.param(
+            2,
             MOCK + "--load /absent --exit-on-missing-checkpoint",
             ["--load /absent", "latest_checkpointed_iteration.txt"],
             id="no checkpoint",
