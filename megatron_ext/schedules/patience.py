@@ -10,8 +10,8 @@ once makes them slower than they are. Two ways lose nothing:
   nothing is jumped over while nothing is late, and the step takes the time of the table. All waits
   of a rank together are as long as its bubble in the table, and that little for each action.
 
-The second always loses nothing. Of those that do, the one is taken that is faster if actions take
-a little more or less than they are said to. All of that is found by simulation.
+The second loses nothing whatever the table. Of those that do not, the one is taken that is faster
+if actions take a little more or less than they are said to. All of that is found by simulation.
 """
 
 from __future__ import annotations
