@@ -18,7 +18,7 @@ _SPECS = "megatron.core.models.bert.bert_layer_specs"
 def _local_spec(_original: Any) -> Any:
     """Let the script's default be Megatron's own layers, the only ones that are there."""
     specs = sys.modules[_SPECS]
-    _LOG.info("BERT is built of Megatron's own layers: Transformer Engine is not installed")
+    _LOG.info("BERT's default layers are Megatron's own: Transformer Engine is not installed")
     return specs.bert_layer_local_spec
 
 
