@@ -7,6 +7,7 @@ two ranks on one GPU.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import pickle
@@ -112,8 +113,9 @@ def _tail(path: Path) -> str:
     return f"{path.name}:\n" + "\n".join(lines)
 
 
+@functools.cache
 def store() -> torch.distributed.FileStore:
-    """Return the store of this rank's run."""
+    """Return the store of this rank's run: one, since torch removes its file with the last one."""
     return torch.distributed.FileStore("store", int(os.environ["WORLD_SIZE"]))
 
 

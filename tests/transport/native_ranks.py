@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -35,8 +36,13 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
+@functools.cache
 def store() -> FileStore:
-    """The ranks of a run share their working directory."""
+    """The ranks of a run share their working directory.
+
+    One store for all transports of a process: when the stores of all processes are gone torch
+    removes the file, which a store that opens it just then waits in for ever.
+    """
     return FileStore("addresses", int(os.environ["WORLD_SIZE"]))
 
 

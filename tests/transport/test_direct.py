@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import FileStore
 
 from megatron_ext import devices
 from megatron_ext.errors import PeerAborted, PeerDied, TransportError
@@ -25,6 +24,7 @@ from megatron_ext.transport.base import Expected, Key
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
 from megatron_ext.transport.native_transport import NativeTransport
 from tests.ranks import run_ranks
+from tests.transport.native_ranks import store
 from tests.transport.test_staging import _logged
 
 pytestmark = pytest.mark.usefixtures("native", "emulated_musa")
@@ -45,7 +45,7 @@ def _device() -> torch.device:
 def _open(num_ranks: int = 2, *, name: str = "test", wire: str = "shm") -> DirectTransport:
     devices.current().bind(_rank())
     host = NativeTransport(
-        FileStore("addresses", num_ranks), _rank(), set(range(num_ranks)) - {_rank()},
+        store(), _rank(), set(range(num_ranks)) - {_rank()},
         run_id=name, device=torch.device("cpu"), wire=wire, slots=4,  # type: ignore[arg-type]
         slot_bytes=NOTE_BYTES,
     )  # fmt: skip

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import FileStore
 
 from megatron_ext import devices
 from megatron_ext.errors import PeerAborted, TransportError, TransportTimeout
@@ -24,6 +23,7 @@ from megatron_ext.transport.base import Expected, Key
 from megatron_ext.transport.native_transport import NativeTransport
 from megatron_ext.transport.staging import StagedTransport
 from tests.ranks import run_ranks
+from tests.transport.native_ranks import store
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -43,7 +43,7 @@ def _device() -> torch.device:
 def _open(copies: Any, name: str = "test", *, slots: int = 4, wire: Any = "shm") -> StagedTransport:
     """Connect the two ranks of a run."""
     host = NativeTransport(
-        FileStore("addresses", 2), _rank(), [1 - _rank()], run_id=name,
+        store(), _rank(), [1 - _rank()], run_id=name,
         device=torch.device("cpu"), wire=wire, slots=slots, slot_bytes=_SLOT_BYTES,
     )  # fmt: skip
     return StagedTransport(host, copies, timeout_s=_LONG_S)
