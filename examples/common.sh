@@ -264,16 +264,17 @@ print_command() {
 # Shows the output of a command and keeps it in a file. A termination request goes to the command, which
 # ends its own processes; the script then goes on with its exit code.
 run_command() {
-    local output=$1 pid tee_pid status=0
+    local output=$1 pid tee_pid status interrupted=1
     shift
     exec 8> >(exec tee -i "$output")
     tee_pid=$!
     "$@" >&8 2>&1 8>&- &
     pid=$!
     exec 8>&-
-    trap 'kill -TERM "$pid" 2>/dev/null || true' INT TERM HUP
-    while kill -0 "$pid" 2>/dev/null; do
-        wait "$pid" && status=0 || status=$?
+    trap 'interrupted=1; kill -TERM "$pid" 2>/dev/null || true' INT TERM HUP
+    while ((interrupted)); do # by a signal, and not by the end of the command
+        interrupted=0 status=0
+        wait "$pid" || status=$?
     done
     trap - INT TERM HUP
     wait "$tee_pid" || true

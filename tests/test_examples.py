@@ -187,6 +187,13 @@ def test_a_command_keeps_its_output_and_its_exit_code(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == done.stdout
 
 
+def test_a_command_that_has_ended_before_it_is_waited_for_keeps_its_exit_code(
+    tmp_path: Path,
+) -> None:
+    slow_trap = 'trap() { builtin trap "$@"; sleep 0.3; }'  # comes between starting and waiting
+    assert common(f"{slow_trap}; run_command {tmp_path}/log false").returncode == 1
+
+
 def test_termination_reaches_the_command(tmp_path: Path) -> None:
     program = (
         f"trap 'echo told; exit 3' TERM; touch {tmp_path}/started; while :; do sleep 0.1; done"
