@@ -126,9 +126,16 @@ class StageCompute:
         return self._live.get((stage, microbatch))
 
     def release(self, outputs: Tensors) -> None:
-        """Free the data of outputs that were sent; backward needs their graph only."""
-        for tensor in outputs:
-            upstream.deallocate_output_tensor(tensor, self.call.config.deallocate_pipeline_outputs)
+        """Free the data of outputs that were sent; backward needs their graph only.
+
+        As upstream's `deallocate_output_tensor`, but all share one scalar: to make a new one each
+        time takes as long as to send the tensor.
+        """
+        if self.call.config.deallocate_pipeline_outputs:
+            for tensor in outputs:
+                if tensor is not None:
+                    assert tensor._base is None, f"{tensor.shape} is a view: nothing to free"
+                    tensor.data = _scalar(tensor.dtype, tensor.device)
 
     def backward(self, stage: int, microbatch: int, gradients: Tensors, *, split: bool) -> Tensors:
         """Run B, or I with `split`.
@@ -190,3 +197,10 @@ class StageCompute:
 
 
 _UNCHANGED = nullcontext()
+
+
+@functools.cache
+def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What stands for the data of tensors that were freed, in inference and in training."""
+    with torch.inference_mode(mode=False):
+        return torch.empty(1, dtype=dtype, device=device)
