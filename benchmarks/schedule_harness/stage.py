@@ -58,7 +58,8 @@ class Probe:
     """Records the ops of one rank and counts the activations that its stages keep alive."""
 
     times: OpTimes
-    ops: list[Op] = field(default_factory=list)
+    records: list[tuple[int, Kind, int, float, float]] = field(default_factory=list)
+    """Of ops, as `Op` has it; made one when no op waits for that."""
     peak_live: int = 0
     """Most activations of stages that were alive at once."""
     cpu_s: float = 0.0
@@ -119,8 +120,8 @@ class Probe:
 
     def take(self) -> tuple[list[Op], int]:
         """Return ops and peak since the last call."""
-        taken = self.ops, self.peak_live
-        self.ops, self.peak_live = [], 0
+        taken = [Op(*record) for record in self.records], self.peak_live
+        self.records, self.peak_live = [], 0
         return taken
 
 
@@ -147,7 +148,7 @@ class _RecordedOp:
         probe = self._probe
         probe.correct()
         probe.cpu_s += time.thread_time() - self._begin_cpu_s
-        probe.ops.append(Op(*self._name, self._begin_s, time.perf_counter()))
+        probe.records.append((*self._name, self._begin_s, time.perf_counter()))
 
 
 class _Compute(torch.autograd.Function):
