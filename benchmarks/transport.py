@@ -230,6 +230,17 @@ def stream(wire: Exchange, tensor: torch.Tensor, count: int) -> float:
     return count * tensor.nbytes / seconds
 
 
+def take_turns(
+    wires: dict[str, Exchange], tensor: torch.Tensor, count: int, times: dict[str, Times] | None
+) -> None:
+    """Measure each wire once and note it, but for a turn that only warms up."""
+    for name, wire in wires.items():
+        latencies, bandwidth = ping_pong(wire, tensor, count), stream(wire, tensor, count)
+        if times is not None:
+            times[name].latency_s += latencies
+            times[name].bandwidth_bytes_per_s.append(bandwidth)
+
+
 def measure(num_bytes: int, rounds: int) -> dict[str, Times]:
     """Measure all wires with one size, on one of two ranks."""
     torch.set_num_threads(1)
@@ -249,11 +260,7 @@ def measure(num_bytes: int, rounds: int) -> dict[str, Times]:
     times = {name: Times() for name in (*wires, "multiprocessing", "copy")}
     queues = _Queues(num_bytes, count) if dist.get_rank() == 0 else None
     for turn in range(rounds + 1):  # the first one warms up
-        for name, wire in wires.items():
-            latencies, bandwidth = ping_pong(wire, tensor, count), stream(wire, tensor, count)
-            if turn > 0:
-                times[name].latency_s += latencies
-                times[name].bandwidth_bytes_per_s.append(bandwidth)
+        take_turns(wires, tensor, count, times if turn > 0 else None)
         dist.barrier()
         if queues is not None:  # alone, while the other one waits
             copies = [_copy(*pairs[turn_of_pair % 2]) for turn_of_pair in range(count)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from benchmarks.transport import Messages, Times, native, ping_pong, stream
+from benchmarks.transport import Messages, Times, native, take_turns
 from megatron_ext import devices
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
 from megatron_ext.transport.staging import staged
@@ -96,11 +96,7 @@ def measure(backend: str, num_bytes: int, rounds: int) -> dict[str, Times]:
     count = max(4, min(50, (1 << 26) // num_bytes))
     times = {name: Times() for name in (*wires, "gpu, copy")}
     for turn in range(rounds + 1):  # the first one warms up
-        for name, wire in wires.items():
-            latencies, bandwidth = ping_pong(wire, tensor, count), stream(wire, tensor, count)
-            if turn > 0:
-                times[name].latency_s += latencies
-                times[name].bandwidth_bytes_per_s.append(bandwidth)
+        take_turns(wires, tensor, count, times if turn > 0 else None)
         dist.barrier()
         if dist.get_rank() == 0 and turn > 0:
             times["gpu, copy"].latency_s += [_copy(device, tensor) for _ in range(count)]

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["wakeup_s"]
 
+_ANSWER_S = 60.0
+
 
 def wakeup_s(idle_s: float, num_samples: int = 25) -> float:
     """Return the median time from a write to a pipe until its reader, asleep, goes on.
@@ -22,6 +24,10 @@ def wakeup_s(idle_s: float, num_samples: int = 25) -> float:
     Args:
         idle_s: How long before each.
         num_samples: How many.
+
+    Raises:
+        TimeoutError: The reader does not answer.
+        EOFError: It ended.
     """
     context = multiprocessing.get_context("fork")
     there, here = context.Pipe(duplex=True)
@@ -33,8 +39,10 @@ def wakeup_s(idle_s: float, num_samples: int = 25) -> float:
         time.sleep(idle_s)
         begin_s = time.perf_counter()
         here.send_bytes(b"wake up")
+        if not here.poll(_ANSWER_S):
+            raise TimeoutError(f"a process did not answer within {_ANSWER_S:g} s of a write to it")
         found_s.append(here.recv() - begin_s)
-    reader.join()
+    reader.join(_ANSWER_S)
     here.close()
     return statistics.median(found_s)
 
