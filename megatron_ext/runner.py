@@ -86,9 +86,10 @@ def choose(script: str, *, embedded: bool = False) -> Start:
 
 def _execute(start: Start, argv: Sequence[str]) -> None:
     if start.script is None:
+        assert start.model is not None
+        _require_patches()
         from megatron_ext.training.main import main as train
 
-        assert start.model is not None
         # As upstream's scripts, which show what megatron.core tells at this level.
         _show_log("megatron", logging.INFO, sys.stdout)
         train(start.model, argv)
@@ -97,6 +98,15 @@ def _execute(start: Start, argv: Sequence[str]) -> None:
     # finder.
     sys.path.insert(0, str(start.script.parent))
     runpy.run_path(str(start.script), run_name="__main__")
+
+
+def _require_patches() -> None:
+    """Refuse the embedded trainer where its flags would be taken and would change nothing."""
+    if os.environ.get("MEGATRON_EXT_DISABLE", "0") == "1":
+        raise UserError(
+            "MEGATRON_EXT_DISABLE=1 switches off what the embedded trainer is made of; unset it, "
+            "or run upstream's own script: set MEGATRON_LM_PATH to a Megatron-LM tree"
+        )
 
 
 def _address_of_one() -> None:

@@ -54,6 +54,14 @@ def test_the_embedded_trainer_can_be_asked_for(tree: Path) -> None:
         runner.choose("pretrain_t5.py", embedded=True)
 
 
+def test_the_embedded_trainer_is_refused_where_everything_is_switched_off() -> None:
+    """It would take `--pipeline-schedule` and train without."""
+    ended = run_package("pretrain_gpt.py", "--pipeline-schedule", "zb-v", MEGATRON_EXT_DISABLE="1")
+    assert ended.returncode == 2
+    assert "MEGATRON_EXT_DISABLE=1 switches off" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_a_script_inside_a_tree_uses_that_tree(tree: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     tree.rename(other)
