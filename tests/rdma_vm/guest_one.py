@@ -1,4 +1,4 @@
-"""What is tried in one virtual machine: the probe, and two processes over its own RDMA device.
+"""What is tried in one virtual machine: the probe, and two to eight processes over its RDMA device.
 
 Writes what it saw to /mnt/results.json, for the tests on the host to judge.
 """
@@ -44,8 +44,10 @@ def end(process: subprocess.Popen[str]) -> dict[str, object]:
     return json.loads(out)
 
 
-def exchange(port: int) -> list[dict[str, object]]:
-    processes = [start("messages", rank, port, "5000") for rank in (0, 1)]
+def exchange(port: int, num_ranks: int, num_messages: int) -> list[dict[str, object]]:
+    """Let each rank send so many messages to each other one."""
+    more = str(num_messages), str(num_ranks)
+    processes = [start("messages", rank, port, *more) for rank in range(num_ranks)]
     return [end(process) for process in processes]
 
 
@@ -69,9 +71,9 @@ def main() -> None:
         "probe": probe(),
         "probe of another address": probe("10.99.0.1"),
         "probe without lockable memory": probe(prefix=WEAK_ROOT),
-        "messages": exchange(4001),
         "receiver killed": kill("receive", 4002),
         "sender killed": kill("send", 4003),
+        "messages": [*exchange(4100, 2, 2500), *exchange(4200, 4, 175), *exchange(4300, 8, 55)],
     }
     subprocess.run(["ip", "link", "set", "dummy0", "down"], check=True)
     results["probe without a link"] = probe()

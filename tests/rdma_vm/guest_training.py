@@ -1,9 +1,9 @@
-"""Trains a pipeline of two nodes in virtual machines, one run after the other.
+"""Trains on two nodes in virtual machines, one run after the other.
 
     python guest_training.py FLAGS...
 
-Node N writes /mnt/RUN.N.log. An emulated processor takes minutes to import what training
-needs, so that is done once, and each training is a fork.
+The flags are those that all runs share. Node N writes /mnt/RUN.N.log. An emulated processor takes
+minutes to import what training needs, so that is done once, and each training is a fork.
 """
 
 from __future__ import annotations
@@ -12,10 +12,17 @@ import os
 import sys
 import traceback
 
+_PIPELINE = (
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+    "--pipeline-schedule interleaved"
+)
+_TWO_ROLES = "--pipeline-model-parallel-size 1 --forward-backward-disaggregating"
 RUNS = {
-    "torch": ("--pipeline-transport", "torch"),
-    "rdma": ("--pipeline-transport", "rdma", "--trace", "--trace-dir", "/mnt/trace"),
-    "dynamic": ("--pipeline-transport", "rdma", "--use-dpp"),
+    "torch": f"{_PIPELINE} --pipeline-transport torch",
+    "rdma": f"{_PIPELINE} --pipeline-transport rdma --trace --trace-dir /mnt/trace",
+    "dynamic": f"{_PIPELINE} --pipeline-transport rdma --use-dpp",
+    "disaggregated-tcp": f"{_TWO_ROLES} --pipeline-transport tcp",
+    "disaggregated-rdma": f"{_TWO_ROLES} --pipeline-transport rdma",
 }
 """What is added to the flags."""
 NODE = os.environ.get("NODE", "")
@@ -41,7 +48,7 @@ def fork(run: str, port: int, flags: list[str]) -> int:
         os.dup2(log, 2)
         status = 1
         try:
-            train(port, [*flags, *RUNS[run]])
+            train(port, [*flags, *RUNS[run].split()])
         except SystemExit as end:
             status = int(end.code or 0)
         except BaseException:

@@ -1,8 +1,10 @@
-"""One of two processes that a link over RDMA joins. Runs in a virtual machine; knows no torch.
+"""One of the processes that links over RDMA join. Runs in a virtual machine; knows no torch.
 
-    python peer.py messages|send|receive RANK ADDRESS_OF_RANK_0 PORT [NUMBER_OF_MESSAGES]
+    python peer.py messages RANK ADDRESS_OF_RANK_0 PORT [MESSAGES_TO_EACH [NUMBER_OF_RANKS]]
+    python peer.py send|receive RANK ADDRESS_OF_RANK_0 PORT
 
-Prints one line of JSON: what it did, or how the other one ended.
+Each pair of ranks meets at a port of its own, counted from PORT; those of more than two run on one
+machine. Prints one line of JSON: what it did, or how the other one ended.
 """
 
 from __future__ import annotations
@@ -14,21 +16,24 @@ import socket
 import sys
 import time
 import zlib
+from itertools import combinations
 
 from megatron_ext.transport.native import require_native
 
 SLOTS, SLOT_BYTES = 8, 64 * 1024
 NUM_MESSAGES = 500
-"""Of each, unless said otherwise."""
+"""Of each to each other, unless said otherwise."""
 STREAM_BYTES = 32 * 1024
 TIMEOUT_S = 60.0
 SILENCE_S = 3.0
-CODE = 1 << 8 | 8  # unsigned bytes
+UINT8 = 1 << 8 | 8
+DTYPES = {UINT8: 1, 0 << 8 | 64: 8, 2 << 8 | 32: 4, 4 << 8 | 16: 2}
+"""Codes of unsigned bytes, int64, float32 and bfloat16, with their bytes."""
 
 
-def tcp_connection(rank: int, address: str, port: int) -> socket.socket:
-    """The first process listens, the second calls until it is heard."""
-    if rank == 0:
+def tcp_connection(address: str, port: int, *, listens: bool) -> socket.socket:
+    """The first process of a pair listens, the second calls until it is heard."""
+    if listens:
         with socket.create_server((address, port)) as listener:
             listener.settimeout(TIMEOUT_S)
             return listener.accept()[0]
@@ -43,56 +48,60 @@ def tcp_connection(rank: int, address: str, port: int) -> socket.socket:
         time.sleep(0.1)
 
 
-def open_endpoint(rank: int, address: str, port: int):
+def open_endpoint(rank: int, num_ranks: int, address: str, port: int):
     native = require_native()
     endpoint = native.Endpoint(rank, SLOTS, SLOT_BYTES, checksums=True)
-    with tcp_connection(rank, address, port) as connection:
-        connection.setblocking(True)
-        link = native.RdmaLink(endpoint, 1 - rank, connection, silence_s=SILENCE_S)
-    link.connect(TIMEOUT_S)
-    endpoint.add(1 - rank, link)
-    return endpoint, link.text
+    links = {}
+    for number, pair in enumerate(combinations(range(num_ranks), 2)):  # in one order everywhere
+        if rank in pair:
+            with tcp_connection(address, port + number, listens=rank == pair[0]) as connection:
+                connection.setblocking(True)
+                peer = sum(pair) - rank
+                links[peer] = native.RdmaLink(endpoint, peer, connection, silence_s=SILENCE_S)
+    for peer, link in links.items():
+        link.connect(TIMEOUT_S)
+        endpoint.add(peer, link)
+    return endpoint, {peer: link.text for peer, link in links.items()}
 
 
-class Sender:
-    """Keeps the bytes of a message where they are until the core has them."""
-
-    def __init__(self, endpoint, peer: int) -> None:
-        self.endpoint, self.peer = endpoint, peer
-
-    def send(self, tag: int, data: bytearray) -> None:
-        buffer = (ctypes.c_char * len(data)).from_buffer(data) if data else None
-        address = ctypes.addressof(buffer) if buffer is not None else 0
-        self.endpoint.send(self.peer, tag, CODE, (len(data),), address, (data, buffer))
+def send(endpoint, peer: int, tag: int, data: bytearray, code: int = UINT8) -> None:
+    """Send bytes, which stay where they are until the core has them."""
+    buffer = (ctypes.c_char * len(data)).from_buffer(data) if data else None
+    address = ctypes.addressof(buffer) if buffer is not None else 0
+    endpoint.send(peer, tag, code, (len(data) // DTYPES[code],), address, (data, buffer))
 
 
-def content(seed: int) -> bytearray:
-    generator = random.Random(seed)
-    size = 0 if seed % 7 == 0 else generator.randrange(1, 3 * SLOT_BYTES if seed % 5 == 0 else 5000)
-    return bytearray(generator.randbytes(size))
+def content(*names: int) -> tuple[int, bytearray]:
+    """A dtype and bytes; some messages are empty, some need several slots."""
+    generator = random.Random(repr(names))
+    code = generator.choice(list(DTYPES))
+    longest = generator.choice([0, 5000, 5000, 5000, 5000, 5000, 3 * SLOT_BYTES])
+    return code, bytearray(generator.randbytes(generator.randint(0, longest) // 8 * 8))
 
 
-def exchange_messages(rank: int, endpoint, num_messages: int) -> dict[str, object]:
-    """Both send, and take in an order of their own."""
-    peer = 1 - rank
-    sender = Sender(endpoint, peer)
+def exchange_messages(
+    rank: int, endpoint, peers: list[int], num_messages: int
+) -> dict[str, object]:
+    """All send to all, and take in an order of their own."""
     begin = time.monotonic()
     for tag in range(num_messages):
-        sender.send(tag, content(tag * 2 + rank))
-    order = list(range(num_messages))
+        for peer in peers:
+            code, data = content(tag, rank, peer)
+            send(endpoint, peer, tag, data, code)
+    order = [(tag, peer) for tag in range(num_messages) for peer in peers]
     random.Random(rank).shuffle(order)
     bad = []
     num_bytes = 0
-    patience_s = TIMEOUT_S + num_messages / 50  # the first one taken may be the last one sent
-    for tag in order:
+    patience_s = TIMEOUT_S + len(order) / 50  # the first one taken may be the last one sent
+    for tag, peer in order:
         message = endpoint.take(peer, tag, patience_s)
-        expected = content(tag * 2 + peer)
+        code, expected = content(tag, peer, rank)
         num_bytes += len(expected)
-        if message is None or bytes(memoryview(message)) != expected:
-            bad.append(tag)
+        if message is None or (message.dtype, bytes(memoryview(message))) != (code, expected):
+            bad.append((tag, peer))
     flushed = endpoint.flush(TIMEOUT_S)
     return {
-        "messages": num_messages,
+        "messages": len(order),
         "bad": bad,
         "bytes": num_bytes,
         "flushed": flushed,
@@ -102,14 +111,13 @@ def exchange_messages(rank: int, endpoint, num_messages: int) -> dict[str, objec
 
 def stream(endpoint, peer: int, *, sends: bool) -> dict[str, object]:
     """Go on until the peer is gone, and tell how that was noticed."""
-    sender = Sender(endpoint, peer)
     data = bytearray(random.Random(1).randbytes(STREAM_BYTES))
     checksum = zlib.crc32(data)
     num_messages = 0
     last = time.monotonic()
     while all(report.state == "open" for report in endpoint.peers()):
         if sends:
-            sender.send(num_messages, bytearray(data))
+            send(endpoint, peer, num_messages, bytearray(data))
             going_on = endpoint.flush(TIMEOUT_S)
         else:
             message = endpoint.take(peer, num_messages, TIMEOUT_S)
@@ -132,14 +140,15 @@ def stream(endpoint, peer: int, *, sends: bool) -> dict[str, object]:
 
 def main() -> None:
     what, rank, address, port = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-    endpoint, text = open_endpoint(rank, address, port)
+    num_messages = int(sys.argv[5]) if len(sys.argv) > 5 else NUM_MESSAGES
+    num_ranks = int(sys.argv[6]) if len(sys.argv) > 6 else 2
+    endpoint, links = open_endpoint(rank, num_ranks, address, port)
     if what == "messages":
-        count = int(sys.argv[5]) if len(sys.argv) > 5 else NUM_MESSAGES
-        result = exchange_messages(rank, endpoint, count)
+        result = exchange_messages(rank, endpoint, list(links), num_messages)
     else:
         result = stream(endpoint, 1 - rank, sends=what == "send")
     endpoint.close()
-    print(json.dumps({**result, "link": text}), flush=True)
+    print(json.dumps({**result, "links": list(links.values())}), flush=True)
 
 
 if __name__ == "__main__":
