@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
+
+# A shell without job control starts what it runs in the background with SIGINT ignored, and so all
+# processes of the tests would be, some of which are interrupted.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed import FileStore
 
@@ -53,34 +52,42 @@ def test_messages_of_all_kinds_are_taken_in_any_order(num_ranks, num_messages, s
     assert taken == [[3 * num_ranks * num_messages] * len(WIRES)] * num_ranks
 
 
-def _generated_orders(wire: Wire) -> None:
-    transport = open_transport(wire, slots=2, checksums=False)
+Exchange = tuple[list[int], tuple[list[int], list[int]]]
+"""Bytes of each message, and the order in which each of two ranks takes what came."""
 
-    @settings(max_examples=20, deadline=None, derandomize=True, database=None)
-    @given(
-        sizes=st.lists(st.integers(0, 3 * SLOT_BYTES), max_size=12),
-        taken_by=st.randoms(use_true_random=False),
-    )
-    def check(sizes: list[int], taken_by: random.Random) -> None:
-        peer = 1 - rank()
-        keys = [Key("F", 0, i) for i in range(len(sizes))]
-        plan = [Expected(peer, key, (n,), torch.uint8) for key, n in zip(keys, sizes, strict=True)]
+
+def _with_orders(sizes: list[int]) -> st.SearchStrategy[Exchange]:
+    order = st.permutations(range(len(sizes)))
+    return st.tuples(st.just(sizes), st.tuples(order, order))
+
+
+def _exchange_in_orders(wire: Wire, exchanges: list[Exchange]) -> None:
+    transport = open_transport(wire, slots=2, checksums=False)
+    peer = 1 - rank()
+    for sizes, orders in exchanges:
+        plan = [Expected(peer, Key("F", 0, i), (n,), torch.uint8) for i, n in enumerate(sizes)]
         transport.begin(plan, 1)
         for _, key, shape, dtype in plan:
             assert shape is not None
             transport.isend(tensor_of(key, rank(), shape, dtype), peer, key)
-        taken_by.shuffle(plan)
-        for source, key, shape, dtype in plan:
+        for number in orders[rank()]:
+            source, key, shape, dtype = plan[number]
             assert shape is not None
             assert equal(transport.recv(source, key, LONG_S), tensor_of(key, source, shape, dtype))
         transport.flush(LONG_S)
-
-    check()
     transport.close()
 
 
-def test_sizes_and_orders_are_free() -> None:
-    run_ranks(2, on_each_wire, _generated_orders)
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    exchanges=st.lists(
+        st.lists(st.integers(0, 3 * SLOT_BYTES), max_size=12).flatmap(_with_orders),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_sizes_and_orders_are_free(exchanges: list[Exchange]) -> None:
+    run_ranks(2, on_each_wire, _exchange_in_orders, exchanges)
 
 
 def _poll(wire: Wire) -> list[int]:
