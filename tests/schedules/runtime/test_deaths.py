@@ -1,7 +1,4 @@
-"""A rank that is killed in training ends the others soon, with its name, and nothing is left.
-
-MEGATRON_EXT_TEST_DEATHS=100 kills as many times; the default is a dozen, which takes less time.
-"""
+"""A rank that is killed in training ends the others soon, with its name, and nothing is left."""
 
 from __future__ import annotations
 
@@ -24,11 +21,11 @@ from . import toy
 
 pytestmark = pytest.mark.skipif(not available(), reason="the native module is not built")
 
-NUM_DEATHS = int(os.environ.get("MEGATRON_EXT_TEST_DEATHS", "12"))
 NUM_RANKS, M = 3, 4
 _SURVIVES_S = 10.0
 _STARTS_S = 60.0
-_ALL_S = 100 + (_STARTS_S + _SURVIVES_S) * NUM_DEATHS
+_MOST_DEATHS = 100
+_ALL_S = 100 + (_STARTS_S + _SURVIVES_S) * _MOST_DEATHS
 """However slow the machine is, each death has its own limits; this one only ends what hangs."""
 
 
@@ -113,10 +110,11 @@ def _kill_again_and_again(num_deaths: int) -> list[float]:
 
 
 @pytest.mark.timeout(_ALL_S + 600)  # which may begin with the wait for another run's end
-def test_survivors_of_a_killed_rank_name_it_and_end() -> None:
+@pytest.mark.parametrize("num_deaths", [12, pytest.param(_MOST_DEATHS, marks=pytest.mark.slow)])
+def test_survivors_of_a_killed_rank_name_it_and_end(num_deaths: int) -> None:
     before = {path.name for path in Path("/dev/shm").iterdir()}
-    [lasted_s] = run_ranks(1, _kill_again_and_again, NUM_DEATHS, timeout_s=_ALL_S)
-    assert len(lasted_s) == NUM_DEATHS
+    [lasted_s] = run_ranks(1, _kill_again_and_again, num_deaths, timeout_s=_ALL_S)
+    assert len(lasted_s) == num_deaths
     new = {path.name for path in Path("/dev/shm").iterdir()} - before
     assert [name for name in new if "megatron_ext" in name or "mext" in name] == []
-    print(f"{NUM_DEATHS} ranks killed; the others ended after at most {max(lasted_s):.2f} s")
+    print(f"{num_deaths} ranks killed; the others ended after at most {max(lasted_s):.2f} s")
