@@ -10,7 +10,7 @@
 2. A GPT is trained in each way: most resident memory of a process of the first stage above what it
    held before the first step, and what new weights cost either role.
 
-Prints the tables of `docs/disaggregation.md`. Takes about 6 minutes.
+Prints the tables of `docs/disaggregation.md`. Takes about 10 minutes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What tracing costs, and how well `plan --from-trace` predicts, with stages that take known times.
 
-    python benchmarks/tracing.py                                 # about four minutes
+    python benchmarks/tracing.py                                 # about five minutes
     python benchmarks/tracing.py --pp 2 --microbatches 4 --steps 2 --only 1f1b zb-h1
 
 Every second step is traced, in the harness of `benchmarks/schedules.py`; the cost is the median of
