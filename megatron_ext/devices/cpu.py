@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.devices.base import Redirect, Rule
+from megatron_ext.devices.gloo import gloo_redirects
 from megatron_ext.devices.redirects import answering, nvtx_redirects, returning, to
 from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, flag
 from megatron_ext.errors import DeviceError
@@ -46,7 +47,7 @@ _DEFAULTS: dict[str, tuple[object, str]] = {
     "distributed_backend": ("gloo", "NCCL moves GPU memory only"),
     "enable_gloo_process_groups": (
         False,
-        "all groups are gloo groups already, and each group costs three threads",
+        "all groups are gloo groups already, and each group costs two threads",
     ),
 }
 
@@ -100,7 +101,7 @@ class CpuDevice:
         yield from spelling_redirects("cpu")
         yield from tensor_redirects(translator("cpu", indexed=False), pinning=False)
         yield from collective_redirects(self.distributed_backend)
-        yield from _gloo_gathers()
+        yield from gloo_redirects()
 
     def argument_errors(self, args: Namespace) -> list[str]:
         """Apply `argument_rules`."""
@@ -220,24 +221,3 @@ def _mem_get_info() -> tuple[int, int]:
 
     total = host.total_memory_bytes()
     return total - host.rss_bytes(), total
-
-
-def _gloo_gathers() -> Iterator[Redirect]:
-    """List the collectives that gloo takes in fewer shapes than NCCL does."""
-    for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
-        yield Redirect(
-            f"{module}:all_gather_into_tensor",
-            _flat_gather,
-            "gloo wants input and output with equally many dimensions, NCCL only equal sizes",
-        )
-
-
-def _flat_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    def all_gather_into_tensor(
-        output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        if output_tensor.dim() != input_tensor.dim():
-            output_tensor, input_tensor = output_tensor.view(-1), input_tensor.reshape(-1)
-        return original(output_tensor, input_tensor, *args, **kwargs)
-
-    return all_gather_into_tensor

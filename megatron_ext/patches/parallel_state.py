@@ -56,7 +56,7 @@ PATCHES = (
         target=f"{_MODULE}:destroy_model_parallel",
         fn=_destroy_all_groups,
         when=off_cuda,
-        reason="the groups are dropped but not destroyed; with gloo each keeps three threads, and "
+        reason="the groups are dropped but not destroyed; with gloo each keeps its threads, and "
         "repeated initialisation stalls the host",
     ),
 )

@@ -1,0 +1,81 @@
+"""What gloo lacks to stand in for NCCL under Megatron.
+
+torch gives each group of gloo two worker threads, and both write the name of the collective that
+they have finished into one string of the group, without a lock (`ProcessGroupGloo::runLoop`, torch
+2.13). A name of 16 characters or more lives on the heap, as those of coalesced collectives do: two
+of them that end at the same moment free the same memory, and the process dies later, somewhere
+else. The distributed optimizer gathers parameters that way, and models of several chunks have
+several such gathers under way. So groups get one worker, which takes collectives in the order of
+their calls; that order is the same on all ranks in any case.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.devices.base import Redirect
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroupGloo
+
+__all__ = ["gloo_redirects"]
+
+
+def gloo_redirects() -> Iterator[Redirect]:
+    """List the redirects of gloo's groups and collectives."""
+    for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
+        yield Redirect(
+            f"{module}:all_gather_into_tensor",
+            _flat_gather,
+            "gloo wants input and output with equally many dimensions, NCCL only equal sizes",
+        )
+    yield Redirect(
+        "torch.distributed.distributed_c10d:ProcessGroupGloo.__init__",
+        _one_worker,
+        "two worker threads of a group that end coalesced collectives at the same moment free "
+        "the same memory",
+    )
+
+
+def _flat_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    def all_gather_into_tensor(
+        output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if output_tensor.dim() != input_tensor.dim():
+            output_tensor, input_tensor = output_tensor.view(-1), input_tensor.reshape(-1)
+        return original(output_tensor, input_tensor, *args, **kwargs)
+
+    return all_gather_into_tensor
+
+
+def _one_worker(original: Callable[..., None]) -> Callable[..., None]:
+    def initialize(
+        group: ProcessGroupGloo, store: Any, rank: int, size: int, *last: Any, **named: Any
+    ) -> None:
+        given = (*last, *named.values())  # a timeout, options, or neither
+        made = given if given and not isinstance(given[0], timedelta) else (_options(*given),)
+        original(group, store, rank, size, *made)
+
+    return initialize
+
+
+def _options(timeout: timedelta | None = None) -> Any:
+    """Make the options that torch makes for itself, but for the number of threads."""
+    from torch.distributed import ProcessGroupGloo
+
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+    options._devices = (
+        [gloo.create_device(interface=name) for name in interfaces.split(",")]
+        if interfaces
+        else [gloo.create_default_device()]
+    )
+    options._threads = 1
+    if timeout is not None:
+        options._timeout = timeout
+    return options

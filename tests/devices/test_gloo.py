@@ -1,0 +1,110 @@
+"""Groups of gloo: collectives in NCCL's shapes, one worker each."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from tests.ranks import run_ranks
+
+_STRESS_S = 20.0
+
+
+def _options(group: Any) -> Any:
+    return group._get_backend(torch.device("cpu")).options
+
+
+def one_worker_each() -> None:
+    dist.init_process_group("nccl", timeout=timedelta(seconds=77))
+    group = dist.new_group(backend="gloo")
+    assert _options(dist.group.WORLD)._threads == _options(group)._threads == 1
+    assert _options(dist.group.WORLD)._timeout == timedelta(seconds=77)
+    assert _options(group)._timeout == timedelta(minutes=30)
+    total = torch.ones(3)
+    dist.all_reduce(total, group=group)
+    assert total.tolist() == [2.0] * 3
+
+
+def interfaces_are_those_of_the_environment() -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo,lo"
+    dist.init_process_group("gloo")
+    assert len(_options(dist.group.WORLD)._devices) == 2
+    assert _options(dist.group.WORLD)._threads == 1
+    dist.barrier()
+    os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
+    with pytest.raises(RuntimeError, match="nowhere0"):
+        dist.new_group(backend="gloo")
+
+
+def options_of_a_caller_are_kept() -> None:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+    options._threads = 3
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
+    assert group.options._threads == 3
+    positional = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=5))
+    assert positional.options._timeout == timedelta(seconds=5)
+    assert positional.options._threads == 1
+    assert dist.ProcessGroupGloo(dist.HashStore(), rank=0, size=1).options._threads == 1
+
+
+def undone() -> None:
+    import megatron_ext
+
+    megatron_ext.deactivate()
+    dist.init_process_group("gloo")
+    assert _options(dist.group.WORLD)._threads == 2
+
+
+def gathers_that_end_together() -> int:
+    """Keep 64 coalesced gathers under way: with two workers of a group a rank soon crashes."""
+    dist.init_process_group("gloo")
+    size = dist.get_world_size()
+    part = torch.full((4,), float(dist.get_rank()))
+    whole = [[torch.zeros(4 * size) for _ in range(2)] for _ in range(64)]
+    expected = torch.arange(float(size)).repeat_interleave(4)
+    done = torch.tensor([0])
+    end = time.monotonic() + _STRESS_S
+    rounds = 0
+    while not done.item():
+        works = []
+        for pair in whole:
+            with dist._coalescing_manager(async_ops=True) as work:
+                for tensor in pair:
+                    dist.all_gather_into_tensor(tensor.zero_(), part)
+            works.append(work)
+        for work in works:
+            work.wait()
+        assert all(torch.equal(tensor, expected) for pair in whole for tensor in pair)
+        rounds += 1
+        done[0] = time.monotonic() > end
+        dist.all_reduce(done, op=dist.ReduceOp.MAX)
+    return rounds
+
+
+def test_each_group_has_one_worker() -> None:
+    run_ranks(2, one_worker_each)
+
+
+def test_interfaces_are_those_of_the_environment() -> None:
+    run_ranks(2, interfaces_are_those_of_the_environment)
+
+
+def test_options_of_a_caller_are_kept() -> None:
+    run_ranks(1, options_of_a_caller_are_kept)
+
+
+def test_undone() -> None:
+    run_ranks(1, undone)
+
+
+@pytest.mark.slow
+def test_coalesced_gathers_that_end_together_do_not_crash() -> None:
+    first, second = run_ranks(2, gathers_that_end_together)
+    assert first == second > 10
