@@ -293,10 +293,13 @@ def _with_splittable_layers(args: Namespace, choice: Choice) -> Choice:
     """
     if not choice.schedule(choice.num_microbatches).splits_backward:
         return choice
-    from megatron_ext.schedules.runtime.te_layers import why_not
+    from megatron_ext.schedules.runtime.te_layers import left_whole, why_not
 
     reason = why_not(Namespace(**{"tp_comm_overlap": False, **vars(args)}))
     if reason is None:
+        notice = left_whole(args)
+        if notice is not None:
+            _tell(args, "--pipeline-schedule %s: %s", choice.name, notice)
         return choice
     if choice.dynamic is not None:
         whole = replace(choice, dynamic=replace(choice.dynamic, splits=False))

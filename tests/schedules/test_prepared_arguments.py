@@ -107,6 +107,26 @@ def test_layers_that_cannot_be_split_are_refused(
         check(args)
 
 
+@pytest.mark.parametrize(("schedule", "told"), [("zb-h1", True), ("gpipe", False)])
+def test_layers_that_are_left_whole_are_told(
+    args: Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    schedule: str,
+    told: bool,
+) -> None:
+    from megatron_ext.schedules.runtime import te_layers
+
+    monkeypatch.setattr(te_layers, "why_not", lambda _args: None)
+    monkeypatch.setattr(te_layers, "find_spec", lambda name: name)
+    vars(args).update(transformer_impl="transformer_engine", data_parallel_size=1)
+    vars(args).update(add_bias_linear=True, add_qkv_bias=False, multi_latent_attention=False)
+    choose(args, schedule)
+    check(args)
+    notice = "--pipeline-schedule zb-h1: weight gradients of the projections to queries, keys and"
+    assert (notice in caplog.text) is told
+
+
 @pytest.mark.parametrize(
     ("dest", "value", "schedule"),
     [

@@ -6,6 +6,11 @@ together with its own overlap of expert communication and checks this when the c
 made; `prepare_config` asks later. Here the layers are told when to postpone, and which entries
 belong to which micro-batch is counted.
 
+Gradients of biases are never postponed: DDP's hooks expect them in I. Most layers leave the adding
+of their bias to Megatron, so autograd computes its gradient there. Where a layer adds its bias
+itself (attention's projection to queries, keys and values), the gradient comes out of the same
+product as the weight's; such a layer computes both in I (`left_whole`).
+
 Written against the sources of Transformer Engine 2.3 and later. It was tested with stand-ins for
 its layers, not with the library, which needs CUDA.
 """
@@ -23,7 +28,7 @@ from megatron_ext.errors import ScheduleError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DelayedModules", "prepare_config", "why_not"]
+__all__ = ["DelayedModules", "left_whole", "prepare_config", "why_not"]
 
 
 def _uses_te(config: Any) -> bool:
@@ -60,17 +65,25 @@ def why_not(config: Any) -> str | None:
             "accumulation fusion; leave out --no-gradient-accumulation-fusion, or use "
             "--transformer-impl local"
         )
-    if config.add_bias_linear or config.add_qkv_bias:
-        return (
-            "Transformer Engine postpones the gradients of biases too, which DDP does not expect; "
-            "use --disable-bias-linear without --add-qkv-bias, or --transformer-impl local"
-        )
     if config.tp_comm_overlap:
         return (
             "Transformer Engine does not postpone weight gradients with --tp-comm-overlap; leave "
             "it out, or use --transformer-impl local"
         )
     return None
+
+
+def left_whole(config: Any) -> str | None:
+    """Return which weight gradients of Transformer Engine's layers stay in I, or None."""
+    if not _uses_te(config) or config.multi_latent_attention:
+        return None
+    if not config.add_bias_linear and not config.add_qkv_bias:
+        return None
+    return (
+        "weight gradients of the projections to queries, keys and values are computed in I, "
+        "because Transformer Engine computes them together with those of the biases; "
+        "--disable-bias-linear without --add-qkv-bias moves them to W"
+    )
 
 
 class DelayedModules:
@@ -84,8 +97,10 @@ class DelayedModules:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self._layers: list[Any] = [m for m in module.modules() if _delays(m)]
-        self._switch(on=False)
+        built: list[Any] = [m for m in module.modules() if _delays(m)]
+        for layer in built:
+            layer.wgrad_store.disable_delay_wgrad_compute()
+        self._layers = [layer for layer in built if not _adds_its_bias(layer)]
         self._counted = [0] * len(self._layers)
         self._notes: deque[tuple[int, list[int]]] = deque()
 
@@ -135,8 +150,9 @@ class DelayedModules:
         self._counted = [all_ - now for all_, now in zip(self._counted, counts, strict=True)]
         with self.delaying():
             for layer, remaining in zip(self._layers, self._counted, strict=True):
-                while _queued(layer) > remaining:
-                    layer.backward_dw()  # takes one entry, or the two of a layer with two weights
+                with _biases_are_done(layer):
+                    while _queued(layer) > remaining:
+                        layer.backward_dw()  # takes one entry, or two of a layer with two weights
 
     def waiting(self) -> list[int]:
         """Return the micro-batches whose W has not run, oldest first."""
@@ -155,6 +171,33 @@ def _delays(module: Any) -> bool:
     """Whether a layer was built to postpone; it may be switched off at the moment."""
     store = getattr(module, "wgrad_store", None)
     return store is not None and store.context is not None
+
+
+def _adds_its_bias(layer: Any) -> bool:
+    """Whether the gradient of a bias comes out of the product that makes the weight's."""
+    if not getattr(layer, "use_bias", False):
+        return False
+    if hasattr(layer, "fc1_bias"):  # two weights; the first bias is never Megatron's
+        return True
+    return bool(layer.apply_bias) and not getattr(layer, "gemm_bias_unfused_add", False)
+
+
+@contextmanager
+def _biases_are_done(layer: Any) -> Iterator[None]:
+    """Keep `backward_dw` away from biases.
+
+    It gives one to each bias that has no `grad`, as is usual behind DDP's hooks, and fails over
+    gradients that autograd has computed in I and it does not have.
+    """
+    named = layer.named_parameters(recurse=False)
+    biases = [bias for name, bias in named if "bias" in name and bias.grad is None]
+    for bias in biases:
+        bias.grad = bias.detach()  # any tensor of that shape
+    try:
+        yield
+    finally:
+        for bias in biases:
+            bias.grad = None
 
 
 def _queued(layer: Any) -> int:

@@ -34,19 +34,30 @@ class _Store:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, store: _Store) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, store: _Store
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.store = weight, store
-        return x @ weight.t()
+        ctx.weight, ctx.store, ctx.biased = weight, store, bias is not None
+        return x @ weight.t() if bias is None else x @ weight.t() + bias
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        bias_grad = None
         if ctx.store.delay_wgrad_compute():
-            ctx.store.context.put((x, grad))
+            ctx.store.context.put((x, grad, ctx.biased))
         else:
-            ctx.weight.main_grad.add_(grad.t() @ x)
-        return grad @ weight, None, None
+            bias_grad = _products(ctx.weight, x, grad, ctx.biased)
+        return grad @ weight, None, bias_grad, None
+
+
+def _products(
+    weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, biased: bool
+) -> torch.Tensor | None:
+    """Add to the weight's gradient, and return the bias's: one product of matrices makes both."""
+    weight.main_grad.add_(grad.t() @ x)
+    return grad.sum(0) if biased else None
 
 
 class _Layer(torch.nn.Module):
@@ -57,14 +68,39 @@ class _Layer(torch.nn.Module):
         self.wgrad_store = _Store(delay)
         self.weight = torch.nn.Parameter(torch.randn(4, 4))
         self.weight.main_grad = torch.zeros(4, 4)
+        self.use_bias = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Linear.apply(x, self.weight, self.wgrad_store)
+        return _Linear.apply(x, self.weight, None, self.wgrad_store)
 
     def backward_dw(self) -> None:
+        """Do as `TransformerEngineBaseModule.backward_dw`."""
         assert self.wgrad_store.enabled
-        x, grad = self.wgrad_store.context.get_nowait()
-        self.weight.main_grad.add_(grad.t() @ x)
+        bias_grad = _products(self.weight, *self.wgrad_store.context.get_nowait())
+        if self.use_bias and self.bias.grad is None:
+            self.bias.grad = bias_grad.to(self.bias.dtype)
+
+
+class _BiasedLayer(_Layer):
+    """A layer with a bias: added by the product, behind it, or by who gets it returned."""
+
+    def __init__(self, delay: bool, *, returned: bool = False, behind: bool = False) -> None:
+        super().__init__(delay)
+        self.bias = torch.nn.Parameter(torch.randn(4))
+        self.bias.main_grad = torch.zeros(4)
+        self.use_bias, self.apply_bias, self.gemm_bias_unfused_add = True, not returned, behind
+        self.bias.register_post_accumulate_grad_hook(_hook)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        in_product = self.apply_bias and not self.gemm_bias_unfused_add
+        output = _Linear.apply(x, self.weight, self.bias if in_product else None, self.wgrad_store)
+        return output if in_product else output + self.bias
+
+
+def _hook(parameter: torch.Tensor) -> None:
+    """Do as DDP's hook."""
+    parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
 
 
 class _TwoWeights(_Layer):
@@ -95,7 +131,7 @@ class _Chunk(torch.nn.Module):
         raise AssertionError
 
 
-def _loss(chunk: _Chunk, microbatch: int) -> torch.Tensor:
+def _loss(chunk: torch.nn.Module, microbatch: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(microbatch)
     return chunk(torch.randn(5, 4, generator=generator)).square().sum()
 
@@ -104,7 +140,7 @@ def _main_grads(chunk: _Chunk) -> list[torch.Tensor]:
     return [layer.weight.main_grad for layer in (chunk.first, chunk.twice, chunk.pair)]
 
 
-def _backwards(split: SplitBackward, chunk: _Chunk, count: int, stage: int = 1) -> None:
+def _backwards(split: SplitBackward, chunk: torch.nn.Module, count: int, stage: int = 1) -> None:
     for microbatch in range(count):
         with split.defer(stage, microbatch):
             loss = _loss(chunk, microbatch)
@@ -131,6 +167,56 @@ def test_each_w_takes_the_entries_of_its_micro_batch() -> None:
         assert all(map(torch.allclose, _main_grads(chunk), gradients))
     assert split.pending() == []
     split.run(1, 2)  # nothing is left to do
+
+
+class _Biased(torch.nn.Module):
+    """Layers as attention and MLP have them."""
+
+    def __init__(self, delay: bool) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.qkv = _BiasedLayer(delay)
+        self.projection = _BiasedLayer(delay, behind=True)
+        self.mlp = _BiasedLayer(delay, returned=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.projection(self.qkv(x)))
+
+
+def test_biases_get_their_gradients_in_i() -> None:
+    chunk, whole, split = _Biased(delay=True), _Biased(delay=False), SplitBackward()
+    split.register_modules(0, chunk)
+    _backwards(split, chunk, 2, stage=0)
+    for microbatch in range(2):
+        _loss(whole, microbatch).backward()
+    expected = {name: p.main_grad for name, p in whole.named_parameters()}
+    in_i = {"qkv.weight", "qkv.bias", "projection.bias", "mlp.bias"}
+    for name, parameter in chunk.named_parameters():
+        done = expected[name] if name in in_i else torch.zeros_like(expected[name])
+        assert torch.equal(parameter.main_grad, done), name
+    for microbatch in range(2):
+        split.run(0, microbatch)
+    for name, parameter in chunk.named_parameters():
+        assert torch.equal(parameter.main_grad, expected[name]), name
+        assert parameter.grad is None
+    assert split.pending() == []
+
+
+def test_gradients_of_biases_without_ddp_stay() -> None:
+    chunk, split = _BiasedLayer(True, returned=True), SplitBackward()
+    split.register_modules(0, chunk)
+    _backwards(split, chunk, 1, stage=0)
+    chunk.bias.grad = torch.full((4,), 3.0)
+    split.run(0, 0)
+    assert chunk.bias.grad.tolist() == [3.0] * 4
+
+
+def test_a_layer_of_two_weights_with_biases_is_left_whole() -> None:
+    layer = _TwoWeights(delay=True)
+    layer.use_bias, layer.fc1_bias = True, torch.nn.Parameter(torch.zeros(4))
+    delayed = te_layers.DelayedModules(layer)
+    assert delayed.is_empty
+    assert not layer.wgrad_store.enabled
 
 
 def test_a_backward_that_is_not_split_computes_all() -> None:
@@ -176,6 +262,7 @@ def _config(**settings: Any) -> SimpleNamespace:
         "gradient_accumulation_fusion": True,
         "add_bias_linear": False,
         "add_qkv_bias": False,
+        "multi_latent_attention": False,
         "tp_comm_overlap": False,
         "delay_wgrad_compute": False,
     }
@@ -215,8 +302,6 @@ def test_layers_are_told_before_they_are_built(te_version: Any) -> None:
     [
         ("2.2.0", {}, "Transformer Engine 2.2.0"),
         ("2.9.0", {"gradient_accumulation_fusion": False}, "accumulation fusion"),
-        ("2.9.0", {"add_bias_linear": True}, "--disable-bias-linear"),
-        ("2.9.0", {"add_qkv_bias": True}, "--add-qkv-bias"),
         ("2.9.0", {"tp_comm_overlap": True}, "--tp-comm-overlap"),
     ],
 )
@@ -231,6 +316,17 @@ def test_what_its_layers_cannot_do_is_said(
 
 
 def test_its_layers_can_be_split(te_version: Any) -> None:
-    assert why_not(_config(add_bias_linear=True)) is None  # it is not installed
+    assert why_not(_config(tp_comm_overlap=True)) is None  # it is not installed
     te_version("2.3.0")
     assert why_not(_config()) is None
+    assert why_not(_config(add_bias_linear=True)) is None
+
+
+@pytest.mark.parametrize("flag", ["add_bias_linear", "add_qkv_bias"])
+def test_layers_that_add_a_bias_are_said_to_stay_whole(flag: str, te_version: Any) -> None:
+    biased = _config(**{flag: True})
+    assert te_layers.left_whole(biased) is None  # it is not installed
+    te_version("2.9.0")
+    assert "queries, keys and values are computed in I" in str(te_layers.left_whole(biased))
+    assert te_layers.left_whole(_config()) is None
+    assert te_layers.left_whole(_config(**{flag: True}, multi_latent_attention=True)) is None
