@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from megatron_ext.schedules.actions import Kind
     from megatron_ext.schedules.runtime.compute import StageCompute, Tensors
+    from megatron_ext.schedules.runtime.split import Progress
     from megatron_ext.trace.recorder import Recorder
     from megatron_ext.transport.base import Expected, Stats, Transport
 
@@ -78,10 +79,10 @@ class _Compute:
         with self._span("I" if split else "B", stage, microbatch):
             return self._compute.backward(stage, microbatch, gradients, split=split)
 
-    def weights(self, stage: int, microbatch: int) -> None:
+    def weights(self, stage: int, microbatch: int, progress: Progress | None) -> None:
         """Run W."""
         with self._span("W", stage, microbatch):
-            self._compute.weights(stage, microbatch)
+            self._compute.weights(stage, microbatch, progress)
 
     @contextmanager
     def _span(self, kind: Kind, stage: int, microbatch: int) -> Iterator[None]:

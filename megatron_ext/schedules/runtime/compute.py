@@ -23,6 +23,7 @@ from megatron_ext.schedules.runtime.split import SPLIT
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.runtime.microbatches import MicrobatchData
+    from megatron_ext.schedules.runtime.split import Progress
     from megatron_ext.schedules.runtime.tables import Table
 
 __all__ = ["Call", "StageCompute", "Tensors"]
@@ -164,9 +165,9 @@ class StageCompute:
             for x, grad in zip(inputs, found, strict=True)
         ]
 
-    def weights(self, stage: int, microbatch: int) -> None:
-        """Run W."""
-        SPLIT.run(stage, microbatch)
+    def weights(self, stage: int, microbatch: int, progress: Progress | None) -> None:
+        """Run W, and tell after each weight how far it is."""
+        SPLIT.run(stage, microbatch, progress)
 
     def unfinished(self) -> list[str]:
         """Return what a complete step must not leave behind, for an error message."""

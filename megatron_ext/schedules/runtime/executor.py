@@ -85,7 +85,7 @@ class Executor:
         spent = self.compute.kept(stage, action.microbatch)
         begin_s = time.perf_counter()
         with self.gradients.around(action, is_last=is_last):
-            outputs = self._compute(action, inputs, is_first=is_first)
+            outputs = self._compute(action, inputs, is_first=is_first, is_last=is_last)
         end_s = time.perf_counter()
         self._deliver(work, outputs)
         del spent  # not before: to free the graph of a backward takes about as long as to send
@@ -114,12 +114,15 @@ class Executor:
             return [tensor.requires_grad_() for tensor in tensors]
         return [*tensors]
 
-    def _compute(self, action: Action, inputs: Tensors, *, is_first: bool) -> Tensors:
+    def _compute(
+        self, action: Action, inputs: Tensors, *, is_first: bool, is_last: bool
+    ) -> Tensors:
         stage, kind, microbatch = action
         if kind == "F":
             return self.compute.forward(stage, microbatch, inputs, is_first=is_first)
         if kind == "W":
-            self.compute.weights(stage, microbatch)
+            progress = self.gradients.progress(stage) if is_last else None
+            self.compute.weights(stage, microbatch, progress)
             return []
         return self.compute.backward(stage, microbatch, inputs, split=kind == "I")
 

@@ -19,12 +19,13 @@ Contract with the executor:
 * The gradient that a stage receives may be an operand itself, and so may the activation (if the
   first layer takes it as it is). Memory of messages is used again after W, not after I.
 * DDP's hooks run in I, before the gradients are whole. So chunks that are split stay in `no_sync`
-  for the whole step, and `start_grad_sync` is called after the last W.
+  for the whole step, and reductions are started during the last W, which tells its progress.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,9 +37,11 @@ from megatron_ext.schedules.runtime.weight_gradients import Record, WeightGradie
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPLIT", "SplitBackward", "prepare_config", "why_not"]
+__all__ = ["SPLIT", "Progress", "SplitBackward", "prepare_config", "why_not"]
 
 _Key = tuple[int, int]
+Progress = Callable[[AbstractSet[int]], None]
+"""Is told the ids of the weights whose gradients are left to be computed."""
 
 
 class SplitBackward:
@@ -99,19 +102,37 @@ class SplitBackward:
         if self._marked:
             self._unmark()
 
-    def run(self, stage: int, microbatch: int) -> None:
+    def run(self, stage: int, microbatch: int, progress: Progress | None = None) -> None:
         """Compute the weight gradients of a micro-batch and add them to the parameters'.
 
         Into `main_grad`, or into `grad` where there is no DDP. Operands are freed one weight after
         the other. A stage without split weights has nothing to do.
 
+        Args:
+            stage: Which.
+            microbatch: Which.
+            progress: Called before the first weight and after each.
+
         Raises:
             ScheduleError: Transformer Engine's layers cannot compute this micro-batch yet.
         """
-        for gradients in _by_weight(self._waiting.pop((stage, microbatch), [])):
+        by_weight = _by_weight(self._waiting.pop((stage, microbatch), []))
+        modules = self._modules.get(stage)
+        left = set(by_weight)
+        if modules is not None:
+            left |= modules.weights
+
+        def finished(*weights: int) -> None:
+            left.difference_update(weights)
+            if progress is not None:
+                progress(left)
+
+        finished()
+        for weight, gradients in by_weight.items():
             accumulate(gradients)
-        if stage in self._modules:
-            self._modules[stage].run(microbatch)
+            finished(weight)
+        if modules is not None:
+            modules.run(microbatch, finished)
 
     def pending(self) -> list[_Key]:
         """Return the keys (stage, micro-batch) whose gradients wait for `run`, sorted."""
@@ -156,12 +177,12 @@ class _Deferral:
         self._split.end()
 
 
-def _by_weight(gradients: list[WeightGradient]) -> list[list[WeightGradient]]:
-    """Group by weight; weights and gradients of a weight keep their order."""
+def _by_weight(gradients: list[WeightGradient]) -> dict[int, list[WeightGradient]]:
+    """Group by the id of the weight; weights and gradients of a weight keep their order."""
     groups: dict[int, list[WeightGradient]] = {}
     for gradient in gradients:
         groups.setdefault(id(gradient.weight), []).append(gradient)
-    return list(groups.values())
+    return groups
 
 
 SPLIT = SplitBackward()

@@ -5,12 +5,14 @@ collectives in the same order, although each may run its actions in another one:
 
 - Reductions start in the order in which the table completes its chunks: one that is complete before
   its turn waits. Gathers start in the order of the stages, in which any order first needs them.
-- A rank without split backwards reduces bucket by bucket during the last B of a chunk: DDP's hooks
-  start it, as in upstream's schedules. The order is the same on all peers by itself then: a last B
-  needs that of the stage after it.
-- A rank with split backwards starts the reduction of a chunk after its last W, all at once: hooks
-  run at I, too early, so they stay silent the whole step.
-- With `--align-grad-reduce` upstream hands over a function; it is called after the last action.
+- A chunk with split backwards is reduced during its last W, which no other rank waits for: each
+  reduction starts as soon as the weights of its buckets are done. Hooks of DDP run at I, too early,
+  so they stay silent all the step.
+- A chunk without is reduced after its last B, at once: with `--align-grad-reduce`, Megatron's
+  default, nothing shall slow a B down that another rank waits for. Nobody waits for that of stage
+  0, during which DDP's hooks reduce bucket by bucket, as in upstream's 1F1B.
+- With `--no-align-grad-reduce` hooks do so for every stage. The order is the same on all peers by
+  itself: a last B needs that of the stage after it.
 
 Without `--overlap-grad-reduce` nothing is started here, `finalize_model_grads` reduces.
 """
@@ -18,13 +20,16 @@ Without `--overlap-grad-reduce` nothing is started here, `finalize_model_grads` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_ext.schedules.actions import Action
+    from megatron_ext.schedules.runtime.split import Progress
     from megatron_ext.schedules.runtime.tables import Table
 
 __all__ = ["GradientSync", "ParameterSync"]
@@ -51,8 +56,10 @@ class GradientSync:
         """The stages of this rank; those at the front have been started."""
         self._started = 0
         self._complete: set[int] = set()
+        self._buckets: dict[int, list[_BucketGroup]] = {}
+        """By chunk: those to be reduced, the next one last."""
         self._force_all_reduce = force_all_reduce
-        self._aligned = _by_chunk(config.grad_sync_func, len(chunks))
+        self._functions = _by_chunk(config.grad_sync_func, len(chunks))
         self._overlaps = config.no_sync_func is not None
         silent = config.no_sync_func
         self._silent: list[_Enter] = []
@@ -69,11 +76,22 @@ class GradientSync:
             stack.close()
 
     def around(self, action: Action, *, is_last: bool) -> AbstractContextManager[None]:
-        """Let DDP reduce during the last full backward of a chunk."""
-        by_hooks = self._by_hooks and self._overlaps and self._aligned is None
-        if not (is_last and by_hooks) or action.kind != "B":
-            return _UNCHANGED
-        return self._reducing(action)
+        """Let DDP's hooks reduce during the last full backward of a chunk, where they may."""
+        if is_last and action.kind == "B" and self._hooks_reduce(action.stage):
+            return self._reducing(action)
+        return _UNCHANGED
+
+    def _hooks_reduce(self, stage: int) -> bool:
+        if not self._by_hooks or not self._overlaps:
+            return False
+        ends_all = stage == 0 and self._placement.twins == 1
+        return self._functions is None or (ends_all and self._is_ddps(stage))
+
+    def _is_ddps(self, stage: int) -> bool:
+        """Whether the reductions of a stage are DDP's own, and not a function of somebody else."""
+        number = self._placement.chunk_of(stage)
+        given = None if self._functions is None else self._functions[number]
+        return given is None or getattr(given, "__self__", None) is self._chunks[number]
 
     @contextmanager
     def _reducing(self, action: Action) -> Iterator[None]:
@@ -83,21 +101,62 @@ class GradientSync:
         yield
         self._entered[index] = _entered(self._silent[index])
 
+    def progress(self, stage: int) -> Progress | None:
+        """Return whom the last W of a stage tells how far it is, if the stage's turn has come."""
+        if not self._overlaps or not self._is_ddps(stage):
+            return None
+        if self._order[self._started] != stage:
+            return None
+        return partial(self._reduce, self._placement.chunk_of(stage))
+
     def after(self, stage: int) -> None:
         """Note that a stage is complete; start its reduction and others that waited for it."""
         self._complete.add(stage)
         while self._started < len(self._order) and self._order[self._started] in self._complete:
-            number = self._placement.chunk_of(self._order[self._started])
+            complete = self._order[self._started]
             self._started += 1
-            if self._aligned is not None:
-                self._aligned[number](self._chunks[number].parameters())
-            elif self._overlaps and not self._by_hooks:
-                self._start(self._chunks[number])
+            if not self._hooks_reduce(complete):
+                self._start(complete)
 
-    def _start(self, chunk: torch.nn.Module) -> None:
-        """As `chunk.start_grad_sync`, which cannot be told to reduce everything."""
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):  # type: ignore[misc]
-            group.start_grad_sync(force_all_reduce=self._force_all_reduce)
+    def _start(self, stage: int) -> None:
+        number = self._placement.chunk_of(stage)
+        if self._functions is not None and not self._is_ddps(stage):
+            self._functions[number](self._chunks[number].parameters())
+        elif self._overlaps:
+            self._reduce(number, frozenset())
+
+    def _reduce(self, number: int, left: AbstractSet[int]) -> None:
+        """Start the next reductions of a chunk that no weight is left to be computed for.
+
+        `chunk.start_grad_sync` cannot be told to reduce everything, nor a part.
+        """
+        if number not in self._buckets:
+            self._buckets[number] = _bucket_groups(self._chunks[number])
+        waiting = self._buckets[number]
+        while waiting and waiting[-1].weights.isdisjoint(left):
+            waiting.pop().group.start_grad_sync(force_all_reduce=self._force_all_reduce)
+
+
+class _BucketGroup(NamedTuple):
+    """What DDP reduces at once."""
+
+    group: Any
+    weights: frozenset[int]
+    """Their ids."""
+
+
+def _bucket_groups(chunk: Any) -> list[_BucketGroup]:
+    """Return what DDP reduces of a chunk, ordered as its parameters are.
+
+    Backwards complete it from the end. The order is the same on all data-parallel peers, also where
+    experts, which are reduced over another group, got no tokens on some.
+    """
+    place = {id(parameter): index for index, parameter in enumerate(chunk.parameters())}
+    groups = [
+        _BucketGroup(group, frozenset(map(id, group.params)))
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+    ]
+    return sorted(groups, key=lambda found: min(place[weight] for weight in found.weights))
 
 
 class ParameterSync:

@@ -18,7 +18,7 @@ its layers, not with the library, which needs CUDA.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -100,7 +100,9 @@ class DelayedModules:
         built: list[Any] = [m for m in module.modules() if _delays(m)]
         for layer in built:
             layer.wgrad_store.disable_delay_wgrad_compute()
-        self._layers = [layer for layer in built if not _adds_its_bias(layer)]
+        self._layers = [layer for layer in reversed(built) if not _adds_its_bias(layer)]
+        self.weights = frozenset(weight for layer in self._layers for weight in _weights(layer))
+        """Ids of the parameters of the layers that postpone."""
         self._counted = [0] * len(self._layers)
         self._notes: deque[tuple[int, list[int]]] = deque()
 
@@ -131,8 +133,12 @@ class DelayedModules:
             self._counted = sizes
             self._notes.append((microbatch, added))
 
-    def run(self, microbatch: int) -> None:
-        """Let the layers compute what they put aside for a micro-batch.
+    def run(self, microbatch: int, finished: Callable[..., None]) -> None:
+        """Let the layers compute what they put aside for a micro-batch, the last layer first.
+
+        Args:
+            microbatch: Which.
+            finished: Called after each layer with the ids of its parameters.
 
         Raises:
             ScheduleError: It is not the oldest one, which is the only one that they can compute.
@@ -153,6 +159,7 @@ class DelayedModules:
                 with _biases_are_done(layer):
                     while _queued(layer) > remaining:
                         layer.backward_dw()  # takes one entry, or two of a layer with two weights
+                finished(*_weights(layer))
 
     def waiting(self) -> list[int]:
         """Return the micro-batches whose W has not run, oldest first."""
@@ -165,6 +172,10 @@ class DelayedModules:
         for layer in self._layers:
             with layer.wgrad_store.context.mutex:
                 layer.wgrad_store.context.queue.clear()
+
+
+def _weights(layer: Any) -> list[int]:
+    return [id(parameter) for parameter in layer.parameters(recurse=False)]
 
 
 def _delays(module: Any) -> bool:

@@ -141,6 +141,30 @@ def test_full_backwards_overlap_their_reduction(schedule: str) -> None:
     check(4, schedule, flags, theirs=more, ours=more)
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "bitpipe"])
+@pytest.mark.parametrize("model", ["", LLAMA + MOE + EP2], ids=["gpt", "experts"])
+def test_weights_overlap_their_reduction(schedule: str, model: str) -> None:
+    """Several buckets, reduced during the last W."""
+    flags = f"{GPT}{UNCLIPPED}{EIGHT_LAYERS}--global-batch-size 16 {model}{SHARDED}"
+    flags += "--ddp-num-buckets 8 "
+    ours = PP4 + "--bitpipe-routing local " if schedule in TWINS else PP2
+    check(4, schedule, flags, theirs=PP2, ours=ours)
+
+
+def test_what_tokens_that_cross_to_the_twin_change() -> None:
+    """Experts on both twins sum over tokens of both, in inner stages those of the twin first."""
+    flags = f"{GPT}{UNCLIPPED}{EIGHT_LAYERS}--global-batch-size 16 {LLAMA}{MOE}{EP2}"
+    ours = train(4, f"{flags}{PP4}--pipeline-schedule bitpipe ")
+    theirs = stock(4, flags + PP2)
+    mine, stocks = ours.gradients[0], theirs.gradients[0]
+    different = {name for name in mine.keys() | stocks.keys() if mine[name] != stocks[name]}
+    inner = tuple(f"decoder.layers.{n}.mlp.experts." for n in (2, 3, 4, 5))
+    assert different
+    assert all(name.startswith(inner) for name in different)
+    for mine, stocks in zip(ours.losses, theirs.losses, strict=True):
+        assert mine["lm loss"] == pytest.approx(stocks["lm loss"], rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "ours"),
     [

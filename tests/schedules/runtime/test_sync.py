@@ -14,6 +14,9 @@ from megatron_ext.schedules.choice import Choice
 from megatron_ext.schedules.comms import reduction_order
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.runtime.tables import Table, make_table
+from tests.ranks import run_ranks
+
+from .capture import GPT, PP2, run_here
 
 
 class Chunk(torch.nn.Module):
@@ -22,6 +25,8 @@ class Chunk(torch.nn.Module):
     def __init__(self, number: int, log: list[str]) -> None:
         super().__init__()
         self.number, self.log, self.silent = number, log, 0
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.params = {self.weight}
         self.bucket_groups = [self]
         self.expert_parallel_bucket_groups: list[Any] = []
 
@@ -104,6 +109,37 @@ def test_aligned_reductions_are_called_for_once_for_each_chunk() -> None:
     assert not any(entry.startswith(("reduce", "window")) for entry in log)
 
 
+def own(config: Any, chunks: list[Chunk]) -> None:
+    """Do as Megatron does with `--align-grad-reduce`, its default."""
+    config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "gpipe"])
+def test_aligned_hooks_reduce_during_the_last_backward_of_stage_0_only(schedule: str) -> None:
+    """Everybody waits for other backwards; the reduction of their chunks starts after them."""
+    log, table, chunks = replay(schedule, 2, own)
+    assert [entry for entry in log if entry.startswith("window")] == ["window 0"]
+    assert log[log.index("window 0") - 1] == "0B3"
+    for chunk in chunks[1:]:
+        stage = table.schedule.placement.stages_of[0][chunk.number]
+        assert log[log.index(f"reduce {chunk.number}") - 1] == f"{stage}B3"
+    assert "reduce 0" not in log
+
+
+def test_twins_open_no_window() -> None:
+    """They may complete their chunks in another order."""
+    log, _, chunks = replay("dualpipe", 4, own)
+    assert not any(entry.startswith("window") for entry in log)
+    assert sum(entry.startswith("reduce") for entry in log) == len(chunks)
+
+
+def test_aligned_split_chunks_are_reduced_all_the_same() -> None:
+    log, _, chunks = replay("zb-v", 2, own, force_all_reduce=True)
+    assert [entry for entry in log if entry.startswith("reduce")] == [
+        f"reduce {number} all" for number in reversed(range(len(chunks)))
+    ]
+
+
 def test_without_overlap_nothing_starts() -> None:
     def alone(config: Any, _: list[Chunk]) -> None:
         config.no_sync_func = None
@@ -149,3 +185,99 @@ def test_a_chunk_that_is_complete_too_early_waits_for_its_turn() -> None:
         sync.after(first)
     chunk_of = table.schedule.placement.chunk_of
     assert log == [f"reduce {chunk_of(first)}", f"reduce {chunk_of(second)}"]
+
+
+class Buckets:
+    """A bucket group of some parameters."""
+
+    def __init__(self, name: str, params: list[torch.Tensor], log: list[str]) -> None:
+        self.name, self.params, self.log = name, set(params), log
+
+    def start_grad_sync(self, **_: Any) -> None:
+        self.log.append(self.name)
+
+
+def test_buckets_are_reduced_as_weights_are_done_in_one_order() -> None:
+    """Also where those of experts are done out of turn."""
+    table = make_table(Choice("zb-v", 2, 4), 4, 0, backward=True)
+    log: list[str] = []
+    chunks = [Chunk(i, log) for i in range(2)]
+    config = SimpleNamespace(
+        grad_sync_func=None, param_sync_func=None, no_sync_func=[c.no_sync for c in chunks]
+    )
+    sync = GradientSync(config, chunks, table, force_all_reduce=False)
+    first, second = (mark.stage for mark in reduction_order(table.schedule.rows[0]))
+    chunk = chunks[table.schedule.placement.chunk_of(first)]
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(4)]
+    chunk.extra = torch.nn.ParameterList(weights)
+    chunk.bucket_groups = [
+        Buckets("middle", [weights[0], weights[2]], log),
+        Buckets("last", [weights[3]], log),
+    ]
+    chunk.expert_parallel_bucket_groups = [Buckets("experts", [weights[1]], log)]
+    ids = [id(weight) for weight in weights]
+    with sync:
+        assert sync.progress(second) is None, "it is not its turn"
+        progress = sync.progress(first)
+        assert progress is not None
+        progress({*ids})
+        progress({ids[0], ids[2], ids[3]})
+        assert log == [], "the experts wait for the last"
+        progress({ids[0], ids[2]})
+        assert log == ["last", "experts"]
+        progress({ids[0]})
+        assert log == ["last", "experts"]
+        sync.after(first)
+        assert log == ["last", "experts", "middle"]
+        assert sync.progress(second) is not None
+
+
+def last_step(argv: list[str]) -> list[str]:
+    """Train; return what this rank did in the last step: weights done, backwards, reductions."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    from megatron_ext.schedules.runtime import entry, split
+    from megatron_ext.schedules.runtime.compute import StageCompute
+
+    log: list[str] = []
+    accumulate, start, backward = split.accumulate, Group.start_grad_sync, StageCompute.backward
+
+    class Executor(entry.Executor):
+        def run(self) -> None:
+            log.clear()
+            super().run()
+
+    def accumulating(gradients: Any) -> None:
+        accumulate(gradients)
+        log.append("W")
+
+    def going_back(*args: Any, **named: Any) -> Any:
+        gradients = backward(*args, **named)
+        log.append("B")
+        return gradients
+
+    def starting(group: Any, **flags: Any) -> None:
+        if group.grad_reduce_handle is None:
+            log.append(f"reduce {sum(p.numel() for p in group.params)}")
+        start(group, **flags)
+
+    split.accumulate, Group.start_grad_sync = accumulating, starting
+    StageCompute.backward = going_back  # type: ignore[method-assign]
+    entry.Executor = Executor  # type: ignore[misc]
+    run_here("gpt", argv)
+    return log
+
+
+@pytest.mark.parametrize(("schedule", "unit"), [("zb-h1", "W"), ("1f1b", "B")])
+def test_the_first_stage_reduces_during_its_last_w_or_b(schedule: str, unit: str) -> None:
+    """Megatron gives it several buckets, and other stages one."""
+    flags = f"{GPT}{PP2}--overlap-grad-reduce --ddp-num-buckets 4 --pipeline-schedule {schedule}"
+    logs = run_ranks(4, last_step, flags.split())
+    assert logs[0] == logs[1]
+    assert logs[2] == logs[3]
+    first = [entry for entry in logs[0] if entry.startswith("reduce")]
+    assert len(first) == 4
+    early = logs[0][: len(logs[0]) - logs[0][::-1].index(unit)]
+    assert sum(entry.startswith("reduce") for entry in early) >= 2
+    assert logs[2][-2] == unit
+    assert logs[2][-1].startswith("reduce")
