@@ -46,6 +46,14 @@ def test_gpt(gpt: tuple[str, list[str]], schedule: str) -> None:
     )
 
 
+@pytest.mark.parametrize("align", ["", "--no-align-grad-reduce "], ids=["aligned", "free"])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v", "1f1b --use-dpp"])
+def test_reductions_of_buckets(gpt: tuple[str, list[str]], name: str, align: str) -> None:
+    start, stock = gpt
+    flags = PP2 + "--overlap-grad-reduce --ddp-num-buckets 4 " + align
+    assert report(run(4, f"{start}{flags}--pipeline-schedule {name} ")) == stock
+
+
 @pytest.mark.parametrize("schedule", ["", "--num-layers-per-virtual-pipeline-stage 2 "])
 def test_own_schedules_over_shared_memory(gpt: tuple[str, list[str]], schedule: str) -> None:
     start, stock = gpt
