@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron_ext.schedules.choice import Choice, use
 from megatron_ext.schedules.runtime import entry
 from megatron_ext.schedules.runtime.entry import forward_backward
-from megatron_ext.schedules.runtime.split import SPLIT
+from megatron_ext.schedules.runtime.split import SPLIT, Progress
 
 from .late import LateTransport
 from .megatron_core import Chunk, initialize, make_config, record_steps, step_keywords
@@ -71,10 +71,10 @@ def _emulate_split(probe: Probe) -> None:
     """
     run = SPLIT.run
 
-    def running(stage: int, microbatch: int) -> None:
+    def running(stage: int, microbatch: int, progress: Progress | None) -> None:
         with probe.op("W", stage, microbatch):
             assert (stage, microbatch) in SPLIT.pending(), "the split left the stage's linear alone"
-            run(stage, microbatch)
+            run(stage, microbatch, progress)
             probe.spend("W", stage, microbatch)
 
     SPLIT.run = running  # type: ignore[method-assign]
