@@ -169,8 +169,13 @@ def test_parameters_are_gathered_one_chunk_ahead() -> None:
     assert gathers[1] < firsts[0] < gathers[2] < firsts[1]
 
 
-def test_a_chunk_that_is_complete_too_early_waits_for_its_turn() -> None:
-    """Replicas that choose their order start the same reductions in the same order."""
+Reductions = tuple[GradientSync, list[int], list[Chunk], list[str]]
+"""Of rank 0: its stages and chunks in the order in which they are reduced, and the log."""
+
+
+@pytest.fixture
+def zb_v() -> Reductions:
+    """Return those of a table with two split chunks."""
     table = make_table(Choice("zb-v", 2, 4), 4, 0, backward=True)
     log: list[str] = []
     chunks = [Chunk(i, log) for i in range(2)]
@@ -178,13 +183,18 @@ def test_a_chunk_that_is_complete_too_early_waits_for_its_turn() -> None:
         grad_sync_func=None, param_sync_func=None, no_sync_func=[c.no_sync for c in chunks]
     )
     sync = GradientSync(config, chunks, table, force_all_reduce=False)
-    first, second = (mark.stage for mark in reduction_order(table.schedule.rows[0]))
+    stages = [mark.stage for mark in reduction_order(table.schedule.rows[0])]
+    return sync, stages, [chunks[table.schedule.placement.chunk_of(s)] for s in stages], log
+
+
+def test_a_chunk_that_is_complete_too_early_waits_for_its_turn(zb_v: Reductions) -> None:
+    """Replicas that choose their order start the same reductions in the same order."""
+    sync, (first, second), chunks, log = zb_v
     with sync:
         sync.after(second)
         assert log == []
         sync.after(first)
-    chunk_of = table.schedule.placement.chunk_of
-    assert log == [f"reduce {chunk_of(first)}", f"reduce {chunk_of(second)}"]
+    assert log == [f"reduce {chunk.number}" for chunk in chunks]
 
 
 class Buckets:
@@ -197,17 +207,9 @@ class Buckets:
         self.log.append(self.name)
 
 
-def test_buckets_are_reduced_as_weights_are_done_in_one_order() -> None:
+def test_buckets_are_reduced_as_weights_are_done_in_one_order(zb_v: Reductions) -> None:
     """Also where those of experts are done out of turn."""
-    table = make_table(Choice("zb-v", 2, 4), 4, 0, backward=True)
-    log: list[str] = []
-    chunks = [Chunk(i, log) for i in range(2)]
-    config = SimpleNamespace(
-        grad_sync_func=None, param_sync_func=None, no_sync_func=[c.no_sync for c in chunks]
-    )
-    sync = GradientSync(config, chunks, table, force_all_reduce=False)
-    first, second = (mark.stage for mark in reduction_order(table.schedule.rows[0]))
-    chunk = chunks[table.schedule.placement.chunk_of(first)]
+    sync, (first, second), (chunk, _), log = zb_v
     weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(4)]
     chunk.extra = torch.nn.ParameterList(weights)
     chunk.bucket_groups = [
