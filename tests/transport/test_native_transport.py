@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import FileStore
 
@@ -78,7 +78,7 @@ def _exchange_in_orders(wire: Wire, exchanges: list[Exchange]) -> None:
     transport.close()
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     exchanges=st.lists(
         st.lists(st.integers(0, 3 * SLOT_BYTES), max_size=12).flatmap(_with_orders),

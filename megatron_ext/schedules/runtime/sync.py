@@ -123,7 +123,7 @@ class GradientSync:
         if self._functions is not None and not self._is_ddps(stage):
             self._functions[number](self._chunks[number].parameters())
         elif self._overlaps:
-            self._reduce(number, frozenset())
+            self._reduce(number, left=frozenset())
 
     def _reduce(self, number: int, left: AbstractSet[int]) -> None:
         """Start the next reductions of a chunk that no weight is left to be computed for.
