@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     from megatron_ext import preprocess
     from megatron_ext.doctor import command as doctor
     from megatron_ext.launch import command as launch
-    from megatron_ext.schedules import commands as schedules
+    from megatron_ext.schedules import plan_command as schedules
     from megatron_ext.trace import commands as trace
 
     parser = argparse.ArgumentParser(

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext import arguments, cli
+from megatron_ext import cli
+from megatron_ext.config.flags import ExtConfig, add_arguments
 from tests.commands import run_package
 
 
@@ -24,8 +25,8 @@ def test_the_subcommands_are_these() -> None:
 
 
 def test_our_training_flags_are_these() -> None:
-    parser = arguments.add_arguments(argparse.ArgumentParser())
-    arguments.add_arguments(parser)  # a second time changes nothing
+    parser = add_arguments(argparse.ArgumentParser())
+    add_arguments(parser)  # a second time changes nothing
     flags = {option for action in parser._actions for option in action.option_strings}
     assert flags == {
         "-h", "--help", "--device-backend", "--ext-list-patches",
@@ -43,9 +44,9 @@ def test_our_training_flags_are_these() -> None:
 
 
 def test_settings_missing_from_a_namespace_get_their_defaults() -> None:
-    assert arguments.ExtConfig.from_args(argparse.Namespace()) == arguments.ExtConfig()
-    config = arguments.ExtConfig.from_args(argparse.Namespace(device_backend="cpu", other=1))
-    assert config == arguments.ExtConfig(device_backend="cpu")
+    assert ExtConfig.from_args(argparse.Namespace()) == ExtConfig()
+    config = ExtConfig.from_args(argparse.Namespace(device_backend="cpu", other=1))
+    assert config == ExtConfig(device_backend="cpu")
 
 
 def test_listing_shows_each_patch_with_target_and_reason() -> None:

@@ -82,7 +82,7 @@ def test_the_flags_hang_together(size: list[str]) -> None:
 @pytest.mark.parametrize("name", registered())
 def test_every_schedule_can_be_asked_for(name: str, size: list[str]) -> None:
     """One pipeline of 4 where two are mirrored, else two pipelines of 2: no other flag needed."""
-    from megatron_ext.schedules.choice import current, use
+    from megatron_ext.config.choice import current, use
     from megatron_ext.training.arguments import parse
 
     words = dry_run(LLAMA3, *size, "--pipeline-schedule", name)

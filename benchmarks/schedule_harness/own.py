@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core import parallel_state
 
-from megatron_ext.schedules.choice import Choice, use
+from megatron_ext.config.choice import Choice, use
 from megatron_ext.schedules.runtime import entry
 from megatron_ext.schedules.runtime.entry import forward_backward
 from megatron_ext.schedules.runtime.split import SPLIT, Progress

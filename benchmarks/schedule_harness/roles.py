@@ -293,7 +293,7 @@ def _prepare(case: Case) -> tuple[Callable[..., Any], Store, float]:
     from megatron.core import parallel_state
 
     if case.way == "1f1b":
-        from megatron_ext.schedules.choice import Choice, use
+        from megatron_ext.config.choice import Choice, use
         from megatron_ext.schedules.runtime.entry import forward_backward
 
         dist.init_process_group("gloo")

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.config.choice import Choice, Dynamic
 from megatron_ext.schedules import UNIT, Costs, Placement, generate, registered
-from megatron_ext.schedules.choice import Choice, Dynamic
-from megatron_ext.schedules.placement import linear, loop, v
-from megatron_ext.schedules.split import split_backwards
+from megatron_ext.schedules.representation.placement import linear, loop, v
+from megatron_ext.schedules.representation.split_backwards import split_backwards
 
 if TYPE_CHECKING:
+    from megatron_ext.config.choice import TransportName
     from megatron_ext.schedules import Schedule
-    from megatron_ext.schedules.choice import TransportName
 
     from .stage import Probe
 

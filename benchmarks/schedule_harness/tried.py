@@ -12,18 +12,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_ext.schedules import Costs, generate, simulate
-from megatron_ext.schedules.dynamic import simulate_dynamic
-from megatron_ext.schedules.greedy import Problem, search, spread
-from megatron_ext.schedules.memory import live_counts
-from megatron_ext.schedules.patience import policies, quiet, waits_of
-from megatron_ext.schedules.policies import Hint, activation_cap
+from megatron_ext.schedules.representation.memory import live_counts
+from megatron_ext.schedules.search.dynamic import simulate_dynamic
+from megatron_ext.schedules.search.greedy import Problem, search, spread
+from megatron_ext.schedules.search.patience import policies, quiet, waits_of
+from megatron_ext.schedules.search.policies import Hint, activation_cap
 
 from . import expected
 from .systems import Own, disturbed_systems
 
 if TYPE_CHECKING:
     from megatron_ext.schedules import Schedule
-    from megatron_ext.schedules.policies import Policy
+    from megatron_ext.schedules.search.policies import Policy
 
     from .ops import Sizes
 

@@ -1,7 +1,7 @@
 """The disaggregated job that this process is part of.
 
-`flags.py` puts it here. Everything behind that, patches and trainers alike, asks `current`: None
-means that nothing of this package part takes part.
+`config/disaggregation_flags.py` puts it here. Everything behind that, patches and trainers alike,
+asks `current`: None means that nothing of this package part takes part.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron_ext.disaggregation.ranks import Place, RankMap, Role
-from megatron_ext.schedules.registry import generate
+from megatron_ext.schedules.generators.catalog import generate
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.actions import Schedule
+    from megatron_ext.schedules.representation.actions import Schedule
     from megatron_ext.transport.address import Wire
 
 __all__ = ["Activations", "Job", "current", "has_role", "use"]

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_ext.config import randomness
 from megatron_ext.disaggregation.ship import Layers, Replay, Saved, replaying
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.schedules import randomness
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
 from megatron_ext.schedules.runtime.rng import microbatch_rng
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
@@ -28,8 +28,8 @@ from megatron_ext.transport.base import Expected, Key
 if TYPE_CHECKING:
     from megatron_ext.disaggregation.job import Job
     from megatron_ext.disaggregation.link import RoleLink
-    from megatron_ext.schedules.actions import Action
-    from megatron_ext.schedules.comms import Operation, Transfer
+    from megatron_ext.schedules.representation.actions import Action
+    from megatron_ext.schedules.representation.messages import Operation, Transfer
     from megatron_ext.schedules.runtime.compute import Tensors
     from megatron_ext.schedules.runtime.tables import Table
 

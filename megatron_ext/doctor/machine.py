@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_ext.doctor.finding import Finding, fail, ok, warn
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.schedules import generate
-from megatron_ext.schedules.validate import validate
+from megatron_ext.schedules.representation.validation import validate
 
 __all__ = [
     "Sizes",

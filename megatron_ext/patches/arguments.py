@@ -33,7 +33,7 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         The same parser.
     """
     from megatron_ext import devices
-    from megatron_ext.arguments import add_arguments
+    from megatron_ext.config.flags import add_arguments
 
     add_arguments(parser)
     device = devices.current()
@@ -62,7 +62,7 @@ def check_arguments(args: Namespace) -> None:
         UpstreamMismatch: The Megatron in use is not the one that active patches were written for.
     """
     from megatron_ext import devices
-    from megatron_ext.arguments import ExtConfig
+    from megatron_ext.config.flags import ExtConfig
     from megatron_ext.patches.registry import REGISTRY
 
     REGISTRY.raise_mismatches()
@@ -96,7 +96,7 @@ def _is_of_forward_rank(args: Namespace, name: str) -> bool:
 
 
 def _tell_dropped(args: Namespace) -> None:
-    from megatron_ext.arguments import DROPPED
+    from megatron_ext.config.flags import DROPPED
 
     for flag, reason in DROPPED.items():
         value = getattr(args, flag[2:].replace("-", "_"), None)
@@ -117,16 +117,16 @@ def _validate(
 
     A schedule rewrites some of that in between: it is hosted under other sizes than it has.
     """
-    from megatron_ext import arguments
+    from megatron_ext.config import flags
 
     given = args[0] if args else kwargs["args"]
     check_arguments(given)
-    arguments.prepare(given)
+    flags.prepare(given)
     try:
         validated = call(*args, **kwargs)
     except (AssertionError, ArithmeticError, ValueError) as error:
         raise ArgumentsError(f"Megatron-LM refused the arguments: {_told(error)}") from error
-    arguments.check(validated)
+    flags.check(validated)
     _show_patches(validated)
     return validated
 
@@ -144,7 +144,7 @@ def _told(error: Exception) -> str:
 
 
 def _show_patches(args: Namespace) -> None:
-    from megatron_ext.arguments import ExtConfig
+    from megatron_ext.config.flags import ExtConfig
     from megatron_ext.patches.listing import text_table
     from megatron_ext.patches.registry import REGISTRY
 
@@ -161,7 +161,7 @@ def _attach_config(
     Not a dataclass field: upstream generates command-line flags from the fields of its
     configuration. Runs for each micro-batch (`get_batch` builds a configuration), so it is cheap.
     """
-    from megatron_ext.arguments import ExtConfig
+    from megatron_ext.config.flags import ExtConfig
 
     config = call(*args, **kwargs)
     config.megatron_ext = ExtConfig.from_args(args[0] if args else kwargs["args"])

@@ -26,7 +26,7 @@ def _send_own_storage(
 
 
 def _has_messages_of_ours() -> bool:
-    from megatron_ext.schedules import choice
+    from megatron_ext.config import choice
 
     return choice.for_messages() is not None
 
@@ -34,7 +34,7 @@ def _has_messages_of_ours() -> bool:
 def _in_steps(
     call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    from megatron_ext.schedules.runtime.stock import stepwise
+    from megatron_ext.schedules.runtime.megatron_messages import stepwise
 
     return stepwise(call(*args, **kwargs))
 
@@ -42,7 +42,7 @@ def _in_steps(
 def _over_ours(
     call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    from megatron_ext.schedules.runtime.stock import communicate
+    from megatron_ext.schedules.runtime.megatron_messages import communicate
 
     without_shape = {name: value for name, value in kwargs.items() if name != "tensor_shape"}
     done = communicate(**without_shape)

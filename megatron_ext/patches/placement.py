@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from megatron_ext.config import choice
+from megatron_ext.config.choice import folded
 from megatron_ext.errors import DataError
 from megatron_ext.patches.registry import Patch
-from megatron_ext.schedules import choice
-from megatron_ext.schedules.choice import folded
 
 __all__ = ["PATCHES"]
 

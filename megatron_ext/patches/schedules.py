@@ -11,7 +11,7 @@ __all__ = ["PATCHES"]
 
 
 def _is_chosen() -> bool:
-    from megatron_ext.schedules import choice
+    from megatron_ext.config import choice
 
     return choice.current() is not None
 
@@ -25,7 +25,7 @@ def _ours(
 
 
 def _draws_by_microbatch() -> bool:
-    from megatron_ext.schedules import randomness
+    from megatron_ext.config import randomness
 
     return randomness.enabled()
 
@@ -52,7 +52,7 @@ def _draw_by_microbatch(
 def _begin_iteration(
     call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    from megatron_ext.schedules import randomness
+    from megatron_ext.config import randomness
 
     randomness.begin_iteration(kwargs["iteration"])
     return call(*args, **kwargs)

@@ -54,7 +54,7 @@ def _embedding(
 
 def _splits() -> bool:
     """Tell whether the schedule in force splits backwards."""
-    from megatron_ext.schedules.choice import current
+    from megatron_ext.config.choice import current
 
     choice = current()
     return choice is not None and choice.schedule(choice.num_microbatches).splits_backward

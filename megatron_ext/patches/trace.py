@@ -27,7 +27,7 @@ def _is_observing() -> bool:
 
 
 def _sees_megatrons_steps() -> bool:
-    from megatron_ext.schedules import choice
+    from megatron_ext.config import choice
     from megatron_ext.trace import session
 
     return session.is_observing() and choice.current() is None
@@ -91,7 +91,7 @@ def _update(
 
 
 def _has_table() -> bool:
-    from megatron_ext.schedules import choice
+    from megatron_ext.config import choice
 
     return choice.current() is not None
 
@@ -115,17 +115,17 @@ def _scalars(
 def _forward(
     call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: _Kwargs
 ) -> Any:
-    from megatron_ext.trace import stock
+    from megatron_ext.trace import megatron_spans
 
-    return stock.forward(call, args, kwargs)
+    return megatron_spans.forward(call, args, kwargs)
 
 
 def _backward(
     call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: _Kwargs
 ) -> Any:
-    from megatron_ext.trace import stock
+    from megatron_ext.trace import megatron_spans
 
-    return stock.backward(call, args, kwargs)
+    return megatron_spans.backward(call, args, kwargs)
 
 
 PATCHES = (

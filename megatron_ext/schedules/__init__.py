@@ -11,13 +11,13 @@ more, its *chunks*. A step runs every *micro-batch* through all stages, forward 
 waits.
 """
 
-from megatron_ext.schedules.actions import Action, Kind, Schedule
-from megatron_ext.schedules.comms import lower
-from megatron_ext.schedules.costs import UNIT, Costs
-from megatron_ext.schedules.placement import Placement
-from megatron_ext.schedules.registry import generate, register, registered
-from megatron_ext.schedules.simulate import Timeline, simulate
-from megatron_ext.schedules.validate import Report, validate
+from megatron_ext.schedules.generators.catalog import generate, register, registered
+from megatron_ext.schedules.representation.actions import Action, Kind, Schedule
+from megatron_ext.schedules.representation.costs import UNIT, Costs
+from megatron_ext.schedules.representation.messages import lower
+from megatron_ext.schedules.representation.placement import Placement
+from megatron_ext.schedules.representation.validation import Report, validate
+from megatron_ext.schedules.search.simulate import Timeline, simulate
 
 __all__ = [
     "UNIT",

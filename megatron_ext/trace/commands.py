@@ -51,13 +51,13 @@ def _run_plan(args: argparse.Namespace) -> int:
             )
         simulated: Any = args.run_simulated
         return int(simulated(args))
-    from megatron_ext.trace import planner
+    from megatron_ext.trace import forecast
 
-    found = planner.forecast(args.from_trace, args.memory_gb)
+    found = forecast.forecast(args.from_trace, args.memory_gb)
     if args.json:
         print(json.dumps([prediction.as_dict() for prediction in found.predictions], indent=1))
     else:
-        print(planner.table(found))
+        print(forecast.table(found))
     for note in found.notes:
         print(note, file=sys.stderr)
     return 0

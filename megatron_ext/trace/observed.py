@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.schedules.actions import Action
+from megatron_ext.schedules.representation.actions import Action
 from megatron_ext.schedules.runtime.measured import Measured, StepMeasure
 from megatron_ext.trace import session
 from megatron_ext.trace.activations import kept_bytes
@@ -21,7 +21,7 @@ from megatron_ext.transport.base import Key
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.schedules.actions import Kind
+    from megatron_ext.schedules.representation.actions import Kind
     from megatron_ext.schedules.runtime.compute import StageCompute, Tensors
     from megatron_ext.schedules.runtime.split import Progress
     from megatron_ext.trace.recorder import Recorder

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import DataError
-from megatron_ext.schedules.unfold import literal_rows, table_rank
+from megatron_ext.schedules.representation.unfold import literal_rows, table_rank
 from megatron_ext.trace import summary
 from megatron_ext.trace.detect import Thresholds, detect, link_speeds
-from megatron_ext.trace.planned import load_schedule, planned
+from megatron_ext.trace.measured_costs import load_schedule, planned
 from megatron_ext.trace.records import ACTION_NAMES
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.simulate import Timeline
+    from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.trace.aggregate import Run
     from megatron_ext.trace.reader import Iteration
     from megatron_ext.trace.records import Span

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.schedules import choice
+from megatron_ext.config import choice
 
 __all__ = ["Scalars", "report", "since_last"]
 

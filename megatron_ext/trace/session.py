@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.schedules import choice as schedule_choice
+from megatron_ext.config import choice as schedule_choice
+from megatron_ext.config.trace_flags import hang_timeout_s, sampling
 from megatron_ext.trace.activity import OUTSIDE, Activity
-from megatron_ext.trace.flags import hang_timeout_s, sampling
 from megatron_ext.trace.recorder import DeviceClock, HostClock, Recorder, cannot_write
 from megatron_ext.trace.records import Header, directory_name
 from megatron_ext.trace.watchdog import Watchdog
 from megatron_ext.version import __version__
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.actions import Schedule
+    from megatron_ext.schedules.representation.actions import Schedule
 
 __all__ = ["Session", "close", "current", "is_observing", "is_tracing", "start"]
 
@@ -153,8 +153,8 @@ def _identity(args: Namespace) -> tuple[Path, Header]:
     import torch.distributed as dist
     from megatron.core import parallel_state as groups
 
+    from megatron_ext.config.choice import current as chosen
     from megatron_ext.disaggregation import job as disaggregation
-    from megatron_ext.schedules.choice import current as chosen
 
     sizes = (
         groups.get_data_parallel_world_size(with_context_parallel=True),
@@ -192,8 +192,8 @@ def _identity(args: Namespace) -> tuple[Path, Header]:
 
 def _write_schedule(args: Namespace, directory: Path) -> None:
     """Leave the table of the run beside the traces, Megatron's own where that is what runs."""
-    from megatron_ext.schedules import json_io
-    from megatron_ext.trace.planned import SCHEDULE_FILE
+    from megatron_ext.schedules.representation import json_io
+    from megatron_ext.trace.measured_costs import SCHEDULE_FILE
 
     table = _table(args)
     path = directory / SCHEDULE_FILE
@@ -208,10 +208,10 @@ def _write_schedule(args: Namespace, directory: Path) -> None:
 
 def _table(args: Namespace) -> Schedule | None:
     """Return the table of a full batch; None where there is no pipeline, or no table of it."""
+    from megatron_ext.config.choice import current as chosen
     from megatron_ext.disaggregation import job as disaggregation
     from megatron_ext.errors import ScheduleError
-    from megatron_ext.schedules.choice import current as chosen
-    from megatron_ext.schedules.registry import generate
+    from megatron_ext.schedules.generators.catalog import generate
 
     choice, pp = chosen(), args.pipeline_model_parallel_size
     if choice is not None:

@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_ext import arguments
+from megatron_ext.config.flags import check, prepare
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.patches.arguments import check_arguments, prepare_parser
 from megatron_ext.training.flags import add_flags
@@ -112,11 +112,11 @@ def parse(model: Model, argv: Sequence[str], environ: Mapping[str, str] = os.env
     args.world_size = int(environ.get("WORLD_SIZE", "1"))
     args.tokenizer_type = args.tokenizer_type or _DEFAULT_TOKENIZER[model]
     _check_given(args)
-    arguments.prepare(args)
+    prepare(args)
     _check_together(args)
     _complete(args)
     check_arguments(args)
-    arguments.check(args)
+    check(args)
     return args
 
 

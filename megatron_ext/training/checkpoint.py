@@ -30,8 +30,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_ext.config.choice import folded
 from megatron_ext.errors import DataError
-from megatron_ext.schedules.choice import folded
 from megatron_ext.training.initialize import agreed
 
 if TYPE_CHECKING:

@@ -26,10 +26,10 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 
 from megatron_ext import devices
+from megatron_ext.config import randomness
 from megatron_ext.disaggregation import job as disaggregation
 from megatron_ext.disaggregation.step import step_done
 from megatron_ext.disaggregation.trainer import share_evaluation
-from megatron_ext.schedules import randomness
 from megatron_ext.schedules.runtime.entry import tell_measured
 from megatron_ext.schedules.runtime.folded import share_losses, share_mtp_losses
 from megatron_ext.training.checkpoint import save_checkpoint

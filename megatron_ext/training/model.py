@@ -23,7 +23,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.spec_utils import import_module
 
 from megatron_ext import devices
-from megatron_ext.arguments import ExtConfig
+from megatron_ext.config.flags import ExtConfig
 from megatron_ext.disaggregation import job as disaggregation
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules.runtime.folded import tie_embeddings

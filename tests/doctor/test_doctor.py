@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from megatron_ext.config.choice import Choice
 from megatron_ext.doctor import machine
 from megatron_ext.doctor.hosts import check_hosts
 from megatron_ext.doctor.machine import Sizes, arena_bytes, check_arenas, slots_per_peer
 from megatron_ext.launch.hostfile import Host
 from megatron_ext.launch.plan import Node, Plan
 from megatron_ext.launch.ssh import Ssh
-from megatron_ext.schedules.choice import Choice
 from megatron_ext.transport import rdma_probe
 from tests.commands import run_package
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.schedules import generate, simulate, svg
+from megatron_ext.schedules import generate, simulate
+from megatron_ext.schedules.drawing import svg
 from tests.ranks import RankRun, start_ranks
 
 DEMO = Path(__file__).parents[2] / "examples/megatron-demo/megatron_demo.py"

@@ -32,7 +32,7 @@ def last_stage(chosen: bool) -> list[Any]:
     from megatron.core.pipeline_parallel.utils import is_pp_last_stage
     from torch import distributed
 
-    from megatron_ext.schedules.choice import Choice, use
+    from megatron_ext.config.choice import Choice, use
 
     use(Choice("zb-v", pp=2, num_microbatches=4) if chosen else None)
     start_parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
@@ -183,7 +183,7 @@ def shared() -> tuple[dict[str, float], list[float] | None]:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from torch import distributed
 
-    from megatron_ext.schedules.choice import Choice, use
+    from megatron_ext.config.choice import Choice, use
     from megatron_ext.schedules.runtime.folded import share_losses, share_mtp_losses
 
     use(Choice("zb-v", pp=2, num_microbatches=4))

@@ -121,8 +121,8 @@ def config() -> None:
     from megatron.core import utils
     from megatron.core.transformer import TransformerConfig
 
+    from megatron_ext.config import choice
     from megatron_ext.errors import ScheduleError
-    from megatron_ext.schedules import choice
     from megatron_ext.schedules.runtime import te_layers
 
     def make(**settings: Any) -> TransformerConfig:

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from megatron_ext import cli
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules import Costs, generate, json_io, registered, render, simulate, validate
-from megatron_ext.schedules.actions import Action
-from megatron_ext.schedules.comms import Tag, Transfer, lower, operations
+from megatron_ext.schedules import Costs, generate, registered, simulate, validate
+from megatron_ext.schedules.drawing import render
 from megatron_ext.schedules.generators import fbd
-from megatron_ext.schedules.memory import slots_needed
-from megatron_ext.schedules.registry import published_bubble, published_peak
+from megatron_ext.schedules.generators.catalog import published_bubble, published_peak
+from megatron_ext.schedules.representation import json_io
+from megatron_ext.schedules.representation.actions import Action
+from megatron_ext.schedules.representation.memory import slots_needed
+from megatron_ext.schedules.representation.messages import Tag, Transfer, lower, operations
 
 from .strategies import COSTS
 

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from megatron_ext import cli
-from megatron_ext.schedules import UNIT, Costs, csv_io, generate, plan, registered, simulate, svg
+from megatron_ext.schedules import UNIT, Costs, comparison, generate, registered, simulate
+from megatron_ext.schedules.drawing import svg
+from megatron_ext.schedules.representation import csv_io
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
@@ -50,8 +52,8 @@ def test_there_are_no_other_pictures() -> None:
 def test_the_comparison_is_current() -> None:
     pattern = r"<!-- plan: begin -->\n```text\n(.*)\n```\n<!-- plan: end -->"
     [written] = re.findall(pattern, SCHEDULES, re.DOTALL)
-    timelines, _ = plan.compare("all", 8, 16, UNIT)
-    assert written == plan.table(timelines), "copy what `megatron-ext plan` prints"
+    timelines, _ = comparison.compare("all", 8, 16, UNIT)
+    assert written == comparison.table(timelines), "copy what `megatron-ext plan` prints"
 
 
 def test_each_schedule_has_its_formulas() -> None:
@@ -85,8 +87,9 @@ def test_the_error_that_is_shown(
 
 
 CHECK = """
-from megatron_ext.schedules import Costs, generate, render, simulate, validate
-from megatron_ext.schedules.registry import published_bubble, published_peak
+from megatron_ext.schedules import Costs, generate, simulate, validate
+from megatron_ext.schedules.drawing import render
+from megatron_ext.schedules.generators.catalog import published_bubble, published_peak
 
 for pp in (1, 2, 4, 5):
     for count in (1, 3, 4, 8):

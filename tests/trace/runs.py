@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_ext.schedules import Costs, generate, json_io, simulate
-from megatron_ext.schedules.comms import operations
-from megatron_ext.trace.planned import SCHEDULE_FILE
+from megatron_ext.schedules import Costs, generate, simulate
+from megatron_ext.schedules.representation import json_io
+from megatron_ext.schedules.representation.messages import operations
+from megatron_ext.trace.measured_costs import SCHEDULE_FILE
 from megatron_ext.trace.recorder import HostClock, Recorder
 from megatron_ext.trace.records import ACTION_NAMES, Header, directory_name, file_name
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_ext.schedules import generate, simulate
 from megatron_ext.trace import report
 from megatron_ext.trace.aggregate import read_run
-from megatron_ext.trace.planned import SCHEDULE_FILE
+from megatron_ext.trace.measured_costs import SCHEDULE_FILE
 from tests.commands import run_package
 from tests.trace import browser
 from tests.trace.runs import COSTS, write_run

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config import trace_flags
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.schedules import generate, json_io
-from megatron_ext.trace import flags, planner, report, session, summary
+from megatron_ext.schedules import generate
+from megatron_ext.schedules.representation import json_io
+from megatron_ext.trace import forecast, report, session, summary
 from megatron_ext.trace.aggregate import Run, read_run, write_chrome_trace
 from megatron_ext.trace.recorder import Sampling
 from tests.commands import run_package
@@ -25,7 +27,7 @@ LAYERS8 = GPT.replace("--num-layers 4", "--num-layers 8")
 
 def train(flags: str, directory: Path | None, *, embedded: bool = True) -> tuple[list[str], Run]:
     trace = [] if directory is None else ["--trace", "--trace-dir", str(directory)]
-    logs = run_script(4, "pretrain_gpt.py", [*flags.split(), *trace], embedded=embedded)
+    logs = run_script(4, "pretrain_gpt.py", [*trace_flags.split(), *trace], embedded=embedded)
     return logs, None if directory is None else read_run(directory)
 
 
@@ -120,7 +122,7 @@ def test_megatrons_own_schedules_are_recorded(tmp_path: Path, chunks: int) -> No
             ]
             kinds = {"F": "forward", "B": "backward"}
             assert actions == [(a.stage, kinds[a.kind], a.microbatch) for a in table.rows[rank]]
-    assert planner.forecast(tmp_path).measured == table.label
+    assert forecast.forecast(tmp_path).measured == table.label
 
 
 def test_upstreams_script_is_recorded(tmp_path: Path, megatron_lm_path: Path) -> None:
@@ -144,7 +146,7 @@ def not_observed() -> list[str]:
         return executor(**fields)
 
     entry.Executor = told  # this process is a rank and ends
-    from megatron_ext.schedules.choice import Choice, use
+    from megatron_ext.config.choice import Choice, use
 
     toy.start(2)
     use(Choice("1f1b", 2, 2))
@@ -184,14 +186,14 @@ def test_impossible_flags_are_refused(said: dict[str, Any], message: str) -> Non
 
 def test_numbers_that_are_not_said_fit_those_that_are() -> None:
     def found(interval: int | None, iterations: int | None) -> Sampling | None:
-        return flags.sampling(
+        return trace_flags.sampling(
             Namespace(trace=True, trace_interval=interval, trace_iterations=iterations)
         )
 
     assert found(None, None) == Sampling(100, 10)
     assert found(5, None) == Sampling(5, 5)
     assert found(None, 300) == Sampling(300, 300)
-    assert flags.sampling(Namespace()) is None
+    assert trace_flags.sampling(Namespace()) is None
 
 
 def test_a_folder_that_cannot_be_written_ends_the_run_in_one_line(tmp_path: Path) -> None:

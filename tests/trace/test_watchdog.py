@@ -21,7 +21,7 @@ def train(kind: str, steps: int = 2) -> None:
     import torch.distributed as dist
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_ext.schedules.choice import Choice, use
+    from megatron_ext.config.choice import Choice, use
     from megatron_ext.schedules.runtime import entry
     from megatron_ext.trace import session
 

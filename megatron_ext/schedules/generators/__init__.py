@@ -1,1 +1,1 @@
-"""One module for each schedule; `registry.py` finds them."""
+"""One module for each schedule; `catalog.py` finds them."""

@@ -44,13 +44,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules import placement
-from megatron_ext.schedules.actions import Action, Option, Schedule
-from megatron_ext.schedules.greedy import Problem, Rows, search
-from megatron_ext.schedules.registry import Size, register
+from megatron_ext.schedules.generators.catalog import Size, register
+from megatron_ext.schedules.representation import placement
+from megatron_ext.schedules.representation.actions import Action, Option, Schedule
+from megatron_ext.schedules.search.greedy import Problem, Rows, search
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.costs import Costs
+    from megatron_ext.schedules.representation.costs import Costs
 
 
 def bubble(size: Size, costs: Costs) -> float | None:

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext import devices
-from megatron_ext.schedules.memory import live_counts
-from megatron_ext.schedules.policies import activation_cap
-from megatron_ext.schedules.validate import validate
+from megatron_ext.schedules.representation.memory import live_counts
+from megatron_ext.schedules.representation.validation import validate
+from megatron_ext.schedules.search.policies import activation_cap
 from megatron_ext.transport.address import node_address
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
 from megatron_ext.transport.native_transport import NativeTransport
@@ -24,7 +24,7 @@ from megatron_ext.transport.staging import staged
 from megatron_ext.transport.torch_dist import Channel, TorchTransport
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.choice import Choice
+    from megatron_ext.config.choice import Choice
     from megatron_ext.schedules.runtime.program import Shapes
     from megatron_ext.transport.base import Transport
 

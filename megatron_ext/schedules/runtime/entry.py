@@ -1,7 +1,7 @@
 """What runs in place of Megatron's schedules: `forward_backward`, with their keywords.
 
 `megatron.core.pipeline_parallel.get_forward_backward_func` returns it while a schedule is chosen
-(`schedules/choice.py`). Contract: `forward_backward_pipelining_with_interleaving` of
+(`config/choice.py`). Contract: `forward_backward_pipelining_with_interleaving` of
 `megatron/core/pipeline_parallel/schedules.py`.
 """
 
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron_ext.config.choice import Choice, current
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.choice import Choice, current
 from megatron_ext.schedules.runtime.agreement import Agreement, agree
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
 from megatron_ext.schedules.runtime.connect import open_transport
@@ -38,7 +38,7 @@ from megatron_ext.trace.observed import observed_compute, observed_transport
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron_ext.schedules.placement import Placement
+    from megatron_ext.schedules.representation.placement import Placement
     from megatron_ext.transport.base import Transport
 
 __all__ = ["forward_backward", "tell_measured", "totals"]

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megatron_ext.errors import MegatronExtError, TransportError
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.actions import Action
-    from megatron_ext.schedules.comms import Tag
+    from megatron_ext.schedules.representation.actions import Action
+    from megatron_ext.schedules.representation.messages import Tag
     from megatron_ext.schedules.runtime.compute import StageCompute, Tensors
     from megatron_ext.schedules.runtime.measured import StepMeasure
     from megatron_ext.schedules.runtime.ordering import Order

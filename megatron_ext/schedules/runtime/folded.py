@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_ext.schedules.choice import folded
+from megatron_ext.config.choice import folded
 
 __all__ = [
     "keep_one_main_copy",

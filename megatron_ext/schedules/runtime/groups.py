@@ -10,7 +10,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_ext.transport.torch_dist import Channel
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.placement import Placement
+    from megatron_ext.schedules.representation.placement import Placement
     from megatron_ext.schedules.runtime.program import Peers
 
 __all__ = ["channels_of", "default_groups"]

@@ -18,7 +18,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_ext.errors import ScheduleError
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.placement import Placement
+    from megatron_ext.schedules.representation.placement import Placement
 
 __all__ = ["PlacedLayout", "layout_string", "placed_layout"]
 

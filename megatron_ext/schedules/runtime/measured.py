@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.actions import Action
-    from megatron_ext.schedules.choice import Choice
+    from megatron_ext.config.choice import Choice
+    from megatron_ext.schedules.representation.actions import Action
     from megatron_ext.schedules.runtime.tables import Table
 
 __all__ = ["Measured", "StepMeasure", "in_words"]

@@ -20,9 +20,9 @@ from megatron_ext.transport.base import Expected, Key
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from megatron_ext.schedules.comms import Tag
-    from megatron_ext.schedules.policies import Policy
+    from megatron_ext.schedules.representation.messages import Tag
     from megatron_ext.schedules.runtime.tables import Table
+    from megatron_ext.schedules.search.policies import Policy
     from megatron_ext.transport.base import Transport
 
 __all__ = ["LedOrder", "Order", "PolicyOrder", "TableOrder"]

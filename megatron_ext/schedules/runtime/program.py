@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_ext.schedules.comms import Operation, Tag, Transfer
+from megatron_ext.schedules.representation.messages import Operation, Tag, Transfer
 from megatron_ext.transport.base import Expected, Key
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.schedules.actions import Action
+    from megatron_ext.schedules.representation.actions import Action
     from megatron_ext.schedules.runtime.tables import Table
 
 __all__ = ["Peers", "Program", "Shapes", "Work", "make_program"]

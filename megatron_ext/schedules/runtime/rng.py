@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random
 
 from megatron_ext import devices
-from megatron_ext.schedules import randomness
+from megatron_ext.config import randomness
 
 __all__ = ["microbatch_rng", "rng_of_this_step"]
 

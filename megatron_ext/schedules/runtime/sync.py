@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.schedules.actions import Action
+    from megatron_ext.schedules.representation.actions import Action
     from megatron_ext.schedules.runtime.split import Progress
     from megatron_ext.schedules.runtime.tables import Table
 

@@ -11,15 +11,20 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.comms import Operation, Transfer, operations, reduction_order
-from megatron_ext.schedules.forward_only import forward_only, slots_for_forward
-from megatron_ext.schedules.validate import validate
+from megatron_ext.schedules.representation.forward_only import forward_only, slots_for_forward
+from megatron_ext.schedules.representation.messages import (
+    Operation,
+    Transfer,
+    operations,
+    reduction_order,
+)
+from megatron_ext.schedules.representation.validation import validate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from megatron_ext.schedules.actions import Action, Schedule
-    from megatron_ext.schedules.choice import Choice
+    from megatron_ext.config.choice import Choice
+    from megatron_ext.schedules.representation.actions import Action, Schedule
 
 __all__ = ["Table", "check_agreement", "make_table"]
 

@@ -74,7 +74,7 @@ def _merge(mine: dict[str, str], theirs: dict[str, str], rank: int) -> None:
 
 def run_here(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Captured:
     """Train as one rank."""
-    from megatron_ext.schedules.runtime import entry, stock
+    from megatron_ext.schedules.runtime import entry, megatron_messages
     from megatron_ext.training import main as trainer
 
     fix_vocabulary_order()
@@ -96,14 +96,14 @@ def run_here(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Captured
 
     entry.make_table, entry.open_transport = told, opened
     entry.Executor = _telling(entry.Executor, captured, mean_delay_s)  # type: ignore[misc]
-    stock.open_transport = opened
+    megatron_messages.open_transport = opened
     trainer.main(model, argv)
     return captured
 
 
 def _telling(base: Any, captured: Captured, mean_delay_s: float) -> Any:
-    from megatron_ext.schedules.policies import POLICIES
     from megatron_ext.schedules.runtime.ordering import PolicyOrder
+    from megatron_ext.schedules.search.policies import POLICIES
 
     draw = random.Random(os.environ["RANK"])
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.schedules import choice
-from megatron_ext.schedules.choice import Choice, TransportName
+from megatron_ext.config import choice
+from megatron_ext.config.choice import Choice, TransportName
 from megatron_ext.transport.native import available
 from tests.ranks import run_ranks
 

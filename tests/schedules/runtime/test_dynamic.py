@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext.config import choice, randomness
+from megatron_ext.config.choice import Choice, Dynamic
 from megatron_ext.errors import TransportTimeout
-from megatron_ext.schedules import choice, randomness
-from megatron_ext.schedules.choice import Choice, Dynamic
-from megatron_ext.schedules.policies import Hint, PolicyName
 from megatron_ext.schedules.runtime.agreement import leaders
+from megatron_ext.schedules.search.policies import Hint, PolicyName
 from tests.ranks import run_ranks
 from tests.training.helpers import LLAMA, MOCK, MOE, NO_DROPOUT, bert_flags
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext.config import choice
+from megatron_ext.config.choice import Choice
 from megatron_ext.errors import ScheduleError, TransportError
-from megatron_ext.schedules import choice
-from megatron_ext.schedules.choice import Choice
 from tests.ranks import run_ranks, start_ranks
 
 from . import toy

@@ -16,11 +16,11 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules import placement as places
+from megatron_ext.schedules.representation import placement as places
 from megatron_ext.schedules.runtime.layout import PlacedLayout, layout_string, placed_layout
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.placement import Placement
+    from megatron_ext.schedules.representation.placement import Placement
 
 
 _FOLDED = st.builds(

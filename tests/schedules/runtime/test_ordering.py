@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_ext.schedules import generate
-from megatron_ext.schedules.policies import Hint, Patience
 from megatron_ext.schedules.runtime.ordering import PolicyOrder
 from megatron_ext.schedules.runtime.tables import Table
+from megatron_ext.schedules.search.policies import Hint, Patience
 from megatron_ext.transport.base import Key
 
 TIMEOUT_S = 60.0

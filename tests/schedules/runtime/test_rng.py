@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_ext.config import randomness
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules import randomness
 from megatron_ext.schedules.runtime.rng import microbatch_rng, rng_of_this_step
 from tests.ranks import run_ranks
 from tests.training.helpers import LLAMA, MOCK, MOE

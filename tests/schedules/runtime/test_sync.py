@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.schedules.choice import Choice
-from megatron_ext.schedules.comms import reduction_order
+from megatron_ext.config.choice import Choice
+from megatron_ext.schedules.representation.messages import reduction_order
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.runtime.tables import Table, make_table
 from tests.ranks import run_ranks

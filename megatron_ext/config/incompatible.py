@@ -1,0 +1,300 @@
+"""Training flags that cannot go with a schedule of ours, each with its reason and what works.
+
+Megatron's own features that reorder computation by themselves, or that know where the first and the
+last stage of a model are, cannot be combined with a table that does both.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_ext.errors import ArgumentsError
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.representation.actions import Schedule
+    from megatron_ext.schedules.representation.placement import Placement
+
+__all__ = [
+    "Rule",
+    "refuse_flags",
+    "refuse_flags_of_dynamic_order",
+    "refuse_flags_of_table",
+    "refuse_flags_with_microbatch_rng",
+    "refuse_flags_with_transport",
+]
+
+
+class Rule(NamedTuple):
+    """A combination of arguments that is refused."""
+
+    refuses: Callable[[Namespace], bool]
+    message: str
+    """What is refused, why, and what to do; follows `FLAG cannot run with`."""
+
+
+def _given(*dests: str) -> Callable[[Namespace], bool]:
+    """Make a rule's condition: whether any of some settings is on, or has a value."""
+    return lambda args: any(_value(args, dest) for dest in dests)
+
+
+def _value(args: Namespace, dest: str) -> Any:
+    return getattr(args, dest, None)
+
+
+def _several(args: Namespace, dest: str) -> list[Any]:
+    """Return a value that may be one or a list."""
+    value = _value(args, dest)
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _replicas(args: Namespace) -> int:
+    """Return the data-parallel size, which Megatron has not computed yet."""
+    sizes = (
+        _value(args, f"{kind}_parallel_size") or 1
+        for kind in ("tensor_model", "pipeline_model", "context")
+    )
+    return int((_value(args, "world_size") or 1) // math.prod(sizes))
+
+
+def _records_graphs(args: Namespace) -> bool:
+    return _value(args, "cuda_graph_impl") not in (None, "none") or _given(
+        "enable_cuda_graph", "external_cuda_graph"
+    )(args)
+
+
+ALWAYS = (
+    Rule(
+        _records_graphs,
+        "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph): they are recorded in the order of "
+        "Megatron's own schedules; leave them out",
+    ),
+    Rule(
+        _given("overlap_moe_expert_parallel_comm"),
+        "--overlap-moe-expert-parallel-comm: it interleaves two micro-batches by itself; leave it "
+        "out, or use Megatron's own schedule",
+    ),
+    Rule(
+        _given("delay_wgrad_compute"),
+        "--delay-wgrad-compute: weight gradients run where the table says; leave it out and take "
+        "a schedule that splits backwards, such as zb-h1 or zb-v",
+    ),
+    Rule(
+        _given("defer_embedding_wgrad_compute"),
+        "--defer-embedding-wgrad-compute: weight gradients run where the table says; leave it "
+        "out, or use Megatron's own schedule",
+    ),
+    Rule(
+        _given("fine_grained_activation_offloading", "cpu_offloading", "cpu_offloading_num_layers"),
+        "activation offloading (--fine-grained-activation-offloading, --cpu-offloading-num-layers):"
+        " it follows the order of Megatron's own schedules; use --recompute-granularity instead, "
+        "or v-half, which keeps half of the activations",
+    ),
+    Rule(
+        _given("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2"),
+        "--use-megatron-fsdp or --use-torch-fsdp2: they gather and free weights by the order of "
+        "Megatron's own schedules; use --use-distributed-optimizer to shard optimizer state",
+    ),
+    Rule(
+        _given("decoder_num_layers", "decoder_seq_length"),
+        "encoder-decoder models (--decoder-num-layers, --decoder-seq-length): two different "
+        "tensors travel between their stages; use Megatron's own schedule",
+    ),
+    Rule(
+        _given("use_legacy_models"),
+        "--use-legacy-models: they do not know their stage; leave it out",
+    ),
+    Rule(
+        _given("overlap_param_gather_with_optimizer_step"),
+        "--overlap-param-gather-with-optimizer-step: it relies on the order of Megatron's "
+        "interleaved schedule; use --overlap-param-gather alone",
+    ),
+    Rule(
+        _given("microbatch_group_size_per_vp_stage"),
+        "--microbatch-group-size-per-virtual-pipeline-stage: the order of micro-batches is part of "
+        "the schedule; leave it out",
+    ),
+)
+"""For every schedule."""
+
+SPLIT = (
+    Rule(
+        lambda args: (
+            (_value(args, "num_distributed_optimizer_instances") or 1) > 1
+            and _given("overlap_grad_reduce")(args)
+        ),
+        "--num-distributed-optimizer-instances > 1 together with --overlap-grad-reduce: gradients "
+        "of weights and of the rest are complete at different times; leave one of them out, or "
+        "take 1f1b or interleaved",
+    ),
+)
+"""For schedules that split backwards."""
+
+FOLDED = (
+    Rule(
+        _given("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers: first and last "
+        "stage share a rank; leave them out, or say all stages with "
+        "--pipeline-model-parallel-layout",
+    ),
+    Rule(
+        _given("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+        "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split: leave "
+        "them out, or say all stages with --pipeline-model-parallel-layout",
+    ),
+    Rule(
+        _given("is_hybrid_model", "hybrid_override_pattern"),
+        "hybrid Mamba models: their layers cannot be placed freely; take 1f1b or zb-h1",
+    ),
+    Rule(
+        lambda args: (
+            _value(args, "ckpt_format") not in (None, "torch_dist")
+            and _given("save", "load", "pretrained_checkpoint")(args)
+        ),
+        "--ckpt-format other than torch_dist: those files tell layers by rank and chunk; use "
+        "--ckpt-format torch_dist",
+    ),
+    Rule(
+        lambda args: _value(args, "non_persistent_ckpt_type") == "local",
+        "--non-persistent-ckpt-type local: those files tell layers by rank and chunk; use global",
+    ),
+)
+"""For schedules that put the first and the last stage on one rank."""
+
+TWINS = (
+    Rule(
+        _given("use_mp_args_from_checkpoint_args"),
+        "--use-mp-args-from-checkpoint-args: a checkpoint holds the sizes of one of the two "
+        "mirrored pipelines; say the sizes with flags",
+    ),
+)
+"""For schedules of two mirrored pipelines."""
+
+MICROBATCH_RNG = (
+    Rule(
+        _records_graphs,
+        "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph): they replay the random numbers that "
+        "they were recorded with; leave one of them out",
+    ),
+    Rule(
+        _given("overlap_moe_expert_parallel_comm"),
+        "--overlap-moe-expert-parallel-comm: it interleaves two micro-batches, which have random "
+        "numbers of their own; leave one of them out",
+    ),
+)
+"""For random numbers by micro-batch."""
+
+DYNAMIC = (
+    Rule(
+        lambda args: "global_aux_loss" in _several(args, "moe_router_load_balancing_type"),
+        "--moe-router-load-balancing-type global_aux_loss: it reduces over data-parallel replicas "
+        "inside each layer, and they run their layers in different orders; take aux_loss or "
+        "seq_aux_loss",
+    ),
+    Rule(
+        lambda args: (
+            _given("fp8")(args)
+            and _value(args, "fp8_recipe") == "delayed"
+            and not _value(args, "tp_only_amax_red")
+        ),
+        "--fp8-recipe delayed: scales are reduced over data-parallel replicas inside each layer, "
+        "and they run their layers in different orders; add --tp-only-amax-red, or take another "
+        "recipe",
+    ),
+)
+"""For data-parallel replicas that choose their order, each by itself. (Tensor-, context- and
+expert-parallel ranks follow one leader.)"""
+
+CROSSED_DYNAMIC = (
+    Rule(
+        _given("overlap_param_gather"),
+        "--overlap-param-gather with --bitpipe-routing twin: twins gather parameters for each "
+        "other, and start their chunks in different orders; take --bitpipe-routing local, or leave "
+        "it out",
+    ),
+)
+"""For ranks that choose their order and get activations from their twin."""
+
+
+STOCK = (
+    Rule(
+        _given("use_ring_exchange_p2p"),
+        "--use-ring-exchange-p2p: that is a transport too; leave one of them out",
+    ),
+    Rule(
+        _given("decoder_num_layers", "decoder_seq_length"),
+        "encoder-decoder models (--decoder-num-layers, --decoder-seq-length): two different "
+        "tensors travel between their stages; take --pipeline-transport torch",
+    ),
+    Rule(
+        _given("microbatch_group_size_per_vp_stage"),
+        "--microbatch-group-size-per-virtual-pipeline-stage: messages are named by Megatron's "
+        "usual order; leave it out",
+    ),
+)
+"""For a transport of ours under Megatron's own schedules."""
+
+
+def refuse_flags(name: str, args: Namespace) -> None:
+    """Refuse what goes with no schedule of ours.
+
+    Raises:
+        ArgumentsError: One line for each mistake.
+    """
+    _refuse(f"--pipeline-schedule {name}", args, ALWAYS)
+
+
+def refuse_flags_of_table(name: str, args: Namespace, table: Schedule) -> None:
+    """Refuse what does not go with one table: with its split backwards, placement or twins.
+
+    Raises:
+        ArgumentsError: One line for each mistake.
+    """
+    rules: list[Rule] = []
+    if table.splits_backward:
+        rules += SPLIT
+    if table.placement.name in ("v", "w"):
+        rules += FOLDED
+    if table.placement.twins == 2:
+        rules += TWINS
+    _refuse(f"--pipeline-schedule {name}", args, rules)
+
+
+def refuse_flags_of_dynamic_order(args: Namespace, placement: Placement) -> None:
+    """Refuse what needs one order on ranks that choose theirs by themselves.
+
+    Raises:
+        ArgumentsError: One line for each mistake.
+    """
+    rules: list[Rule] = []
+    if _replicas(args) * placement.twins > 1:
+        rules += DYNAMIC
+    if placement.twin_hops:
+        rules += CROSSED_DYNAMIC
+    _refuse("--use-dpp", args, rules)
+
+
+def refuse_flags_with_microbatch_rng(args: Namespace) -> None:
+    """Refuse what cannot draw its random numbers by micro-batch.
+
+    Raises:
+        ArgumentsError: One line for each mistake.
+    """
+    _refuse("--microbatch-rng", args, MICROBATCH_RNG)
+
+
+def refuse_flags_with_transport(transport: str, args: Namespace) -> None:
+    """Refuse what Megatron's own schedules cannot do over a transport of ours.
+
+    Raises:
+        ArgumentsError: One line for each mistake.
+    """
+    _refuse(f"--pipeline-transport {transport}", args, STOCK)
+
+
+def _refuse(flag: str, args: Namespace, rules: Iterable[Rule]) -> None:
+    wrong = [rule.message for rule in rules if rule.refuses(args)]
+    if wrong:
+        raise ArgumentsError("\n".join(f"{flag} cannot run with {message}" for message in wrong))

@@ -1,0 +1,209 @@
+"""What a schedule's placement of stages is in Megatron's flags, and what the user said about it.
+
+Megatron cuts a model by four groups of flags that exclude each other: the number of virtual stages
+or their number of layers, a layout, uneven first and last stages. A table already says how many
+stages there are; what was said besides must not contradict it.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.schedules import comparison
+from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate, get, registered
+
+if TYPE_CHECKING:
+    from megatron_ext.config.choice import Choice
+
+__all__ = ["best_schedule", "chunks_of_megatron", "flags_for", "num_chunks"]
+
+_LAYOUT = "--pipeline-model-parallel-layout"
+_CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+_LAYERS = "--num-layers-per-virtual-pipeline-stage"
+_UNEVEN = (
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json",
+)
+"""Arguments with which stages need not have the same number of layers."""
+_SEARCHED_UP_TO_PP = 32
+"""Searching tables for more ranks takes seconds, too long for advice."""
+
+
+class _Said(NamedTuple):
+    """A flag about the stages of each rank."""
+
+    flag: str
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.value}"
+
+
+def _said(args: Namespace) -> _Said | None:
+    found = []
+    for flag in (_LAYOUT, _CHUNKS, _LAYERS):
+        value = getattr(args, flag[2:].replace("-", "_"), None)
+        if value is not None:
+            found.append(_Said(flag, value))
+    if len(found) > 1:
+        raise ArgumentsError(f"{found[0].flag} and {found[1].flag} exclude each other: give one")
+    return found[0] if found else None
+
+
+def _chunks_of(said: _Said, args: Namespace) -> int:
+    """Return how many stages a rank has by the user's flag, as Megatron counts them."""
+    pp = args.pipeline_model_parallel_size
+    if said.flag == _CHUNKS:
+        return int(said.value)
+    if said.flag == _LAYOUT:
+        what, count, by = "stages", _stages_in(said.value), pp
+    else:
+        what, count, by = "layers", _num_split(args), pp * said.value
+    if by < 1 or count % by:
+        raise ArgumentsError(
+            f"{said} does not spread {count} {what} evenly over "
+            f"--pipeline-model-parallel-size {pp}; change one of them"
+        )
+    return int(count // by)
+
+
+def _stages_in(layout: str) -> int:
+    """Count the stages of a layout string; `(...)*n` and `x*n` repeat what is before."""
+    unrolled = layout.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        unrolled = re.sub(repeated, lambda match: match[1] * int(match[2]), unrolled)
+    return unrolled.count("|") + 1
+
+
+def _num_layers(args: Namespace) -> int:
+    count = args.num_layers
+    if count is None:
+        count = getattr(args, "encoder_num_layers", None)
+    if not count or count < 1:
+        raise ArgumentsError("--num-layers is missing: give it a value of at least 1")
+    return int(count)
+
+
+def _num_split(args: Namespace) -> int:
+    """Return how many layers Megatron splits evenly, embedding and loss included if asked for."""
+    extra = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    return _num_layers(args) + sum(bool(getattr(args, dest, False)) for dest in extra)
+
+
+def chunks_of_megatron(args: Namespace) -> int:
+    """Return the stages that each rank has without a schedule of ours.
+
+    Raises:
+        ArgumentsError: The flags contradict each other, or do not divide.
+    """
+    said = _said(args)
+    return 1 if said is None else _chunks_of(said, args)
+
+
+def num_chunks(args: Namespace, name: str) -> int | None:
+    """Return the stages of each rank where the schedule leaves that to the user, else None.
+
+    Raises:
+        ArgumentsError: The flags contradict each other, or do not divide.
+    """
+    if name.startswith(CSV_PREFIX) or not get(name).free_chunks:
+        return None
+    said = _said(args)
+    if said is None:
+        return get(name).num_chunks
+    chunks = _chunks_of(said, args)
+    if chunks < 2:
+        raise ArgumentsError(
+            f"--pipeline-schedule {name} needs several stages on each rank, but {said} makes "
+            f"{chunks}; take --pipeline-schedule 1f1b, or {_CHUNKS} 2"
+        )
+    return chunks
+
+
+def flags_for(args: Namespace, choice: Choice) -> dict[str, Any]:
+    """Return the arguments, by name, with which Megatron builds the stages of a schedule.
+
+    Raises:
+        ArgumentsError: The user's flags contradict the schedule.
+        ScheduleError: The layers of the model do not fit its stages.
+    """
+    placement = choice.placement
+    wanted: dict[str, Any] = {"pipeline_model_parallel_size": placement.num_ranks}
+    chunks = placement.num_stages // placement.num_ranks
+    if chunks > 1 and placement.num_ranks == 2:
+        # Our messages are sent another way; Megatron accepts two virtual ranks with this only.
+        wanted["overlap_p2p_comm"] = True
+    said = _said(args)
+    if placement.name in ("linear", "loop"):
+        if said is not None and _chunks_of(said, args) != chunks:
+            number = "one stage" if chunks == 1 else f"{chunks} stages"
+            raise ArgumentsError(
+                f"--pipeline-schedule {choice.name} has {number} on each rank, {said} makes "
+                f"{_chunks_of(said, args)}; leave it out, or take --pipeline-schedule interleaved"
+            )
+        if said is None and chunks > 1:
+            wanted["num_virtual_stages_per_pipeline_rank"] = chunks
+        _check_layers(args, choice)
+        return wanted
+    if said is not None and said.flag != _LAYOUT:
+        raise ArgumentsError(
+            f"--pipeline-schedule {choice.name} puts its {chunks} stages on each rank by itself, "
+            f"which excludes {said}; leave it out, or take --pipeline-schedule interleaved"
+        )
+    from megatron_ext.schedules.runtime.layout import layout_string
+
+    wanted["pipeline_model_parallel_layout"] = layout_string(
+        _num_layers(args),
+        placement,
+        mtp_num_layers=getattr(args, "mtp_num_layers", None),
+        layout=said.value if said else None,
+    )
+    return wanted
+
+
+def _check_layers(args: Namespace, choice: Choice) -> None:
+    """Megatron tells some of these late, in the middle of building the model."""
+    if any(getattr(args, dest, None) is not None for dest in _UNEVEN):
+        return
+    layers, stages = _num_split(args), choice.placement.num_stages
+    if layers % stages:
+        extra = layers - _num_layers(args)
+        fitting = [n * stages - extra for n in (layers // stages, layers // stages + 1)]
+        counted = " with embedding and loss as asked" if extra else ""
+        raise ScheduleError(
+            f"{layers} layers{counted} do not divide into the {stages} stages of "
+            f"--pipeline-schedule {choice.name}; take --num-layers "
+            f"{' or '.join(str(n) for n in fitting if n > 0)}, or say which stage has which layers "
+            f"with {_LAYOUT}"
+        )
+
+
+def best_schedule(args: Namespace, instead_of: Choice, num_microbatches: int) -> str | None:
+    """Return the flags of the other schedule with the shortest step for these sizes, if any.
+
+    Args:
+        args: For the number of layers.
+        instead_of: What cannot run; tells the ranks and costs.
+        num_microbatches: Micro-batches of the whole pipeline world in one step.
+    """
+    pp, costs = instead_of.pp, instead_of.costs
+    found = []
+    for generator in registered().values():
+        too_slow = generator.needs_costs and pp > _SEARCHED_UP_TO_PP
+        if generator.name == instead_of.name or too_slow or pp < 2 * generator.twins:
+            continue
+        try:
+            table = generate(generator.name, pp, num_microbatches, costs=costs)
+        except ScheduleError:
+            continue
+        if _num_layers(args) % table.num_stages == 0:
+            timeline = comparison.evaluate(table, costs)
+            rank = (timeline.makespan, timeline.peak_activations)
+            found.append((rank, generator.chosen_by(table)))
+    return min(found)[1] if found else None

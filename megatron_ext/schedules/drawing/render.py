@@ -1,0 +1,113 @@
+"""Draws a simulated schedule as a grid of characters: one line for each rank, time to the right.
+
+    0|F0 F1 F2 F3 .  .  .  .  .  B0--- B1--- B2--- B3---
+
+`F0` is the forward of micro-batch 0, `B0---` takes the time of two forwards, `.` is idle. Lower
+case is the rank's second chunk; with more than two chunks cells name the stage, as in `5F0`. A
+schedule with twins is shown with both directions, the micro-batches of the second numbered after
+those of the first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_ext.schedules.representation.unfold import chunk_on_screen, literal_rows, table_rank
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.representation.actions import Action, Schedule
+    from megatron_ext.schedules.search.simulate import Timeline
+
+__all__ = ["caption", "cell_label", "grid", "picture", "slot_time"]
+
+
+def picture(timeline: Timeline, width: int = 100) -> str:
+    """Return caption, grid and legend, for a terminal of so many columns."""
+    return f"{caption(timeline)}\n{grid(timeline, width)}\n{_legend(timeline)}"
+
+
+def caption(timeline: Timeline) -> str:
+    """Return the figures of a simulation in one line."""
+    schedule = timeline.schedule
+    return (
+        f"{schedule.label}: pp {schedule.pp}, m {schedule.total_microbatches}, makespan "
+        f"{timeline.makespan:g}, bubble {timeline.bubble:g} ({100 * timeline.bubble_ratio:.1f} %), "
+        f"peak {timeline.peak_activations:g}"
+    )
+
+
+def _legend(timeline: Timeline) -> str:
+    kinds = {action.kind for row in timeline.schedule.rows for action in row}
+    names = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+    if not timeline.schedule.ships_activations:  # else it takes no time and is not seen
+        names["R"] = "forward again"
+    parts = [f"{kind} {name}" for kind, name in names.items() if kind in kinds]
+    if _num_chunks(timeline.schedule) == 2:
+        parts.append("lower case: second chunk")
+    if timeline.schedule.placement.twins == 2:
+        parts.append(f"second direction from {timeline.schedule.num_microbatches}")
+    parts.append(f"one column: {slot_time(timeline):g}")
+    return ", ".join(parts)
+
+
+def slot_time(timeline: Timeline) -> float:
+    """Return the time that one column stands for: that of the shortest action."""
+    return min(
+        end - start
+        for starts, ends in zip(timeline.starts, timeline.ends, strict=True)
+        for start, end in zip(starts, ends, strict=True)
+        if end > start
+    )
+
+
+def _num_chunks(schedule: Schedule) -> int:
+    return 1 + chunk_on_screen(schedule, schedule.num_stages - 1)
+
+
+def cell_label(schedule: Schedule, action: Action) -> str:
+    """Return what stands in an action's cell."""
+    if _num_chunks(schedule) > 2:
+        return str(action)
+    text = f"{action.kind}{action.microbatch}"
+    return text.lower() if chunk_on_screen(schedule, action.stage) else text
+
+
+def grid(timeline: Timeline, width: int = 100) -> str:
+    """Return the lines of all ranks; what is wider than `width` goes on in a further block."""
+    rows = _cells(timeline)
+    rank_width = len(str(len(rows) - 1))
+    columns = len(rows[0])
+    if rank_width + columns * len(rows[0][0]) > width:  # the last character is a space
+        columns = max(1, (width - rank_width - 1) // len(rows[0][0]))
+    blocks = []
+    for first in range(0, len(rows[0]), columns):
+        lines = (
+            f"{rank:>{rank_width}}|{''.join(row[first : first + columns])}".rstrip()
+            for rank, row in enumerate(rows)
+        )
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _cells(timeline: Timeline) -> list[list[str]]:
+    """By rank: the characters of each column, all of one width."""
+    schedule = timeline.schedule
+    slot = slot_time(timeline)
+    labels = [[cell_label(schedule, a) for a in row] for row in literal_rows(schedule)]
+    cell = 1 + max(len(label) for row in labels for label in row)
+    idle = ".".ljust(cell)
+    rows = []
+    for rank, names in enumerate(labels):
+        row = [idle] * _column(timeline.makespan, slot)
+        source = table_rank(schedule, rank)
+        times = zip(timeline.starts[source], timeline.ends[source], strict=True)
+        for name, (start, end) in zip(names, times, strict=True):
+            first, count = _column(start, slot), _column(end, slot) - _column(start, slot)
+            text = name.ljust(count * cell - 1, "-") + " "
+            row[first : first + count] = [text[i * cell : (i + 1) * cell] for i in range(count)]
+        rows.append(row)
+    return rows
+
+
+def _column(time: float, slot: float) -> int:
+    return int(time / slot + 0.5)

@@ -1,0 +1,239 @@
+"""Schedules by name.
+
+A generator is a pure function `(pp, num_microbatches, **options) -> Schedule` in a module of
+`generators/`, decorated with `@register`; with `free_chunks` the number of chunks is a third
+argument, with `needs_costs` the costs are the last. That is all it takes: plan, plot and the tests
+of all schedules find it here. See docs/adding-a-schedule.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.representation.actions import Option, Schedule
+from megatron_ext.schedules.representation.costs import UNIT, Costs
+
+__all__ = [
+    "CSV_PREFIX",
+    "Generator",
+    "Size",
+    "generate",
+    "get",
+    "published_bubble",
+    "published_peak",
+    "register",
+    "registered",
+]
+
+CSV_PREFIX = "csv:"
+
+Build = Callable[..., Schedule]
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a formula depends on besides costs."""
+
+    pp: int
+    num_microbatches: int
+    num_chunks: int
+    options: Mapping[str, Option]
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A registered schedule and what is published about it. The tests hold every table to that."""
+
+    name: str
+    build: Build
+    summary: str
+    """One line for listings."""
+    peak: Callable[[Size], float]
+    """Most activations on any rank, in Ma (memory.py); no table may keep more."""
+    bubble: Callable[[Size, Costs], float | None] | None = None
+    """Makespan minus ideal for even stages and free links; None where no formula is known."""
+    num_chunks: int = 1
+    """Stages on each rank, where the user does not say."""
+    free_chunks: bool = False
+    """Whether the user may say another number, from 2."""
+    options: Mapping[str, tuple[Option, ...]] = field(default_factory=dict)
+    """Values of each further option, the default first."""
+    variants: tuple[Mapping[str, Option], ...] = ({},)
+    """Options (and `chunks`) of the rows that a comparison of all schedules shows."""
+    twins: int = 1
+    """2: two mirrored pipelines share the ranks, each with half of the micro-batches."""
+    needs_costs: bool = False
+    """Whether the table is made for given costs, which are then the generator's last argument."""
+    listed: bool = True
+    """Whether `--pipeline-schedule` takes it and comparisons of all schedules show it."""
+    flags: str | None = None
+    """Training flags that select it, with `{chunks}`; None: `--pipeline-schedule NAME`."""
+
+    @property
+    def module(self) -> str:
+        """The module that explains it."""
+        return self.build.__module__
+
+    def complete(self, chunks: int | None, options: Mapping[str, Option]) -> dict[str, Option]:
+        """Return all options with their defaults filled in, after checking them.
+
+        Raises:
+            ScheduleError: If there is no such option or value.
+        """
+        self._check_chunks(chunks)
+        for key, value in options.items():
+            if key not in self.options:
+                known = ", ".join(self.options) or "none"
+                raise ScheduleError(f"{self.name} has no option {key!r}; it has: {known}")
+            if value not in self.options[key]:
+                choices = ", ".join(map(str, self.options[key]))
+                raise ScheduleError(f"{self.name}: {key} must be one of {choices}, got {value}")
+        return {key: options.get(key, values[0]) for key, values in self.options.items()}
+
+    def _check_chunks(self, chunks: int | None) -> None:
+        if chunks in (None, self.num_chunks):
+            return
+        if not self.free_chunks:
+            raise ScheduleError(
+                f"{self.name} always cuts the model into {self.num_chunks} stages for each rank, "
+                f"so --chunks {chunks} cannot be; leave --chunks out, or take interleaved"
+            )
+        if chunks is not None and chunks < 2:
+            raise ScheduleError(f"{self.name} needs at least 2 chunks, got {chunks}; or take 1f1b")
+
+    def flag(self, key: str) -> str:
+        """Return the flag of an option."""
+        return f"--{self.name}-{key}"
+
+    def chosen_by(self, schedule: Schedule) -> str:
+        """Return the training flags that choose a schedule of this generator."""
+        chunks = schedule.num_stages // schedule.placement.num_ranks
+        chosen = f"--pipeline-schedule {self.name}" if self.flags is None else self.flags
+        flags = [chosen.format(chunks=chunks)]
+        for key, values in self.options.items():
+            value = schedule.options.get(key, values[0])
+            if value != values[0]:
+                flags.append(f"{self.flag(key)} {value}")
+        return " ".join(flags)
+
+
+_GENERATORS: dict[str, Generator] = {}
+
+
+def register(name: str, **settings: Any) -> Callable[[Build], Build]:
+    """Return a decorator that enters a generator under a name.
+
+    Args:
+        name: As users write it: lower case with dashes.
+        settings: The other fields of `Generator`.
+    """
+
+    def enter(build: Build) -> Build:
+        if name in _GENERATORS:
+            raise ScheduleError(
+                f"{name} is registered twice, by {_GENERATORS[name].module} and {build.__module__}"
+            )
+        _GENERATORS[name] = Generator(name=name, build=build, **settings)
+        return build
+
+    return enter
+
+
+@cache
+def _load_generators() -> None:
+    from megatron_ext.schedules import generators as package
+
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+
+
+def registered(*, unlisted: bool = False) -> dict[str, Generator]:
+    """Return the generators by name, in alphabetical order.
+
+    Args:
+        unlisted: Also those that are no schedule of `--pipeline-schedule`.
+    """
+    _load_generators()
+    return {k: v for k, v in sorted(_GENERATORS.items()) if v.listed or unlisted}
+
+
+def get(name: str) -> Generator:
+    """Return a generator by name.
+
+    Raises:
+        ScheduleError: If there is none; lists those that are.
+    """
+    known = registered(unlisted=True)
+    if name not in known:
+        raise ScheduleError(
+            f"there is no schedule {name!r}; take one of {', '.join(known)}, or {CSV_PREFIX}FILE"
+        )
+    return known[name]
+
+
+def generate(
+    name: str,
+    pp: int | None = None,
+    num_microbatches: int | None = None,
+    chunks: int | None = None,
+    costs: Costs = UNIT,
+    **options: Option,
+) -> Schedule:
+    """Return a schedule by name, or the one of a CSV file by `csv:FILE`.
+
+    Args:
+        name: A registered name, or `csv:` and a path.
+        pp: Ranks of the pipeline world. A file knows its own; then this is compared with it.
+        num_microbatches: Micro-batches of that world in one step. Likewise.
+        chunks: Stages on each rank, where the schedule leaves that open.
+        costs: What to make the table for, where the generator searches one.
+        options: Those of the generator.
+
+    Raises:
+        ScheduleError: If the sizes are impossible; says the rule and what would work.
+    """
+    if name.startswith(CSV_PREFIX):
+        from megatron_ext.schedules.representation import csv_io
+
+        if chunks is not None or options:
+            raise ScheduleError(f"{name} is what the file says; leave chunks and options out")
+        return csv_io.load(name.removeprefix(CSV_PREFIX), pp, num_microbatches)
+    generator = get(name)
+    complete = generator.complete(chunks, options)
+    if pp is None or num_microbatches is None:
+        raise ScheduleError(f"{name} needs a number of ranks and a number of micro-batches")
+    for what, number in (("pp", pp), ("the number of micro-batches", num_microbatches)):
+        if number < 1:
+            raise ScheduleError(f"{what} must be at least 1, got {number}")
+    arguments: list[int | Costs] = [pp, num_microbatches]
+    if generator.free_chunks:
+        arguments.append(chunks or generator.num_chunks)
+    if generator.needs_costs:
+        arguments.append(costs)
+    return generator.build(*arguments, **complete)
+
+
+def published_bubble(schedule: Schedule, costs: Costs) -> float | None:
+    """Return what the formula of a generated schedule says, or None where there is none."""
+    bubble = get(schedule.name).bubble
+    return None if bubble is None else bubble(_size(schedule), costs)
+
+
+def published_peak(schedule: Schedule) -> float:
+    """Return the bound on activations that is published for a generated schedule, in Ma."""
+    return get(schedule.name).peak(_size(schedule))
+
+
+def _size(schedule: Schedule) -> Size:
+    options = {
+        key: schedule.options.get(key, values[0])
+        for key, values in get(schedule.name).options.items()
+    }
+    num_chunks = schedule.num_stages // schedule.placement.num_ranks
+    return Size(schedule.pp, schedule.total_microbatches, num_chunks, options)

@@ -1,0 +1,220 @@
+"""The subcommands `plan` and `plot`, which start at once: no torch and no Megatron is imported."""
+
+# ruff: noqa: T201 - commands report on stdout and stderr
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules import comparison
+from megatron_ext.schedules.drawing import render, svg
+from megatron_ext.schedules.generators.catalog import registered
+from megatron_ext.schedules.representation import csv_io, json_io
+from megatron_ext.schedules.representation.costs import Costs
+from megatron_ext.schedules.search.gains import gains
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.representation.actions import Option
+    from megatron_ext.schedules.search.simulate import Timeline
+
+__all__ = ["add_plan", "add_plot", "add_subcommand"]
+
+_Subparsers = argparse._SubParsersAction
+
+
+def add_subcommand(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
+    """Register `plan` and `plot`; the parsed namespace carries what runs as its `run` attribute."""
+    add_plan(subparsers)
+    add_plot(subparsers)
+
+
+def add_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
+    """Register `plan`."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="compare pipeline schedules by simulation",
+        description="Simulates pipeline schedules and ranks them by the time of one step.",
+    )
+    parser.add_argument(
+        "--schedule",
+        nargs=1,
+        default=["all"],
+        metavar="NAME|all",
+        help=f"{_names()} (default: all of them)",
+    )
+    _add_sizes(parser)
+    parser.add_argument("--json", action="store_true", help="as a JSON list of objects")
+    parser.add_argument(
+        "--use-dpp",
+        action="store_true",
+        help="also tell what a dynamic order would gain or lose over each table",
+    )
+    parser.set_defaults(run=_run_plan)
+
+
+def add_plot(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
+    """Register `plot`."""
+    parser = subparsers.add_parser(
+        "plot",
+        help="draw pipeline schedules",
+        description="Draws one pipeline schedule, or several below each other, in the terminal or "
+        "into a file.",
+    )
+    parser.add_argument("schedule", metavar="NAME", nargs="+", help=_names())
+    _add_sizes(parser)
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=".svg (picture), .csv (the table, as torch.distributed.pipelining writes it) or .json",
+    )
+    parser.set_defaults(run=_run_plot)
+
+
+def _names() -> str:
+    return f"{', '.join(registered(unlisted=True))} or csv:FILE"
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pp", type=int, metavar="P", help="ranks of the pipeline")
+    parser.add_argument(
+        "--microbatches", type=int, metavar="M", help="micro-batches of the pipeline in one step"
+    )
+    parser.add_argument("--chunks", type=int, metavar="V", help="stages on each rank (interleaved)")
+    for generator in registered(unlisted=True).values():
+        for key, values in generator.options.items():
+            parser.add_argument(
+                generator.flag(key),
+                dest=f"{generator.name} {key}",
+                choices=values,
+                help=f"of {generator.name} (default: {values[0]})",
+            )
+    parser.add_argument(
+        "--costs",
+        default="1,1,1",
+        metavar="F,I,W",
+        help="times of forward, input gradient and weight gradient on 1/pp of the model "
+        "(default: 1,1,1)",
+    )
+    parser.add_argument(
+        "--comm", type=float, default=0.0, metavar="C", help="latency of a message (default: 0)"
+    )
+
+
+def _costs(args: argparse.Namespace) -> Costs:
+    try:
+        forward, input_gradient, weight = map(float, args.costs.split(","))
+    except ValueError:
+        raise ScheduleError(
+            f"--costs needs three numbers F,I,W, got {args.costs!r}; for example --costs 1,1,1"
+        ) from None
+    return Costs(forward, input_gradient, weight, latency=args.comm)
+
+
+def _options(args: argparse.Namespace) -> dict[str, dict[str, Option]]:
+    """What was said about each schedule, by its name."""
+    said: dict[str, dict[str, Option]] = {}
+    for destination, value in vars(args).items():
+        name, _, key = destination.partition(" ")
+        if key and value is not None:
+            if not {name, "all"}.intersection(args.schedule):
+                named = ", ".join(args.schedule)
+                raise ScheduleError(f"--{name}-{key} is for {name}, not for {named}")
+            said.setdefault(name, {})[key] = value
+    return said
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    if all(name.startswith("csv:") for name in args.schedule):
+        return
+    for flag, value in (("--pp", args.pp), ("--microbatches", args.microbatches)):
+        if value is None:
+            raise ScheduleError(f"{flag} is missing; only csv:FILE knows its own size")
+
+
+def _run_plan(args: argparse.Namespace) -> int:
+    _check_sizes(args)
+    timelines, left_out = comparison.compare(
+        args.schedule[0], args.pp, args.microbatches, _costs(args), args.chunks, _options(args)
+    )
+    if args.json:
+        print(json.dumps([comparison.figures(timeline) for timeline in timelines], indent=1))
+    else:
+        print(comparison.table(timelines))
+        _print_notes(args, timelines)
+        if args.use_dpp:
+            _print_dynamic(args, timelines)
+    for reason in left_out:
+        print(f"left out: {reason}", file=sys.stderr)
+    return 0
+
+
+def _print_notes(args: argparse.Namespace, timelines: list[Timeline]) -> None:
+    unit = "1 = forward of 1/pp of the model" if args.costs == "1,1,1" else "in the unit of --costs"
+    print(f"\ntimes: {unit}; activations: 1 = one micro-batch on 1/pp of the model")
+    print("\nflags:")
+    width = max(len(timeline.schedule.label) for timeline in timelines)
+    for timeline in timelines:
+        label = timeline.schedule.label.ljust(width)
+        print(f"  {label}  {comparison.training_flags(timeline.schedule, timeline.costs)}")
+
+
+def _print_dynamic(args: argparse.Namespace, timelines: list[Timeline]) -> None:
+    """Say for each table what `--use-dpp` would do to its time, and what is recommended."""
+    print("\nwith --use-dpp, time of the table's own order over time of the dynamic one:")
+    costs = _costs(args)
+    width = max(len(timeline.schedule.label) for timeline in timelines)
+    for timeline in timelines:
+        if timeline.schedule.disaggregated:
+            continue
+        found = gains(timeline.schedule, costs)
+        label = timeline.schedule.label.ljust(width)
+        print(
+            f"  {label}  {found.quiet:.3f} on quiet links, {found.late:.3f} where messages are "
+            f"late at random: {found.advice}"
+        )
+
+
+def _run_plot(args: argparse.Namespace) -> int:
+    _check_sizes(args)
+    if "all" in args.schedule:
+        raise ScheduleError("plot draws schedules by name; name them, or compare all with plan")
+    sizes = (args.pp, args.microbatches, _costs(args), args.chunks, _options(args))
+    timelines = [comparison.compare(name, *sizes)[0][0] for name in args.schedule]
+    if args.output is None:
+        width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
+        print("\n\n".join(render.picture(timeline, width) for timeline in timelines))
+        return 0
+    text = _file_text(timelines, args.output)
+    try:
+        args.output.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise ScheduleError(f"{args.output} cannot be written: {error.strerror}") from error
+    print("\n".join([*map(render.caption, timelines), f"wrote {args.output}"]))
+    schedule = timelines[0].schedule
+    if args.output.suffix == ".csv" and schedule.placement.twins == 2:
+        print(
+            f"the CSV holds one of the two mirrored pipelines ({schedule.pp // 2} ranks)",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _file_text(timelines: list[Timeline], path: Path) -> str:
+    if path.suffix == ".svg":
+        return svg.draw(*timelines)
+    if path.suffix not in (".csv", ".json"):
+        raise ScheduleError(f"{path}: unknown kind of file; take .svg, .csv or .json")
+    if len(timelines) > 1:
+        raise ScheduleError(f"{path} holds one schedule; name one, or draw several as .svg")
+    [timeline] = timelines
+    if path.suffix == ".csv":
+        return csv_io.dumps(timeline.schedule)
+    return json_io.dumps(timeline.schedule, starts=timeline.starts, ends=timeline.ends)

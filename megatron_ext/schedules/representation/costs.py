@@ -1,0 +1,124 @@
+"""What actions and messages cost: the input of the simulator."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.representation.actions import KINDS, Kind, Schedule
+
+__all__ = ["UNIT", "Costs"]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times, all in one unit of your choice; by default the forward of one device share is 1.
+
+    A device share is 1/pp of the model. A schedule that cuts the model into more than pp stages
+    spends `forward * pp / num_stages` for the forward of one stage, and so on.
+    """
+
+    forward: float = 1.0
+    """Forward of one device share, Tf."""
+    input: float = 1.0
+    """Gradient of its input, Tb."""
+    weight: float = 1.0
+    """Gradient of its weights, Tw."""
+    latency: float = 0.0
+    """Time from the end of an action until another rank has what it made."""
+    bandwidth: float | None = None
+    """Messages that one link (ordered pair of ranks) carries per unit of time; None: any number.
+    Messages of one link follow each other, those of different links do not meet."""
+    stage_scale: tuple[float, ...] = ()
+    """Factor on the times of each stage, for uneven stages; empty: all 1."""
+    jitter: float = 0.0
+    """Sigma of the log-normal factor (mean 1) on each action's time."""
+    link_jitter: float = 0.0
+    """Sigma of the log-normal factor (mean 1) on each message's latency."""
+    seed: int = 0
+    """Of the jitter; the factor of an action depends on the seed and on the action only."""
+
+    def __post_init__(self) -> None:
+        times = (self.forward, self.input, self.weight, *self.stage_scale)
+        if not all(0 < time < float("inf") for time in times):
+            raise ScheduleError(f"times of actions must be positive and finite, got {times}")
+        if not 0 <= self.latency < float("inf"):
+            raise ScheduleError(f"the latency of a link must be 0 or more, got {self.latency:g}")
+        if self.bandwidth is not None and not self.bandwidth > 0:
+            raise ScheduleError(f"the bandwidth must be positive, got {self.bandwidth:g}")
+        if self.jitter < 0 or self.link_jitter < 0:
+            raise ScheduleError("jitter is the sigma of a distribution and cannot be negative")
+
+    @classmethod
+    def parse(cls, text: str) -> Costs:
+        """Return the costs that `F,I,W` or `F,I,W,latency` says, for example `1,1.2,0.8`.
+
+        Raises:
+            ScheduleError: If the text is no such list of numbers, or a number is impossible.
+        """
+        try:
+            forward, input_gradient, weight, *rest = map(float, text.split(","))
+            (latency,) = rest or (0.0,)
+        except ValueError:
+            raise ScheduleError(
+                f"costs are three numbers F,I,W and perhaps a latency, for example 1,1.2,0.8 or "
+                f"1,1,1,0.1; got {text!r}"
+            ) from None
+        return cls(forward, input_gradient, weight, latency=latency)
+
+    def __str__(self) -> str:
+        """Return what `parse` reads."""
+        numbers = [self.forward, self.input, self.weight]
+        if self.latency:
+            numbers.append(self.latency)
+        return ",".join(f"{number:.15g}" for number in numbers)
+
+    @property
+    def backward(self) -> float:
+        """Full backward of one device share, Tb + Tw."""
+        return self.input + self.weight
+
+    @property
+    def work(self) -> float:
+        """All of the work on one device share for one micro-batch."""
+        return self.forward + self.backward
+
+    def durations(self, schedule: Schedule) -> dict[Kind, list[float]]:
+        """Return the time of each kind of action on each stage, without jitter."""
+        scales = self.stage_scale or (1.0,) * schedule.num_stages
+        if len(scales) != schedule.num_stages:
+            raise ScheduleError(
+                f"stage_scale has {len(scales)} factors, {schedule.label} has "
+                f"{schedule.num_stages} stages; give one factor for each stage"
+            )
+        share = schedule.pp / schedule.num_stages
+        backward, again = self.backward, self.forward
+        if schedule.ships_activations:  # each layer is recomputed just before its backward
+            backward, again = self.forward + self.backward, 0.0
+        times = (self.forward, backward, self.input, self.weight, again)
+        return {
+            kind: [time * share * scale for scale in scales]
+            for kind, time in zip(KINDS, times, strict=True)
+        }
+
+    def action_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
+        """Return the jitter of each action by kind and `stage * num_microbatches + microbatch`."""
+        count = schedule.num_stages * schedule.num_microbatches
+        return {kind: self._factors(self.jitter, kind, count) for kind in KINDS}
+
+    def link_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
+        """Return the jitter of each message by the action that makes it; B stands for I as well."""
+        count = schedule.num_stages * schedule.num_microbatches
+        kinds: tuple[Kind, Kind] = ("F", "B")
+        return {kind: self._factors(self.link_jitter, f"link {kind}", count) for kind in kinds}
+
+    def _factors(self, sigma: float, what: str, count: int) -> list[float]:
+        if not sigma:
+            return [1.0] * count
+        draw = random.Random(f"{self.seed} {what}").lognormvariate  # noqa: S311 - no secret
+        return [draw(-sigma * sigma / 2, sigma) for _ in range(count)]
+
+
+UNIT = Costs()
+"""Tf = Tb = Tw = 1 and links that cost nothing: the units of published bubble formulas."""

@@ -1,0 +1,136 @@
+"""Tables as CSV in the format of torch.distributed.pipelining: its files load here, ours there.
+
+One row for each pipeline rank, one action such as `2F0` in each cell. An empty cell is an idle
+slot, `(0F4;7B1)OVERLAP_F_B` a pair that torch overlaps: here its actions one after the other. Cells
+for communication and sharding (`SEND_F`, `RECV_B`, `UNSHARD`, `REDUCE_GRAD`, ...) are skipped,
+because all of that is derived from the computation. The placement follows from the rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.representation.actions import Action, Row, Schedule
+from megatron_ext.schedules.representation.placement import Placement, recognised
+from megatron_ext.schedules.representation.validation import validate
+
+__all__ = ["dumps", "load", "loads"]
+
+_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_DERIVED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+
+
+def dumps(schedule: Schedule) -> str:
+    """Return a table as CSV; with twins, that of one of the two mirrored pipelines."""
+    text = io.StringIO()
+    csv.writer(text).writerows(map(str, row) for row in schedule.rows)
+    return text.getvalue()
+
+
+def load(path: str, pp: int | None = None, num_microbatches: int | None = None) -> Schedule:
+    """Return the validated schedule of a file, named `csv:PATH`.
+
+    Args:
+        path: The file.
+        pp: Number of ranks that it has to be for, if that matters.
+        num_microbatches: Likewise.
+
+    Raises:
+        ScheduleError: If the file cannot be read, is for other sizes, or is no correct schedule.
+    """
+    if not path:
+        raise ScheduleError("csv: names no file; write csv:FILE")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"{path} cannot be read as a schedule: {error}") from error
+    try:
+        schedule = loads(text, f"csv:{path}")
+        _check_size(schedule, pp, num_microbatches)
+        validate(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from error
+    return schedule
+
+
+def loads(text: str, name: str) -> Schedule:
+    """Return the schedule of a CSV text, not validated.
+
+    Raises:
+        ScheduleError: If a cell is no action, or the rows give no placement of the stages.
+    """
+    try:
+        rows = tuple(
+            tuple(_actions(cells, line))
+            for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1)
+        )
+    except csv.Error as error:
+        raise ScheduleError(f"it is no CSV: {error}") from error
+    if not any(rows):
+        raise ScheduleError("there is no action in it; write one row of actions for each rank")
+    _check_numbers(rows)
+    count = 1 + max(action.microbatch for row in rows for action in row)
+    return Schedule(name, _placement(rows), count, rows)
+
+
+def _actions(cells: Iterable[str], line: int) -> Iterator[Action]:
+    for number, cell in enumerate(cells, start=1):
+        text = cell.strip()
+        pair = _PAIR.fullmatch(text)
+        for part in pair[1].split(";") if pair else [text]:
+            if not part.strip() or _DERIVED.fullmatch(part.strip()):
+                continue
+            try:
+                yield Action.parse(part)
+            except ScheduleError as error:
+                raise ScheduleError(f"row {line}, cell {number}: {error}") from error
+
+
+def _check_numbers(rows: tuple[Row, ...]) -> None:
+    """Refuse numbers that would take more memory to check than the file has actions."""
+    num_actions = sum(map(len, rows))
+    for line, row in enumerate(rows, start=1):
+        for action in row:
+            if max(action.stage, action.microbatch) >= num_actions:
+                raise ScheduleError(
+                    f"row {line} runs {action}, but {num_actions} actions are too few for so many "
+                    f"stages or micro-batches, which are numbered from 0; is the file complete?"
+                )
+
+
+def _placement(rows: tuple[Row, ...]) -> Placement:
+    owner: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for index, action in enumerate(row):
+            first = owner.setdefault(action.stage, rank)
+            if first != rank:
+                raise ScheduleError(
+                    f"row {rank + 1} runs {action} as its action {index}, but stage "
+                    f"{action.stage} is on row {first + 1}; each stage lives on one rank"
+                )
+    missing = set(range(max(owner) + 1)) - set(owner)
+    if missing:
+        raise ScheduleError(
+            f"no row runs stage {min(missing)} although there is a stage {max(owner)}; is the "
+            f"file complete? It has {len(rows)} rows and needs one for each rank"
+        )
+    return recognised(tuple(owner[stage] for stage in sorted(owner)), len(rows))
+
+
+def _check_size(schedule: Schedule, pp: int | None, num_microbatches: int | None) -> None:
+    if pp not in (None, schedule.pp):
+        raise ScheduleError(
+            f"it has {schedule.pp} rows, one for each rank, so it is for pp {schedule.pp} and not "
+            f"for pp {pp}; take --pp {schedule.pp} or another file"
+        )
+    if num_microbatches not in (None, schedule.num_microbatches):
+        count = schedule.num_microbatches
+        raise ScheduleError(
+            f"it runs {count} micro-batches (0 to {count - 1}), not {num_microbatches}; take "
+            f"--microbatches {count} or another file"
+        )

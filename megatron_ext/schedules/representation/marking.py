@@ -1,0 +1,25 @@
+"""Shows the place in a table that an error is about."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.representation.actions import Schedule
+
+__all__ = ["marked_row"]
+
+
+def marked_row(schedule: Schedule, rank: int, index: int, context: int = 5) -> str:
+    """Return a rank's actions around one of them, with that one in `>> <<`.
+
+    An index at the end of the row marks the end.
+    """
+    row = [str(action) for action in schedule.rows[rank]]
+    row.append("end")
+    row[index] = f">>{row[index]}<<"
+    first, end = max(0, index - context), min(len(row), index + context + 1)
+    before = ["..."] if first else []
+    after = ["..."] if end < len(row) else []
+    cells = row[first : min(end, len(row) - (index < len(row) - 1))]
+    return f"rank {rank}, action {index}: {' '.join(before + cells + after)}"

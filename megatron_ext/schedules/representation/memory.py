@@ -1,0 +1,117 @@
+"""How much a table keeps alive, which follows from the order alone.
+
+The activations of one stage and micro-batch live from the start of F to the end of B, or of W
+where the backward is split. What W needs after I is the *weight stash*. Both are counted in Ma:
+the activations of one micro-batch for 1/pp of the model, so one stage holds pp/num_stages of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.representation.actions import Row, Schedule
+
+__all__ = ["Edge", "Memory", "live_counts", "measure", "slots_needed"]
+
+Edge = tuple[int, int, str]
+"""(sending rank, receiving rank, kind F or B); equal ranks: to the twin."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the ranks of a schedule keep alive at most, by rank, in Ma."""
+
+    activations: tuple[float, ...]
+    weight_stash: tuple[float, ...]
+
+
+def live_counts(row: Row) -> Iterator[int]:
+    """Yield, for each action of a row, the stages' activations that are alive while it runs."""
+    kinds = {kind for _, kind, _ in row}
+    if kinds == {"F"}:  # nothing is kept for a backward
+        yield from [1] * len(row)
+        return
+    opens = "R" if "R" in kinds else "F"
+    live = 0
+    for _, kind, _ in row:
+        if kind == opens:
+            live += 1
+        yield live
+        if kind in ("B", "W"):
+            live -= 1
+
+
+def _stash_peak(row: Row) -> int:
+    stash = peak = 0
+    for _, kind, _ in row:
+        if kind == "I":
+            stash += 1
+            peak = max(peak, stash)
+        elif kind == "W":
+            stash -= 1
+    return peak
+
+
+def measure(schedule: Schedule) -> Memory:
+    """Return the peaks of a schedule."""
+    share = schedule.pp / schedule.num_stages
+    return Memory(
+        tuple(share * max(live_counts(row), default=0) for row in schedule.rows),
+        tuple(share * _stash_peak(row) for row in schedule.rows),
+    )
+
+
+def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
+    """Return how many receive slots on each edge make sure that no send ever waits.
+
+    An activation that its receiver has not used yet is still alive at its sender, and an unused
+    gradient belongs to an activation that is alive at its receiver. So the most activations that
+    are alive between F and B (or I), on the stages that an edge serves, are enough for either
+    direction, in whatever order the messages arrive.
+    """
+    if schedule.disaggregated:
+        return _slots_of_roles(schedule)
+    slots: dict[Edge, int] = {}
+    for rank, row in enumerate(schedule.rows):
+        for peer, peak in _live_by_peer(schedule, row).items():
+            slots[rank, peer, "F"] = slots[peer, rank, "B"] = peak
+    return dict(sorted(slots.items()))
+
+
+def _slots_of_roles(schedule: Schedule) -> Mapping[Edge, int]:
+    """Forwards do not wait for backwards, so all micro-batches may be under way on each edge."""
+    placement, ships = schedule.placement, schedule.ships_activations
+    forwards, backwards = placement.rank_of, placement.backward_rank_of or ()
+    working = forwards if ships else forwards[:-1]
+    edges: list[Edge] = [(one, other, "F") for one, other in pairwise(working)]
+    takers = backwards if ships else backwards[1:]
+    edges += [(one, other, "F") for one, other in zip(working, takers, strict=True)]
+    edges += [(other, one, "B") for one, other in pairwise(backwards)]
+    return dict.fromkeys(sorted(edges), schedule.num_microbatches)
+
+
+def _live_by_peer(schedule: Schedule, row: Row) -> dict[int, int]:
+    """Peak of activations between F and B (or I), by the rank that the stage's output goes to.
+
+    The twin of a rank counts as that rank itself.
+    """
+    rank_of, hops = schedule.placement.rank_of, schedule.placement.hops
+    live: dict[int, int] = {}
+    peak: dict[int, int] = {}
+    peers = [-1 if hop == "local" else rank_of[stage + 1] for stage, hop in enumerate(hops)]
+    peers.append(-1)
+    for stage, kind, _ in row:
+        peer = peers[stage]
+        if peer < 0:
+            continue
+        if kind == "F":
+            live[peer] = count = live.get(peer, 0) + 1
+            if count > peak.get(peer, 0):
+                peak[peer] = count
+        elif kind != "W":
+            live[peer] -= 1
+    return peak

@@ -1,0 +1,223 @@
+"""Messages of Megatron's own schedules over a transport of ours.
+
+Megatron's 1F1B and interleaved schedules stay as they are. What they hand to `P2PCommunicator` is
+sent and received here instead. They name no messages, they count on the order of calls; so the n-th
+tensor of a direction gets the name of the n-th message in the table of the same schedule, which
+sender and receiver know both. With names a send waits for nobody, whatever order the peer takes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
+from megatron.core.utils import get_model_config
+
+from megatron_ext.config.choice import for_messages
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.runtime.connect import open_transport
+from megatron_ext.schedules.runtime.groups import channels_of, default_groups
+from megatron_ext.schedules.runtime.program import Peers
+from megatron_ext.schedules.runtime.tables import Table, make_table
+from megatron_ext.trace.observed import observed_transport
+from megatron_ext.transport.base import Expected, Key
+
+if TYPE_CHECKING:
+    from megatron_ext.config.choice import Choice
+    from megatron_ext.transport.base import Transport
+
+__all__ = ["communicate", "stepwise"]
+
+_Direction = Literal["F", "B"]
+
+
+def stepwise(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return one of Megatron's schedules such that each call is a step of the transport."""
+
+    def run(**keywords: Any) -> Any:
+        global _step
+        choice = for_messages()
+        assert choice is not None, "the patch asks for it while there is a choice"
+        assert _step is None, "a step inside of a step"
+        _step = _begin(choice, keywords)
+        try:
+            result = schedule(**keywords)
+            _step.end()
+        except BaseException as error:
+            _step.transport.abort(str(error))
+            raise
+        finally:
+            _step = None
+        return result
+
+    return run
+
+
+def communicate(
+    *,
+    tensor_send_next: torch.Tensor | None,
+    tensor_send_prev: torch.Tensor | None,
+    recv_prev: bool,
+    recv_next: bool,
+    wait_on_reqs: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, _Request] | None] | None:
+    """Do what `P2PCommunicator._communicate` does; None outside of a step.
+
+    Shapes travel with the tensors, so nothing is exchanged for variable sequence lengths.
+
+    Args:
+        tensor_send_next: An activation for the next pipeline rank.
+        tensor_send_prev: A gradient for the rank before.
+        recv_prev: Whether an activation is wanted.
+        recv_next: Whether a gradient is wanted.
+        wait_on_reqs: Whether to wait here; else the tensors get their data when the request that
+            goes with them is waited for.
+
+    Returns:
+        Activation, gradient, and the requests by Megatron's names unless they were waited for.
+    """
+    if _step is None:
+        return None
+    requests: dict[str, _Request] = {}
+    for name, tensor, sent in (
+        ("send_prev", tensor_send_prev, "B"),
+        ("send_next", tensor_send_next, "F"),
+    ):
+        if tensor is not None:
+            _step.send(tensor, sent)
+            requests[name] = _Request()
+    received: list[torch.Tensor | None] = []
+    for name, wanted, kind in (("recv_prev", recv_prev, "F"), ("recv_next", recv_next, "B")):
+        received.append(_step.promise() if wanted else None)
+        if wanted:
+            requests[name] = _Request(_step.arrival(kind, received[-1]))
+    if wait_on_reqs:
+        for request in requests.values():
+            request.wait()
+    return received[0], received[1], None if wait_on_reqs else requests
+
+
+class _Request:
+    """What Megatron waits for. Sends are done when they return: the transport keeps the storage."""
+
+    def __init__(self, arrive: Callable[[], None] | None = None) -> None:
+        self._arrive = arrive
+
+    def wait(self) -> None:
+        """Wait for the tensor; once."""
+        if self._arrive is not None:
+            self._arrive()
+            self._arrive = None
+
+
+@dataclass
+class _Step:
+    """The messages of one step of this rank, in the order in which Megatron asks for them."""
+
+    choice: Choice
+    transport: Transport
+    table: Table
+    peers: Peers
+    dtype: torch.dtype
+    device: torch.device
+    forward_only: bool
+    _to_send: dict[str, deque[tuple[int, Key]]] = field(init=False)
+    _to_receive: dict[str, deque[tuple[int, Key]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        kinds: tuple[_Direction, ...] = ("F",) if self.forward_only else ("F", "B")
+        makes = [op.makes for op in self.table.operations if op.makes is not None]
+        sends = [transfer for transfer in makes if transfer.verb == "SEND"]
+        named = {
+            "send": [(self.peers.of(t), Key(*t.tag)) for t in sends],
+            "receive": [(self.peers.of(t), Key(*t.tag)) for t in self.table.arrivals],
+        }
+        queues: dict[str, dict[str, deque[tuple[int, Key]]]] = {
+            what: {kind: deque(m for m in found if m[1].kind == kind) for kind in kinds}
+            for what, found in named.items()
+        }
+        self._to_send, self._to_receive = queues["send"], queues["receive"]
+        expected = [
+            Expected(source, key, None, self.dtype)
+            for queue in self._to_receive.values()
+            for source, key in queue
+        ]
+        self.transport.begin(expected, self.table.slots)
+
+    def send(self, tensor: torch.Tensor, kind: str) -> None:
+        """Send the next tensor of a direction."""
+        target, key = self._next(self._to_send, kind, "sends")
+        self.transport.isend(tensor, target, key)
+
+    def promise(self) -> torch.Tensor:
+        """Return a leaf that gets its data later."""
+        return torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=True)
+
+    def arrival(self, kind: str, tensor: torch.Tensor | None) -> Callable[[], None]:
+        """Return what waits for the next tensor of a direction and puts it where it was promised.
+
+        Which message it is, is decided now: waits may come in another order than requests.
+        """
+        assert tensor is not None
+        source, key = self._next(self._to_receive, kind, "receives")
+
+        def arrive() -> None:
+            tensor.data = self.transport.recv(source, key, self.choice.timeout_s)
+
+        return arrive
+
+    def end(self) -> None:
+        """Wait until everything has left."""
+        self.transport.flush(self.choice.timeout_s)
+
+    def _next(
+        self, queues: dict[str, deque[tuple[int, Key]]], kind: str, verb: str
+    ) -> tuple[int, Key]:
+        if not queues.get(kind):
+            raise ScheduleError(
+                f"Megatron's schedule {verb} more tensors than {self.table.schedule.label} has "
+                f"messages; take --pipeline-transport torch"
+            )
+        return queues[kind].popleft()
+
+
+_step: _Step | None = None
+_transports: dict[tuple[int, int], tuple[Choice, Any, Transport]] = {}
+"""By the identity of choice and pipeline group, which are kept so that it stays theirs."""
+
+
+def _begin(choice: Choice, keywords: dict[str, Any]) -> _Step:
+    model = keywords["model"]
+    chunks = model if isinstance(model, list) else [model]
+    config = get_model_config(chunks[0])
+    groups = keywords.get("pg_collection") or default_groups()
+    rank = groups.pp.rank()
+    # Forwards of evaluation come in the order of those of training.
+    table = make_table(choice, keywords["num_microbatches"], rank, backward=True)
+    peers = Peers(dist.get_process_group_ranks(groups.pp))
+    key = (id(choice), id(groups.pp))
+    device = next(chunks[0].parameters()).device
+    if key not in _transports:
+        shapes = get_tensor_shapes(
+            seq_length=keywords["seq_length"],
+            micro_batch_size=keywords["micro_batch_size"],
+            decoder_seq_length=keywords.get("decoder_seq_length"),
+            config=config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
+        ends = channels_of(choice.placement, rank, peers)
+        known = {"F": shapes, "B": shapes}
+        transport = observed_transport(
+            open_transport(choice, device, ends, known, config.pipeline_dtype)
+        )
+        _transports[key] = (choice, groups.pp, transport)
+    transport = _transports[key][2]
+    forward_only = bool(keywords.get("forward_only"))
+    dtype = config.pipeline_dtype
+    return _Step(choice, transport, table, peers, dtype, device, forward_only)

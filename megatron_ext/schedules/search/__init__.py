@@ -1,0 +1,1 @@
+"""Simulation of tables, policies that choose while a step runs, and searches for better orders."""

@@ -1,0 +1,254 @@
+"""A greedy list scheduler for split backwards under a cap on activations.
+
+It fills the time line from the front. Whenever a rank is free it starts, among the actions whose
+inputs are there, the one of best priority: I before F before W, so that W fills gaps and otherwise
+runs only when the cap leaves nothing else. A search tries several limits on the micro-batches in
+flight and keeps the shortest table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.representation.actions import Action
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.representation.actions import Kind
+    from megatron_ext.schedules.representation.costs import Costs
+    from megatron_ext.schedules.representation.placement import Placement
+
+__all__ = ["Problem", "Rows", "search", "spread"]
+
+Rows = tuple[tuple[Action, ...], ...]
+Key = tuple[int, int, int]
+
+_PILOT_ROUNDS = 4
+"""So many micro-batches for each rank show how a limit does with more."""
+
+
+def _priority(action: Action) -> Key:
+    """I before F before W; of the forwards the deepest stage, of the others the first."""
+    if action.kind == "F":
+        return 1, -action.stage, action.microbatch
+    return (0 if action.kind == "I" else 2), action.stage, action.microbatch
+
+
+_TICKS = 10**6
+"""Times are whole numbers of ticks, so many for a time of 1: sums stay exact."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What to schedule. All stages take the same time; of the costs, jitter is left out."""
+
+    placement: Placement
+    num_microbatches: int
+    cap: int
+    """Most stages' activations alive on one rank."""
+    costs: Costs
+
+    @property
+    def durations(self) -> dict[Kind, int]:
+        """Ticks of each kind of action on one stage."""
+        share = self.placement.num_ranks * self.placement.twins / self.placement.num_stages
+        costs = self.costs
+        times: dict[Kind, float] = {"F": costs.forward, "I": costs.input, "W": costs.weight}
+        return {kind: round(time * share * _TICKS) for kind, time in times.items()}
+
+    @property
+    def delays(self) -> list[int]:
+        """Ticks from the end of a stage until the next one can start, by the lower of the two."""
+        latency = round(self.costs.latency * _TICKS)
+        return [0 if hop == "local" else latency for hop in self.placement.hops]
+
+    @property
+    def bound(self) -> int:
+        """A makespan that no table can beat: the last rank starts late and does all of its work."""
+        num_ranks, durations = self.placement.num_ranks, self.durations
+        start = durations["F"] * (num_ranks - 1) + sum(self.delays[: num_ranks - 1])
+        work = sum(durations.values()) * len(self.placement.stages_of[-1])
+        return start + self.num_microbatches * work
+
+
+def search(problem: Problem, limits: Sequence[int | None]) -> Rows:
+    """Return the shortest table that the greedy scheduler finds.
+
+    Args:
+        problem: What to schedule.
+        limits: Limits to try on the micro-batches between first F and last I; None: no limit.
+
+    Raises:
+        ScheduleError: If the cap is too low for any table.
+    """
+    num_ranks = problem.placement.num_ranks
+    surplus = max(0, problem.num_microbatches // num_ranks - _PILOT_ROUNDS) * num_ranks
+    found = None
+    if surplus:
+        # The pipeline is in its steady state long before: the limit that is best then stays best.
+        pilot = replace(problem, num_microbatches=problem.num_microbatches - surplus)
+        best = _best(pilot, limits)
+        found = best and _best(problem, [best.limit])
+    found = found or _best(problem, limits)
+    if found is None:
+        raise ScheduleError(
+            f"no order of {problem.num_microbatches} micro-batches keeps at most {problem.cap} "
+            f"activations of a stage on each of {num_ranks} ranks; allow more"
+        )
+    return tuple(map(tuple, found.rows))
+
+
+def _best(problem: Problem, limits: Iterable[int | None]) -> _Attempt | None:
+    best: _Attempt | None = None
+    for limit in limits:
+        attempt = _Attempt(problem, limit)
+        if attempt.run() and (best is None or attempt.makespan < best.makespan):
+            best = attempt
+        if best is not None and best.makespan <= problem.bound:
+            break
+    return best
+
+
+def spread(first: int, last: int) -> list[int]:
+    """Return the numbers from first to last, or some ten of them where there are more."""
+    return list(range(first, last + 1, 1 + (last - first) // 12))
+
+
+Choice = tuple[int, Key, Action]
+"""(time, priority, action): from when it may start, or as chosen when it does."""
+
+
+@dataclass
+class _Rank:
+    """One rank's time line so far and what it could do next.
+
+    What became ready while the rank was busy waits in heaps by priority; `later` is what becomes
+    ready after it is free, which is little.
+    """
+
+    free: int = 0
+    live: int = 0
+    later: list[Choice] = field(default_factory=list)
+    backwards: list[tuple[Key, Action]] = field(default_factory=list)
+    forwards: list[tuple[Key, Action]] = field(default_factory=list)
+    entries: list[tuple[Key, Action]] = field(default_factory=list)
+    """Forwards of the first stage, which the limit on micro-batches in flight may hold back."""
+    choice: Choice | None = None
+
+    def heap_of(self, action: Action) -> list[tuple[Key, Action]]:
+        """Return the heap that an action waits in."""
+        if action.kind != "F":
+            return self.backwards
+        return self.forwards if action.stage else self.entries
+
+    def remove(self, choice: Choice) -> None:
+        """Take the chosen action out: it is in `later`, or the first of its heap."""
+        if choice in self.later:
+            self.later.remove(choice)
+        else:
+            heappop(self.heap_of(choice[2]))
+
+
+class _Attempt:
+    """One greedy run."""
+
+    def __init__(self, problem: Problem, limit: int | None) -> None:
+        self.limit = limit
+        self._problem = problem
+        self._max_in_flight = problem.num_microbatches if limit is None else limit
+        self._in_flight = 0
+        self._durations = problem.durations
+        self._delays = problem.delays
+        self._ranks = [_Rank() for _ in range(problem.placement.num_ranks)]
+        self._starts: list[tuple[int, int]] = []
+        self.rows: list[list[Action]] = [[] for _ in self._ranks]
+
+    @property
+    def makespan(self) -> int:
+        """End of the last action."""
+        return max(rank.free for rank in self._ranks)
+
+    def run(self) -> bool:
+        """Place all actions; return False if the cap made that impossible."""
+        self._release(0, Action(0, "F", 0))
+        stages, m = self._problem.placement.num_stages, self._problem.num_microbatches
+        for _ in range(3 * stages * m):
+            number = self._next_rank()
+            if number is None:
+                return False
+            self._commit(number)
+        return True
+
+    def _next_rank(self) -> int | None:
+        """Return the rank that can start first, the lowest on ties."""
+        while self._starts:
+            start, number = heappop(self._starts)
+            choice = self._ranks[number].choice
+            if choice is not None and choice[0] == start:  # else it has chosen anew since
+                return number
+        return None
+
+    def _commit(self, number: int) -> None:
+        rank = self._ranks[number]
+        assert rank.choice is not None
+        start, _, action = rank.choice
+        rank.remove(rank.choice)
+        rank.free = start + self._durations[action.kind]
+        self.rows[number].append(action)
+        self._follow(rank, action)
+        self._choose(number)
+
+    def _follow(self, rank: _Rank, action: Action) -> None:
+        """Release what an action makes possible."""
+        stage, kind, microbatch = action
+        now, last = rank.free, self._problem.placement.num_stages - 1
+        if kind == "F":
+            rank.live += 1
+            if stage == 0:
+                self._in_flight += 1
+                if microbatch + 1 < self._problem.num_microbatches:
+                    self._release(now, Action(0, "F", microbatch + 1))
+            if stage < last:
+                self._release(now + self._delays[stage], Action(stage + 1, "F", microbatch))
+            else:
+                self._release(now, Action(stage, "I", microbatch))
+        elif kind == "I":
+            self._release(now, Action(stage, "W", microbatch))
+            if stage:
+                self._release(now + self._delays[stage - 1], Action(stage - 1, "I", microbatch))
+            else:
+                self._in_flight -= 1
+        else:
+            rank.live -= 1
+
+    def _release(self, time: int, action: Action) -> None:
+        number = self._problem.placement.rank_of[action.stage]
+        self._ranks[number].later.append((time, _priority(action), action))
+        self._choose(number)
+
+    def _choose(self, number: int) -> None:
+        """Find the best action that a rank can start first, and offer its start."""
+        rank = self._ranks[number]
+        if any(time <= rank.free for time, _, _ in rank.later):
+            for time, key, action in rank.later:
+                if time <= rank.free:
+                    heappush(rank.heap_of(action), (key, action))
+            rank.later = [choice for choice in rank.later if choice[0] > rank.free]
+        may_grow = rank.live < self._problem.cap
+        may_enter = may_grow and self._in_flight < self._max_in_flight
+        heaps = [rank.backwards]
+        if may_grow:
+            heaps.append(rank.forwards)
+        if may_enter:
+            heaps.append(rank.entries)
+        first = min((heap[0] for heap in heaps if heap), default=None)
+        if first is not None:
+            rank.choice = (rank.free, *first)
+        else:
+            allowed = (c for c in rank.later if any(rank.heap_of(c[2]) is heap for heap in heaps))
+            rank.choice = min(allowed, default=None)
+        if rank.choice is not None:
+            heappush(self._starts, (rank.choice[0], number))

@@ -1,0 +1,104 @@
+"""What one rank may run now: the bookkeeping under every dynamic policy.
+
+An action is *ready* when all that it needs exists: F its input, B and I the forward of its own rank
+and the gradient of its output, W its I. On top of that the backwards of a stage, and its W, become
+ready in the order of the micro-batches only. That fixes the order in which gradients are summed, so
+the result has the bits of the static table whatever arrives first. Forwards of the last stage keep
+the order of the table: some losses are averaged over replicas, which have to meet there.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from megatron_ext.schedules.representation.actions import Action
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.representation.actions import Kind, Schedule
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """The ready actions of one rank, as positions in its row of the static table.
+
+    Three heaps, since policies choose by kind: forwards, backwards (B and I) and weights.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self.row = schedule.rows[rank]
+        self.done = bytearray(len(self.row))
+        self.left = len(self.row)
+        self.forwards: list[int] = []
+        self.backwards: list[int] = []
+        self.weights: list[int] = []
+        self._missing = [0] * len(self.row)
+        """By position: how many tensors and actions it waits for."""
+        self._enables: list[list[int]] = [[] for _ in self.row]
+        """By position: what waits for it on this rank."""
+        self._takers: dict[tuple[str, int, int], int] = {}
+        """(F: activation or B: gradient, stage, micro-batch) -> position of what takes it."""
+        self._heap_of = [self._heap(action.kind) for action in self.row]
+        self._connect(schedule.num_stages - 1)
+        for index, missing in enumerate(self._missing):
+            if not missing:
+                heapq.heappush(self._heap_of[index], index)
+
+    def _heap(self, kind: Kind) -> list[int]:
+        return {"F": self.forwards, "W": self.weights}.get(kind, self.backwards)
+
+    def _connect(self, last_stage: int) -> None:
+        """Find out what waits for what."""
+        position = {action: index for index, action in enumerate(self.row)}
+        for index, (stage, kind, microbatch) in enumerate(self.row):
+            if kind == "W":
+                self._order(position[Action(stage, "I", microbatch)], index)
+            elif kind == "F":
+                self._takers["F", stage, microbatch] = index
+                self._missing[index] += stage > 0
+            else:
+                self._takers["B", stage, microbatch] = index
+                self._missing[index] += stage < last_stage
+                self._order(position[Action(stage, "F", microbatch)], index)
+        for turns in _in_turn(self.row, last_stage):
+            for before, after in pairwise(turns):
+                self._order(before, after)
+
+    def _order(self, before: int, after: int) -> None:
+        self._enables[before].append(after)
+        self._missing[after] += 1
+
+    def arrived(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Note that a stage got its activation (F) or the gradient of its output (B)."""
+        self._supply(self._takers[kind, stage, microbatch])
+
+    def finished(self, index: int) -> None:
+        """Note that an action has run, which may make others of this rank ready."""
+        self.done[index] = 1
+        self.left -= 1
+        for after in self._enables[index]:
+            self._supply(after)
+
+    def is_ready(self, index: int) -> bool:
+        """Tell whether an action may run, or has run."""
+        return not self._missing[index]
+
+    def _supply(self, index: int) -> None:
+        self._missing[index] -= 1
+        if not self._missing[index]:
+            heapq.heappush(self._heap_of[index], index)
+
+
+def _in_turn(row: Sequence[Action], last_stage: int) -> Iterator[list[int]]:
+    """Yield the positions of what has to run one after the other, B and I of a stage as one."""
+    turns: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for index in sorted(range(len(row)), key=lambda i: row[i].microbatch):
+        stage, kind, _ = row[index]
+        if kind != "F":
+            turns[stage, "W" if kind == "W" else "B"].append(index)
+    yield from turns.values()
+    yield [i for i, action in enumerate(row) if action.kind == "F" and action.stage == last_stage]

@@ -1,0 +1,286 @@
+"""Predicts the step of every schedule and policy for a model that was traced under one of them.
+
+What the trace gives: the time of each stage's actions, of the messages, of all that a step does
+outside of its pipeline, the memory of the ranks, and what a forward keeps. What is assumed: the
+model can be cut into other stages evenly (the work of a measured stage is spread over its part of
+the model), backwards that were not split are halved, and memory other than activations stays.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.config.choice import Choice, Dynamic
+from megatron_ext.errors import DataError, ScheduleError
+from megatron_ext.schedules import comparison
+from megatron_ext.schedules.generators.catalog import registered
+from megatron_ext.schedules.representation.costs import Costs
+from megatron_ext.schedules.search.dynamic import simulate_dynamic
+from megatron_ext.schedules.search.policies import POLICIES
+from megatron_ext.trace import summary
+from megatron_ext.trace.aggregate import Run, read_run
+from megatron_ext.trace.measured_costs import StageCosts, load_schedule, measured_costs
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.representation.actions import Schedule
+    from megatron_ext.schedules.search.simulate import Timeline
+
+__all__ = ["Forecast", "Prediction", "forecast", "table"]
+
+_SEEDS = 5
+"""Simulated steps with different jitter, of which the mean counts."""
+_QUIET = 0.01
+"""Jitter below this changes nothing that counts."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one schedule would do."""
+
+    label: str
+    flags: str
+    step_s: float
+    bubble_ratio: float
+    memory_bytes: int | None
+    """Of the rank that needs most; None: the trace does not tell."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the prediction under the keys of `plan --from-trace --json`."""
+        return {
+            "schedule": self.label,
+            "flags": self.flags,
+            "step_s": self.step_s,
+            "bubble_ratio": self.bubble_ratio,
+            "memory_bytes": self.memory_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Every schedule, the fastest first."""
+
+    predictions: list[Prediction]
+    measured_s: float
+    """The step that was traced, median."""
+    measured: str
+    """What was traced, as predictions name it."""
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What a trace says about the model and the machines."""
+
+    schedule: Schedule
+    costs: StageCosts
+    outside_s: float
+    """Of a step: what is not in the pipeline."""
+    fixed_bytes: float | None
+    """Memory of a rank besides activations, with the weights once."""
+    activation_bytes: float
+    """One micro-batch on 1/pp of the model."""
+    num_layers: int | None
+
+
+def forecast(directory: Path, memory_gb: float | None = None) -> Forecast:
+    """Predict the step of every schedule and policy from a traced run.
+
+    Args:
+        directory: The folder of the run.
+        memory_gb: What a rank may use at most, in units of 2**30 bytes; None: any.
+
+    Raises:
+        DataError: The trace does not hold what a prediction needs.
+        ScheduleError: No schedule fits.
+    """
+    run = read_run(directory)
+    schedule = load_schedule(directory)
+    if schedule is None:
+        raise DataError(
+            f"{directory} has no schedule.json, so nothing says which action is which; trace a run "
+            f"with pipeline parallelism"
+        )
+    notes = list(run.notes)
+    measured = _measured(run, schedule, notes)
+    found, left_out = [], []
+    for choice in _choices(schedule):
+        try:
+            found.append(_predict(measured, choice))
+        except ScheduleError as error:  # noqa: PERF203 - each schedule may refuse
+            left_out.append(str(error))
+    notes += [f"left out: {reason}" for reason in dict.fromkeys(left_out)]
+    if memory_gb is not None:
+        if measured.fixed_bytes is None:
+            raise DataError(
+                f"{directory}: no rank tells what a forward keeps, so --memory-gb cannot be held; "
+                f"trace the run with this version, or leave --memory-gb out"
+            )
+        fitting = [p for p in found if (p.memory_bytes or 0) <= memory_gb * 2**30]
+        notes += [f"left out: {p.label} needs {_gib(p)} GiB" for p in found if p not in fitting]
+        found = fitting
+    if not found:
+        raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(notes))
+    found.sort(key=lambda p: (p.step_s, p.memory_bytes or 0))
+    step_s, _ = _step_and_pipeline(run)
+    policy = run.surveys[0].header.settings.get("dpp_policy")
+    traced = schedule.label if policy is None else _dynamic_label(schedule.label, policy)
+    return Forecast(found, step_s, traced, notes)
+
+
+def _choices(measured: Schedule) -> Iterator[Choice]:
+    """Yield everything that training could be told for the ranks and micro-batches of a run."""
+    seen: set[tuple[object, ...]] = set()
+    for generator in registered().values():
+        count = measured.total_microbatches // generator.twins
+        for variant in comparison.variants(generator, None, {}):
+            options = dict(variant)
+            chunks = options.pop("chunks", None)
+            static = Choice(
+                generator.name, measured.pp, count, None if chunks is None else int(chunks), options
+            )
+            yield static
+            for policy in POLICIES:
+                # All but hint have an order of their own, whatever the table.
+                where = policy, generator.num_chunks if chunks is None else chunks, generator.twins
+                if policy == Dynamic.policy or where not in seen:
+                    seen.add(where)
+                    yield replace(static, dynamic=Dynamic(policy))
+
+
+def _predict(measured: _Measured, choice: Choice) -> Prediction:
+    """Simulate a choice with the costs of the trace.
+
+    Raises:
+        ScheduleError: It cannot be for these sizes.
+    """
+    layers, stages = measured.num_layers, choice.placement.num_stages
+    if layers is not None and stages != measured.schedule.num_stages and layers % stages:
+        raise ScheduleError(
+            f"{choice.name} cuts the model into {stages} stages, which its {layers} layers do not "
+            f"fill evenly"
+        )
+    costs = measured.costs.costs(choice.pp, stages, jitter=True)
+    made = [_of_table(measured, choice, costs)]
+    if registered()[choice.name].needs_costs:  # an order made for costs need not be the best of all
+        own = replace(choice, costs=_relative(measured.costs, choice.pp))
+        made.append(_of_table(measured, own, costs))
+    return min(made, key=lambda prediction: prediction.step_s)
+
+
+def _of_table(measured: _Measured, choice: Choice, costs: Costs) -> Prediction:
+    """Simulate the table of a choice."""
+    noisy = costs.jitter > _QUIET
+    steps = [
+        _simulate(choice, replace(costs, jitter=costs.jitter if noisy else 0.0, seed=seed))
+        for seed in range(_SEEDS if noisy else 1)
+    ]
+    static = replace(choice, dynamic=None).schedule(choice.num_microbatches)
+    label, flags = static.label, comparison.training_flags(static, choice.costs)
+    if choice.dynamic is not None:
+        label = _dynamic_label(label, choice.dynamic.policy)
+        flags = f"{flags} --use-dpp --dpp-policy {choice.dynamic.policy}"
+    peak = max(step.peak_activations for step in steps)
+    memory = None
+    if measured.fixed_bytes is not None:
+        weights = static.weight_copies / measured.schedule.weight_copies
+        memory = round(measured.fixed_bytes * weights + peak * measured.activation_bytes)
+    makespan_s = statistics.fmean(step.makespan for step in steps)
+    bubble = statistics.fmean(step.bubble_ratio for step in steps)
+    return Prediction(label, flags, makespan_s + measured.outside_s, bubble, memory)
+
+
+def _simulate(choice: Choice, costs: Costs) -> Timeline:
+    count = choice.num_microbatches
+    schedule = choice.schedule(count)
+    if choice.dynamic is None:
+        return comparison.evaluate(schedule, costs)
+    return simulate_dynamic(schedule, lambda rank: choice.policy(count, rank), costs)
+
+
+def _relative(costs: StageCosts, pp: int) -> Costs:
+    """Return the costs that `--pipeline-costs` can say, with a forward of 1."""
+    whole = costs.costs(pp, pp)
+    unit = whole.forward
+    return Costs(
+        1.0,
+        round(whole.input / unit, 2),
+        round(whole.weight / unit, 2),
+        latency=round(whole.latency / unit, 3),
+    )
+
+
+def _measured(run: Run, schedule: Schedule, notes: list[str]) -> _Measured:
+    step_s, pipeline_s = _step_and_pipeline(run)
+    fixed, activations = [], []
+    for survey in run.surveys:
+        mine = summary.figures([survey])
+        kept = max((step.activation_bytes for step in survey.steps), default=0)
+        if kept and mine.memory_bytes:
+            fixed.append(max(0, mine.memory_bytes - kept * mine.peak_live))
+            activations.append(kept * schedule.num_stages / schedule.pp)
+    if not fixed:
+        notes.append("no rank tells what a forward keeps: memory is not predicted")
+    layers = [survey.header.settings.get("num_layers") for survey in run.surveys]
+    return _Measured(
+        schedule,
+        measured_costs(run, schedule),
+        max(0.0, step_s - pipeline_s),
+        max(fixed) if fixed else None,
+        max(activations, default=0.0),
+        layers[0] if isinstance(layers[0], int) else None,
+    )
+
+
+def _step_and_pipeline(run: Run) -> tuple[float, float]:
+    """Return the median seconds of a step, and of its pipelines from first to last action."""
+    begins: dict[int, list[int]] = defaultdict(list)
+    ends: Mapping[int, list[int]] = defaultdict(list)
+    durations: Mapping[int, list[int]] = defaultdict(list)
+    for survey in run.surveys:
+        shift = run.alignment.of(survey.header)
+        for step in survey.complete_steps:
+            end = step.begin_ns + step.duration_ns - step.after_ns + shift
+            begins[step.number].append(end - step.pipeline_ns)
+            ends[step.number].append(end)
+            durations[step.number].append(step.duration_ns)
+    pipelines = [max(ends[number]) - min(begins[number]) for number in begins]
+    steps = [max(found) for found in durations.values()]
+    return statistics.median(steps) / 1e9, statistics.median(pipelines) / 1e9
+
+
+def table(found: Forecast, limit: int = 20) -> str:
+    """Return the predictions as text, with the flags to paste."""
+    rows = [("schedule", "step ms", "bubble %", "memory GiB")]
+    shown = found.predictions[:limit]
+    rows += [
+        (p.label, f"{1e3 * p.step_s:.1f}", f"{100 * p.bubble_ratio:.1f}", _gib(p)) for p in shown
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    traced = f"traced: {found.measured}, step {1e3 * found.measured_s:.1f} ms"
+    for own in found.predictions:
+        if own.label == found.measured:
+            traced += f", itself predicted as {1e3 * own.step_s:.1f} ms"
+    lines = [f"{traced}; predicted:"]
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells))
+    if len(found.predictions) > limit:
+        lines.append(f"and {len(found.predictions) - limit} more (--json shows all)")
+    lines.append("\nflags:")
+    lines += [f"  {p.label.ljust(widths[0])}  {p.flags}" for p in shown]
+    return "\n".join(lines)
+
+
+def _dynamic_label(label: str, policy: object) -> str:
+    return f"{label} dpp {policy}"
+
+
+def _gib(prediction: Prediction) -> str:
+    memory = prediction.memory_bytes
+    return "-" if memory is None else f"{memory / 2**30:.2f}"

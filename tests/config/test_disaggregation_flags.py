@@ -1,0 +1,108 @@
+"""Flags that contradict each other, and numbers of processes, are refused with what would work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_ext.config.disaggregation_flags import prepare
+from megatron_ext.disaggregation.job import current, use
+from megatron_ext.errors import ArgumentsError
+from megatron_ext.training.arguments import parse
+from tests.schedules.runtime.capture import GPT, PP2
+
+FBD = "--forward-backward-disaggregating "
+MERGED = FBD + "--ignore-forward-tensor-parallel "
+MOE = "--num-experts 4 --swiglu --disable-bias-linear "
+EXPERT_BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid "
+MTP = "--mtp-num-layers 1 --position-embedding-type rope "
+SHIP = (
+    "--fbd-activations ship --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1 "
+)
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
+
+
+@pytest.fixture(autouse=True)
+def _no_job() -> Iterator[None]:
+    yield
+    use(None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "rule"),
+    [
+        (FBD + PP2, 6, ("needs 2 x TP x PP = 2 x 1 x 2 = 4 for each replica of the model (an even "
+         "data-parallel size, which it halves); start 4 or 8 processes")),
+        (MERGED + PP2 + TP2, 8, ("(TP + 1) x PP = (2 + 1) x 2 = 6 for each replica of the model; "
+         "start 6 or 12 processes")),
+        (FBD + PP2 + "--pipeline-schedule zb-h1", 4, "it brings its own schedule"),
+        (FBD + PP2 + "--pipeline-device-path ipc", 4, "goes through the host; leave it out"),
+        (FBD + PP2 + "--enable-bitpipe-schedule", 4, "it brings its own schedule"),
+        (MERGED + TP2 + MOE, 3, "shards of experts are not put together"),
+        (FBD + PP2 + MOE + EXPERT_BIAS, 4, "that bias is no weight and would stay behind"),
+        (FBD + PP2 + "--num-layers-per-virtual-pipeline-stage 1", 4, "each rank has one stage"),
+        (FBD + PP2 + "--pipeline-model-parallel-layout Et|t|t|tL", 4, "the flags make 2"),
+        (FBD + PP2 + "--fbd-activations ship", 4, "add --recompute-granularity full"),
+        (FBD + PP2 + SHIP + MTP, 4, "not those behind them"),
+        (MERGED + PP2 + TP2 + "--hidden-dropout 0.1", 6, "draws other masks than the shards"),
+        ("--ignore-forward-tensor-parallel", 1, "but there are none; add --forward-backward"),
+        ("--fbd-activations ship", 1, "but there are none; add --forward-backward"),
+        ("--pipeline-schedule fbd " + PP2, 2, "take --forward-backward-disaggregating"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(flags: str, world: int, rule: str) -> None:
+    with pytest.raises(ArgumentsError) as caught:
+        parse("gpt", (GPT + flags).split(), {"WORLD_SIZE": str(world)})
+    assert rule in str(caught.value)
+    assert current() is None
+
+
+@pytest.mark.parametrize(
+    ("dest", "value", "rule"),
+    [
+        ("context_parallel_size", 2, "--context-parallel-size above 1: tensors are handed over"),
+        ("rerun_mode", "report_stats", "--rerun-mode report_stats: it runs each step again"),
+        ("full_validation", True, "backward ranks do not read that data; take --eval-iters"),
+        ("exit_signal_handler", True, "take --exit-interval or --train-iters"),
+        ("use_torch_fsdp2", True, "use --use-distributed-optimizer to shard optimizer state"),
+    ],
+)
+def test_what_upstreams_flags_can_ask_for_is_refused(dest: str, value: object, rule: str) -> None:
+    """The embedded trainer does not have these flags, or refuses them for all jobs."""
+    args = parse("gpt", (GPT + PP2).split(), {"WORLD_SIZE": "4"})
+    args.forward_backward_disaggregating = True
+    setattr(args, dest, value)
+    with pytest.raises(ArgumentsError, match=rule):
+        prepare(args)
+    assert current() is None
+
+
+def test_each_role_is_an_ordinary_job() -> None:
+    """Four replicas were asked for, so there are two; each micro-batch has 2 of 8 samples."""
+    flags = (GPT + FBD + PP2 + "--use-distributed-optimizer --save x --save-interval 1").split()
+    found = []
+    for rank in range(8):
+        args = parse("gpt", flags, {"WORLD_SIZE": "8", "RANK": str(rank)})
+        found.append((args.rank, args.world_size, args.data_parallel_size, args.save))
+    assert [rank for rank, *_ in found] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert {(world, replicas) for _, world, replicas, _ in found} == {(4, 2)}
+    assert [save for *_, save in found] == [None, "x"] * 4
+
+
+def test_one_process_instead_of_two_shards() -> None:
+    flags = (GPT + MERGED + PP2 + TP2).split()
+    args = parse("gpt", flags, {"WORLD_SIZE": "6", "RANK": "3"})
+    assert (args.rank, args.world_size, args.tensor_model_parallel_size) == (1, 2, 1)
+    assert not args.sequence_parallel
+    args = parse("gpt", flags, {"WORLD_SIZE": "6", "RANK": "5"})
+    assert (args.rank, args.world_size, args.tensor_model_parallel_size) == (3, 4, 2)
+
+
+def test_the_run_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    parse("gpt", (GPT + FBD + PP2).split(), {"WORLD_SIZE": "4"})
+    assert (
+        "pipeline schedule: fbd activations=recompute on 4 processes: 2 forward and 2 backward "
+        "ranks, 1 replica(s), 4 micro-batches: makespan 15 forwards of a stage" in caplog.text
+    )

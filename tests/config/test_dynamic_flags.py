@@ -1,0 +1,110 @@
+"""The flags of dynamic schedules: what they choose, what the log says, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from megatron_ext.config.choice import Choice, Dynamic
+from megatron_ext.config.dynamic_flags import running, warning
+from megatron_ext.schedules import Costs, generate
+from megatron_ext.schedules.search.gains import gains
+from tests.commands import run_package
+from tests.config.test_schedule_flags import MODEL, PP4, outcomes
+from tests.ranks import run_ranks
+
+VPP2 = "--num-virtual-stages-per-pipeline-rank 2 "
+CHOSEN = {
+    PP4 + "--use-dpp": (
+        "1f1b on 4 ranks, 8 micro-batches: dynamic order by hint, at most 5 activations (+1); ",
+        "; messages over auto",
+    ),
+    PP4 + VPP2 + "--use-dpp --dpp-extra-activations 0 --pipeline-transport shm": (
+        "interleaved chunks=2 on 4 ranks", "at most 5.5 activations (+0); ", "; messages over shm",
+    ),
+    PP4 + "--use-dpp --dpp-policy breadth-first --pipeline-schedule zb-v": (
+        "zb-v chunks=2 on 4 ranks",
+        "dynamic order by breadth-first, no bound on activations, up to 8; ",
+    ),
+    PP4 + "--use-dpp --enable-bitpipe-schedule --bitpipe-order paper": (
+        "bitpipe order=paper on 4 ranks (two mirrored pipelines of 2)",
+        "dynamic order by hint, at most 6 activations (+1); ",
+    ),
+}  # fmt: skip
+REFUSED = {
+    "policy alone": (PP4 + "--dpp-policy hint", 4, ["--dpp-policy is for --use-dpp; add it"]),
+    "extra alone": (PP4 + "--dpp-extra-activations 2", 4, ["for --use-dpp; add it, or leave"]),
+    "extra": (PP4 + "--use-dpp --dpp-extra-activations -1", 4, ["cannot keep less", "v-half"]),
+    "extra without a bound": (
+        PP4 + "--use-dpp --dpp-policy depth-first --dpp-extra-activations 2", 4,
+        ["--dpp-policy depth-first has no bound on memory"],
+    ),
+    "transport": (
+        PP4 + "--use-dpp --pipeline-transport torch", 4,
+        ["--use-dpp chooses by what has arrived, which torch.distributed cannot tell"],
+    ),
+    "one stage": ("--use-dpp", 1, ["needs a pipeline"]),
+    "loss over replicas in a layer": (
+        PP4 + "--use-dpp --num-experts 4 --moe-router-load-balancing-type global_aux_loss", 8,
+        ["--use-dpp cannot run with --moe-router-load-balancing-type global_aux_loss",
+         "take aux_loss or seq_aux_loss"],
+    ),
+    "twins gather": (
+        PP4 + "--use-dpp --enable-bitpipe-schedule --use-distributed-optimizer "
+        "--overlap-grad-reduce --overlap-param-gather", 4,
+        ["--use-dpp cannot run with --overlap-param-gather", "take --bitpipe-routing local"],
+    ),
+}  # fmt: skip
+
+
+def _outcomes(cases: list[tuple[str, int]]) -> list[dict[str, Any] | str]:
+    [found] = run_ranks(1, outcomes, "embedded", [("gpt", MODEL + f, world) for f, world in cases])
+    return found
+
+
+def test_the_log_names_policy_bound_and_transport() -> None:
+    for found, words in zip(_outcomes([(f, 4) for f in CHOSEN]), CHOSEN.values(), strict=True):
+        assert isinstance(found, dict), found
+        [line] = [line for line in found["log"] if line.startswith("pipeline schedule: ")]
+        for word in words:
+            assert word in line
+
+
+def test_what_cannot_run_is_refused_with_what_can() -> None:
+    results = _outcomes([(flags, world) for flags, world, _ in REFUSED.values()])
+    for (name, (_, _, words)), found in zip(REFUSED.items(), results, strict=True):
+        assert isinstance(found, str), name
+        for word in words:
+            assert word in found, name
+
+
+def test_backwards_that_cannot_be_split_stay_whole() -> None:
+    choice = Choice("interleaved", 4, 8, 2, dynamic=Dynamic(splits=False))
+    assert not choice.schedule(8).splits_backward
+    assert running(choice).endswith(", backwards whole")
+    assert Choice("interleaved", 4, 8, 2, dynamic=Dynamic()).schedule(8).splits_backward
+
+
+def test_the_user_is_told_where_the_order_of_the_table_is_as_fast() -> None:
+    assert warning(Choice("interleaved", 4, 16, 2, dynamic=Dynamic())) is None
+    told = warning(Choice("zb-v", 8, 32, dynamic=Dynamic(extra_activations=0)))
+    assert told is not None
+    assert "the order of zb-v itself is as fast as --use-dpp (simulated)" in told
+    assert "leave --use-dpp out unless links or micro-batches vary" in told
+    told = warning(Choice("zb-v", 8, 32, dynamic=Dynamic("breadth-first")))
+    assert told is not None
+    assert re.search(r"the order of zb-v itself takes [\d.]+ % less time than --use-dpp", told)
+
+
+def test_plan_recommends_the_order_that_is_faster() -> None:
+    as_fast = gains(generate("zb-v", 8, 32), extra_activations=0)
+    assert as_fast.quiet == pytest.approx(1)
+    assert as_fast.late > 1.05
+    assert as_fast.advice.startswith("keep the table's order")
+    assert gains(generate("interleaved", 4, 16), Costs()).advice == "--use-dpp"
+    slower = gains(generate("zb-h1", 4, 16))
+    printed = run_package("plan", "--pp", "4", "--microbatches", "16", "--use-dpp").stdout
+    assert f"{slower.quiet:.3f} on quiet links, {slower.late:.3f} where messages" in printed
+    assert "keep the table's order" in printed

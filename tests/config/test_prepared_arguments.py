@@ -1,0 +1,237 @@
+"""What `prepare` and `check` make of parsed arguments: choices, hints to Megatron, refusals."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext import devices
+from megatron_ext.config import transport_flags
+from megatron_ext.config.choice import Choice, current, use
+from megatron_ext.config.schedule_flags import add_flags, check, prepare
+from megatron_ext.errors import ArgumentsError, UserError
+from megatron_ext.schedules import generate
+from megatron_ext.schedules.representation import csv_io
+
+
+@pytest.fixture
+def args() -> Iterator[Namespace]:
+    """Arguments as parsed, enough for a schedule."""
+    parser = ArgumentParser()
+    add_flags(parser)
+    yield Namespace(
+        **vars(parser.parse_args([])),
+        pipeline_model_parallel_size=4,
+        tensor_model_parallel_size=1,
+        world_size=4,
+        micro_batch_size=1,
+        global_batch_size=8,
+        num_layers=8,
+    )
+    use(None)
+
+
+def choose(args: Namespace, name: str) -> Choice:
+    args.pipeline_schedule = name
+    prepare(args)
+    choice = current()
+    assert choice is not None
+    return choice
+
+
+def test_preparing_again_changes_nothing(args: Namespace) -> None:
+    first = choose(args, "zb-h1")
+    said = vars(args).copy()
+    again = choose(args, "zb-h1")
+    assert again == first
+    assert vars(args) == said
+
+
+def test_another_schedule_starts_from_what_was_said(args: Namespace) -> None:
+    args.num_layers = 16
+    choose(args, "interleaved")
+    assert args.num_virtual_stages_per_pipeline_rank == 2
+    choose(args, "zb-h1")
+    assert args.num_virtual_stages_per_pipeline_rank is None
+
+
+def test_without_a_schedule_megatrons_own_runs_again(args: Namespace) -> None:
+    choose(args, "zb-h1")
+    prepare(Namespace())
+    assert current() is None
+    check(Namespace())
+
+
+def test_every_step_of_a_ramp_up_has_a_table(args: Namespace) -> None:
+    args.global_batch_size, args.rampup_batch_size = 12, ["4", "4", "100"]
+    choice = choose(args, "1f1b")
+    assert choice.num_microbatches == 12
+    args.rampup_batch_size = ["4", "3", "100"]
+    with pytest.raises(ArgumentsError, match="does not lead from 4 to the --global-batch-size 12"):
+        prepare(args)
+
+
+@pytest.mark.parametrize(("name", "crossings"), [("bitpipe", 2), ("dualpipe", 0)])
+def test_first_and_last_stage_are_of_one_replica(name: str, crossings: int) -> None:
+    """Tokens and labels of a micro-batch come from one sampler."""
+    placement = Choice(name, 8, 16).placement
+    assert len(placement.twin_hops) == crossings
+
+
+def test_megatron_has_to_agree(args: Namespace) -> None:
+    choose(args, "1f1b")
+    args.data_parallel_size, args.virtual_pipeline_model_parallel_size = 1, 2
+    with pytest.raises(ArgumentsError, match="prepared for 1 chunks, but Megatron made 2"):
+        check(args)
+    assert current() is None
+
+
+@pytest.mark.parametrize(
+    ("schedule", "refused"), [("zb-h1", True), ("gpipe", False)], ids=["split", "whole"]
+)
+def test_layers_that_cannot_be_split_are_refused(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch, schedule: str, refused: bool
+) -> None:
+    from megatron_ext.schedules.runtime import te_layers
+
+    monkeypatch.setattr(te_layers, "why_not", lambda args: f"{args.transformer_impl} is too old")
+    args.transformer_impl, args.data_parallel_size = "transformer_engine", 1
+    choose(args, schedule)
+    if not refused:
+        check(args)
+        return
+    with pytest.raises(ArgumentsError, match="but transformer_engine is too old; or take 1f1b"):
+        check(args)
+
+
+@pytest.mark.parametrize(("schedule", "told"), [("zb-h1", True), ("gpipe", False)])
+def test_layers_that_are_left_whole_are_told(
+    args: Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    schedule: str,
+    told: bool,
+) -> None:
+    from megatron_ext.schedules.runtime import te_layers
+
+    monkeypatch.setattr(te_layers, "why_not", lambda _args: None)
+    monkeypatch.setattr(te_layers, "find_spec", lambda name: name)
+    vars(args).update(transformer_impl="transformer_engine", data_parallel_size=1)
+    vars(args).update(add_bias_linear=True, add_qkv_bias=False, multi_latent_attention=False)
+    choose(args, schedule)
+    check(args)
+    notice = "--pipeline-schedule zb-h1: weight gradients of the projections to queries, keys and"
+    assert (notice in caplog.text) is told
+
+
+@pytest.mark.parametrize(
+    ("dest", "value", "schedule"),
+    [
+        ("cuda_graph_impl", "local", "1f1b"),
+        ("enable_cuda_graph", True, "1f1b"),
+        ("overlap_moe_expert_parallel_comm", True, "1f1b"),
+        ("delay_wgrad_compute", True, "zb-h1"),
+        ("fine_grained_activation_offloading", True, "1f1b"),
+        ("use_megatron_fsdp", True, "1f1b"),
+        ("use_torch_fsdp2", True, "1f1b"),
+        ("decoder_num_layers", 4, "1f1b"),
+        ("defer_embedding_wgrad_compute", True, "1f1b"),
+        ("is_hybrid_model", True, "zb-v"),
+        ("account_for_loss_in_pipeline_split", True, "zb-v"),
+        ("use_mp_args_from_checkpoint_args", True, "bitpipe"),
+    ],
+)
+def test_features_that_order_computation_are_refused(
+    args: Namespace, dest: str, value: object, schedule: str
+) -> None:
+    setattr(args, dest, value)
+    args.pipeline_schedule = schedule
+    with pytest.raises(ArgumentsError, match=f"--pipeline-schedule {schedule} cannot run with"):
+        prepare(args)
+
+
+def test_optimizer_instances_are_refused_where_backwards_are_split(args: Namespace) -> None:
+    args.num_distributed_optimizer_instances, args.overlap_grad_reduce = 2, True
+    choose(args, "1f1b")
+    with pytest.raises(ArgumentsError, match="--num-distributed-optimizer-instances > 1"):
+        choose(args, "zb-h1")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda text: text.rsplit("\n", 2)[0] + "\n", "rows"),
+        (lambda text: text.replace("3F7,", ""), "3B7 cannot run here: 3F7 has to run before it"),
+        (lambda text: text.replace("2F1", "2F1,2F1"), ">>2F1<<"),
+        (lambda text: text.replace("0F2", "0F2x"), "'0F2x' is not an action"),
+        (lambda text: text.replace("1F0,1F1,1F2", "1B0,1F0,1F1,1F2", 1), ">>1B0<<"),
+    ],
+    ids=["truncated", "missing", "duplicated", "no action", "early"],
+)  # fmt: skip
+def test_a_bad_file_is_shown_with_its_row(
+    args: Namespace, tmp_path: Path, damage: Any, message: str
+) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(damage(csv_io.dumps(generate("1f1b", 4, 8)).replace("\r", "")))
+    with pytest.raises(UserError) as caught:
+        choose(args, f"csv:{path}")
+    assert message in str(caught.value)
+
+
+def test_a_file_of_another_size_says_which_flags_fit(args: Namespace, tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(csv_io.dumps(generate("zb-h1", 4, 6)))
+    with pytest.raises(UserError, match=r"runs 6 micro-batches, not 8 .* --global-batch-size 6,"):
+        choose(args, f"csv:{path}")
+    args.global_batch_size = 6
+    assert choose(args, f"csv:{path}").schedule(6).rows == generate("zb-h1", 4, 6).rows
+    args.pipeline_model_parallel_size = args.world_size = 2  # what was changed since is not undone
+    with pytest.raises(UserError, match="take --pipeline-model-parallel-size 4"):
+        choose(args, f"csv:{path}")
+
+
+def test_ranks_that_wait_in_a_circle_are_shown(args: Namespace, tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    args.pipeline_model_parallel_size = args.world_size = args.global_batch_size = 2
+    with pytest.raises(UserError, match="the order of the ranks is cyclic"):
+        choose(args, f"csv:{path}")
+
+
+def test_auto_leaves_the_devices_of_one_host_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def chosen(world_size: int = 2, **asked: Any) -> str:
+        return transport_flags.transport(Namespace(world_size=world_size, **asked))
+
+    caplog.set_level("INFO", logger="megatron_ext")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert chosen(pipeline_transport="auto") == "auto"  # on the CPU
+    monkeypatch.setattr(devices, "current", lambda: SimpleNamespace(reaches_peers=True))
+    assert chosen(pipeline_transport="shm") == "shm"
+    assert chosen(pipeline_transport="auto", use_dpp=True) == chosen(use_dpp=True) == "auto"
+    assert chosen(pipeline_transport="auto", pipeline_device_path="ipc") == "auto"
+    assert chosen(4, pipeline_transport="auto") == "auto"  # on two hosts
+    assert not caplog.records
+    assert chosen(pipeline_transport="auto") == chosen() == "torch"
+    [told] = caplog.messages
+    assert told.startswith("--pipeline-transport auto: torch.distributed")
+
+
+def test_from_device_to_device_there_has_to_be_shared_memory(args: Namespace) -> None:
+    args.pipeline_device_path = "ipc"
+    for name in ("torch", "tcp", "rdma", None):
+        args.pipeline_transport = name
+        for schedule in (None, "1f1b"):
+            args.pipeline_schedule = schedule
+            with pytest.raises(UserError, match="add --pipeline-transport shm"):
+                prepare(args)
+    args.pipeline_transport = "shm"
+    assert choose(args, "1f1b").device_path == "ipc"
+    args.pipeline_device_path = None
+    assert choose(args, "1f1b").device_path == "staged"

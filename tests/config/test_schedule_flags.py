@@ -1,0 +1,323 @@
+"""The flags of schedules, through upstream's parser and validation and the embedded trainer's."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from megatron_ext.config.choice import current
+from megatron_ext.errors import UserError
+from megatron_ext.schedules import comparison, generate, registered
+from megatron_ext.schedules.representation.costs import UNIT, Costs
+from tests.ranks import run_ranks, start_script
+
+MODEL = (
+    "--num-layers 16 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --train-iters 5 --lr 1e-3 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 127 "
+)
+PP4 = "--pipeline-model-parallel-size 4 --global-batch-size 16 "
+KEPT = (
+    "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "data_parallel_size",
+    "pipeline_model_parallel_layout", "overlap_p2p_comm", "dist_ckpt_optim_fully_reshardable",
+    "global_batch_size",
+)  # fmt: skip
+
+# The printed command lines of BitPipe's README, paths aside, without the launcher's part.
+SEED = (
+    "--pipeline-model-parallel-size 8 --enable-bitpipe-schedule {} --lr-decay-style {} "
+    "--min-lr 1.0e-5 --weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0 --fp16 "
+    "--data-path DATA --vocab-file VOCAB {} --data-impl mmap --split 949,50,1 --log-interval 100 "
+    "--save-interval 10000 --eval-interval 1000 --eval-iters 10 --distributed-backend nccl"
+)
+BERT = SEED.format(
+    "--num-layers 64 --hidden-size 2560 --num-attention-heads 64 --seq-length 512 "
+    "--max-position-embeddings 512 --micro-batch-size 4 --global-batch-size 32 --lr 0.0001 "
+    "--train-iters 1000000 --lr-decay-iters 990000",
+    "linear",
+    "",
+)
+GPT = SEED.format(
+    "--num-layers 96 --hidden-size 3072 --num-attention-heads 32 --seq-length 1024 "
+    "--max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 16 --lr 0.00015 "
+    "--train-iters 500000 --lr-decay-iters 320000",
+    "cosine",
+    "--merge-file MERGES",
+)
+
+
+def parse(way: str, model: str, flags: str, world: int) -> Namespace:
+    """Parse and validate as a training script does."""
+    if way == "embedded":
+        from megatron_ext.training.arguments import parse as parse_embedded
+
+        return parse_embedded(model, flags.split(), {"WORLD_SIZE": str(world)})  # type: ignore[arg-type]
+    from megatron.training.arguments import parse_args, validate_args
+
+    sys.argv = ["pretrain.py", *flags.split()]
+    os.environ.update(RANK="0", WORLD_SIZE=str(world))
+    tokenizer = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}[model]
+    return validate_args(parse_args(), {"tokenizer_type": tokenizer})
+
+
+def outcomes(way: str, cases: list[tuple[str, str, int]]) -> list[dict[str, Any] | str]:
+    """Return for each (model, flags, world size) what comes of it, or the error."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_ext").addHandler(handler)
+    found: list[dict[str, Any] | str] = []
+    for model, flags, world in cases:
+        lines.clear()
+        try:
+            args = parse(way, model, flags, world)
+        except UserError as error:
+            found.append(str(error))
+            continue
+        result = {name: getattr(args, name) for name in KEPT}
+        choice = current()
+        if choice is not None:
+            table = choice.schedule(choice.num_microbatches)
+            result.update(rows=table.rows, pp=choice.pp, timeout_s=choice.timeout_s)
+        found.append({**result, "chosen": choice is not None, "log": list(lines)})
+    return found
+
+
+@pytest.fixture(
+    scope="module", params=["embedded", pytest.param("upstream", marks=pytest.mark.tree)]
+)
+def way(request: pytest.FixtureRequest) -> str:
+    """The two ways to start a training."""
+    if request.param == "upstream":
+        request.getfixturevalue("megatron_lm_path")
+    return str(request.param)
+
+
+def run(way: str, *cases: tuple[str, int]) -> list[Any]:
+    return run_ranks(1, outcomes, way, [("gpt", MODEL + flags, world) for flags, world in cases])[0]
+
+
+def tables() -> list[tuple[str, Any]]:
+    """Flags that plan prints, and the rows of the table that it shows them for."""
+    found = []
+    for generator in registered().values():
+        for variant in generator.variants:
+            for costs in (UNIT, Costs(1, 1.2, 0.8, latency=0.1)):
+                table = generate(generator.name, 4, 8, costs=costs, **variant)  # type: ignore[arg-type]
+                found.append((comparison.training_flags(table, costs), table.rows))
+    found.append((f"{PP4}--enable-bitpipe-schedule --bitpipe-routing local",
+                  generate("bitpipe", 4, 8, routing="local").rows))  # fmt: skip
+    return found
+
+
+def test_the_flags_that_plan_prints_run_what_it_shows(way: str) -> None:
+    planned = tables()
+    results = run(way, *((f"{flags} --global-batch-size 16", 4) for flags, _ in planned))
+    for (flags, rows), result in zip(planned, results, strict=True):
+        assert isinstance(result, dict), f"{flags}: {result}"
+        assert result["rows"] == rows, flags
+
+
+RUNNING = (
+    "pipeline schedule: bitpipe order=zb on 8 ranks (two mirrored pipelines of 4), 16 "
+    "micro-batches: bubble 1.5 (3.0 %), peak 8 activations, simulated for costs 1,1,1; "
+    "messages over torch"
+)
+TOLD: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "twins": (
+        (
+            "--pipeline-model-parallel-size 8 --global-batch-size 32 --enable-bitpipe-schedule "
+            "--use-distributed-optimizer --distributed-timeout-minutes 3"
+        ),
+        8,
+        {
+            "pipeline_model_parallel_size": 4,
+            "virtual_pipeline_model_parallel_size": 4,
+            "data_parallel_size": 2,
+            "pipeline_model_parallel_layout": "Et" + "|t" * 15 + "L",
+            "dist_ckpt_optim_fully_reshardable": True,
+            "pp": 8,
+            "timeout_s": 180.0,
+            "log": [RUNNING],
+        },
+    ),
+    "v on two ranks": (
+        (
+            "--pipeline-model-parallel-size 2 --global-batch-size 16 --pipeline-schedule zb-v "
+            "--no-overlap-p2p-communication --pipeline-costs 1,2,1.5,0.25"
+        ),
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "data_parallel_size": 2,
+            "overlap_p2p_comm": True,
+            "pipeline_model_parallel_layout": "Etttt|tttt|tttt|ttttL",
+            "pp": 2,
+        },
+    ),
+    "own layout": (
+        PP4 + "--pipeline-schedule zb-v --pipeline-model-parallel-layout Et|(ttt|)*4t|t|tL",
+        4,
+        {
+            "virtual_pipeline_model_parallel_size": 2,
+            "pipeline_model_parallel_layout": "Et|(ttt|)*4t|t|tL",
+        },
+    ),
+    "loop": (
+        PP4 + "--pipeline-schedule interleaved",
+        4,
+        {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": None},
+    ),
+    "loop of layers": (
+        PP4 + "--pipeline-schedule interleaved --num-layers-per-virtual-pipeline-stage 1",
+        4,
+        {"virtual_pipeline_model_parallel_size": 4},
+    ),
+    "line": (
+        PP4 + "--pipeline-schedule zb-h1",
+        4,
+        {"virtual_pipeline_model_parallel_size": None, "pipeline_model_parallel_layout": None},
+    ),
+    "megatron's own": (
+        PP4 + "--use-distributed-optimizer",
+        4,
+        {"chosen": False, "log": [], "dist_ckpt_optim_fully_reshardable": False},
+    ),
+}  # fmt: skip
+
+
+def test_what_megatron_is_told(way: str) -> None:
+    results = run(way, *((flags, world) for flags, world, _ in TOLD.values()))
+    for (name, (_, _, wanted)), result in zip(TOLD.items(), results, strict=True):
+        assert isinstance(result, dict), f"{name}: {result}"
+        assert {key: result[key] for key in wanted} == wanted, name
+
+
+def test_the_published_command_lines_run_as_printed(way: str) -> None:
+    for model, flags, layers in (("bert", BERT, 64), ("gpt", GPT, 96)):
+        [[result]] = run_ranks(1, outcomes, way, [(model, flags, 8)])
+        assert isinstance(result, dict), result
+        assert result["pipeline_model_parallel_size"] == 4
+        assert result["pipeline_model_parallel_layout"].count("t") == layers
+        assert any("--data-impl mmap is ignored" in line for line in result["log"])
+
+
+REFUSED = {
+    "name": (PP4 + "--pipeline-schedule zb_v", 4, ["no schedule 'zb_v'", "zb-v"]),
+    "two names": (PP4 + "--enable-bitpipe-schedule --pipeline-schedule zb-v", 4, ["leave one"]),
+    "foreign option": (
+        PP4 + "--pipeline-schedule zb-v --bitpipe-order zb", 4,
+        ["--bitpipe-order is for bitpipe, and zb-v was chosen"],
+    ),
+    "option alone": (PP4 + "--bitpipe-order zb", 4, ["none was chosen"]),
+    "transport without a pipeline": (
+        "--pipeline-transport shm", 1, ["--pipeline-model-parallel-size 1 has none; leave it out"],
+    ),
+    "transport for other groups": (
+        PP4 + "--pipeline-transport shm --num-layers-per-virtual-pipeline-stage 2 "
+        "--global-batch-size 12", 4,
+        ["--pipeline-transport shm with 6 micro-batches", "take 4 or 8 micro-batches"],
+    ),
+    "addresses without a wire": (
+        PP4 + "--node-ips 10.0.0.1", 4, ["--pipeline-transport torch has none; take"],
+    ),
+    "costs alone": (PP4 + "--pipeline-costs 1,1,1", 4, ["add --pipeline-schedule NAME"]),
+    "costs": (
+        PP4 + "--pipeline-schedule zb-v --pipeline-costs 1,2", 4,
+        ["--pipeline-costs: costs are three numbers", "'1,2'"],
+    ),
+    "pp 1": ("--pipeline-schedule zb-v", 1, ["needs a pipeline", "take at least 2"]),
+    "odd": (
+        "--pipeline-model-parallel-size 5 --enable-bitpipe-schedule", 5,
+        ["--pipeline-model-parallel-size 5 must be even", "take 4 or 6", "zb-v"],
+    ),
+    "two mirrored": (
+        "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe --global-batch-size 16", 2,
+        ["at least 4; take 4"],
+    ),
+    "world": (PP4 + "--enable-bitpipe-schedule", 6, ["world size 6", "pipeline 4", "start 4"]),
+    "few": (
+        "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe-v --global-batch-size 12", 4,
+        ["with 3 micro-batches (--global-batch-size 12 / (--micro-batch-size 2 x 2 data-parallel))",
+         "--global-batch-size 16, or --pipeline-schedule v-half for this batch size"],
+    ),
+    "batch": (
+        "--pipeline-model-parallel-size 8 --enable-bitpipe-schedule --global-batch-size 14", 8,
+        ["global batch of 14", "2 replicas (two for each mirrored", "--global-batch-size 12 or 16"],
+    ),
+    "paper": (
+        PP4 + "--enable-bitpipe-schedule --bitpipe-order paper --global-batch-size 12", 4,
+        ["units of pp = 4, got 6", "--global-batch-size 16, or"],
+    ),
+    "layers of a v": (
+        PP4 + "--pipeline-schedule zb-v --num-layers 12", 4,
+        ["12 does not divide into the schedule's 8 stages", "take 8 or 16"],
+    ),
+    "layers of a loop": (
+        PP4 + "--pipeline-schedule interleaved --num-layers 12", 4,
+        ["12 layers do not divide into the 8 stages", "--num-layers 8 or 16"],
+    ),
+    "chunks of a line": (
+        PP4 + "--pipeline-schedule zb-h1 --num-virtual-stages-per-pipeline-rank 2", 4,
+        ["has one stage on each rank", "makes 2", "take --pipeline-schedule interleaved"],
+    ),
+    "chunks of a v": (
+        PP4 + "--pipeline-schedule zb-v --num-layers-per-virtual-pipeline-stage 2", 4,
+        ["by itself, which excludes --num-layers-per-virtual-pipeline-stage 2"],
+    ),
+    "one chunk": (
+        PP4 + "--pipeline-schedule interleaved --num-layers-per-virtual-pipeline-stage 4", 4,
+        ["makes 1", "take --pipeline-schedule 1f1b"],
+    ),
+    "layout": (
+        PP4 + "--pipeline-schedule zb-v --pipeline-model-parallel-layout Et*4|t*4|t*4|t*4L", 4,
+        ["has 4 stages, but the schedule has 8"],
+    ),
+    "uneven ends": (
+        PP4 + "--pipeline-schedule zb-v --decoder-first-pipeline-num-layers 1", 4,
+        ["cannot run with --decoder-first", "first and last stage share a rank"],
+    ),
+    "deferred": (
+        PP4 + "--pipeline-schedule zb-h1 --defer-embedding-wgrad-compute", 4,
+        ["cannot run with --defer-embedding-wgrad-compute", "use Megatron's own schedule"],
+    ),
+    "groups": (
+        PP4 + "--pipeline-schedule 1f1b --microbatch-group-size-per-virtual-pipeline-stage 4", 4,
+        ["the order of micro-batches is part of the schedule"],
+    ),
+}  # fmt: skip
+
+
+def test_what_cannot_run_is_refused_with_what_can(way: str) -> None:
+    results = run(way, *((flags, world) for flags, world, _ in REFUSED.values()))
+    for (name, (_, _, parts)), message in zip(REFUSED.items(), results, strict=True):
+        assert isinstance(message, str), f"{name} was accepted"
+        assert not [part for part in parts if part not in message], f"{name}: {message}"
+
+
+@pytest.mark.tree
+@pytest.mark.usefixtures("megatron_lm_path")
+def test_every_batch_of_a_ramp_up_is_checked() -> None:
+    """Only upstream's script ramps up."""
+    ramping = "--pipeline-schedule interleaved --rampup-batch-size 4 4 100"
+    (message,) = run("upstream", (PP4.replace("16", "32") + ramping, 4))
+    assert isinstance(message, str), "was accepted"
+    assert "with 2 micro-batches (--global-batch-size 4" in message
+    assert "take 4 micro-batches" in message
+
+
+def test_mistakes_end_in_one_line(way: str) -> None:
+    flags = MODEL + "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe-v"
+    run = start_script(2, "pretrain_gpt.py", flags.split(), embedded=way == "embedded")
+    assert run.exit_codes == [2, 2], run.describe()
+    assert "Traceback" not in "".join(run.logs)
+    [line] = [
+        line for log in run.logs for line in log.splitlines() if "megatron_ext: error" in line
+    ]
+    assert "--pipeline-schedule dualpipe-v with 1 micro-batches" in line

@@ -1,0 +1,160 @@
+"""Policies run every table to its end, below its memory, and add gradients in its order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import mean
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules import Costs, Schedule, generate, simulate, validate
+from megatron_ext.schedules.representation.memory import measure
+from megatron_ext.schedules.representation.split_backwards import split_backwards
+from megatron_ext.schedules.search.curve import Curve
+from megatron_ext.schedules.search.dynamic import simulate_dynamic
+from megatron_ext.schedules.search.patience import policies, quiet
+from megatron_ext.schedules.search.policies import POLICIES, PolicyName, make_policy
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.search.simulate import Timeline
+
+TABLES = [
+    ("1f1b", 4, 8),
+    ("interleaved", 4, 8),
+    ("zb-v", 4, 6),
+    ("v-half", 4, 8),
+    ("dualpipe-v", 3, 8),
+    ("bitpipe", 4, 8),
+    ("dualpipe", 4, 8),
+]
+
+
+def run(
+    table: Schedule, costs: Costs, name: PolicyName = "hint", *, extra: int = 0, fill: bool = False
+) -> Timeline:
+    made = policies(name, table, extra_activations=extra, weights_fill=fill)
+    return simulate_dynamic(table, made, costs)
+
+
+noise = st.builds(
+    Costs,
+    forward=st.floats(0.5, 2),
+    weight=st.floats(0.5, 2),
+    latency=st.sampled_from([0.0, 0.3]),
+    jitter=st.sampled_from([0.0, 0.5]),
+    link_jitter=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 1000),
+)
+
+
+@given(
+    st.sampled_from(TABLES), st.sampled_from(sorted(POLICIES)), st.integers(0, 2), st.booleans(),
+    noise,
+)  # fmt: skip
+def test_every_policy_ends_within_its_memory(
+    size: tuple[str, int, int], name: PolicyName, extra: int, split: bool, costs: Costs
+) -> None:
+    table = generate(*size)
+    table = split_backwards(table) if split else table
+    timeline = run(table, costs, name, extra=extra, fill=split)
+    report = validate(timeline.schedule)
+    assert report.ascending
+    if name == "hint":
+        chunks = len(table.placement.stages_of[0])
+        allowed = extra * chunks * table.pp / table.num_stages
+        assert max(report.memory.activations) <= max(measure(table).activations) + allowed + 1e-9
+
+
+@given(st.sampled_from(TABLES))
+def test_an_undisturbed_table_runs_as_it_is(size: tuple[str, int, int]) -> None:
+    """With the costs it was made for, a table whose head never waits is followed."""
+    table = generate(*size)
+    dynamic, static = run(table, Costs()), simulate(table)
+    assert dynamic.makespan <= static.makespan * 1.03
+
+
+def test_the_hint_beats_the_static_table_on_slow_links_at_equal_memory() -> None:
+    for name, extra, least in (
+        ("interleaved", 0, 1.05),
+        ("interleaved", 1, 1.10),
+        ("bitpipe", 0, 1.1),
+    ):
+        options = {"order": "paper"} if name == "bitpipe" else {}
+        table = split_backwards(generate(name, 4, 16, **options))
+        seeds = [Costs(latency=0.5, link_jitter=1.0, seed=seed) for seed in range(8)]
+        static = mean(simulate(table, costs).makespan for costs in seeds)
+        dynamic = mean(run(table, costs, extra=extra, fill=True).makespan for costs in seeds)
+        assert static / dynamic > least, (name, extra)
+
+
+def test_the_hint_loses_nothing_where_nothing_is_late() -> None:
+    """Against the interleaved table with split backwards, and against the best of its memory."""
+    for pp in (4, 8):
+        table = split_backwards(generate("interleaved", pp, 4 * pp))
+        quiet = Costs(latency=0.01)
+        dynamic = run(table, quiet, fill=True)
+        best = min(simulate(table, quiet).makespan, simulate(generate("zb-v", pp, 4 * pp)).makespan)
+        assert dynamic.makespan <= best / 0.99
+        assert dynamic.peak_activations == simulate(table).peak_activations
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe", "dualpipe-v"])
+@pytest.mark.parametrize("pp", [4, 8])
+def test_a_table_without_room_is_left_alone_while_nothing_is_late(name: str, pp: int) -> None:
+    """Ranks that jump at once are up to 6 % slower there; late messages are jumped over still."""
+    table = generate(name, pp, 4 * pp)
+    dynamic, static = run(table, quiet()), simulate(table, quiet())
+    assert dynamic.makespan <= static.makespan * (1 + 1e-9)
+    assert dynamic.peak_activations == static.peak_activations
+    late = [Costs(latency=0.5, link_jitter=1.0, seed=seed) for seed in range(3)]
+    dynamic_s = mean(run(table, costs, extra=1).makespan for costs in late)
+    assert mean(simulate(table, costs).makespan for costs in late) / dynamic_s > 1.02
+
+
+def test_weight_gradients_leave_their_places_where_that_gains_more() -> None:
+    table = generate("v-half", 8, 32)
+    assert policies("hint", table)(0).patience is None
+    for costs in (quiet(), Costs(1.0, 1.1, 0.9, latency=0.02)):
+        assert run(table, costs).makespan < simulate(table, costs).makespan
+
+
+def test_a_table_that_adds_gradients_in_another_order_is_refused() -> None:
+    table = generate("gpipe", 2, 3)
+    backwards = [tuple(a._replace(microbatch=2 - a.microbatch) for a in row) for row in table.rows]
+    with pytest.raises(ScheduleError, match="not in the order of micro-batches"):
+        policies("hint", replace(table, rows=tuple(backwards)))
+
+
+def test_greedy_rules_have_no_bound_on_memory() -> None:
+    table = split_backwards(generate("interleaved", 4, 16))
+    costs = Costs(latency=0.5, link_jitter=1.0)
+    assert run(table, costs, "breadth-first", fill=True).peak_activations == 16
+    assert run(table, costs, fill=True).peak_activations == simulate(table).peak_activations == 5.5
+
+
+def test_splitting_keeps_memory_and_sends_sooner() -> None:
+    table = generate("interleaved", 4, 8)
+    split = split_backwards(table)
+    assert validate(split).memory.activations == validate(table).memory.activations
+    assert simulate(split).makespan < simulate(table).makespan
+    assert split_backwards(split) == split
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="take one of hint, breadth-first, depth-first"):
+        make_policy("clever", generate("1f1b", 2, 2), 0, 2)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(-2, 2), min_size=1, max_size=40), st.data())
+def test_the_curve_is_the_highest_running_sum(changes: list[int], data: st.DataObject) -> None:
+    curve = Curve(changes)
+    for _ in range(5):
+        position = data.draw(st.integers(0, len(changes) - 1))
+        assert curve.take(position) == changes[position]
+        changes[position] = 0
+        end = data.draw(st.integers(0, len(changes)))
+        assert curve.top(end) == max(0, *(sum(changes[: i + 1]) for i in range(end)), 0)
