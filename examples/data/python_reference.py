@@ -15,6 +15,8 @@ import json
 import sys
 from pathlib import Path
 
+from megatron_ext.files import write_text
+
 
 def topics() -> dict[str, str]:
     """Returns the topics by name.
@@ -36,12 +38,8 @@ def main() -> None:
     """Writes one JSON object for each topic to the file named on the command line."""
     if len(sys.argv) != 2:
         sys.exit(f"usage: python {sys.argv[0]} OUTPUT.jsonl")
-    output = Path(sys.argv[1])
-    partial = output.with_name(f".{output.name}.partial")
-    with partial.open("w", encoding="utf-8") as stream:
-        for text in topics().values():
-            stream.write(json.dumps({"text": text}) + "\n")
-    partial.replace(output)
+    lines = (json.dumps({"text": text}) + "\n" for text in topics().values())
+    write_text(Path(sys.argv[1]), "".join(lines))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from megatron_ext.files import write_text
+
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 SIZE = 4096
 
@@ -50,7 +52,7 @@ def main() -> None:
         "vocab.txt": "\n".join(vocabulary(text, SIZE)),
     }
     for name, content in files.items():
-        (directory / name).write_text(content + "\n", encoding="utf-8")
+        write_text(directory / name, content + "\n")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from megatron_ext import files
 from megatron_ext.launch import process
 
 __all__ = ["main"]
@@ -59,7 +60,7 @@ def main() -> int:
             "exit_code": failure.exitcode,
         }
         with suppress(OSError):  # a full disk, which may be why the rank failed
-            report.write_text(json.dumps(found), encoding="utf-8")
+            files.write_text(report, json.dumps(found))
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + int(error.sigval)

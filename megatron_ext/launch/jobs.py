@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_ext import files
 from megatron_ext.errors import LaunchError
 from megatron_ext.launch import process, protocol, runs
 from megatron_ext.launch.connection import Connection, ConnectionLost
@@ -200,18 +201,16 @@ def _collect(args: argparse.Namespace) -> int:
     async def ask(index: int, connection: Connection) -> Any:
         await connection.send(run.request(index, "pack", patterns=_PATTERNS))
         path = target / f"{runs.node_dir_name(index, run.nodes[index]['host'])}.tar.gz"
-        part = path.with_suffix(".part")
         try:
-            with part.open("wb") as file:
+            with files.replacing(path) as scratch, scratch.open("wb") as file:
                 while True:
                     message, data = await connection.receive()
                     if message["kind"] == "done":
                         break
                     file.write(data)
-            part.replace(path)
         except OSError as error:
-            why = f"{path} cannot be written: {error.strerror}; make room, or give another --to"
-            raise LaunchError(why) from None
+            remedy = "make room, or give another --to"
+            raise LaunchError(files.cannot_write(path, error, remedy)) from None
         return {"path": path, "files": message["files"]}
 
     def text(index: int, answer: dict[str, Any]) -> str:

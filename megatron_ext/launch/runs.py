@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_ext import files
 from megatron_ext.errors import LaunchError
 
 __all__ = [
@@ -89,7 +90,5 @@ def load_plan(run_id: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace a file by a JSON document, never leaving half of one."""
-    scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    scratch.replace(path)
+    """Replace a file by a JSON document."""
+    files.write_text(path, json.dumps(value, indent=1) + "\n")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext import files
 from megatron_ext.errors import DataError
 
 if TYPE_CHECKING:
@@ -53,19 +53,21 @@ class DatasetWriter:
         self._paths = paths
         self._dtype = dtype
         self._overwrite = overwrite
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._stack = contextlib.ExitStack()
+        self._scratch: dict[Path, Path] = {}
         self._builders: dict[str, Any] = {}
 
     def __enter__(self) -> DatasetWriter:
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
         check_outputs(self._paths, overwrite=self._overwrite)
-        folder = next(iter(self._paths.values()))[0].parent
-        self._scratch = tempfile.TemporaryDirectory(prefix=".preprocess-", dir=folder)
-        for key, (bin_path, _) in self._paths.items():
-            self._builders[key] = IndexedDatasetBuilder(
-                str(self._temporary(bin_path)), dtype=self._dtype
-            )
+        with contextlib.ExitStack() as stack:
+            for key, (bin_path, idx_path) in self._paths.items():
+                for path in (idx_path, bin_path):  # the index is put into place last
+                    self._scratch[path] = stack.enter_context(files.replacing(path))
+                bin_name = str(self._scratch[bin_path])
+                self._builders[key] = IndexedDatasetBuilder(bin_name, dtype=self._dtype)
+            self._stack = stack.pop_all()
         return self
 
     def add(self, key: str, ids: np.ndarray[Any, Any], lengths: list[int]) -> None:
@@ -84,27 +86,26 @@ class DatasetWriter:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        assert self._scratch is not None
-        try:
-            if exc_type is None:
+        if exc_type is None:
+            with self._stack:
                 self._commit()
-        finally:
-            for builder in self._builders.values():
-                with contextlib.suppress(OSError):  # the disk is full: there is nothing to save
-                    builder.data_file.close()
-            self._scratch.cleanup()
+            return
+        self._close()
+        self._stack.__exit__(exc_type, exc, traceback)
 
     def _commit(self) -> None:
-        for key, (_, idx_path) in self._paths.items():
-            self._builders[key].finalize(str(self._temporary(idx_path)))
-        for bin_path, idx_path in self._paths.values():
-            idx_path.unlink(missing_ok=True)
-            self._temporary(bin_path).replace(bin_path)
-            self._temporary(idx_path).replace(idx_path)
+        try:
+            for key, (_, idx_path) in self._paths.items():
+                self._builders[key].finalize(str(self._scratch[idx_path]))
+        finally:
+            self._close()
+        for _, idx_path in self._paths.values():
+            idx_path.resolve().unlink(missing_ok=True)
 
-    def _temporary(self, final: Path) -> Path:
-        assert self._scratch is not None
-        return Path(self._scratch.name) / final.name
+    def _close(self) -> None:
+        for builder in self._builders.values():
+            with contextlib.suppress(OSError):  # the disk is full: there is nothing to save
+                builder.data_file.close()
 
 
 def check_outputs(paths: dict[str, tuple[Path, Path]], *, overwrite: bool) -> None:
@@ -121,5 +122,9 @@ def check_outputs(paths: dict[str, tuple[Path, Path]], *, overwrite: bool) -> No
             )
         if not os.access(path.parent, os.W_OK | os.X_OK):
             raise DataError(f"--output-prefix: directory {path.parent} is not writable")
+        if path.exists() and not (files.is_replaceable(path) and os.access(path, os.W_OK)):
+            raise DataError(
+                f"{path} is no file that this user can replace; give another --output-prefix"
+            )
         if path.exists() and not overwrite:
             raise DataError(f"{path} exists; give --overwrite to replace it, or another prefix")

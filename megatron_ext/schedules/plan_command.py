@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_ext import files
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import comparison
 from megatron_ext.schedules.drawing import render, svg
@@ -194,9 +195,10 @@ def _run_plot(args: argparse.Namespace) -> int:
         return 0
     text = _file_text(timelines, args.output)
     try:
-        args.output.write_text(text, encoding="utf-8", newline="")
+        files.write_text(args.output, text)
     except OSError as error:
-        raise ScheduleError(f"{args.output} cannot be written: {error.strerror}") from error
+        remedy = "make room, or give another file with -o"
+        raise ScheduleError(files.cannot_write(args.output, error, remedy)) from error
     print("\n".join([*map(render.caption, timelines), f"wrote {args.output}"]))
     schedule = timelines[0].schedule
     if args.output.suffix == ".csv" and schedule.placement.twins == 2:

@@ -12,15 +12,15 @@ import json
 import multiprocessing
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from megatron_ext.errors import DataError
+from megatron_ext.files import cannot_write, replacing, scratch_folder
 from megatron_ext.trace.clocks import Alignment, align
 from megatron_ext.trace.reader import MAX_SPANS, Attributes, Iteration, TraceFile
 from megatron_ext.trace.records import ACTION_NAMES, Header, Span
@@ -110,22 +110,25 @@ def write_chrome_trace(run: Run, output: Path) -> int:
         DataError: It cannot be written.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix=".aggregate-", dir=output.parent) as parts:
+        with replacing(output) as merged, scratch_folder(output) as parts:
             ranks = frozenset(file.header.rank for file in run.files)
-            task = partial(_write_part, Path(parts), run.alignment, run.begin_ns, ranks)
-            merged = Path(parts) / "merged"
+            task = partial(_write_part, parts, run.alignment, run.begin_ns, ranks)
             with merged.open("wb") as file:
-                file.write(b"[\n")
-                for index, part in enumerate(_for_each(task, run.files)):
-                    file.write(b",\n" if index else b"")
-                    with part.open("rb") as content:
-                        shutil.copyfileobj(content, file, 1 << 20)
-                    part.unlink()
-                file.write(b"\n]\n")
-            merged.replace(output)
+                return _merge(_for_each(task, run.files), file)
     except OSError as error:
-        raise DataError(f"{output} cannot be written: {error.strerror}") from error
-    return output.stat().st_size
+        remedy = "make room, or give another file with -o"
+        raise DataError(cannot_write(output, error, remedy)) from error
+
+
+def _merge(parts: Iterator[Path], merged: IO[bytes]) -> int:
+    """Make one list of the events of all ranks; return its number of bytes."""
+    size = merged.write(b"[\n")
+    for index, part in enumerate(parts):
+        size += merged.write(b",\n" if index else b"") + part.stat().st_size
+        with part.open("rb") as content:
+            shutil.copyfileobj(content, merged, 1 << 20)
+        part.unlink()
+    return size + merged.write(b"\n]\n")
 
 
 def _for_each(task: Callable[[TraceFile], _T], files: Sequence[TraceFile]) -> Iterator[_T]:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_ext import files
 from megatron_ext.errors import ArgumentsError, DataError
 
 __all__ = ["add_subcommands", "add_to_plan"]
@@ -164,9 +165,10 @@ def _run_report(args: argparse.Namespace) -> int:
     _tell(run.notes)
     output = args.output or args.directory / "report.html"
     try:
-        output.write_text(page(run), encoding="utf-8")
+        files.write_text(output, page(run))
     except OSError as error:
-        raise DataError(f"{output} cannot be written: {error.strerror}") from error
+        remedy = "make room, or give another file with -o"
+        raise DataError(files.cannot_write(output, error, remedy)) from error
     print(f"wrote {output}")
     return 0
 

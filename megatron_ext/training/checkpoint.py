@@ -30,6 +30,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_ext import files
 from megatron_ext.config.choice import folded
 from megatron_ext.errors import DataError
 from megatron_ext.training.initialize import agreed
@@ -121,7 +122,7 @@ def save_checkpoint(
     )
     dist.barrier()
     if dist.get_rank() == 0:
-        (root / _TRACKER).write_text(str(iteration), encoding="utf-8")
+        files.write_text(root / _TRACKER, str(iteration))
         logger.info("saved a checkpoint of iteration %d to %s", iteration, target)
     dist.barrier()
 

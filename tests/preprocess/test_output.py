@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -54,3 +55,25 @@ def test_existing_files_are_replaced_only_if_asked(tmp_path: Path) -> None:
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent does not exist; create it \(mkdir -p"):
         write(tmp_path / "absent" / "p", 5)
+
+
+def test_links_are_followed_and_stay_links(tmp_path: Path) -> None:
+    (tmp_path / "large").mkdir()
+    for ending in ("bin", "idx"):
+        name = f"p_text_document.{ending}"
+        (tmp_path / name).symlink_to(f"large/{name}")
+    write(tmp_path / "p", 5)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "p", 6, overwrite=True, fail=True)
+    assert read(tmp_path / "p") == [[5], [5, 5]]
+    write(tmp_path / "p", 6, overwrite=True)
+    assert read(tmp_path / "p") == [[6], [6, 6]]
+    assert all(path.is_symlink() for path in tmp_path.glob("p_*"))
+    assert sorted(path.suffix for path in (tmp_path / "large").iterdir()) == [".bin", ".idx"]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "p_text_document.bin")
+    with pytest.raises(DataError, match=r"document\.bin is no file that this user can replace"):
+        write(tmp_path / "p", 5, overwrite=True)
+    assert (tmp_path / "p_text_document.bin").is_fifo()

@@ -1,0 +1,87 @@
+"""Writes the files that a user names: whole or not at all, following links, into devices."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["cannot_write", "is_replaceable", "replacing", "scratch_folder", "write_text"]
+
+
+def is_replaceable(path: Path) -> bool:
+    """Tell whether a file can be replaced by a new one.
+
+    Devices and pipes cannot, nor files in a folder that accepts no new ones: they are written into.
+
+    Raises:
+        OSError: Links lead in a circle, or through a folder that may not be searched.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return True
+    folder = Path(os.path.realpath(path)).parent
+    return stat.S_ISREG(mode) and os.access(folder, os.W_OK | os.X_OK)
+
+
+@contextmanager
+def scratch_folder(path: Path) -> Iterator[Path]:
+    """Make a temporary folder for intermediate files, on the same disk as the output.
+
+    For an output that is written into it is the usual place of temporary files.
+
+    Args:
+        path: The file that the user has named.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    beside = Path(os.path.realpath(path)).parent if is_replaceable(path) else None
+    with tempfile.TemporaryDirectory(prefix=".part-", dir=beside) as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write; afterwards it replaces the file, or what a link leads to.
+
+    If the block raises, the file stays as it was. Devices and pipes are yielded themselves.
+
+    Args:
+        path: The file that the user has named.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    if not is_replaceable(path):
+        yield path
+        return
+    final = Path(os.path.realpath(path))
+    with scratch_folder(path) as folder:
+        scratch = folder / final.name
+        yield scratch
+        if final.exists():
+            if not os.access(final, os.W_OK):  # its owner has protected it
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            scratch.chmod(stat.S_IMODE(final.stat().st_mode))
+        scratch.replace(final)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file by this text, in UTF-8 and with these line ends.
+
+    Raises:
+        OSError: It cannot be written; what was there is still there.
+    """
+    with replacing(path) as scratch:
+        scratch.write_text(text, encoding="utf-8", newline="")
+
+
+def cannot_write(path: Path, error: OSError, remedy: str) -> str:
+    """Return the line that says that a file cannot be written, why, and what would help."""
+    return f"{path} cannot be written: {error.strerror or error}; {remedy}"
