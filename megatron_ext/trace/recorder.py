@@ -7,26 +7,32 @@ beside the host, begin and end are events in the device's stream, read when all 
 
 from __future__ import annotations
 
+import errno
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.files import cannot_write
 from megatron_ext.trace.records import Header, Span, file_name, header_line, iteration_lines
 
 if TYPE_CHECKING:
     from megatron_ext.devices import Device
     from megatron_ext.devices.base import TimingEvent
 
-__all__ = ["DeviceClock", "HostClock", "Recorder", "Sampling", "cannot_write"]
+__all__ = ["DeviceClock", "HostClock", "Recorder", "Sampling", "check_writable"]
 
+_LOG = logging.getLogger(__name__)
 WAIT_NS = 20_000
 """From this time on, a receive that had to wait has a span of its own for that."""
 MAX_KEPT = 20_000
 """Spans that are kept before they are written in the middle of an iteration."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors that come and go with what else is on the disk; another folder was no mistake."""
 
 _Stamp = Any
 """A moment: nanoseconds on the host, an event on a device."""
@@ -44,12 +50,23 @@ class Sampling:
         return index % self.interval < self.iterations
 
 
-def cannot_write(path: Path, error: OSError) -> UserError:
-    """Return the error for a folder that traces cannot be written to."""
-    return UserError(
-        f"--trace cannot write {path}: {error.strerror}; give another folder with --trace-dir, or "
-        f"leave --trace out"
-    )
+@contextmanager
+def check_writable(path: Path) -> Iterator[None]:
+    """Turn the errors of a file that cannot be made into the user's.
+
+    Raises:
+        UserError: The file can never be written.
+        OSError: There is no room for it at this moment; its `filename` is the path.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise UserError(
+            f"--trace cannot write {path}: {error.strerror}; give another folder with --trace-dir, "
+            f"or leave --trace out"
+        ) from error
 
 
 class HostClock:
@@ -106,7 +123,8 @@ class DeviceClock:
 class Recorder:
     """The trace of one rank.
 
-    The file is made at the first iteration, when the ranks of the groups are known.
+    The file is made at the first iteration, when the ranks of the groups are known. When there is
+    no room for more, the trace ends with a warning, and training goes on.
     """
 
     directory: Callable[[], tuple[Path, Header]]
@@ -124,6 +142,8 @@ class Recorder:
     _wires: dict[int, str] = field(default_factory=dict, init=False)
     """Of peers that were connected since the last traced iteration."""
     _file: IO[str] | None = field(default=None, init=False)
+    _ended: bool = field(default=False, init=False)
+    """Whether nothing more can be written."""
     _index: int = field(default=-1, init=False)
     _number: int = field(default=0, init=False)
     _begin_ns: int = field(default=0, init=False)
@@ -140,10 +160,10 @@ class Recorder:
             self._number = self.first_iteration() - 1
         self._index += 1
         self._number += 1
-        if not self.sampling.includes(self._index):
+        if self._ended or not self.sampling.includes(self._index):
             return
-        if self._file is None:
-            self._file = self._open()
+        if self._file is None and not self._open():
+            return
         self._begin_ns = self.clock.begin()
         pad_ns = 0 if self._end_ns is None else self._begin_ns - self._end_ns
         self._opening = {
@@ -161,6 +181,8 @@ class Recorder:
         self, name: str, begin: _Stamp, attributes: Mapping[str, Any], end: _Stamp = None
     ) -> None:
         """Record a span that began at a moment and ends now, or at another moment."""
+        if not self.active:  # any more, since the action began
+            return
         self._kept.append((name, begin, self.clock.stamp() if end is None else end, attributes))
         if len(self._kept) >= MAX_KEPT:
             self._write({})
@@ -215,7 +237,6 @@ class Recorder:
         """Write the iteration that runs, if one is traced."""
         if not self.active:
             return
-        self.active = False
         end = self.clock.stamp()
         for peer, wire in self._wires.items():
             self.add("wire", end, {"peer": peer, "wire": wire}, end)
@@ -232,27 +253,51 @@ class Recorder:
         }
         self.notes.clear()
         self._write(closing)
+        self.active = False
 
     def close(self) -> None:
         """Write what is left and end the list. The recorder cannot be used afterwards."""
         self.end_iteration()
         if self._file is not None:
-            self._file.write("]\n")
+            self._put(["]\n"])
+        if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _open(self) -> IO[str]:
-        directory, header = self.directory()
-        path = directory / file_name(header.data, header.pipeline, header.tensor)
+    def _open(self) -> bool:
+        """Make the file; False if there is no room for it."""
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)  # not truncated: somebody may be reading the old one
-            file = path.open("x", encoding="utf-8")
+            directory, header = self.directory()
+            path = directory / file_name(header.data, header.pipeline, header.tensor)
+            with check_writable(path):
+                directory.mkdir(parents=True, exist_ok=True)
+                path.unlink(missing_ok=True)  # not truncated: somebody may be reading the old one
+                self._file = path.open("x", encoding="utf-8")
         except OSError as error:
-            raise cannot_write(path, error) from error
-        file.write(header_line(header))
-        file.flush()
-        return file
+            self._give_up(Path(error.filename), error)
+            return False
+        self._put([header_line(header)])
+        return not self._ended
+
+    def _put(self, lines: Iterable[str]) -> None:
+        """Append lines to the file, or give up."""
+        assert self._file is not None
+        try:
+            self._file.writelines(lines)
+            self._file.flush()
+        except OSError as error:
+            self._give_up(Path(self._file.name), error)
+
+    def _give_up(self, path: Path, error: OSError) -> None:
+        """End the trace: a full disk is no reason to end the training."""
+        remedy = "this rank traces nothing more, and training goes on"
+        _LOG.warning("--trace: %s", cannot_write(path, error, remedy))
+        self._ended, self.active = True, False
+        self._kept.clear()
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # closing writes what is buffered once more
+                file.close()
 
     def _write(self, closing: Mapping[str, int]) -> None:
         """Append what is kept; with the closing fields, the end of the iteration too."""
@@ -263,7 +308,5 @@ class Recorder:
             Span(name, begin_ns, end_ns, attributes)
             for (name, _, _, attributes), begin_ns, end_ns in zip(kept, begins, ends, strict=True)
         ]
-        assert self._file is not None
-        self._file.writelines(iteration_lines(spans, self._opening, closing or None))
-        self._file.flush()
+        self._put(iteration_lines(spans, self._opening, closing or None))
         self._opening = None

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext import files
 from megatron_ext.config import choice as schedule_choice
 from megatron_ext.config.trace_flags import hang_timeout_s, sampling
 from megatron_ext.trace.activity import OUTSIDE, Activity
-from megatron_ext.trace.recorder import DeviceClock, HostClock, Recorder, cannot_write
+from megatron_ext.trace.recorder import DeviceClock, HostClock, Recorder, check_writable
 from megatron_ext.trace.records import Header, directory_name
 from megatron_ext.trace.watchdog import Watchdog
 from megatron_ext.version import __version__
@@ -197,13 +198,11 @@ def _write_schedule(args: Namespace, directory: Path) -> None:
 
     table = _table(args)
     path = directory / SCHEDULE_FILE
-    try:
+    with check_writable(path):
         directory.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         if table is not None:
-            path.write_text(json_io.dumps(table), encoding="utf-8")
-    except OSError as error:
-        raise cannot_write(path, error) from error
+            files.write_text(path, json_io.dumps(table))
 
 
 def _table(args: Namespace) -> Schedule | None:
