@@ -47,7 +47,7 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import Size, register
 from megatron_ext.schedules.representation import placement
 from megatron_ext.schedules.representation.actions import Action, Option, Schedule
-from megatron_ext.schedules.search.greedy import Problem, Rows, search
+from megatron_ext.schedules.search.greedy import Problem, Rows, Rule, search
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.costs import Costs
@@ -182,4 +182,4 @@ def _weave(
 
 def _greedy_rows(folded: placement.Placement, pp: int, num_microbatches: int, costs: Costs) -> Rows:
     problem = Problem(folded, num_microbatches, 2 * pp, costs)
-    return search(problem, (None, *range(pp // 2, pp + 1)))
+    return search(problem, [Rule(), *map(Rule, range(pp // 2, pp + 1))])

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from megatron_ext.schedules.generators.catalog import Size, register
 from megatron_ext.schedules.representation import placement
 from megatron_ext.schedules.representation.actions import Schedule
-from megatron_ext.schedules.search.greedy import Problem, search, spread
+from megatron_ext.schedules.search.greedy import Problem, Rule, search, spread
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.costs import Costs
@@ -45,5 +45,5 @@ def v_half(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     """Return the table of V-Half."""
     folded = placement.v(pp)
     problem = Problem(folded, num_microbatches, pp + 2, costs)
-    rows = search(problem, (None, *spread(pp // 2 + 1, pp + 1)))
+    rows = search(problem, [Rule(), *map(Rule, spread(pp // 2 + 1, pp + 1))])
     return Schedule("v-half", folded, num_microbatches, rows, {"chunks": 2})

@@ -3,7 +3,8 @@
 The model goes down the ranks and back up, so rank 0 holds the first and the last stage and the turn
 at the last rank is no message. Every rank keeps the same activations, and for m >= 2pp each rank
 works without a gap from its first to its last action: the bubble is the skewed start alone. With
-few micro-batches the published order has holes; then the table is searched (greedy.py).
+few micro-batches the published order has holes; then a table is searched (greedy.py), and the
+shorter of the two is taken.
 
 Paper: Qi et al., Zero Bubble Pipeline Parallelism, 2023 (arXiv 2401.10241), section 6.
 
@@ -13,7 +14,8 @@ zb-v chunks=2: pp 4, m 4, makespan 13.5, bubble 1.5 (11.1 %), peak 4
 2|.  .  F0 F1 F2 f0 F3 f1 .  f2 i0 f3 i1 I0 i2 I1 i3 I2 W0 I3 W1 W2 W3 w0 w1 w2 w3
 3|.  .  .  F0 f0 F1 f1 F2 f2 F3 f3 i0 I0 i1 I1 i2 I2 i3 I3 W0 W1 W2 W3 w0 w1 w2 w3
 
-Bubble: (pp - 1)Tf / 2 at Tf = Tb = Tw, for m = pp and m >= 2pp - 2 (pp = 2: m >= 2).
+Bubble: (pp - 1)Tf / 2 at Tf = Tb = Tw, for m >= pp. No table of this placement has less: the last
+rank cannot start earlier.
 Activations: min(pp, m) on every rank.
 Gradients are summed in the order of the micro-batches, as without a pipeline.
 """
@@ -26,7 +28,8 @@ from megatron_ext.schedules.generators.catalog import Size, register
 from megatron_ext.schedules.generators.patterns import expand
 from megatron_ext.schedules.representation import placement
 from megatron_ext.schedules.representation.actions import Action, Schedule
-from megatron_ext.schedules.search.greedy import Problem, Rows, search, spread
+from megatron_ext.schedules.search.greedy import Problem, Rows, Rule, search, spread
+from megatron_ext.schedules.search.simulate import simulate
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.costs import Costs
@@ -34,8 +37,7 @@ if TYPE_CHECKING:
 
 def bubble(size: Size, costs: Costs) -> float | None:
     """Return (pp - 1)Tf / 2 at Tf = Tb = Tw."""
-    is_reached = size.num_microbatches == size.pp or size.num_microbatches >= 2 * size.pp - 2
-    if is_reached and costs.forward == costs.input == costs.weight:
+    if size.num_microbatches >= size.pp and costs.forward == costs.input == costs.weight:
         return (size.pp - 1) * costs.forward / 2
     return None
 
@@ -55,17 +57,29 @@ def peak(size: Size) -> float:
 )
 def zb_v(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     """Return the table of ZB-V."""
-    if num_microbatches <= max(2 * pp - 3, pp):
-        rows = _short_rows(pp, num_microbatches, costs)
-    else:
-        rows = tuple(_row(rank, pp, num_microbatches) for rank in range(pp))
+    if num_microbatches > max(2 * pp - 3, pp):
+        return _table(pp, num_microbatches, _published_rows(pp, num_microbatches))
+    searched = _table(pp, num_microbatches, _searched_rows(pp, num_microbatches, costs))
+    if num_microbatches <= pp:
+        return searched
+    published = _table(pp, num_microbatches, _published_rows(pp, num_microbatches))
+    return min(searched, published, key=lambda table: simulate(table, costs).makespan)
+
+
+def _table(pp: int, num_microbatches: int, rows: Rows) -> Schedule:
     return Schedule("zb-v", placement.v(pp), num_microbatches, rows, {"chunks": 2})
 
 
-def _short_rows(pp: int, num_microbatches: int, costs: Costs) -> Rows:
-    """With too few micro-batches to fill the pipeline the published order has holes: search."""
+def _published_rows(pp: int, num_microbatches: int) -> Rows:
+    return tuple(_row(rank, pp, num_microbatches) for rank in range(pp))
+
+
+def _searched_rows(pp: int, num_microbatches: int, costs: Costs) -> Rows:
     problem = Problem(placement.v(pp), num_microbatches, 2 * pp, costs)
-    return search(problem, (None, *spread(pp // 2 + 1, pp)))
+    rules = [Rule(), *map(Rule, spread(pp // 2 + 1, pp))]
+    if num_microbatches > pp:
+        rules.insert(0, Rule(forwards_first=True))
+    return search(problem, rules)
 
 
 def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:

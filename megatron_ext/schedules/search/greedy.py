@@ -4,6 +4,10 @@ It fills the time line from the front. Whenever a rank is free it starts, among 
 inputs are there, the one of best priority: I before F before W, so that W fills gaps and otherwise
 runs only when the cap leaves nothing else. A search tries several limits on the micro-batches in
 flight and keeps the shortest table.
+
+Where the cap holds most micro-batches of a step, but not all, that order lets the last few wait
+until I runs out, and they leave a hole at the end. There `Rule.forwards_first` runs F before I, and
+where the cap forbids F the W that makes room for it.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.representation.actions import Action
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.representation.costs import Costs
     from megatron_ext.schedules.representation.placement import Placement
 
-__all__ = ["Problem", "Rows", "search", "spread"]
+__all__ = ["Problem", "Rows", "Rule", "search", "spread"]
 
 Rows = tuple[tuple[Action, ...], ...]
 Key = tuple[int, int, int]
@@ -74,12 +78,21 @@ class Problem:
         return start + self.num_microbatches * work
 
 
-def search(problem: Problem, limits: Sequence[int | None]) -> Rows:
+class Rule(NamedTuple):
+    """What one greedy run goes by."""
+
+    limit: int | None = None
+    """Most micro-batches between first F and last I; None: any number."""
+    forwards_first: bool = False
+    """Whether F runs before I, and at the cap W as soon as some F waits for it."""
+
+
+def search(problem: Problem, rules: Sequence[Rule]) -> Rows:
     """Return the shortest table that the greedy scheduler finds.
 
     Args:
         problem: What to schedule.
-        limits: Limits to try on the micro-batches between first F and last I; None: no limit.
+        rules: What to try; the first that reaches the bound ends the search.
 
     Raises:
         ScheduleError: If the cap is too low for any table.
@@ -90,9 +103,9 @@ def search(problem: Problem, limits: Sequence[int | None]) -> Rows:
     if surplus:
         # The pipeline is in its steady state long before: the limit that is best then stays best.
         pilot = replace(problem, num_microbatches=problem.num_microbatches - surplus)
-        best = _best(pilot, limits)
-        found = best and _best(problem, [best.limit])
-    found = found or _best(problem, limits)
+        best = _best(pilot, rules)
+        found = best and _best(problem, [best.rule])
+    found = found or _best(problem, rules)
     if found is None:
         raise ScheduleError(
             f"no order of {problem.num_microbatches} micro-batches keeps at most {problem.cap} "
@@ -101,10 +114,10 @@ def search(problem: Problem, limits: Sequence[int | None]) -> Rows:
     return tuple(map(tuple, found.rows))
 
 
-def _best(problem: Problem, limits: Iterable[int | None]) -> _Attempt | None:
+def _best(problem: Problem, rules: Iterable[Rule]) -> _Attempt | None:
     best: _Attempt | None = None
-    for limit in limits:
-        attempt = _Attempt(problem, limit)
+    for rule in rules:
+        attempt = _Attempt(problem, rule)
         if attempt.run() and (best is None or attempt.makespan < best.makespan):
             best = attempt
         if best is not None and best.makespan <= problem.bound:
@@ -132,7 +145,8 @@ class _Rank:
     free: int = 0
     live: int = 0
     later: list[Choice] = field(default_factory=list)
-    backwards: list[tuple[Key, Action]] = field(default_factory=list)
+    inputs: list[tuple[Key, Action]] = field(default_factory=list)
+    weights: list[tuple[Key, Action]] = field(default_factory=list)
     forwards: list[tuple[Key, Action]] = field(default_factory=list)
     entries: list[tuple[Key, Action]] = field(default_factory=list)
     """Forwards of the first stage, which the limit on micro-batches in flight may hold back."""
@@ -141,7 +155,7 @@ class _Rank:
     def heap_of(self, action: Action) -> list[tuple[Key, Action]]:
         """Return the heap that an action waits in."""
         if action.kind != "F":
-            return self.backwards
+            return self.inputs if action.kind == "I" else self.weights
         return self.forwards if action.stage else self.entries
 
     def remove(self, choice: Choice) -> None:
@@ -155,10 +169,10 @@ class _Rank:
 class _Attempt:
     """One greedy run."""
 
-    def __init__(self, problem: Problem, limit: int | None) -> None:
-        self.limit = limit
+    def __init__(self, problem: Problem, rule: Rule) -> None:
+        self.rule = rule
         self._problem = problem
-        self._max_in_flight = problem.num_microbatches if limit is None else limit
+        self._max_in_flight = problem.num_microbatches if rule.limit is None else rule.limit
         self._in_flight = 0
         self._durations = problem.durations
         self._delays = problem.delays
@@ -237,13 +251,7 @@ class _Attempt:
                 if time <= rank.free:
                     heappush(rank.heap_of(action), (key, action))
             rank.later = [choice for choice in rank.later if choice[0] > rank.free]
-        may_grow = rank.live < self._problem.cap
-        may_enter = may_grow and self._in_flight < self._max_in_flight
-        heaps = [rank.backwards]
-        if may_grow:
-            heaps.append(rank.forwards)
-        if may_enter:
-            heaps.append(rank.entries)
+        heaps = self._allowed(rank)
         first = min((heap[0] for heap in heaps if heap), default=None)
         if first is not None:
             rank.choice = (rank.free, *first)
@@ -252,3 +260,16 @@ class _Attempt:
             rank.choice = min(allowed, default=None)
         if rank.choice is not None:
             heappush(self._starts, (rank.choice[0], number))
+
+    def _allowed(self, rank: _Rank) -> list[list[tuple[Key, Action]]]:
+        """Return the heaps that the next action of a rank may come from."""
+        forwards = [rank.forwards]
+        if self._in_flight < self._max_in_flight:
+            forwards.append(rank.entries)
+        may_grow = rank.live < self._problem.cap
+        if self.rule.forwards_first and any(forwards):
+            if may_grow:
+                return forwards
+            if rank.weights:
+                return [rank.weights]
+        return [rank.inputs, rank.weights, *(forwards if may_grow else ())]

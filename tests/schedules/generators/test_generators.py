@@ -106,6 +106,25 @@ def test_zb_v_ranks_never_pause_once_the_pipeline_is_full() -> None:
         assert timeline.span == timeline.ideal
 
 
+@pytest.mark.parametrize("pp", [3, 5, 8, 12, 16])
+def test_zb_v_reaches_the_bound_of_its_placement_from_pp_micro_batches_on(pp: int) -> None:
+    for num_microbatches in range(pp, 2 * pp):
+        schedule = generate("zb-v", pp, num_microbatches)
+        report = validate(schedule, max_activations=pp)
+        timeline = simulate(schedule, UNIT, report.runs)
+        assert (timeline.bubble, timeline.peak_activations) == ((pp - 1) / 2, pp)
+
+
+@pytest.mark.parametrize("costs", [Costs(1, 1.2, 0.8), Costs(latency=0.1), Costs(1, 0.8, 1.2)])
+def test_short_zb_v_is_never_longer_than_the_published_order(costs: Costs) -> None:
+    pp, long = 12, generate("zb-v", 12, 23)
+    for m in range(pp + 1, 2 * pp - 2):
+        rows = tuple(tuple(a for a in row if a.microbatch < m) for row in long.rows)
+        cut = Schedule("zb-v", long.placement, m, rows)
+        found = simulate(generate("zb-v", pp, m, costs=costs), costs).makespan
+        assert found <= simulate(cut, costs).makespan + 1e-9
+
+
 @pytest.mark.parametrize(
     ("name", "pp", "m", "options", "rule", "remedy"),
     [
