@@ -9,7 +9,7 @@ tests, not for speed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.devices.base import Redirect, Rule
@@ -29,6 +29,19 @@ __all__ = ["CpuDevice", "argument_rules"]
 
 _ASKED = "answers for the host what upstream asks of a GPU"
 _NO_WORK = "on the host there is nothing to do for it"
+_NO_ACCELERATOR = "the host is none, though a CUDA build of torch says that it has one"
+
+_ASKED_OF_BOTH = (
+    "current_stream",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "memory_allocated",
+    "memory_reserved",
+    "memory_stats",
+    "reset_peak_memory_stats",
+    "set_stream",
+)
+"""Functions of `torch.cuda` that `torch.accelerator` has as well."""
 
 _ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": (
@@ -98,6 +111,7 @@ class CpuDevice:
         )
 
         yield from _namespace()
+        yield from _accelerator()
         yield from spelling_redirects("cpu")
         yield from tensor_redirects(translator("cpu", indexed=False), pinning=False)
         yield from collective_redirects(self.distributed_backend)
@@ -138,13 +152,13 @@ class CpuDevice:
         )
 
 
-def _namespace() -> Iterable[Redirect]:
-    """List the redirects of functions and classes of `torch.cuda`."""
+def _answers() -> dict[str, Callable[[Any], object]]:
+    """Return what the host answers for the functions and classes of `torch.cuda`, by name."""
     import torch
 
     from megatron_ext.devices import host
 
-    answers: dict[str, Callable[[Any], object]] = {
+    return {
         # The device. Not an index: without an accelerator torch can place nothing on number 0.
         "is_available": returning(True),
         "is_initialized": returning(True),
@@ -190,6 +204,13 @@ def _namespace() -> Iterable[Redirect]:
         "memory_stats": answering(host.memory_stats),
         "reset_peak_memory_stats": answering(host.reset_peak_rss),
     }
+
+
+def _namespace() -> Iterator[Redirect]:
+    """List the redirects of functions and classes of `torch.cuda`."""
+    import torch
+
+    answers = _answers()
     for kind in ("BFloat16", "Byte", "Double", "Float", "Half", "Int", "Long"):
         answers[f"{kind}Tensor"] = to(getattr(torch, f"{kind}Tensor"))
     for name, make in answers.items():
@@ -202,6 +223,36 @@ def _namespace() -> Iterable[Redirect]:
         yield Redirect(f"torch.cuda:{name}", returning(None), _NO_WORK)
     yield from nvtx_redirects()
     yield Redirect("torch:Tensor.record_stream", returning(None), _NO_WORK)
+
+
+def _accelerator() -> Iterator[Redirect]:
+    """List the redirects of `torch.accelerator`, which torch itself asks.
+
+    The CUDA build of torch names CUDA there, also without a GPU, and believes the answer of
+    `torch.cuda.is_available`, which is ours.
+    """
+    import torch
+
+    from megatron_ext.devices import host
+
+    answers = _answers()
+    found: dict[str, Callable[[Any], object]] = {
+        "is_available": returning(False),
+        "current_accelerator": returning(None),
+        "device_count": returning(0),
+    }
+    for name, make in found.items():
+        yield Redirect(f"torch.accelerator:{name}", make, _NO_ACCELERATOR)
+    host_device = returning(torch.device("cpu"))
+    yield Redirect("torch._C:_get_accelerator", host_device, _NO_ACCELERATOR)
+    # Whoever does not ask first, because torch.cuda is available, gets what torch.cuda answers.
+    asked = {name: answers[name] for name in _ASKED_OF_BOTH}
+    asked["current_device_index"] = answers["current_device"]
+    asked["device_index"] = to(host.DeviceContext)
+    asked |= dict.fromkeys(("empty_cache", "set_device_index", "synchronize"), returning(None))
+    for name, make in asked.items():
+        if hasattr(torch.accelerator, name):  # some are younger than torch 2.7
+            yield Redirect(f"torch.accelerator:{name}", make, _ASKED)
 
 
 def _manual_seed(seed: int) -> None:

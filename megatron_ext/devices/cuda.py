@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from megatron_ext.devices.base import Copies, Redirect, Sharing, TimingEvent
 
-__all__ = ["CudaDevice"]
+__all__ = ["CudaDevice", "why_idle"]
 
 
 class CudaDevice:
@@ -100,3 +100,16 @@ class CudaDevice:
             )
         library = f"libcudart.so.{torch.version.cuda.partition('.')[0]}"
         return RuntimeSharing(torch.cuda, device, library, "cuda")
+
+
+def why_idle() -> str | None:
+    """Say why a CUDA build of torch uses no GPU, in torch's words; None for another build."""
+    import torch
+
+    if (torch.version.cuda is None and torch.version.hip is None) or torch.cuda.is_available():
+        return None
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        return str(error).partition(". ")[0].splitlines()[0].rstrip(".")
+    return "torch sees no GPU"

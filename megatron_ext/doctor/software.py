@@ -111,12 +111,32 @@ def check_device() -> Iterator[Finding]:
         yield fail("device", str(error), "")
         return
     count = count_devices()
-    shown = f"{count} devices" if device.name != "cpu" else "no accelerator is needed"
-    if device.name == "cpu" and count > 0 and devices.requested() == "auto":
-        yield warn(
-            "device",
-            f"cpu, though the drivers show {count} devices",
-            "install the build of torch for them",
-        )
+    collectives = f"{device.name}, collectives by {device.distributed_backend}"
+    if device.name != "cpu":
+        yield ok("device", f"{collectives}, {count} devices")
+    elif devices.requested() != "auto":
+        yield ok("device", f"{collectives}, as asked for")
     else:
-        yield ok("device", f"{device.name}, collectives by {device.distributed_backend}, {shown}")
+        yield _unused(count) or ok("device", f"{collectives}, no accelerator is needed")
+
+
+def _unused(count: int) -> Finding | None:
+    """Say what keeps training from an accelerator, if there is one or torch was built for one.
+
+    Args:
+        count: Devices that the drivers show.
+    """
+    from megatron_ext.devices.cuda import why_idle
+
+    reason = why_idle()
+    if reason is not None:
+        remedy = (
+            "nothing is wrong on a machine without a GPU (MEGATRON_EXT_DEVICE=cpu says so); on "
+        )
+        remedy += "one with a GPU install NVIDIA's driver, until nvidia-smi shows it"
+        shown = f" ({count} in /dev)" if count else ""
+        return warn("device", f"cpu, with a CUDA build of torch: {reason}{shown}", remedy)
+    if count:
+        found = f"cpu, though the drivers show {count} devices"
+        return warn("device", found, "install the build of torch for them")
+    return None

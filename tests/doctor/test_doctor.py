@@ -20,7 +20,7 @@ from megatron_ext.launch.hostfile import Host
 from megatron_ext.launch.plan import Node, Plan
 from megatron_ext.launch.ssh import Ssh
 from megatron_ext.transport import rdma_probe
-from tests.commands import run_package
+from tests.commands import run_package, run_python
 
 if TYPE_CHECKING:
     from megatron_ext.doctor.finding import Finding
@@ -57,6 +57,31 @@ def test_a_failed_check_is_a_line_with_a_remedy_and_exit_code_1(tmp_path: Path) 
     assert "FAIL Megatron-LM tree: MEGATRON_LM_PATH=/nowhere is not a Megatron-LM tree" in (
         done.stdout
     )
+
+
+_NO_DRIVER = """
+import torch
+from tests.devices.cuda_build import is_real
+
+def refuse():
+    raise RuntimeError("Found no NVIDIA driver on your system. Please check that you have one")
+
+if not is_real():
+    torch.version.cuda, torch.cuda.init = "13.0", refuse
+from megatron_ext.doctor.software import check_device
+print(*check_device(), sep="\\n")
+"""
+
+
+def test_a_cuda_build_of_torch_without_a_driver() -> None:
+    done = run_python("-c", _NO_DRIVER, MEGATRON_EXT_DEVICE="auto", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    [line] = done.stdout.splitlines()
+    assert line.startswith("WARN device: cpu, with a CUDA build of torch: Found no NVIDIA driver")
+    assert "MEGATRON_EXT_DEVICE=cpu says so" in line
+    assert "nvidia-smi" in line
+    asked = run_python("-c", _NO_DRIVER, MEGATRON_EXT_DEVICE="cpu")
+    assert asked.stdout == "OK   device: cpu, collectives by gloo, as asked for\n"
 
 
 def hosts_found(*names: str) -> dict[str, Finding]:
