@@ -8,7 +8,9 @@ wires take turns, so that a drift of the machine hits them alike. `shm` has slot
 message, so the receiver gets it without a copy, and where ranks have CPUs of their own it looks for
 messages for 20 us before it sleeps; `shm, asleep` is the same on a host with fewer CPUs than ranks,
 where it sleeps at once; `shm, pieces` has slots of 256 KiB; `tcp` goes through the loop-back
-interface of the host, as gloo does. gloo receives into a tensor that is there already. Beside them
+interface of the host, as gloo does; `tcp, pieces` has slots of 64 KiB, so little room that longer
+messages than 4 MiB have to be allowed on their way. gloo receives into a tensor that is there
+already, and so does `socket`, a bare socket over the same interface. Beside them
 the copy of one thread, which is what a message at least takes: between two pairs of tensors in
 turn, because the two processes touch as much memory. `multiprocessing` is a queue of
 torch.multiprocessing, to a process that one rank starts, with a tensor for each message.
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import sys
 import time
@@ -42,9 +45,12 @@ if TYPE_CHECKING:
     from megatron_ext.transport.address import Wire
     from megatron_ext.transport.base import Transport
 
-SIZES = tuple(1 << bits for bits in (10, 16, 20, 24, 26))
+SIZES = tuple(1 << bits for bits in (10, 16, 20, 24, 26, 28))
 _SLOTS = 8
 _PIECE_BYTES = 1 << 18
+_TCP_PIECE_BYTES = 1 << 16
+_MAX_SHM_BYTES = 1 << 26
+"""Longer messages are not sent through memory: some hosts have too little for their slots."""
 _TIMEOUT_S = 60.0
 _BEGIN, _END = "<!-- transport: begin -->", "<!-- transport: end -->"
 
@@ -87,6 +93,50 @@ class _Gloo:
 
     def close(self) -> None:
         pass
+
+
+class _Socket:
+    """The least that TCP takes: both ends know what comes, and where it belongs."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._buffer = memoryview(bytearray(num_bytes))
+        self._link = _connected_socket(f"socket-{num_bytes}")
+
+    def start(self, count: int) -> None:
+        pass
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self._link.sendall(memoryview(tensor.numpy()))
+
+    def recv(self) -> object:
+        left = self._buffer
+        while left:
+            num_bytes = self._link.recv_into(left)
+            if not num_bytes:
+                raise ConnectionError("the other rank ended the connection")
+            left = left[num_bytes:]
+        return self._buffer
+
+    def finish(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._link.close()
+
+
+def _connected_socket(name: str) -> socket.socket:
+    """Connect the two ranks; rank 0 says in the store where it listens."""
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(_TIMEOUT_S)
+            store.set(name, str(listener.getsockname()[1]))
+            link, _ = listener.accept()
+    else:
+        link = socket.create_connection(("127.0.0.1", int(store.get(name))), _TIMEOUT_S)
+    link.settimeout(_TIMEOUT_S)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return link
 
 
 class Messages:
@@ -246,19 +296,13 @@ def measure(num_bytes: int, rounds: int) -> dict[str, Times]:
     torch.set_num_threads(1)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    wires: dict[str, Exchange] = {
-        "gloo": _Gloo(num_bytes),
-        "shm": Messages(native("shm", num_bytes, f"whole-{num_bytes}")),
-        "shm, asleep": Messages(native("shm", num_bytes, f"asleep-{num_bytes}", 0.0)),
-        "tcp": Messages(native("tcp", num_bytes, f"tcp-{num_bytes}")),
-    }
-    if num_bytes > _PIECE_BYTES:
-        wires["shm, pieces"] = Messages(native("shm", _PIECE_BYTES, f"pieces-{num_bytes}"))
+    wires = _wires(num_bytes)
     tensor = torch.ones(num_bytes, dtype=torch.uint8)
     pairs = [(tensor, torch.zeros_like(tensor)), (tensor.clone(), torch.zeros_like(tensor))]
     count = max(4, min(300, (1 << 26) // num_bytes))
-    times = {name: Times() for name in (*wires, "multiprocessing", "copy")}
-    queues = _Queues(num_bytes, count) if dist.get_rank() == 0 else None
+    alone = ("multiprocessing", "copy") if num_bytes <= _MAX_SHM_BYTES else ()
+    times = {name: Times() for name in (*wires, *alone)}
+    queues = _Queues(num_bytes, count) if alone and dist.get_rank() == 0 else None
     for turn in range(rounds + 1):  # the first one warms up
         take_turns(wires, tensor, count, times if turn > 0 else None)
         dist.barrier()
@@ -273,6 +317,22 @@ def measure(num_bytes: int, rounds: int) -> dict[str, Times]:
     for wire in wires.values():
         wire.close()
     return times
+
+
+def _wires(num_bytes: int) -> dict[str, Exchange]:
+    wires: dict[str, Exchange] = {
+        "gloo": _Gloo(num_bytes),
+        "socket": _Socket(num_bytes),
+        "tcp": Messages(native("tcp", num_bytes, f"tcp-{num_bytes}")),
+    }
+    if num_bytes > _TCP_PIECE_BYTES:
+        wires["tcp, pieces"] = Messages(native("tcp", _TCP_PIECE_BYTES, f"tcp-pieces-{num_bytes}"))
+    if num_bytes <= _MAX_SHM_BYTES:
+        wires["shm"] = Messages(native("shm", num_bytes, f"whole-{num_bytes}"))
+        wires["shm, asleep"] = Messages(native("shm", num_bytes, f"asleep-{num_bytes}", 0.0))
+        if num_bytes > _PIECE_BYTES:
+            wires["shm, pieces"] = Messages(native("shm", _PIECE_BYTES, f"pieces-{num_bytes}"))
+    return wires
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> float:

@@ -32,6 +32,39 @@ class Endpoint::Events final : public LinkEvents {
     int peer_;
 };
 
+/// Tells the links that the caller waits, and at its end that it does so no more.
+class Endpoint::Demand final {
+  public:
+    explicit Demand(Endpoint& endpoint) : endpoint_(endpoint) {}
+    Demand(const Demand&) = delete;
+    Demand& operator=(const Demand&) = delete;
+    ~Demand() {
+        if (told_) {
+            const Lock lock(endpoint_.mutex_);
+            tell(false);
+        }
+    }
+
+    /// Under the endpoint's lock. Links go on by themselves from then on.
+    void begin() {
+        if (!told_) {
+            told_ = true;
+            tell(true);
+        }
+    }
+
+  private:
+    void tell(bool wanted) {
+        for (const auto& [peer, entry] : endpoint_.links_) {
+            Events events(endpoint_, peer);
+            entry.link->demand(wanted, events);
+        }
+    }
+
+    Endpoint& endpoint_;
+    bool told_ = false;
+};
+
 Endpoint::Endpoint(int rank, ArenaSize room, bool checksums)
     : rank_(rank),
       room_(room),
@@ -209,6 +242,7 @@ bool Endpoint::wait_until(Condition condition, Deadline deadline, InterruptCheck
     check_usable();
     std::optional<double> slept_s = 0.0;
     double checked_at_s = 0.0;
+    Demand demand(*this);
     for (double waited_s = 0.0;;) {
         const std::uint32_t seen = bell_->sequence();
         {
@@ -221,10 +255,7 @@ bool Endpoint::wait_until(Condition condition, Deadline deadline, InterruptCheck
             if (condition()) {
                 return true;
             }
-            for (const auto& [peer, entry] : links_) {
-                Events events(*this, peer);
-                entry.link->demand(events);
-            }
+            demand.begin();
         }
         // By the clock, not when nobody rings: rings for something else may come all the time.
         constexpr double kPeriodS = std::chrono::duration<double>(kInterruptPeriod).count();

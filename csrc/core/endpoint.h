@@ -102,6 +102,7 @@ class Endpoint {
 
   private:
     class Events;
+    class Demand;
     /// A link, and whether the service thread moves its messages (or else the caller).
     struct Entry {
         std::shared_ptr<Link> link;

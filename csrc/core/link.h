@@ -93,10 +93,10 @@ class Link {
     /// caller may care about: a message arrived, the last queued send left, the state changed.
     virtual bool progress(LinkEvents& events) = 0;
 
-    /// The caller waits, for whatever may come over this link among others. A link that bounds what
-    /// it takes before it is asked for has to take more now: what the caller waits for may be
-    /// behind it.
-    virtual void demand(LinkEvents&) {}
+    /// The caller waits, for whatever may come over this link among others, or does so no more. A
+    /// link that bounds what it takes before it is asked for has to take more meanwhile, here and
+    /// in progress(): what the caller waits for may be behind it.
+    virtual void demand(bool /*wanted*/, LinkEvents&) {}
 
     virtual PeerState state() const noexcept = 0;
 

@@ -96,6 +96,7 @@ bool TcpReceiver::have_head() {
 std::byte* TcpReceiver::place_of_body() {
     if (head_.magic == kDescriptorMagic) {
         assembly_.check(head_, kTcpPieceBytes);
+        begun_cost_ = received_cost_ + cost_of_message(head_.total_bytes - head_.offset_bytes);
         return assembly_.place(head_);
     }
     const bool known =

@@ -42,6 +42,9 @@ class TcpReceiver {
     /// Cost of all pieces that have come.
     std::uint64_t received_cost() const noexcept { return received_cost_; }
 
+    /// Cost of all that has come when the last message that has begun is complete.
+    std::uint64_t begun_cost() const noexcept { return begun_cost_; }
+
   private:
     std::optional<Found> read_more(int socket, std::uint64_t& budget);
     bool have_head();
@@ -62,6 +65,7 @@ class TcpReceiver {
     std::optional<Message> message_;
     int error_number_ = 0;
     std::uint64_t received_cost_ = 0;
+    std::uint64_t begun_cost_ = 0;
 };
 
 }  // namespace megatron_ext

@@ -19,8 +19,8 @@ namespace megatron_ext {
 namespace {
 
 /// What one call of progress() reads at most, so that the other links and the caller get their
-/// turn.
-constexpr std::uint64_t kReadBytes = std::uint64_t{4} << 20;
+/// turn, and that room is allowed again before the peer has used it up.
+constexpr std::uint64_t kReadBytes = kFirstRoom / 4;
 
 void set_option(int socket, int level, int name, int value) {
     if (::setsockopt(socket, level, name, &value, sizeof(value)) != 0) {
@@ -114,9 +114,7 @@ bool TcpLink::progress(LinkEvents& events) {
     const bool was_queued = sender_.num_queued() != 0;
     next_progress_ = kNever;
     bool changed = receive(events);
-    if (const std::uint64_t released = held_->take_news()) {
-        allow(released + room_);
-    }
+    allow_what_is_due();
     if (const int error_number = write(events)) {
         changed |= receive(events);  // the peer's last words may tell more
         ended_ = true;
@@ -192,9 +190,20 @@ void TcpLink::allow(std::uint64_t cost) {
     }
 }
 
-void TcpLink::demand(LinkEvents& events) {
-    if (allowed_ < receiver_.received_cost() + room_ / 2) {
+void TcpLink::allow_what_is_due() {
+    allow(receiver_.begun_cost());
+    if (const std::uint64_t released = held_->take_news()) {
+        allow(released + room_);
+    }
+    if (demanded_ && allowed_ < receiver_.received_cost() + room_ / 2) {
         allow(receiver_.received_cost() + room_);
+    }
+}
+
+void TcpLink::demand(bool wanted, LinkEvents& events) {
+    demanded_ = wanted;
+    if (wanted) {
+        allow_what_is_due();
         write(events);
     }
 }

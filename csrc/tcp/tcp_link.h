@@ -17,9 +17,10 @@ namespace megatron_ext {
 /// The link to a peer over a TCP connection, for hosts that share no memory and no RDMA network.
 ///
 /// The receiver tells the sender how much it may send, so that what was not asked for takes bounded
-/// memory: it allows as much as its room beyond what was let go again. While the receiver waits it
-/// allows more, because what it waits for may be behind what it does not; so no order of taking
-/// messages stops a sender. Everything else of the peer is read at once, whatever this process
+/// memory: it allows as much as its room beyond what was let go again, and a message that has begun
+/// to its end, because there is memory for all of it from its first piece on. While the receiver
+/// waits it allows more as soon as half of that has come, because what it waits for may be behind
+/// what it does not; so no order of taking messages stops a sender. Everything else of the peer is read at once, whatever this process
 /// does, by the service thread: farewell, end of the connection, death.
 class TcpLink final : public Link {
   public:
@@ -31,7 +32,7 @@ class TcpLink final : public Link {
     void send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
               LinkEvents& events) override;
     bool progress(LinkEvents& events) override;
-    void demand(LinkEvents& events) override;
+    void demand(bool wanted, LinkEvents& events) override;
     PeerState state() const noexcept override { return state_; }
     std::string reason() const override { return reason_; }
     LinkCounts counts() const override;
@@ -48,6 +49,7 @@ class TcpLink final : public Link {
     void take_control();
     Message hold(Message message);
     void allow(std::uint64_t cost);
+    void allow_what_is_due();
     int write(LinkEvents& events);
     void leave_open(PeerState state, const std::string& reason);
     void say(std::uint32_t magic, std::string text) noexcept;
@@ -61,8 +63,9 @@ class TcpLink final : public Link {
     std::uint64_t allowed_ = kFirstRoom;  // cost that the peer may send, from the beginning
     PeerState state_ = PeerState::kOpen;
     std::string reason_;
-    bool ended_ = false;  // nothing more can come
-    bool mute_ = false;   // nothing more can be said
+    bool demanded_ = false;  // the caller waits
+    bool ended_ = false;     // nothing more can come
+    bool mute_ = false;      // nothing more can be said
     Deadline next_progress_ = kNever;
 };
 

@@ -1,3 +1,4 @@
+#include <poll.h>
 #include <sys/socket.h>
 
 #include <cstdint>
@@ -5,6 +6,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -49,9 +51,9 @@ struct Half {
 };
 
 Descriptor piece_of(std::uint64_t sequence, std::uint64_t total_bytes, std::uint64_t offset_bytes,
-                    std::uint64_t piece_bytes) {
+                    std::uint64_t piece_bytes, std::uint64_t tag = 7) {
     MessageInfo info;
-    info.tag = 7;
+    info.tag = tag;
     info.num_bytes = total_bytes;
     return describe_piece(info, sequence, offset_bytes, piece_bytes, nullptr, false);
 }
@@ -100,13 +102,66 @@ TEST(a_receiver_allows_more_when_messages_are_let_go_or_when_it_waits) {
     first.reset();
     second.reset();  // a quarter of the room is free again: worth a frame
     CHECK_EQ(half.read_head().total_bytes, kFirstRoom + 2 * cost_of_message(kBytes));
+    // What is kept fills the room, and nobody ever takes it.
+    std::thread waiter([&] { CHECK(half.endpoint.take(1, 8, kForEver, nullptr)); });
     for (std::uint64_t i = 4; i < 10; ++i) {
         const Descriptor head = piece_of(i, kBytes, 0, kBytes);
         half.write(&head, sizeof(head));
         half.write(bytes.data(), kBytes);
     }
-    CHECK(!half.endpoint.take(1, 8, deadline_after(0.5), nullptr));  // what is kept fills the room
-    CHECK(half.read_head().total_bytes >= kFirstRoom + 7 * cost_of_message(kBytes));
+    while (half.read_head().total_bytes < kFirstRoom + 7 * cost_of_message(kBytes)) {
+    }
+    const Descriptor last = piece_of(10, 0, 0, 0, 8);
+    half.write(&last, sizeof(last));
+    waiter.join();
+}
+
+TEST(a_message_that_has_begun_is_allowed_to_its_end_though_nobody_waits) {
+    Half half;
+    constexpr std::uint64_t kTotalBytes = 10 * kFirstRoom;
+    const Descriptor head = piece_of(0, kTotalBytes, 0, kTcpPieceBytes);
+    half.write(&head, sizeof(head));
+    CHECK_EQ(half.read_head().total_bytes, cost_of_message(kTotalBytes));
+}
+
+TEST(a_link_allows_more_by_itself_while_the_caller_waits) {
+    struct Arrivals final : LinkEvents {
+        void arrived(Message message) override { kept.push_back(std::move(message)); }
+        void sent(std::shared_ptr<void>) override {}
+        std::vector<Message> kept;
+    } arrivals;
+    auto [mine, socket] = connected_sockets(Wire::kTcp);
+    const Endpoint endpoint(0, {2, 64}, false);
+    TcpLink waiting(endpoint.context(1), std::move(mine), 5.0);
+    constexpr std::uint64_t kBytes = kTcpPieceBytes;
+    const std::vector<char> bytes(kBytes);
+    std::uint64_t num_sent = 0;
+    const auto give = [&, &to = socket](std::uint64_t num_pieces) {
+        for (const std::uint64_t end = num_sent + num_pieces; num_sent < end;) {
+            const Descriptor head = piece_of(num_sent++, kBytes, 0, kBytes);
+            CHECK(::send(to.get(), &head, sizeof(head), 0) == sizeof(head));
+            CHECK(::send(to.get(), bytes.data(), kBytes, 0) == static_cast<ssize_t>(kBytes));
+            while (arrivals.kept.size() < num_sent) {
+                pollfd entry{waiting.descriptors().at(0), POLLIN, 0};
+                CHECK(::poll(&entry, 1, -1) == 1);
+                waiting.progress(arrivals);
+            }
+        }
+    };
+    const auto read_room = [&, &from = socket] {  // 0 if there is none
+        Descriptor head{};
+        const ssize_t num_bytes = ::recv(from.get(), &head, sizeof(head), MSG_DONTWAIT);
+        return num_bytes < 0 ? std::uint64_t{0} : head.total_bytes;
+    };
+    waiting.demand(true, arrivals);
+    constexpr std::uint64_t kHalf = kFirstRoom / 2 / kBytes;
+    give(kHalf - 1);
+    CHECK_EQ(read_room(), 0U);
+    give(1);
+    CHECK_EQ(read_room(), kHalf * cost_of_piece(kBytes) + kFirstRoom);
+    waiting.demand(false, arrivals);
+    give(kHalf + 1);
+    CHECK_EQ(read_room(), 0U);
 }
 
 TEST(what_is_no_frame_ends_the_endpoint) {

@@ -8,13 +8,17 @@ import torch
 from benchmarks import gpu_transport, transport
 from tests.ranks import run_ranks
 
+TCP = ["tcp", "tcp, pieces"]
+ALONE = ["multiprocessing", "copy"]
+
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(
     ("num_bytes", "wires"),
     [
-        (1 << 10, ["gloo", "shm", "shm, asleep", "tcp", "multiprocessing", "copy"]),
-        (1 << 24, ["gloo", "shm", "shm, asleep", "tcp", "shm, pieces", "multiprocessing", "copy"]),
+        (1 << 10, ["gloo", "socket", "tcp", "shm", "shm, asleep", *ALONE]),
+        (1 << 24, ["gloo", "socket", *TCP, "shm", "shm, asleep", "shm, pieces", *ALONE]),
+        (1 << 27, ["gloo", "socket", *TCP]),
     ],
 )
 def test_every_wire_has_a_row(num_bytes, wires) -> None:
