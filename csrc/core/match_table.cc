@@ -1,14 +1,13 @@
 #include "core/match_table.h"
 
-#include <algorithm>
 #include <utility>
 
 namespace megatron_ext {
 
 void MatchTable::add(int source, Message message) {
     const Arrival arrival{source, message.info.tag};
-    messages_.emplace(arrival, std::move(message));
-    news_.push_back(arrival);
+    messages_.emplace(arrival, Entry{std::move(message), num_added_});
+    news_.emplace_hint(news_.end(), num_added_++, arrival);
 }
 
 std::optional<Message> MatchTable::take(int source, std::uint64_t tag) {
@@ -17,24 +16,25 @@ std::optional<Message> MatchTable::take(int source, std::uint64_t tag) {
     if (found == messages_.end() || !(found->first == arrival)) {
         return std::nullopt;
     }
-    Message message = std::move(found->second);
+    Entry entry = std::move(found->second);
     messages_.erase(found);
-    const auto news = std::find(news_.begin(), news_.end(), arrival);
-    if (news != news_.end()) {
-        news_.erase(news);
-    }
-    return message;
+    news_.erase(entry.number);
+    return std::move(entry.message);
 }
 
 std::vector<Arrival> MatchTable::take_news() {
-    std::vector<Arrival> result(news_.begin(), news_.end());
+    std::vector<Arrival> result;
+    result.reserve(news_.size());
+    for (const auto& [number, arrival] : news_) {
+        result.push_back(arrival);
+    }
     news_.clear();
     return result;
 }
 
 std::size_t MatchTable::count(int source) const {
     std::size_t result = 0;
-    for (const auto& [arrival, message] : messages_) {
+    for (const auto& [arrival, entry] : messages_) {
         result += arrival.source == source ? 1 : 0;
     }
     return result;

@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <optional>
 #include <vector>
@@ -41,9 +40,15 @@ class MatchTable {
     std::size_t count(int source) const;
 
   private:
+    struct Entry {
+        Message message;
+        std::uint64_t number;  ///< counts all that was added
+    };
+
     /// Those of one name stand in the order of their arrival.
-    std::multimap<Arrival, Message> messages_;
-    std::deque<Arrival> news_;
+    std::multimap<Arrival, Entry> messages_;
+    std::map<std::uint64_t, Arrival> news_;  ///< by number: taken from in any order, too
+    std::uint64_t num_added_ = 0;
 };
 
 }  // namespace megatron_ext

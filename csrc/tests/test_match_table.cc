@@ -38,6 +38,18 @@ TEST(equal_tags_keep_their_order) {
     }
 }
 
+TEST(taking_does_not_look_through_what_is_new) {
+    MatchTable table;
+    constexpr std::uint64_t kMessages = 500000;  // looking through them takes minutes
+    for (std::uint64_t tag = 0; tag < kMessages; ++tag) {
+        table.add(0, message(tag, 0));
+    }
+    for (std::uint64_t tag = kMessages; tag-- > 1;) {
+        CHECK(table.take(0, tag));
+    }
+    CHECK((table.take_news() == std::vector<Arrival>{{0, 0}}));
+}
+
 TEST(news_are_told_once_and_only_while_they_are_here) {
     MatchTable table;
     CHECK(!table.has_news());
