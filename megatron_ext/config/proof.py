@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megatron_ext.config import stages
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate
+from megatron_ext.schedules.queues import check_queues
 from megatron_ext.schedules.representation.validation import validate
 
 if TYPE_CHECKING:
@@ -20,13 +21,16 @@ __all__ = ["prove"]
 def prove(args: Namespace, choice: Choice, sizes: Sizes) -> None:
     """Make and validate the table of every batch size of the run.
 
+    Over torch.distributed messages may be matched by their order, so there that is proved as well.
+
     Args:
         args: Parsed arguments, to name remedies in their terms.
         choice: Of the run.
         sizes: Its batch sizes.
 
     Raises:
-        ScheduleError: There is no table for one of them; says which flags would do.
+        ScheduleError: There is no table for one of them; says which flags would do. Or the ranks
+            of one would wait for each other.
     """
     if choice.name.startswith(CSV_PREFIX):
         _check_file(choice, sizes)
@@ -37,6 +41,8 @@ def prove(args: Namespace, choice: Choice, sizes: Sizes) -> None:
                 f"--pipeline-schedule {choice.name} with {sizes.explained(global_batch)}: {error}"
                 f"{_remedies(args, choice, sizes, count)}"
             )
+        if choice.transport == "torch":
+            check_queues(choice.schedule(count))
 
 
 def _mistake(choice: Choice, count: int) -> ScheduleError | None:

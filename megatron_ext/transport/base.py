@@ -45,6 +45,10 @@ class Expected(NamedTuple):
     shape: tuple[int, ...] | None
     """None: only the sender knows it."""
     dtype: torch.dtype
+    after: int = 0
+    """Calls of `isend` and `recv` that its receiver makes in this step before it is the turn of
+    this message in the order that all ranks share (`schedules/queues.py`). Wires whose receives
+    have to be started in one order with sends use this."""
 
 
 @dataclass
@@ -68,8 +72,9 @@ class Transport(Protocol):
         """Start a step, and say what will arrive in it.
 
         Args:
-            expected: Everything, in the order in which each source sends it. Wires that cannot take
-                a message without knowing its size, or before room for it was posted, use this.
+            expected: Everything, in the order in which each source sends it, and with `after` in
+                ascending order. Wires that cannot take a message without knowing its size, or
+                before room for it was posted, use this.
             slots: Messages of one kind that one rank may have sent to another and that were not
                 received yet. With so many no send waits, whatever the timing (see
                 `schedules/memory.py`), so it is the room that a wire needs.

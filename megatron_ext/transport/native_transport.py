@@ -196,7 +196,7 @@ class NativeTransport:
         expected = self._expected.get(name)
         if expected is None:
             raise TransportError(f"{key} is not expected from rank {source} in this step")
-        _, _, shape, dtype = expected
+        shape, dtype = expected.shape, expected.dtype
         message = endpoint.take(source, tag, timeout_s, CAPSULE_CODE_OF.get(dtype, 0))
         if message is None:
             what = f"{key} did not come from rank {source}: {self._waited(endpoint)}"

@@ -1,11 +1,15 @@
 """The transport over torch.distributed's own point-to-point operations: gloo, NCCL, MCCL.
 
-Receives are posted ahead, in the order in which each source sends, so that a send finds its room.
+Receives are started in the order that all ranks share (`schedules/queues.py`), each as soon as the
+sends and receives before it were.
+
 gloo matches messages by tag. NCCL and MCCL ignore tags and run the operations of one communicator
-one after the other, so there each direction and kind of each pair gets a communicator of its own.
+one after the other, so there each direction of each pair gets a communicator of its own. Their
+waits hold up the device and not the host; if a message does not come, the time-out of the group
+ends the process.
 
 What this wire cannot do is tell whether a message is there before it waits for it, so it serves
-static schedules only. And a wait on gloo that times out breaks the group, so that is final.
+static schedules only. And a wait that times out breaks the group, so that is final.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -22,16 +27,15 @@ import torch.distributed as dist
 
 from megatron_ext.errors import TransportError
 from megatron_ext.transport.base import Expected, Key, Stats
+from megatron_ext.transport.pairs import Pair, groups_of_pairs
 
 __all__ = ["Channel", "TorchTransport"]
 
-_AHEAD = 2
-"""Receives that are posted on each channel before they are asked for."""
 _MAX_DIMS = 7
 
 
 class Channel(NamedTuple):
-    """One direction and kind of traffic between two global ranks: a queue of messages."""
+    """One direction and kind of traffic between two global ranks."""
 
     source: int
     target: int
@@ -46,14 +50,7 @@ class _Posted:
     tensor: torch.Tensor
     """What arrives: the message, or the header that gives its shape."""
     expected: Expected
-
-
-@dataclass
-class _Inbound:
-    """The receiving end of a channel: what is still to be posted and what is under way."""
-
-    waiting: deque[Expected] = field(default_factory=deque)
-    posted: dict[Key, _Posted] = field(default_factory=dict)
+    is_header: bool
 
 
 class TorchTransport:
@@ -62,9 +59,11 @@ class TorchTransport:
     Args:
         group: Group of all ranks that exchange messages.
         device: Where received tensors are made.
-        channels: All channels that this rank has an end of. Where tags are ignored, every rank of a
-            channel must name it at the same time, since a communicator is made for it.
+        channels: All channels that this rank has an end of.
+        timeout_s: How long an operation may last; gloo has that of each `recv` besides.
         shapes_travel: Whether each message is preceded by its shape. Both ends must agree.
+
+    All ranks of the job make their transports at the same time, and all together.
     """
 
     def __init__(
@@ -73,84 +72,88 @@ class TorchTransport:
         device: torch.device,
         channels: Iterable[Channel],
         *,
+        timeout_s: float,
         shapes_travel: bool = False,
     ) -> None:
         self._device = device
         self._shapes_travel = shapes_travel
+        self._timeout_s = timeout_s
         self._matches_tags = dist.get_backend(group) == dist.Backend.GLOO
-        self._groups = self._connect(group, sorted(set(channels)))
-        self._inbound: dict[Channel, _Inbound] = defaultdict(_Inbound)
-        self._sent: dict[Channel, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
+        self._one_by_one = shapes_travel and not self._matches_tags
+        """Whether a shape has to be known here before anything else is received from its source:
+        then a receive is started by the next call, since what was computed before has begun."""
         self._me = dist.get_rank()
+        self._groups = self._connect(group, {(channel[0], channel[1]) for channel in channels})
+        self._waiting: deque[Expected] = deque()
+        """Receives of this step that were not started yet."""
+        self._posted: dict[tuple[int, Key], _Posted] = {}
+        """By source."""
+        self._sent: dict[Pair, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
         self._slots = 1
         self._step = 0
+        self._calls = 0
+        """Of `isend` and `recv` in this step."""
         wire = f"torch.distributed, {dist.get_backend(group)}"
-        peers = {rank for channel in self._groups for rank in channel[:2]} - {self._me}
+        peers = {rank for pair in self._groups for rank in pair} - {self._me}
         self._stats = Stats(wires=dict.fromkeys(peers, wire))
 
     def _connect(
-        self, group: dist.ProcessGroup, channels: Sequence[Channel]
-    ) -> Mapping[Channel, dist.ProcessGroup]:
-        """One group for all channels, or one for each, connected in the same order everywhere."""
+        self, group: dist.ProcessGroup, pairs: set[Pair]
+    ) -> Mapping[Pair, dist.ProcessGroup]:
+        """One group for all, or one for each source and target, in the same order everywhere."""
         if self._matches_tags:
-            return dict.fromkeys(channels, group)
-        groups = {}
-        for channel in channels:
-            ends = sorted({channel.source, channel.target})
-            groups[channel] = dist.new_group(ends, use_local_synchronization=True)
+            return dict.fromkeys(pairs, group)
+        groups = groups_of_pairs(pairs, self._timeout_s)
+        for (source, target), made in sorted(groups.items(), key=itemgetter(0)):
             # Communicators are made at first use, which waits for the other end: do that now.
             probe = torch.zeros(1, device=self._device)
-            if channel.source == dist.get_rank():
-                dist.send(probe, channel.target, groups[channel])
+            if source == self._me:
+                dist.send(probe, target, made)
             else:
-                dist.recv(probe, channel.source, groups[channel])
+                dist.recv(probe, source, made)
         return groups
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        """Start a step: post the first receives of each channel."""
-        left = [key for inbound in self._inbound.values() for key in inbound.posted]
-        if left:
-            raise TransportError(f"{left[0]} of the step before was never received")
+        """Start a step, and the receives that come before all else."""
+        if self._posted or self._waiting:
+            left = [*self._posted, *((item.source, item.key) for item in self._waiting)]
+            raise TransportError(f"{left[0][1]} of the step before was never received")
         self._slots = max(slots, 1)
         self._step += 1
-        for item in expected:
-            self._inbound[self._channel_from(item.source, item.key)].waiting.append(item)
-        for channel in self._inbound:
-            for _ in range(_AHEAD):
-                self._post_next(channel)
+        self._calls = 0
+        self._waiting.extend(expected)
+        if not self._one_by_one:
+            self._post_due()
 
     def isend(self, tensor: torch.Tensor, target: int, key: Key) -> None:
         """Send a tensor; its storage is kept until it has left."""
-        channel = Channel(self._me, target, key.kind)
+        if self._one_by_one:
+            self._post_due()
+        pair = (self._me, target)
         # An alias: the caller may swap the `data` of its own tensor to free the output.
         tensor = tensor.detach().contiguous()
         if self._shapes_travel:
-            self._start_send(channel, self._header(tensor), key, is_header=True)
-        self._start_send(channel, tensor, key)
+            self._start_send(pair, self._header(tensor), key, is_header=True)
+        self._start_send(pair, tensor, key)
         self._stats.messages += 1
         self._stats.bytes += tensor.nbytes
-        sent = self._sent[channel]
-        limit = self._slots * (2 if self._shapes_travel else 1)
-        while len(sent) > limit:  # these have been received, or the receiver would hold too much
-            self._wait_sent(channel, sent.popleft()[0], None)
+        self._forget_sent(pair)
+        self._count_call()
 
     def recv(self, source: int, key: Key, timeout_s: float) -> torch.Tensor:
-        """Return a tensor when it is there, and post the next receive of its channel."""
-        channel = self._channel_from(source, key)
-        inbound = self._inbound[channel]
-        while key not in inbound.posted:
-            if not inbound.waiting:
+        """Return a tensor when it is there, or when the device will have it."""
+        if self._one_by_one:
+            self._post_due()
+        while (source, key) not in self._posted:
+            if not self._waiting:
                 raise TransportError(f"{key} is not expected from rank {source} in this step")
-            self._post_next(channel)
-        posted = inbound.posted.pop(key)
-        self._wait(posted.work, source, key, timeout_s)
-        tensor = posted.tensor
-        if self._shapes_travel:
-            tensor = self._empty(self._shape(posted.tensor), posted.expected.dtype)
-            work = self._start_recv(channel, tensor, key)
-            self._wait(work, source, key, timeout_s)
-        self._post_next(channel)
-        return tensor
+            self._post(self._waiting.popleft())
+        posted = self._posted.pop((source, key))
+        if posted.is_header:
+            posted = self._post_message(posted, timeout_s)
+        self._count_call()
+        self._wait(posted, timeout_s)
+        return posted.tensor
 
     def poll(self, timeout_s: float) -> Sequence[Key]:
         """Raise: torch.distributed cannot say what has arrived."""
@@ -161,13 +164,14 @@ class TorchTransport:
 
     def flush(self, timeout_s: float) -> None:
         """Wait until every tensor sent has left."""
-        for channel, sent in self._sent.items():
+        for pair, sent in self._sent.items():
             while sent:
-                self._wait_sent(channel, sent.popleft()[0], timeout_s)
+                self._wait_sent(pair, sent.popleft()[0], timeout_s)
 
     def abort(self, reason: str) -> None:
         """Drop what is under way. Peers notice by their time-outs, or when this process ends."""
-        self._inbound.clear()
+        self._waiting.clear()
+        self._posted.clear()
         self._sent.clear()
 
     def close(self) -> None:
@@ -182,39 +186,60 @@ class TorchTransport:
         """Return what was done so far."""
         return self._stats
 
-    def _channel_from(self, source: int, key: Key) -> Channel:
-        return Channel(source, self._me, key.kind)
+    def _count_call(self) -> None:
+        self._calls += 1
+        if not self._one_by_one:
+            self._post_due()
 
-    def _post_next(self, channel: Channel) -> None:
-        inbound = self._inbound[channel]
-        if not inbound.waiting:
+    def _post_due(self) -> None:
+        """Start the receives whose turn has come."""
+        while self._waiting and self._waiting[0].after <= self._calls:
+            self._post(self._waiting.popleft())
+
+    def _post(self, item: Expected) -> None:
+        source, key, shape, dtype, _ = item
+        if not self._shapes_travel:
+            if shape is None:
+                raise TransportError(f"{key}: shapes do not travel on this transport, name it")
+            self._posted[source, key] = self._start_recv(item, self._empty(shape, dtype))
             return
-        item = inbound.waiting.popleft()
-        if self._shapes_travel:
-            tensor = self._empty((1 + _MAX_DIMS,), torch.int64)
-        elif item.shape is None:
-            raise TransportError(f"{item.key}: shapes do not travel on this transport, name it")
-        else:
-            tensor = self._empty(item.shape, item.dtype)
-        work = self._start_recv(channel, tensor, item.key, is_header=self._shapes_travel)
-        inbound.posted[item.key] = _Posted(work, tensor, item)
+        header = self._empty((1 + _MAX_DIMS,), torch.int64)
+        posted = self._start_recv(item, header, is_header=True)
+        if self._one_by_one:
+            posted = self._post_message(posted, self._timeout_s)
+        self._posted[source, key] = posted
+
+    def _post_message(self, header: _Posted, timeout_s: float) -> _Posted:
+        """Wait for a header, and start to receive the message that it announces."""
+        self._wait(header, timeout_s)
+        ndim, *shape = header.tensor.tolist()
+        message = self._empty(tuple(shape[:ndim]), header.expected.dtype)
+        return self._start_recv(header.expected, message)
 
     def _start_send(
-        self, channel: Channel, tensor: torch.Tensor, key: Key, *, is_header: bool = False
+        self, pair: Pair, tensor: torch.Tensor, key: Key, *, is_header: bool = False
     ) -> None:
-        work = dist.isend(
-            tensor, channel.target, self._groups[channel], tag=self._tag(key, is_header)
-        )
+        work = dist.isend(tensor, pair[1], self._groups[pair], tag=self._tag(key, is_header))
         assert work is not None
-        self._sent[channel].append((work, tensor))
+        self._sent[pair].append((work, tensor))
 
     def _start_recv(
-        self, channel: Channel, tensor: torch.Tensor, key: Key, *, is_header: bool = False
-    ) -> dist.Work:
-        tag = self._tag(key, is_header)
-        work = dist.irecv(tensor, channel.source, self._groups[channel], tag=tag)
+        self, item: Expected, tensor: torch.Tensor, *, is_header: bool = False
+    ) -> _Posted:
+        group = self._groups[item.source, self._me]
+        work = dist.irecv(tensor, item.source, group, tag=self._tag(item.key, is_header))
         assert work is not None
-        return work
+        return _Posted(work, tensor, item, is_header)
+
+    def _forget_sent(self, pair: Pair) -> None:
+        """Give up what has left; wait for what was received long ago, or nothing bounds it."""
+        sent = self._sent[pair]
+        while sent and sent[0][0].is_completed():
+            sent.popleft()
+        # Both kinds, and their headers.
+        limit = 2 * self._slots * (2 if self._shapes_travel else 1)
+        while len(sent) > limit:
+            self._wait_sent(pair, sent.popleft()[0], None)
 
     def _tag(self, key: Key, is_header: bool) -> int:
         """31 bits: two steps apart, the same tag is free again. Never 0, which others use."""
@@ -235,38 +260,39 @@ class TorchTransport:
         header = [tensor.ndim, *tensor.shape, *padding]
         return torch.tensor(header, dtype=torch.int64, device=self._device)
 
-    def _shape(self, header: torch.Tensor) -> tuple[int, ...]:
-        ndim, *shape = header.tolist()
-        return tuple(shape[:ndim])
-
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
-    def _wait_sent(self, channel: Channel, work: dist.Work, timeout_s: float | None) -> None:
+    def _wait_sent(self, pair: Pair, work: dist.Work, timeout_s: float | None) -> None:
         """Wait until a tensor has left; without a time-out of its own, that of the group holds."""
         begin = time.perf_counter()
         try:
-            if timeout_s is None:
-                work.wait()
-            else:
-                work.wait(timedelta(seconds=timeout_s))
+            self._wait_work(work, timeout_s)
         except RuntimeError as error:
             raise TransportError(
-                f"rank {channel.target} did not take what rank {channel.source} sent it: waited "
+                f"rank {pair[1]} did not take what rank {pair[0]} sent it: waited "
                 f"{time.perf_counter() - begin:.1f} s; {_first_line(error)}"
             ) from error
 
-    def _wait(self, work: dist.Work, source: int, key: Key, timeout_s: float) -> None:
+    def _wait(self, posted: _Posted, timeout_s: float) -> None:
         begin = time.perf_counter()
         try:
-            work.wait(timedelta(seconds=timeout_s))
+            self._wait_work(posted.work, timeout_s)
         except RuntimeError as error:
             waited_s = time.perf_counter() - begin
+            limit_s = timeout_s if self._matches_tags else self._timeout_s
             raise TransportError(
-                f"{key} did not come from rank {source}: waited {waited_s:.1f} s of "
-                f"{timeout_s:g} s; {_first_line(error)}"
+                f"{posted.expected.key} did not come from rank {posted.expected.source}: waited "
+                f"{waited_s:.1f} s of {limit_s:g} s; {_first_line(error)}"
             ) from error
         self._stats.waited_s += time.perf_counter() - begin
+
+    def _wait_work(self, work: dist.Work, timeout_s: float | None) -> None:
+        """Wait; where the device waits instead, a time-out would make the host poll it."""
+        if timeout_s is None or not self._matches_tags:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=timeout_s))
 
 
 def _first_line(error: Exception) -> str:

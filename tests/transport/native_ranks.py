@@ -96,7 +96,7 @@ def exchange(transport: NativeTransport, num_messages: int, seed: int) -> int:
     mine = [item for item in plan if item.source == me]
     own_order = random.Random(1000 * seed + me)
     own_order.shuffle(mine)
-    for _, key, shape, dtype in mine:
+    for _, key, shape, dtype, _ in mine:
         assert shape is not None
         tensor = tensor_of(key, me, shape, dtype)
         transport.isend(tensor, key.stage, key)
@@ -104,13 +104,13 @@ def exchange(transport: NativeTransport, num_messages: int, seed: int) -> int:
     inbound = [item for item in plan if item.key.stage == me]
     own_order.shuffle(inbound)
     kept = []  # held to the end, so slots run out
-    for source, key, shape, dtype in inbound:
+    for source, key, shape, dtype, _ in inbound:
         assert shape is not None
         received = transport.recv(source, key, LONG_S)
         assert equal(received, tensor_of(key, source, shape, dtype)), f"{key} from rank {source}"
         kept.append(received)
     transport.flush(LONG_S)
-    for tensor, (source, key, shape, dtype) in zip(kept, inbound, strict=True):
+    for tensor, (source, key, shape, dtype, _) in zip(kept, inbound, strict=True):
         assert shape is not None
         assert equal(tensor, tensor_of(key, source, shape, dtype))
     return len(kept)

@@ -67,11 +67,11 @@ def _exchange_in_orders(wire: Wire, exchanges: list[Exchange]) -> None:
     for sizes, orders in exchanges:
         plan = [Expected(peer, Key("F", 0, i), (n,), torch.uint8) for i, n in enumerate(sizes)]
         transport.begin(plan, 1)
-        for _, key, shape, dtype in plan:
+        for _, key, shape, dtype, _ in plan:
             assert shape is not None
             transport.isend(tensor_of(key, rank(), shape, dtype), peer, key)
         for number in orders[rank()]:
-            source, key, shape, dtype = plan[number]
+            source, key, shape, dtype, _ = plan[number]
             assert shape is not None
             assert equal(transport.recv(source, key, LONG_S), tensor_of(key, source, shape, dtype))
         transport.flush(LONG_S)

@@ -20,7 +20,11 @@ def _open(*, shapes_travel: bool = False) -> TorchTransport:
     channels = [Channel(source, target, kind) for source, target in pairs for kind in "FB"]
     assert dist.group.WORLD is not None
     return TorchTransport(
-        dist.group.WORLD, torch.device("cpu"), channels, shapes_travel=shapes_travel
+        dist.group.WORLD,
+        torch.device("cpu"),
+        channels,
+        timeout_s=30,
+        shapes_travel=shapes_travel,
     )
 
 
@@ -115,6 +119,7 @@ def _misuse() -> None:
             dist.group.WORLD,  # type: ignore[arg-type]
             torch.device("cpu"),
             [Channel(peer, me, "F")],
+            timeout_s=30,
         ).begin([Expected(peer, Key("F", 0, 0), None, torch.float32)], slots=1)
     transport.isend(_value(key), peer, key)
     assert torch.equal(transport.recv(peer, key, 30), _value(key))

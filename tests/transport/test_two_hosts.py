@@ -81,9 +81,9 @@ def _exchange(transport: NativeTransport, peer: int) -> None:
         Expected(peer, key, shape, torch.float32) for key, shape in zip(keys, shapes, strict=True)
     ]
     transport.begin(plan, len(plan))
-    for _, key, shape, _ in plan:
+    for _, key, shape, *_ in plan:
         transport.isend(torch.full(shape, key.microbatch + 0.5), peer, key)
-    for _, key, _, _ in reversed(plan):
+    for _, key, *_ in reversed(plan):
         received = transport.recv(peer, key, _LONG_S)
         assert bool((received == key.microbatch + 0.5).all())
     transport.flush(_LONG_S)

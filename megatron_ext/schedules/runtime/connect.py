@@ -60,7 +60,13 @@ def open_transport(
     if choice.transport == "torch":
         shapes_travel = None in known
         assert dist.group.WORLD is not None
-        return TorchTransport(dist.group.WORLD, device, channels, shapes_travel=shapes_travel)
+        return TorchTransport(
+            dist.group.WORLD,
+            device,
+            channels,
+            timeout_s=choice.timeout_s,
+            shapes_travel=shapes_travel,
+        )
     me = dist.get_rank()
     # The number of the transport: a process that parses its arguments twice opens two.
     job = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))

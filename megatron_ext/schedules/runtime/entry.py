@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +33,7 @@ from megatron_ext.schedules.runtime.split import SPLIT
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.runtime.tables import Table, check_agreement, make_table
 from megatron_ext.trace.observed import observed_compute, observed_transport
+from megatron_ext.transport.pairs import groups_of_pairs
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -128,6 +128,8 @@ class _Runtime:
     peers: Peers
     agreement: Agreement | None
     """Who decides; None: every rank runs the order of the table."""
+    exchange: TwinExchange | None
+    """Where micro-batches of the twin are run."""
     measured: Measured = field(default_factory=Measured)
     _tables: dict[tuple[int, bool], Table] = field(default_factory=dict)
     _programs: dict[int, tuple[Table, Shapes, Program]] = field(default_factory=dict)
@@ -138,14 +140,9 @@ class _Runtime:
         placement = self.choice.placement
         crossed = map(placement.is_crossed, placement.stages_of[self.groups.pp.rank()])
         return [
-            MicrobatchData(iterator, self._exchange if is_crossed else None)
+            MicrobatchData(iterator, self.exchange if is_crossed else None)
             for iterator, is_crossed in zip(iterators, crossed, strict=True)
         ]
-
-    @cached_property
-    def _exchange(self) -> TwinExchange:
-        assert self.peers.twin is not None
-        return TwinExchange(dist.get_rank(), self.peers.twin)
 
     def table(self, num_microbatches: int, *, backward: bool) -> Table:
         """Return the table for a number of micro-batches; all ranks compare it when it is new."""
@@ -264,8 +261,23 @@ def _runtime(
     transport = observed_transport(
         open_transport(choice, device, channels, shapes, config.pipeline_dtype)
     )
-    _runtimes[key] = _Runtime(choice, groups, device, transport, peers, agreement)
+    exchange = _exchange(choice, peers, groups.pp.rank())
+    _runtimes[key] = _Runtime(choice, groups, device, transport, peers, agreement, exchange)
     return _runtimes[key]
+
+
+def _exchange(choice: Choice, peers: Peers, rank: int) -> TwinExchange | None:
+    """Connect twins that run each other's micro-batches. Collective over all ranks of the job."""
+    placement = choice.placement
+    if not placement.twin_hops:
+        return None
+    pairs = []
+    if any(map(placement.is_crossed, placement.stages_of[rank])):
+        assert peers.twin is not None
+        low, high = sorted((peers.pipeline[rank], peers.twin))
+        pairs = [(low, high)]
+    groups = groups_of_pairs(pairs, choice.timeout_s)
+    return TwinExchange(groups[pairs[0]]) if pairs else None
 
 
 def _agreement(

@@ -8,7 +8,6 @@ stage. Here every micro-batch gets its own item, whatever was run before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -58,17 +57,15 @@ class MicrobatchData:
 
 
 class TwinExchange:
-    """Swaps data with the twin, which runs the same actions and so asks at the same time."""
+    """Swaps data with the twin, which runs the same actions and so asks at the same time.
 
-    def __init__(self, me: int, twin: int) -> None:
-        self._ranks = sorted((me, twin))
-        self._theirs = self._ranks.index(twin)
+    Args:
+        group: Of the two.
+    """
 
-    @cached_property
-    def _group(self) -> dist.ProcessGroup:
-        """Made at the first use: most models read no data on the stages in question."""
-        group: dist.ProcessGroup = dist.new_group(self._ranks, use_local_synchronization=True)
-        return group
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._theirs = 1 - group.rank()
 
     def __call__(self, item: Any) -> Any:
         """Return the twin's item for this one. Collective over both."""

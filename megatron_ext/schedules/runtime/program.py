@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.schedules.representation.messages import Operation, Tag, Transfer
@@ -68,6 +69,7 @@ class Program:
 
     works: tuple[Work, ...]
     expected: tuple[Expected, ...]
+    """In the order that all ranks share."""
 
 
 def make_program(table: Table, peers: Peers, shapes: Shapes, dtype: torch.dtype) -> Program:
@@ -79,13 +81,27 @@ def make_program(table: Table, peers: Peers, shapes: Shapes, dtype: torch.dtype)
         shapes: Of what it receives: activations (F) and gradients (B).
         dtype: Of these tensors.
     """
+    works = tuple(_work(operation, peers, shapes) for operation in table.operations)
+    leads = peers.twin is None or peers.pipeline[table.rank] < peers.twin
+    calls = _calls_before(works)
     expected = (
-        Expected(peers.of(transfer), Key(*transfer.tag, part), shape, dtype)
-        for transfer in table.arrivals
-        for part, shape in enumerate(shapes[transfer.tag.kind])
+        Expected(
+            peers.of(post.transfer),
+            Key(*post.transfer.tag, part),
+            shape,
+            dtype,
+            calls[post.before] + (len(works[post.before].arriving) if post.taken else 0),
+        )
+        for post in table.order.posts(table.rank, leads=leads)
+        for part, shape in enumerate(shapes[post.transfer.tag.kind])
     )
-    works = (_work(operation, peers, shapes) for operation in table.operations)
-    return Program(tuple(works), tuple(expected))
+    return Program(works, tuple(expected))
+
+
+def _calls_before(works: Sequence[Work]) -> list[int]:
+    """Return how many messages are taken and sent before each action, and before the end."""
+    each = (len(work.arriving) + len(work.leaving) for work in works)
+    return list(accumulate(each, initial=0))
 
 
 def _work(operation: Operation, peers: Peers, shapes: Shapes) -> Work:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.queues import MessageOrder
 from megatron_ext.schedules.representation.forward_only import forward_only, slots_for_forward
 from megatron_ext.schedules.representation.messages import (
     Operation,
@@ -65,6 +66,11 @@ class Table:
             and makes.verb == "SEND"
             and makes.peer == self.rank
         )
+
+    @cached_property
+    def order(self) -> MessageOrder:
+        """The order that the messages of all ranks have."""
+        return MessageOrder(self.schedule)
 
     @cached_property
     def reduction_order(self) -> tuple[int, ...]:

@@ -47,13 +47,20 @@ def train(
     model: str = "gpt",
     timeout_s: float = 120,
     mean_delay_s: float = 0.0,
+    device: str = "cpu",
 ) -> Captured:
     """Train on some ranks and put together what they computed.
 
     Replicas of a parameter must agree. With a delay, actions of our schedules take random times.
     """
     by_rank = run_ranks(
-        num_ranks, run_here, model, flags.split(), mean_delay_s, timeout_s=timeout_s
+        num_ranks,
+        run_here,
+        model,
+        flags.split(),
+        mean_delay_s,
+        timeout_s=timeout_s,
+        device=device,
     )
     together = Captured(gradients=[{} for _ in by_rank[0].gradients])
     for rank, captured in enumerate(by_rank):

@@ -54,12 +54,18 @@ def _flat(tensor):
 class ProcessGroupMCCL(dist.ProcessGroup):
     """A process group whose name is mccl and whose work is done by a gloo group of its own."""
 
-    def __init__(self, store, rank, size, timeout):
+    def __init__(self, store, rank, size, timeout, name):
         super().__init__(rank, size)
+        self._name = name
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def getBackendName(self):
         return "mccl"
+
+    @property
+    def group_name(self):
+        """Backends written in C++ are told it later, those in Python are not."""
+        return self._name
 
     @property
     def _device_types(self):
@@ -158,6 +164,12 @@ class ProcessGroupMCCL(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
+def _create(options, _own_options):
+    return ProcessGroupMCCL(
+        options.store, options.group_rank, options.group_size, options.timeout, options.group_id
+    )
+
+
 def register():
-    dist.Backend.register_backend("mccl", ProcessGroupMCCL, devices=["musa"])
+    dist.Backend.register_backend("mccl", _create, extended_api=True, devices=["musa"])
     dist.is_mccl_available = dist.distributed_c10d.is_mccl_available = lambda: True

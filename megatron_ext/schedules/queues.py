@@ -1,0 +1,204 @@
+"""One order of all messages of a step, and the proof that ranks which keep it never block.
+
+NCCL and MCCL match nothing by name: the n-th send of a communicator meets its n-th receive. And a
+device may run all that its rank has started as one queue, in which a receive that was started too
+early stands before the very computation that its sender waits for (CUDA_DEVICE_MAX_CONNECTIONS=1
+makes it so, and with many streams it happens without).
+
+So all messages of a table get one order: by the time at which a simulated step sends them. A rank
+starts its receives between its sends as that order has them. Then nothing can block, even if each
+rank does one thing after the other and a send lasts until it was received: of all messages left the
+first in the order has both ends free. Collectives do not change that: their members run the same
+row, so they meet at the same place of it, and all replicas together block no more than one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.representation.messages import Tag, Transfer, operations
+from megatron_ext.schedules.search.simulate import simulate
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.representation.actions import Schedule
+    from megatron_ext.schedules.representation.messages import Operation
+
+__all__ = ["Meeting", "MessageOrder", "Place", "Post", "check_meetings", "check_queues", "programs"]
+
+
+class Post(NamedTuple):
+    """Where in its row a rank starts a receive."""
+
+    transfer: Transfer
+    before: int
+    """The action of the row that it comes before."""
+    taken: bool
+    """Whether the inputs of that action are taken before."""
+
+
+class _Moment(NamedTuple):
+    """The place of a message in the order of all."""
+
+    time: float
+    tag: Tag
+    answers: bool
+    """Twins swap messages of one tag at one time: the leading one's goes first."""
+
+
+class MessageOrder:
+    """The order of the messages of a validated table, from the point of view of each rank."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        # With plain costs: those of a user may be so far apart that times are equal.
+        timeline = simulate(schedule)
+        self._starts, self._ends = timeline.starts, timeline.ends
+        self.operations: list[tuple[Operation, ...]] = []
+        """By rank."""
+        self._arrivals: list[list[tuple[float, Transfer]]] = [[] for _ in schedule.rows]
+        for rank, ends in enumerate(self._ends):
+            self.operations.append(operations(schedule, rank))
+            for end, operation in zip(ends, self.operations[rank], strict=True):
+                makes = operation.makes
+                if makes is not None and makes.verb == "SEND":
+                    transfer = Transfer("RECV", makes.tag, rank, makes.to_twin)
+                    self._arrivals[makes.peer].append((end, transfer))
+
+    def posts(self, rank: int, *, leads: bool = True) -> list[Post]:
+        """Return the receives of a rank in their order.
+
+        Args:
+            rank: Of the pipeline.
+            leads: Of two twins, whether this one sends before it receives.
+        """
+        starts = self._starts[rank]
+        left = [
+            self._left(operation, end, leads=leads)
+            for operation, end in zip(self.operations[rank], self._ends[rank], strict=True)
+        ]
+        arrivals = sorted(
+            (_Moment(time, transfer.tag, transfer.to_twin and leads), transfer)
+            for time, transfer in self._arrivals[rank]
+        )
+        posts = []
+        for moment, transfer in arrivals:
+            index = bisect_left(left, moment)
+            taken = index < len(starts) and starts[index] < moment.time
+            posts.append(Post(transfer, index, taken))
+        return posts
+
+    @staticmethod
+    def _left(operation: Operation, end: float, *, leads: bool) -> _Moment:
+        """When an action ends and its result leaves."""
+        makes = operation.makes
+        if makes is None or makes.verb != "SEND":
+            return _Moment(end, Tag("B", -1, -1), False)
+        return _Moment(end, makes.tag, makes.to_twin and not leads)
+
+
+Place = tuple[int, int]
+"""(twin, rank of the pipeline)."""
+
+
+class Meeting(NamedTuple):
+    """A message as both of its ends know it."""
+
+    source: Place
+    target: Place
+    tag: Tag
+
+    def __str__(self) -> str:
+        kind, stage, microbatch = self.tag
+        source, target = self.source[1], self.target[1]
+        return f"rank {source} sends what {stage}{kind}{microbatch} on rank {target} needs"
+
+
+def programs(schedule: Schedule) -> dict[Place, list[Meeting]]:
+    """Return the messages of each rank of both twins, in the order in which it starts them.
+
+    Raises:
+        ScheduleError: An action would take a message before its receive was started.
+    """
+    order = MessageOrder(schedule)
+    return {
+        (twin, rank): _program(order, (twin, rank))
+        for twin in range(schedule.placement.twins)
+        for rank in range(len(schedule.rows))
+    }
+
+
+def _program(order: MessageOrder, place: Place) -> list[Meeting]:
+    twin, rank = place
+    posts = order.posts(rank, leads=twin == 0)[::-1]
+    started: list[Meeting] = []
+    coming: set[Tag] = set()
+
+    def start(index: int, *, taken: bool) -> None:
+        while posts and (posts[-1].before, posts[-1].taken) <= (index, taken):
+            transfer = posts.pop().transfer
+            coming.add(transfer.tag)
+            started.append(_meeting(transfer, place))
+
+    for index, operation in enumerate(order.operations[rank]):
+        start(index, taken=False)
+        if operation.needs is not None and operation.needs.tag not in coming:
+            raise ScheduleError(f"{operation.action} of rank {rank} needs what no receive brings")
+        start(index, taken=True)
+        if operation.makes is not None and operation.makes.verb == "SEND":
+            started.append(_meeting(operation.makes, place))
+    return started
+
+
+def _meeting(transfer: Transfer, place: Place) -> Meeting:
+    twin, _ = place
+    other = (1 - twin if transfer.to_twin else twin, transfer.peer)
+    ends = (place, other) if transfer.verb == "SEND" else (other, place)
+    return Meeting(*ends, transfer.tag)
+
+
+def check_queues(schedule: Schedule) -> None:
+    """Check that a table ends although each rank runs all that it starts as one queue.
+
+    Raises:
+        ScheduleError: Two ranks wait for each other; says where.
+    """
+    check_meetings(schedule.label, programs(schedule))
+
+
+def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> None:
+    """Check that ranks come to their end if each waits at every message for its other end.
+
+    Args:
+        label: Of the table, for the message.
+        programs: By rank: its messages in its order.
+
+    Raises:
+        ScheduleError: Some wait for ever; says for what.
+    """
+    done = dict.fromkeys(programs, 0)
+    todo = list(programs)
+    while todo:
+        place = todo.pop()
+        while (meeting := _next(programs, done, place)) is not None:
+            other = meeting.target if meeting.source == place else meeting.source
+            if _next(programs, done, other) != meeting:
+                break
+            done[place] += 1
+            done[other] += 1
+            todo.append(other)
+    stuck = [meeting for place in programs if (meeting := _next(programs, done, place))]
+    if stuck:
+        raise ScheduleError(
+            f"{label} blocks where messages are matched by their order: "
+            + "; ".join(map(str, stuck[:4]))
+            + "; take --pipeline-transport auto"
+        )
+
+
+def _next(
+    programs: Mapping[Place, Sequence[Meeting]], done: Mapping[Place, int], place: Place
+) -> Meeting | None:
+    program, index = programs[place], done[place]
+    return program[index] if index < len(program) else None

@@ -1,0 +1,100 @@
+"""Static schedules on emulated devices over their own collectives, which match nothing by name.
+
+This is what a GPU does by default: NCCL as well ignores tags and runs what one communicator is
+given one after the other. The bits are those of Megatron's own schedule on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.transport.base import Expected, Key
+from megatron_ext.transport.torch_dist import Channel, TorchTransport
+from tests.ranks import run_ranks
+from tests.schedules.runtime.capture import GPT, PP2, PP4, train
+from tests.schedules.runtime.test_equality import UNCLIPPED, VPP2, assert_equal, stock
+from tests.training.helpers import bert_flags
+
+_FLAGS = GPT + UNCLIPPED + "--num-layers 8 --global-batch-size 16 --train-iters 2 "
+
+_CASES = {
+    "gpipe": (2, PP2, PP2),
+    "1f1b": (4, PP4, PP4),
+    "interleaved": (2, PP2 + VPP2, PP2 + VPP2),
+    "zb-h1": (4, PP4, PP4),
+    "zb-v": (2, PP2, PP2),
+    "v-half": (4, PP4, PP4),
+    "dualpipe-v": (2, PP2, PP2),
+    "dualpipe": (4, PP4, PP2),
+    "bitpipe": (4, PP4, PP2),
+    "bitpipe --bitpipe-order paper": (4, PP4, PP2),
+}
+
+
+@pytest.mark.usefixtures("emulated_musa")
+@pytest.mark.parametrize("schedule", _CASES)
+def test_every_schedule(schedule: str) -> None:
+    ranks, ours, theirs = _CASES[schedule]
+    found = train(ranks, f"{_FLAGS}{ours}--pipeline-schedule {schedule} ", device="musa")
+    assert found.tables[0].split()[0] == schedule.split(maxsplit=1)[0]
+    assert found.transports == ["TorchTransport"]
+    assert_equal(found, stock(ranks, _FLAGS + theirs))
+
+
+@pytest.mark.usefixtures("emulated_musa")
+def test_evaluation_between_steps() -> None:
+    flags = _FLAGS.replace("--eval-iters 0", "--eval-iters 1 --eval-interval 1") + PP2
+    found = train(2, flags + "--pipeline-schedule zb-v ", device="musa")
+    assert found.tables[1:] == ["forward-only"]
+    assert_equal(found, stock(2, _FLAGS + PP2))
+
+
+def _shapes_of_both() -> None:
+    """Send shapes that nobody knows before, as a stage in the steady state does."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    me, peer = dist.get_rank(), 1 - dist.get_rank()
+    channels = [Channel(one, 1 - one, kind) for one in range(2) for kind in "FB"]
+    assert dist.group.WORLD is not None
+    device = torch.device("cuda", me)
+    transport = TorchTransport(dist.group.WORLD, device, channels, timeout_s=30, shapes_travel=True)
+    keys = [Key("FB"[i % 2], me, i) for i in range(6)]
+    # Rank 0 sends all, then takes all; rank 1 the other way round.
+    expected = [
+        Expected(peer, key._replace(stage=peer), None, torch.float32, 0 if me else len(keys))
+        for key in keys
+    ]
+    transport.begin(expected, slots=6)
+
+    def send() -> None:
+        for key in keys:
+            transport.isend(torch.full((key.microbatch, 3), 1.0 + me, device=device), peer, key)
+
+    def take() -> None:
+        for item in expected[::-1]:  # not the order in which they were sent
+            tensor = transport.recv(peer, item.key, 30)
+            assert torch.equal(tensor.cpu(), torch.full((item.key.microbatch, 3), 1.0 + peer))
+
+    for act in (take, send) if me else (send, take):
+        act()
+    transport.flush(30)
+    transport.close()
+
+
+@pytest.mark.usefixtures("emulated_musa")
+def test_shapes_that_travel() -> None:
+    run_ranks(2, _shapes_of_both, device="musa")
+
+
+@pytest.mark.usefixtures("emulated_musa")
+def test_twins_that_read_data_for_each_other(tmp_path: Path) -> None:
+    flags = bert_flags(tmp_path) + f"--hidden-dropout 0 --attention-dropout 0 {UNCLIPPED}"
+    flags += "--num-layers 8 --train-iters 2 --eval-iters 0 "
+    ours = PP4 + "--pipeline-schedule bitpipe "
+    found = train(4, flags + ours, model="bert", device="musa")
+    assert_equal(found, train(4, flags + PP2, model="bert"))
