@@ -262,10 +262,19 @@ py::str reason_of(const PeerReport& report) {
     return py::reinterpret_steal<py::str>(text);
 }
 
+/// Nobody may wait for the endpoint's lock with Python's, also not at the end of an endpoint, which
+/// waits for its thread and says farewell.
+struct WithoutGil {
+    void operator()(Endpoint* endpoint) const {
+        const py::gil_scoped_release no_gil;
+        delete endpoint;
+    }
+};
+using EndpointHolder = std::unique_ptr<Endpoint, WithoutGil>;
+
 }  // namespace
 
 void bind_endpoint(py::module_& module) {
-    // Nobody may wait for the endpoint's lock with Python's.
     const py::call_guard<py::gil_scoped_release> no_gil;
     py::class_<Message>(module, "Message", py::buffer_protocol(), py::is_final(),
                         "A message that arrived: a writable buffer of its bytes, in shared memory "
@@ -312,13 +321,14 @@ void bind_endpoint(py::module_& module) {
         .def_readonly("waited_s", &EndpointCounts::waited_s, "Time in waits.")
         .def_readonly("last_wait_s", &EndpointCounts::last_wait_s, "Time in the last of them.");
 
-    py::class_<Endpoint>(module, "Endpoint", py::is_final(),
-                         "One process of a job and its links to others.")
+    py::class_<Endpoint, EndpointHolder>(module, "Endpoint", py::is_final(),
+                                         "One process of a job and its links to others.")
         .def(py::init([](int rank, std::uint32_t slots, std::uint64_t slot_bytes, bool checksums) {
-                 return std::make_unique<Endpoint>(rank, ArenaSize{slots, slot_bytes}, checksums);
+                 return EndpointHolder(
+                     new Endpoint(rank, ArenaSize{slots, slot_bytes}, checksums));
              }),
              py::arg("rank"), py::arg("slots"), py::arg("slot_bytes"), py::arg("checksums") = false)
-        .def("add", &Endpoint::add, py::arg("peer"), py::arg("link"),
+        .def("add", &Endpoint::add, py::arg("peer"), py::arg("link"), no_gil,
              "Use a connected link from now on.")
         .def("send", &send, py::arg("peer"), py::arg("tag"), py::arg("dtype"), py::arg("shape"),
              py::arg("address"), py::arg("owner"),

@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <deque>
+#include <iterator>
+#include <list>
 #include <mutex>
 #include <new>
 
@@ -18,12 +19,17 @@ struct Block {
     std::size_t capacity;
 };
 
-Block allocate(std::size_t capacity) {
-    void* data = std::aligned_alloc(kAlignment, capacity);
+using Blocks = std::list<Block>;
+
+/// A list of one block: lists exchange their elements without memory, so without a failure.
+Blocks allocate(std::size_t capacity) {
+    Blocks made(1);
+    void* const data = std::aligned_alloc(kAlignment, capacity);
     if (data == nullptr) {
         throw std::bad_alloc();
     }
-    return {static_cast<std::byte*>(data), capacity};
+    made.front() = {static_cast<std::byte*>(data), capacity};
+    return made;
 }
 
 }  // namespace
@@ -33,11 +39,11 @@ class BufferPool::State {
     ~State() {
         for (const Block& block : idle_) {
             std::free(block.data);
-        }
+        }  // none is in use: each keeps the state
     }
 
     /// The smallest idle block that fits and is not mostly waste, or a new one.
-    Block take(std::size_t num_bytes) {
+    Blocks::iterator take(std::size_t num_bytes) {
         const std::size_t capacity = (num_bytes + kAlignment - 1) / kAlignment * kAlignment;
         const std::lock_guard lock(mutex_);
         auto best = idle_.end();
@@ -46,29 +52,32 @@ class BufferPool::State {
                 (best == idle_.end() || it->capacity < best->capacity)) {
                 best = it;
             }
+            if (it->capacity == capacity) {
+                break;  // none fits better: many messages of one size are found at once
+            }
         }
-        Block block{};
         if (best == idle_.end()) {
-            block = allocate(capacity);
+            used_.splice(used_.end(), allocate(capacity));
         } else {
-            block = *best;
-            idle_bytes_ -= block.capacity;
-            idle_.erase(best);
+            idle_bytes_ -= best->capacity;
+            used_.splice(used_.end(), idle_, best);
         }
-        used_bytes_ += block.capacity;
+        const auto block = std::prev(used_.end());
+        used_bytes_ += block->capacity;
         peak_bytes_ = std::max(peak_bytes_, used_bytes_);
         trim();
         return block;
     }
 
-    void give_back(Block block) {
+    /// By whoever is the last owner, where no exception can be caught.
+    void give_back(Blocks::iterator block) noexcept {
         if (!process_.is_this()) {
             return;  // a forked child has a copy, and perhaps a lock that nobody will open
         }
         const std::lock_guard lock(mutex_);
-        used_bytes_ -= block.capacity;
-        idle_bytes_ += block.capacity;
-        idle_.push_back(block);
+        used_bytes_ -= block->capacity;
+        idle_bytes_ += block->capacity;
+        idle_.splice(idle_.end(), used_, block);
         trim();
     }
 
@@ -78,7 +87,7 @@ class BufferPool::State {
     }
 
   private:
-    void trim() {
+    void trim() noexcept {
         while (!idle_.empty() && used_bytes_ + idle_bytes_ > peak_bytes_) {
             idle_bytes_ -= idle_.front().capacity;
             std::free(idle_.front().data);
@@ -88,7 +97,8 @@ class BufferPool::State {
 
     const Process process_;
     std::mutex mutex_;
-    std::deque<Block> idle_;  // the longest idle first
+    Blocks used_;
+    Blocks idle_;  // the longest idle first
     std::size_t idle_bytes_ = 0;
     std::size_t used_bytes_ = 0;
     std::size_t peak_bytes_ = 0;
@@ -97,8 +107,8 @@ class BufferPool::State {
 BufferPool::BufferPool() : state_(std::make_shared<State>()) {}
 
 std::shared_ptr<std::byte> BufferPool::take(std::size_t num_bytes) const {
-    const Block block = state_->take(num_bytes);
-    return {block.data, [state = state_, block](std::byte*) { state->give_back(block); }};
+    const Blocks::iterator block = state_->take(num_bytes);
+    return {block->data, [state = state_, block](std::byte*) { state->give_back(block); }};
 }
 
 std::size_t BufferPool::idle_bytes() const { return state_->idle_bytes(); }

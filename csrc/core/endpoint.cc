@@ -321,23 +321,29 @@ bool Endpoint::flush(Deadline deadline, InterruptCheck check) {
 
 void Endpoint::abort(const std::string& reason) {
     check_usable();
+    Owners done;  // let go after the lock, here and below
     const Lock lock(mutex_);
     for (const auto& [peer, entry] : links_) {
-        entry.link->say_aborted(reason);
+        Events events(*this, peer);
+        entry.link->say_aborted(reason, events);
     }
+    done.swap(done_);
 }
 
 void Endpoint::close() {
     check_usable();
     service_.stop();
     Owners done;
+    MatchTable table;
+    std::map<int, Entry> links;  // with the owners of what their peers did not take
     const Lock lock(mutex_);
     for (const auto& [peer, entry] : links_) {
-        entry.link->say_closed();
+        Events events(*this, peer);
+        entry.link->say_closed(events);
     }
     part();
-    links_.clear();
-    table_ = MatchTable();
+    links.swap(links_);
+    std::swap(table, table_);
     done.swap(done_);
 }
 

@@ -35,7 +35,8 @@ class LinkEvents {
     virtual void arrived(Message message) = 0;
 
     /// The bytes of a send are not needed any more. `owner` is let go later, by the thread that
-    /// calls the endpoint: that may need Python's lock, which nobody may wait for here.
+    /// calls the endpoint and without the endpoint's lock: that may need Python's lock, or run code
+    /// that calls the endpoint, neither of which anybody may wait for here.
     virtual void sent(std::shared_ptr<void> owner) = 0;
 
   protected:
@@ -105,13 +106,14 @@ class Link {
 
     virtual LinkCounts counts() const = 0;
 
-    /// Tells the peer that this process gives up, and drops what is queued.
-    virtual void say_aborted(const std::string& reason) noexcept = 0;
+    /// Tells the peer that this process gives up, and drops what is queued: `events` gets the
+    /// owners.
+    virtual void say_aborted(const std::string& reason, LinkEvents& events) = 0;
 
     /// Tells the peer that nothing will follow what was sent. Afterwards the endpoint calls
     /// progress() until parted() says that the peer has everything, for a short while only, and
     /// then destroys the link.
-    virtual void say_closed() noexcept = 0;
+    virtual void say_closed(LinkEvents& events) = 0;
     virtual bool parted() const noexcept { return true; }
 
     /// What the service thread sleeps on; the same through the life of the link.

@@ -17,6 +17,13 @@ void Outbox::send(const MessageInfo& info, const void* bytes, std::shared_ptr<vo
     push(events);
 }
 
+void Outbox::drop_queued(LinkEvents& events) {
+    for (Pending& pending : queue_) {
+        events.sent(std::move(pending.owner));
+    }
+    queue_.clear();
+}
+
 void Outbox::push(LinkEvents& events) {
     while (!queue_.empty() && (find_free_slots() || wants_room())) {
         Pending& pending = queue_.front();

@@ -30,7 +30,8 @@ class Outbox {
 
     std::size_t num_queued() const noexcept { return queue_.size(); }
 
-    void drop_queued() { queue_.clear(); }
+    /// Forgets what is queued; `events` gets the owners.
+    void drop_queued(LinkEvents& events);
 
   private:
     struct Pending {

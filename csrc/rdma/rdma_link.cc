@@ -94,7 +94,7 @@ bool RdmaLink::move_messages(LinkEvents& events) {
     probe_if_due();
     if (closing_ && !said_closed_ && counts().num_queued == 0) {
         said_closed_ = true;  // the peer has everything
-        control_->say_closed();
+        control_->say_closed(events);
     }
     return arrived;
 }
@@ -129,12 +129,12 @@ LinkCounts RdmaLink::counts() const {
     return {inbox_.num_held(), outbox_.num_queued() + channel_.num_in_flight()};
 }
 
-void RdmaLink::say_aborted(const std::string& reason) noexcept {
-    outbox_.drop_queued();
-    control_->say_aborted(reason);
+void RdmaLink::say_aborted(const std::string& reason, LinkEvents& events) {
+    outbox_.drop_queued(events);
+    control_->say_aborted(reason, events);
 }
 
-void RdmaLink::say_closed() noexcept { closing_ = true; }
+void RdmaLink::say_closed(LinkEvents&) { closing_ = true; }
 
 bool RdmaLink::parted() const noexcept {
     switch (state_) {

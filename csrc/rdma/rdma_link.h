@@ -46,8 +46,8 @@ class RdmaLink final : public Link {
     PeerState state() const noexcept override { return state_; }
     std::string reason() const override { return reason_; }
     LinkCounts counts() const override;
-    void say_aborted(const std::string& reason) noexcept override;
-    void say_closed() noexcept override;
+    void say_aborted(const std::string& reason, LinkEvents& events) override;
+    void say_closed(LinkEvents& events) override;
     bool parted() const noexcept override;
     std::vector<int> descriptors() const override;
     Deadline next_progress() const noexcept override;

@@ -61,13 +61,13 @@ bool ShmLink::look_at_control() {
 
 LinkCounts ShmLink::counts() const { return {inbox_.num_held(), outbox_->num_queued()}; }
 
-void ShmLink::say_aborted(const std::string& reason) noexcept {
-    outbox_->drop_queued();
+void ShmLink::say_aborted(const std::string& reason, LinkEvents& events) {
+    outbox_->drop_queued(events);
     control_.say_aborted(reason);
     peer_bell_->ring_for_control();
 }
 
-void ShmLink::say_closed() noexcept {
+void ShmLink::say_closed(LinkEvents&) {
     control_.say_closed();
     peer_bell_->ring_for_control();
 }

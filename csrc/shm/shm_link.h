@@ -37,8 +37,8 @@ class ShmLink final : public Link {
     PeerState state() const noexcept override { return control_.state(); }
     std::string reason() const override { return control_.reason(); }
     LinkCounts counts() const override;
-    void say_aborted(const std::string& reason) noexcept override;
-    void say_closed() noexcept override;
+    void say_aborted(const std::string& reason, LinkEvents& events) override;
+    void say_closed(LinkEvents& events) override;
 
   private:
     bool look_at_control();

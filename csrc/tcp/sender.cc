@@ -24,7 +24,10 @@ void TcpSender::queue_control(std::uint32_t magic, std::uint64_t number, std::st
 
 void TcpSender::allow(std::uint64_t cost) { allowed_ = std::max(allowed_, cost); }
 
-void TcpSender::drop_queued() {
+void TcpSender::drop_queued(LinkEvents& events) {
+    for (Pending& pending : queue_) {
+        events.sent(std::move(pending.owner));
+    }
     queue_.clear();
     if (frame_) {
         frame_->ends_message = false;

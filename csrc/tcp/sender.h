@@ -27,8 +27,8 @@ class TcpSender {
     /// The receiver has room for this cost, counted from the beginning.
     void allow(std::uint64_t cost);
 
-    /// Forgets all messages, but for the piece that is on its way. By the calling thread.
-    void drop_queued();
+    /// Forgets all messages, but for the piece that is on its way; `events` gets their owners.
+    void drop_queued(LinkEvents& events);
 
     /// Writes until the socket takes no more or nothing may be written. Returns 0, or the error
     /// number of a connection that is lost.

@@ -225,18 +225,14 @@ void TcpLink::leave_open(PeerState state, const std::string& reason) {
 
 LinkCounts TcpLink::counts() const { return {held_->num_held(), sender_.num_queued()}; }
 
-void TcpLink::say_aborted(const std::string& reason) noexcept {
-    say(kAbortedMagic, reason.substr(0, kMaxReasonBytes));
+void TcpLink::say_aborted(const std::string& reason, LinkEvents& events) {
+    say(kAbortedMagic, reason.substr(0, kMaxReasonBytes), events);
 }
 
-void TcpLink::say_closed() noexcept { say(kClosedMagic, {}); }
+void TcpLink::say_closed(LinkEvents& events) { say(kClosedMagic, {}, events); }
 
-void TcpLink::say(std::uint32_t magic, std::string text) noexcept {
-    struct Discard final : LinkEvents {  // by the calling thread, which may let owners go
-        void arrived(Message) override {}
-        void sent(std::shared_ptr<void>) override {}
-    } events;
-    sender_.drop_queued();
+void TcpLink::say(std::uint32_t magic, std::string text, LinkEvents& events) {
+    sender_.drop_queued(events);
     sender_.queue_control(magic, 0, std::move(text));
     write(events);
 }

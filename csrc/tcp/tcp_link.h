@@ -36,8 +36,8 @@ class TcpLink final : public Link {
     PeerState state() const noexcept override { return state_; }
     std::string reason() const override { return reason_; }
     LinkCounts counts() const override;
-    void say_aborted(const std::string& reason) noexcept override;
-    void say_closed() noexcept override;
+    void say_aborted(const std::string& reason, LinkEvents& events) override;
+    void say_closed(LinkEvents& events) override;
     bool parted() const noexcept override { return ended_; }
     std::vector<int> descriptors() const override { return {socket_.get()}; }
     Deadline next_progress() const noexcept override { return next_progress_; }
@@ -52,7 +52,7 @@ class TcpLink final : public Link {
     void allow_what_is_due();
     int write(LinkEvents& events);
     void leave_open(PeerState state, const std::string& reason);
-    void say(std::uint32_t magic, std::string text) noexcept;
+    void say(std::uint32_t magic, std::string text, LinkEvents& events);
 
     UniqueFd socket_;
     const ForkGuard guard_;  // after the socket, so that it goes first

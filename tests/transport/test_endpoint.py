@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import socket
 import struct
+import subprocess
+import sys
 from contextlib import closing
 
 import pytest
@@ -106,3 +108,46 @@ def test_time_in_waits_is_counted(native):
     counts = endpoint.counts()
     assert counts.last_wait_s == 0.0
     assert counts.waited_s >= 0.02
+
+
+_FINALIZER = """
+import socket, sys
+from megatron_ext.transport import _C as native
+
+class Owner(bytearray):
+    def __del__(self):
+        gone.append(endpoint.counts().num_messages)
+
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    calling = socket.create_connection(listener.getsockname())
+    answering, _ = listener.accept()
+if sys.argv[1] == "shm":
+    calling, answering = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+gone = []
+endpoint = native.Endpoint(0, 2, 4096)
+peer = native.Endpoint(1, 2, 4096)
+if sys.argv[1] == "shm":
+    links = native.ShmLink(endpoint, 1, calling), native.ShmLink(peer, 0, answering)
+    for link in links:
+        link.accept(60.0)
+else:
+    links = (native.TcpLink(endpoint, 1, calling),)  # and nobody reads
+endpoint.add(1, links[0])
+del links  # the endpoint has its own
+num_bytes = 1 << 23  # more than the room, and than the kernel holds
+content = torch.zeros(num_bytes, dtype=torch.uint8)
+for tag in range(3):
+    endpoint.send(1, tag, 0x108, (num_bytes,), content.data_ptr(), Owner())
+assert endpoint.peers()[0].num_queued
+endpoint.abort("enough") if sys.argv[2] == "abort" else endpoint.close()
+endpoint.close()
+assert gone == [3, 3, 3], gone
+"""
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("wire", ["shm", "tcp"])
+@pytest.mark.parametrize("end", ["abort", "close"])
+def test_an_owner_that_is_dropped_may_call_the_endpoint(wire, end):
+    command = [sys.executable, "-c", f"import torch{_FINALIZER}", wire, end]
+    subprocess.run(command, check=True, timeout=60)
