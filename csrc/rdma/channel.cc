@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <utility>
 
 #include "rdma/errors.h"
@@ -251,25 +252,43 @@ void RdmaChannel::write_packet(Deadline deadline, InterruptCheck check) {
 }
 
 void RdmaChannel::receive() {
-    while (const auto completion = queue_pair_.poll("an RDMA write to " + peer_)) {
-        if (completion->opcode == verbs::kWcReceiveWithImmediate) {
-            queue_pair_.post_receive();
-            arrived(ntohl(completion->immediate));
-            continue;
-        }
-        const auto slot = static_cast<std::uint32_t>(completion->id) & ((1U << kKindShift) - 1);
-        switch (completion->id >> kKindShift) {
-            case kPiece:
-                written_[slot] = false;
-                --num_in_flight_;
-                free_slot_if_done(slot);
+    std::exception_ptr first_failure;
+    // Each failure but that of the queue itself takes at least one completion out of it.
+    for (std::uint32_t left = depth().sends + depth().receives; left > 0;) {
+        try {
+            const auto completion = queue_pair_.poll("an RDMA write to " + peer_);
+            if (!completion) {
                 break;
-            case kCredit:
-                --num_credits_in_flight_;
-                break;
-            default:
-                probe_in_flight_ = false;
+            }
+            take(*completion);
+        } catch (const RdmaError&) {
+            first_failure = first_failure ? first_failure : std::current_exception();
+            --left;
         }
+    }
+    if (first_failure) {
+        std::rethrow_exception(first_failure);
+    }
+}
+
+void RdmaChannel::take(const verbs::WorkCompletion& completion) {
+    if (completion.opcode == verbs::kWcReceiveWithImmediate) {
+        arrived(ntohl(completion.immediate));  // first: it has arrived, whatever fails next
+        queue_pair_.post_receive();
+        return;
+    }
+    const auto slot = static_cast<std::uint32_t>(completion.id) & ((1U << kKindShift) - 1);
+    switch (completion.id >> kKindShift) {
+        case kPiece:
+            written_[slot] = false;
+            --num_in_flight_;
+            free_slot_if_done(slot);
+            break;
+        case kCredit:
+            --num_credits_in_flight_;
+            break;
+        default:
+            probe_in_flight_ = false;
     }
 }
 

@@ -46,7 +46,8 @@ class RdmaChannel {
     /// The arena for messages to the peer, for an Outbox.
     Arena outbox_arena() const;
 
-    /// Takes note of what is complete: arrivals are in the inbox, slots are free, when it returns.
+    /// Takes note of what is complete: arrivals are in the inbox, slots are free, when it returns,
+    /// and also when it throws.
     void receive();
 
     /// Writes to the peer what the Outbox published, and which slots the Inbox released. Call it
@@ -79,6 +80,7 @@ class RdmaChannel {
     void write_packet(Deadline deadline, InterruptCheck check);
     void write_piece(std::uint32_t slot);
     void return_credits();
+    void take(const verbs::WorkCompletion& completion);
     void arrived(std::uint32_t immediate);
     void free_slot_if_done(std::uint32_t slot);
 

@@ -79,13 +79,9 @@ bool RdmaLink::progress(LinkEvents& events) {
 /// Takes what the device has done and gives it more to do; the latter only as long as the peer is
 /// there. Returns whether messages arrived.
 bool RdmaLink::move_messages(LinkEvents& events) {
-    bool arrived = false;
     channel_.arm();
     channel_.receive();
-    while (std::optional<Message> message = inbox_.next()) {
-        events.arrived(std::move(*message));
-        arrived = true;
-    }
+    const bool arrived = take_arrived(events);
     if (state_ != PeerState::kOpen) {
         return arrived;
     }
@@ -95,6 +91,15 @@ bool RdmaLink::move_messages(LinkEvents& events) {
     if (closing_ && !said_closed_ && counts().num_queued == 0) {
         said_closed_ = true;  // the peer has everything
         control_->say_closed(events);
+    }
+    return arrived;
+}
+
+bool RdmaLink::take_arrived(LinkEvents& events) {
+    bool arrived = false;
+    while (std::optional<Message> message = inbox_.next()) {
+        events.arrived(std::move(*message));
+        arrived = true;
     }
     return arrived;
 }
@@ -116,9 +121,16 @@ void RdmaLink::look_at_control(LinkEvents& events) {
     }
 }
 
-/// The peer is lost, unless it has said why it ended.
+/// The peer is lost, unless it has said why it ended. What arrived before is received: nobody looks
+/// for it later.
 void RdmaLink::fail(const std::string& reason, LinkEvents& events) {
     look_at_control(events);
+    try {
+        channel_.receive();
+    } catch (const RdmaError&) {
+        // The first failure counts.
+    }
+    take_arrived(events);
     if (state_ == PeerState::kOpen) {
         state_ = PeerState::kDied;
         reason_ = reason;

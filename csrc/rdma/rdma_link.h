@@ -54,6 +54,7 @@ class RdmaLink final : public Link {
 
   private:
     bool move_messages(LinkEvents& events);
+    bool take_arrived(LinkEvents& events);
     void look_at_control(LinkEvents& events);
     void fail(const std::string& reason, LinkEvents& events);
     void probe_if_due();

@@ -235,7 +235,7 @@ TEST(the_first_of_several_failures_is_told) {
     pair.left.channel.send();
     CHECK_THROWS(pair.left.channel.receive(), RdmaError,
                  "transport retry counter exceeded (status 12");
-    CHECK_THROWS(pair.left.channel.receive(), RdmaError, "of fake0 port 1 GID 1");
+    pair.left.channel.receive();  // the others went along
 }
 
 TEST(a_receiver_that_is_not_ready_is_our_mistake) {

@@ -185,4 +185,26 @@ TEST(a_sender_that_only_waits_for_room_looks_for_its_peer) {
     CHECK(report(pair.left).state == PeerState::kDied);
 }
 
+TEST(what_arrived_before_a_failure_is_received) {
+    const auto lose = [](const auto& fail) {
+        Linked pair(/*right_works=*/false);
+        for (std::uint64_t tag = 0; tag < 3; ++tag) {
+            send(pair.left, 1, tag, 100);
+        }
+        CHECK(pair.left.flush(kForEver, nullptr));  // it is all there, and nobody has looked
+        [[maybe_unused]] const auto failure = fail();
+        pair.right.add(0, pair.right_link);
+        for (std::uint64_t tag = 0; tag < 3; ++tag) {
+            check_content(pair.right.take(0, tag, kForEver, nullptr));
+        }
+        CHECK(!pair.right.take(0, 3, kForEver, nullptr));
+        CHECK(report(pair.right).state == PeerState::kDied);
+    };
+    lose([] {
+        send_async_event(verbs::kEventQpFatal);
+        return 0;
+    });
+    lose([] { return Faults("post_receive=12"); });
+}
+
 TEST(nothing_is_left_open) { CHECK_EQ(num_fake_objects(), 0); }

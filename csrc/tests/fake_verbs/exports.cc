@@ -16,6 +16,7 @@
 //   no_way=I             writes from GID I get no answer
 //   wc=S                 writes complete with status S
 //   post=N               posting writes fails with errno N
+//   post_receive=N       posting receive requests fails with errno N
 //   hold                 writes are not done, and not completed, until the fault is gone
 // and fake_verbs_async_event() makes an asynchronous event come.
 

@@ -178,6 +178,9 @@ int post_receive(QueuePair* queue_pair, ReceiveRequest* request, ReceiveRequest*
     const Lock lock(mutex);
     auto* const pair = static_cast<FakeQueuePair*>(queue_pair);
     *bad = request;
+    if (const auto error_number = fault("post_receive")) {
+        return *error_number;
+    }
     if (pair->state == kReset) {
         return EINVAL;
     }
