@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.config.choice import Choice
+from megatron_ext.config.incompatible import refuse_flags_of_table
+from megatron_ext.errors import ArgumentsError, ScheduleError, UserError
 from megatron_ext.schedules import comparison
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate, get, registered
-
-if TYPE_CHECKING:
-    from megatron_ext.config.choice import Choice
 
 __all__ = ["best_schedule", "chunks_of_megatron", "flags_for", "num_chunks"]
 
@@ -188,7 +187,7 @@ def best_schedule(args: Namespace, instead_of: Choice, num_microbatches: int) ->
     """Return the flags of the other schedule with the shortest step for these sizes, if any.
 
     Args:
-        args: For the number of layers.
+        args: What the other schedule has to go with.
         instead_of: What cannot run; tells the ranks and costs.
         num_microbatches: Micro-batches of the whole pipeline world in one step.
     """
@@ -196,14 +195,20 @@ def best_schedule(args: Namespace, instead_of: Choice, num_microbatches: int) ->
     found = []
     for generator in registered().values():
         too_slow = generator.needs_costs and pp > _SEARCHED_UP_TO_PP
-        if generator.name == instead_of.name or too_slow or pp < 2 * generator.twins:
+        if generator.name == instead_of.name or too_slow:
             continue
         try:
-            table = generate(generator.name, pp, num_microbatches, costs=costs)
-        except ScheduleError:
+            chunks = num_chunks(args, generator.name)
+            count = num_microbatches // generator.twins
+            other = Choice(generator.name, pp, count, chunks, costs=costs)
+            table = generate(generator.name, pp, num_microbatches, chunks, costs)
+            refuse_flags_of_table(generator.name, args, table)
+            flags_for(args, other)
+        except UserError:
             continue
-        if _num_layers(args) % table.num_stages == 0:
-            timeline = comparison.evaluate(table, costs)
-            rank = (timeline.makespan, timeline.peak_activations)
-            found.append((rank, generator.chosen_by(table)))
+        chosen = generator.chosen_by(table)
+        if generator.free_chunks and _said(args) is not None:
+            chosen = f"--pipeline-schedule {generator.name}"  # what was said tells the chunks
+        timeline = comparison.evaluate(table, costs)
+        found.append(((timeline.makespan, timeline.peak_activations), chosen))
     return min(found)[1] if found else None

@@ -110,6 +110,7 @@ def forecast(directory: Path, memory_gb: float | None = None) -> Forecast:
     found, left_out = [], []
     for choice in _choices(schedule):
         try:
+            _check_halves(schedule, choice)
             found.append(_predict(measured, choice))
         except ScheduleError as error:  # noqa: PERF203 - each schedule may refuse
             left_out.append(str(error))
@@ -150,6 +151,16 @@ def _choices(measured: Schedule) -> Iterator[Choice]:
                 if policy == Dynamic.policy or where not in seen:
                     seen.add(where)
                     yield replace(static, dynamic=Dynamic(policy))
+
+
+def _check_halves(measured: Schedule, choice: Choice) -> None:
+    """Refuse two mirrored pipelines where the micro-batches of the run are no two halves."""
+    total = measured.total_microbatches
+    if total % choice.twins:
+        raise ScheduleError(
+            f"{choice.name} runs half of the micro-batches in each direction, and the traced run "
+            f"has {total}"
+        )
 
 
 def _predict(measured: _Measured, choice: Choice) -> Prediction:
@@ -205,13 +216,9 @@ def _simulate(choice: Choice, costs: Costs) -> Timeline:
 def _relative(costs: StageCosts, pp: int) -> Costs:
     """Return the costs that `--pipeline-costs` can say, with a forward of 1."""
     whole = costs.costs(pp, pp)
-    unit = whole.forward
-    return Costs(
-        1.0,
-        round(whole.input / unit, 2),
-        round(whole.weight / unit, 2),
-        latency=round(whole.latency / unit, 3),
-    )
+    ratios = (time / whole.forward for time in (whole.input, whole.weight, whole.latency))
+    input_gradient, weight, latency = (float(f"{ratio:.3g}") for ratio in ratios)
+    return Costs(1.0, input_gradient, weight, latency=latency)
 
 
 def _measured(run: Run, schedule: Schedule, notes: list[str]) -> _Measured:

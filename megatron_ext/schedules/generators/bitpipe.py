@@ -93,8 +93,16 @@ def peak(size: Size) -> float:
 def bitpipe(
     pp: int, num_microbatches: int, costs: Costs, *, order: str, routing: placement.Routing
 ) -> Schedule:
-    """Return the table of one of BitPipe's two mirrored pipelines."""
-    _check_sizes(pp, num_microbatches, order)
+    """Return the table of one of BitPipe's two mirrored pipelines.
+
+    Raises:
+        ScheduleError: If the paper's order does not fit the number of micro-batches.
+    """
+    if order == "paper" and num_microbatches % pp:
+        raise ScheduleError(
+            f"the paper's order runs micro-batches in units of pp = {pp}, got {num_microbatches}; "
+            f"take a multiple of {pp}, or --bitpipe-order zb, which takes any even number"
+        )
     folded = placement.mirrored(placement.w(pp // 2), routing)
     if order == "paper":
         rows = _paper_rows(pp, num_microbatches // 2)
@@ -104,25 +112,6 @@ def bitpipe(
     if routing != "twin":
         options["routing"] = routing
     return Schedule("bitpipe", folded, num_microbatches // 2, rows, options)
-
-
-def _check_sizes(pp: int, num_microbatches: int, order: str) -> None:
-    if pp < 4 or pp % 2:
-        near = f"{pp - 1} or {pp + 1}" if pp > 4 else "4"
-        raise ScheduleError(
-            f"bitpipe mirrors two pipelines on one set of ranks, so pp must be even and at least "
-            f"4, got {pp}; take {near}, or zb-v, which takes any"
-        )
-    if num_microbatches % 2:
-        raise ScheduleError(
-            f"bitpipe runs half of the micro-batches in each direction, so their number must be "
-            f"even, got {num_microbatches}; take {num_microbatches + 1}"
-        )
-    if order == "paper" and num_microbatches % pp:
-        raise ScheduleError(
-            f"the paper's order runs micro-batches in units of pp = {pp}, got {num_microbatches}; "
-            f"take a multiple of {pp}, or --bitpipe-order zb, which takes any even number"
-        )
 
 
 def _paper_rows(pp: int, num_microbatches: int) -> Rows:

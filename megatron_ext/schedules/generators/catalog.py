@@ -211,12 +211,29 @@ def generate(
     for what, number in (("pp", pp), ("the number of micro-batches", num_microbatches)):
         if number < 1:
             raise ScheduleError(f"{what} must be at least 1, got {number}")
+    if generator.twins == 2:
+        _check_mirrored(name, pp, num_microbatches)
     arguments: list[int | Costs] = [pp, num_microbatches]
     if generator.free_chunks:
         arguments.append(chunks or generator.num_chunks)
     if generator.needs_costs:
         arguments.append(costs)
     return generator.build(*arguments, **complete)
+
+
+def _check_mirrored(name: str, pp: int, num_microbatches: int) -> None:
+    """Check what every schedule of two mirrored pipelines asks for; training asks for it too."""
+    if pp < 4 or pp % 2:
+        near = f"{pp - 1} or {pp + 1}" if pp > 4 else "4"
+        raise ScheduleError(
+            f"{name} mirrors two pipelines on one set of ranks, so pp must be even and at least "
+            f"4, got {pp}; take {near}, or zb-v, which takes any"
+        )
+    if num_microbatches % 2:
+        raise ScheduleError(
+            f"{name} runs half of the micro-batches in each direction, so their number must be "
+            f"even, got {num_microbatches}; take {num_microbatches + 1}"
+        )
 
 
 def published_bubble(schedule: Schedule, costs: Costs) -> float | None:

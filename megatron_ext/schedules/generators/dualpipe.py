@@ -54,13 +54,12 @@ def dualpipe(pp: int, num_microbatches: int) -> Schedule:
     """Return the table of one of DualPipe's two mirrored pipelines.
 
     Raises:
-        ScheduleError: If pp is odd, or the micro-batches are odd or fewer than 2 pp.
+        ScheduleError: If the micro-batches are fewer than 2 pp.
     """
-    if pp % 2 or num_microbatches % 2 or num_microbatches < 2 * pp:
+    if num_microbatches < 2 * pp:
         raise ScheduleError(
-            f"dualpipe mirrors two pipelines, so it needs an even pp and an even number of at "
-            f"least 2 * pp micro-batches, got pp {pp} and {num_microbatches}; take pp "
-            f"{pp + pp % 2} and {2 * (pp + pp % 2)} micro-batches, or zb-v, which takes any"
+            f"dualpipe needs at least 2 * pp = {2 * pp} micro-batches, got {num_microbatches}; "
+            f"take {2 * pp} or more, or zb-v, which takes any number"
         )
     h, each = pp // 2, num_microbatches // 2
     folded = placement.mirrored(placement.v(h), "twin")
