@@ -24,7 +24,11 @@ __all__ = [
     "TransportTimeout",
     "UpstreamMismatch",
     "UserError",
+    "reason_of",
+    "shortened",
 ]
+
+_MAX_SHOWN = 200
 
 
 class MegatronExtError(Exception):
@@ -85,6 +89,28 @@ class PeerClosed(TransportError):
 
 class MessageMismatch(TransportError):
     """A message has another shape or dtype than the schedule says."""
+
+
+def shortened(text: str) -> str:
+    """Return what a message may show of text that is not ours: one short line, printable.
+
+    Args:
+        text: What a user typed, or what stood in a file; the middle of a long one is left out.
+    """
+    if len(text) > _MAX_SHOWN:
+        half = _MAX_SHOWN // 2
+        text = f"{text[:half]}... ({len(text)} characters) ...{text[-half:]}"
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why something failed, in one short line, also where the error itself has no text."""
+    if isinstance(error, EOFError):
+        return "it ends too early"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return shortened(first.strip()) or type(error).__name__
 
 
 class UpstreamMismatch(MegatronExtError):

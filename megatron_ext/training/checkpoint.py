@@ -14,13 +14,13 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -29,10 +29,11 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_ext import files
 from megatron_ext.config.choice import folded
-from megatron_ext.errors import DataError
+from megatron_ext.errors import DataError, reason_of, shortened
 from megatron_ext.training.initialize import agreed
 
 if TYPE_CHECKING:
@@ -43,17 +44,28 @@ __all__ = ["check_save_directory", "load_checkpoint", "save_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 _UNREADABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
     CheckpointException,
     CheckpointingException,
     EOFError,
+    ImportError,
     LookupError,
+    MemoryError,
     OSError,
     RuntimeError,
+    TypeError,
     UnpicklingError,
     ValueError,
 )
+"""What unpickling damaged bytes raises: almost anything."""
 _TRACKER = "latest_checkpointed_iteration.txt"
+_COMMON = "common.pt"
+_METADATA = ".metadata"
 _OPTIMIZER_TYPE = "distrib_optim_sharding_type"
 
 # What makes another model; a checkpoint of a run with other values does not fit.
@@ -148,7 +160,8 @@ def load_checkpoint(
         source = _latest(args)
         if source is None:
             return 0
-        common = _reading(source, dist_checkpointing.load_common_state_dict, str(source))
+        _check_metadata(source)
+        common = _opening(source / _COMMON, dist_checkpointing.load_common_state_dict, source)
         saved: Namespace = common.get("args") or Namespace()
         metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
         with_optimizer, with_rng = _parts(args, saved, metadata, source)
@@ -217,13 +230,31 @@ def _latest(args: Namespace) -> Path | None:
             logger.warning("--load %s: no checkpoint there yet, starting from random weights", root)
         return None
     step = tracker.read_text(encoding="ascii", errors="replace").strip()
-    source = root / (f"iter_{int(step):07d}" if step.isdigit() else step)
-    if not step.isdigit() or not dist_checkpointing.check_is_distributed_checkpoint(str(source)):
+    source = root / (f"iter_{int(step):07d}" if step.isdecimal() else shortened(step))
+    is_known = dist_checkpointing.check_is_distributed_checkpoint
+    if not step.isdecimal() or not _opening(source / CONFIG_FNAME, is_known, str(source)):
         raise DataError(
             f"{source}: no checkpoint of an iteration in format torch_dist; for another kind run "
             "Megatron-LM's own script (`megatron-ext upstream fetch`)"
         )
     return source
+
+
+def _check_metadata(source: Path) -> None:
+    """Read the index once before torch does, which would log a damaged one with a traceback."""
+    if dist.get_rank() == 0:
+        _opening(source / _METADATA, FileSystemReader(source).read_metadata)
+
+
+def _opening(path: Path, load: Callable[..., _T], *args: Any) -> _T:
+    """Call a function that reads one file of a checkpoint; its errors are the user's."""
+    try:
+        return load(*args)
+    except _UNREADABLE as error:
+        raise DataError(
+            f"{path} is damaged: {reason_of(error)}; restore it, or write the number of another "
+            f"iteration into {path.parent.parent / _TRACKER}"
+        ) from error
 
 
 def _reading(source: Path, load: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
@@ -235,8 +266,8 @@ def _reading(source: Path, load: Callable[..., dict[str, Any]], *args: Any) -> d
         if isinstance(error, CheckpointException):  # its text lists the whole checkpoint
             cause, _ = next(iter(error.failures.values()))
         raise DataError(
-            f"{source} cannot be read into this model: {str(cause).splitlines()[0]:.200}; compare "
-            "the flags with those that it was trained with, or give another if it is damaged"
+            f"{source} cannot be read into this model: {reason_of(cause)}; compare the flags with "
+            "those that it was trained with, or give another if it is damaged"
         ) from error
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -124,17 +126,44 @@ def test_gpt_does_not_load_into_bert(saved: Path, tmp_path: Path) -> None:
     assert f"{saved}/iter_0000002" in line
 
 
-def test_a_damaged_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
+def _flipped(content: bytes) -> bytes:
+    """Flip bits at 50 places, the first byte among them."""
+    places = range(0, len(content), -(-len(content) // 50))
+    return bytes(byte ^ (0xFF if at in places else 0) for at, byte in enumerate(content))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "emptied": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "flipped": lambda path: path.write_bytes(_flipped(path.read_bytes())),
+    "removed": Path.unlink,
+}
+CHECKPOINT_FILES = (
+    "iter_0000002/.metadata",
+    "iter_0000002/__0_0.distcp",
+    "iter_0000002/__0_1.distcp",
+    "iter_0000002/common.pt",
+    "iter_0000002/metadata.json",
+    "latest_checkpointed_iteration.txt",
+)
+
+
+def test_every_file_of_a_checkpoint_is_damaged_below(saved: Path) -> None:
+    found = {str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file()}
+    assert found == set(CHECKPOINT_FILES)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", CHECKPOINT_FILES)
+def test_a_damaged_checkpoint_is_refused(
+    saved: Path, tmp_path: Path, name: str, damage: str
+) -> None:
     shutil.copytree(saved, tmp_path / "copy")
-    (tmp_path / "copy" / "iter_0000002" / "common.pt").write_bytes(b"damaged")
-    (line,) = errors(train(2, f"{FOUR}{NO_DROPOUT}--load {tmp_path}/copy"))
-    assert "cannot be read" in line
-
-
-def test_a_damaged_tracker_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xfe")
-    (line,) = errors(train(1, f"{MOCK}--load {tmp_path}"))
-    assert "no checkpoint of an iteration in format torch_dist" in line
+    DAMAGES[damage](tmp_path / "copy" / name)
+    flags = f"{FOUR}{NO_DROPOUT}--load {tmp_path}/copy --exit-on-missing-checkpoint"
+    (line,) = errors(train(2, flags))
+    assert f"{tmp_path}/copy" in line
+    assert re.search("damaged|no checkpoint of an iteration|no latest_checkpointed", line)
 
 
 def test_optimizer_state_that_cannot_be_resharded_is_refused(tmp_path: Path) -> None:
