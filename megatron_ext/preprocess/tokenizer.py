@@ -12,8 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import DataError
+from megatron_ext.preprocess.local_vocabulary import build_local, check_local
 
-__all__ = ["BYTE_LEVEL_VOCAB_SIZE", "TOKENIZER_TYPES", "add_tokenizer_arguments", "build_tokenizer"]
+__all__ = [
+    "BYTE_LEVEL_VOCAB_SIZE",
+    "TOKENIZER_TYPES",
+    "add_tokenizer_arguments",
+    "build_named",
+    "build_tokenizer",
+]
 
 BYTE_LEVEL_VOCAB_SIZE = 512
 """Default vocabulary of the byte-level tokenizer: 256 bytes and room for special tokens."""
@@ -59,6 +66,11 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokenizer-hf-use-fast", action="store_true")
     group.add_argument("--tokenizer-hf-include-special-tokens", action="store_true")
     group.add_argument("--trust-remote-code", action="store_true")
+    group.add_argument(
+        "--legacy-tokenizer",
+        action="store_true",
+        help="special tokens as upstream's legacy GPT-2 and BERT tokenizers have them",
+    )
 
 
 def build_tokenizer(args: argparse.Namespace) -> Any:
@@ -100,6 +112,7 @@ def build_tokenizer(args: argparse.Namespace) -> Any:
 def _check(args: argparse.Namespace) -> None:
     for flag in ("tokenizer_metadata", "vocab_file", "merge_file"):
         _check_file(flag, getattr(args, flag))
+    check_local(args)
     kind = args.tokenizer_type
     if kind in _SENTENCEPIECE or kind == "TikTokenizer":
         _require(args, "tokenizer_model", "FILE")
@@ -135,6 +148,11 @@ def _build(args: argparse.Namespace) -> Any:
             metadata_path={"library": "byte-level"},
             vocab_size=args.vocab_size or BYTE_LEVEL_VOCAB_SIZE,
         )
+    return build_named(args)
+
+
+def build_named(args: argparse.Namespace) -> Any:
+    """Build a tokenizer of one of upstream's types, from local files alone where they are given."""
     from megatron.core.tokenizers.text.utils import build_tokenizer as upstream
 
-    return upstream.build_tokenizer(args)
+    return build_local(args) or upstream.build_tokenizer(args)

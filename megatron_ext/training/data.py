@@ -26,10 +26,11 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.datasets.indexed_dataset import _IndexReader
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.tokenizers import MegatronTokenizer
-from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer as build_core
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 
 from megatron_ext.errors import DataError
+from megatron_ext.preprocess.local_vocabulary import check_local
+from megatron_ext.preprocess.tokenizer import build_named
 
 if TYPE_CHECKING:
     from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
@@ -76,6 +77,7 @@ def build_tokenizer(args: Namespace) -> Any:
         DataError: A file that the tokenizer needs was not given or is not there.
     """
     kind = args.tokenizer_type
+    check_local(args)
     for flag in _TOKENIZER_FILES.get(kind, ("tokenizer_model",)):
         path = getattr(args, flag)
         name = f"--{flag.replace('_', '-')}"
@@ -89,7 +91,7 @@ def build_tokenizer(args: Namespace) -> Any:
         if kind == "ByteLevelTokenizer":
             tokenizer = MegatronTokenizer.from_pretrained(metadata_path={"library": "byte-level"})
         else:
-            tokenizer = build_core(args)
+            tokenizer = build_named(args)
     except (AssertionError, OSError, ValueError, ImportError) as error:
         raise DataError(f"the {kind} cannot be built: {error}") from error
     if args.padded_vocab_size is None:

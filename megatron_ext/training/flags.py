@@ -128,7 +128,7 @@ _SWITCHES = """
     --grad-reduce-in-bf16 --attention-softmax-in-fp32 --accumulate-allreduce-grads-in-fp32
     --mock-data --reset-position-ids --reset-attention-mask --eod-mask-loss
     --tokenizer-sentencepiece-legacy --tokenizer-hf-use-fast --tokenizer-hf-include-special-tokens
-    --trust-remote-code
+    --trust-remote-code --legacy-tokenizer
 """
 
 # Switches that store under another name: {flag or flags: (where, what)}.
