@@ -7,6 +7,8 @@ are failures of the machine or of upstream, and keep their traceback.
 
 from __future__ import annotations
 
+import re
+
 __all__ = [
     "ArgumentsError",
     "DataError",
@@ -24,11 +26,13 @@ __all__ = [
     "TransportTimeout",
     "UpstreamMismatch",
     "UserError",
+    "line_of",
     "reason_of",
     "shortened",
 ]
 
-_MAX_SHOWN = 200
+_MAX_WORD = 200
+_MAX_LINE = 2000
 
 
 class MegatronExtError(Exception):
@@ -91,16 +95,22 @@ class MessageMismatch(TransportError):
     """A message has another shape or dtype than the schedule says."""
 
 
-def shortened(text: str) -> str:
-    """Return what a message may show of text that is not ours: one short line, printable.
+def shortened(text: str, limit: int = _MAX_WORD) -> str:
+    """Return text with the middle left out if it has more characters than the limit."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}...({len(text)} characters)...{text[-half:]}"
 
-    Args:
-        text: What a user typed, or what stood in a file; the middle of a long one is left out.
+
+def line_of(message: object) -> str:
+    """Return a message as it may be printed, whatever users or files put into it.
+
+    Long words are shortened, and characters that would steer a terminal are written as escapes.
     """
-    if len(text) > _MAX_SHOWN:
-        half = _MAX_SHOWN // 2
-        text = f"{text[:half]}... ({len(text)} characters) ...{text[-half:]}"
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+    words = re.sub(rf"\S{{{_MAX_WORD + 1},}}", lambda match: shortened(match[0]), str(message))
+    text = shortened(words, _MAX_LINE)
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 
 def reason_of(error: BaseException) -> str:

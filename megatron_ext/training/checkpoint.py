@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import random
+import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,7 +36,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from megatron_ext import files
 from megatron_ext.config.choice import folded
 from megatron_ext.errors import DataError, reason_of, shortened
-from megatron_ext.training.initialize import agreed
+from megatron_ext.training.initialize import TELLING_S, agreed
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -106,7 +108,11 @@ def save_checkpoint(
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
 ) -> None:
-    """Write `args.save/iter_NNNNNNN`, then point the tracker file at it. Collective."""
+    """Write `args.save/iter_NNNNNNN`, then point the tracker file at it. Collective.
+
+    Raises:
+        DataError: It cannot be written; the tracker file still points at the one before.
+    """
     root = Path(args.save)
     target = root / f"iter_{iteration:07d}"
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
@@ -123,20 +129,39 @@ def save_checkpoint(
         "iteration": iteration,
     }
     strategy = get_default_save_sharded_strategy("torch_dist")
-    if dist.get_rank() == 0:
-        target.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    dist_checkpointing.save(
-        state,
-        str(target),
-        FullyParallelSaveStrategyWrapper(strategy, _replicas()),
-        content_metadata=metadata,
-    )
-    dist.barrier()
-    if dist.get_rank() == 0:
-        files.write_text(root / _TRACKER, str(iteration))
-        logger.info("saved a checkpoint of iteration %d to %s", iteration, target)
-    dist.barrier()
+    with agreed(), _writing(target):
+        if dist.get_rank() == 0:
+            target.mkdir(parents=True, exist_ok=True)
+    with _writing(target):
+        dist_checkpointing.save(
+            state,
+            str(target),
+            FullyParallelSaveStrategyWrapper(strategy, _replicas()),
+            content_metadata=metadata,
+        )
+    with agreed(), _writing(target):
+        if dist.get_rank() == 0:
+            files.write_text(root / _TRACKER, str(iteration))
+            logger.info("saved a checkpoint of iteration %d to %s", iteration, target)
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """Turn what goes wrong with a checkpoint's files into the user's error.
+
+    When a rank cannot write its part, all ranks raise, and the first knows why.
+    """
+    remedy = "make room, or give another --save; the checkpoint before is as it was"
+    try:
+        yield
+    except OSError as error:
+        raise DataError(files.cannot_write(target, error, remedy)) from error
+    except CheckpointException as error:
+        if dist.get_rank() != 0:
+            time.sleep(TELLING_S)  # a launcher kills all processes as soon as one has ended
+            raise SystemExit(2) from error
+        cause, _ = next(iter(error.failures.values()))
+        raise DataError(f"{target} cannot be written: {reason_of(cause)}; {remedy}") from error
 
 
 def load_checkpoint(
@@ -177,7 +202,8 @@ def load_checkpoint(
     if with_optimizer:
         if not optimizer.is_stub_optimizer:
             optimizer.load_state_dict(state["optimizer"])
-        scheduler.load_state_dict(state["opt_param_scheduler"])
+        with agreed(), _same_plan(source):
+            scheduler.load_state_dict(state["opt_param_scheduler"])
     elif args.fp16 or args.bf16:
         optimizer.reload_model_params()
     if with_rng:
@@ -190,6 +216,18 @@ def load_checkpoint(
         logger.info("loaded %s, going on from iteration %d", source, iteration)
     dist.barrier()
     return iteration
+
+
+@contextmanager
+def _same_plan(source: Path) -> Iterator[None]:
+    """Turn megatron.core's refusal of another plan of learning rates into the user's error."""
+    try:
+        yield
+    except AssertionError as error:
+        raise DataError(
+            f"{source}: {reason_of(error)}; give --override-opt-param-scheduler to take the flags, "
+            "or --use-checkpoint-opt-param-scheduler to take what it was saved with"
+        ) from error
 
 
 def _replicas() -> Any:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["agreed", "initialize"]
 
-_TELLING_S = 2.0
+TELLING_S = 2.0
 
 
 def initialize(args: Namespace, model: Model, config: TransformerConfig) -> None:
@@ -104,7 +104,7 @@ def agreed() -> Iterator[None]:
         return
     if dist.get_rank() == 0:
         raise first
-    time.sleep(_TELLING_S)  # a launcher kills all processes as soon as one has ended
+    time.sleep(TELLING_S)  # a launcher kills all processes as soon as one has ended
     raise SystemExit(2)
 
 
