@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_ext import upstream
-from megatron_ext.errors import MegatronExtError, UserError
+from megatron_ext.errors import MegatronExtError, UserError, line_of
 from megatron_ext.version import __version__
 
 __all__ = ["SUBCOMMANDS", "build_parser", "main"]
@@ -39,6 +39,13 @@ SUBCOMMANDS = (
 _Subparsers = Any  # argparse._SubParsersAction is private
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors show long values shortened."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(line_of(message))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the `megatron-ext` command with all subcommands."""
     from megatron_ext import preprocess
@@ -47,13 +54,15 @@ def build_parser() -> argparse.ArgumentParser:
     from megatron_ext.schedules import plan_command as schedules
     from megatron_ext.trace import commands as trace
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="megatron-ext",
         description="Better pipelines for an unmodified Megatron-LM. Training itself is started "
         "with `torchrun ... -m megatron_ext pretrain_gpt.py FLAGS`.",
     )
     parser.add_argument("--version", action="version", version=f"megatron_ext {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    subparsers: _Subparsers = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND"
+    )
     _add_patches(subparsers)
     schedules.add_subcommand(subparsers)
     preprocess.add_subcommand(subparsers)
@@ -182,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except MegatronExtError as error:
-        print(f"megatron-ext: error: {error}", file=sys.stderr)
+        print(f"megatron-ext: error: {line_of(error)}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         print("megatron-ext: interrupted", file=sys.stderr)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from megatron_ext import devices, upstream
-from megatron_ext.errors import MegatronExtError, UserError
+from megatron_ext.errors import MegatronExtError, UserError, line_of
 
 __all__ = ["Start", "choose", "run"]
 
@@ -146,7 +146,7 @@ def _explain(error: BaseException) -> int:
     rank = os.environ.get("RANK", "0")
     if rank == "0" or _distributed_started():
         prefix = f"[rank {rank}] " if _distributed_started() else ""
-        print(f"{prefix}megatron_ext: error: {error}", file=sys.stderr, flush=True)
+        print(f"{prefix}megatron_ext: error: {line_of(error)}", file=sys.stderr, flush=True)
     else:
         time.sleep(_TELLING_S)
     return 2 if isinstance(error, UserError) else 1

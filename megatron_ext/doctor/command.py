@@ -121,6 +121,9 @@ def run(args: argparse.Namespace) -> int:
     _sizes(args)
     if args.hostfile is not None:
         _plan(args)
+    elif args.include is not None or args.exclude is not None:
+        flag = "--exclude" if args.include is None else "--include"
+        raise LaunchError(f"{flag} chooses among the hosts of a hostfile; add --hostfile FILE")
     found = []
     for finding in findings(args):
         found.append(finding)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext import files
-from megatron_ext.errors import LaunchError
+from megatron_ext.errors import LaunchError, line_of
 from megatron_ext.launch import process, protocol, runs
 from megatron_ext.launch.connection import Connection, ConnectionLost
 from megatron_ext.launch.hostfile import Host
@@ -107,7 +107,7 @@ def _print_all(answers: list[Any], text: Callable[[int, Any], str]) -> int:
     failed = 0
     for index, answer in enumerate(answers):
         if isinstance(answer, LaunchError):
-            print(f"megatron-ext: error: {answer}", file=sys.stderr)
+            print(f"megatron-ext: error: {line_of(answer)}", file=sys.stderr)
             failed = 1
         else:
             print(text(index, answer))

@@ -5,6 +5,7 @@ World size, data-parallel size, batch size and addresses are computed here; nobo
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -240,9 +241,9 @@ class Plan:
             else:
                 launcher = [self.python, "-m", "torch.distributed.run"]
                 words = [*launcher, *self.torchrun_flags(index, port), *self.job_words()]
-            assigned = [f"{k}={shlex.quote(v)}" for k, v in sorted(self.environment(index).items())]
-            line = " ".join([*assigned, shlex.join(words)])
-            parts.append(f"# {node.host.name}\ncd {shlex.quote(self.workdir)} && {line}\n")
+            assigned = [f"{k}={_quoted(v)}" for k, v in sorted(self.environment(index).items())]
+            line = " ".join([*assigned, *map(_quoted, words)])
+            parts.append(f"# {node.host.name}\ncd {_quoted(self.workdir)} && {line}\n")
         return "\n".join(parts)
 
     def summary(self) -> str:
@@ -341,3 +342,12 @@ def _size(flags: Sequence[str], name: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise LaunchError(f"{name} is {text!r}; it is a number from 1")
     return int(text)
+
+
+def _quoted(word: str) -> str:
+    """Quote a word for bash, so that printing it shows it and does not steer the terminal."""
+    if word.isprintable():
+        return shlex.quote(word)
+    plain = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_=+/.,: "
+    escaped = (chr(byte) if byte in plain else f"\\x{byte:02x}" for byte in os.fsencode(word))
+    return f"$'{''.join(escaped)}'"
