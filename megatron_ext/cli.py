@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_ext import upstream
+from megatron_ext import releases, upstream
 from megatron_ext.errors import MegatronExtError, UserError, line_of
 from megatron_ext.version import __version__
 
@@ -82,22 +82,22 @@ def _add_patches(subparsers: _Subparsers) -> None:
     show.add_argument("--json", action="store_true", help="as JSON")
     show.add_argument("--markdown", action="store_true", help="as the table of the documentation")
     show.set_defaults(run=_run_patches_list)
-    check = actions.add_parser("check", help="compare every target with the pinned Megatron")
+    check = actions.add_parser("check", help="compare every target with the installed release's")
     check.set_defaults(run=_run_patches_check)
-    renew = actions.add_parser("fingerprint", help="record the targets of a new pin (developers)")
+    renew = actions.add_parser("fingerprint", help="record a new release (developers)")
     renew.set_defaults(run=_run_patches_fingerprint)
 
 
 def _add_upstream(subparsers: _Subparsers) -> None:
     parser = subparsers.add_parser("upstream", help="get, find or check the Megatron-LM tree")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    fetch = actions.add_parser("fetch", help=f"clone Megatron-LM at {upstream.PIN_TAG}, verified")
+    fetch = actions.add_parser("fetch", help="clone Megatron-LM at the wheel's release, verified")
     fetch.add_argument("--path", type=Path, help="where to (default: below ~/.cache)")
     fetch.add_argument("--url", default=upstream.URL, help="the repository or a mirror of it")
     fetch.set_defaults(run=_run_upstream_fetch)
     path = actions.add_parser("path", help="print the tree that would be used")
     path.set_defaults(run=_run_upstream_path)
-    check = actions.add_parser("check", help="compare the tree and the installed core with the pin")
+    check = actions.add_parser("check", help="compare the tree with the installed core")
     check.set_defaults(run=_run_upstream_check)
 
 
@@ -127,6 +127,7 @@ def _run_patches_check(_args: argparse.Namespace) -> int:
     problems = listing.problems(rows)
     for line in problems:
         print(line)
+    rows = [row for row in rows if row.state != "other release"]
     checked = sum(row.state != "pending" for row in rows)
     note = f", {len(rows) - checked} not checked (no {', '.join(absent)})" if absent else ""
     print(f"{checked} patches checked{note}: {len(problems)} problems")
@@ -138,7 +139,7 @@ def _run_patches_fingerprint(_args: argparse.Namespace) -> int:
     from megatron_ext.patches.registry import REGISTRY
 
     absent = listing.import_targets()
-    if any(name.startswith("megatron.training") for name in absent):
+    if "megatron.training.training" in absent:
         upstream.require_tree()
     fingerprints = drift.collect(REGISTRY.originals())
     print(f"wrote {drift.write(fingerprints)}: {len(fingerprints['targets'])} targets")
@@ -159,10 +160,8 @@ def _run_upstream_path(_args: argparse.Namespace) -> int:
 
 
 def _run_upstream_check(_args: argparse.Namespace) -> int:
-    from megatron_ext.patches import drift
-
-    core = drift.installed_version()
-    print(f"megatron-core {core} is installed, {upstream.SUPPORTED} is supported")
+    core = releases.core_version() or "(none)"
+    print(f"megatron-core {core} is installed, {releases.SUPPORTED} is supported")
     tree = upstream.find_tree()
     if tree is None:
         upstream.require_tree()

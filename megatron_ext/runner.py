@@ -1,4 +1,7 @@
-"""Starts a training script: upstream's own where a tree is, the embedded trainer where none is.
+"""Starts a training script: upstream's own where a tree is, and what stands in where none is.
+
+Without a tree `pretrain_gpt.py` is `megatron_ext/training/wheel.py` on the wheel's own
+`megatron.training`, and for 0.16, whose wheel has none, the embedded trainer.
 
 The script's file is run unmodified, as `__main__`, with the patches armed first. Errors that the
 user can mend end in one line and exit code 2.
@@ -18,14 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TextIO
 
-from megatron_ext import devices, upstream
+from megatron_ext import devices, releases, upstream
 from megatron_ext.errors import MegatronExtError, UserError, line_of
 
 __all__ = ["Start", "choose", "run"]
 
 _TELLING_S = 2.0
 
-_EMBEDDED: dict[str, Literal["gpt", "bert"]] = {
+_WITHOUT_TREE: dict[str, Literal["gpt", "bert"]] = {
     "pretrain_gpt.py": "gpt",
     "pretrain_bert.py": "bert",
 }
@@ -33,16 +36,19 @@ _EMBEDDED: dict[str, Literal["gpt", "bert"]] = {
 
 @dataclass(frozen=True)
 class Start:
-    """What will run: a script's file, or a model of the embedded trainer."""
+    """What will run: a script's file, or what stands in for one of upstream's."""
 
     script: Path | None
     model: Literal["gpt", "bert"] | None
     why: str
+    wheel: bool = False
+    """Whether the wheel's own training loop stands in, instead of the embedded trainer."""
 
     def __str__(self) -> str:
         if self.script is not None:
             return f"runs {self.script} ({self.why})"
-        return f"runs the embedded trainer for {self.model} ({self.why})"
+        trainer = "megatron.training of the wheel" if self.wheel else "the embedded trainer"
+        return f"runs {trainer} for {self.model} ({self.why})"
 
 
 def choose(script: str, *, embedded: bool = False) -> Start:
@@ -57,13 +63,9 @@ def choose(script: str, *, embedded: bool = False) -> Start:
         UpstreamMismatch: The tree is of another version than the pin.
     """
     path, name = Path(script), Path(script).name
-    model = _EMBEDDED.get(name)
+    model = _WITHOUT_TREE.get(name)
     if embedded:
-        if model is None:
-            raise UserError(
-                f"--embedded has no {name}; the embedded trainer has {', '.join(_EMBEDDED)}"
-            )
-        return Start(None, model, "--embedded")
+        return _embedded(name, model)
     if path.is_file():
         resolved = path.resolve()
         if upstream.is_tree(resolved.parent):
@@ -77,17 +79,48 @@ def choose(script: str, *, embedded: bool = False) -> Start:
             return Start(tree / script, None, "of the Megatron-LM tree")
         raise UserError(f"there is no {script}, neither here nor in the Megatron-LM tree {tree}")
     if model is not None and len(path.parts) == 1:
-        return Start(None, model, "no Megatron-LM tree was found")
+        return _without_tree(name, model)
     raise UserError(
         f"there is no {script}; the scripts of Megatron-LM need its tree: `megatron-ext upstream "
-        f"fetch`, or set MEGATRON_LM_PATH (without a tree there are {', '.join(_EMBEDDED)})"
+        f"fetch`, or set MEGATRON_LM_PATH (without a tree there are {', '.join(_WITHOUT_TREE)})"
     )
+
+
+def _without_tree(name: str, model: Literal["gpt", "bert"]) -> Start:
+    why = "no Megatron-LM tree was found"
+    if not releases.has_training():
+        return Start(None, model, why)
+    if model == "gpt":
+        return Start(None, model, why, wheel=True)
+    raise UserError(
+        f"{name} needs the Megatron-LM tree, which has it up to 0.17: `megatron-ext upstream "
+        f"fetch`; without a tree BERT trains on megatron-core 0.16 only, {releases.core_version()} "
+        "is installed"
+    )
+
+
+def _embedded(name: str, model: Literal["gpt", "bert"] | None) -> Start:
+    if model is None:
+        raise UserError(
+            f"--embedded has no {name}; the embedded trainer has {', '.join(_WITHOUT_TREE)}"
+        )
+    if releases.has_training():
+        raise UserError(
+            "--embedded is for megatron-core 0.16, whose wheel has no training loop; leave it out: "
+            f"{releases.core_version()} brings its own"
+        )
+    return Start(None, model, "--embedded")
 
 
 def _execute(start: Start, argv: Sequence[str]) -> None:
     if start.script is None:
         assert start.model is not None
         _require_patches()
+        if start.wheel:
+            from megatron_ext.training import wheel
+
+            wheel.main()
+            return
         from megatron_ext.training.main import main as train
 
         # As upstream's scripts, which show what megatron.core tells at this level.
@@ -101,10 +134,10 @@ def _execute(start: Start, argv: Sequence[str]) -> None:
 
 
 def _require_patches() -> None:
-    """Refuse the embedded trainer where its flags would be taken and would change nothing."""
+    """Refuse what stands in where its flags would be taken and would change nothing."""
     if os.environ.get("MEGATRON_EXT_DISABLE", "0") == "1":
         raise UserError(
-            "MEGATRON_EXT_DISABLE=1 switches off what the embedded trainer is made of; unset it, "
+            "MEGATRON_EXT_DISABLE=1 switches off what stands in for upstream's script; unset it, "
             "or run upstream's own script: set MEGATRON_LM_PATH to a Megatron-LM tree"
         )
 
@@ -176,6 +209,7 @@ def run(script: str, argv: Sequence[str], *, embedded: bool = False) -> int:
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     _show_log("megatron_ext", level, sys.stderr)
     try:
+        releases.check_core()
         start = choose(script, embedded=embedded)
         sys.argv = [str(start.script or script), *argv]
         # Before Megatron is imported: it copies names of torch.cuda. Reads --device-backend too.

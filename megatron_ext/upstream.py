@@ -1,53 +1,48 @@
-"""The pinned Megatron-LM: which version, and where its two parts come from.
+"""The Megatron-LM tree: upstream's scripts, and for 0.16 `megatron.training` too.
 
-The wheel from the package index holds `megatron.core` only. Upstream's scripts and
-`megatron.training` come from a source tree at the same tag. This module is the only one that knows
-how to find, fetch and check that tree; it imports nothing of Megatron.
+The wheel from the package index holds `megatron.core`, from 0.17 on `megatron.training` as well,
+and no script. Scripts come from a source tree of the same release. This module is the only one that
+knows how to find, fetch and check that tree; it imports nothing of Megatron.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib import metadata
 from pathlib import Path
 
+from megatron_ext import releases
 from megatron_ext.errors import UpstreamMismatch, UserError
+from megatron_ext.releases import SUPPORTED, parse_release
 
 __all__ = [
-    "PIN_COMMIT",
-    "PIN_TAG",
-    "PIN_VERSION",
-    "SUPPORTED",
     "TreeStatus",
     "cache_dir",
     "check_tree",
     "fetch",
     "find_tree",
-    "installed_core",
+    "is_tree",
     "require_tree",
     "tree_status",
+    "tree_version",
     "use_tree",
 ]
 
-PIN_VERSION = "0.16.1"
-PIN_TAG = f"core_v{PIN_VERSION}"
-PIN_COMMIT = "55ac7082517c3878ae653c07c09c534b8aed49f6"
-SUPPORTED = ">=0.16.0,<0.17"
 URL = "https://github.com/NVIDIA/Megatron-LM"
 
 _FETCH_TIMEOUT_S = 900
-_HOW_TO_GET = (
-    f"Get it with `megatron-ext upstream fetch`, or set MEGATRON_LM_PATH to a checkout of "
-    f"Megatron-LM at {PIN_TAG}"
-)
 _chosen: Path | None = None
+
+
+def _how_to_get() -> str:
+    return (
+        "Get it with `megatron-ext upstream fetch`, or set MEGATRON_LM_PATH to a checkout of "
+        f"Megatron-LM at {releases.reference().tag}"
+    )
 
 
 @dataclass(frozen=True)
@@ -61,12 +56,13 @@ class TreeStatus:
 
     @property
     def problems(self) -> list[str]:
-        """One sentence for each difference from the pin; empty where the tree is the pin."""
+        """One sentence for each difference from the reference of the installed megatron-core."""
+        _, tag, commit = releases.reference()
         found = []
-        if self.version != PIN_VERSION:
-            found.append(f"version is {self.version}, expected {PIN_VERSION}")
-        if self.commit is not None and self.commit != PIN_COMMIT:
-            found.append(f"commit is {self.commit[:12]}, expected {PIN_COMMIT[:12]} ({PIN_TAG})")
+        if tag != f"core_v{self.version}":
+            found.append(f"version is {self.version}, expected {tag}")
+        if self.commit is not None and self.commit != commit:
+            found.append(f"commit is {self.commit[:12]}, expected {commit[:12]} ({tag})")
         found.extend(f"{name} is modified" for name in self.modified)
         return found
 
@@ -74,12 +70,13 @@ class TreeStatus:
 def cache_dir() -> Path:
     """Return where `fetch` puts the tree: below `XDG_CACHE_HOME`, by default `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "megatron_ext" / f"Megatron-LM-{PIN_TAG}"
+    return Path(base) / "megatron_ext" / f"Megatron-LM-{releases.reference().tag}"
 
 
 def is_tree(path: Path) -> bool:
-    """Whether a directory is a Megatron-LM source tree."""
-    return (path / "megatron" / "training" / "__init__.py").is_file()
+    """Whether a directory is a Megatron-LM source tree; site-packages has no scripts."""
+    training = path / "megatron" / "training" / "__init__.py"
+    return training.is_file() and (path / "pretrain_gpt.py").is_file()
 
 
 def use_tree(path: Path) -> None:
@@ -105,7 +102,8 @@ def find_tree() -> Path | None:
         if not is_tree(path):
             raise UserError(
                 f"MEGATRON_LM_PATH={named} is not a Megatron-LM tree (it has no "
-                f"megatron/training); point it at a checkout of {PIN_TAG}, or unset it"
+                f"pretrain_gpt.py beside megatron/training); point it at a checkout of "
+                f"{releases.reference().tag}, or unset it"
             )
         return path
     candidates = [Path(entry or ".").resolve() for entry in sys.path]
@@ -123,40 +121,42 @@ def require_tree() -> Path:
     if tree is None:
         raise UserError(
             "no Megatron-LM tree was found (MEGATRON_LM_PATH is not set, PYTHONPATH holds none, "
-            f"and none was fetched). {_HOW_TO_GET}"
+            f"and none was fetched). {_how_to_get()}"
         )
     check_tree(tree)
     return tree
 
 
 def check_tree(tree: Path) -> None:
-    """Refuse a tree of another release line than the pin's.
+    """Refuse a tree of another release than megatron-core's: its scripts would not fit.
 
     Raises:
-        UpstreamMismatch: It is of another version.
+        UpstreamMismatch: It is of another release, or of none that is supported.
     """
     version = tree_version(tree)
-    if version.split(".")[:2] != PIN_VERSION.split(".")[:2]:
-        raise UpstreamMismatch(
-            f"Megatron-LM tree {tree}",
-            expected=f"version {PIN_VERSION} (tag {PIN_TAG})",
-            found=f"version {version}",
-            installed=version,
-            supported=SUPPORTED,
-            remedy=_HOW_TO_GET,
-        )
+    release, installed = parse_release(version), releases.installed_release()
+    fits = release is not None and release >= min(releases.REFERENCES)
+    if fits and installed in (None, release):
+        return
+    core = releases.core_version()
+    remedy = _how_to_get()
+    if release is not None and fits:
+        found = f"{release[0]}.{release[1]}"
+        remedy += f"; or install its megatron-core: pip install 'megatron-core=={found}.*'"
+    major, minor = installed or max(releases.REFERENCES)
+    raise UpstreamMismatch(
+        f"Megatron-LM tree {tree}",
+        expected=f"version {major}.{minor}, as of the installed megatron-core",
+        found=f"version {version}",
+        installed=core or "(none)",
+        supported=SUPPORTED,
+        remedy=remedy,
+    )
 
 
 def tree_version(tree: Path) -> str:
     """Return the version that a tree says it has, read without importing it."""
-    try:
-        text = (tree / "megatron" / "core" / "package_info.py").read_text()
-    except OSError:
-        return "unknown"
-    parts = [re.search(rf"^{key}\s*=\s*(\d+)", text, re.M) for key in ("MAJOR", "MINOR", "PATCH")]
-    if not all(parts):
-        return "unknown"
-    return ".".join(part.group(1) for part in parts if part)
+    return releases.written_version(tree / "megatron" / "core") or "unknown"
 
 
 def tree_status(tree: Path) -> TreeStatus:
@@ -183,26 +183,11 @@ def _git(tree: Path, *arguments: str) -> str | None:
     return done.stdout
 
 
-@lru_cache(maxsize=1)
-def installed_core() -> Path | None:
-    """Return the `megatron/core` directory of the installed distribution, or None.
-
-    None also where `megatron-core` was installed from a tree in editable form: then Python's own
-    search finds it.
-    """
-    try:
-        distribution = metadata.distribution("megatron-core")
-    except metadata.PackageNotFoundError:
-        return None
-    core = Path(str(distribution.locate_file("megatron/core")))
-    return core if (core / "__init__.py").is_file() else None
-
-
 def fetch(destination: Path | None = None, url: str = URL) -> Path:
-    """Put a shallow clone of Megatron-LM at the pinned tag in place, its commit verified.
+    """Put a shallow clone of Megatron-LM in place, at the installed release's tag, verified.
 
     The clone is made beside the destination and renamed at the end, so that a broken transfer
-    leaves nothing behind. A tree that is there already and is the pin is kept.
+    leaves nothing behind. A tree that is there already and is the wanted one is kept.
 
     Args:
         destination: Where to; by default `cache_dir()`.
@@ -231,13 +216,14 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
         clone = scratch / "tree"
         _clone(url, clone)
         commit = (_git(clone, "rev-parse", "HEAD") or "").strip()
-        if commit != PIN_COMMIT:
+        _, tag, expected = releases.reference()
+        if commit != expected:
             raise UpstreamMismatch(
-                f"{url} {PIN_TAG}",
-                expected=f"commit {PIN_COMMIT}",
+                f"{url} {tag}",
+                expected=f"commit {expected}",
                 found=f"commit {commit or 'unknown'}",
                 installed="(none)",
-                supported=PIN_TAG,
+                supported=tag,
                 remedy="Fetch from the official repository or a faithful mirror of it",
             )
         clone.rename(target)
@@ -250,14 +236,15 @@ def _keep(target: Path) -> Path:
     problems = tree_status(target).problems if is_tree(target) else ["it is no Megatron-LM tree"]
     if problems:
         raise UserError(
-            f"{target} exists but is not Megatron-LM {PIN_TAG}: {'; '.join(problems)}. Move it "
-            f"away, or give another place with --path"
+            f"{target} exists but is not Megatron-LM {releases.reference().tag}: "
+            f"{'; '.join(problems)}. Move it away, or give another place with --path"
         )
     return target
 
 
 def _clone(url: str, clone: Path) -> None:
-    command = ["git", "clone", "--quiet", "--depth", "1", "--branch", PIN_TAG, url, str(clone)]
+    tag = releases.reference().tag
+    command = ["git", "clone", "--quiet", "--depth", "1", "--branch", tag, url, str(clone)]
     environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
     try:
         subprocess.run(
@@ -276,6 +263,6 @@ def _clone(url: str, clone: Path) -> None:
     except subprocess.CalledProcessError as error:
         last = (error.stderr or "").strip().splitlines()[-1:] or ["no output"]
         raise UserError(
-            f"git could not fetch {PIN_TAG} from {url}: {last[0]}. Check the network, or give a "
+            f"git could not fetch {tag} from {url}: {last[0]}. Check the network, or give a "
             f"mirror with --url, or set MEGATRON_LM_PATH to a checkout that you have"
         ) from None

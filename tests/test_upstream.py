@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext import upstream
+from megatron_ext import releases, upstream
 from megatron_ext.errors import UpstreamMismatch, UserError
 
 
-def _make_tree(path: Path, version: tuple[int, int, int] = (0, 16, 1)) -> Path:
+def _make_tree(path: Path, version: tuple[int, ...] | None = None) -> Path:
     (path / "megatron" / "training").mkdir(parents=True)
     (path / "megatron" / "training" / "__init__.py").write_text("")
+    (path / "pretrain_gpt.py").write_text("")
     (path / "megatron" / "core").mkdir()
+    if version is None:
+        version = tuple(map(int, releases.reference().tag.partition("_v")[2].split(".")))
     major, minor, patch = version
     info = f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\n"
     (path / "megatron" / "core" / "package_info.py").write_text(info)
@@ -30,7 +33,7 @@ def _commit_and_tag(tree: Path) -> str:
     _git(tree, "init", "-q")
     _git(tree, "add", ".")
     _git(tree, "commit", "-q", "-m", "all")
-    _git(tree, "tag", upstream.PIN_TAG)
+    _git(tree, "tag", releases.reference().tag)
     return _git(tree, "rev-parse", "HEAD")
 
 
@@ -69,16 +72,31 @@ def test_a_wrong_megatron_lm_path_is_an_error_not_a_fallback(
 
 
 @pytest.mark.parametrize("version", [(0, 15, 0), (0, 17, 0), (1, 16, 1)])
-def test_a_tree_of_another_release_is_refused(
+def test_a_tree_that_does_not_match_the_wheel_is_refused(
     version: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tree = _make_tree(tmp_path / "tree", version)
+    monkeypatch.setattr(releases, "core_version", lambda: "0.16.1")
+    tree, found = _make_tree(tmp_path / "tree", version), ".".join(map(str, version))
     monkeypatch.setenv("MEGATRON_LM_PATH", str(tree))
     with pytest.raises(UpstreamMismatch) as caught:
         upstream.require_tree()
     text = str(caught.value)
-    assert "version 0.16.1" in text
-    assert ".".join(map(str, version)) in text
+    assert "expected version 0.16, as of the installed megatron-core" in text
+    assert f"found version {found}" in text
+    assert "megatron-ext upstream fetch" in text
+    # Its own megatron-core is a remedy where there is one that we run on.
+    assert ("pip install 'megatron-core==0.17.*'" in text) == (version == (0, 17, 0))
+
+
+def test_a_folder_without_scripts_is_no_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 0.17 on site-packages holds megatron/training."""
+    site = _make_tree(tmp_path / "site-packages")
+    monkeypatch.syspath_prepend(str(site))
+    assert upstream.find_tree() == site
+    (site / "pretrain_gpt.py").unlink()
+    assert upstream.find_tree() is None
 
 
 def test_the_status_names_edited_files_and_a_foreign_commit(tmp_path: Path) -> None:
@@ -103,7 +121,8 @@ def test_fetch_puts_the_pinned_commit_in_place_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     origin = _make_tree(tmp_path / "origin")
-    monkeypatch.setattr(upstream, "PIN_COMMIT", _commit_and_tag(origin))
+    reference = releases.reference()._replace(commit=_commit_and_tag(origin))
+    monkeypatch.setattr(releases, "reference", lambda: reference)
     target = tmp_path / "fetched" / "tree"
     assert upstream.fetch(target, origin.as_uri()) == target
     assert upstream.tree_status(target).problems == []
@@ -118,7 +137,9 @@ def test_fetch_keeps_away_from_a_directory_that_is_something_else(tmp_path: Path
 
 
 def test_fetch_explains_a_repository_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"git could not fetch core_v0.16.1 from file:///nowhere"):
+    with pytest.raises(
+        UserError, match=r"git could not fetch core_v0\.1\d\.\d from file:///nowhere"
+    ):
         upstream.fetch(tmp_path / "tree", "file:///nowhere")
     assert list(tmp_path.glob(".fetch-*")) == []
 
@@ -134,6 +155,6 @@ def test_the_pinned_tree_is_the_pin(megatron_lm_path: Path) -> None:
 
 
 def test_the_installed_core_is_found() -> None:
-    core = upstream.installed_core()
+    core = releases.installed_core()
     assert core is not None
     assert (core / "package_info.py").is_file()

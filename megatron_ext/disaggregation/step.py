@@ -22,9 +22,9 @@ from megatron_ext.disaggregation.weights import WeightReceiver, WeightSender
 from megatron_ext.disaggregation.worlds import beat
 from megatron_ext.schedules.representation.validation import validate
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
-from megatron_ext.schedules.runtime.groups import default_groups
 from megatron_ext.schedules.runtime.microbatches import MicrobatchData
 from megatron_ext.schedules.runtime.tables import Table
+from megatron_ext.signatures import default_groups
 
 __all__ = ["forward_backward", "link_of_this_rank", "step_done", "weights_s"]
 

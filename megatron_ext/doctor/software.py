@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-from megatron_ext import devices, upstream
+from megatron_ext import devices, releases, upstream
 from megatron_ext.doctor.finding import Finding, fail, ok, warn
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.launch.probe import code_hash, installed_version
@@ -28,12 +28,26 @@ def check_versions() -> Iterator[Finding]:
         yield ok("torch", torch)
     else:
         yield fail("torch", torch, "install torch >= 2.7")
-    core = installed_version("megatron-core")
-    if _release(core)[:2] == _release(upstream.PIN_VERSION)[:2]:
-        yield ok("megatron-core", f"{core} (reference: {upstream.PIN_VERSION})")
-    else:
-        remedy = f"pip install 'megatron-core{upstream.SUPPORTED}'"
-        yield fail("megatron-core", f"{core}, supported is {upstream.SUPPORTED}", remedy)
+    yield _check_core()
+
+
+def _check_core() -> Finding:
+    """Say which release of Megatron is here, and whether it can be used with this Python."""
+    name, supported = "megatron-core", releases.SUPPORTED
+    try:
+        releases.check_core()
+    except MegatronExtError as error:
+        return fail(name, str(error).removeprefix(f"{name}: "), "")
+    core, release = releases.core_version(), releases.installed_release()
+    assert release is not None
+    if sys.version_info[:2] < releases.oldest_python(release):
+        needed = ".".join(map(str, releases.oldest_python(release)))
+        remedy = f"take Python {needed}, or pip install 'megatron-core>=0.16,<0.17'"
+        return fail(name, f"{core}, which needs Python {needed} or later", remedy)
+    if releases.is_newer_than_known(release):
+        shown = f"{core} is newer than this package knows ({supported})"
+        return warn(name, shown, "`megatron-ext patches check` tells whether it fits")
+    return ok(name, f"{core} (tested with {releases.reference().version}; {supported})")
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -48,7 +62,10 @@ def check_tree() -> Iterator[Finding]:
         tree = upstream.find_tree()
         if tree is None:
             remedy = "for upstream's own scripts run `megatron-ext upstream fetch`"
-            yield warn(name, "none; the embedded trainer stands in", remedy)
+            stands_in = "megatron.training of the wheel is used"
+            if not releases.has_training():
+                stands_in = "the embedded trainer stands in"
+            yield warn(name, f"none; {stands_in}", remedy)
             return
         upstream.check_tree(tree)
     except MegatronExtError as error:
@@ -57,7 +74,8 @@ def check_tree() -> Iterator[Finding]:
     status = upstream.tree_status(tree)
     if status.problems:
         shown = "; ".join(status.problems[:3])
-        remedy = f"check out {upstream.PIN_TAG}, or fetch it: `megatron-ext upstream fetch`"
+        tag = releases.reference().tag
+        remedy = f"check out {tag}, or fetch it: `megatron-ext upstream fetch`"
         yield warn(name, f"{tree}: {shown}", remedy)
     else:
         yield ok(name, f"{tree}, version {status.version}")
@@ -70,6 +88,10 @@ def check_patches() -> Iterator[Finding]:
 
     name = "patches"
     try:
+        releases.check_core()
+    except MegatronExtError:
+        return  # `check_versions` has said it
+    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of kernels that are not installed
             absent = listing.import_targets()
@@ -78,10 +100,12 @@ def check_patches() -> Iterator[Finding]:
         return
     rows = REGISTRY.rows()
     problems = listing.problems(rows)
+    tested = releases.reference().version
     for problem in problems:
-        yield fail(name, problem, f"install megatron-core {upstream.PIN_VERSION}")
+        yield fail(name, problem, f"pip install megatron-core=={tested}")
     if problems:
         return
+    rows = [row for row in rows if row.state != "other release"]
     pending = sum(row.state == "pending" for row in rows)
     note = f", {pending} wait for {', '.join(absent)}" if absent else ""
     yield ok(name, f"{len(rows) - pending} of {len(rows)} targets looked at{note}")

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.patches.registry import Patch
+from megatron_ext.signatures import flag_destination
 
 __all__ = ["PATCHES", "check_arguments", "prepare_parser"]
 
@@ -41,13 +42,10 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
     backend = known.get("distributed_backend")
     if backend is not None and device.distributed_backend not in (backend.choices or ()):
         backend.choices = [*(backend.choices or ()), device.distributed_backend]
-    parser.set_defaults(
-        **{
-            dest: value
-            for dest, (value, _reason) in device.argument_defaults.items()
-            if dest in known
-        }
-    )
+    for dest, (value, _reason) in device.argument_defaults.items():
+        here = flag_destination(dest, known)
+        if here is not None:
+            parser.set_defaults(**{here: value})
     return parser
 
 
@@ -76,14 +74,15 @@ def check_arguments(args: Namespace) -> None:
         )
     errors = []
     for dest, (value, reason) in device.argument_defaults.items():
-        found = getattr(args, dest, value)
+        here = flag_destination(dest, vars(args)) or dest
+        found = getattr(args, here, value)
         if found == value:
             continue
         if dest == "distributed_backend":
             _LOG.warning("--distributed-backend %s: %s is used, %s", found, value, reason)
             args.distributed_backend = value
             continue
-        flag = f"--{dest.replace('_', '-')}"
+        flag = f"--{here.replace('_', '-')}"
         errors.append(f"{flag} is {found!r}, {device.name} needs {value!r}: {reason}")
     errors.extend(device.argument_errors(args))
     if errors:
@@ -184,11 +183,19 @@ PATCHES = (
         feature="arguments",
         reason="refuses flags that exclude each other or the device, before anything is started",
     ),
-    Patch(
-        id="arguments.config",
-        target=f"{_MODULE}:core_transformer_config_from_args",
-        fn=_attach_config,
-        feature="arguments",
-        reason="carries the settings of megatron_ext on the model's configuration",
+    *(
+        Patch(
+            id="arguments.config",
+            target=f"{module}:core_transformer_config_from_args",
+            fn=_attach_config,
+            feature="arguments",
+            reason="carries the settings of megatron_ext on the model's configuration",
+            since=since,
+            until=until,
+        )
+        for module, since, until in (
+            (_MODULE, None, "0.18"),
+            ("megatron.training.argument_utils", "0.18", None),
+        )
     ),
 )

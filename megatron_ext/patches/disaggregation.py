@@ -18,7 +18,11 @@ from megatron_ext.patches.registry import Patch
 __all__ = ["PATCHES"]
 
 _TRAINING = "megatron.training.training"
-_UTILS = "megatron.training.utils"
+_UTILS = (
+    ("megatron.training.utils", {"until": "0.18"}),
+    ("megatron.training.utils.common_utils", {"since": "0.18"}),
+)
+_PROVIDERS = ("model_provider_func", "build_model_func")
 
 _Args = tuple[Any, ...]
 _Keywords = dict[str, Any]
@@ -68,12 +72,13 @@ def _without_gradients(
 ) -> Any:
     """Build the model of a forward rank: nothing in it is trained."""
     given = _given(call, args, kwargs)
-    provide = given["model_provider_func"]
+    [provider] = [name for name in _PROVIDERS if name in given]
+    provide = given[provider]
 
     def frozen(*provider_args: Any, **provider_kwargs: Any) -> Any:
         return provide(*provider_args, **provider_kwargs).requires_grad_(False)
 
-    return call(**{**given, "model_provider_func": frozen})
+    return call(**{**given, provider: frozen})
 
 
 def _share_progress(
@@ -197,6 +202,14 @@ PATCHES = (
         when=_on_forward_rank,
     ),
     _patch(
+        "model_of_builders",
+        "megatron.training.models.dist_utils:unimodal_build_distributed_models",
+        _without_gradients,
+        "as disaggregation.model, where a builder makes the model",
+        when=_on_forward_rank,
+        since="0.19",
+    ),
+    _patch(
         "progress",
         f"{_TRAINING}:setup_model_and_optimizer",
         _share_progress,
@@ -240,21 +253,18 @@ PATCHES = (
         kind="replace",
         when=_on_forward_rank,
     ),
-    _patch(
-        "print_rank_0",
-        f"{_UTILS}:print_rank_0",
-        _silent,
-        "prints once for each job, and the forward ranks are a second one",
-        kind="replace",
-        when=_on_forward_rank,
-    ),
-    _patch(
-        "print_rank_last",
-        f"{_UTILS}:print_rank_last",
-        _silent,
-        "prints once for each job, and the forward ranks are a second one",
-        kind="replace",
-        when=_on_forward_rank,
+    *(
+        _patch(
+            name,
+            f"{module}:{name}",
+            _silent,
+            "prints once for each job, and the forward ranks are a second one",
+            kind="replace",
+            when=_on_forward_rank,
+            **releases,
+        )
+        for name in ("print_rank_0", "print_rank_last")
+        for module, releases in _UTILS
     ),
     _patch(
         "timers",

@@ -50,11 +50,20 @@ PATCHES = (
         reason="psutil, which megatron-core does not require, is used for a log line of the "
         "writer processes; without it they die and saving hangs",
     ),
-    Patch(
-        id="dist_checkpointing.queue_process",
-        target=f"{_WRITER}:_get_write_results_queue",
-        fn=_start_without_main,
-        reason="the process behind the queue imports the training script, which takes seconds, and "
-        "fails where the script needs `python -m megatron_ext` to find Megatron",
+    *(
+        Patch(
+            id="dist_checkpointing.queue_process",
+            target=f"{_WRITER}:{name}",
+            fn=_start_without_main,
+            required=False,
+            reason="the process behind the queue imports the training script, which takes seconds, "
+            "and fails where the script needs `python -m megatron_ext` to find Megatron",
+            since=since,
+            until=until,
+        )
+        for name, since, until in (
+            ("_get_write_results_queue", None, "0.17"),
+            ("get_write_results_queue", "0.17", None),
+        )
     ),
 )

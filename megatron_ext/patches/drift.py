@@ -1,9 +1,10 @@
 """The drift guard: is an upstream function still the one that a patch was written for?
 
-`fingerprints.json` holds, for the pinned Megatron, the hash of every file that has targets, and the
-hash and signature of each target. A file that is equal as a whole needs no closer look, which keeps
-importing fast. Otherwise the targets themselves are compared, by source tokens without comments,
-docstrings and layout, so that a harmless edit elsewhere in the file does not matter.
+`fingerprints/MINOR.json` holds, for one minor release of Megatron, the hash of every file that has
+targets, and the hash and signature of each target. A file that is equal as a whole needs no closer
+look, which keeps importing fast. Otherwise the targets themselves are compared, by source tokens
+without comments, docstrings, layout and the annotations of the signature, so that a harmless edit
+does not matter. A release that is newer than all of them is compared with the newest.
 """
 
 from __future__ import annotations
@@ -12,20 +13,38 @@ import hashlib
 import inspect
 import io
 import json
+import logging
 import os
 import re
 import sys
 import tokenize
+from collections.abc import Sequence
 from functools import cache, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_ext import releases
 from megatron_ext.errors import UpstreamMismatch, UserError
-from megatron_ext.upstream import SUPPORTED
+from megatron_ext.releases import SUPPORTED
 
-__all__ = ["collect", "compare", "missing", "policy", "refuses"]
+__all__ = [
+    "collect",
+    "compare",
+    "is_missing",
+    "missing",
+    "missing_module",
+    "policy",
+    "refuses",
+    "tell",
+    "version",
+    "write",
+]
 
-_FILE = Path(__file__).with_name("fingerprints.json")
+_LOG = logging.getLogger(__name__)
+
+_FOLDER = Path(__file__).with_name("fingerprints")
+_NOTHING = "nothing"
 _LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -51,33 +70,59 @@ def policy() -> Literal["error", "warn", "ignore"]:
     return value  # type: ignore[return-value]
 
 
+def is_missing(mismatch: UpstreamMismatch) -> bool:
+    """Whether a mismatch is a target that does not exist."""
+    return mismatch.found.startswith(_NOTHING)
+
+
 def refuses(mismatch: UpstreamMismatch | None) -> bool:
-    """Whether a mismatch stops the patch. A missing target always does."""
+    """Whether a mismatch stops the patches of its target. A missing target always does."""
     if mismatch is None:
         return False
-    return policy() == "error" or mismatch.found.startswith("nothing")
+    return policy() == "error" or is_missing(mismatch)
 
 
-def installed_version() -> str:
-    """Return the version of the Megatron that is imported, or of the installed distribution."""
-    info = sys.modules.get("megatron.core.package_info")
-    if info is not None:
-        return str(info.__version__)
-    from importlib import metadata
-
-    try:
-        return metadata.version("megatron-core")
-    except metadata.PackageNotFoundError:
-        return "(none)"
+def version() -> str:
+    """Return the version of the Megatron that is imported or would be."""
+    return releases.core_version() or "(none)"
 
 
 def missing(target: str, detail: str) -> UpstreamMismatch:
     """Return the mismatch of a target that does not exist."""
-    return _mismatch(target, "this name", f"nothing ({detail})")
+    return _mismatch(target, "this name", f"{_NOTHING} ({detail})")
+
+
+def missing_module(target: str) -> UpstreamMismatch | None:
+    """Return the mismatch of a target whose module is not there, though its package is."""
+    name = target.partition(":")[0]
+    package = name.rpartition(".")[0]
+    if name in sys.modules or package not in sys.modules or find_spec(name) is not None:
+        return None
+    return missing(target, f"{package} has no such module")
+
+
+def tell(mismatches: Sequence[UpstreamMismatch], release: releases.Release | None) -> None:
+    """Say on one rank, in one line, on which Megatron a run starts that nobody has tested."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if mismatches and policy() == "warn":
+        _LOG.warning(
+            "MEGATRON_EXT_DRIFT=warn: Megatron %s is not what patches in use were written for: %s",
+            version(),
+            "; ".join(f"{mismatch.target} has {mismatch.found}" for mismatch in mismatches),
+        )
+    elif releases.is_newer_than_known(release):
+        _LOG.warning(
+            "Megatron %s is newer than this package knows (%s); all functions that the features "
+            "in use rely on are those of %s",
+            version(),
+            SUPPORTED,
+            releases.reference().version,
+        )
 
 
 def compare(target: str, original: Any) -> UpstreamMismatch | None:
-    """Compare a target with the pin.
+    """Compare a target with the one of the release that it was written for.
 
     Args:
         target: `module:attribute.path`.
@@ -106,7 +151,7 @@ def _mismatch(target: str, expected: str, found: str) -> UpstreamMismatch:
         target,
         expected=expected,
         found=found,
-        installed=installed_version(),
+        installed=version(),
         supported=SUPPORTED,
     )
 
@@ -119,11 +164,17 @@ def fingerprint(obj: Any) -> dict[str, str] | None:
     except (TypeError, OSError):
         return None
     try:
-        signature = re.sub(r" at 0x[0-9a-f]+", "", str(inspect.signature(plain)))
+        signature = re.sub(r" at 0x[0-9a-f]+", "", str(_unannotated(inspect.signature(plain))))
     except (TypeError, ValueError):
         signature = ""
     tokens = "\0".join(_tokens(source))
     return {"sha256": hashlib.sha256(tokens.encode()).hexdigest(), "signature": signature}
+
+
+def _unannotated(signature: inspect.Signature) -> inspect.Signature:
+    empty = inspect.Parameter.empty
+    parameters = [p.replace(annotation=empty) for p in signature.parameters.values()]
+    return inspect.Signature(parameters)
 
 
 def _tokens(source: str) -> list[str]:
@@ -146,7 +197,7 @@ def _tokens(source: str) -> list[str]:
                 strings.append(_slice(lines, start, token.end))
         elif depth == 0 and token.type not in _LAYOUT:
             strings.append(token.string)
-    return _without_docstring(strings)
+    return _without_docstring(_without_annotations(strings))
 
 
 def _slice(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
@@ -155,6 +206,29 @@ def _slice(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> st
     first = lines[start[0] - 1][start[1] :]
     middle = lines[start[0] : end[0] - 1]
     return "".join([first, *middle, lines[end[0] - 1][: end[1]]])
+
+
+def _without_annotations(strings: list[str]) -> list[str]:
+    """Drop the annotations of the first function's header; what stands in defaults is kept.
+
+    Between the brackets of the parameters a colon begins an annotation, unless a default has begun,
+    and a comma, an equals sign or the closing bracket ends it; an arrow begins that of the result.
+    """
+    if "def" not in strings:
+        return strings
+    begin = strings.index("def") + 2
+    kept, depth, dropping, in_default = strings[:begin], 0, False, False
+    for index, string in enumerate(strings[begin:], start=begin):
+        depth += (string in {"(", "[", "{"}) - (string in {")", "]", "}"})
+        if depth == 0 and string == ":":
+            return kept + strings[index:]
+        if (depth == 1 and string in {",", "="}) or (depth == 0 and string == ")"):
+            dropping, in_default = False, string == "="
+        elif string == "->" or (depth == 1 and string == ":" and not in_default):
+            dropping = True
+        if not dropping:
+            kept.append(string)
+    return kept
 
 
 def _without_docstring(strings: list[str]) -> list[str]:
@@ -175,9 +249,15 @@ def _without_docstring(strings: list[str]) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _load() -> dict[str, Any]:
-    if not _FILE.exists():
+    """Return the fingerprints of the installed release, or of the nearest older one."""
+    path = _path(releases.reference().version)
+    if not path.exists():
         return {"version": None, "files": {}, "targets": {}}
-    return json.loads(_FILE.read_text())  # type: ignore[no-any-return]
+    return json.loads(path.read_text())  # type: ignore[no-any-return]
+
+
+def _path(version: str) -> Path:
+    return _FOLDER / f"{'.'.join(version.split('.')[:2])}.json"
 
 
 @cache
@@ -192,7 +272,7 @@ def _same_file(module_name: str) -> bool:
 
 
 def collect(originals: dict[str, Any]) -> dict[str, Any]:
-    """Fingerprint targets of the pinned Megatron, in the form of `fingerprints.json`.
+    """Fingerprint the targets of the installed Megatron, in the form of a file of fingerprints.
 
     Args:
         originals: Original object by target.
@@ -204,11 +284,13 @@ def collect(originals: dict[str, Any]) -> dict[str, Any]:
             targets[target] = found
     modules = sorted({target.partition(":")[0] for target in targets})
     files = {name: _file_hash(str(sys.modules[name].__file__)) for name in modules}
-    return {"version": installed_version(), "files": files, "targets": targets}
+    return {"version": version(), "files": files, "targets": targets}
 
 
 def write(fingerprints: dict[str, Any]) -> Path:
-    """Write `fingerprints.json` and return its path."""
-    _FILE.write_text(json.dumps(fingerprints, indent=1, sort_keys=True) + "\n")
+    """Write the fingerprints of a release and return the path of the file."""
+    path = _path(fingerprints["version"])
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(fingerprints, indent=1, sort_keys=True) + "\n")
     _load.cache_clear()
-    return _FILE
+    return path

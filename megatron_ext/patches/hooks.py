@@ -5,7 +5,8 @@ wrapt's hooks fire *after* a module was executed. The device redirect must be in
 front of `sys.meta_path` is asked for a module just before its execution: the right moment.
 
 The same finder settles which Megatron is used. `megatron` is a namespace package, so
-`megatron.core` of the installed wheel and `megatron.training` of a source tree merge. A full tree
+`megatron.core` of the installed wheel and `megatron.training` of a source tree merge (from 0.17 on
+the wheel has one too; a tree's own scripts get their own). A full tree
 on `PYTHONPATH` would also bring its own `megatron.core`, without the compiled dataset helpers; the
 finder takes `megatron.core` from the wheel where there is one. `sys.path` stays as the user set it.
 
@@ -25,7 +26,7 @@ from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from megatron_ext import upstream
+from megatron_ext import releases, upstream
 
 __all__ = ["install", "remove"]
 
@@ -33,7 +34,14 @@ _TREE_PACKAGES = frozenset(
     f"megatron.{name}" for name in ("legacy", "post_training", "rl", "training")
 )
 _TREE_SCRIPTS = frozenset(
-    {"gpt_builders", "mamba_builders", "model_provider", "pretrain_bert", "pretrain_gpt"}
+    {
+        "gpt_builders",
+        "hybrid_builders",
+        "mamba_builders",
+        "model_provider",
+        "pretrain_bert",
+        "pretrain_gpt",
+    }
 )
 _TRITON_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 _WITHOUT_TRITON = Path(__file__).with_name("no_triton.py")
@@ -54,7 +62,7 @@ class _MegatronFinder(MetaPathFinder):
             if not self._armed:
                 self._armed = True
                 self._before_core()
-            core = upstream.installed_core()
+            core = releases.installed_core()
             return PathFinder.find_spec(fullname, [str(core.parent)]) if core else None
         if fullname in _TREE_PACKAGES:
             tree = upstream.find_tree()

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 
+from megatron_ext.patches import drift
 from megatron_ext.patches.registry import REGISTRY, Row
 
 __all__ = ["import_targets", "markdown_table", "problems", "text_table"]
@@ -36,6 +37,8 @@ def import_targets() -> list[str]:
 
 def _status(row: Row) -> str:
     words: list[str] = [row.state]
+    if row.state == "other release":
+        words.append(row.releases)
     if row.state == "installed":
         words.append("active" if row.active else "idle")
         words.append("intact" if row.intact else "OVERWRITTEN")
@@ -76,9 +79,9 @@ def text_table(rows: Iterable[Row], *, redirects: bool = False) -> str:
 
 def markdown_table(rows: Iterable[Row]) -> str:
     """Return the patches on Megatron as a Markdown table that depends on the code alone."""
-    lines = ["| patch | target | kind | reason |", "|---|---|---|---|"]
+    lines = ["| patch | target | kind | releases | reason |", "|---|---|---|---|---|"]
     lines += [
-        f"| `{row.id}` | `{row.target}` | {row.kind} | {row.reason} |"
+        f"| `{row.id}` | `{row.target}` | {row.kind} | {row.releases} | {row.reason} |"
         for row in rows
         if not _is_redirect(row)
     ]
@@ -86,11 +89,17 @@ def markdown_table(rows: Iterable[Row]) -> str:
 
 
 def problems(rows: Iterable[Row]) -> list[str]:
-    """Return one line for each patch that drifted, is refused or was overwritten by others."""
+    """Return one line for each patch that drifted, is refused or was overwritten by others.
+
+    A patch whose target may be absent is none, nor is one of a package that is not there at all.
+    """
     found = []
     for row in rows:
-        if row.drift:
-            found.append(f"{row.id}: {row.target} differs from the pin: {row.drift}")
+        lost = drift.missing_module(row.target) if row.state == "pending" else None
+        if lost is not None and row.required:
+            found.append(f"{row.id}: {row.target} differs from the release: {lost.found}")
+        elif row.drift and (row.required or row.state != "absent"):
+            found.append(f"{row.id}: {row.target} differs from the release: {row.drift}")
         elif not row.intact:
             found.append(f"{row.id}: {row.target} was overwritten by other code after patching")
     return found

@@ -42,6 +42,7 @@ PATCHES = (
         fn=_absent,
         creates=True,
         when=without_te,
+        until="0.17",
         reason="the router asks `te_general_gemm is not None`, but the name is bound only where "
         "Transformer Engine is installed: NameError",
     ),

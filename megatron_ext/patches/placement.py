@@ -238,6 +238,14 @@ PATCHES = (
         "stay zero",
     ),
     _patch(
+        "tied_weights_of_builders",
+        "megatron.training.models.dist_utils:"
+        "prepare_existing_model_chunks_for_distributed_training",
+        _tie,
+        "as placement.tied_weights, where a builder makes the model",
+        since="0.19",
+    ),
+    _patch(
         "train_step",
         f"{_TRAINING}:train_step",
         _share_step,
@@ -249,11 +257,18 @@ PATCHES = (
         _share_evaluation,
         "the last rank logs, but the first has the losses",
     ),
-    _patch(
-        "batch",
-        "megatron.training.utils:get_batch_on_this_tp_rank",
-        _whole_batch,
-        "sends tensor-parallel ranks the fields of the first stage only, where a rank has both",
+    *(
+        _patch(
+            "batch",
+            f"{module}:get_batch_on_this_tp_rank",
+            _whole_batch,
+            "sends tensor-parallel ranks the fields of the first stage only, where a rank has both",
+            **releases,
+        )
+        for module, releases in (
+            ("megatron.training.utils", {"until": "0.18"}),
+            ("megatron.core.utils", {"since": "0.18"}),
+        )
     ),
     _patch(
         "tied_checkpoint",

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import wrapt
 
+from megatron_ext.releases import Release, parse_release
+
 if TYPE_CHECKING:
     from megatron_ext.errors import UpstreamMismatch
 
@@ -20,7 +22,8 @@ __all__ = ["MISSING", "Patch", "PatchPoint", "Row", "Site", "State", "always"]
 MISSING = object()
 """Stands for an attribute that is not there; None is a value like any other."""
 
-State = Literal["pending", "installed", "skipped", "refused", "off"]
+State = Literal["pending", "installed", "skipped", "absent", "refused", "off", "other release"]
+"""absent: the target is missing, and nothing that is in use needs it."""
 
 
 def always() -> bool:
@@ -33,7 +36,7 @@ class Patch:
     """One change to one attribute of another package."""
 
     id: str
-    """Unique name, `area.what`."""
+    """Unique name, `area.what`. Rows for different releases may share it."""
     target: str
     """`module:attribute.path`; attributes of classes are allowed."""
     reason: str
@@ -55,6 +58,13 @@ class Patch:
     """Ids that have to be registered too."""
     creates: bool = False
     """set: the name does not exist upstream (and the reason says why it has to)."""
+    since: str | None = None
+    """First minor release that the row is for, such as `0.17`; None: from the oldest on."""
+    until: str | None = None
+    """First minor release that it is not for any more; None: to the newest."""
+    required: bool = True
+    """Whether a missing target is an error where the patch would act. Not for conveniences, and not
+    where the effect is asserted by other means (`megatron_ext/effects.py`)."""
 
     @property
     def module(self) -> str:
@@ -65,6 +75,46 @@ class Patch:
     def path(self) -> str:
         """Path of the attribute inside the module."""
         return self.target.partition(":")[2]
+
+    @property
+    def releases(self) -> str:
+        """The releases of the row in words: empty for all."""
+        if self.since and self.until:
+            return f"{self.since} to before {self.until}"
+        if self.since:
+            return f"since {self.since}"
+        return f"before {self.until}" if self.until else ""
+
+    def is_for(self, release: Release | None) -> bool:
+        """Tell whether the row is for a release; only rows for all are where none is known."""
+        first, end = self._bounds
+        if release is None:
+            return (first, end) == _ALL
+        return first <= release < end
+
+    def overlaps(self, other: Patch) -> bool:
+        """Tell whether both rows are for some release."""
+        (first, end), (others_first, others_end) = self._bounds, other._bounds
+        return first < others_end and others_first < end
+
+    @property
+    def _bounds(self) -> tuple[Release, Release]:
+        first, end = _ALL
+        if self.since is not None:
+            first = _release(self.since)
+        if self.until is not None:
+            end = _release(self.until)
+        return first, end
+
+
+_ALL: tuple[Release, Release] = ((0, 0), (1 << 30, 0))
+
+
+def _release(text: str) -> Release:
+    release = parse_release(text)
+    if release is None:
+        raise ValueError(f"{text!r} is no release; write it as 0.17")
+    return release
 
 
 class PatchPoint(wrapt.FunctionWrapper):  # type: ignore[type-arg]
@@ -99,6 +149,8 @@ class Row:
     active: bool
     drift: str
     reason: str
+    releases: str = ""
+    required: bool = True
 
 
 @dataclass

@@ -23,12 +23,13 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from types import ModuleType
 from typing import Any
 
 import wrapt
 
+from megatron_ext import releases
 from megatron_ext.errors import PatchConflict, UpstreamMismatch
 from megatron_ext.patches import drift
 from megatron_ext.patches.aliases import replace_aliases, restore_aliases
@@ -40,14 +41,34 @@ _LOG = logging.getLogger(__name__)
 
 
 class Registry:
-    """All patches of a process; use the module's `REGISTRY`."""
+    """All patches of a process; use the module's `REGISTRY`.
 
-    def __init__(self) -> None:
+    Args:
+        release: Of the Megatron whose rows apply; by default the installed one, asked for when the
+            first row is registered.
+    """
+
+    def __init__(self, release: releases.Release | None = None) -> None:
         self.active = False
+        self._given = release
         self._sites: dict[str, Site] = {}
-        self._ids: dict[str, Patch] = {}
+        self._ids: dict[str, list[Patch]] = {}  # all rows, those for other releases too
+        self._told = False
         self._hooked: set[str] = set()
         self._seen: set[str] = set()  # modules that were patched before: arming again is not late
+
+    @cached_property
+    def release(self) -> releases.Release | None:
+        """The release whose rows apply."""
+        return self._given or releases.installed_release()
+
+    def _rows_of_all_releases(self) -> Iterator[Patch]:
+        for patches in self._ids.values():
+            yield from patches
+
+    def _patches(self) -> Iterator[Patch]:
+        """Yield the rows that apply."""
+        return (patch for patch in self._rows_of_all_releases() if patch.is_for(self.release))
 
     # -- registering and switching ---------------------------------------------------------------
 
@@ -55,7 +76,8 @@ class Registry:
         """Add patches; where the registry is active they are armed at once.
 
         Raises:
-            ValueError: An id is taken, a `requires` is unknown, or a `set` shares its target.
+            ValueError: An id is taken for a release that both rows are for, a `requires` is
+                unknown, or a `set` shares its target.
         """
         new = list(patches)
         for patch in new:
@@ -65,18 +87,22 @@ class Registry:
             if unknown:
                 raise ValueError(f"patch {patch.id} names unknown patches {unknown}")
         if self.active:
-            self._arm({patch.module for patch in new})
+            self._arm({patch.module for patch in new if patch.is_for(self.release)})
 
     def _add(self, patch: Patch) -> None:
-        if patch.id in self._ids:
-            raise ValueError(f"patch id {patch.id} is taken by {self._ids[patch.id].target}")
+        for other in self._ids.get(patch.id, ()):
+            if patch.overlaps(other):
+                raise ValueError(f"patch id {patch.id} is taken by {other.target}")
+        if not patch.is_for(self.release):
+            self._ids.setdefault(patch.id, []).append(patch)
+            return
         site = self._sites.setdefault(patch.target, Site(patch.target))
         if site.patches and "set" in {patch.kind, site.first.kind}:
             raise ValueError(
                 f"{patch.target}: a 'set' patch needs the target to itself, but it has "
                 f"{site.first.id} and {patch.id}"
             )
-        self._ids[patch.id] = patch
+        self._ids.setdefault(patch.id, []).append(patch)
         site.patches.append(patch)
 
     def remove(self, ids: Iterable[str]) -> None:
@@ -97,7 +123,7 @@ class Registry:
         """Arm every registered patch; modules already imported are patched now. Idempotent."""
         if not self.active:
             self.active = True
-            self._arm({patch.module for patch in self._ids.values()})
+            self._arm({patch.module for patch in self._patches()})
 
     def deactivate(self) -> None:
         """Restore every original, aliases included; patches stay registered. Idempotent."""
@@ -192,8 +218,6 @@ class Registry:
         if site.first.kind != "set" and site.own is MISSING:
             site.own = site.original
         site.mismatch = drift.compare(site.target, site.original)
-        if site.mismatch is not None and drift.policy() == "warn":
-            _LOG.warning("%s", site.mismatch)
 
     def _uninstall(self, sites: Iterable[Site]) -> None:
         swapped: list[tuple[Any, Any]] = []
@@ -231,23 +255,31 @@ class Registry:
     # -- looking ---------------------------------------------------------------------------------
 
     def rows(self) -> list[Row]:
-        """Return the state of every patch, by feature and id."""
-        rows = [self._row(patch) for patch in self._ids.values()]
-        return sorted(rows, key=lambda row: (row.feature, row.id))
+        """Return the state of every patch, by feature and id, those for other releases too."""
+        rows = [self._row(patch) for patch in self._rows_of_all_releases()]
+        return sorted(rows, key=lambda row: (row.feature, row.id, row.releases))
 
     def _row(self, patch: Patch) -> Row:
-        site = self._sites[patch.target]
+        site = self._sites.get(patch.target)
+        if site is None or not patch.is_for(self.release):
+            site = Site(patch.target)
         loaded = _is_loaded(patch.module)
         wanted = bool(patch.when()) if loaded else False
         state: State
-        if not self.active:
+        if not patch.is_for(self.release):
+            state = "other release"
+        elif not self.active:
             state = "off"
         elif not loaded:
             state = "pending"
         elif site.is_installed:
             state = "installed"
+        elif site.mismatch is None:
+            state = "skipped"
+        elif drift.is_missing(site.mismatch) and not (patch.required and wanted):
+            state = "absent"
         else:
-            state = "refused" if site.mismatch is not None else "skipped"
+            state = "refused"
         return Row(
             id=patch.id,
             target=patch.target,
@@ -259,27 +291,43 @@ class Registry:
             active=self.active and wanted and site.is_installed,
             drift="" if site.mismatch is None else f"{site.mismatch.found}",
             reason=patch.reason,
+            releases=patch.releases,
+            required=patch.required,
         )
 
     def mismatches(self) -> list[UpstreamMismatch]:
-        """Return what differs from the pin at the targets of patches that would act now."""
-        return [
-            site.mismatch
-            for site in self._sites.values()
-            if site.mismatch is not None and any(patch.when() for patch in site.patches)
-        ]
+        """Return what differs from the release at the targets of patches that would act now.
+
+        A missing target, or module, counts where a patch that requires it would act.
+        """
+        found = []
+        for site in self._sites.values():
+            mismatch = site.mismatch or drift.missing_module(site.target)
+            if mismatch is None:
+                continue
+            lacks = drift.is_missing(mismatch)
+            if any(patch.when() for patch in site.patches if patch.required or not lacks):
+                found.append(mismatch)
+        return found
 
     def raise_mismatches(self) -> None:
         """Refuse to start a run on a Megatron that active patches were not written for.
+
+        With `MEGATRON_EXT_DRIFT=warn` one rank says in one line what differs. The same rank says
+        once that a release is newer than all that are known, where all patches in use still fit.
 
         Raises:
             UpstreamMismatch: The first of `mismatches()`, unless `MEGATRON_EXT_DRIFT` allows it.
             UserError: The variable holds something else, also where there is no mismatch.
         """
         drift.policy()
-        for mismatch in self.mismatches():
+        mismatches = self.mismatches()
+        for mismatch in mismatches:
             if drift.refuses(mismatch):
                 raise mismatch
+        if not self._told:
+            self._told = True
+            drift.tell(mismatches, self.release)
 
     def sites(self) -> list[Site]:
         """Return the targets that are patched now."""
@@ -291,7 +339,7 @@ class Registry:
 
     def modules(self) -> list[str]:
         """Return the names of all patched modules, sorted."""
-        return sorted({patch.module for patch in self._ids.values()})
+        return sorted({patch.module for patch in self._patches()})
 
     def targets(self) -> list[str]:
         """Return all targets that exist upstream, sorted."""

@@ -117,6 +117,7 @@ PATCHES = (
         kind="set",
         fn=_grouped_ops,
         when=_has_grouped_gemm,
+        until="0.17",
         feature="schedules",
         reason="the library's product of grouped experts computes both gradients at once",
     ),

@@ -48,6 +48,7 @@ PATCHES = (
         kind="replace",
         fn=_nothing,
         when=off_cuda,
+        until="0.17",
         reason="looks for nvcc; without a CUDA toolkit it raises TypeError",
     ),
     Patch(

@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from megatron_ext import signatures
 from megatron_ext.errors import DataError
 from megatron_ext.preprocess.local_vocabulary import build_local, check_local
 
@@ -153,6 +154,4 @@ def _build(args: argparse.Namespace) -> Any:
 
 def build_named(args: argparse.Namespace) -> Any:
     """Build a tokenizer of one of upstream's types, from local files alone where they are given."""
-    from megatron.core.tokenizers.text.utils import build_tokenizer as upstream
-
-    return build_local(args) or upstream.build_tokenizer(args)
+    return build_local(args) or signatures.build_tokenizer(args)

@@ -26,11 +26,11 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.datasets.indexed_dataset import _IndexReader
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.tokenizers import MegatronTokenizer
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 
 from megatron_ext.errors import DataError
 from megatron_ext.preprocess.local_vocabulary import check_local
 from megatron_ext.preprocess.tokenizer import build_named
+from megatron_ext.signatures import mtp_on_this_rank
 
 if TYPE_CHECKING:
     from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
@@ -210,7 +210,7 @@ def _chunk_iterators(
 def fields_read(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> list[str]:
     """Tell which fields a stage of GPT reads: the first, the last, and those of MTP read any."""
     where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
-    predicts = mtp_on_this_rank(config, ignore_virtual=False, vp_stage=vp_stage)
+    predicts = mtp_on_this_rank(config, vp_stage=vp_stage)
     fields = []
     if parallel_state.is_pipeline_first_stage(**where) or predicts:
         fields += ["tokens", "position_ids"]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from megatron_ext.training.arguments import Model
 
-__all__ = ["forward_step"]
+__all__ = ["forward_step", "gpt_batch"]
 
 _BERT_FIELDS = ("text", "types", "labels", "is_random", "loss_mask", "padding_mask")
 
@@ -43,7 +43,7 @@ def _gpt_step(
     data_iterator: Iterator[Any] | None,
     chunk: torch.nn.Module,
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
-    batch = _gpt_batch(args, config, data_iterator, get_attr_wrapped_model(chunk, "vp_stage"))
+    batch = gpt_batch(args, config, data_iterator, get_attr_wrapped_model(chunk, "vp_stage"))
     output = chunk(
         batch.get("tokens"),
         batch.get("position_ids"),
@@ -54,7 +54,7 @@ def _gpt_step(
     return output, partial(_gpt_loss, args, batch.get("loss_mask"))
 
 
-def _gpt_batch(
+def gpt_batch(
     args: Namespace,
     config: TransformerConfig,
     data_iterator: Iterator[Any] | None,

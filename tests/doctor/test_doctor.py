@@ -50,10 +50,16 @@ def test_a_failed_check_is_a_line_with_a_remedy_and_exit_code_1(tmp_path: Path) 
         folder.mkdir()
         title = name.replace("_", "-")
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {title}\nVersion: 0.9.0\n")
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("")
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 9\nPATCH = 0\n")
     done = run_package("doctor", PYTHONPATH=str(tmp_path), MEGATRON_LM_PATH="/nowhere")
     assert done.returncode == 1, done.stderr
     assert "FAIL torch: 0.9.0; install torch >= 2.7" in done.stdout
-    assert "FAIL megatron-core: 0.9.0, supported is " in done.stdout
+    assert (
+        "FAIL megatron-core: expected a version >=0.16.0,<0.20, found version 0.9.0" in done.stdout
+    )
     assert "FAIL Megatron-LM tree: MEGATRON_LM_PATH=/nowhere is not a Megatron-LM tree" in (
         done.stdout
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext import releases
 from megatron_ext.errors import UserError
 from megatron_ext.patches import drift
 from megatron_ext.patches.registry import Registry
@@ -49,6 +50,33 @@ def test_comments_docstrings_and_layout_do_not_count(old: str, new: str, tmp_pat
     changed = _BASE.replace(old, new)
     assert changed != _BASE
     assert _fingerprint(changed, tmp_path) == _fingerprint(_BASE, tmp_path)
+
+
+_ANNOTATED = """
+def f(a: int, *rest: Optional[list[int]], b: dict[str, int] = {"x": 1}, **c: Any) -> "int | None":
+    total: int = a[1:2]
+    return total
+"""
+_PLAIN = """
+def f(a, *rest, b={"x": 1}, **c):
+    total: int = a[1:2]
+    return total
+"""
+
+
+def test_annotations_of_the_signature_do_not_count(tmp_path: Path) -> None:
+    header = "from __future__ import annotations\nfrom typing import Any, Optional\n"
+    plain = _fingerprint(header + _PLAIN, tmp_path)
+    assert _fingerprint(header + _ANNOTATED, tmp_path) == plain
+    assert plain["signature"] == "(a, *rest, b={'x': 1}, **c)"
+    changed = _PLAIN.replace("a[1:2]", "a[1:3]")
+    assert _fingerprint(header + changed, tmp_path) != plain
+
+
+def test_every_minor_release_of_the_range_has_fingerprints() -> None:
+    folder = Path(drift.__file__).with_name("fingerprints")
+    known = [".".join(map(str, release)) for release in releases.REFERENCES]
+    assert sorted(path.stem for path in folder.iterdir()) == known
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from megatron.core.utils import get_model_type
 
 from megatron_ext.schedules.runtime.rng import rng_of_this_step
 from megatron_ext.schedules.runtime.split import SPLIT
+from megatron_ext.signatures import backward_step
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.runtime.microbatches import MicrobatchData
@@ -56,7 +57,6 @@ class _Stage(NamedTuple):
     vp_stage: int | None
     """As Megatron says it: None where a rank has one chunk."""
     is_last: bool
-    model_type: Any
 
 
 @dataclass
@@ -152,11 +152,11 @@ class StageCompute:
         """
         inputs, outputs = self._live.pop((stage, microbatch))
         with SPLIT.defer(stage, microbatch) if split else _UNCHANGED:
-            found = upstream.backward_step(
+            found = backward_step(
                 inputs,
                 outputs,
                 gradients,
-                self._stage(stage).model_type,
+                functools.partial(get_model_type, self._stage(stage).model),
                 self.call.config,
             )
         # A stage may leave an input unused; the stage before waits for a gradient all the same.
@@ -184,7 +184,6 @@ class StageCompute:
                 data=self.call.data[chunk],
                 vp_stage=chunk if len(chunks) > 1 else None,
                 is_last=stage == schedule.num_stages - 1,
-                model_type=get_model_type(chunks[chunk]),
             )
         return found
 

@@ -24,7 +24,7 @@ from megatron_ext.schedules.runtime.agreement import Agreement, agree
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
 from megatron_ext.schedules.runtime.connect import open_transport
 from megatron_ext.schedules.runtime.executor import Executor
-from megatron_ext.schedules.runtime.groups import channels_of, default_groups
+from megatron_ext.schedules.runtime.groups import channels_of
 from megatron_ext.schedules.runtime.measured import Measured, StepMeasure, in_words
 from megatron_ext.schedules.runtime.microbatches import MicrobatchData, TwinExchange
 from megatron_ext.schedules.runtime.ordering import LedOrder, Order, PolicyOrder, TableOrder
@@ -32,6 +32,7 @@ from megatron_ext.schedules.runtime.program import Peers, Program, Shapes, make_
 from megatron_ext.schedules.runtime.split import SPLIT
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.runtime.tables import Table, check_agreement, make_table
+from megatron_ext.signatures import default_groups
 from megatron_ext.trace.observed import observed_compute, observed_transport
 from megatron_ext.transport.pairs import groups_of_pairs
 

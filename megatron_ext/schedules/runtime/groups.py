@@ -1,11 +1,8 @@
-"""The groups of a step, and which of their ranks exchange tensors."""
+"""Which ranks of the groups of a step exchange tensors."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-
-from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_ext.transport.torch_dist import Channel
 
@@ -13,21 +10,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.representation.placement import Placement
     from megatron_ext.schedules.runtime.program import Peers
 
-__all__ = ["channels_of", "default_groups"]
-
-
-def default_groups() -> ProcessGroupCollection:
-    """Return what Megatron's schedules take where they are given no groups."""
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.dp_cp = parallel_state.get_data_parallel_group(
-        with_context_parallel=True, partial_data_parallel=False
-    )
-    return groups
+__all__ = ["channels_of"]
 
 
 def channels_of(placement: Placement, rank: int, peers: Peers) -> list[Channel]:

@@ -21,9 +21,10 @@ from megatron.core.utils import get_model_config
 from megatron_ext.config.choice import for_messages
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.runtime.connect import open_transport
-from megatron_ext.schedules.runtime.groups import channels_of, default_groups
+from megatron_ext.schedules.runtime.groups import channels_of
 from megatron_ext.schedules.runtime.program import Peers
 from megatron_ext.schedules.runtime.tables import Table, make_table
+from megatron_ext.signatures import default_groups
 from megatron_ext.trace.observed import observed_transport
 from megatron_ext.transport.base import Expected, Key
 

@@ -23,6 +23,8 @@ from megatron.core.utils import (
     prepare_input_tensors_for_wgrad_compute,
 )
 
+from megatron_ext.signatures import linear_parameters
+
 __all__ = [
     "Record",
     "WeightGradient",
@@ -198,47 +200,30 @@ class _AddBias(torch.autograd.Function):
 
 
 def linear(
-    call: Callable[..., torch.Tensor],
-    record: Record,
-    input: torch.Tensor,  # noqa: A002 - upstream's name, which callers pass as keyword
-    weight: torch.nn.Parameter,
-    bias: torch.Tensor | None,
-    gradient_accumulation_fusion: bool,
-    allreduce_dgrad: bool,
-    sequence_parallel: bool,
-    grad_output_buffer: list[torch.Tensor] | None = None,
-    wgrad_deferral_limit: int | None = 0,
-    async_grad_allreduce: bool | None = None,
-    tp_group: torch.distributed.ProcessGroup | None = None,
+    call: Callable[..., torch.Tensor], record: Record, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """Run upstream's linear layer such that its backward leaves the weight's gradient to `record`.
 
     `call` is upstream's `linear_with_grad_accumulation_and_async_allreduce`, and the arguments
     after `record` are its own. Weights that cannot be split (`is_splittable`) are left to it.
     """
-    options = {
-        "allreduce_dgrad": allreduce_dgrad,
-        "sequence_parallel": sequence_parallel,
-        "async_grad_allreduce": async_grad_allreduce,
-        "tp_group": tp_group,
-    }
-    if grad_output_buffer is not None or not is_splittable(weight):
-        return call(
-            input,
-            weight,
-            bias,
-            gradient_accumulation_fusion,
-            grad_output_buffer=grad_output_buffer,
-            wgrad_deferral_limit=wgrad_deferral_limit,
-            **options,
-        )
-    group = get_tensor_model_parallel_group_if_none(tp_group) if sequence_parallel else None
+    given = {**dict(zip(linear_parameters(), args, strict=False)), **kwargs}
+    weight, bias = given["weight"], given["bias"]
+    if given.get("grad_output_buffer") is not None or not is_splittable(weight):
+        return call(**given)
+    group = None
+    if given["sequence_parallel"]:
+        group = get_tensor_model_parallel_group_if_none(given.get("tp_group"))
     # Fusion is what lets upstream's backward do without a product; if it was not asked for, no
     # kernel of it is called.
-    buffer = _GradOutputBuffer(record, weight, input, group, gradient_accumulation_fusion)
-    output = call(
-        input, weight, None, True, grad_output_buffer=buffer, wgrad_deferral_limit=0, **options
+    fused = given["gradient_accumulation_fusion"]
+    given.update(
+        bias=None,
+        gradient_accumulation_fusion=True,
+        grad_output_buffer=_GradOutputBuffer(record, weight, given["input"], group, fused),
+        wgrad_deferral_limit=0,
     )
+    output = call(**given)
     return output if bias is None else _AddBias.apply(output, bias)
 
 

@@ -1,0 +1,184 @@
+"""What functions of Megatron take in the installed release, looked up once for each.
+
+Releases differ in keywords, names and places of what we call. Which it is here is asked of the
+functions themselves, not of a version: a release that moves something back, or a patched one, is
+served alike. Nothing of Megatron is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Collection
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+__all__ = [
+    "attribute",
+    "backward_step",
+    "build_tokenizer",
+    "default_groups",
+    "flag_destination",
+    "linear_parameters",
+    "mtp_on_this_rank",
+    "parameters",
+]
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+
+@cache
+def parameters(place: str) -> tuple[str, ...]:
+    """Return the names of a function's parameters, in order.
+
+    Args:
+        place: `module:function`.
+    """
+    module, _, name = place.partition(":")
+    return tuple(inspect.signature(getattr(import_module(module), name)).parameters)
+
+
+def attribute(name: str, *modules: str) -> Any:
+    """Return an attribute of the first module that is there and has it.
+
+    Args:
+        name: Of the attribute.
+        modules: Where it is in one release or another, newest first.
+
+    Raises:
+        ImportError: None has it.
+    """
+    for module in modules:
+        if _exists(module) and hasattr(import_module(module), name):
+            return getattr(import_module(module), name)
+    raise ImportError(f"no {name} in {', '.join(modules)}: this Megatron has it elsewhere")
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # one of its packages
+        return False
+
+
+def backward_step(
+    inputs: Any, outputs: Any, gradients: Any, model_type: Callable[[], Any], config: Any
+) -> Any:
+    """Run Megatron's `backward_step`, which takes the type of the model in 0.16 only.
+
+    Args:
+        inputs: What the stage got.
+        outputs: What it made of it.
+        gradients: Of the outputs.
+        model_type: Asked only where it is wanted.
+        config: The model's.
+    """
+    step = import_module(_SCHEDULES).backward_step
+    if _takes_model_type():
+        return step(inputs, outputs, gradients, model_type(), config)
+    return step(inputs, outputs, gradients, config)
+
+
+@cache
+def _takes_model_type() -> bool:
+    return "model_type" in parameters(f"{_SCHEDULES}:backward_step")
+
+
+@cache
+def linear_parameters() -> tuple[str, ...]:
+    """Return the parameters of the function behind Column- and RowParallelLinear."""
+    return parameters(
+        "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce"
+    )
+
+
+def default_groups() -> Any:
+    """Return the groups that Megatron's schedules take where they are given none."""
+    build = getattr(import_module(_SCHEDULES), "_build_default_pg_collection", None)
+    if build is not None:
+        return build()
+    state = import_module("megatron.core.parallel_state")
+    groups = import_module("megatron.core.process_groups_config").ProcessGroupCollection()
+    groups.tp = state.get_tensor_model_parallel_group()
+    groups.cp = state.get_context_parallel_group()
+    groups.pp = state.get_pipeline_model_parallel_group()
+    groups.embd = state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = state.get_data_parallel_group(
+        with_context_parallel=True, partial_data_parallel=False
+    )
+    # Over which the load of experts is summed, where their bias is trained.
+    groups.tp_dp_cp = state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return groups
+
+
+def mtp_on_this_rank(config: Any, *, vp_stage: int | None) -> bool:
+    """Tell whether a chunk of this rank has layers of multi-token prediction.
+
+    Args:
+        config: The model's.
+        vp_stage: The chunk; None where a rank has one.
+    """
+    module = "megatron.core.transformer.multi_token_prediction"
+    ask = import_module(module).mtp_on_this_rank
+    if "config" in parameters(f"{module}:mtp_on_this_rank"):
+        return bool(ask(config, ignore_virtual=False, vp_stage=vp_stage))
+    return bool(
+        ask(
+            layout=config.pipeline_model_parallel_layout,
+            mtp_num_layers=config.mtp_num_layers,
+            ignore_virtual=False,
+            vp_stage=vp_stage,
+        )
+    )
+
+
+def build_tokenizer(args: Namespace) -> Any:
+    """Build a tokenizer with megatron.core's own builder.
+
+    Args:
+        args: With the names of 0.16; what later releases read beside them is added to a copy.
+    """
+    build = attribute(
+        "build_tokenizer",
+        "megatron.core.tokenizers.utils.build_tokenizer",
+        "megatron.core.tokenizers.text.utils.build_tokenizer",
+    )
+    given = vars(args)
+    added = {
+        name: made(given) if callable(made) else made
+        for name, made in _TOKENIZER_ARGUMENTS.items()
+        if name not in given
+    }
+    return build(Namespace(**given, **added))
+
+
+_TOKENIZER_ARGUMENTS: dict[str, Any] = {
+    "chat_template": None,
+    "metadata_path": lambda given: given.get("tokenizer_metadata"),
+    "pad_vocab_size": False,
+    "padded_vocab_size": 0,  # any: only None makes the builder compute it
+    "special_tokens": lambda given: given.get("tokenizer_special_tokens"),
+    "tokenizer_hf_no_include_special_tokens": lambda given: (
+        not given.get("tokenizer_hf_include_special_tokens")
+    ),
+    "tokenizer_hf_no_use_fast": lambda given: not given.get("tokenizer_hf_use_fast"),
+    "tokenizer_sentencepiece_ignore_extra_whitespaces": True,
+}
+"""What builders after 0.16 read, with their defaults."""
+
+
+_RENAMED = {"enable_gloo_process_groups": ("use_gloo_process_groups",)}
+"""Destinations of flags by their name in 0.16, with those that they have since."""
+
+
+def flag_destination(name: str, known: Collection[str]) -> str | None:
+    """Return what a flag's destination is called in the installed release, or None.
+
+    Args:
+        name: As in 0.16.
+        known: All destinations of a parser, or all attributes of parsed arguments.
+    """
+    return next((found for found in (name, *_RENAMED.get(name, ())) if found in known), None)
