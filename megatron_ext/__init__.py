@@ -32,7 +32,7 @@ def activate() -> None:
 
 
 def deactivate() -> None:
-    """Restore every patched original, in every module that bound it, and unhook the imports."""
+    """Restore what was changed: attributes, their copies, import hooks, environment variables."""
     from megatron_ext import patches
 
     patches.disarm()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.devices.base import Redirect, Rule
 from megatron_ext.devices.gloo import gloo_redirects
-from megatron_ext.devices.redirects import answering, nvtx_redirects, returning, to
+from megatron_ext.devices.redirects import answering, calling, nvtx_redirects, returning, to
 from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, flag
 from megatron_ext.errors import DeviceError
 
@@ -176,19 +176,19 @@ def _answers() -> dict[str, Callable[[Any], object]]:
         "StreamContext": to(host.StreamContext),
         "current_stream": answering(host.current_stream),
         "default_stream": answering(host.default_stream),
-        "set_stream": to(host.set_stream),
-        "stream": to(host.StreamContext),
+        "set_stream": calling(host.set_stream),
+        "stream": calling(host.StreamContext),
         # Random numbers. torch.manual_seed calls manual_seed_all, which must not call it back:
         # the generator's own method does not.
         "default_generators": to(host.Generators()),
         "get_rng_state": answering(torch.default_generator.get_state),
         "get_rng_state_all": answering(lambda: [torch.default_generator.get_state()]),
         "initial_seed": to(torch.default_generator.initial_seed),
-        "manual_seed": to(_manual_seed),
-        "manual_seed_all": to(_manual_seed),
+        "manual_seed": calling(_manual_seed),
+        "manual_seed_all": calling(_manual_seed),
         "seed": to(torch.default_generator.seed),
         "seed_all": returning(None),
-        "set_rng_state": to(_set_rng_state),
+        "set_rng_state": calling(_set_rng_state),
         "set_rng_state_all": to(lambda states: _set_rng_state(states[0])),
         # torch queues a call until CUDA is there, which here means for ever: restored random
         # number states would silently be lost.
@@ -248,7 +248,7 @@ def _accelerator() -> Iterator[Redirect]:
     # Whoever does not ask first, because torch.cuda is available, gets what torch.cuda answers.
     asked = {name: answers[name] for name in _ASKED_OF_BOTH}
     asked["current_device_index"] = answers["current_device"]
-    asked["device_index"] = to(host.DeviceContext)
+    asked["device_index"] = calling(host.DeviceContext)
     asked |= dict.fromkeys(("empty_cache", "set_device_index", "synchronize"), returning(None))
     for name, make in asked.items():
         if hasattr(torch.accelerator, name):  # some are younger than torch 2.7

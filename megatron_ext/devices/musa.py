@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,7 +20,7 @@ from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.devices.base import Copies, Redirect, Rule, Sharing, TimingEvent
-from megatron_ext.devices.redirects import nvtx_redirects, to
+from megatron_ext.devices.redirects import calling, nvtx_redirects, to
 from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, flag
 
 if TYPE_CHECKING:
@@ -50,6 +49,13 @@ _ENVIRONMENT = {
 
 _ENVIRONMENT_WITHOUT_TRITON = {
     "TORCHDYNAMO_DISABLE": ("1", "this build of torch has no Triton to compile functions with"),
+}
+
+_ENVIRONMENT_WITH_TORCHADA = {
+    "TORCHADA_FORCE_CUDA_AVAILABLE": (
+        "1",
+        "torchada leaves torch.cuda.is_available alone otherwise, which upstream asserts first",
+    ),
 }
 
 _DEFAULTS: dict[str, tuple[object, str]] = {
@@ -82,6 +88,7 @@ class MusaDevice:
         self.environment: Mapping[str, tuple[str, str]] = {
             **_ENVIRONMENT,
             **({} if find_spec("triton") else _ENVIRONMENT_WITHOUT_TRITON),
+            **(_ENVIRONMENT_WITH_TORCHADA if find_spec("torchada") else {}),
         }
         self.argument_defaults: Mapping[str, tuple[object, str]] = {
             **_DEFAULTS,
@@ -173,13 +180,11 @@ def _musa() -> Any:
 def _torchada() -> ModuleType | None:
     """Load torchada if it is installed; importing it is what makes it translate.
 
-    It leaves `torch.cuda.is_available` alone unless told otherwise, and upstream starts with
-    asserting that.
+    What it needs to know is in `_ENVIRONMENT_WITH_TORCHADA`.
     """
     if find_spec("torchada") is None:
         _LOG.info("torch.cuda means torch.musa: redirected by megatron_ext")
         return None
-    os.environ.setdefault("TORCHADA_FORCE_CUDA_AVAILABLE", "1")
     torchada = import_module("torchada")
     version = getattr(torchada, "__version__", "of unknown version")
     _LOG.info("torch.cuda means torch.musa: redirected by torchada %s", version)
@@ -197,7 +202,7 @@ def _namespace(cuda_to_musa: Translator) -> Iterator[Redirect]:
 
     def same(name: str, value: Any) -> Callable[[Any], object]:
         if isfunction(value):
-            return to(translated_argument(value, cuda_to_musa))
+            return calling(translated_argument(value, cuda_to_musa))
         if name in {"ExternalStream", "Stream", "device"}:
             return to(translated_class(value, cuda_to_musa))
         return to(value)
@@ -227,7 +232,7 @@ def _completions(cuda_to_musa: Translator) -> Iterator[Redirect]:
     musa = _musa()
     yield Redirect(
         "torch.cuda:is_available",
-        to(musa.is_available),
+        calling(musa.is_available),
         "upstream asserts it first of all; torchada leaves it at False",
     )
     yield Redirect(

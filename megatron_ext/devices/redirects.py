@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_ext.devices.base import Redirect
 
-__all__ = ["answering", "nvtx_redirects", "returning", "to"]
+__all__ = ["answering", "calling", "nvtx_redirects", "returning", "to"]
 
 
 def to(value: Any) -> Callable[[Any], object]:
     """Make a `Redirect.make` that ignores the original."""
     return lambda _original: value
+
+
+def calling(function: Callable[..., Any]) -> Callable[[Any], object]:
+    """Make a `Redirect.make` whose function passes everything on to `function`.
+
+    Each redirect gets a function of its own, so that undoing it knows the copies that others made,
+    also where `function` serves several redirects or has a name elsewhere.
+    """
+
+    def make(_original: Any) -> object:
+        @functools.wraps(function, updated=())
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return call
+
+    return make
 
 
 def answering(function: Callable[[], Any]) -> Callable[[Any], object]:

@@ -62,6 +62,9 @@ def arm() -> None:
 
 
 def disarm() -> None:
-    """Restore every original and take the import hooks out. Idempotent."""
+    """Restore every original, the environment and the import hooks. Idempotent."""
+    from megatron_ext.patches import device
+
     REGISTRY.deactivate()
     hooks.remove()
+    device.restore_environment()

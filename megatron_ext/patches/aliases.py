@@ -2,15 +2,21 @@
 
 A sweep by name would miss renamed copies and hit strangers that share the name, so objects are
 compared. What cannot be found this way: default arguments, closures, partials, bound methods.
+
+Undoing has to tell a copy of a replacement from an object that had names of its own before:
+`torch.cuda.FloatTensor` becomes `torch.FloatTensor` on the host, and that name must stay. So such
+objects are put back only where this module put them (`Copy`), all others wherever they are found.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["replace_aliases", "restore_aliases"]
+__all__ = ["Copy", "bound_objects", "replace_aliases", "restore_aliases"]
 
 # Never touched when patching: ourselves (we keep originals on purpose), torch's own internals (they
 # must keep calling what they were written for) and the proxies' library.
@@ -19,21 +25,46 @@ _UNTOUCHED = frozenset({"megatron_ext", "torch", "wrapt"})
 _Table = dict[int, tuple[Any, Any]]
 
 
-def replace_aliases(pairs: Iterable[tuple[Any, Any]]) -> int:
+@dataclass(frozen=True)
+class Copy:
+    """A name of another module that was rebound with the name that it is a copy of."""
+
+    names: dict[str, Any]
+    name: str
+    old: Any
+    new: Any
+
+    def restore(self) -> None:
+        """Bind the name to what it was, unless somebody else has rebound it since."""
+        if self.names.get(self.name) is self.new:
+            self.names[self.name] = self.old
+
+
+def bound_objects() -> set[int]:
+    """Return the ids of all objects that modules of others bind to a name."""
+    return {
+        id(value)
+        for module, names in _modules()
+        if module.partition(".")[0] != "megatron_ext"
+        for value in list(names.values())
+    }
+
+
+def replace_aliases(pairs: Iterable[tuple[Any, Any]]) -> list[Copy]:
     """Replace objects by others wherever a loaded module binds them to any name.
 
     Args:
         pairs: `(old, new)`, old objects being functions, methods or classes.
 
     Returns:
-        How many names were rebound.
+        The names that were rebound.
     """
     table = _table(pairs)
     spaces = (names for name, names in _modules() if name.partition(".")[0] not in _UNTOUCHED)
-    return sum(_rebind(names, table) for names in spaces) if table else 0
+    return [copy for names in spaces for copy in _rebind(names, table)] if table else []
 
 
-def restore_aliases(pairs: Iterable[tuple[Any, Any]]) -> int:
+def restore_aliases(pairs: Iterable[tuple[Any, Any]]) -> None:
     """Undo `replace_aliases`, also where others have copied a replacement meanwhile.
 
     That includes modules of torch that were imported in between, and attributes of their classes
@@ -41,26 +72,29 @@ def restore_aliases(pairs: Iterable[tuple[Any, Any]]) -> int:
     alone: the replacements are theirs.
 
     Args:
-        pairs: `(replacement, original)`.
-
-    Returns:
-        How many names were rebound.
+        pairs: `(replacement, original)`; replacements that nobody else had a name for. One that
+            stands for several originals is left alone.
     """
-    table = _table(pairs)
-    count = 0
+    table = _table(_unambiguous(list(pairs)))
     for name, names in _modules() if table else ():
         if name.partition(".")[0] == "megatron_ext":
             continue
-        count += _rebind(names, table)
+        _rebind(names, table)
         for value in list(names.values()):
             # Not isinstance: it asks instances for their class, and some answer with a warning.
             if issubclass(type(value), type) and value.__module__ == name:
-                count += _rebind_class(value, table)
-    return count
+                _rebind_class(value, table)
 
 
 def _table(pairs: Iterable[tuple[Any, Any]]) -> _Table:
     return {id(old): (old, new) for old, new in pairs if old is not new}
+
+
+def _unambiguous(pairs: list[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    meanings: dict[int, set[int]] = defaultdict(set)
+    for old, new in pairs:
+        meanings[id(old)].add(id(new))
+    return (pair for pair in pairs if len(meanings[id(pair[0])]) == 1)
 
 
 def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -71,13 +105,17 @@ def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, names
 
 
-def _rebind(names: dict[str, Any], table: _Table) -> int:
-    found = [(name, table[id(value)][1]) for name, value in names.items() if id(value) in table]
-    names.update(found)
-    return len(found)
+def _rebind(names: dict[str, Any], table: _Table) -> list[Copy]:
+    found = [
+        Copy(names, name, *table[id(value)])
+        for name, value in list(names.items())
+        if id(value) in table
+    ]
+    names.update((copy.name, copy.new) for copy in found)
+    return found
 
 
-def _rebind_class(cls: type, table: _Table) -> int:
+def _rebind_class(cls: type, table: _Table) -> None:
     found = []
     for name, value in vars(cls).items():
         plain = value.__func__ if isinstance(value, staticmethod) else value
@@ -86,4 +124,3 @@ def _rebind_class(cls: type, table: _Table) -> int:
             found.append((name, staticmethod(new) if isinstance(value, staticmethod) else new))
     for name, value in found:
         setattr(cls, name, value)
-    return len(found)

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
     from megatron_ext.devices import Device
 
-__all__ = ["arm", "disarm"]
+__all__ = ["arm", "disarm", "restore_environment"]
 
 _LOG = logging.getLogger(__name__)
 
 _armed: list[Patch] = []
+_environment: dict[str, str] = {}  # what was set here
 
 
 def arm() -> Device:
@@ -33,9 +34,10 @@ def arm() -> Device:
         DeviceError: The device that was asked for is unknown or cannot run here.
     """
     device = devices.current()
+    for variable, (value, _reason) in device.environment.items():
+        if variable not in os.environ:
+            _environment[variable] = os.environ[variable] = value
     if not _armed:
-        for variable, (value, _reason) in device.environment.items():
-            os.environ.setdefault(variable, value)
         _armed.extend(_patches(device))
         REGISTRY.register(_armed)
         _LOG.info("device %s: %d redirects", device.name, len(_armed))
@@ -46,7 +48,16 @@ def disarm() -> None:
     """Forget the device: originals come back, and the next `arm()` selects anew."""
     REGISTRY.remove([patch.id for patch in _armed])
     _armed.clear()
+    restore_environment()
     devices.reset()
+
+
+def restore_environment() -> None:
+    """Take out of the environment what `arm` put there, and what nobody has changed since."""
+    for variable, value in _environment.items():
+        if os.environ.get(variable) == value:
+            del os.environ[variable]
+    _environment.clear()
 
 
 def _patches(device: Device) -> Iterator[Patch]:

@@ -164,6 +164,7 @@ class Site:
     original: Any = MISSING  # what a lookup on the parent gave
     own: Any = MISSING  # what the parent itself held (a class may have inherited the original)
     installed: Any = MISSING
+    is_shared: bool = False  # what is installed had a name of its own before
     mismatch: UpstreamMismatch | None = None
 
     @property
@@ -186,6 +187,11 @@ class Site:
         defined_in = getattr(self.original, "__module__", None) or self.first.module
         here = defined_in == self.first.module or self.first.module.partition(".")[0] == "torch"
         return here and callable(self.original) and callable(self.installed)
+
+    @property
+    def can_be_found(self) -> bool:
+        """Whether every copy of the patched value is one of this target, known by identity."""
+        return callable(self.installed) and self.original is not MISSING and not self.is_shared
 
     def intact(self) -> bool:
         """Whether the target still is what was installed, possibly wrapped further by others."""

@@ -32,7 +32,12 @@ import wrapt
 from megatron_ext import releases
 from megatron_ext.errors import PatchConflict, UpstreamMismatch
 from megatron_ext.patches import drift
-from megatron_ext.patches.aliases import replace_aliases, restore_aliases
+from megatron_ext.patches.aliases import (
+    Copy,
+    bound_objects,
+    replace_aliases,
+    restore_aliases,
+)
 from megatron_ext.patches.point import MISSING, Patch, PatchPoint, Row, Site, State, always
 
 __all__ = ["REGISTRY", "Patch", "Registry", "Row", "always"]
@@ -55,6 +60,7 @@ class Registry:
         self._ids: dict[str, list[Patch]] = {}  # all rows, those for other releases too
         self._told = False
         self._hooked: set[str] = set()
+        self._copies: list[Copy] = []  # what was mended in other modules
         self._seen: set[str] = set()  # modules that were patched before: arming again is not late
 
     @cached_property
@@ -159,14 +165,21 @@ class Registry:
 
     def _install(self, modules: set[str], *, late: bool) -> None:
         """Install all sites of some loaded modules; when late, mend copies of the names as well."""
-        swapped: list[tuple[Any, Any]] = []
-        for site in self._sites.values():
-            wanted = site.first.module in modules and not site.is_installed
-            if wanted and self._install_site(site) and site.spreads:
-                swapped.append((site.original, site.installed))
+        wanted = [
+            site
+            for site in self._sites.values()
+            if site.first.module in modules and not site.is_installed
+        ]
+        constants = any(site.first.kind == "set" for site in wanted)
+        bound = bound_objects() if constants else set()  # patch points are new in any case
+        installed = [site for site in wanted if self._install_site(site)]
+        for site in installed:
+            site.is_shared = id(site.installed) in bound
+        swapped = [(site.original, site.installed) for site in installed if site.spreads]
         if not late or not swapped:
             return
-        count = replace_aliases(swapped)
+        mended = replace_aliases(swapped)
+        self._copies += mended
         megatron = {m for m in modules if m.startswith("megatron.")} - self._seen
         self._seen |= megatron
         if megatron:
@@ -174,7 +187,7 @@ class Registry:
                 "%s imported before megatron_ext: %d copied names mended; copies in closures, "
                 "partials and default arguments cannot be. Put `import megatron_ext` first.",
                 "1 module was" if len(megatron) == 1 else f"{len(megatron)} modules were",
-                count,
+                len(mended),
             )
 
     def _install_site(self, site: Site) -> bool:
@@ -220,12 +233,15 @@ class Registry:
         site.mismatch = drift.compare(site.target, site.original)
 
     def _uninstall(self, sites: Iterable[Site]) -> None:
-        swapped: list[tuple[Any, Any]] = []
-        for site in sites:
-            if site.is_installed:
-                if site.spreads:
-                    swapped.append((site.installed, site.original))
-                site.restore()
+        doomed = [site for site in sites if site.is_installed]
+        undone = {id(site.installed): site.installed for site in doomed}
+        swapped = [(site.installed, site.original) for site in doomed if site.can_be_found]
+        for site in doomed:
+            site.restore()
+        for copy in self._copies:
+            if id(copy.new) in undone:
+                copy.restore()
+        self._copies = [copy for copy in self._copies if id(copy.new) not in undone]
         restore_aliases(swapped)
 
     # -- calling ---------------------------------------------------------------------------------

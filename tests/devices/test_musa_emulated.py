@@ -71,13 +71,14 @@ def test_torchada_keeps_torch_cuda(tmp_path):
     (tmp_path / "torchada.py").write_text(_TORCHADA)
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "import os, torch\n"
+        "import torch\n"
         "from megatron_ext import devices\n"
-        "targets = {r.target for r in devices.select('musa').redirects()}\n"
+        "device = devices.select('musa')\n"
+        "targets = {r.target for r in device.redirects()}\n"
         "assert 'torch.cuda:is_available' in targets\n"
         "assert not any(t.startswith(('torch:empty', 'torch.distributed')) for t in targets)\n"
         "assert 'torch.cuda:current_device' not in targets\n"
-        "print(type(torch.cuda).__name__, os.environ['TORCHADA_FORCE_CUDA_AVAILABLE'])"
+        "print(type(torch.cuda).__name__, device.environment['TORCHADA_FORCE_CUDA_AVAILABLE'][0])"
     )
     assert _python(code) == ["Wrapper", "1"]
 

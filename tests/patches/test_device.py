@@ -40,10 +40,18 @@ def environment() -> None:
 
     device.disarm()
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "7"
-    del os.environ["TORCHDYNAMO_DISABLE"]
+    os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    for _ in range(2):
+        device.arm()
+        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "7"  # the user's choice stays
+        assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+        device.disarm()
+        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "7"
+        assert "TORCHDYNAMO_DISABLE" not in os.environ
     device.arm()
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "7"  # the user's choice stays
-    assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+    os.environ["TORCHDYNAMO_DISABLE"] = "0"  # changed since: no longer ours
+    device.disarm()
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "0"
 
 
 def test_disarm_and_arm_late() -> None:

@@ -511,3 +511,59 @@ def test_a_release_newer_than_all_known_runs_where_everything_fits(
     with pytest.raises(UpstreamMismatch, match="expected source 0000"):
         edited.raise_mismatches()
     edited.deactivate()
+
+
+def test_an_object_that_had_a_name_before_keeps_it_after_undoing(
+    package: str, registry: Registry
+) -> None:
+    """Like `torch.cuda.FloatTensor`, which is `torch.FloatTensor` while the host is the device."""
+    user, core = _load("user"), _load("core")
+    box, base = core.Box, core.Base
+    patch = Patch(
+        id="x", target="fake_upstream.core:Box", reason="-", kind="set", fn=lambda _: base
+    )
+    registry.register([patch])
+    registry.activate()
+    assert (core.Box, user.Box) == (base, base)
+    registry.deactivate()
+    assert (core.Box, user.Box, core.Base) == (box, box, base)
+
+
+def test_one_replacement_of_two_originals_is_undone_where_it_was_put(
+    package: str, registry: Registry
+) -> None:
+    user, core = _load("user"), _load("core")
+    add, box = core.add, core.Box
+
+    def both(*_args: Any) -> str:
+        return "both"
+
+    registry.register(
+        [_patch(name, name, kind="set", fn=lambda _: both) for name in ("add", "Box")]
+    )
+    registry.activate()
+    assert user.plus is user.Box is both
+    registry.deactivate()
+    assert (core.add, user.plus) == (add, add)
+    assert (core.Box, user.Box) == (box, box)
+
+
+def test_copies_of_a_copy_that_was_patched_are_restored_too(
+    package: str, registry: Registry
+) -> None:
+    """Of a name that is itself a copy, only that one is changed; others may copy it meanwhile."""
+    user = _load("user")
+    add = user.plus
+    patch = Patch(
+        id="x", target="fake_upstream.user:plus", reason="-", kind="set", fn=lambda _: print
+    )
+    fresh = Patch(id="y", target="fake_upstream.user:Box", reason="-", fn=_tag("y"))
+    registry.register([patch, fresh])
+    registry.activate()
+    later = ModuleType("fake_upstream.later")
+    later.Box, later.plus, box = user.Box, user.plus, _load("core").Box
+    sys.modules["fake_upstream.later"] = later
+    registry.deactivate()
+    assert user.Box is later.Box is box
+    assert user.plus is add
+    assert later.plus is print  # the one that everybody knows as print cannot be told from it

@@ -1,0 +1,74 @@
+"""Everything that torch and Megatron hold in this process, to be compared before and after."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+__all__ = ["described", "different", "held"]
+
+# What torch itself changes when more of it is imported.
+_OWN_CHANGES_BECAUSE = {
+    "torch.distributions.distribution:Distribution._validate_args": "torch.compile ends the checks",
+    "torch._C._distributed:Placement": "torch.distributed.tensor puts another class there",
+    "torch._weights_only_unpickler:_marked_safe_globals_set": "a set that is made anew to grow",
+    "torch.distributed.device_mesh:_distributed_opaque_types_registered": "a note that it was done",
+}
+
+
+_OWN_CHANGES = tuple(_OWN_CHANGES_BECAUSE)
+
+
+def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, module in list(sys.modules.items()):
+        names = getattr(module, "__dict__", None)
+        if name.partition(".")[0] in {"megatron", "torch"} and isinstance(names, dict):
+            yield name, names
+
+
+def held() -> dict[str, Any]:
+    """Return every attribute of every loaded module, of its classes, and what its lists hold."""
+    found: dict[str, Any] = {}
+    for module, names in _modules():
+        for name, value in list(names.items()):
+            place = f"{module}:{name}"
+            found[place] = value
+            if issubclass(type(value), type) and value.__module__ == module:
+                found.update({f"{place}.{key}": one for key, one in list(vars(value).items())})
+            elif type(value) in {list, tuple}:
+                found.update({f"{place}[{index}]": one for index, one in enumerate(value)})
+    return {place: one for place, one in found.items() if not place.startswith(_OWN_CHANGES)}
+
+
+def different(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return the attributes that are not the same objects, or that only modules of before gained.
+
+    Left out is what imports add: submodules, and entries of lists in which torch notes them.
+    """
+    missing = object()
+    changed = [place for place, one in before.items() if after.get(place, missing) is not one]
+    modules = {place.partition(":")[0] for place in before}
+    gained = [
+        place
+        for place in after.keys() - before.keys()
+        if place.partition(":")[0] in modules
+        and not place.endswith("]")
+        and not isinstance(after[place], ModuleType)
+    ]
+    return sorted(changed + gained)
+
+
+def described() -> dict[str, str]:
+    """Return what every attribute is, in words that are the same in another process."""
+    return {place: _words(value) for place, value in held().items() if not place.endswith("]")}
+
+
+def _words(value: Any) -> str:
+    if value is None or type(value) is bool:
+        return repr(value)
+    kind = type(value)
+    if not isinstance(value, (type, FunctionType, BuiltinFunctionType)):
+        return f"{kind.__module__}.{kind.__qualname__}"
+    return f"{kind.__qualname__} {value.__module__}.{value.__qualname__}"

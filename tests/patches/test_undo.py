@@ -1,0 +1,74 @@
+"""Undoing the activation restores everything: every attribute, by identity, and the environment."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.commands import run_python
+
+_PROGRAM = """
+import os, sys
+import megatron_ext  # not active: MEGATRON_EXT_DISABLE
+from megatron_ext import patches
+from megatron_ext.patches import listing
+from tests.patches.attributes import described, different, held
+
+def import_everything():
+    patches._register_tables()
+    listing.import_targets()
+
+import torch
+if sys.argv[1] == "megatron":
+    import_everything()
+for _ in range(2):  # the second time megatron.core is there in any case
+    before, environment = held(), dict(os.environ)
+    megatron_ext.activate()
+    import_everything()
+    changed = different(before, held())
+    assert len(changed) > 150, changed
+    assert torch.cuda.is_available()
+    megatron_ext.deactivate()
+    assert len(before) > 80_000, len(before)
+    print("attributes", different(before, held()))
+    assert dict(os.environ) == environment
+    assert torch.FloatTensor([1.0]).tolist() == [1.0]
+    assert not torch.cuda.is_available()
+"""
+
+
+@pytest.mark.parametrize("imported", ["torch", "megatron"])
+def test_every_attribute_is_the_same_object_again(imported: str) -> None:
+    done = run_python("-c", _PROGRAM, imported, MEGATRON_EXT_DISABLE="1", TORCHDYNAMO_DISABLE="0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["attributes []"] * 2
+
+
+_IMPORT = """
+import json, sys
+import megatron_ext
+from megatron_ext import patches
+from megatron_ext.patches import listing
+from tests.patches.attributes import described
+patches._register_tables()
+listing.import_targets()
+import torch._dynamo, torch.distributed.tensor
+megatron_ext.deactivate()
+json.dump(described(), sys.stdout)
+"""
+
+
+def test_what_was_imported_while_active_is_as_without_us_too() -> None:
+    """Modules that copied names from `torch.cuda` while those were ours."""
+    texts = []
+    for disabled in ("1", "0"):
+        done = run_python("-c", _IMPORT, MEGATRON_EXT_DISABLE=disabled)
+        assert done.returncode == 0, done.stderr
+        texts.append(json.loads(done.stdout.splitlines()[-1]))
+    without, undone = texts
+    assert len(without) > 100_000
+    shared = without.keys() & undone.keys()  # torch.compile imports more of torch
+    assert len(shared) > 100_000
+    assert [place for place in without.keys() - shared if place.startswith("megatron.")] == []
+    assert {place: undone[place] for place in shared if undone[place] != without[place]} == {}
