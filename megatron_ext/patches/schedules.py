@@ -61,13 +61,17 @@ def _begin_iteration(
 def _tell_measured(
     call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Train, which may end the process (`--exit-interval`), then say how the steps went."""
-    from megatron_ext.schedules.runtime.entry import tell_measured
+    """Train, then say how the steps went.
+
+    Megatron ends the process in there (`--exit-interval`), and so may anybody else, on one rank
+    only: on that way out no rank may wait for another.
+    """
+    from megatron_ext.schedules.runtime.entry import tell_measured, tell_measured_here
 
     try:
         trained = call(*args, **kwargs)
     except SystemExit:
-        tell_measured()
+        tell_measured_here()
         raise
     tell_measured()
     return trained

@@ -106,7 +106,8 @@ def _scalars(
 
     result = call(*args, **kwargs)
     iteration = args[3] if len(args) > 3 else kwargs["iteration"]
-    if iteration % global_vars.get_args().log_interval == 0:
+    settings = global_vars.get_args()
+    if iteration % settings.log_interval == 0 and scalars.are_asked_for(settings):
         writers = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
         scalars.report(iteration, *writers)
     return result

@@ -1,8 +1,9 @@
 """Bubble, traffic and order of the steps since the last log line, for TensorBoard and W&B.
 
 Every rank counts anyway what its steps did; at each log line the counts of all ranks are summed, by
-one reduction of a few numbers. Only for schedules of this package: of Megatron's own, nobody knows
-what is waiting and what is work.
+one reduction of a few numbers. That is an additional collective, so only runs that ask for it have
+it: with `--trace`, or with a writer. Only for schedules of this package: of Megatron's own, nobody
+knows what is waiting and what is work.
 """
 
 from __future__ import annotations
@@ -10,11 +11,16 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config import choice
 
-__all__ = ["Scalars", "report", "since_last"]
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+__all__ = ["Scalars", "are_asked_for", "report", "since_last"]
+
+_WRITERS = ("tensorboard_dir", "wandb_project")
 
 _last: tuple[float, list[float]] | None = None
 """When the counts were read last, and what they were."""
@@ -46,6 +52,13 @@ class Scalars:
             f"{self.sent_bytes_per_s / 2**20:.1f} MiB/s between ranks, "
             f"{100 * self.out_of_order_ratio:.1f} % of the actions out of order"
         )
+
+
+def are_asked_for(args: Namespace) -> bool:
+    """Tell from flags, which are the same on all ranks, whether anybody gets the scalars."""
+    return bool(
+        getattr(args, "trace", False) or any(getattr(args, name, None) for name in _WRITERS)
+    )
 
 
 def report(iteration: int, writer: Any, wandb: Any) -> None:

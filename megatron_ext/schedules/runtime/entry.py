@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.representation.placement import Placement
     from megatron_ext.transport.base import Transport
 
-__all__ = ["forward_backward", "tell_measured", "totals"]
+__all__ = ["forward_backward", "tell_measured", "tell_measured_here", "totals"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -225,16 +225,26 @@ def totals() -> tuple[Measured, int]:
 
 
 def tell_measured() -> None:
-    """Log what the training steps of this process did. Collective over all ranks of the job."""
+    """Log what the training steps of all ranks did. Collective over all ranks of the job."""
     for runtime in _runtimes.values():
         everybody: list[Measured] = [Measured() for _ in range(dist.get_world_size())]
         dist.all_gather_object(everybody, runtime.measured)
         together = Measured()
         for measured in everybody:
             together.add(measured)
-        if together.steps and dist.get_rank() == 0:
-            # As a warning: a script that sets up no logging shows nothing below it.
-            _LOG.warning("%s", in_words(together, runtime.choice, runtime.device.type))
+        _log(runtime, together, "")
+
+
+def tell_measured_here() -> None:
+    """Log on rank 0 what its own steps did. Waits for nobody: for ranks that may leave alone."""
+    for runtime in _runtimes.values():
+        _log(runtime, runtime.measured, " on this rank")
+
+
+def _log(runtime: _Runtime, measured: Measured, where: str) -> None:
+    if measured.steps and dist.get_rank() == 0:
+        # As a warning: a script that sets up no logging shows nothing below it.
+        _LOG.warning("%s", in_words(measured, runtime.choice, runtime.device.type, where))
 
 
 def _runtime(

@@ -68,12 +68,13 @@ class StepMeasure:
         into.peak_live = max(into.peak_live, self._live)
 
 
-def in_words(together: Measured, choice: Choice, device: str) -> str:
+def in_words(together: Measured, choice: Choice, device: str, where: str = "") -> str:
     """Describe what all ranks of a run did.
 
     Args:
         together: The sum over the ranks.
         choice: What ran.
+        where: What to add if it is not all ranks.
         device: Type of the device that computed. Only the host's own time is known here: another
             device still computes when the call that started it returns.
     """
@@ -87,5 +88,5 @@ def in_words(together: Measured, choice: Choice, device: str) -> str:
     )
     return (
         f"pipeline schedule: {schedule.label}, order by {order}, measured over {together.steps} "
-        f"steps: {', '.join(figures)}"
+        f"steps{where}: {', '.join(figures)}"
     )
