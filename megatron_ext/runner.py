@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import runpy
 import socket
 import sys
@@ -18,6 +19,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -170,6 +172,15 @@ def _is_upstreams_need(error: ModuleNotFoundError) -> bool:
     return importers[-1].startswith("megatron.") and asked not in {"megatron", "megatron_ext"}
 
 
+def _remedy(package: str) -> str:
+    """Return what brings a package that Megatron-LM imports."""
+    requirements = metadata.requires("megatron-ext") or []
+    brought = [line for line in requirements if line.endswith(('"upstream"', "'upstream'"))]
+    if any(re.match(rf"{re.escape(package)}\b", line) for line in brought):
+        return "pip install 'megatron-ext[upstream]' brings what its scripts need"
+    return f"none of our extras brings it: pip install {package}, if it runs on this machine"
+
+
 def _explain(error: BaseException) -> int:
     """Print an error that needs no traceback; return the exit code.
 
@@ -226,7 +237,7 @@ def run(script: str, argv: Sequence[str], *, embedded: bool = False) -> int:
         return _explain(
             UserError(
                 f"Megatron-LM's own code imports {error.name}, which is not installed; "
-                f"pip install 'megatron-ext[upstream]' brings what its scripts need"
+                f"{_remedy((error.name or '').partition('.')[0])}"
             )
         )
     return 0

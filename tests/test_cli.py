@@ -67,6 +67,7 @@ def test_listing_shows_each_patch_with_target_and_reason() -> None:
 
 def test_check_passes_on_the_pin() -> None:
     done = run_package("patches", "check")
+    assert "Warning" not in done.stderr
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].endswith("0 problems")
 

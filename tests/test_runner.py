@@ -139,13 +139,22 @@ def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
     assert done.stdout.splitlines()[-1] == "1"
 
 
-def test_a_package_that_only_upstream_needs_is_named_with_the_remedy(tree: Path) -> None:
-    (tree / "megatron" / "training" / "__init__.py").write_text("import surely_not_there\n")
+@pytest.mark.parametrize(
+    ("package", "remedy"),
+    [
+        ("einops", "pip install 'megatron-ext[upstream]' brings"),
+        ("triton", "none of our extras brings it: pip install triton"),
+    ],
+)
+def test_a_package_that_only_upstream_needs_is_named_with_the_remedy(
+    tree: Path, package: str, remedy: str
+) -> None:
+    missing = f"raise ModuleNotFoundError('No module', name={package + '.language'!r})\n"
+    (tree / "megatron" / "training" / "__init__.py").write_text(missing)
     (tree / "pretrain_gpt.py").write_text("import megatron.training\n")
     done = run_package("pretrain_gpt.py")
     assert done.returncode == 2
-    assert "imports surely_not_there, which is not installed" in done.stderr
-    assert "megatron-ext[upstream]" in done.stderr
+    assert f"imports {package}.language, which is not installed; {remedy}" in done.stderr
     assert "Traceback" not in done.stderr
     Path("mine.py").write_text("import surely_not_there\n")
     assert "Traceback" in run_package("mine.py").stderr

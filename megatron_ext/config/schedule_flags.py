@@ -210,19 +210,28 @@ def _costs(args: Namespace) -> Costs:
         raise ArgumentsError(f"--pipeline-costs: {error}") from error
 
 
+def _given_by(args: Namespace, name: str) -> tuple[str, str]:
+    """Return the flag that chose a schedule, with and without its value."""
+    if getattr(args, "pipeline_schedule", None) is not None:
+        return f"--pipeline-schedule {name}", "--pipeline-schedule"
+    flag = "--enable-bitpipe-schedule" if name == "bitpipe" else "--use-dpp"
+    return flag, flag
+
+
 def _pipeline_ranks(args: Namespace, name: str, twins: int) -> int:
     """Return `--pipeline-model-parallel-size`, D, after checking that Megatron can host it."""
     pp: int = args.pipeline_model_parallel_size
     flag = f"--pipeline-model-parallel-size {pp}"
     if pp < 2:
+        given, remedy = _given_by(args, name)
         raise ArgumentsError(
-            f"--pipeline-schedule {name} needs a pipeline, {flag} is none; take at least "
-            f"{2 * twins}, or leave --pipeline-schedule out"
+            f"{given} needs a pipeline, {flag} is none; take at least {2 * twins}, or leave "
+            f"{remedy} out"
         )
     if twins == 2 and (pp % 2 or pp < 4):
         near = f"{pp - 1} or {pp + 1}" if pp > 4 else "4"
         raise ArgumentsError(
-            f"--pipeline-schedule {name} mirrors two pipelines on one set of ranks, so {flag} must "
+            f"{_given_by(args, name)[0]} mirrors two pipelines on one set of ranks, so {flag} must "
             f"be even and at least 4; take {near}, or --pipeline-schedule zb-v, which takes any"
         )
     return pp

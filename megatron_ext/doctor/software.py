@@ -6,7 +6,6 @@ These import torch and Megatron, which takes seconds.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator
 
 from megatron_ext import devices, releases, upstream
@@ -92,9 +91,7 @@ def check_patches() -> Iterator[Finding]:
     except MegatronExtError:
         return  # `check_versions` has said it
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of kernels that are not installed
-            absent = listing.import_targets()
+        absent = listing.import_targets()
     except (ImportError, MegatronExtError) as error:
         yield fail(name, f"Megatron cannot be imported: {error}", "install megatron-core and torch")
         return

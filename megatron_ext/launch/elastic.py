@@ -13,7 +13,8 @@ import json
 import os
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_ext import files
@@ -24,11 +25,13 @@ __all__ = ["main"]
 _KILLING = ("os.kill", "os.killpg")
 
 
-def _bound_the_end(grace_s: float) -> None:
+@contextmanager
+def _bounded_end(grace_s: float) -> Iterator[None]:
     """Kill what is left below this process when the grace since its first signal is over.
 
     torchrun has no such setting, and no hook where it begins to end its ranks; but it sends them
-    signals, and of those the interpreter tells.
+    signals, and of those the interpreter tells. Python has no way to take its hook out again; when
+    the block is left it does nothing any more.
     """
     killer = threading.Timer(grace_s, lambda: process.end(process.descendants(os.getpid())))
     killer.daemon = True
@@ -39,6 +42,11 @@ def _bound_the_end(grace_s: float) -> None:
             killer.start()
 
     sys.addaudithook(look)
+    try:
+        yield
+    finally:
+        begun.acquire(blocking=False)
+        killer.cancel()
 
 
 def main() -> int:
@@ -48,9 +56,9 @@ def main() -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     report, grace_s, arguments = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
-    _bound_the_end(grace_s)
     try:
-        run.run(run.parse_args(arguments))
+        with _bounded_end(grace_s):
+            run.run(run.parse_args(arguments))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         found = {

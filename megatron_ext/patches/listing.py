@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 
@@ -19,9 +20,17 @@ _LOG = logging.getLogger(__name__)
 def import_targets() -> list[str]:
     """Import every module that has patches, so that their state can be looked at.
 
+    Megatron warns meanwhile of kernels that are not installed. That is for trainings, not for us.
+
     Returns:
         The modules that are not there: `megatron.training` without a Megatron-LM tree, for example.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _import_targets()
+
+
+def _import_targets() -> list[str]:
     absent = []
     importlib.import_module("megatron.core")
     for name in REGISTRY.modules():

@@ -45,7 +45,7 @@ REFUSED = {
         PP4 + "--use-dpp --pipeline-transport torch", 4,
         ["--use-dpp chooses by what has arrived, which torch.distributed cannot tell"],
     ),
-    "one stage": ("--use-dpp", 1, ["needs a pipeline"]),
+    "one stage": ("--use-dpp", 1, ["--use-dpp needs a pipeline", "or leave --use-dpp out"]),
     "loss over replicas in a layer": (
         PP4 + "--use-dpp --num-experts 4 --moe-router-load-balancing-type global_aux_loss", 8,
         ["--use-dpp cannot run with --moe-router-load-balancing-type global_aux_loss",

@@ -232,7 +232,8 @@ REFUSED = {
         PP4 + "--pipeline-schedule zb-v --pipeline-costs 1,2", 4,
         ["--pipeline-costs: costs are three numbers", "'1,2'"],
     ),
-    "pp 1": ("--pipeline-schedule zb-v", 1, ["needs a pipeline", "take at least 2"]),
+    "pp 1": ("--pipeline-schedule zb-v", 1, ["zb-v needs a pipeline", "take at least 2"]),
+    "pp 1, bitpipe": ("--enable-bitpipe-schedule", 1, ["bitpipe-schedule needs a pipeline"]),
     "odd": (
         "--pipeline-model-parallel-size 5 --enable-bitpipe-schedule", 5,
         ["--pipeline-model-parallel-size 5 must be even", "take 4 or 6", "zb-v"],
