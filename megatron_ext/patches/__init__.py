@@ -62,9 +62,14 @@ def arm() -> None:
 
 
 def disarm() -> None:
-    """Restore every original, the environment and the import hooks. Idempotent."""
-    from megatron_ext.patches import device
+    """Restore every original, the environment and the import hooks. Idempotent.
 
+    An observation (`--trace`, `--hang-timeout`) ends: nobody tells it of steps any more.
+    """
+    from megatron_ext.patches import device
+    from megatron_ext.trace import session
+
+    session.close()
     REGISTRY.deactivate()
     hooks.remove()
     device.restore_environment()

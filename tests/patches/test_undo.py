@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
+from pathlib import Path
 
 import pytest
 
 from tests.commands import run_python
+from tests.patches.attributes import held
+from tests.ranks import _run_script, run_ranks
+from tests.schedules.runtime.capture import GPT, PP2
 
 _PROGRAM = """
 import os, sys
@@ -72,3 +78,26 @@ def test_what_was_imported_while_active_is_as_without_us_too() -> None:
     assert len(shared) > 100_000
     assert [place for place in without.keys() - shared if place.startswith("megatron.")] == []
     assert {place: undone[place] for place in shared if undone[place] != without[place]} == {}
+
+
+def train_and_undo(argv: list[str]) -> tuple[list[str], list[str], bool]:
+    import megatron_ext
+
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    _run_script("pretrain_gpt.py", argv, True)
+    megatron_ext.deactivate()
+    ours = [
+        place
+        for place, value in held().items()
+        if "megatron_ext" in f"{type(value).__module__} {getattr(value, '__module__', '')}"
+    ]
+    same = all(signal.getsignal(number) == handler for number, handler in handlers.items())
+    return ours, [thread.name for thread in threading.enumerate()], same
+
+
+def test_nothing_is_left_after_a_training(tmp_path: Path) -> None:
+    flags = f"{GPT}{PP2}--use-dpp --trace --trace-dir {tmp_path} --hang-timeout 60"
+    for ours, threads, same_handlers in run_ranks(2, train_and_undo, flags.split()):
+        assert ours == []
+        assert [name for name in threads if "megatron_ext" in name] == []
+        assert same_handlers
