@@ -21,6 +21,7 @@ from megatron_ext.config import randomness
 from megatron_ext.disaggregation.ship import Layers, Replay, Saved, replaying
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
+from megatron_ext.schedules.runtime.local_devices import device_of
 from megatron_ext.schedules.runtime.rng import microbatch_rng
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.transport.base import Expected, Key
@@ -144,9 +145,13 @@ class ForwardRow(Row):
         """Send the input of the stage and what its layers made of it, as far as it is needed."""
         tensors = [given] if given is not None else []
         tensors += saved.outputs if self._is_last_stage else saved.outputs[:-1]
-        packed = torch.stack(tensors) if tensors else saved.outputs[0].new_empty(0, *self._shape)
+        if tensors:
+            packed = torch.stack(tensors)
+        else:
+            dtype, device = self._call.config.pipeline_dtype, device_of(self._call.chunks)
+            packed = torch.empty(0, *self._shape, dtype=dtype, device=device)
         self._link.send(packed, copies.peer, Key(*copies.tag), sequence_dim=1)
-        if saved.with_generators:
+        if saved.generators:
             states = torch.stack(saved.generators)
             self._link.send(states, copies.peer, Key(*copies.tag, _GENERATORS), sequence_dim=None)
 
@@ -207,7 +212,7 @@ class BackwardRow(Row):
         packed = self._receive(operation.needs)
         assert packed is not None
         states = None
-        if randomness.enabled():
+        if self._ships_generators():
             states = self._receive(operation.needs, _GENERATORS)
         given = packed[0].clone() if self._stage else None
         outputs = packed[1:] if self._stage else packed
@@ -225,11 +230,15 @@ class BackwardRow(Row):
         if self._layers is None or needs.tag.kind == "B":
             return super()._parts(needs)
         source, dtype = self._link.source(needs.peer), self._call.config.pipeline_dtype
-        count = len(self._layers) + bool(self._stage) - (not self._is_last_stage)
+        count = bool(self._stage) + max(0, len(self._layers) - (not self._is_last_stage))
         parts = [Expected(source, Key(*needs.tag), (count, *self._shape), dtype)]
-        if randomness.enabled():
+        if self._ships_generators():
             parts.append(Expected(source, Key(*needs.tag, _GENERATORS), None, torch.uint8))
         return parts
+
+    def _ships_generators(self) -> bool:
+        """Whether their states before each layer come; a layout may leave a stage without any."""
+        return randomness.enabled() and bool(self._layers)
 
 
 class _LeaveKey(Key):

@@ -22,6 +22,7 @@ from megatron_ext.disaggregation.weights import WeightReceiver, WeightSender
 from megatron_ext.disaggregation.worlds import beat
 from megatron_ext.schedules.representation.validation import validate
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
+from megatron_ext.schedules.runtime.local_devices import device_of
 from megatron_ext.schedules.runtime.microbatches import MicrobatchData
 from megatron_ext.schedules.runtime.tables import Table
 from megatron_ext.signatures import default_groups
@@ -129,7 +130,7 @@ def _table(runtime: _Runtime, num_microbatches: int) -> Table:
 
 def _tokens(compute: StageCompute, chunks: Sequence[torch.nn.Module]) -> torch.Tensor:
     """Number of tokens of this rank; those without the last stage have counted none."""
-    device = next(chunks[0].parameters()).device
+    device = device_of(chunks)
     total = torch.zeros((), dtype=torch.int, device=device)
     return total if compute.num_tokens is None else total + compute.num_tokens
 
@@ -171,7 +172,7 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> _Runtime:
     job = current()
     assert job is not None
     if _runtime is None or _runtime.job is not job:
-        link = RoleLink(job, next(chunks[0].parameters()).device)
+        link = RoleLink(job, device_of(chunks))
         forward = job.role == "forward"
         _runtime = _Runtime(
             job,

@@ -198,7 +198,7 @@ def load_checkpoint(
     with agreed():
         state = _reading(source, dist_checkpointing.load, wanted, str(source))
     for key, chunk in zip(_model_keys(chunks), chunks, strict=True):
-        chunk.load_state_dict(state[key])
+        chunk.load_state_dict(state.get(key, {}))  # empty chunks are not in a checkpoint
     if with_optimizer:
         if not optimizer.is_stub_optimizer:
             optimizer.load_state_dict(state["optimizer"])

@@ -191,3 +191,15 @@ def test_merged_forward_ranks_compute_the_same_up_to_rounding(
     assert ours.parameters.keys() == theirs.parameters.keys()
     for name, values in theirs.parameters.items():
         assert ours.parameters[name] == pytest.approx(values, abs=tolerance), name
+
+
+def test_stages_without_a_layer() -> None:
+    """The first has no more than the embedding, the second nothing."""
+    flags = f"{DROPOUT}--clip-grad 0 --pipeline-model-parallel-size 3 "
+    flags += "--pipeline-model-parallel-layout E||ttttL --recompute-granularity full "
+    flags += "--recompute-method uniform --recompute-num-layers 1 "
+    whole, _ = train(6, flags + FBD + "--fbd-activations ship ")
+    expected = stock(3, flags)
+    assert whole.losses == expected.losses
+    assert whole.gradients == expected.gradients
+    assert whole.parameters == expected.parameters

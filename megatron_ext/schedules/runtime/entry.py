@@ -25,6 +25,7 @@ from megatron_ext.schedules.runtime.compute import Call, StageCompute
 from megatron_ext.schedules.runtime.connect import open_transport
 from megatron_ext.schedules.runtime.executor import Executor
 from megatron_ext.schedules.runtime.groups import channels_of
+from megatron_ext.schedules.runtime.local_devices import device_of
 from megatron_ext.schedules.runtime.measured import Measured, StepMeasure, in_words
 from megatron_ext.schedules.runtime.microbatches import MicrobatchData, TwinExchange
 from megatron_ext.schedules.runtime.ordering import LedOrder, Order, PolicyOrder, TableOrder
@@ -262,7 +263,7 @@ def _runtime(
         return found
     placement = choice.placement
     _check_fit(choice, placement, groups, chunks)
-    device = next(chunks[0].parameters()).device
+    device = device_of(chunks)
     peers = Peers(dist.get_process_group_ranks(groups.pp), _twin() if choice.twins == 2 else None)
     channels = channels_of(placement, groups.pp.rank(), peers)
     agreement = None

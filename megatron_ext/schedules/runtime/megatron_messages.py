@@ -22,6 +22,7 @@ from megatron_ext.config.choice import for_messages
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.runtime.connect import open_transport
 from megatron_ext.schedules.runtime.groups import channels_of
+from megatron_ext.schedules.runtime.local_devices import device_of
 from megatron_ext.schedules.runtime.program import Peers
 from megatron_ext.schedules.runtime.tables import Table, make_table
 from megatron_ext.signatures import default_groups
@@ -202,7 +203,7 @@ def _begin(choice: Choice, keywords: dict[str, Any]) -> _Step:
     table = make_table(choice, keywords["num_microbatches"], rank, backward=True)
     peers = Peers(dist.get_process_group_ranks(groups.pp))
     key = (id(choice), id(groups.pp))
-    device = next(chunks[0].parameters()).device
+    device = device_of(chunks)
     if key not in _transports:
         shapes = get_tensor_shapes(
             seq_length=keywords["seq_length"],
