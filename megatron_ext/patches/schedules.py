@@ -1,7 +1,8 @@
-"""Patches by which chosen schedules run, and random numbers belong to micro-batches."""
+"""Patches by which chosen schedules run, and data and random numbers belong to micro-batches."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,20 @@ def _tell_measured(
     return trained
 
 
+def _skip_batches(
+    _call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Let the batches of an iteration go by on this rank; nobody is sent any."""
+    training = sys.modules["megatron.training.training"]
+    given = args[0] if args else kwargs["data_iterator"]
+    iterators = given if isinstance(given, list) else [given]
+    while training.get_rerun_state_machine().should_run_forward_backward(given):
+        for iterator in iterators:
+            if iterator is not None:
+                for _ in range(training.get_num_microbatches()):
+                    next(iterator)
+
+
 PATCHES = (
     Patch(
         id="schedules.forward_backward",
@@ -104,6 +119,14 @@ PATCHES = (
         feature="schedules",
         reason="random numbers of a micro-batch depend on the training step, which schedules are "
         "not told",
+    ),
+    Patch(
+        id="schedules.skipped_iterations",
+        target="megatron.training.training:dummy_train_step",
+        fn=_skip_batches,
+        kind="replace",
+        reason="takes batches from one iterator, but ranks with several chunks have a list of "
+        "them, and those in the middle none: --iterations-to-skip ended the training",
     ),
     Patch(
         id="schedules.measured",
