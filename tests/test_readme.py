@@ -94,7 +94,13 @@ def known_flags() -> set[str]:
 
 
 # Of torchrun, and of Megatron-LM where the embedded trainer has no such flag.
-FOREIGN_FLAGS = {"--batch-invariant-mode", "--nproc-per-node", "--nproc_per_node", "--rerun-mode"}
+FOREIGN_FLAGS = {
+    "--batch-invariant-mode",
+    "--iterations-to-skip",
+    "--nproc-per-node",
+    "--nproc_per_node",
+    "--rerun-mode",
+}
 
 
 def test_the_documents_are_found() -> None:
