@@ -37,7 +37,7 @@ def test_our_training_flags_are_these() -> None:
         "--forward-backward-disaggregating", "--ignore-forward-tensor-parallel",
         "--fbd-activations",
         "--fbd-forward-device",
-        "--pipeline-transport", "--node-ips", "--pipeline-device-path",
+        "--pipeline-transport", "--node-ips", "--pipeline-device-path", "--pipeline-checksum",
         "--trace", "--trace-interval", "--trace-iterations", "--trace-dir", "--hang-timeout",
         "--data-impl",
     }  # fmt: skip

@@ -25,7 +25,7 @@ struct Arena::Header {
 namespace {
 
 constexpr char kMagic[8] = {'M', 'E', 'X', 'T', 'A', 'R', 'E', '\n'};
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 constexpr std::size_t kPageBytes = 4096;
 constexpr std::size_t kHeaderBytes = kPageBytes;
 constexpr std::uint64_t kMaxSlotBytes = std::uint64_t{1} << 40;

@@ -1,5 +1,7 @@
 #include "core/assembly.h"
 
+#include <cinttypes>
+#include <cstdio>
 #include <utility>
 
 #include "core/errors.h"
@@ -10,11 +12,21 @@ namespace {
 /// No memory holds more, and sizes that are rounded up from here stay numbers.
 constexpr std::uint64_t kMaxMessageBytes = std::uint64_t{1} << 48;
 
+std::string hexadecimal(std::uint64_t number) {
+    char text[2 + 16 + 1];
+    std::snprintf(text, sizeof(text), "0x%" PRIx64, number);
+    return text;
+}
+
 }  // namespace
 
 Assembly::Assembly(int source, BufferPool pool) : source_(source), pool_(std::move(pool)) {}
 
 void Assembly::check(const Descriptor& piece, std::uint64_t max_piece_bytes) const {
+    if (!is_intact(piece)) {
+        throw_damaged("the header of piece " + std::to_string(next_sequence_) +
+                      " is not what was sent");
+    }
     if (piece.magic != kDescriptorMagic || piece.sequence != next_sequence_) {
         throw_damaged("piece " + std::to_string(piece.sequence) + " stands where piece " +
                       std::to_string(next_sequence_) + " was due");
@@ -35,7 +47,10 @@ void Assembly::check(const Descriptor& piece, std::uint64_t max_piece_bytes) con
 void Assembly::check_bytes(const Descriptor& piece, const std::byte* bytes) const {
     if (piece.has_checksum != 0 &&
         checksum(bytes, static_cast<std::size_t>(piece.piece_bytes)) != piece.checksum) {
-        throw_damaged("the checksum of piece " + std::to_string(piece.sequence) + " is wrong");
+        const std::uint64_t end = piece.offset_bytes + piece.piece_bytes;
+        throw_damaged("bytes " + std::to_string(piece.offset_bytes) + " to " + std::to_string(end) +
+                      " of the " + std::to_string(piece.total_bytes) + " of tag " +
+                      hexadecimal(piece.tag) + " are not what was sent");
     }
 }
 

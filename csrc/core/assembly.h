@@ -21,8 +21,8 @@ class Assembly {
     /// Number of the next piece.
     std::uint64_t next_sequence() const noexcept { return next_sequence_; }
 
-    /// Refuses, with a TransportError, a descriptor that cannot be that of the next piece, or of
-    /// more than `max_piece_bytes`.
+    /// Refuses, with a TransportError, a descriptor that is damaged, that cannot be that of the
+    /// next piece, or that is of more than `max_piece_bytes`.
     void check(const Descriptor& piece, std::uint64_t max_piece_bytes) const;
 
     /// Refuses bytes whose checksum is another than that of their descriptor.

@@ -1,6 +1,7 @@
 #include "core/piece.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <iterator>
 
@@ -24,7 +25,16 @@ Descriptor describe_piece(const MessageInfo& info, std::uint64_t sequence,
         piece.has_checksum = 1;
         piece.checksum = checksum(bytes, static_cast<std::size_t>(piece_bytes));
     }
+    seal(piece);
     return piece;
+}
+
+void seal(Descriptor& piece) noexcept {
+    piece.own_checksum = checksum(&piece, offsetof(Descriptor, own_checksum));
+}
+
+bool is_intact(const Descriptor& piece) noexcept {
+    return piece.own_checksum == checksum(&piece, offsetof(Descriptor, own_checksum));
 }
 
 MessageInfo info_of(const Descriptor& piece) {

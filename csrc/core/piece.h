@@ -21,10 +21,18 @@ struct Descriptor {
     std::uint64_t total_bytes;   ///< of the whole message
     std::uint64_t offset_bytes;  ///< of this piece in it
     std::uint64_t piece_bytes;
-    std::uint64_t checksum;  ///< of this piece
+    std::uint64_t checksum;  ///< of the bytes of this piece
     std::int64_t shape[kMaxDims];
+    std::uint64_t own_checksum;  ///< of all that stands above
 };
-static_assert(sizeof(Descriptor) == 120, "part of the protocol");
+static_assert(sizeof(Descriptor) == 128, "part of the protocol");
+
+/// Gives a descriptor its own checksum; after this it is not to be changed. Every one has it,
+/// because what follows a damaged descriptor cannot be found.
+void seal(Descriptor& piece) noexcept;
+
+/// Whether a descriptor is what was sealed.
+bool is_intact(const Descriptor& piece) noexcept;
 
 /// The descriptor of `piece_bytes` of a message from `offset_bytes` on, which stand at `bytes`.
 Descriptor describe_piece(const MessageInfo& info, std::uint64_t sequence,

@@ -8,7 +8,8 @@
 namespace megatron_ext {
 
 // What goes over a TCP link is a sequence of frames: a descriptor, told apart by its magic, and its
-// bytes. A piece of a message is one as on every wire. The others use few of the fields:
+// bytes. A piece of a message is one as on every wire. The others use few of the fields, and always
+// have a checksum:
 inline constexpr std::uint32_t kRoomMagic = 0x4D455252;     ///< total_bytes: cost that may be sent
 inline constexpr std::uint32_t kClosedMagic = 0x4D455243;   ///< nothing will follow
 inline constexpr std::uint32_t kAbortedMagic = 0x4D455241;  ///< piece_bytes of a reason follow

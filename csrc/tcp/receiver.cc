@@ -93,6 +93,11 @@ bool TcpReceiver::have_head() {
     return true;
 }
 
+void TcpReceiver::throw_damaged(const std::string& what) const {
+    throw TransportError("the messages of rank " + std::to_string(source_) +
+                         " are damaged: " + what);
+}
+
 std::byte* TcpReceiver::place_of_body() {
     if (head_.magic == kDescriptorMagic) {
         assembly_.check(head_, kTcpPieceBytes);
@@ -101,9 +106,12 @@ std::byte* TcpReceiver::place_of_body() {
     }
     const bool known =
         head_.magic == kRoomMagic || head_.magic == kClosedMagic || head_.magic == kAbortedMagic;
+    if (!is_intact(head_)) {
+        throw_damaged("the header after piece " + std::to_string(assembly_.next_sequence()) +
+                      " is not what was sent");
+    }
     if (!known || head_.piece_bytes > kMaxReasonBytes) {
-        throw TransportError("the messages of rank " + std::to_string(source_) +
-                             " are damaged: a frame of an unknown kind");
+        throw_damaged("a frame of an unknown kind");
     }
     text_.resize(static_cast<std::size_t>(head_.piece_bytes));
     return reinterpret_cast<std::byte*>(text_.data());
@@ -112,6 +120,9 @@ std::byte* TcpReceiver::place_of_body() {
 std::optional<TcpReceiver::Found> TcpReceiver::finish_frame() {
     in_frame_ = false;
     if (head_.magic != kDescriptorMagic) {
+        if (checksum(text_.data(), text_.size()) != head_.checksum) {
+            throw_damaged("why it gave up is not what was sent");
+        }
         return Found::kControl;
     }
     assembly_.check_bytes(head_, body_);

@@ -50,6 +50,7 @@ class TcpReceiver {
     bool have_head();
     std::byte* place_of_body();
     std::optional<Found> finish_frame();
+    [[noreturn]] void throw_damaged(const std::string& what) const;
     std::size_t buffered() const noexcept { return end_ - begin_; }
 
     int source_;

@@ -18,6 +18,8 @@ void TcpSender::queue_control(std::uint32_t magic, std::uint64_t number, std::st
     frame.head.magic = magic;
     frame.head.total_bytes = number;
     frame.head.piece_bytes = text.size();
+    frame.head.checksum = checksum(text.data(), text.size());
+    seal(frame.head);
     frame.text = std::move(text);
     control_.push_back(std::move(frame));
 }

@@ -211,18 +211,36 @@ TEST(damage_is_an_error) {
         send(link.outbox, 1, 64);
         const Arena arena = Arena::attach(duplicate(link.inbox.fd()));
         arena.bytes(arena.order(0))[63] ^= std::byte{1};
-        CHECK_THROWS(link.inbox.next(), TransportError, "rank 5 are damaged: the checksum");
+        CHECK_THROWS(link.inbox.next(), TransportError, "bytes 0 to 64 of the 64 of tag 0x1 are not");
     }
     {
         Ends link({2, 64});
         send(link.outbox, 1, 64);
         const Arena arena = Arena::attach(duplicate(link.inbox.fd()));
-        arena.descriptor(arena.order(0)).piece_bytes = 65;
+        Descriptor& piece = arena.descriptor(arena.order(0));
+        piece.piece_bytes = 65;
+        CHECK_THROWS(link.inbox.next(), TransportError, "the header of piece 0 is not what was");
+        seal(piece);
         CHECK_THROWS(link.inbox.next(), TransportError, "a piece of 65 bytes at 0 of 64");
-        arena.descriptor(arena.order(0)).sequence = 3;
+        piece.sequence = 3;
+        seal(piece);
         CHECK_THROWS(link.inbox.next(), TransportError, "piece 3 stands where piece 0");
         arena.order(0) = 2;
         CHECK_THROWS(link.inbox.next(), TransportError, "slot 2 of 2");
+    }
+}
+
+TEST(no_flipped_bit_of_a_descriptor_goes_unnoticed) {
+    MessageInfo info;
+    info.tag = 7;
+    info.num_bytes = 3;
+    Descriptor piece = describe_piece(info, 1, 0, 3, nullptr, false);
+    CHECK(is_intact(piece));
+    auto* const bytes = reinterpret_cast<unsigned char*>(&piece);
+    for (std::size_t bit = 0; bit < 8 * sizeof(piece); ++bit) {
+        bytes[bit / 8] ^= static_cast<unsigned char>(1U << bit % 8);
+        CHECK(!is_intact(piece));
+        bytes[bit / 8] ^= static_cast<unsigned char>(1U << bit % 8);
     }
 }
 

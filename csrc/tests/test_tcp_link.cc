@@ -22,6 +22,12 @@ using namespace megatron_ext::testing;
 
 namespace {
 
+/// Without a text.
+void seal_control(Descriptor& head) {
+    head.checksum = checksum(nullptr, 0);
+    seal(head);
+}
+
 /// A link as rank 0, and the bare socket of rank 1 in the same process.
 struct Half {
     Half() : endpoint(0, {2, 64}, false) {
@@ -38,6 +44,7 @@ struct Half {
         Descriptor head{};
         head.magic = magic;
         head.total_bytes = number;
+        seal_control(head);
         write(&head, sizeof(head));
     }
     Descriptor read_head() const {
@@ -172,6 +179,8 @@ TEST(what_is_no_frame_ends_the_endpoint) {
         CHECK_THROWS(send(half.endpoint, 1, 7, 1), TransportError, text);
     };
     Descriptor unknown{};
+    refused(unknown, "rank 1 are damaged: the header after piece 0 is not what was sent");
+    seal(unknown);
     refused(unknown, "rank 1 are damaged: a frame of an unknown kind");
     refused(piece_of(3, 10, 0, 10), "piece 3 stands where piece 0");
     refused(piece_of(0, kFirstRoom, 0, kTcpPieceBytes + 1), "a piece of 524289 bytes");
@@ -181,7 +190,14 @@ TEST(what_is_no_frame_ends_the_endpoint) {
     Descriptor reason{};
     reason.magic = kAbortedMagic;
     reason.piece_bytes = kMaxReasonBytes + 1;
+    seal(reason);
     refused(reason, "unknown kind");
+    reason.piece_bytes = 0;  // with a checksum that no text has
+    seal(reason);
+    refused(reason, "why it gave up is not what was sent");
+    Descriptor damaged = piece_of(0, 10, 0, 10);
+    damaged.tag ^= 1;
+    refused(damaged, "the header of piece 0 is not what was sent");
 }
 
 TEST(the_thread_that_writes_lets_no_owner_go) {

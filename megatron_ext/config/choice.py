@@ -82,6 +82,8 @@ class Choice:
     """Addresses of the nodes or of the ranks, for wires between hosts; empty: found out."""
     device_path: DevicePath = "staged"
     """How tensors of a device get to other ranks, where the transport is the native one."""
+    checksums: bool = False
+    """Whether the bytes of messages carry a checksum, where the transport is the native one."""
     _fills: dict[int, bool] = field(default_factory=dict, init=False, repr=False)
     """By number of micro-batches: whether all W of the table are ours, made by splitting."""
     _policies: dict[int, Callable[[int], Policy]] = field(

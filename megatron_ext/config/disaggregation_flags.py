@@ -95,6 +95,7 @@ def prepare(args: Namespace) -> bool:
         message_bytes=_message_bytes(args),
         wire=getattr(args, "pipeline_transport", None) or "auto",
         node_ips=tuple(getattr(args, "node_ips", None) or ()),
+        checksums=bool(getattr(args, "pipeline_checksum", False)),
         gathers_late=_gathers_late(args),
     )
     setattr(args, _WORLD, args.world_size)

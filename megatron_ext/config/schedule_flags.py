@@ -134,6 +134,7 @@ def prepare(args: Namespace, *, tables: bool = True) -> None:
         dynamic,
         transport_flags.node_ips(args),
         transport_flags.device_path(args, transport),
+        transport_flags.checksums(args, transport),
     )
     prove(args, choice, sizes)
     refuse_flags_of_table(name, args, choice.schedule(choice.num_microbatches))
@@ -175,10 +176,11 @@ def _prepare_messages(args: Namespace) -> None:
     """Let Megatron's own schedule send over `--pipeline-transport`, where that was asked for."""
     transport = transport_flags.transport(args)
     path = transport_flags.device_path(args, transport)
+    checksums = transport_flags.checksums(args, transport)
     if transport != TRANSPORTS[0]:
         choice = megatron_tables.choice(args, transport, transport_flags.timeout_s(args))
         ips = transport_flags.node_ips(args)
-        use_for_messages(replace(choice, node_ips=ips, device_path=path))
+        use_for_messages(replace(choice, node_ips=ips, device_path=path, checksums=checksums))
 
 
 def _options(args: Namespace, name: str | None) -> dict[str, Option]:

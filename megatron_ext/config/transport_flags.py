@@ -12,7 +12,7 @@ from megatron_ext.errors import ArgumentsError
 if TYPE_CHECKING:
     from megatron_ext.config.choice import DevicePath, TransportName
 
-__all__ = ["add_flags", "device_path", "node_ips", "timeout_s", "transport"]
+__all__ = ["add_flags", "checksums", "device_path", "node_ips", "timeout_s", "transport"]
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +41,13 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
         help="How tensors of a GPU get to ranks of the same host over --pipeline-transport shm or "
         "auto: through pinned memory, or from GPU to GPU by CUDA IPC, which has to be possible "
         f"between all of them (default: {DEVICE_PATHS[0]}).",
+    )
+    group.add_argument(
+        "--pipeline-checksum",
+        action="store_true",
+        help="Give the bytes of each message over --pipeline-transport auto, shm, tcp or rdma a "
+        "checksum, so that faulty memory or a faulty network ends the job instead of changing it. "
+        "Costs about a copy at both ends. What messages say about themselves always has one.",
     )
 
 
@@ -98,6 +105,27 @@ def device_path(args: Namespace, name: TransportName) -> DevicePath:
             "add --pipeline-transport shm, or leave --pipeline-device-path out"
         )
     return path
+
+
+def checksums(args: Namespace, name: TransportName) -> bool:
+    """Return what `--pipeline-checksum` means with a transport, after checking that it can be.
+
+    Raises:
+        ArgumentsError: The bytes of its messages do not pass the native core.
+    """
+    if not getattr(args, "pipeline_checksum", False):
+        return False
+    if name == "torch":
+        raise ArgumentsError(
+            "--pipeline-checksum is for messages of this package, --pipeline-transport is torch; "
+            "add --pipeline-transport shm, tcp or rdma, or leave --pipeline-checksum out"
+        )
+    if getattr(args, "pipeline_device_path", None) == "ipc":
+        raise ArgumentsError(
+            "--pipeline-checksum covers what goes through the host, --pipeline-device-path ipc "
+            "goes past it; leave one of them out"
+        )
+    return True
 
 
 def node_ips(args: Namespace) -> tuple[str, ...]:

@@ -39,6 +39,8 @@ class Job:
     """What carries tensors between processes."""
     node_ips: tuple[str, ...] = ()
     """Addresses of the nodes for that, where they are not found out."""
+    checksums: bool = False
+    """Whether the bytes of messages carry a checksum."""
     gathers_late: bool = False
     """Whether replicas share the update of weights out, and gather them in their next forward."""
 

@@ -156,6 +156,7 @@ def _open(job: Job, device: torch.device) -> Transport:
         slots=job.window + 2,  # a message may stay in its slot while it is computed with
         slot_bytes=job.message_bytes,
         connect_timeout_s=job.timeout_s,
+        checksums=job.checksums,
     )
     transport = staged(host, devices.current().copies(device), timeout_s=job.timeout_s)
     atexit.register(transport.close)

@@ -1,10 +1,17 @@
-"""Names of dtypes in messages: DLPack's type code, times 256, and number of bits."""
+"""Dtypes in messages: named by DLPack's type code, times 256, and number of bits."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-__all__ = ["CAPSULE_CODE_OF", "CODE_OF", "DTYPE_OF"]
+from megatron_ext.errors import MessageMismatch
+
+if TYPE_CHECKING:
+    from megatron_ext.transport._C import Message
+
+__all__ = ["CAPSULE_CODE_OF", "CODE_OF", "DTYPE_OF", "tensor_on"]
 
 _CODES = {
     torch.int8: 0, torch.int16: 0, torch.int32: 0, torch.int64: 0,
@@ -28,3 +35,23 @@ CAPSULE_CODE_OF = {
     )
 }  # fmt: skip
 """Those that every supported torch takes from a DLPack capsule."""
+
+
+def tensor_on(message: Message) -> torch.Tensor:
+    """Return a tensor on the memory of a message. It is no view: Megatron refuses to free views.
+
+    Raises:
+        MessageMismatch: This version of torch or of the package does not have its dtype.
+    """
+    dtype = DTYPE_OF.get(message.dtype)
+    if dtype is None:
+        raise MessageMismatch(
+            f"a message of {len(message)} bytes has the dtype {message.dtype:#x}, which this rank "
+            f"does not know; install the same torch and megatron_ext for all ranks"
+        )
+    tensor = torch.empty(0, dtype=dtype)
+    if len(message) == 0:
+        return tensor.reshape(message.shape)
+    raw = torch.frombuffer(message, dtype=torch.uint8)
+    shape = torch.Size(message.shape)
+    return tensor.set_(raw.untyped_storage(), 0, shape)  # type: ignore[call-overload, no-any-return]

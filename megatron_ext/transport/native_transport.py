@@ -27,7 +27,7 @@ from megatron_ext.errors import (
     TransportTimeout,
 )
 from megatron_ext.transport.base import Expected, Key, Stats
-from megatron_ext.transport.dtypes import CAPSULE_CODE_OF, CODE_OF, DTYPE_OF
+from megatron_ext.transport.dtypes import CAPSULE_CODE_OF, CODE_OF, tensor_on
 from megatron_ext.transport.native import require_native
 from megatron_ext.transport.rendezvous import Connection, Store, connect_peers
 from megatron_ext.transport.tags import NOTE, NUM_STEPS, Tags
@@ -69,7 +69,8 @@ class NativeTransport:
         slot_bytes: Room for each. Best is the usual size of a message: longer ones go through in
             pieces and are copied once more.
         connect_timeout_s: How long to wait for the peers.
-        checksums: Whether messages carry a checksum, to find faulty memory. Costs about a copy.
+        checksums: Whether the bytes of messages carry a checksum, which finds faulty memory and
+            networks. Costs about a copy. The descriptors of messages always carry one.
         ip: Address of this host for peers on others; None: the one on the way to MASTER_ADDR.
         silence_s: A peer on another host that answers nothing for so long is taken for dead.
         spin_s: How long a wait looks for messages of processes on other CPUs before it sleeps.
@@ -197,7 +198,10 @@ class NativeTransport:
         if expected is None:
             raise TransportError(f"{key} is not expected from rank {source} in this step")
         shape, dtype = expected.shape, expected.dtype
-        message = endpoint.take(source, tag, timeout_s, CAPSULE_CODE_OF.get(dtype, 0))
+        try:
+            message = endpoint.take(source, tag, timeout_s, CAPSULE_CODE_OF.get(dtype, 0))
+        except TransportError as error:  # what came is damaged, of whatever message
+            raise TransportError(f"{key} cannot be received from rank {source}: {error}") from error
         if message is None:
             what = f"{key} did not come from rank {source}: {self._waited(endpoint)}"
             raise self._failure(what, source, key, timeout_s)
@@ -205,7 +209,7 @@ class NativeTransport:
         if self._told:
             self._told.pop(name, None)
         if type(message) is self._Message:
-            tensor = _tensor(message)
+            tensor = tensor_on(message)
             fits = tensor.dtype == dtype and shape in (None, tensor.shape)
         else:  # a capsule, which is of the dtype that was asked for
             tensor = _from_dlpack(message)
@@ -380,13 +384,3 @@ def _default_spin_s(connections: dict[int, Connection]) -> float:
     local = 1 + sum(connection.wire == "shm" for connection in connections.values())
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local))
     return _SPIN_S if num_ranks <= len(os.sched_getaffinity(0)) else 0.0
-
-
-def _tensor(message: Message) -> torch.Tensor:
-    """A tensor on the memory of a message. It is no view: Megatron refuses to free views."""
-    tensor = torch.empty(0, dtype=DTYPE_OF[message.dtype])
-    if len(message) == 0:
-        return tensor.reshape(message.shape)
-    raw = torch.frombuffer(message, dtype=torch.uint8)
-    shape = torch.Size(message.shape)
-    return tensor.set_(raw.untyped_storage(), 0, shape)  # type: ignore[call-overload, no-any-return]

@@ -235,3 +235,21 @@ def test_from_device_to_device_there_has_to_be_shared_memory(args: Namespace) ->
     assert choose(args, "1f1b").device_path == "ipc"
     args.pipeline_device_path = None
     assert choose(args, "1f1b").device_path == "staged"
+
+
+def test_checksums_are_for_what_passes_the_native_core(args: Namespace) -> None:
+    args.pipeline_checksum = True
+    for name, path, remedy in (
+        ("torch", None, "add --pipeline-transport shm, tcp or rdma"),
+        (None, None, "add --pipeline-transport shm, tcp or rdma"),
+        ("shm", "ipc", "leave one of them out"),
+    ):
+        args.pipeline_transport, args.pipeline_device_path = name, path
+        for schedule in (None, "1f1b"):
+            args.pipeline_schedule = schedule
+            with pytest.raises(UserError, match=remedy):
+                prepare(args)
+    args.pipeline_transport, args.pipeline_device_path = "tcp", None
+    assert choose(args, "1f1b").checksums
+    args.pipeline_checksum = False
+    assert not choose(args, "1f1b").checksums

@@ -12,7 +12,8 @@ from contextlib import closing
 import pytest
 import torch
 
-from megatron_ext.errors import TransportError
+from megatron_ext.errors import MessageMismatch, TransportError
+from megatron_ext.transport.dtypes import tensor_on
 
 _BYTES = 1 << 8 | 8
 
@@ -38,6 +39,13 @@ def test_a_message_of_the_dtype_that_is_asked_for_comes_as_a_capsule(native):
     assert bytes(tensor.numpy()) == b"abcdef"
 
 
+def test_a_dtype_that_this_torch_does_not_have_is_refused(native):
+    endpoint = native.Endpoint(0, 2, 4096)
+    _send(endpoint, 0, 99 << 8 | 16, (3,), b"abcdef")
+    with pytest.raises(MessageMismatch, match=r"6 bytes has the dtype 0x6310, .* install the same"):
+        tensor_on(endpoint.take(0, 0, 0))
+
+
 def test_the_size_of_a_message_is_that_of_its_shape(native):
     endpoint = native.Endpoint(0, 2, 4096)
     _send(endpoint, 0, 2 << 8 | 32, (2, 1, 3), bytes(24))
@@ -55,6 +63,15 @@ def test_the_size_of_a_message_is_that_of_its_shape(native):
         _send(endpoint, 2, _BYTES, (1.5,), b"a")
 
 
+def _checksum(content: bytes) -> int:
+    """What the core computes over the words of a header."""
+    result = 0xCBF29CE484222325 ^ len(content)
+    for (word,) in struct.iter_unpack("<Q", content):
+        result = (result ^ word) * 0x100000001B3 % 2**64
+        result ^= result >> 29
+    return result
+
+
 def _tcp_pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         calling = socket.create_connection(listener.getsockname())
@@ -68,8 +85,8 @@ def test_a_tensor_is_never_made_larger_than_the_bytes_that_came(native, shape):
     with mine, theirs:
         endpoint.add(1, native.TcpLink(endpoint, 1, mine))
         sizes = [*shape, *[0] * (8 - len(shape))]
-        piece = struct.pack("<I4B6Q8q", 0x4D455831, 1, 8, len(shape), 0, 0, 7, 4, 0, 4, 0, *sizes)
-        theirs.sendall(piece + b"abcd")
+        head = struct.pack("<I4B6Q8q", 0x4D455831, 1, 8, len(shape), 0, 0, 7, 4, 0, 4, 0, *sizes)
+        theirs.sendall(head + struct.pack("<Q", _checksum(head)) + b"abcd")
         with pytest.raises(TransportError, match=r"rank 1 are damaged: .* that of its 4 bytes"):
             endpoint.take(1, 7, 60, _BYTES)
         endpoint.close()

@@ -86,6 +86,7 @@ def open_transport(
         slots=_slots(choice),
         slot_bytes=NOTE_BYTES if sharing is not None else _slot_bytes(known, dtype),
         connect_timeout_s=choice.timeout_s,
+        checksums=choice.checksums,
     )
     transport: Transport
     if sharing is not None:
