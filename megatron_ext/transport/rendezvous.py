@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import select
 import socket
 import struct
 import time
@@ -24,14 +23,14 @@ from typing import NamedTuple, Protocol
 
 from megatron_ext.errors import TransportError
 from megatron_ext.transport.address import Address, Wire, address_towards, choose_wire
+from megatron_ext.transport.reception import Reception
 
 __all__ = ["Connection", "Store", "connect_peers"]
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 0.05
-_HELLO_BYTES = 1024
-_HELLO_S = 5.0
-"""How long a process that connected may take to say who it is; others wait meanwhile."""
+_BACKLOG = 128
+"""Connections that may wait while this process still calls others, besides those of peers."""
 
 
 class Store(Protocol):
@@ -52,11 +51,6 @@ class Connection(NamedTuple):
     host: str
     """Of the peer."""
     socket: socket.socket
-
-
-class _Listeners(NamedTuple):
-    unix: socket.socket
-    tcp: socket.socket | None
 
 
 class _Rendezvous:
@@ -85,19 +79,20 @@ class _Rendezvous:
                 choose_wire(self._rank, self._mine, peer, self._address(peer))
             for peer in higher:
                 made[peer] = self._call(peer)
-            while lower:
-                self._answer_one(listeners, lower, made)
+            with Reception(self._rank, listeners, len(lower)) as reception:
+                while lower:
+                    self._answer_one(reception, lower, made)
             for peer in higher:
                 self._read_answer(peer, made[peer].socket)
             closed_on_failure.pop_all()
         return made
 
-    def _listen(self, stack: ExitStack, num_lower: int, ip: str | None) -> _Listeners:
+    def _listen(self, stack: ExitStack, num_lower: int, ip: str | None) -> list[socket.socket]:
         unix = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         unix.bind(f"\0{self._mine.name}")
-        unix.listen(num_lower + 8)
+        unix.listen(num_lower + _BACKLOG)
         unix.setblocking(False)
-        tcp = None
+        listeners = [unix]
         if self._mine.wire != "shm":
             ip = ip or address_towards()
             family = socket.AF_INET6 if ":" in ip else socket.AF_INET
@@ -109,10 +104,11 @@ class _Rendezvous:
                     f"rank {self._rank} cannot listen on {ip} of host {self._mine.host}: {error}; "
                     f"--node-ips has to name an address of each host"
                 ) from error
-            tcp.listen(num_lower + 8)
+            tcp.listen(num_lower + _BACKLOG)
             tcp.setblocking(False)
             self._mine = replace(self._mine, ip=ip, port=tcp.getsockname()[1])
-        return _Listeners(unix, tcp)
+            listeners.append(tcp)
+        return listeners
 
     def _address(self, peer: int) -> Address:
         try:
@@ -168,27 +164,22 @@ class _Rendezvous:
         return link
 
     def _answer_one(
-        self, listeners: _Listeners, lower: set[int], made: dict[int, Connection]
+        self, reception: Reception, lower: set[int], made: dict[int, Connection]
     ) -> None:
-        """Accept one connection; whoever is no peer is turned away."""
-        waiting_for = f"rank {min(lower)} to connect"
-        ready, _, _ = select.select(
-            [each for each in listeners if each is not None], [], [], self._left_s(waiting_for)
-        )
-        if not ready:
-            raise self._timed_out(waiting_for)
-        try:
-            link, _ = ready[0].accept()
-        except OSError:
-            return  # whoever it was has gone again
+        """Answer one connection; whoever is no peer is turned away."""
+        hello = reception.next(self._deadline)
+        if hello is None:
+            raise self._timed_out(f"rank {min(lower)} to connect")
+        link = hello.link
         try:
             if link.family == socket.AF_UNIX:
                 self._require_same_user(link, "a process")
-            peer = self._read_hello(link, lower, min(_HELLO_S, self._left_s(waiting_for)))
+            peer = self._peer_of(hello.text, lower)
             address = self._address(peer)
             wire, _ = choose_wire(self._rank, self._mine, peer, address)
             if (wire == "shm") != (link.family == socket.AF_UNIX):
                 raise TransportError(f"rank {peer} did not come over the wire {wire}")
+            link.settimeout(self._left_s(f"rank {peer} to hear the answer"))
             link.sendall(self._mine.secret.encode())
         except (TransportError, OSError, ValueError) as error:
             _log.warning("rank %d turned a connection away: %s", self._rank, error)
@@ -197,18 +188,9 @@ class _Rendezvous:
         lower.remove(peer)
         made[peer] = Connection(wire, address.host, link)
 
-    def _read_hello(self, link: socket.socket, lower: set[int], timeout_s: float) -> int:
+    def _peer_of(self, hello: bytes, lower: set[int]) -> int:
         """Return the rank of a process that knows the secrets of both sides."""
-        deadline = time.monotonic() + timeout_s
-        text = b""
-        while not text.endswith(b"\n"):
-            # Of all that it says, not of each byte.
-            link.settimeout(max(deadline - time.monotonic(), 1e-3))
-            part = link.recv(_HELLO_BYTES)
-            text += part
-            if not part or len(text) > _HELLO_BYTES:
-                raise TransportError("it did not say who it is")
-        rank, _, said = text.rstrip(b"\n").partition(b" ")
+        rank, _, said = hello.rstrip(b"\n").partition(b" ")
         peer = int(rank) if rank.isdigit() else -1
         known = peer in lower and secrets.compare_digest(
             said, f"{self._mine.secret} {self._address(peer).secret}".encode()

@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from megatron_ext.errors import TransportError
+from megatron_ext.transport import reception
 from megatron_ext.transport.rendezvous import connect_peers
 
 _PREFIX = "mext/run/addr/"
@@ -165,6 +166,22 @@ def test_strangers_at_the_port_are_turned_away(store, caplog) -> None:
         links = [calling.result(), listening.result()]
     assert sorted(map(list, links)) == [[0], [1]]
     assert caplog.text.count("turned a connection away") == 6
+    close_all(links)
+
+
+@pytest.mark.parametrize("num_strangers", [14, 300])
+def test_silent_strangers_keep_nobody_waiting(store, monkeypatch, num_strangers) -> None:
+    monkeypatch.setattr(reception, "HELLO_S", 1e6)  # none of them is ever turned away for it
+    with ThreadPoolExecutor(2) as pool, ExitStack() as strangers:
+        listening = pool.submit(connect, store, 1, [0], wire="tcp")
+        address = json.loads(store.get(f"{_PREFIX}1"))
+        store.set(f"{_PREFIX}0", json.dumps({**address, "secret": "0"}))
+        for said in range(num_strangers):
+            stranger = socket.create_connection((address["ip"], address["port"]))
+            strangers.enter_context(stranger)
+            stranger.sendall(b"0" * (said % 3))  # silent, or on the way to a hello
+        links = [pool.submit(connect, store, 0, [1], wire="tcp").result(), listening.result()]
+    assert sorted(map(list, links)) == [[0], [1]]
     close_all(links)
 
 

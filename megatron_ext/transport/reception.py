@@ -1,0 +1,125 @@
+"""Where connections come in: all that came say who they are at the same time.
+
+Whoever connects and says nothing, or says it byte by byte, keeps only itself waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["HELLO_BYTES", "HELLO_S", "Hello", "Reception"]
+
+_log = logging.getLogger(__name__)
+
+HELLO_BYTES = 1024
+HELLO_S = 5.0
+"""How long a process that connected may take to say who it is."""
+_MAX_STRANGERS = 64
+"""Connections, besides those of peers, that may be about to say who they are; the longest silent
+makes room for the next."""
+
+
+class Hello(NamedTuple):
+    """A connection that has said a line; whether it belongs here is for the caller to find out."""
+
+    link: socket.socket
+    text: bytes
+    """Up to and with the line feed."""
+
+
+class _Visit:
+    def __init__(self) -> None:
+        self.text = b""
+        self.deadline = time.monotonic() + HELLO_S
+
+
+class Reception:
+    """Accepts connections and reads the first line of each. A context, which closes those left.
+
+    Args:
+        rank: Of this process, for the log.
+        listeners: Sockets that listen and do not block.
+        num_peers: How many of those that connect may be expected ones.
+    """
+
+    def __init__(self, rank: int, listeners: Sequence[socket.socket], num_peers: int) -> None:
+        self._rank = rank
+        self._listeners = listeners
+        self._max_visits = num_peers + _MAX_STRANGERS
+        self._selector = selectors.DefaultSelector()
+        self._visits: dict[socket.socket, _Visit] = {}
+        """In the order of their deadlines."""
+        for listener in listeners:
+            self._selector.register(listener, selectors.EVENT_READ)
+
+    def __enter__(self) -> Reception:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close all connections that have not said who they are."""
+        for link in list(self._visits):
+            self._leave(link).close()
+        self._selector.close()
+
+    def next(self, deadline: float) -> Hello | None:
+        """Return the next connection that has said a line; None at the deadline (monotonic)."""
+        while True:
+            self._turn_late_ones_away()
+            first = min([deadline, *(visit.deadline for visit in self._visits.values())])
+            for key, _ in self._selector.select(max(0.0, first - time.monotonic())):
+                assert isinstance(key.fileobj, socket.socket)
+                if key.fileobj in self._listeners:
+                    self._accept(key.fileobj)
+                elif (hello := self._read(key.fileobj)) is not None:
+                    return hello
+            if time.monotonic() >= deadline:
+                return None
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            link, _ = listener.accept()
+        except OSError:
+            return  # whoever it was has gone again
+        if len(self._visits) >= self._max_visits:
+            self._turn_away(next(iter(self._visits)), "others want to say who they are")
+        link.setblocking(False)
+        self._visits[link] = _Visit()
+        self._selector.register(link, selectors.EVENT_READ)
+
+    def _read(self, link: socket.socket) -> Hello | None:
+        visit = self._visits.get(link)
+        if visit is None:
+            return None  # it was turned away since the look
+        try:
+            part = link.recv(HELLO_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            self._turn_away(link, str(error))
+            return None
+        visit.text += part
+        if not part or len(visit.text) > HELLO_BYTES:
+            self._turn_away(link, "it did not say who it is")
+        elif visit.text.endswith(b"\n"):
+            return Hello(self._leave(link), visit.text)
+        return None
+
+    def _turn_late_ones_away(self) -> None:
+        now = time.monotonic()
+        for link in [link for link, visit in self._visits.items() if visit.deadline <= now]:
+            self._turn_away(link, f"it did not say who it is within {HELLO_S:g} s")
+
+    def _turn_away(self, link: socket.socket, why: str) -> None:
+        _log.warning("rank %d turned a connection away: %s", self._rank, why)
+        self._leave(link).close()
+
+    def _leave(self, link: socket.socket) -> socket.socket:
+        self._selector.unregister(link)
+        del self._visits[link]
+        return link
