@@ -11,7 +11,7 @@ from megatron_ext.errors import MessageMismatch
 if TYPE_CHECKING:
     from megatron_ext.transport._C import Message
 
-__all__ = ["CAPSULE_CODE_OF", "CODE_OF", "DTYPE_OF", "tensor_on"]
+__all__ = ["CAPSULE_CODE_OF", "CODE_OF", "DTYPE_OF", "plain", "tensor_on"]
 
 _CODES = {
     torch.int8: 0, torch.int16: 0, torch.int32: 0, torch.int64: 0,
@@ -35,6 +35,15 @@ CAPSULE_CODE_OF = {
     )
 }  # fmt: skip
 """Those that every supported torch takes from a DLPack capsule."""
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory holds its values in order, itself if it is such a one.
+
+    The memory of a view such as `x.conj()` or `x.conj().imag` holds those of `x`: torch takes the
+    sign into account when it computes with it, which nobody does who only gets the bytes.
+    """
+    return tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def tensor_on(message: Message) -> torch.Tensor:

@@ -27,7 +27,7 @@ from megatron_ext.errors import (
     TransportTimeout,
 )
 from megatron_ext.transport.base import Expected, Key, Stats
-from megatron_ext.transport.dtypes import CAPSULE_CODE_OF, CODE_OF, tensor_on
+from megatron_ext.transport.dtypes import CAPSULE_CODE_OF, CODE_OF, plain, tensor_on
 from megatron_ext.transport.native import require_native
 from megatron_ext.transport.rendezvous import Connection, Store, connect_peers
 from megatron_ext.transport.tags import NOTE, NUM_STEPS, Tags
@@ -174,8 +174,8 @@ class NativeTransport:
         endpoint = self._open or self._usable()
         if not tensor.is_cpu:
             _require_cpu(tensor.device)
-        if not tensor.is_contiguous():
-            tensor = tensor.contiguous()
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            tensor = plain(tensor)
         code = CODE_OF.get(tensor.dtype)
         if code is None:
             raise TransportError(f"{key}: tensors of {tensor.dtype} cannot be sent")

@@ -22,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_ext.errors import TransportError, TransportTimeout
+from megatron_ext.transport.dtypes import plain
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +91,7 @@ class StagedTransport:
             self._host.isend(tensor, target, key)
             return
         # Shares the storage, not the tensor: the caller may swap the `data` of that.
-        source = tensor.detach().contiguous()
+        source = plain(tensor.detach())
         copy, copied = self._copies.to_host(source)
         self._sends.after(copied, partial(self._host.isend, copy, target, key), source)
 

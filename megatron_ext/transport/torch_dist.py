@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from megatron_ext.errors import TransportError
 from megatron_ext.transport.base import Expected, Key, Stats
+from megatron_ext.transport.dtypes import plain
 from megatron_ext.transport.pairs import Pair, groups_of_pairs
 
 __all__ = ["Channel", "TorchTransport"]
@@ -131,7 +132,7 @@ class TorchTransport:
             self._post_due()
         pair = (self._me, target)
         # An alias: the caller may swap the `data` of its own tensor to free the output.
-        tensor = tensor.detach().contiguous()
+        tensor = plain(tensor.detach())
         if self._shapes_travel:
             self._start_send(pair, self._header(tensor), key, is_header=True)
         self._start_send(pair, tensor, key)

@@ -249,3 +249,26 @@ def test_queued_messages_go_on_while_their_sender_computes() -> None:
     assert run.exit_codes == [0, 0], run.describe()
     for log in run.logs:  # of both transports
         assert log.count("some will wait at their sender, and cross while it computes") == 2
+
+
+def _lazy_signs(wire: Wire) -> None:
+    transport = open_transport(wire)
+    peer = 1 - rank()
+    value = torch.view_as_complex(torch.arange(12.0).reshape(2, 3, 2))
+    lazy = [value.conj(), value.conj().imag, value.conj().T]
+    assert lazy[0].is_conj()
+    assert lazy[1].is_neg()
+    transport.begin(
+        [Expected(peer, Key("F", 0, i), None, view.dtype) for i, view in enumerate(lazy)], 3
+    )
+    for i, view in enumerate(lazy):
+        transport.isend(view, peer, Key("F", 0, i))
+    for i, view in enumerate(lazy):
+        expected = view.clone().resolve_conj().resolve_neg()
+        assert torch.equal(transport.recv(peer, Key("F", 0, i), LONG_S), expected)
+    transport.flush(LONG_S)
+    transport.close()
+
+
+def test_views_that_only_note_their_sign_arrive_with_it() -> None:
+    run_ranks(2, on_each_wire, _lazy_signs)

@@ -130,3 +130,20 @@ def _misuse() -> None:
 
 def test_misuse_is_told() -> None:
     run_ranks(2, _misuse)
+
+
+def _lazy_signs() -> None:
+    transport = _open()
+    peer = 1 - dist.get_rank()
+    key = Key("F", 1, 0)
+    lazy = torch._neg_view(torch.arange(6.0).reshape(_SHAPE))  # gloo sends no complex numbers
+    assert lazy.is_neg()
+    transport.begin(_expected([key], peer), slots=1)
+    transport.isend(lazy, peer, key)
+    assert torch.equal(transport.recv(peer, key, 30), lazy.clone())
+    transport.flush(30)
+    transport.close()
+
+
+def test_views_that_only_note_their_sign_arrive_with_it() -> None:
+    run_ranks(2, _lazy_signs)
