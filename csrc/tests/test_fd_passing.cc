@@ -94,8 +94,7 @@ TEST(several_descriptors_arrive_in_order) {
 TEST(a_silent_peer_is_a_time_out) {
     SocketPair sockets;
     const Deadline deadline = deadline_after(0.05);
-    CHECK_THROWS(receive_fd(sockets.left.get(), deadline), TransportError,
-                 "did not answer within 0.");
+    CHECK_THROWS(receive_fd(sockets.left.get(), deadline), TransportError, "did not answer within");
     CHECK(Clock::now() >= deadline);
     CHECK_THROWS(receive_fd(sockets.left.get(), kNever, &stop_waiting), std::runtime_error,
                  "stopped by");

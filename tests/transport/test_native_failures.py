@@ -61,7 +61,7 @@ def test_a_time_out_names_message_peer_and_links() -> None:
     for wire, (received, flushed) in zip(WIRES, told, strict=True):
         assert re.search(
             r"the activation that stage 3 needs for micro-batch 7 did not come from rank 0: waited "
-            rf"0\.[2-9] s \(tag 0x[0-9a-f]+\) of 0\.2 s; rank 0 on host {host} \(wire {wire}\) is "
+            rf"\d+\.\d s \(tag 0x[0-9a-f]+\) of 0\.2 s; rank 0 on host {host} \(wire {wire}\) is "
             r"open: 0 messages arrived and not taken, 0 of 8 slots in use",
             received,
         )

@@ -185,23 +185,24 @@ def test_silent_strangers_keep_nobody_waiting(store, monkeypatch, num_strangers)
     close_all(links)
 
 
-def test_a_stranger_that_dawdles_keeps_nobody_waiting(store) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        listening = pool.submit(connect, store, 1, [0], wire="tcp", timeout_s=0.5)
+def test_a_stranger_that_dawdles_is_turned_away(store, monkeypatch) -> None:
+    monkeypatch.setattr(reception, "HELLO_S", 0.3)
+    with ThreadPoolExecutor(2) as pool:
+        listening = pool.submit(connect, store, 1, [0], wire="tcp")
         address = json.loads(store.get(f"{_PREFIX}1"))
         store.set(f"{_PREFIX}0", json.dumps({**address, "secret": "0"}))
         with socket.create_connection((address["ip"], address["port"])) as stranger:
             stranger.settimeout(0.1)
             with suppress(ConnectionError):
-                for _ in range(100):  # each byte comes well before the time is over
+                while True:  # each byte comes well before the time is over
                     stranger.sendall(b"0")
                     with suppress(TimeoutError):
                         if not stranger.recv(1):
                             break
-                else:
-                    pytest.fail("it may say what it likes for as long as it likes")
-        with pytest.raises(TransportError, match=r"rank 1 waited 0\.5 s for rank 0 to connect"):
-            listening.result()
+        monkeypatch.undo()  # a peer may be slow, on a machine that is
+        links = [pool.submit(connect, store, 0, [1], wire="tcp").result(), listening.result()]
+    assert sorted(map(list, links)) == [[0], [1]]
+    close_all(links)
 
 
 def test_a_queue_that_strangers_have_filled_is_tried_again(store) -> None:

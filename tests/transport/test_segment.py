@@ -168,7 +168,7 @@ def test_a_truncated_copy_is_refused(native):
 def test_receiving_fails_with_a_reason(native):
     ours, theirs = socket.socketpair()
     with ours:
-        with pytest.raises(TransportError, match=r"did not answer within 0\.0"):
+        with pytest.raises(TransportError, match="did not answer within"):
             native.Segment.receive(ours, timeout_s=0.01)
         with pytest.raises(ValueError, match="nan"):
             native.Segment.receive(ours, timeout_s=float("nan"))
