@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import sys
 import time
@@ -37,6 +36,7 @@ sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from benchmarks.raw_socket import RawSocket  # noqa: E402
 from megatron_ext.transport.base import Expected, Key  # noqa: E402
 from megatron_ext.transport.native_transport import NativeTransport  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
@@ -93,50 +93,6 @@ class _Gloo:
 
     def close(self) -> None:
         pass
-
-
-class _Socket:
-    """The least that TCP takes: both ends know what comes, and where it belongs."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._buffer = memoryview(bytearray(num_bytes))
-        self._link = _connected_socket(f"socket-{num_bytes}")
-
-    def start(self, count: int) -> None:
-        pass
-
-    def send(self, tensor: torch.Tensor) -> None:
-        self._link.sendall(memoryview(tensor.numpy()))
-
-    def recv(self) -> object:
-        left = self._buffer
-        while left:
-            num_bytes = self._link.recv_into(left)
-            if not num_bytes:
-                raise ConnectionError("the other rank ended the connection")
-            left = left[num_bytes:]
-        return self._buffer
-
-    def finish(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._link.close()
-
-
-def _connected_socket(name: str) -> socket.socket:
-    """Connect the two ranks; rank 0 says in the store where it listens."""
-    store = dist.distributed_c10d._get_default_store()
-    if dist.get_rank() == 0:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            listener.settimeout(_TIMEOUT_S)
-            store.set(name, str(listener.getsockname()[1]))
-            link, _ = listener.accept()
-    else:
-        link = socket.create_connection(("127.0.0.1", int(store.get(name))), _TIMEOUT_S)
-    link.settimeout(_TIMEOUT_S)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return link
 
 
 class Messages:
@@ -322,7 +278,7 @@ def measure(num_bytes: int, rounds: int) -> dict[str, Times]:
 def _wires(num_bytes: int) -> dict[str, Exchange]:
     wires: dict[str, Exchange] = {
         "gloo": _Gloo(num_bytes),
-        "socket": _Socket(num_bytes),
+        "socket": RawSocket(num_bytes),
         "tcp": Messages(native("tcp", num_bytes, f"tcp-{num_bytes}")),
     }
     if num_bytes > _TCP_PIECE_BYTES:
