@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import LaunchError
 from megatron_ext.launch.command import add_hosts, count
+from megatron_ext.schedules.generators.catalog import generate
 
 if TYPE_CHECKING:
     from megatron_ext.doctor.finding import Finding
@@ -118,7 +119,9 @@ def _plan(args: argparse.Namespace) -> Plan:
 def run(args: argparse.Namespace) -> int:
     """Print what all checks found; return 1 if one of them failed."""
     # Mistakes are told at once.
-    _sizes(args)
+    sizes = _sizes(args)
+    if sizes is not None:
+        generate(sizes.schedule, sizes.pp, sizes.num_microbatches)
     if args.hostfile is not None:
         _plan(args)
     elif args.include is not None or args.exclude is not None:

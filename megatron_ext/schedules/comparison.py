@@ -14,7 +14,7 @@ from megatron_ext.schedules.generators.catalog import (
     registered,
 )
 from megatron_ext.schedules.representation.costs import UNIT, Costs
-from megatron_ext.schedules.representation.validation import validate
+from megatron_ext.schedules.representation.validation import check_actions
 from megatron_ext.schedules.search.simulate import Timeline, simulate
 
 if TYPE_CHECKING:
@@ -24,8 +24,9 @@ __all__ = ["compare", "evaluate", "figures", "table", "training_flags", "variant
 
 
 def evaluate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Validate and simulate a schedule."""
-    return simulate(schedule, costs, validate(schedule).runs)
+    """Check and simulate a schedule."""
+    check_actions(schedule)
+    return simulate(schedule, costs)
 
 
 def compare(

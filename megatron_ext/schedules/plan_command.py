@@ -5,9 +5,12 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +18,7 @@ from megatron_ext import files
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import comparison
 from megatron_ext.schedules.drawing import render, svg
-from megatron_ext.schedules.generators.catalog import registered
+from megatron_ext.schedules.generators.catalog import MAX_PASSES, MAX_RANKS, registered
 from megatron_ext.schedules.representation import csv_io, json_io
 from megatron_ext.schedules.representation.costs import Costs
 from megatron_ext.schedules.search.gains import gains
@@ -138,8 +141,31 @@ def _check_sizes(args: argparse.Namespace) -> None:
     for flag, value in (("--pp", args.pp), ("--microbatches", args.microbatches)):
         if value is None:
             raise ScheduleError(f"{flag} is missing; only csv:FILE knows its own size")
+        most = MAX_RANKS if flag == "--pp" else MAX_PASSES // min(max(args.pp, 1), MAX_RANKS)
+        beside = "" if flag == "--pp" else f" for {args.pp} ranks"
+        if value > most:
+            raise ScheduleError(
+                f"{flag} {value} is more than can be planned{beside}; take at most {most}"
+            )
+    if args.pp == 1:
+        raise ScheduleError(
+            "--pp 1 is no pipeline, so there is nothing to schedule; take 2 or more"
+        )
 
 
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Keep the cycle collector off: it would visit millions of tuples, which form no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_garbage_collection()
 def _run_plan(args: argparse.Namespace) -> int:
     _check_sizes(args)
     timelines, left_out = comparison.compare(
@@ -183,6 +209,7 @@ def _print_dynamic(args: argparse.Namespace, timelines: list[Timeline]) -> None:
         )
 
 
+@_without_garbage_collection()
 def _run_plot(args: argparse.Namespace) -> int:
     _check_sizes(args)
     if "all" in args.schedule:

@@ -16,6 +16,7 @@ from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules import comparison
 from megatron_ext.schedules.representation import json_io
 from megatron_ext.schedules.representation.costs import Costs
+from megatron_ext.text_file import read_text
 from megatron_ext.trace.detect import link_speeds
 from megatron_ext.trace.records import ACTION_NAMES
 
@@ -92,9 +93,7 @@ def load_schedule(directory: Path) -> Schedule | None:
     """
     path = directory / SCHEDULE_FILE
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise DataError(f"{path} has more than {_MAX_BYTES >> 20} MiB; it is no table")
-        schedule = json_io.loads(path.read_text(encoding="utf-8"))
+        schedule = json_io.loads(read_text(path, _MAX_BYTES))
         placement = schedule.placement
         if not (0 < placement.num_ranks <= _MAX_STAGES and placement.num_stages <= _MAX_STAGES):
             raise ScheduleError(f"it has {placement.num_stages} stages")

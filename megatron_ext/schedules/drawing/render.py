@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.representation.unfold import chunk_on_screen, literal_rows, table_rank
 
 if TYPE_CHECKING:
@@ -34,6 +35,25 @@ def caption(timeline: Timeline) -> str:
         f"{timeline.makespan:g}, bubble {timeline.bubble:g} ({100 * timeline.bubble_ratio:.1f} %), "
         f"peak {timeline.peak_activations:g}"
     )
+
+
+_MAX_CELLS = 1 << 20
+
+
+def check_drawable(timeline: Timeline) -> None:
+    """Refuse a picture with more columns than anybody could look at.
+
+    Raises:
+        ScheduleError: It is too large.
+    """
+    pp, slot = timeline.schedule.pp, slot_time(timeline)
+    columns = timeline.makespan / slot
+    if columns * pp > _MAX_CELLS:
+        raise ScheduleError(
+            f"{timeline.schedule.label} on {pp} ranks takes {columns:.3g} columns of {slot:g}, and "
+            f"at most {_MAX_CELLS // pp} can be drawn; take fewer micro-batches, or --costs that "
+            f"differ less"
+        )
 
 
 def _legend(timeline: Timeline) -> str:
@@ -93,6 +113,7 @@ def _cells(timeline: Timeline) -> list[list[str]]:
     """By rank: the characters of each column, all of one width."""
     schedule = timeline.schedule
     slot = slot_time(timeline)
+    check_drawable(timeline)
     labels = [[cell_label(schedule, a) for a in row] for row in literal_rows(schedule)]
     cell = 1 + max(len(label) for row in labels for label in row)
     idle = ".".ljust(cell)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from megatron_ext.schedules.drawing.render import caption, slot_time
+from megatron_ext.schedules.drawing.render import caption, check_drawable, slot_time
 from megatron_ext.schedules.representation.unfold import chunk_on_screen, literal_rows, table_rank
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ def draw(*timelines: Timeline) -> str:
 
     Several schedules stand below each other on one scale of time.
     """
+    for timeline in timelines:
+        check_drawable(timeline)
     scale = min(map(_scale, timelines))
     longest = max(timeline.makespan for timeline in timelines)
     heights = [_TOP + _ROW * timeline.schedule.pp + 16 for timeline in timelines]

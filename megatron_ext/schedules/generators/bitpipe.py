@@ -89,6 +89,7 @@ def peak(size: Size) -> float:
     variants=({"order": "zb"}, {"order": "paper"}),
     flags="--enable-bitpipe-schedule",
     needs_costs=True,
+    searches=lambda _pp, _num_microbatches: True,
 )
 def bitpipe(
     pp: int, num_microbatches: int, costs: Costs, *, order: str, routing: placement.Routing

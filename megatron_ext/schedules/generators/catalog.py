@@ -32,6 +32,11 @@ __all__ = [
 ]
 
 CSV_PREFIX = "csv:"
+MAX_RANKS = 4096
+MAX_PASSES = 1 << 21
+"""Forwards of one table; some ten seconds, and a GB."""
+MAX_SEARCHED_PASSES = 1 << 18
+"""The same where the table is searched."""
 
 Build = Callable[..., Schedule]
 
@@ -72,6 +77,8 @@ class Generator:
     """Whether the table is made for given costs, which are then the generator's last argument."""
     listed: bool = True
     """Whether `--pipeline-schedule` takes it and comparisons of all schedules show it."""
+    searches: Callable[[int, int], bool] = lambda _pp, _num_microbatches: False
+    """Whether the table of so many ranks and micro-batches is searched."""
     flags: str | None = None
     """Training flags that select it, with `{chunks}`; None: `--pipeline-schedule NAME`."""
 
@@ -211,6 +218,7 @@ def generate(
     for what, number in (("pp", pp), ("the number of micro-batches", num_microbatches)):
         if number < 1:
             raise ScheduleError(f"{what} must be at least 1, got {number}")
+    _check_bounds(generator, pp, num_microbatches, chunks or generator.num_chunks)
     if generator.twins == 2:
         _check_mirrored(name, pp, num_microbatches)
     arguments: list[int | Costs] = [pp, num_microbatches]
@@ -219,6 +227,23 @@ def generate(
     if generator.needs_costs:
         arguments.append(costs)
     return generator.build(*arguments, **complete)
+
+
+def _check_bounds(generator: Generator, pp: int, num_microbatches: int, chunks: int) -> None:
+    """Check that a table has a size that can be made, checked and simulated in seconds."""
+    if pp > MAX_RANKS:
+        raise ScheduleError(
+            f"a pipeline of {pp} ranks is longer than any that is planned for; take at most "
+            f"{MAX_RANKS}"
+        )
+    passes = pp * chunks // generator.twins * (num_microbatches // generator.twins)
+    most = MAX_SEARCHED_PASSES if generator.searches(pp, num_microbatches) else MAX_PASSES
+    if passes > most:
+        raise ScheduleError(
+            f"{generator.name} with {pp} ranks, {chunks} stages on each and {num_microbatches} "
+            f"micro-batches is a table of {passes} forwards, and at most {most} are planned; take "
+            f"fewer micro-batches (from some 4 x pp on the bubble stays the same) or stages"
+        )
 
 
 def _check_mirrored(name: str, pp: int, num_microbatches: int) -> None:

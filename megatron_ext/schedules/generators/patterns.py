@@ -30,23 +30,31 @@ def expand(phases: Iterable[tuple[str, int]], stages: Sequence[int]) -> tuple[Ac
             chunk; `W` alone takes the oldest I, of either chunk, that has no W yet.
         stages: The stage of each chunk.
     """
-    counts: dict[tuple[str, int], int] = {}
+    split = [(steps.split(), repeats) for steps, repeats in phases]
+    leaves_weights = any("W" in steps for steps, _ in split)
+    counts: dict[str, int] = {}
     pending: deque[Action] = deque()
     row: list[Action] = []
-    for steps, repeats in phases:
-        for step in steps.split() * repeats:
-            if step == "W":
+    for steps, repeats in split:
+        parsed = [_parsed(step, stages) for step in steps]
+        for kind, stage, counter in parsed * repeats:
+            if stage < 0:
                 row.append(pending.popleft())
                 continue
-            kind, chunk = step[0], int(step[1:])
-            key = "F" if kind == "F" else "W" if kind == "W" else "backward", chunk
-            microbatch = counts.get(key, 0)
-            counts[key] = microbatch + 1
-            action = Action(stages[chunk], _KIND[kind], microbatch)
-            row.append(action)
-            if kind == "I":
-                pending.append(action._replace(kind="W"))
+            microbatch = counts.get(counter, 0)
+            counts[counter] = microbatch + 1
+            row.append(Action(stage, kind, microbatch))
+            if leaves_weights and kind == "I":
+                pending.append(Action(stage, "W", microbatch))
     return tuple(row)
+
+
+def _parsed(step: str, stages: Sequence[int]) -> tuple[Kind, int, str]:
+    """Return kind, stage and counter of a step; for `W` alone the stage is -1."""
+    if step == "W":
+        return "W", -1, step
+    kind, chunk = _KIND[step[0]], step[1:]
+    return kind, stages[int(chunk)], ("backward" if kind in ("B", "I") else kind) + chunk
 
 
 _KIND: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}

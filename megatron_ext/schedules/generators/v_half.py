@@ -40,6 +40,7 @@ def peak(size: Size) -> float:
     peak=peak,
     num_chunks=2,
     needs_costs=True,
+    searches=lambda _pp, _num_microbatches: True,
 )
 def v_half(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     """Return the table of V-Half."""

@@ -47,6 +47,10 @@ def peak(size: Size) -> float:
     return min(size.pp, size.num_microbatches)
 
 
+def _is_short(pp: int, num_microbatches: int) -> bool:
+    return num_microbatches <= max(2 * pp - 3, pp)
+
+
 @register(
     "zb-v",
     summary="two chunks in a V, split backwards",
@@ -54,10 +58,11 @@ def peak(size: Size) -> float:
     peak=peak,
     num_chunks=2,
     needs_costs=True,
+    searches=_is_short,
 )
 def zb_v(pp: int, num_microbatches: int, costs: Costs) -> Schedule:
     """Return the table of ZB-V."""
-    if num_microbatches > max(2 * pp - 3, pp):
+    if not _is_short(pp, num_microbatches):
         return _table(pp, num_microbatches, _published_rows(pp, num_microbatches))
     searched = _table(pp, num_microbatches, _searched_rows(pp, num_microbatches, costs))
     if num_microbatches <= pp:
@@ -100,4 +105,6 @@ def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
         ("W0", rank),
     )
     row = expand(phases, (rank, 2 * pp - 1 - rank))
+    if count == num_microbatches:
+        return row
     return tuple(action for action in row if action.microbatch < num_microbatches)

@@ -11,6 +11,10 @@ from megatron_ext.schedules.representation.actions import KINDS, Kind, Schedule
 __all__ = ["UNIT", "Costs"]
 
 
+_SHORTEST, _LONGEST = 1e-9, 1e9
+"""Times between these can be added up for any table without a loss that shows."""
+
+
 @dataclass(frozen=True)
 class Costs:
     """Times, all in one unit of your choice; by default the forward of one device share is 1.
@@ -41,10 +45,15 @@ class Costs:
 
     def __post_init__(self) -> None:
         times = (self.forward, self.input, self.weight, *self.stage_scale)
-        if not all(0 < time < float("inf") for time in times):
-            raise ScheduleError(f"times of actions must be positive and finite, got {times}")
-        if not 0 <= self.latency < float("inf"):
-            raise ScheduleError(f"the latency of a link must be 0 or more, got {self.latency:g}")
+        if not all(_SHORTEST <= time <= _LONGEST for time in times):
+            raise ScheduleError(
+                f"times of actions must be positive, from {_SHORTEST:g} to {_LONGEST:g} in a unit "
+                f"of your choice, got {', '.join(f'{time:g}' for time in times)}"
+            )
+        if not 0 <= self.latency <= _LONGEST:
+            raise ScheduleError(
+                f"the latency of a link must be 0 or more, up to {_LONGEST:g}, got {self.latency:g}"
+            )
         if self.bandwidth is not None and not self.bandwidth > 0:
             raise ScheduleError(f"the bandwidth must be positive, got {self.bandwidth:g}")
         if self.jitter < 0 or self.link_jitter < 0:

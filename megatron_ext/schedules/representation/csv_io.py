@@ -18,9 +18,11 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.representation.actions import Action, Row, Schedule
 from megatron_ext.schedules.representation.placement import Placement, recognised
 from megatron_ext.schedules.representation.validation import validate
+from megatron_ext.text_file import read_text
 
 __all__ = ["dumps", "load", "loads"]
 
+_MAX_BYTES = 64 << 20
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _DERIVED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 
@@ -46,8 +48,10 @@ def load(path: str, pp: int | None = None, num_microbatches: int | None = None) 
     if not path:
         raise ScheduleError("csv: names no file; write csv:FILE")
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(Path(path), _MAX_BYTES)
+    except OSError as error:
+        raise ScheduleError(f"{path} cannot be read as a schedule: {error.strerror}") from error
+    except ValueError as error:  # no text, or a path that cannot be
         raise ScheduleError(f"{path} cannot be read as a schedule: {error}") from error
     try:
         schedule = loads(text, f"csv:{path}")

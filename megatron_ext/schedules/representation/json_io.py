@@ -68,7 +68,7 @@ def loads(text: str) -> Schedule:
         return Schedule(
             content["schedule"], placement, content["num_microbatches"], rows, content["options"]
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ScheduleError(
             f"this JSON is not a schedule ({error!r}); write one with `megatron-ext plot NAME "
             f"--pp P --microbatches M -o FILE.json`"

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Row, Schedule
 
-__all__ = ["Edge", "Memory", "live_counts", "measure", "slots_needed"]
+__all__ = ["Edge", "Memory", "activation_peaks", "live_counts", "measure", "slots_needed"]
 
 Edge = tuple[int, int, str]
 """(sending rank, receiving rank, kind F or B); equal ranks: to the twin."""
@@ -56,11 +56,29 @@ def _stash_peak(row: Row) -> int:
     return peak
 
 
+def activation_peaks(schedule: Schedule) -> tuple[float, ...]:
+    """Return the most activations alive on each rank of a schedule, in Ma."""
+    share = schedule.pp / schedule.num_stages
+    return tuple(share * _activation_peak(row) for row in schedule.rows)
+
+
+def _activation_peak(row: Row) -> int:
+    """Return the highest of `live_counts`, which is where something opens."""
+    kinds = [kind for _, kind, _ in row]
+    found = set(kinds)
+    if found <= {"F"}:  # nothing is kept for a backward
+        return len(found)
+    changes = {"F": 1, "R": 0, "B": -1, "I": 0, "W": -1}
+    if "R" in found:
+        changes |= {"F": 0, "R": 1}
+    return max(accumulate(map(changes.__getitem__, kinds)))
+
+
 def measure(schedule: Schedule) -> Memory:
     """Return the peaks of a schedule."""
     share = schedule.pp / schedule.num_stages
     return Memory(
-        tuple(share * max(live_counts(row), default=0) for row in schedule.rows),
+        activation_peaks(schedule),
         tuple(share * _stash_peak(row) for row in schedule.rows),
     )
 

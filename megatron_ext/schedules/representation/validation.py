@@ -22,10 +22,10 @@ from megatron_ext.schedules.representation.memory import (
 )
 from megatron_ext.schedules.representation.messages import reduction_order, runs_forward
 from megatron_ext.schedules.representation.slots import check_slots
-from megatron_ext.schedules.representation.topological import Run, execution_order
+from megatron_ext.schedules.representation.topological import execution_order
 from megatron_ext.schedules.representation.unfold import literal_rows
 
-__all__ = ["Report", "check_cover", "check_group_order", "validate"]
+__all__ = ["Report", "check_actions", "check_cover", "check_group_order", "validate"]
 
 # What was done for one stage and micro-batch, as a set of bits.
 _BIT = {"F": 1, "R": 1, "B": 2, "I": 4, "W": 8}
@@ -43,8 +43,6 @@ class Report:
     ascending: bool
     """Whether each stage runs its backwards (and its W) in the order of the micro-batches. Then
     gradients are summed in the order of a run without pipeline, so they are equal bit for bit."""
-    runs: Sequence[Run]
-    """An order of all actions, for the simulator."""
 
 
 def validate(
@@ -66,16 +64,26 @@ def validate(
     Raises:
         ScheduleError: If the table is wrong; the message marks the row and says what is right.
     """
-    check_cover(schedule)
-    runs = execution_order(schedule)
+    check_actions(schedule)
+    execution_order(schedule)
     memory = measure(schedule)
     _check_cap(schedule, memory.activations, max_activations, "activations")
     _check_cap(schedule, memory.weight_stash, max_weight_stash, "weight stash")
     if slots is not None:
         check_slots(schedule, slots)
+    return Report(memory, slots_needed(schedule), _is_ascending(schedule))
+
+
+def check_actions(schedule: Schedule) -> None:
+    """Check everything but that no ranks wait for each other, which a simulation finds out.
+
+    Raises:
+        ScheduleError: An action is too much, missing, early or on a wrong rank, or twins reduce in
+            different orders.
+    """
+    check_cover(schedule)
     if schedule.placement.twins == 2:
         _check_twins(schedule)
-    return Report(memory, slots_needed(schedule), _is_ascending(schedule), runs)
 
 
 def check_cover(schedule: Schedule) -> None:

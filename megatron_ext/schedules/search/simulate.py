@@ -8,20 +8,20 @@ costs, activations in Ma (memory.py). Megatron and torch are not involved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import sub
 from typing import TYPE_CHECKING
 
+from megatron_ext.schedules.replay import Replay
 from megatron_ext.schedules.representation.costs import UNIT, Costs
-from megatron_ext.schedules.representation.memory import live_counts, measure
+from megatron_ext.schedules.representation.memory import activation_peaks, live_counts
 from megatron_ext.schedules.representation.messages import Transfer, lower
-from megatron_ext.schedules.representation.topological import Run, execution_order
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Action, Kind, Schedule
 
-__all__ = ["Clock", "Timeline", "simulate"]
+__all__ = ["Clock", "Links", "Timeline", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,7 @@ class Timeline:
     @cached_property
     def ideal(self) -> float:
         """The work of the busiest rank: the makespan if it never waited."""
-        return max(
-            sum(end - start for start, end in zip(starts, ends, strict=True))
-            for starts, ends in zip(self.starts, self.ends, strict=True)
-        )
+        return max(map(_total, self.starts, self.ends))
 
     @property
     def bubble(self) -> float:
@@ -65,7 +62,7 @@ class Timeline:
     @cached_property
     def peak_activations_per_rank(self) -> tuple[float, ...]:
         """Most activations alive on each rank of the world (both twins), in Ma."""
-        peaks = measure(self.schedule).activations
+        peaks = activation_peaks(self.schedule)
         return peaks + peaks[::-1] if self.schedule.placement.twins == 2 else peaks
 
     @property
@@ -99,73 +96,36 @@ class Timeline:
         return points
 
 
-def simulate(
-    schedule: Schedule, costs: Costs = UNIT, runs: Sequence[Run] | None = None
-) -> Timeline:
-    """Return when each action of a validated schedule runs.
+def _total(starts: list[float], ends: list[float]) -> float:
+    """Return how long a rank computes."""
+    return sum(map(sub, ends, starts), 0.0)
+
+
+def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
+    """Return when each action of a table runs that holds each action once (`check_cover`).
 
     Args:
         schedule: The table; see `validate.validate`.
         costs: Times of actions and links.
-        runs: `Report.runs` of its validation, which saves finding them again.
 
     Raises:
         ScheduleError: If the ranks wait for each other in a circle.
     """
     clock = Clock(schedule, costs)
-    for run in execution_order(schedule) if runs is None else runs:
-        clock.run(*run)
+    Replay(clock).run()
     return Timeline(schedule, costs, tuple(clock.starts), tuple(clock.ends))
 
 
 class Clock:
-    """Arrival times of everything that stages wait for, and what each rank did when."""
+    """What each rank did when, and how long everything takes."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        count = schedule.num_stages * schedule.num_microbatches
         self.schedule = schedule
         self.starts: list[list[float]] = [[] for _ in schedule.rows]
         self.ends: list[list[float]] = [[] for _ in schedule.rows]
-        # By stage * num_microbatches + microbatch: when the stage's input or gradient is there.
-        self._inputs = [0.0] * count
-        self._gradients = [0.0] * count
-        self._again = [0.0] * count if schedule.disaggregated else self._inputs
-        self._durations = costs.durations(schedule)
-        self._factors = costs.action_factors(schedule) if costs.jitter else None
-        self._links = _Links(schedule, costs)
-
-    def run(self, rank: int, first: int, end: int) -> None:
-        """Give a stretch of a rank's actions their times."""
-        m, last = self.schedule.num_microbatches, self.schedule.num_stages - 1
-        inputs, gradients = self._inputs, self._gradients
-        starts, ends, arrival = self.starts[rank], self.ends[rank], self._links.arrival
-        again, sends = self._again, self.schedule.disaggregated
-        now = ends[-1] if ends else 0.0
-        for stage, kind, microbatch in self.schedule.rows[rank][first:end]:
-            key = stage * m + microbatch
-            if kind == "F":
-                now = max(now, inputs[key])
-            elif kind == "R":
-                now = max(now, again[key])
-            elif kind != "W":
-                now = max(now, gradients[key])
-            starts.append(now)
-            now += self._time(kind, stage, key)
-            ends.append(now)
-            if kind == "F" and stage < last:
-                inputs[key + m] = arrival("F", stage, stage, key, now)
-            if kind == "F" and sends:
-                self._to_backward_rank(stage, key, now)
-            elif kind in ("B", "I") and stage > 0:
-                gradients[key - m] = arrival("B", stage - 1, stage, key, now)
-
-    def _to_backward_rank(self, stage: int, key: int, end: float) -> None:
-        """Note when what R needs is there: the input of the next stage, or what was shipped."""
-        if self.schedule.ships_activations:
-            self._again[key] = self._links.to_backward_rank(stage, stage, key, end)
-        elif stage < self.schedule.num_stages - 1:
-            next_key = key + self.schedule.num_microbatches
-            self._again[next_key] = self._links.to_backward_rank(stage, stage + 1, key, end)
+        self.durations = costs.durations(schedule)
+        self.factors = costs.action_factors(schedule) if costs.jitter else None
+        self.links = Links(schedule, costs)
 
     def run_action(self, rank: int, action: Action, now: float) -> float | None:
         """Run one action whose inputs are there; return when the next stage has what it makes."""
@@ -175,18 +135,18 @@ class Clock:
         self.starts[rank].append(now)
         self.ends[rank].append(end)
         if kind == "F" and stage < self.schedule.num_stages - 1:
-            return self._links.arrival("F", stage, stage, key, end)
+            return self.links.arrival(kind, stage, key, end)
         if kind in ("B", "I") and stage > 0:
-            return self._links.arrival("B", stage - 1, stage, key, end)
+            return self.links.arrival(kind, stage, key, end)
         return None
 
     def _time(self, kind: Kind, stage: int, key: int) -> float:
-        time = self._durations[kind][stage]
-        return time if self._factors is None else time * self._factors[kind][key]
+        time = self.durations[kind][stage]
+        return time if self.factors is None else time * self.factors[kind][key]
 
 
-class _Links:
-    """When what leaves a stage is there, by hop: `hop` is the lower of its two stages."""
+class Links:
+    """When what leaves a stage is there."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._placement = schedule.placement
@@ -194,29 +154,29 @@ class _Links:
         self._wire_time = 0.0 if costs.bandwidth is None else 1.0 / costs.bandwidth
         self._factors = costs.link_factors(schedule) if costs.link_jitter else None
         self._free: dict[tuple[int, int], float] = {}
-        free_of_charge = not costs.latency and costs.bandwidth is None
-        self.arrival: Callable[[Kind, int, int, int, float], float]
-        """(kind, hop, sending stage, key of the sending action, its end) -> time of arrival."""
-        self.arrival = self._immediate if free_of_charge else self._charged
+        self.free_of_charge = not costs.latency and costs.bandwidth is None
 
-    @staticmethod
-    def _immediate(_kind: Kind, _hop: int, _stage: int, _key: int, end: float) -> float:
-        return end
+    def arrival(self, kind: Kind, stage: int, key: int, end: float) -> float:
+        """Return when the next stage has what an action makes, or the one before its gradient.
+
+        Args:
+            kind: Of the action.
+            stage: Of the action.
+            key: Of the action, `stage * num_microbatches + microbatch`.
+            end: When it ended.
+        """
+        placement = self._placement
+        target = stage + 1 if kind == "F" else stage - 1
+        if self.free_of_charge or placement.hops[min(stage, target)] == "local":
+            return end
+        link = placement.rank_for(stage, kind), placement.rank_for(target, kind)
+        return self._carried("F" if kind == "F" else "B", link, key, end)
 
     def to_backward_rank(self, stage: int, target: int, key: int, end: float) -> float:
         """Return when what a forward rank sends is at the backward rank of a stage."""
         placement = self._placement
-        return self._carried(
-            "F", (placement.rank_for(stage, "F"), placement.rank_for(target, "R")), key, end
-        )
-
-    def _charged(self, kind: Kind, hop: int, stage: int, key: int, end: float) -> float:
-        if self._placement.hops[hop] == "local":
-            return end
-        target = hop + 1 if stage == hop else hop
-        placement = self._placement
-        link = placement.rank_for(stage, kind), placement.rank_for(target, kind)
-        return self._carried(kind, link, key, end)
+        link = placement.rank_for(stage, "F"), placement.rank_for(target, "R")
+        return self._carried("F", link, key, end)
 
     def _carried(self, kind: Kind, link: tuple[int, int], key: int, end: float) -> float:
         if self._wire_time:

@@ -28,7 +28,7 @@ def test_tables_hold_what_is_published(name: str, data: st.DataObject) -> None:
     costs = data.draw(COSTS)
     report = validate(schedule, max_activations=published_peak(schedule))
     assert report.ascending
-    timeline = simulate(schedule, costs, report.runs)
+    timeline = simulate(schedule, costs)
     bubble = published_bubble(schedule, costs)
     if bubble is not None:
         assert math.isclose(timeline.bubble, bubble, abs_tol=1e-9)
@@ -110,8 +110,8 @@ def test_zb_v_ranks_never_pause_once_the_pipeline_is_full() -> None:
 def test_zb_v_reaches_the_bound_of_its_placement_from_pp_micro_batches_on(pp: int) -> None:
     for num_microbatches in range(pp, 2 * pp):
         schedule = generate("zb-v", pp, num_microbatches)
-        report = validate(schedule, max_activations=pp)
-        timeline = simulate(schedule, UNIT, report.runs)
+        validate(schedule, max_activations=pp)
+        timeline = simulate(schedule)
         assert (timeline.bubble, timeline.peak_activations) == ((pp - 1) / 2, pp)
 
 
