@@ -48,6 +48,9 @@ class Prediction:
     bubble_ratio: float
     memory_bytes: int | None
     """Of the rank that needs most; None: the trace does not tell."""
+    bounds_memory: bool = True
+    """Whether ranks keep no more activations than the table; else up to all micro-batches, and
+    how many depends on who is late."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the prediction under the keys of `plan --from-trace --json`."""
@@ -57,6 +60,7 @@ class Prediction:
             "step_s": self.step_s,
             "bubble_ratio": self.bubble_ratio,
             "memory_bytes": self.memory_bytes,
+            "bounds_memory": self.bounds_memory,
         }
 
 
@@ -70,6 +74,8 @@ class Forecast:
     measured: str
     """What was traced, as predictions name it."""
     notes: list[str]
+    shared_cpus: str | None = None
+    """What had to be shared in the traced run, in words; None: no rank waited for a CPU."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,26 @@ def forecast(directory: Path, memory_gb: float | None = None) -> Forecast:
     step_s, _ = _step_and_pipeline(run)
     policy = run.surveys[0].header.settings.get("dpp_policy")
     traced = schedule.label if policy is None else _dynamic_label(schedule.label, policy)
-    return Forecast(found, step_s, traced, notes)
+    shared = _shared_cpus(run)
+    if shared is not None:
+        notes.append(f"{shared}: the forecast holds for ranks with a CPU or a device each")
+    return Forecast(found, step_s, traced, notes, shared)
+
+
+def _shared_cpus(run: Run) -> str | None:
+    """Say where ranks that compute on CPUs had fewer of them than ranks, if anywhere."""
+    ranks: dict[str, int] = defaultdict(int)
+    cpus: dict[str, set[str]] = defaultdict(set)
+    for survey in run.surveys:
+        settings, host = survey.header.settings, survey.header.host
+        if settings.get("device") == "cpu" and settings.get("cpus"):
+            ranks[host] += 1
+            cpus[host].update(str(settings["cpus"]).split(","))
+    crowded = [host for host in ranks if ranks[host] > len(cpus[host])]
+    if not crowded:
+        return None
+    worst = max(crowded, key=lambda host: ranks[host] / len(cpus[host]))
+    return f"{ranks[worst]} ranks shared {len(cpus[worst])} CPUs"
 
 
 def _choices(measured: Schedule) -> Iterator[Choice]:
@@ -202,7 +227,8 @@ def _of_table(measured: _Measured, choice: Choice, costs: Costs) -> Prediction:
         memory = round(measured.fixed_bytes * weights + peak * measured.activation_bytes)
     makespan_s = statistics.fmean(step.makespan for step in steps)
     bubble = statistics.fmean(step.bubble_ratio for step in steps)
-    return Prediction(label, flags, makespan_s + measured.outside_s, bubble, memory)
+    bounded = choice.dynamic is None or choice.dynamic.policy == Dynamic.policy
+    return Prediction(label, flags, makespan_s + measured.outside_s, bubble, memory, bounded)
 
 
 def _simulate(choice: Choice, costs: Costs) -> Timeline:
@@ -272,6 +298,8 @@ def table(found: Forecast, limit: int = 20) -> str:
     for own in found.predictions:
         if own.label == found.measured:
             traced += f", itself predicted as {1e3 * own.step_s:.1f} ms"
+    if found.shared_cpus is not None:
+        traced += f" for ranks with a CPU or a device each ({found.shared_cpus})"
     lines = [f"{traced}; predicted:"]
     for row in rows:
         cells = [row[0].ljust(widths[0])]
@@ -279,6 +307,8 @@ def table(found: Forecast, limit: int = 20) -> str:
         lines.append("  ".join(cells))
     if len(found.predictions) > limit:
         lines.append(f"and {len(found.predictions) - limit} more (--json shows all)")
+    if not all(p.bounds_memory for p in shown):
+        lines.append("* not bounded: ranks may keep all micro-batches if others are late")
     lines.append("\nflags:")
     lines += [f"  {p.label.ljust(widths[0])}  {p.flags}" for p in shown]
     return "\n".join(lines)
@@ -290,4 +320,5 @@ def _dynamic_label(label: str, policy: object) -> str:
 
 def _gib(prediction: Prediction) -> str:
     memory = prediction.memory_bytes
-    return "-" if memory is None else f"{memory / 2**30:.2f}"
+    mark = "" if prediction.bounds_memory else "*"
+    return mark or "-" if memory is None else f"{memory / 2**30:.2f}{mark}"

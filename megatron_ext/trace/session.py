@@ -7,6 +7,7 @@ nothing of this package takes part in training.
 from __future__ import annotations
 
 import atexit
+import os
 import platform
 import socket
 import time
@@ -237,7 +238,8 @@ def _boot() -> str:
 
 
 def _settings(args: Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {"device": _device_name()}
+    cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    found: dict[str, Any] = {"device": _device_name(), "cpus": cpus}
     for name in _SETTINGS:
         value = getattr(args, name, None)
         if value is not None and value is not False:

@@ -76,6 +76,38 @@ def test_models_whose_layers_do_not_fill_the_stages_are_left_out(tmp_path: Path)
     assert any("which its 4 layers do not fill evenly" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(
+    ("settings", "shared"),
+    [
+        ({"device": "cpu", "cpus": "0,1"}, "4 ranks shared 2 CPUs"),
+        ({"device": "cpu", "cpus": "0,1,2,3"}, None),
+        ({"device": "cuda", "cpus": "0,1"}, None),
+    ],
+)
+def test_ranks_that_shared_cpus_are_told_beside_the_number(
+    tmp_path: Path, settings: dict[str, object], shared: str | None
+) -> None:
+    found = forecast.forecast(write_run(tmp_path, settings=settings))
+    assert found.shared_cpus == shared
+    first = forecast.table(found).splitlines()[0]
+    told = f" ms for ranks with a CPU or a device each ({shared}); predicted:"
+    assert first.endswith(told if shared else " ms; predicted:")
+    assert any("the forecast holds for ranks with" in note for note in found.notes) == bool(shared)
+
+
+def test_orders_that_bound_no_memory_are_marked(tmp_path: Path) -> None:
+    found = forecast.forecast(write_run(tmp_path))
+    bounded = {p.label: p.bounds_memory for p in found.predictions}
+    assert bounded["1f1b"]
+    assert bounded["1f1b dpp hint"]
+    assert not bounded["1f1b dpp breadth-first"]
+    table = forecast.table(found)
+    marked = [line for line in table.splitlines() if line.endswith("*")]
+    assert marked
+    assert all("first" in line for line in marked)
+    assert "\n* not bounded: " in table
+
+
 def test_the_command_prints_flags_to_paste(tmp_path: Path) -> None:
     directory = write_run(tmp_path)
     done = run_package("plan", "--from-trace", str(directory))
