@@ -206,6 +206,18 @@ choose_processes() {
     WORLD=$((NPROC * ${NNODES:-1}))
 }
 
+# Whether a schedule can run the published cut: Megatron's own, those with one stage on each rank if the cut
+# is an uneven one, interleaved if it is one into virtual stages. Where first and last stage are on one rank
+# there is nothing to even out.
+keeps_cut() {
+    case $1 in
+        '') ;;
+        1f1b | gpipe | zb-h1) [[ ${STAGES[0]-} == --decoder-* ]] ;;
+        interleaved) [[ ${STAGES[0]-} == --num-layers-per-virtual-* ]] ;;
+        *) return 1 ;;
+    esac
+}
+
 # Sets SPLIT, the flags that divide the model among the processes.
 choose_split() {
     local schedule stages=$PIPELINE experts=$EXPERT_PARALLEL
@@ -220,9 +232,8 @@ choose_split() {
         stages=$((WORLD % 2 == 0 ? stages : 1))
     fi
     SPLIT=(--pipeline-model-parallel-size "$stages" "${PARALLEL[@]}")
-    # Published cuts are for the published number of stages and Megatron's own schedule. Where first and
-    # last stage are on one rank there is nothing to even out.
-    if [[ -z $schedule ]] && ! given --pipeline-model-parallel-size &&
+    # Published cuts are for the published number of stages.
+    if keeps_cut "$schedule" && ! given --pipeline-model-parallel-size &&
         ! given --num-layers-per-virtual-pipeline-stage && ! given --num-virtual-stages-per-pipeline-rank &&
         ! given --decoder-first-pipeline-num-layers && ! given --decoder-last-pipeline-num-layers &&
         ! given --pipeline-model-parallel-layout; then
@@ -236,17 +247,26 @@ choose_split() {
     fi
 }
 
-# One copy of the model takes a number of processes that the user may not expect.
+# One copy of the model, or of its experts, takes a number of processes that the user may not expect.
 check_world() {
-    local tp pp
+    local tp pp cp ep etp hosted
     tp=$(flag_value --tensor-model-parallel-size 1 "${FLAGS[@]}")
     pp=$(flag_value --pipeline-model-parallel-size 1 "${FLAGS[@]}")
+    cp=$(flag_value --context-parallel-size 1 "${FLAGS[@]}")
+    ep=$(flag_value --expert-model-parallel-size 1 "${FLAGS[@]}")
+    etp=$(flag_value --expert-tensor-parallel-size "$tp" "${FLAGS[@]}")
     # Counted otherwise, and checked with the flags.
     ! given --forward-backward-disaggregating || return 0
     # Megatron says what is wrong with other values.
-    [[ $tp =~ ^[1-9][0-9]*$ && $pp =~ ^[1-9][0-9]*$ ]] || return 0
-    ((WORLD % (tp * pp) == 0)) ||
-        fail "one copy of the model takes tensor $tp x pipeline $pp = $((tp * pp)) processes, NNODES x NPROC is $WORLD; start a multiple (on several nodes: --hostfile FILE, or NNODES), or lower a size"
+    [[ $tp-$pp-$cp-$ep-$etp =~ ^[1-9][0-9]*(-[1-9][0-9]*){4}$ ]] || return 0
+    ((WORLD % (tp * pp * cp) == 0)) ||
+        fail "one copy of the model takes tensor $tp x pipeline $pp$( ((cp == 1)) || printf ' x context %s' "$cp") = $((tp * pp * cp)) processes, NNODES x NPROC is $WORLD; start a multiple (on several nodes: --hostfile FILE, or NNODES), or lower a size"
+    hosted=$pp
+    case $(schedule_asked) in
+        bitpipe | dualpipe) hosted=$(((pp + 1) / 2)) ;; # two pipelines of half the ranks
+    esac
+    ((WORLD % (etp * ep * hosted) == 0)) ||
+        fail "the experts take tensor $etp x expert $ep x pipeline $hosted = $((etp * ep * hosted)) processes, NNODES x NPROC is $WORLD; start a multiple (on several nodes: --hostfile FILE, or NNODES), or lower --expert-model-parallel-size"
 }
 
 # Flags for kernels that this environment does not have.

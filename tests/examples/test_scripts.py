@@ -41,6 +41,41 @@ def test_two_nodes_run_the_same_but_for_their_rank(model: str) -> None:
     assert worker[-3:] == TWO
 
 
+@pytest.mark.parametrize(
+    ("size", "schedule", "cut"),
+    [
+        ("8b", "zb-h1", "--decoder-last-pipeline-num-layers"),
+        ("8b", "1f1b", "--decoder-last-pipeline-num-layers"),
+        ("8b", "zb-v", None),
+        ("8b", "interleaved", None),
+        ("70b", "interleaved", "--num-layers-per-virtual-pipeline-stage"),
+        ("70b", "zb-h1", None),
+        ("70b", "bitpipe", None),
+    ],
+)
+def test_a_published_cut_is_kept_where_the_schedule_can(
+    size: str, schedule: str, cut: str | None
+) -> None:
+    chosen = ["--size", size, "--pipeline-schedule", schedule]
+    words = dry_run("examples/llama3/run.sh", *chosen, "--mock-data", NPROC="32")
+    cuts = ("--decoder-last-pipeline-num-layers", "--num-layers-per-virtual-pipeline-stage")
+    assert [flag for flag in cuts if flag in words] == ([cut] if cut else [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "nproc", "told"),
+    [
+        (["--expert-model-parallel-size", "8"], "16", "tensor 1 x expert 8 x pipeline 4 = 32"),
+        (["--context-parallel-size", "2"], "12", "pipeline 4 x context 2 = 8 processes"),
+        (["--enable-bitpipe-schedule", "--expert-model-parallel-size", "8"], "16", None),
+    ],
+)
+def test_processes_have_to_hold_the_experts(flags: list[str], nproc: str, told: str | None) -> None:
+    done = bash("examples/mixtral/run.sh", "--dry-run", "--mock-data", *flags, NPROC=nproc)
+    assert done.returncode == (0 if told is None else 2), done.stderr
+    assert (told or "") in done.stderr
+
+
 def test_a_worker_needs_the_address_of_the_master() -> None:
     done = bash("examples/gpt/run_worker.sh", "--dry-run")
     assert done.returncode == 2
