@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import LaunchError
+from megatron_ext.text_file import read_text
 
 __all__ = ["Host", "parse", "read", "select"]
 
@@ -61,6 +62,9 @@ class Host:
         return self.addr or self.name
 
 
+_MAX_BYTES = 16 << 20
+
+
 def read(path: Path) -> tuple[Host, ...]:
     """Parse a hostfile from disk.
 
@@ -68,7 +72,7 @@ def read(path: Path) -> tuple[Host, ...]:
         LaunchError: It cannot be read, is no text, or `parse` refuses it.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path, _MAX_BYTES).removeprefix("\ufeff")
     except OSError as error:
         raise LaunchError(
             f"the hostfile {path} cannot be read: {error.strerror}; give one host on a line"

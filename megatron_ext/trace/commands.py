@@ -37,7 +37,7 @@ def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--memory-gb",
-        type=float,
+        type=_gigabytes,
         metavar="G",
         help="with --from-trace: leave out what needs more memory on a rank, in GiB",
     )
@@ -127,11 +127,18 @@ def _add_report(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=_run_report)
 
 
+def _gigabytes(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number above 0")
+
+
 def _factor(text: str) -> float:
     with suppress(ValueError):
         if 1 < float(text) < float("inf"):
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number above 1")
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number above 1")
 
 
 def _run_aggregate(args: argparse.Namespace) -> int:
