@@ -162,7 +162,7 @@ def count(text: str) -> int:
     with suppress(ValueError):
         if 1 <= int(text) < 10**9:
             return int(text)
-    raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number from 1 to {10**9 - 1}")
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number from 1 to {10**9 - 1}")
 
 
 def _run_launch(args: argparse.Namespace) -> int:
