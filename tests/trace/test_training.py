@@ -84,7 +84,7 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
     assert "--pipeline-model-parallel-size 4 --pipeline-schedule zb-" in done.stdout
     assert "--use-dpp --dpp-policy hint" in done.stdout
     assert re.match(
-        r"traced: interleaved chunks=2 dpp hint, step [\d.]+ ms, itself predicted as [\d.]+ ms;",
+        r"traced: interleaved chunks=2 dpp hint, step [\d.]+ ms, itself predicted as [\d.]+ ms\b",
         done.stdout,
     )
     settings = run.surveys[0].header.settings
