@@ -7,7 +7,9 @@ torch and Megatron stay inside those, so that `--help` and errors are immediate.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -36,6 +38,7 @@ SUBCOMMANDS = (
     "upstream",
 )
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _Subparsers = Any  # argparse._SubParsersAction is private
 
 
@@ -188,7 +191,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(arguments)
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
     except MegatronExtError as error:
         print(f"megatron-ext: error: {line_of(error)}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
@@ -199,6 +204,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away (`| head`): nothing is wrong.
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if error.filename is not None or error.errno not in _NO_ROOM:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered is written at the exit
+        print(f"megatron-ext: error: standard output: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

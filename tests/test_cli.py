@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,19 @@ def test_mistakes_end_in_one_line(arguments: list[str], code: int, message: str)
     assert done.returncode == code
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "line", ["plan --pp 2 --microbatches 4", "plot 1f1b --pp 2 --microbatches 4", "doctor --json"]
+)
+def test_a_full_disk_behind_the_output_is_one_line(line: str) -> None:
+    root = Path(__file__).parents[1]
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_ext", *line.split()],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=200, check=False, cwd=root,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    expected = "megatron-ext: error: standard output: No space left on device"
+    assert done.stderr.splitlines()[-1] == expected

@@ -47,9 +47,12 @@ def blocks(text: str) -> list[str]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The command lines of a document as words, without comments and variables."""
+    """The command lines of a document as words, without comments and variables.
+
+    Of tables with the heads "there" and "here" also those under "here".
+    """
     found = []
-    for block in blocks(text):
+    for block in [*blocks(text), *(line for row in moved(text) for line in row[1])]:
         for line in re.split(r"\n|&&", block.replace("\\\n", " ")):
             words = shlex.split(line, comments=True)
             while words and re.fullmatch(r"[A-Z_0-9]+=.*", words[0]):
@@ -57,6 +60,19 @@ def commands(text: str) -> list[list[str]]:
             if words:
                 found.append(words)
     return found
+
+
+def moved(text: str) -> list[tuple[str, list[str]]]:
+    """First cells, and commands of the last ones, of the tables with the heads "there", "here"."""
+    rows = []
+    for table in re.findall(
+        r"^\| there \| here \|\n\|[-|]+\|\n((?:\|.*\|\n)+)", text, re.MULTILINE
+    ):
+        for row in table.splitlines():
+            there, here = (cell.strip() for cell in row.strip("|").split(" | "))
+            programs = ("bash ", "megatron-ext ", "torchrun ", "pip ")
+            rows.append((there, [span for span in code_spans(here) if span.startswith(programs)]))
+    return rows
 
 
 def help_of(*arguments: str) -> str:
@@ -148,8 +164,22 @@ def test_commands_exist(path: Path) -> None:
         elif program == "python":
             script = rest[1].replace(".", "/") + ".py" if rest[0] == "-m" else rest[0]
             assert script in files, rest
+        elif program == "pip":
+            assert rest[:2] == ["install", "-e"], rest
+        elif program == "torchrun":
+            named = [word for word in rest if word.endswith(".py")]
+            with_us = "megatron_ext" in rest
+            assert with_us or set(named) <= files, rest
         else:
-            assert program.startswith(".venv/bin/") or program == "torchrun", program
+            assert program.startswith(".venv/bin/"), program
+
+
+def test_every_command_of_other_repositories_has_its_place() -> None:
+    rows = dict(moved(text_of(REPO / "docs/coming-from.md")))
+    assert len(rows) == 21
+    for theirs in ("aggregate.py", "prerequisite.sh", "setup.py install", "run_single.sh"):
+        assert any(theirs in there for there in rows), theirs
+    assert sum(bool(ours) for ours in rows.values()) >= 17
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
