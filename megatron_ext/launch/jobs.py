@@ -43,7 +43,7 @@ class _Run:
     def launcher(self) -> process.Process | None:
         """The launcher, if it still runs."""
         path = runs.run_dir(self.plan["run_id"]) / "launcher.json"
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             entry = json.loads(path.read_text(encoding="utf-8"))
             launcher = process.Process(entry["pid"], entry["start"])
             return launcher if launcher.alive() else None
@@ -143,9 +143,8 @@ def _stop(args: argparse.Namespace) -> int:
 def _status(args: argparse.Namespace) -> int:
     run = _Run(args)
     print(f"launcher: {'runs' if run.launcher() else 'ended'}")
-    result = runs.run_dir(args.run_id) / "result.json"
-    if result.is_file():
-        outcome = json.loads(result.read_text(encoding="utf-8"))
+    outcome = runs.load_result(args.run_id)
+    if outcome is not None:
         why = outcome["failure"] or outcome["stopped_by"] or "ended well"
         print(f"result: exit code {outcome['exit_code']}: {why}")
 

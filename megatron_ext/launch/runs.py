@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext import files
-from megatron_ext.errors import LaunchError
+from megatron_ext.errors import LaunchError, reason_of
 
 __all__ = [
     "check_run_id",
     "load_plan",
+    "load_result",
     "new_run_id",
     "node_dir_name",
     "run_dir",
@@ -22,8 +23,29 @@ __all__ = [
     "write_json",
 ]
 
-_PLAN_KEYS = {"run_id", "workdir", "python", "log_root", "grace_s", "world_size", "nodes"}
-_NODE_KEYS = {"host", "port", "user", "nproc", "first_rank", "local"}
+_OPTIONAL = type(None)
+_PLAN: dict[str, tuple[type, ...]] = {
+    "run_id": (str,),
+    "workdir": (str,),
+    "python": (str,),
+    "log_root": (str, _OPTIONAL),
+    "grace_s": (int, float),
+    "world_size": (int,),
+    "nodes": (list,),
+}
+_NODE: dict[str, tuple[type, ...]] = {
+    "host": (str,),
+    "port": (int, _OPTIONAL),
+    "user": (str, _OPTIONAL),
+    "nproc": (int,),
+    "first_rank": (int,),
+    "local": (bool,),
+}
+_RESULT: dict[str, tuple[type, ...]] = {
+    "exit_code": (int,),
+    "failure": (str, _OPTIONAL),
+    "stopped_by": (str, _OPTIONAL),
+}
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -79,14 +101,41 @@ def load_plan(run_id: str) -> dict[str, Any]:
             f"there is no run {run_id} in {runs_root()}"
             + (f"; the latest are {', '.join(known)}" if known else "; none was started from here")
         ) from None
-    except (OSError, ValueError) as error:
-        raise LaunchError(f"{path} cannot be read: {error}") from None
-    nodes = plan.get("nodes") if isinstance(plan, dict) and plan.keys() >= _PLAN_KEYS else None
-    if not isinstance(nodes, list) or not all(
-        isinstance(node, dict) and node.keys() >= _NODE_KEYS for node in nodes
+    except (OSError, ValueError, RecursionError) as error:
+        raise LaunchError(f"{path} cannot be read: {reason_of(error)}") from None
+    if (
+        not _has(plan, _PLAN)
+        or plan["run_id"] != run_id
+        or not all(_has(node, _NODE) for node in plan["nodes"])
     ):
         raise LaunchError(f"{path} is no plan of a run; launch of this version has to write it")
     return dict(plan)
+
+
+def load_result(run_id: str) -> dict[str, Any] | None:
+    """Return how a run ended; None if it has not, as far as this machine knows.
+
+    Raises:
+        LaunchError: What `launch` wrote about it is damaged.
+    """
+    path = run_dir(run_id) / "result.json"
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise LaunchError(f"{path} cannot be read: {reason_of(error)}; delete it") from None
+    if not _has(result, _RESULT):
+        raise LaunchError(f"{path} is no result of a run; delete it")
+    return dict(result)
+
+
+def _has(found: Any, wanted: dict[str, tuple[type, ...]]) -> bool:
+    """Tell whether JSON is an object with at least these values, of these types."""
+    return isinstance(found, dict) and all(
+        name in found and type(found[name]) in types and "\0" not in str(found[name])
+        for name, types in wanted.items()
+    )
 
 
 def write_json(path: Path, value: object) -> None:

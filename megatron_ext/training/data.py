@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.bert_dataset import (
@@ -46,6 +47,9 @@ __all__ = [
     "dataset_config",
     "fields_read",
 ]
+
+_CHECKED_AT_ONCE = 1 << 20
+"""Entries of an index that are compared in memory."""
 
 DataIterator: TypeAlias = "Iterator[Any] | list[Iterator[Any] | None] | None"
 
@@ -119,16 +123,41 @@ def check_indexed_dataset(prefix: str) -> tuple[int, int]:
     try:
         # Not through IndexedDataset: one that could not be made complains when it is let go.
         index = _IndexReader(f"{prefix}.idx", multimodal=False)
-    except (AssertionError, LookupError, ValueError, struct.error) as error:
+    except (ArithmeticError, AssertionError, LookupError, ValueError, struct.error) as error:
         reason = str(error) or "its counts contradict each other"
         raise DataError(f"{prefix}.idx: a damaged index ({reason}); {remake}") from error
     if not len(index):
         raise DataError(f"{prefix}.idx: no documents in it; {remake}")
+    wrong = _first_contradiction(index)
+    if wrong is not None:
+        raise DataError(f"{prefix}.idx: a damaged index ({wrong}); {remake}")
     end = int(index.sequence_pointers[-1] + index.sequence_lengths[-1] * index.dtype_size)
     size = path.stat().st_size
     if size != end:
         raise DataError(f"{path}: {size} bytes, its index tells {end}; {remake}")
     return len(index), len(index.document_indices) - 1
+
+
+def _first_contradiction(index: Any) -> str | None:
+    """Name the first entry of an index that does not follow from the one before it."""
+    lengths, pointers = index.sequence_lengths, index.sequence_pointers
+    if pointers[0] != 0:
+        return "sequence 0 is not at the beginning"
+    for first in range(0, len(lengths), _CHECKED_AT_ONCE):
+        part = slice(first, first + _CHECKED_AT_ONCE + 1)
+        ends = pointers[part] + lengths[part].astype(np.int64) * index.dtype_size
+        wrong = (ends[:-1] != pointers[part][1:]) | (lengths[part][:-1] < 0)
+        if wrong.any():
+            return f"sequence {first + int(wrong.argmax()) + 1} does not follow the one before"
+    if lengths[-1] < 0:
+        return f"sequence {len(lengths) - 1} has {lengths[-1]} tokens"
+    documents = index.document_indices
+    steps = np.diff(documents)
+    if (steps < 0).any():
+        return f"document {int((steps < 0).argmax()) + 1} begins before the one before"
+    if documents[0] != 0 or documents[-1] != len(lengths):
+        return "its documents are not all of its sequences"
+    return None
 
 
 def dataset_config(args: Namespace, model: Model, tokenizer: Any) -> BlendedMegatronDatasetConfig:

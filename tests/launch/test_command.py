@@ -239,6 +239,35 @@ def test_a_run_that_nobody_started(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"error: {plan.absolute()} " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["plan", "result", "launcher"])
+def test_damaged_records_of_a_run_are_one_line(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = {"host": "localhost", "port": None, "user": None, "nproc": 1, "first_rank": 0}
+    records = {
+        "plan": {
+            "run_id": "r0", "workdir": "/", "python": sys.executable, "log_root": None,
+            "grace_s": 1, "world_size": 1, "nodes": [{**node, "local": True}],
+        },
+        "result": {"exit_code": 0, "failure": None, "stopped_by": None},
+        "launcher": {"pid": 1, "start": 1},
+    }  # fmt: skip
+    folder = Path("runs/r0")
+    folder.mkdir(parents=True)
+    for one, record in records.items():
+        (folder / f"{one}.json").write_text(json.dumps(record))
+    whole = json.dumps(records[name])
+    damaged = [whole[:20], "", "\0", "[]", "null", "[" * 100_000]
+    damaged += [json.dumps({**records[name], key: [{}]}) for key in records[name]]
+    damaged += [json.dumps({**records[name], key: "x/y\0"}) for key in records[name]]
+    for text in damaged:
+        (folder / f"{name}.json").write_text(text)
+        cli.main(["status", "r0"])
+        told = capsys.readouterr().err
+        assert len(told.splitlines()) <= 1, told
+        assert len(told) < 1000
+
+
 def test_localhost_needs_no_ssh_and_failures_name_rank_code_and_lines() -> None:
     Path("job.py").write_text(
         "import os, sys, time\n"

@@ -32,6 +32,10 @@ def test_a_whole_dataset_is_counted(tmp_path: Path) -> None:
     assert run_ranks(1, checked, [prefix]) == [[(3, 2)]]
 
 
+def _changed(index: bytes, at: int) -> bytes:
+    return index[:at] + bytes([index[at] ^ 0x40]) + index[at + 1 :]
+
+
 def test_a_damaged_dataset_is_named(tmp_path: Path) -> None:
     whole = Path(gpt_dataset(tmp_path / "whole"))
     index = whole.with_suffix(".idx").read_bytes()
@@ -42,6 +46,10 @@ def test_a_damaged_dataset_is_named(tmp_path: Path) -> None:
         "version": (index[:9] + b"\x02" + index[10:], tokens, "bad version"),
         "type": (index[:17] + b"\x63" + index[18:], tokens, "99 is not a valid"),
         "cut index": (index[:-3], tokens, "a damaged index"),
+        "counts": (index[:25] + b"\x7f" + index[26:], tokens, "a damaged index"),
+        "lengths": (_changed(index, 34 + 4 * 50), tokens, "sequence 51 "),
+        "pointers": (_changed(index, 34 + 4 * 100 + 8 * 70), tokens, "sequence 70 "),
+        "documents": (_changed(index, len(index) - 8 * 20), tokens, "document 81 "),
         "cut tokens": (index, tokens[:-2], "its index tells"),
         "empty": (index[:18] + bytes(8) + b"\x01" + bytes(15), b"", "no documents"),
     }
