@@ -13,6 +13,7 @@ __all__ = [
     "ArgumentsError",
     "DataError",
     "DeviceError",
+    "EffectMissing",
     "HangError",
     "LaunchError",
     "MegatronExtError",
@@ -69,6 +70,31 @@ class HangError(MegatronExtError):
 
 class PatchConflict(MegatronExtError):
     """Two patches that exclude each other are active on one target."""
+
+
+class EffectMissing(MegatronExtError):
+    """A feature that was asked for does not do what it is for: Megatron goes another way.
+
+    Args:
+        feature: What the user asked for.
+        effect: What has to be so.
+        found: What is so instead.
+        patch: Id of the patch that should have acted.
+        installed: Version of Megatron.
+        tested: The version that the feature was tested with.
+    """
+
+    def __init__(
+        self, feature: str, effect: str, found: str, patch: str, *, installed: str, tested: str
+    ) -> None:
+        self.feature = feature
+        self.effect = effect
+        self.patch = patch
+        super().__init__(
+            f"{feature}: {effect}, but {found}; the patch {patch} should have seen to it (see "
+            f"`megatron-ext patches list`). Megatron {installed} is installed; leave {feature} "
+            f"out, or take the version that it was tested with: pip install megatron-core=={tested}"
+        )
 
 
 class TransportError(MegatronExtError):

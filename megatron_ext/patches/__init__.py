@@ -20,6 +20,7 @@ TABLES = (
     "bert",
     "disaggregation",
     "dist_checkpointing",
+    "effects",
     "moe",
     "norms",
     "optimizer",

@@ -59,6 +59,8 @@ class Registry:
         self._sites: dict[str, Site] = {}
         self._ids: dict[str, list[Patch]] = {}  # all rows, those for other releases too
         self._told = False
+        self.acted: set[str] = set()
+        """Ids of the wraps and replacements that have run in this process."""
         self._hooked: set[str] = set()
         self._copies: list[Copy] = []  # what was mended in other modules
         self._seen: set[str] = set()  # modules that were patched before: arming again is not late
@@ -265,6 +267,7 @@ class Registry:
             active.sort(key=lambda patch: (patch.kind == "replace", patch.order, patch.id))
         call = wrapped
         for patch in reversed(active):
+            self.acted.add(patch.id)
             call = partial(_step, patch.fn, call, instance)
         return call(*args, **kwargs)
 

@@ -17,11 +17,12 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 from megatron_ext.config.choice import folded
 
 __all__ = [
+    "differing_copies",
     "keep_one_main_copy",
     "share_losses",
     "share_mtp_losses",
@@ -42,6 +43,19 @@ def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
     embedding, copy = tied
     with torch.no_grad():
         copy.copy_(embedding)  # in place: gradient buffers have mapped the storage
+
+
+def differing_copies(chunks: Sequence[torch.nn.Module]) -> str | None:
+    """Say how the two copies of the word embedding differ on this rank; None: they do not."""
+    models = unwrap_model(list(chunks))
+    if not all(hasattr(model, "share_embeddings_and_output_weights") for model in models):
+        return None  # no language models of Megatron's
+    tied = _tied_weights(chunks)
+    if tied is None or torch.equal(*tied):
+        return None
+    difference = (tied[0].float() - tied[1].float()).abs().max().item()
+    zero = " (the second is zero)" if not tied[1].any() else ""
+    return f"they differ by up to {difference:.2g}{zero}"
 
 
 def sum_tied_gradients(chunks: Sequence[torch.nn.Module]) -> None:
@@ -117,16 +131,22 @@ def share_losses(losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def share_mtp_losses() -> None:
-    """Bring the losses of multi-token prediction in this step to all stages. Collective.
+    """Bring what multi-token prediction counted in this step to all stages. Collective.
 
-    Upstream keeps them in a tracker of the rank that computed them and averages them over its
-    replicas when they are logged; each rank's own replicas have the same values, so that the
-    average is right everywhere.
+    Losses, and from 0.19 on hits too. Upstream keeps them in a tracker of the rank that computed
+    them and averages them over its replicas when they are logged; each rank's own replicas have the
+    same values, so that the average is right everywhere.
     """
     if not folded():
         return
     tracker = MTPLossLoggingHelper.tracker
-    shared = share_losses({"values": tracker["values"]} if "values" in tracker else {})
+    shared = share_losses(
+        {
+            name: values
+            for name, values in tracker.items()
+            if name.endswith("values") and not name.startswith("cumulative")
+        }
+    )
     if shared:
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        tracker.update(values=shared["values"], reduce_group=None, avg_group=replicas)
+        tracker.update(shared, reduce_group=None, avg_group=replicas)

@@ -1,0 +1,1 @@
+"""Every feature on every release of the range; see `run.sh`."""

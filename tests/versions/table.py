@@ -1,0 +1,50 @@
+"""Prints what `matrix.py` found on several releases: one column for each.
+
+python -m tests.versions.table RESULTS.json...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+_ABOUT = ("version", "python", "loop")
+
+
+def cell(result: Any) -> str:
+    """Say what came out of one comparison."""
+    if result is None:
+        return "not run"
+    if "error" in result:
+        return "FAILED"
+    first = result["ours"][0].split(" loss: ")[1].split()[0] if result["ours"] else "no loss"
+    return f"equal ({first})" if result["equal"] else "DIFFERS"
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of all results."""
+    names = list(dict.fromkeys(name for one in found for name in one if name not in _ABOUT))
+    rows = [["megatron-core", *(one["version"] for one in found)]]
+    rows.append(["Python, training loop", *(f"{one['python']}, {one['loop']}" for one in found)])
+    rows += [[name, *(cell(one.get(name)) for one in found)] for name in names]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        f"| {' | '.join(text.ljust(width) for text, width in zip(row, widths, strict=True))} |"
+        for row in rows
+    ]
+    lines.insert(1, f"|{'|'.join('-' * (width + 2) for width in widths)}|")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Print the table; 1 where something differs or failed."""
+    found = [json.loads(Path(path).read_text()) for path in sys.argv[1:]]
+    print(table(found))
+    results = [result for one in found for name, result in one.items() if name not in _ABOUT]
+    return 0 if found and all(result.get("equal") for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
