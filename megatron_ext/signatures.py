@@ -21,6 +21,7 @@ __all__ = [
     "build_tokenizer",
     "default_groups",
     "flag_destination",
+    "is_multi_module",
     "linear_parameters",
     "mtp_on_this_rank",
     "parameters",
@@ -112,6 +113,13 @@ def default_groups() -> Any:
     # Over which the load of experts is summed, where their bias is trained.
     groups.tp_dp_cp = state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups
+
+
+def is_multi_module(groups: Any) -> bool:
+    """Tell whether groups are those of several models in one job, each with its own pipeline."""
+    module = import_module("megatron.core.process_groups_config")
+    kind = getattr(module, "MultiModuleProcessGroupCollection", None)
+    return kind is not None and isinstance(groups, kind)
 
 
 def mtp_on_this_rank(config: Any, *, vp_stage: int | None) -> bool:

@@ -65,6 +65,22 @@ def _records_graphs(args: Namespace) -> bool:
     )(args)
 
 
+def _whole_step_graphs(args: Namespace) -> bool:
+    """Whether one graph holds a whole step, by the flags of any release."""
+    scopes = (*_several(args, "cuda_graph_scope"), _value(args, "cuda_graph_impl"))
+    return any(str(scope).rpartition(".")[2] == "full_iteration" for scope in scopes)
+
+
+def _weight_rematerialisation(args: Namespace) -> bool:
+    """Whether weights are kept in more shards than tensor parallelism makes (0.19 and later)."""
+    shards = {
+        "tensor_parallel_num_weight_shards": "tensor_model_parallel_size",
+        "expert_tensor_parallel_num_weight_shards": "expert_tensor_parallel_size",
+    }
+    tp = _value(args, "tensor_model_parallel_size") or 1
+    return any((_value(args, s) or 0) > (_value(args, size) or tp) for s, size in shards.items())
+
+
 ALWAYS = (
     Rule(
         _records_graphs,
@@ -116,6 +132,23 @@ ALWAYS = (
         "--microbatch-group-size-per-virtual-pipeline-stage: the order of micro-batches is part of "
         "the schedule; leave it out",
     ),
+    Rule(
+        _given("moe_paged_stash", "moe_expert_rank_capacity_factor"),
+        "--moe-paged-stash or --moe-expert-rank-capacity-factor: activations are stashed in the "
+        "order of Megatron's own schedules, and steps that overflow are repeated; leave them out, "
+        "or use Megatron's own schedule",
+    ),
+    Rule(
+        _weight_rematerialisation,
+        "--tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards above "
+        "the tensor-parallel size: weights are gathered in the order of Megatron's own schedules; "
+        "leave them out, or use Megatron's own schedule",
+    ),
+    Rule(
+        _given("step_batch_size_schedule"),
+        "--step-batch-size-schedule: the batch sizes have to be known when the schedule is proved; "
+        "use --global-batch-size",
+    ),
 )
 """For every schedule."""
 
@@ -128,6 +161,11 @@ SPLIT = (
         "--num-distributed-optimizer-instances > 1 together with --overlap-grad-reduce: gradients "
         "of weights and of the rest are complete at different times; leave one of them out, or "
         "take 1f1b or interleaved",
+    ),
+    Rule(
+        _given("overlap_dispatch_backward_with_experts_wgrad"),
+        "--overlap-dispatch-backward-with-experts-wgrad: it postpones the weight gradients of "
+        "experts by itself; leave it out, or take 1f1b or interleaved",
     ),
 )
 """For schedules that split backwards."""
@@ -145,8 +183,9 @@ FOLDED = (
         "them out, or say all stages with --pipeline-model-parallel-layout",
     ),
     Rule(
-        _given("is_hybrid_model", "hybrid_override_pattern"),
-        "hybrid Mamba models: their layers cannot be placed freely; take 1f1b or zb-h1",
+        _given("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
+        "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern): their layers cannot be "
+        "placed freely; take 1f1b or zb-h1",
     ),
     Rule(
         lambda args: (
@@ -232,6 +271,11 @@ STOCK = (
         _given("microbatch_group_size_per_vp_stage"),
         "--microbatch-group-size-per-virtual-pipeline-stage: messages are named by Megatron's "
         "usual order; leave it out",
+    ),
+    Rule(
+        _whole_step_graphs,
+        "CUDA graphs of a whole step (full_iteration): a graph cannot hold what the host carries; "
+        "take another --cuda-graph-impl, or --pipeline-transport torch",
     ),
 )
 """For a transport of ours under Megatron's own schedules."""

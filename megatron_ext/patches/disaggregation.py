@@ -135,7 +135,9 @@ def _ask_for_losses(
     given = _given(call, args, kwargs)
     arguments = sys.modules["megatron.training"].get_args()
     rounds = given.get("eval_iters") or arguments.eval_iters
-    arguments.consumed_valid_samples += rounds * arguments.global_batch_size
+    # From 0.18 on evaluations may have a batch size of their own.
+    batch = getattr(arguments, "eval_global_batch_size", None) or arguments.global_batch_size
+    arguments.consumed_valid_samples += rounds * batch
     return share_evaluation(given["model"], {}), None, False
 
 

@@ -18,10 +18,12 @@ def _is_chosen() -> bool:
 
 
 def _ours(
-    _call: Callable[..., Any], _instance: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]
+    _call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    from megatron_ext.schedules.runtime.entry import forward_backward
+    from megatron_ext.schedules.runtime.entry import forward_backward, refuse_modules
 
+    for groups in (*args, *kwargs.values()):
+        refuse_modules(groups)
     return forward_backward
 
 

@@ -141,7 +141,15 @@ def test_layers_that_are_left_whole_are_told(
         ("use_torch_fsdp2", True, "1f1b"),
         ("decoder_num_layers", 4, "1f1b"),
         ("defer_embedding_wgrad_compute", True, "1f1b"),
+        ("cuda_graph_impl", "full_iteration", "1f1b"),
+        ("moe_paged_stash", True, "1f1b"),
+        ("moe_expert_rank_capacity_factor", 1.5, "1f1b"),
+        ("tensor_parallel_num_weight_shards", 2, "1f1b"),
+        ("expert_tensor_parallel_num_weight_shards", 2, "1f1b"),
+        ("step_batch_size_schedule", "0:8 1B:16", "1f1b"),
+        ("overlap_dispatch_backward_with_experts_wgrad", True, "zb-h1"),
         ("is_hybrid_model", True, "zb-v"),
+        ("hybrid_layer_pattern", "M*M-", "zb-v"),
         ("account_for_loss_in_pipeline_split", True, "zb-v"),
         ("use_mp_args_from_checkpoint_args", True, "bitpipe"),
     ],
@@ -153,6 +161,36 @@ def test_features_that_order_computation_are_refused(
     args.pipeline_schedule = schedule
     with pytest.raises(ArgumentsError, match=f"--pipeline-schedule {schedule} cannot run with"):
         prepare(args)
+
+
+@pytest.mark.parametrize(
+    ("dest", "value", "schedule"),
+    [
+        ("hybrid_layer_pattern", "M*M-", "1f1b"),
+        ("overlap_dispatch_backward_with_experts_wgrad", True, "1f1b"),
+        ("tensor_parallel_num_weight_shards", 1, "zb-h1"),
+    ],
+)
+def test_what_does_not_concern_a_schedule_passes(
+    args: Namespace, dest: str, value: object, schedule: str
+) -> None:
+    setattr(args, dest, value)
+    assert choose(args, schedule).name == schedule
+
+
+@pytest.mark.parametrize(
+    ("dest", "value"),
+    [("cuda_graph_impl", "full_iteration"), ("cuda_graph_scope", ["full_iteration"])],
+)
+def test_graphs_of_whole_steps_are_refused_with_a_transport_of_ours(
+    args: Namespace, dest: str, value: object
+) -> None:
+    setattr(args, dest, value)
+    args.pipeline_transport = "shm"
+    with pytest.raises(ArgumentsError, match="--pipeline-transport shm cannot run with CUDA graph"):
+        prepare(args)
+    args.pipeline_transport = "torch"
+    prepare(args)
 
 
 def test_optimizer_instances_are_refused_where_backwards_are_split(args: Namespace) -> None:

@@ -33,7 +33,7 @@ from megatron_ext.schedules.runtime.program import Peers, Program, Shapes, make_
 from megatron_ext.schedules.runtime.split import SPLIT
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.runtime.tables import Table, check_agreement, make_table
-from megatron_ext.signatures import default_groups
+from megatron_ext.signatures import default_groups, is_multi_module
 from megatron_ext.trace.observed import observed_compute, observed_transport
 from megatron_ext.transport.pairs import groups_of_pairs
 
@@ -43,7 +43,13 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.representation.placement import Placement
     from megatron_ext.transport.base import Transport
 
-__all__ = ["forward_backward", "tell_measured", "tell_measured_here", "totals"]
+__all__ = [
+    "forward_backward",
+    "refuse_modules",
+    "tell_measured",
+    "tell_measured_here",
+    "totals",
+]
 
 _LOG = logging.getLogger(__name__)
 
@@ -82,6 +88,7 @@ def forward_backward(
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     if (p2p_communicator is None) != (pg_collection is None):
         raise ScheduleError("give both p2p_communicator and pg_collection, or neither of them")
+    refuse_modules(pg_collection)
     groups = default_groups() if pg_collection is None else pg_collection
     config = get_model_config(chunks[0])
     shapes = _shapes(
@@ -111,6 +118,19 @@ def forward_backward(
                 force_all_reduce=force_all_reduce,
             )
     return [report for _, report in sorted(compute.reports.items())]
+
+
+def refuse_modules(groups: Any) -> None:
+    """Refuse the groups of several models in one job (MIMO), which are several pipelines.
+
+    Raises:
+        ScheduleError: They are.
+    """
+    if is_multi_module(groups):
+        raise ScheduleError(
+            "schedule_pg_collection of several modules (MIMO): a schedule of ours is for one "
+            "pipeline; leave --pipeline-schedule out, Megatron's own schedule takes them"
+        )
 
 
 def _tokens(compute: StageCompute, device: torch.device) -> torch.Tensor:

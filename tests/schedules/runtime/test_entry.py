@@ -117,7 +117,7 @@ def _given_groups() -> tuple[Any, Any]:
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from megatron_ext.schedules.runtime.groups import default_groups
+    from megatron_ext.signatures import default_groups
 
     toy.start(1)
     choice.use(Choice("1f1b", 2, M))
@@ -266,3 +266,37 @@ def _without_a_choice() -> bool:
 
 def test_without_a_choice_upstream_runs_itself() -> None:
     assert run_ranks(2, _without_a_choice) == [True, True]
+
+
+def _with_several_modules() -> list[str]:
+    """Ask for the schedule of two models in one job, as MIMO does, and run a step with them."""
+    from megatron.core import process_groups_config
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    name = "MultiModuleProcessGroupCollection"  # 0.16 has none
+    kind = getattr(process_groups_config, name, None) or type(name, (), {})
+    setattr(process_groups_config, name, kind)
+    modules = object.__new__(kind)
+    toy.start(1)
+    choice.use(Choice("1f1b", 2, M))
+    told = []
+    config = toy.config()
+    model = toy.chunks(config, [dist.get_rank()])
+    calls = (
+        lambda: get_forward_backward_func(2, None, modules),
+        lambda: get_forward_backward_func(pp_size=2, schedule_pg_collection=modules),
+        lambda: _step(config, model, pg_collection=modules, p2p_communicator=object()),
+    )
+    for call in calls:
+        with pytest.raises(ScheduleError) as caught:
+            call()
+        told.append(str(caught.value))
+    return told
+
+
+def test_several_models_in_one_job_are_refused() -> None:
+    for told in run_ranks(2, _with_several_modules):
+        assert len(told) == 3
+        assert set(told) == {told[0]}
+        assert "schedule_pg_collection of several modules (MIMO)" in told[0]
+        assert "leave --pipeline-schedule out" in told[0]

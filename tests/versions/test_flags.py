@@ -1,0 +1,71 @@
+"""Every flag of the installed release's parser was considered: supported, refused or of no concern.
+
+Schedules, transports and disaggregation change what runs when and where. A new flag of Megatron's
+that does so too has to be refused beside them, not dropped. `considered_flags.txt` lists the flags
+of all releases that somebody has looked at with that in mind (`docs/upgrading-the-pin.md`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ext import releases, upstream
+from tests.ranks import run_ranks, start_script
+from tests.upstream_script.runs import GPT
+
+pytestmark = pytest.mark.skipif(
+    not releases.has_training() and upstream.find_tree() is None,
+    reason="megatron-core 0.16 needs MEGATRON_LM_PATH for megatron.training",
+)
+
+PP2 = GPT + "--pipeline-model-parallel-size 2 "
+
+
+def _options() -> list[str]:
+    from argparse import ArgumentParser
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+    return [option for action in parser._actions for option in action.option_strings]
+
+
+def test_every_flag_was_considered() -> None:
+    [options] = run_ranks(1, _options)
+    assert len(options) > 600
+    known = set(Path(__file__).with_name("considered_flags.txt").read_text().split())
+    assert not set(options) - known, (
+        "support these flags, refuse them beside what they do not go with (incompatible.py), or "
+        f"list them in considered_flags.txt: {sorted(set(options) - known)}"
+    )
+
+
+def _upstream_has(flag: str) -> bool:
+    [options] = run_ranks(1, _options)
+    return flag in options
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flags"),
+    [
+        ("1f1b", "--moe-paged-stash"),
+        ("1f1b", "--moe-expert-rank-capacity-factor 1.5"),
+        ("1f1b", "--tensor-parallel-num-weight-shards 2"),
+        ("zb-h1", "--overlap-dispatch-backward-with-experts-wgrad"),
+        ("zb-v", "--hybrid-layer-pattern M*M-"),
+    ],
+)
+def test_new_features_are_refused_in_one_line(schedule: str, flags: str) -> None:
+    flag = flags.partition(" ")[0]
+    if not _upstream_has(flag):
+        pytest.skip(f"{releases.core_version()} has no {flag}")
+    ended = start_script(
+        2, "pretrain_gpt.py", f"{PP2}--pipeline-schedule {schedule} {flags}".split()
+    )
+    assert ended.exit_codes == [2, 2], ended.describe()
+    assert "Traceback" not in ended.logs[0]
+    [line] = [line for line in ended.logs[0].splitlines() if "megatron_ext: error" in line]
+    assert f"--pipeline-schedule {schedule} cannot run with" in line
+    assert flag in line
