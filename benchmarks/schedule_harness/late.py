@@ -58,8 +58,8 @@ class LateTransport:
         self._inner.begin(expected, slots)
 
     def isend(self, tensor: torch.Tensor, target: int, key: Key) -> None:
-        """Send a stamped copy; choices are not late."""
-        if key.kind == "C":
+        """Send a stamped copy; decisions are not late."""
+        if key.kind == "D":
             self._inner.isend(tensor, target, key)
             return
         tensor = tensor.detach().clone()
@@ -68,7 +68,7 @@ class LateTransport:
 
     def recv(self, source: int, key: Key, timeout_s: float) -> torch.Tensor:
         """Return a tensor as soon as it may be seen."""
-        if key.kind == "C":
+        if key.kind == "D":
             return self._inner.recv(source, key, timeout_s)
         if key not in self._held:
             self._hold(key, timeout_s)

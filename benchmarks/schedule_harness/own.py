@@ -55,7 +55,7 @@ def _delay_messages(probe: Probe) -> None:
 
     def latency_s(key: Key) -> float:
         assert isinstance(probe.times, NoisyTimes)
-        assert key.kind != "C"
+        assert key.kind in ("F", "B")
         return probe.times.latency_s(key.kind, key.stage, key.microbatch)
 
     def opened(*args: Any, **options: Any) -> LateTransport:

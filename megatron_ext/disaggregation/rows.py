@@ -4,9 +4,9 @@ A forward rank runs its F without a graph, and sends what they make to both role
 runs R, which gives it the graph of one micro-batch, and then B, so it keeps no more than that.
 
 A forward rank may be `Job.window` micro-batches ahead of the backward rank of its stage, which
-gives leave for one more whenever it begins one. That bounds whatever waits on any process:
+grants credit for one more whenever it begins one. That bounds whatever waits on any process:
 backwards of neighbouring stages are one micro-batch apart, and nobody overtakes the forwards. Nor
-can it lock: leave for a micro-batch needs nothing but earlier ones.
+can it lock: the credit for a micro-batch needs nothing but earlier ones.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import torch
 from megatron_ext.config import randomness
 from megatron_ext.disaggregation.ship import Layers, Replay, Saved, replaying
 from megatron_ext.errors import MegatronExtError
+from megatron_ext.messages import Message
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
 from megatron_ext.schedules.runtime.local_devices import device_of
 from megatron_ext.schedules.runtime.rng import microbatch_rng
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
-from megatron_ext.transport.base import Expected, Key
+from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:
     from megatron_ext.disaggregation.job import Job
@@ -96,10 +97,14 @@ class Row(ABC):
 
     def _parts(self, needs: Transfer) -> list[Expected]:
         dtype = self._call.config.pipeline_dtype
-        return [Expected(self._link.source(needs.peer), Key(*needs.tag), self._shape, dtype)]
+        return [Expected(self._link.source(needs.peer), needs.message, self._shape, dtype)]
 
     def _receive(self, needs: Transfer | None, part: int = 0) -> torch.Tensor | None:
-        return None if needs is None else self._link.recv(needs.peer, Key(*needs.tag, part))
+        return (
+            None
+            if needs is None
+            else self._link.recv(needs.peer, needs.message._replace(part=part))
+        )
 
 
 class ForwardRow(Row):
@@ -107,28 +112,28 @@ class ForwardRow(Row):
 
     def _expected(self) -> list[Expected]:
         later = [op.action.microbatch for op in self._table.operations][self._job.window :]
-        leaves = [
-            Expected(twin, _leave(self._job, microbatch), None, torch.uint8)
+        expected = [
+            Expected(twin, _credit(self._stage, microbatch), None, torch.uint8)
             for microbatch in later
             for twin in self._twins
         ]
-        return super()._expected() + leaves
+        return super()._expected() + expected
 
-    def _wait_for_leave(self, microbatch: int) -> None:
+    def _wait_for_credit(self, microbatch: int) -> None:
         if microbatch >= self._job.window:
             for twin in self._twins:
-                self._link.recv_from(twin, _leave(self._job, microbatch))
+                self._link.recv_from(twin, _credit(self._stage, microbatch))
 
     def _run_all(self) -> None:
         for operation in self._table.operations:
-            self._wait_for_leave(operation.action.microbatch)
+            self._wait_for_credit(operation.action.microbatch)
             given = self._receive(operation.needs)
             with self._saving() as saved, torch.no_grad(), _drawn(operation.action):
                 [made] = self._forward(operation.action, [given])
             if operation.makes is not None:
-                self._link.send(made, operation.makes.peer, Key(*operation.makes.tag))
+                self._link.send(made, operation.makes.peer, operation.makes.message)
             if operation.copies is not None and self._layers is None:
-                self._link.send(made, operation.copies.peer, Key(*operation.copies.tag))
+                self._link.send(made, operation.copies.peer, operation.copies.message)
             elif operation.copies is not None:
                 self._ship(operation.copies, given, saved)
 
@@ -150,10 +155,12 @@ class ForwardRow(Row):
         else:
             dtype, device = self._call.config.pipeline_dtype, device_of(self._call.chunks)
             packed = torch.empty(0, *self._shape, dtype=dtype, device=device)
-        self._link.send(packed, copies.peer, Key(*copies.tag), sequence_dim=1)
+        self._link.send(packed, copies.peer, copies.message, sequence_dim=1)
         if saved.generators:
             states = torch.stack(saved.generators)
-            self._link.send(states, copies.peer, Key(*copies.tag, _GENERATORS), sequence_dim=None)
+            self._link.send(
+                states, copies.peer, copies.message._replace(part=_GENERATORS), sequence_dim=None
+            )
 
 
 class BackwardRow(Row):
@@ -177,19 +184,21 @@ class BackwardRow(Row):
             self._backward(operation)
         elif self._layers is None:
             given = self._receive(operation.needs)
-            self._give_leave(operation.action.microbatch)
+            self._grant_credit(operation.action.microbatch)
             self._forward_again(operation.action, given)
         else:
-            self._give_leave(operation.action.microbatch)
+            self._grant_credit(operation.action.microbatch)
             self._replay(operation)
 
-    def _give_leave(self, microbatch: int) -> None:
+    def _grant_credit(self, microbatch: int) -> None:
         """Let the forward rank of this stage begin a micro-batch, if it has any to compute."""
         later = microbatch + self._job.window
         works = self._layers is not None or not self._is_last_stage
         if works and later < self._call.num_microbatches:
             [twin] = self._twins
-            self._link.wire.isend(torch.empty(0, dtype=torch.uint8), twin, _leave(self._job, later))
+            self._link.wire.isend(
+                torch.empty(0, dtype=torch.uint8), twin, _credit(self._stage, later)
+            )
 
     def _backward(self, operation: Operation) -> None:
         stage, _, microbatch = operation.action
@@ -197,7 +206,7 @@ class BackwardRow(Row):
         [made] = self._compute.backward(stage, microbatch, [gradient], split=False)
         if operation.makes is not None:
             assert made is not None
-            self._link.send(made, operation.makes.peer, Key(*operation.makes.tag))
+            self._link.send(made, operation.makes.peer, operation.makes.message)
 
     def _forward_again(self, action: Action, given: torch.Tensor | None) -> None:
         if given is not None:
@@ -227,13 +236,15 @@ class BackwardRow(Row):
             )
 
     def _parts(self, needs: Transfer) -> list[Expected]:
-        if self._layers is None or needs.tag.kind == "B":
+        if self._layers is None or needs.message.kind == "B":
             return super()._parts(needs)
         source, dtype = self._link.source(needs.peer), self._call.config.pipeline_dtype
         count = bool(self._stage) + max(0, len(self._layers) - (not self._is_last_stage))
-        parts = [Expected(source, Key(*needs.tag), (count, *self._shape), dtype)]
+        parts = [Expected(source, needs.message, (count, *self._shape), dtype)]
         if self._ships_generators():
-            parts.append(Expected(source, Key(*needs.tag, _GENERATORS), None, torch.uint8))
+            parts.append(
+                Expected(source, needs.message._replace(part=_GENERATORS), None, torch.uint8)
+            )
         return parts
 
     def _ships_generators(self) -> bool:
@@ -241,18 +252,8 @@ class BackwardRow(Row):
         return randomness.enabled() and bool(self._layers)
 
 
-class _LeaveKey(Key):
-    """Identity of the message that lets a forward rank begin a micro-batch."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        return f"leave to begin micro-batch {self.microbatch}"
-
-
-def _leave(job: Job, microbatch: int) -> _LeaveKey:
-    # No gradient goes to a forward rank, and there is no such stage.
-    return _LeaveKey("B", job.ranks.pp, microbatch)
+def _credit(stage: int, microbatch: int) -> Message:
+    return Message("C", stage, microbatch)
 
 
 def _drawn(action: Action) -> AbstractContextManager[None]:

@@ -21,7 +21,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import unwrap_model
 
-from megatron_ext.transport.base import Expected, Key
+from megatron_ext.messages import Message
+from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:
     from megatron_ext.disaggregation.job import Job
@@ -34,22 +35,8 @@ _LAYOUT = 1
 """Part of the first message that says how shared buckets are filled."""
 
 
-class _BucketKey(Key):
-    """Identity of a message about weights: the first says whether any follow."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        if self.part == _LAYOUT:
-            return "where weights stand in their buckets"
-        if self.microbatch == 0:
-            return "whether the weights were updated"
-        return f"bucket {self.microbatch - 1} of the weights"
-
-
-def _key(job: Job, number: int, part: int = 0) -> _BucketKey:
-    # No gradient goes to a forward rank, and there is no such stage.
-    return _BucketKey("B", job.ranks.pp, number, part)
+def _message(job: Job, number: int, part: int = 0) -> Message:
+    return Message("W", job.place.pp, number, part)
 
 
 class _Weight(NamedTuple):
@@ -148,24 +135,24 @@ class WeightSender:
         if job.shares_weights:
             layout = bytearray(json.dumps(_layout(chunks)).encode())
             link.begin([], 1)
-            self._isend(torch.frombuffer(layout, dtype=torch.uint8), _key(job, 0, _LAYOUT))
+            self._isend(torch.frombuffer(layout, dtype=torch.uint8), _message(job, 0, _LAYOUT))
 
     def send(self, *, updated: bool) -> None:
         """Send the weights, or that they are what they were."""
         begin_s = time.perf_counter()
         self._link.begin([], 1)
-        self._isend(torch.tensor([updated], dtype=torch.uint8), _key(self._job, 0))
+        self._isend(torch.tensor([updated], dtype=torch.uint8), _message(self._job, 0))
         if updated:
             self._link.begin([], 1)
             flats = self._shares() if self._job.shares_weights else self._whole()
             for number, flat in enumerate(flats, start=1):
-                self._isend(flat.cpu(), _key(self._job, number))
+                self._isend(flat.cpu(), _message(self._job, number))
             self.num_transfers += 1
         self.busy_s += time.perf_counter() - begin_s
 
-    def _isend(self, tensor: torch.Tensor, key: Key) -> None:
+    def _isend(self, tensor: torch.Tensor, message: Message) -> None:
         for target in self._targets:
-            self._link.wire.isend(tensor, target, key)
+            self._link.wire.isend(tensor, target, message)
 
     # Copies in both: the next optimizer step may come before they have left.
 
@@ -206,9 +193,11 @@ class WeightReceiver:
 
     def _filled(self, weights: Sequence[_Weight]) -> list[_Bucket]:
         """Ask backward ranks, whose layouts are the same, how they fill their buckets."""
-        key = _key(self._job, 0, _LAYOUT)
-        self._link.begin([Expected(source, key, None, torch.uint8) for source in self._sources], 1)
-        [told, *_] = [self._link.recv_from(source, key) for source in self._sources]
+        message = _message(self._job, 0, _LAYOUT)
+        self._link.begin(
+            [Expected(source, message, None, torch.uint8) for source in self._sources], 1
+        )
+        [told, *_] = [self._link.recv_from(source, message) for source in self._sources]
         layout: _Layout = json.loads(told.cpu().numpy().tobytes())
         by_name = {weight.name: weight for weight in weights}
         return [[_Placed(by_name[name], start) for name, start in bucket] for bucket in layout]
@@ -216,7 +205,7 @@ class WeightReceiver:
     def receive(self) -> None:
         """Wait for the weights of the next step, if there are new ones, and take them over."""
         self._link.begin([self._expected(rank, 0, torch.uint8) for rank in self._sources], 1)
-        said = [self._link.recv_from(rank, _key(self._job, 0)) for rank in self._sources]
+        said = [self._link.recv_from(rank, _message(self._job, 0)) for rank in self._sources]
         begin_s = time.perf_counter()
         if any(bool(updated) for updated in said):
             self._link.begin(
@@ -228,8 +217,8 @@ class WeightReceiver:
                 len(self._buckets),
             )
             for number, bucket in enumerate(self._buckets, start=1):
-                key = _key(self._job, number)
-                parts = [self._link.recv_from(rank, key) for rank in self._sources]
+                message = _message(self._job, number)
+                parts = [self._link.recv_from(rank, message) for rank in self._sources]
                 _unpack(bucket, self._by_shard(parts))
             self.num_transfers += 1
         self.busy_s += time.perf_counter() - begin_s
@@ -242,7 +231,7 @@ class WeightReceiver:
         return [torch.cat(list(parts[shard::num_shards])) for shard in range(num_shards)]
 
     def _expected(self, twin: int, number: int, dtype: torch.dtype) -> Expected:
-        return Expected(twin, _key(self._job, number), None, dtype)
+        return Expected(twin, _message(self._job, number), None, dtype)
 
 
 @torch.no_grad()

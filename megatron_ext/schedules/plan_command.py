@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ext import files
 from megatron_ext.errors import ScheduleError
+from megatron_ext.files import cannot_write, write_text
 from megatron_ext.schedules import comparison
 from megatron_ext.schedules.drawing import render, svg
 from megatron_ext.schedules.generators.catalog import MAX_PASSES, MAX_RANKS, registered
@@ -222,10 +222,10 @@ def _run_plot(args: argparse.Namespace) -> int:
         return 0
     text = _file_text(timelines, args.output)
     try:
-        files.write_text(args.output, text)
+        write_text(args.output, text)
     except OSError as error:
         remedy = "make room, or give another file with -o"
-        raise ScheduleError(files.cannot_write(args.output, error, remedy)) from error
+        raise ScheduleError(cannot_write(args.output, error, remedy)) from error
     print("\n".join([*map(render.caption, timelines), f"wrote {args.output}"]))
     schedule = timelines[0].schedule
     if args.output.suffix == ".csv" and schedule.placement.twins == 2:

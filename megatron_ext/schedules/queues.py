@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.representation.messages import Tag, Transfer, operations
+from megatron_ext.messages import Message
+from megatron_ext.schedules.representation.messages import Transfer, operations
 from megatron_ext.schedules.search.simulate import simulate
 
 if TYPE_CHECKING:
@@ -43,9 +44,9 @@ class _Moment(NamedTuple):
     """The place of a message in the order of all."""
 
     time: float
-    tag: Tag
+    message: Message
     answers: bool
-    """Twins swap messages of one tag at one time: the leading one's goes first."""
+    """Twins swap messages of one name at one time: the leading one's goes first."""
 
 
 class MessageOrder:
@@ -63,7 +64,7 @@ class MessageOrder:
             for end, operation in zip(ends, self.operations[rank], strict=True):
                 makes = operation.makes
                 if makes is not None and makes.verb == "SEND":
-                    transfer = Transfer("RECV", makes.tag, rank, makes.to_twin)
+                    transfer = Transfer("RECV", makes.message, rank, makes.to_twin)
                     self._arrivals[makes.peer].append((end, transfer))
 
     def posts(self, rank: int, *, leads: bool = True) -> list[Post]:
@@ -79,7 +80,7 @@ class MessageOrder:
             for operation, end in zip(self.operations[rank], self._ends[rank], strict=True)
         ]
         arrivals = sorted(
-            (_Moment(time, transfer.tag, transfer.to_twin and leads), transfer)
+            (_Moment(time, transfer.message, transfer.to_twin and leads), transfer)
             for time, transfer in self._arrivals[rank]
         )
         posts = []
@@ -94,8 +95,8 @@ class MessageOrder:
         """When an action ends and its result leaves."""
         makes = operation.makes
         if makes is None or makes.verb != "SEND":
-            return _Moment(end, Tag("B", -1, -1), False)
-        return _Moment(end, makes.tag, makes.to_twin and not leads)
+            return _Moment(end, Message("B", -1, -1), False)
+        return _Moment(end, makes.message, makes.to_twin and not leads)
 
 
 Place = tuple[int, int]
@@ -107,10 +108,10 @@ class Meeting(NamedTuple):
 
     source: Place
     target: Place
-    tag: Tag
+    message: Message
 
     def __str__(self) -> str:
-        kind, stage, microbatch = self.tag
+        kind, stage, microbatch, _ = self.message
         source, target = self.source[1], self.target[1]
         return f"rank {source} sends what {stage}{kind}{microbatch} on rank {target} needs"
 
@@ -133,17 +134,17 @@ def _program(order: MessageOrder, place: Place) -> list[Meeting]:
     twin, rank = place
     posts = order.posts(rank, leads=twin == 0)[::-1]
     started: list[Meeting] = []
-    coming: set[Tag] = set()
+    coming: set[Message] = set()
 
     def start(index: int, *, taken: bool) -> None:
         while posts and (posts[-1].before, posts[-1].taken) <= (index, taken):
             transfer = posts.pop().transfer
-            coming.add(transfer.tag)
+            coming.add(transfer.message)
             started.append(_meeting(transfer, place))
 
     for index, operation in enumerate(order.operations[rank]):
         start(index, taken=False)
-        if operation.needs is not None and operation.needs.tag not in coming:
+        if operation.needs is not None and operation.needs.message not in coming:
             raise ScheduleError(f"{operation.action} of rank {rank} needs what no receive brings")
         start(index, taken=True)
         if operation.makes is not None and operation.makes.verb == "SEND":
@@ -155,7 +156,7 @@ def _meeting(transfer: Transfer, place: Place) -> Meeting:
     twin, _ = place
     other = (1 - twin if transfer.to_twin else twin, transfer.peer)
     ends = (place, other) if transfer.verb == "SEND" else (other, place)
-    return Meeting(*ends, transfer.tag)
+    return Meeting(*ends, transfer.message)
 
 
 def check_queues(schedule: Schedule) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from megatron_ext.transport.base import Key
+if TYPE_CHECKING:
+    from megatron_ext.messages import Message
 
 __all__ = ["OUTSIDE", "Activity", "made_by"]
 
@@ -45,10 +47,9 @@ class Activity:
         return self.what != OUTSIDE
 
 
-def made_by(key: Key) -> str:
+def made_by(message: Message) -> str:
     """Return the action that makes a message, for example `5B3`, or what else it is."""
-    if type(key) is not Key:
-        return str(key)
-    if key.kind == "C":
-        return f"choice {key.microbatch}"
-    return f"{key.stage + (1 if key.kind == 'B' else -1)}{key.kind}{key.microbatch}"
+    kind, stage, microbatch, _ = message
+    if kind in ("F", "B"):
+        return f"{stage + (1 if kind == 'B' else -1)}{kind}{microbatch}"
+    return str(message)

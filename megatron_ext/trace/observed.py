@@ -16,7 +16,6 @@ from megatron_ext.trace import session
 from megatron_ext.trace.activations import kept_bytes
 from megatron_ext.trace.activity import Activity, made_by
 from megatron_ext.trace.records import ACTION_NAMES
-from megatron_ext.transport.base import Key
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.runtime.compute import StageCompute, Tensors
     from megatron_ext.schedules.runtime.split import Progress
     from megatron_ext.trace.recorder import Recorder
-    from megatron_ext.transport.base import Expected, Stats, Transport
+    from megatron_ext.transport.base import Expected, Key, Stats, Transport
 
 __all__ = ["observed_compute", "observed_transport"]
 
@@ -130,7 +129,7 @@ class _Transport:
         begin = recorder.stamp()
         size = tensor.nbytes
         self.observed.isend(tensor, target, key)
-        name = "send" if type(key) is Key else "weights"
+        name = "send" if key.kind != "W" else "weights"
         recorder.add(name, begin, {"to": target, **_about(key), "bytes": size})
 
     def recv(self, source: int, key: Key, timeout_s: float) -> torch.Tensor:
@@ -145,7 +144,7 @@ class _Transport:
             tensor = self.observed.recv(source, key, timeout_s)
             end = recorder.stamp()
             waited_ns = round(1e9 * (self.observed.stats().waited_s - waited_s))
-            if type(key) is Key:
+            if key.kind != "W":
                 recorder.received(begin, end, waited_ns, source, _about(key), tensor.nbytes)
             else:
                 recorder.add("weights", begin, {"from": source, "bytes": tensor.nbytes}, end)
@@ -205,8 +204,8 @@ class _Transport:
 
 
 def _about(key: Key) -> dict[str, Any]:
-    if type(key) is not Key:
-        return {}  # weights: no message of a stage
+    if key.kind == "W":
+        return {}  # no message of the pipeline
     about: dict[str, Any] = {"for": key.kind, "stage": key.stage, "microbatch": key.microbatch}
     if key.part:
         about["part"] = key.part

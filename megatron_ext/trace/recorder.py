@@ -34,6 +34,9 @@ MAX_KEPT = 20_000
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors that come and go with what else is on the disk; another folder was no mistake."""
 
+_CAUSES = {"D": "leader", "C": "credit"}
+"""By kind of message: the cause of a wait for it, where that is no input."""
+
 _Stamp = Any
 """A moment: nanoseconds on the host, an event on a device."""
 
@@ -208,7 +211,7 @@ class Recorder:
         """
         arrived = begin
         if waited_ns >= WAIT_NS:
-            on = {"cause": "input" if about["for"] != "C" else "leader", "on": source, **about}
+            on = {"cause": _CAUSES.get(about["for"], "input"), "on": source, **about}
             arrived = begin + waited_ns if isinstance(begin, int) else end
             self.add("wait", begin, on, arrived)
         self.add("receive", arrived, {"from": source, **about, "bytes": size_bytes}, end)

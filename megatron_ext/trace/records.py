@@ -65,7 +65,7 @@ class Span(NamedTuple):
     attributes: Mapping[str, Any]
     """Actions: microbatch, model_chunk, stage, pp_rank. `send`: to, and `receive`: from (global
     ranks), for (F: an activation, B: a gradient), stage that needs it, microbatch, bytes. `wait`:
-    cause (input, slot, leader, flush) and, for an input, on (the global rank), for, stage,
+    cause (input, slot, leader, credit, flush) and, for an input, on (the global rank), for, stage,
     microbatch. `wire`, which takes no time: peer (global rank), and wire, which carries its
     messages."""
 

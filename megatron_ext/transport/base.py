@@ -1,6 +1,6 @@
 """What carries tensors between the stages of a pipeline: the interface of all transports.
 
-A message is named by what it is for: kind, stage and micro-batch, so a receiver may take messages
+A message is named by what it is for (`megatron_ext/messages.py`), so a receiver may take messages
 in any order, and a send never waits for the order in which its peer receives. Nothing here knows
 schedules: the executor says at the start of each step what will arrive, and from whom.
 """
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from megatron_ext.messages import Message
 
 if TYPE_CHECKING:
     import torch
@@ -17,23 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Expected", "Key", "Stats", "Transport"]
 
 
-class Key(NamedTuple):
-    """Identity of a tensor that crosses ranks, unique in one step."""
-
-    kind: Literal["F", "B", "C"]
-    """F: an activation. B: the gradient of one. C: a choice of the rank that decides for others."""
-    stage: int
-    """The stage that needs it; 0 for choices."""
-    microbatch: int
-    """Choices: the number of the choice in the step."""
-    part: int = 0
-    """Which of the tensors of one hand-over it is, where stages exchange several."""
-
-    def __str__(self) -> str:
-        if self.kind == "C":
-            return f"choice {self.microbatch} of the rank that decides"
-        what = "the activation" if self.kind == "F" else "the gradient"
-        return f"{what} that stage {self.stage} needs for micro-batch {self.microbatch}"
+Key = Message
 
 
 class Expected(NamedTuple):

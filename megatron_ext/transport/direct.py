@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import torch
 
 from megatron_ext.errors import MessageMismatch, TransportError
+from megatron_ext.messages import HOST_KINDS
 from megatron_ext.transport.dtypes import CODE_OF, DTYPE_OF
 
 if TYPE_CHECKING:
@@ -93,8 +94,8 @@ class _Peer:
 class DirectTransport:
     """Carries tensors of a device to those of other processes of this host.
 
-    Choices (`Key.kind` C) arrive on the host, where they are looked at; all else on the device. All
-    calls come from one thread. All peers are asked by the constructor, which they all have to call.
+    Credits and decisions arrive on the host, which acts on them; all else on the device. All calls
+    come from one thread. All peers are asked by the constructor, which they all have to call.
 
     Args:
         host: Carries what says where tensors are, with slots of `NOTE_BYTES`; closed with this.
@@ -127,18 +128,20 @@ class DirectTransport:
         """Start a step. What arrives through the host says where tensors are."""
         self._host.begin(
             [
-                item if item.key.kind == "C" else item._replace(shape=None, dtype=torch.uint8)
+                item
+                if item.key.kind in HOST_KINDS
+                else item._replace(shape=None, dtype=torch.uint8)
                 for item in expected
             ],
             slots,
         )
         self._expected = {
-            (item.source, item.key): item for item in expected if item.key.kind != "C"
+            (item.source, item.key): item for item in expected if item.key.kind not in HOST_KINDS
         }
 
     def isend(self, tensor: torch.Tensor, target: int, key: Key) -> None:
         """Send a tensor; it is copied when the device has computed it."""
-        if key.kind == "C":
+        if key.kind in HOST_KINDS:
             self._host.isend(tensor, target, key)
             return
         peer, code = self._peers.get(target), CODE_OF.get(tensor.dtype)
@@ -164,7 +167,7 @@ class DirectTransport:
     def recv(self, source: int, key: Key, timeout_s: float) -> torch.Tensor:
         """Return a tensor on the device; what the device does with it waits for the copy."""
         text = self._host.recv(source, key, timeout_s)
-        if key.kind == "C":
+        if key.kind in HOST_KINDS:
             return text
         expected = self._expected.pop((source, key))
         number, shape, dtype, handle = _parsed(text)

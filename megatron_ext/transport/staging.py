@@ -22,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_ext.errors import TransportError, TransportTimeout
+from megatron_ext.messages import HOST_KINDS
 from megatron_ext.transport.dtypes import plain
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def staged(transport: NativeTransport, copies: Copies | None, *, timeout_s: floa
 class StagedTransport:
     """Carries tensors of a device, and of the host as they are.
 
-    Choices (`Key.kind` C) arrive on the host, where they are looked at; all else on the device.
+    Credits and decisions arrive on the host, which acts on them; all else arrives on the device.
 
     Args:
         host: Carries the copies. Its shared memory is pinned here, which is logged.
@@ -102,7 +103,7 @@ class StagedTransport:
             tensor = self._host.recv(source, key, timeout_s)
         except TransportError as error:
             self._raise(error)
-        if key.kind == "C":
+        if key.kind in HOST_KINDS:
             return tensor
         copy, copied = self._copies.to_device(tensor)
         self._releases.after(copied, _nothing, tensor)

@@ -1,41 +1,41 @@
-"""The 64 bits that stand for the key of a message on the native core's wires."""
+"""The encoding of a message's name in the 64 bits that the native core's wires have for it."""
 
 from __future__ import annotations
 
 from megatron_ext.errors import TransportError
-from megatron_ext.transport.base import Key
+from megatron_ext.messages import Message, MessageKind
 
 __all__ = ["NOTE", "NUM_STEPS", "Tags"]
 
-# A tag is, from the highest bit: kind 2, part 3, stage 12, micro-batch 24, step 23.
-_KINDS = {"F": 0, "B": 1, "C": 2}
-_MAX_PARTS, _MAX_STAGES, _MAX_MICROBATCHES = 1 << 3, 1 << 12, 1 << 24
+# A tag is, from the highest bit: kind 3, part 3, stage 11, micro-batch 24, step 23.
+_KINDS: dict[MessageKind, int] = {"F": 0, "B": 1, "C": 2, "D": 3, "W": 4}
+_MAX_PARTS, _MAX_STAGES, _MAX_MICROBATCHES = 1 << 3, 1 << 11, 1 << 24
 
 NUM_STEPS = 1 << 23
 """Steps that tags tell apart; the number of the step is added to a tag."""
 
-NOTE = 3 << 62
-"""Tag of what transports tell each other besides messages: a kind that no key has."""
+NOTE = 7 << 61
+"""Tag of what transports tell each other besides messages: a kind that no message has."""
 
 
-class Tags(dict[Key, int]):
-    """Tags of keys, in step 0. They are computed once: the keys of each step are the same."""
+class Tags(dict[Message, int]):
+    """Tags of messages, in step 0. Each is computed once: every step has the same messages."""
 
-    def __missing__(self, key: Key) -> int:
+    def __missing__(self, message: Message) -> int:
         """Compute a tag.
 
         Raises:
-            TransportError: A number of the key is too large for its bits.
+            TransportError: A number of the message is too large for its bits.
         """
         if (
-            key.stage >= _MAX_STAGES
-            or key.microbatch >= _MAX_MICROBATCHES
-            or key.part >= _MAX_PARTS
+            message.stage >= _MAX_STAGES
+            or message.microbatch >= _MAX_MICROBATCHES
+            or message.part >= _MAX_PARTS
         ):
             raise TransportError(
-                f"{key} has no tag: there are at most {_MAX_STAGES} stages, {_MAX_MICROBATCHES} "
-                f"micro-batches and {_MAX_PARTS} tensors in one hand-over"
+                f"{message} has no tag: there are at most {_MAX_STAGES} stages, "
+                f"{_MAX_MICROBATCHES} micro-batches and {_MAX_PARTS} tensors in one hand-over"
             )
-        high = (_KINDS[key.kind] << 3 | key.part) << 12 | key.stage
-        tag = self[key] = (high << 24 | key.microbatch) << 23
+        high = (_KINDS[message.kind] << 3 | message.part) << 11 | message.stage
+        tag = self[message] = (high << 24 | message.microbatch) << 23
         return tag

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ext import cli
 from megatron_ext.errors import ScheduleError
+from megatron_ext.messages import Message
 from megatron_ext.schedules import Costs, generate, registered, simulate, validate
 from megatron_ext.schedules.drawing import render
 from megatron_ext.schedules.generators import fbd
@@ -18,7 +19,7 @@ from megatron_ext.schedules.generators.catalog import published_bubble, publishe
 from megatron_ext.schedules.representation import json_io
 from megatron_ext.schedules.representation.actions import Action
 from megatron_ext.schedules.representation.memory import slots_needed
-from megatron_ext.schedules.representation.messages import Tag, Transfer, lower, operations
+from megatron_ext.schedules.representation.messages import Transfer, lower, operations
 
 from .strategies import COSTS
 
@@ -60,12 +61,12 @@ def test_the_step_of_twice_the_devices_is_that_of_1f1b() -> None:
 
 def test_what_forward_ranks_send() -> None:
     first, *_ = operations(generate("fbd", 6, 2), 0)
-    assert first.makes == Transfer("SEND", Tag("F", 1, 0), 1)
-    assert first.copies == Transfer("SEND", Tag("F", 1, 0), 4, copy=True)
+    assert first.makes == Transfer("SEND", Message("F", 1, 0), 1)
+    assert first.copies == Transfer("SEND", Message("F", 1, 0), 4, copy=True)
     last, *_ = operations(generate("fbd", 6, 2), 1)
-    assert (last.makes, last.copies) == (None, Transfer("SEND", Tag("F", 2, 0), 3, copy=True))
+    assert (last.makes, last.copies) == (None, Transfer("SEND", Message("F", 2, 0), 3, copy=True))
     ships, *_ = operations(generate("fbd", 6, 2, activations="ship"), 2)
-    assert (ships.makes, ships.copies) == (None, Transfer("SEND", Tag("F", 2, 0), 3, copy=True))
+    assert (ships.makes, ships.copies) == (None, Transfer("SEND", Message("F", 2, 0), 3, copy=True))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -76,9 +77,9 @@ def test_every_message_has_a_slot_and_one_sender(mode: str) -> None:
         for step in program:
             if isinstance(step, Transfer):
                 ends = (rank, step.peer) if step.verb == "SEND" else (step.peer, rank)
-                (sent if step.verb == "SEND" else received).add((*ends, step.tag))
+                (sent if step.verb == "SEND" else received).add((*ends, step.message))
     assert sent == received
-    edges = {(source, target, tag.kind) for source, target, tag in sent}
+    edges = {(source, target, message.kind) for source, target, message in sent}
     assert slots_needed(schedule) == dict.fromkeys(edges, 5)
 
 

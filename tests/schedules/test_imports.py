@@ -1,4 +1,4 @@
-"""Schedules are data: all but the runtime imports the standard library only."""
+"""Schedules are data: all but the runtime imports the standard library, errors and names only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "megatron_ext" / "schedules"
-ALLOWED = re.compile(r"megatron_ext\.((errors|text_file)$|schedules(?!\.runtime))")
+ALLOWED = re.compile(r"megatron_ext\.((errors|files|messages|text_file)$|schedules(?!\.runtime))")
 
 
 def _imported(path: Path) -> Iterator[str]:

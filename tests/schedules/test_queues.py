@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
+from megatron_ext.messages import Message
 from megatron_ext.schedules import Schedule, generate
 from megatron_ext.schedules.queues import (
     Meeting,
@@ -18,7 +19,6 @@ from megatron_ext.schedules.queues import (
     programs,
 )
 from megatron_ext.schedules.representation.forward_only import forward_only
-from megatron_ext.schedules.representation.messages import Tag
 
 from . import reference
 from .strategies import schedules
@@ -80,7 +80,7 @@ def test_a_receive_is_started_for_each_message(schedule: Schedule) -> None:
 def test_receives_stand_between_the_sends_of_1f1b() -> None:
     """In the steady state both neighbours send at one time: one receives first."""
     upper, lower = programs(generate("1f1b", 2, 3)).values()
-    assert [(m.source[1], m.tag.kind + str(m.tag.microbatch)) for m in upper] == [
+    assert [(m.source[1], m.message.kind + str(m.message.microbatch)) for m in upper] == [
         (0, "F0"),
         (0, "F1"),
         (1, "B0"),
@@ -110,11 +110,14 @@ def test_twins_do_not_send_to_each_other_at_once() -> None:
     assert leading == other
     assert leading
     for mine, theirs in zip(leading[::2], leading[1::2], strict=True):
-        assert (mine.tag, mine.source[0], theirs.source[0]) == (theirs.tag, 0, 1)
+        assert (mine.message, mine.source[0], theirs.source[0]) == (theirs.message, 0, 1)
 
 
 def test_ranks_that_wait_for_each_other_are_found() -> None:
-    down, up = Meeting((0, 0), (0, 1), Tag("F", 1, 1)), Meeting((0, 1), (0, 0), Tag("B", 0, 0))
+    down, up = (
+        Meeting((0, 0), (0, 1), Message("F", 1, 1)),
+        Meeting((0, 1), (0, 0), Message("B", 0, 0)),
+    )
     check_meetings("both", {(0, 0): [down, up], (0, 1): [down, up]})
     with pytest.raises(ScheduleError) as raised:
         check_meetings("crossed", {(0, 0): [down, up], (0, 1): [up, down]})

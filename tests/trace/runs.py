@@ -79,8 +79,8 @@ def record(recorder, clock, origin, operation, start, end, costs) -> None:
     stage, kind, microbatch = operation.action
     begin = origin + round(1e9 * start)
     if operation.needs is not None:
-        tag = operation.needs.tag
-        about = {"for": tag.kind, "stage": tag.stage, "microbatch": tag.microbatch}
+        message = operation.needs.message
+        about = {"for": message.kind, "stage": message.stage, "microbatch": message.microbatch}
         before, clock.now_ns = clock.now_ns, begin
         if begin > before:
             on = {"cause": "input", "on": operation.needs.peer, **about}
@@ -90,8 +90,13 @@ def record(recorder, clock, origin, operation, start, end, costs) -> None:
     attributes = {"microbatch": microbatch, "model_chunk": 0, "stage": stage, "pp_rank": stage}
     recorder.add(ACTION_NAMES[kind], begin, attributes)
     if operation.makes is not None and operation.makes.verb == "SEND":
-        tag = operation.makes.tag
-        about = {"for": tag.kind, "stage": tag.stage, "microbatch": tag.microbatch, "bytes": 1024}
+        message = operation.makes.message
+        about = {
+            "for": message.kind,
+            "stage": message.stage,
+            "microbatch": message.microbatch,
+            "bytes": 1024,
+        }
         recorder.add("send", clock.now_ns, {"to": operation.makes.peer, **about})
 
 

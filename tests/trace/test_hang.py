@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from megatron_ext.messages import Message
 from megatron_ext.trace.activity import Activity, made_by
 from megatron_ext.trace.hang import RankState, explain
-from megatron_ext.transport.base import Key
 
 
 def test_the_chain_is_followed_to_the_rank_that_waits_for_nobody() -> None:
@@ -62,9 +62,9 @@ def test_states_travel_as_text() -> None:
 
 
 def test_messages_are_named_by_the_action_that_makes_them() -> None:
-    assert made_by(Key("B", 4, 3)) == "5B3"
-    assert made_by(Key("F", 4, 3)) == "3F3"
-    assert made_by(Key("C", 0, 7)) == "choice 7"
+    assert made_by(Message("B", 4, 3)) == "5B3"
+    assert made_by(Message("F", 4, 3)) == "3F3"
+    assert made_by(Message("D", 0, 7)) == "decision 7 of the leader"
 
 
 def test_activity_outside_of_steps_is_not_watched() -> None:

@@ -1,32 +1,34 @@
 from __future__ import annotations
 
 import itertools
+from typing import get_args
 
 import pytest
 
 from megatron_ext.errors import TransportError
-from megatron_ext.transport.base import Key
-from megatron_ext.transport.tags import NUM_STEPS, Tags
+from megatron_ext.messages import Message, MessageKind
+from megatron_ext.transport.tags import NOTE, NUM_STEPS, Tags
 
 
-def test_each_key_has_a_tag_of_its_own_whatever_the_step() -> None:
+def test_each_message_has_a_tag_of_its_own_whatever_the_step() -> None:
     tags = Tags()
-    keys = [
-        Key(kind, stage, microbatch, part)
+    messages = [
+        Message(kind, stage, microbatch, part)
         for kind, stage, microbatch, part in itertools.product(
-            ("F", "B", "C"), (0, 1, 4095), (0, 1, (1 << 24) - 1), (0, 7)
+            get_args(MessageKind), (0, 1, 2047), (0, 1, (1 << 24) - 1), (0, 7)
         )
     ]
-    assert len({tags[key] for key in keys}) == len(keys)
-    assert all(tags[key] % NUM_STEPS == 0 and tags[key] < 1 << 64 for key in keys)
-    assert all(tags[Key(*key)] == tags[key] for key in keys)
+    assert len({tags[message] for message in messages}) == len(messages)
+    assert NOTE not in tags.values()
+    assert all(tags[message] % NUM_STEPS == 0 and tags[message] < 1 << 64 for message in messages)
+    assert all(tags[Message(*message)] == tags[message] for message in messages)
 
 
 @pytest.mark.parametrize(
-    "key", [Key("F", 4096, 0), Key("B", 0, 1 << 24), Key("B", 0, 0, 8)], ids=str
+    "message", [Message("F", 2048, 0), Message("B", 0, 1 << 24), Message("B", 0, 0, 8)], ids=str
 )
-def test_a_number_that_is_too_large_is_refused(key: Key) -> None:
+def test_a_number_that_is_too_large_is_refused(message: Message) -> None:
     tags = Tags()
-    with pytest.raises(TransportError, match="at most 4096 stages, 16777216 micro-batches and 8"):
-        tags[key]
-    assert key not in tags
+    with pytest.raises(TransportError, match="at most 2048 stages, 16777216 micro-batches and 8"):
+        tags[message]
+    assert message not in tags

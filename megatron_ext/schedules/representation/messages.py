@@ -1,7 +1,7 @@
 """Derives from a table what each rank receives, sends, hands over, reduces and gathers.
 
 Generators place computation only. This pass adds, around each action, the messages that it needs
-and makes. A message has a tag (kind, stage that needs it, micro-batch), so a receiver may take
+and makes. A message has a name (kind, stage that needs it, micro-batch), so a receiver may take
 messages in any order and a send never waits for the order in which its peer receives. Where two
 stages that follow each other share a rank, the tensor is handed over and no message exists.
 
@@ -15,13 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from megatron_ext.messages import Message
 from megatron_ext.schedules.representation.actions import Action, Row, Schedule
 
 __all__ = [
     "Mark",
     "Operation",
     "Step",
-    "Tag",
     "Transfer",
     "lower",
     "operations",
@@ -30,21 +30,11 @@ __all__ = [
 ]
 
 
-class Tag(NamedTuple):
-    """Identity of a tensor that goes from one stage to a neighbouring one, unique in a step."""
-
-    kind: Literal["F", "B"]
-    """F: an activation. B: the gradient of one."""
-    stage: int
-    """The stage that needs it."""
-    microbatch: int
-
-
 class Transfer(NamedTuple):
     """A tensor arrives (RECV), leaves (SEND) or stays on its rank for the next stage (LOCAL)."""
 
     verb: Literal["RECV", "SEND", "LOCAL"]
-    tag: Tag
+    message: Message
     peer: int
     """Rank of the same pipeline that the tensor comes from or goes to."""
     to_twin: bool = False
@@ -54,7 +44,7 @@ class Transfer(NamedTuple):
 
     def __str__(self) -> str:
         """Return the form of torch.distributed.pipelining, where a SEND names the sending stage."""
-        kind, stage, microbatch = self.tag
+        kind, stage, microbatch, _ = self.message
         if self.verb == "SEND":
             stage += -1 if kind == "F" else 1
         return f"{stage}{self.verb}_{kind}{microbatch}"
@@ -148,9 +138,9 @@ def _needs(schedule: Schedule, action: Action) -> list[Step]:
     hop = schedule.placement.hops[min(source, action.stage)]
     if hop == "local":
         return []  # the LOCAL step of the stage that made it is enough
-    tag = Tag("F" if action.kind == "F" else "B", action.stage, action.microbatch)
+    message = Message("F" if action.kind == "F" else "B", action.stage, action.microbatch)
     peer = schedule.placement.rank_for(source, action.kind)
-    return [Transfer("RECV", tag, peer, hop == "twin")]
+    return [Transfer("RECV", message, peer, hop == "twin")]
 
 
 def _needs_again(schedule: Schedule, action: Action) -> list[Step]:
@@ -158,16 +148,16 @@ def _needs_again(schedule: Schedule, action: Action) -> list[Step]:
     source = action.stage - (not schedule.ships_activations)
     if source < 0:
         return []
-    tag = Tag("F", action.stage, action.microbatch)
-    return [Transfer("RECV", tag, schedule.placement.rank_for(source, "F"))]
+    message = Message("F", action.stage, action.microbatch)
+    return [Transfer("RECV", message, schedule.placement.rank_for(source, "F"))]
 
 
 def _copies(schedule: Schedule, action: Action) -> list[Step]:
     target = action.stage + (not schedule.ships_activations)
     if target >= schedule.num_stages:
         return []
-    tag = Tag("F", target, action.microbatch)
-    return [Transfer("SEND", tag, schedule.placement.rank_for(target, "R"), copy=True)]
+    message = Message("F", target, action.microbatch)
+    return [Transfer("SEND", message, schedule.placement.rank_for(target, "R"), copy=True)]
 
 
 def _makes(schedule: Schedule, action: Action) -> list[Step]:
@@ -177,9 +167,9 @@ def _makes(schedule: Schedule, action: Action) -> list[Step]:
     if schedule.disaggregated and action.kind == "F" and not runs_forward(schedule, target):
         return []
     hop = schedule.placement.hops[min(target, action.stage)]
-    tag = Tag("F" if action.kind == "F" else "B", target, action.microbatch)
+    message = Message("F" if action.kind == "F" else "B", target, action.microbatch)
     peer = schedule.placement.rank_for(target, action.kind)
-    return [Transfer("LOCAL" if hop == "local" else "SEND", tag, peer, hop == "twin")]
+    return [Transfer("LOCAL" if hop == "local" else "SEND", message, peer, hop == "twin")]
 
 
 def runs_forward(schedule: Schedule, stage: int) -> bool:

@@ -34,9 +34,9 @@ class Agreement:
 
     @property
     def channels(self) -> list[Channel]:
-        """The queues of choices that this rank has an end of."""
-        sent = [Channel(self.rank, follower, "C") for follower in self.followers]
-        return sent if self.leader == self.rank else [Channel(self.leader, self.rank, "C")]
+        """The queues of decisions that this rank has an end of."""
+        sent = [Channel(self.rank, follower, "D") for follower in self.followers]
+        return sent if self.leader == self.rank else [Channel(self.leader, self.rank, "D")]
 
 
 def agree(*groups: dist.ProcessGroup, others: Iterable[int] = ()) -> Agreement:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megatron_ext.errors import MegatronExtError, TransportError
 
 if TYPE_CHECKING:
+    from megatron_ext.messages import Message
     from megatron_ext.schedules.representation.actions import Action
-    from megatron_ext.schedules.representation.messages import Tag
     from megatron_ext.schedules.runtime.compute import StageCompute, Tensors
     from megatron_ext.schedules.runtime.measured import StepMeasure
     from megatron_ext.schedules.runtime.ordering import Order
@@ -47,7 +47,7 @@ class Executor:
     transport: Transport
     timeout_s: float
     measure: StepMeasure
-    _handed: dict[Tag, Tensors] = field(default_factory=dict, init=False)
+    _handed: dict[Message, Tensors] = field(default_factory=dict, init=False)
     """Tensors between two stages of this rank."""
     _left: dict[int, int] = field(init=False)
     """By stage: actions that were not run yet."""

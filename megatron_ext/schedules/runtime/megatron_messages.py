@@ -27,10 +27,11 @@ from megatron_ext.schedules.runtime.program import Peers
 from megatron_ext.schedules.runtime.tables import Table, make_table
 from megatron_ext.signatures import default_groups
 from megatron_ext.trace.observed import observed_transport
-from megatron_ext.transport.base import Expected, Key
+from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:
     from megatron_ext.config.choice import Choice
+    from megatron_ext.messages import Message
     from megatron_ext.transport.base import Transport
 
 __all__ = ["communicate", "stepwise"]
@@ -128,18 +129,18 @@ class _Step:
     dtype: torch.dtype
     device: torch.device
     forward_only: bool
-    _to_send: dict[str, deque[tuple[int, Key]]] = field(init=False)
-    _to_receive: dict[str, deque[tuple[int, Key]]] = field(init=False)
+    _to_send: dict[str, deque[tuple[int, Message]]] = field(init=False)
+    _to_receive: dict[str, deque[tuple[int, Message]]] = field(init=False)
 
     def __post_init__(self) -> None:
         kinds: tuple[_Direction, ...] = ("F",) if self.forward_only else ("F", "B")
         makes = [op.makes for op in self.table.operations if op.makes is not None]
         sends = [transfer for transfer in makes if transfer.verb == "SEND"]
         named = {
-            "send": [(self.peers.of(t), Key(*t.tag)) for t in sends],
-            "receive": [(self.peers.of(t), Key(*t.tag)) for t in self.table.arrivals],
+            "send": [(self.peers.of(t), t.message) for t in sends],
+            "receive": [(self.peers.of(t), t.message) for t in self.table.arrivals],
         }
-        queues: dict[str, dict[str, deque[tuple[int, Key]]]] = {
+        queues: dict[str, dict[str, deque[tuple[int, Message]]]] = {
             what: {kind: deque(m for m in found if m[1].kind == kind) for kind in kinds}
             for what, found in named.items()
         }
@@ -178,8 +179,8 @@ class _Step:
         self.transport.flush(self.choice.timeout_s)
 
     def _next(
-        self, queues: dict[str, deque[tuple[int, Key]]], kind: str, verb: str
-    ) -> tuple[int, Key]:
+        self, queues: dict[str, deque[tuple[int, Message]]], kind: str, verb: str
+    ) -> tuple[int, Message]:
         if not queues.get(kind):
             raise ScheduleError(
                 f"Megatron's schedule {verb} more tensors than {self.table.schedule.label} has "

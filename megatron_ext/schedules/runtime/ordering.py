@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import TransportTimeout
-from megatron_ext.transport.base import Expected, Key
+from megatron_ext.messages import Message
+from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from megatron_ext.schedules.representation.messages import Tag
     from megatron_ext.schedules.runtime.tables import Table
     from megatron_ext.schedules.search.policies import Policy
     from megatron_ext.transport.base import Transport
@@ -37,7 +37,7 @@ class Order(Protocol):
     def __iter__(self) -> Iterator[int]:
         """Yield positions in the table; each operation is run before the next is asked for."""
 
-    def handed(self, tag: Tag) -> None:
+    def handed(self, message: Message) -> None:
         """Note a tensor that stays on this rank."""
 
 
@@ -55,7 +55,7 @@ class TableOrder:
         """Count."""
         return iter(range(len(self.table.operations)))
 
-    def handed(self, tag: Tag) -> None:
+    def handed(self, message: Message) -> None:
         """Ignore it."""
 
 
@@ -71,7 +71,7 @@ class PolicyOrder:
     followers: Sequence[int]
     """Global ranks that run what is chosen here."""
     timeout_s: float
-    _parts: dict[tuple[str, int, int], int] = field(default_factory=dict, init=False)
+    _parts: dict[Message, int] = field(default_factory=dict, init=False)
     """What of each hand-over has arrived, where it is several tensors."""
     _ran_s: float = field(default=0.0, init=False)
     """Time in the actions of this step so far, as the host sees it."""
@@ -94,7 +94,7 @@ class PolicyOrder:
             position = self.table.positions[progress.row[index]]
             for follower in self.followers:
                 choice = torch.tensor([position], dtype=torch.int32)  # no device is waited for
-                self.transport.isend(choice, follower, Key("C", 0, number))
+                self.transport.isend(choice, follower, Message("D", 0, number))
             begin_s = time.perf_counter()
             yield position
             self._ran_s += time.perf_counter() - begin_s
@@ -103,9 +103,9 @@ class PolicyOrder:
             progress.finished(index)
             number += 1
 
-    def handed(self, tag: Tag) -> None:
+    def handed(self, message: Message) -> None:
         """Make what needs the tensor ready."""
-        self.policy.progress.arrived(*tag)
+        self.policy.progress.arrived(message)
 
     def _choose(self) -> int:
         free_s = time.perf_counter()
@@ -124,16 +124,15 @@ class PolicyOrder:
         units = self.policy.wait()
         return units * self._ran_s / self._ran_units if units and self._ran_units else 0.0
 
-    def _note(self, keys: Sequence[Key]) -> None:
-        for kind, stage, microbatch, _part in keys:
-            assert kind != "C", "nobody decides for this rank"
-            number = self.num_parts[kind]
+    def _note(self, messages: Sequence[Message]) -> None:
+        for part in messages:
+            assert part.kind in ("F", "B"), "nobody decides for this rank"
+            message, number = part._replace(part=0), self.num_parts[part.kind]
             if number > 1:
-                name = kind, stage, microbatch
-                self._parts[name] = self._parts.get(name, 0) + 1
-                if self._parts[name] < number:
+                self._parts[message] = self._parts.get(message, 0) + 1
+                if self._parts[message] < number:
                     continue
-            self.policy.progress.arrived(kind, stage, microbatch)
+            self.policy.progress.arrived(message)
 
     def _missing(self) -> str:
         done = self.policy.progress.done
@@ -141,7 +140,7 @@ class PolicyOrder:
         left = [action for index, action in enumerate(row) if not done[index]]
         head = min(left, key=self.table.positions.__getitem__)
         needs = self.table.operations[self.table.positions[head]].needs
-        what = "" if needs is None else f", which needs {Key(*needs.tag)}"
+        what = "" if needs is None else f", which needs {needs.message}"
         return (
             f"rank {dist.get_rank()} (pipeline rank {self.table.rank}) can run none of its "
             f"{len(left)} actions left in {self.table.schedule.label}: nothing arrived for "
@@ -162,7 +161,7 @@ class LedOrder:
     def expected(self) -> list[Expected]:
         """Return one message for each operation."""
         return [
-            Expected(self.leader, Key("C", 0, number), (1,), torch.int32)
+            Expected(self.leader, Message("D", 0, number), (1,), torch.int32)
             for number in range(len(self.table.operations))
         ]
 
@@ -173,8 +172,8 @@ class LedOrder:
             TransportError: It did not come in time.
         """
         for number in range(len(self.table.operations)):
-            choice = self.transport.recv(self.leader, Key("C", 0, number), self.timeout_s)
+            choice = self.transport.recv(self.leader, Message("D", 0, number), self.timeout_s)
             yield int(choice.item())
 
-    def handed(self, tag: Tag) -> None:
+    def handed(self, message: Message) -> None:
         """Ignore it: only what the leader has counts."""

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_ext.schedules.representation.messages import Operation, Tag, Transfer
-from megatron_ext.transport.base import Expected, Key
+from megatron_ext.messages import Message
+from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_ext.schedules.representation.actions import Action
+    from megatron_ext.schedules.representation.messages import Operation, Transfer
     from megatron_ext.schedules.runtime.tables import Table
 
 __all__ = ["Peers", "Program", "Shapes", "Work", "make_program"]
@@ -49,17 +50,17 @@ class Work(NamedTuple):
     action: Action
     source: int | None
     """Global rank that sends the inputs; None: nobody does."""
-    arriving: tuple[Key, ...]
+    arriving: tuple[Message, ...]
     """The messages from there."""
-    handed: Tag | None
+    handed: Message | None
     """Under which the stage before, on this rank, leaves the inputs, if it does; None for W."""
     num_inputs: int
     """Of an action without inputs: so many None."""
     target: int | None
     """Global rank that the results go to; None: they stay, or there are none."""
-    leaving: tuple[Key, ...]
+    leaving: tuple[Message, ...]
     """The messages to there."""
-    left: Tag | None
+    left: Message | None
     """Under which the results stay for the next stage of this rank."""
 
 
@@ -87,13 +88,13 @@ def make_program(table: Table, peers: Peers, shapes: Shapes, dtype: torch.dtype)
     expected = (
         Expected(
             peers.of(post.transfer),
-            Key(*post.transfer.tag, part),
+            post.transfer.message._replace(part=part),
             shape,
             dtype,
             calls[post.before] + (len(works[post.before].arriving) if post.taken else 0),
         )
         for post in table.order.posts(table.rank, leads=leads)
-        for part, shape in enumerate(shapes[post.transfer.tag.kind])
+        for part, shape in enumerate(shapes[post.transfer.message.kind])
     )
     return Program(works, tuple(expected))
 
@@ -108,21 +109,21 @@ def _work(operation: Operation, peers: Peers, shapes: Shapes) -> Work:
     action, needs, makes = operation.action, operation.needs, operation.makes
     is_forward = action.kind == "F"
     sends = makes is not None and makes.verb == "SEND"
-    tag = Tag("F" if is_forward else "B", action.stage, action.microbatch)
+    message = Message("F" if is_forward else "B", action.stage, action.microbatch)
     # What is sent forward has the shapes of the gradients that come back for it.
     num_sent = len(shapes["B" if is_forward else "F"])
     return Work(
         action=action,
         source=None if needs is None else peers.of(needs),
-        arriving=() if needs is None else _keys(needs.tag, len(shapes[needs.tag.kind])),
-        handed=None if action.kind == "W" or needs is not None else tag,
+        arriving=() if needs is None else _keys(needs.message, len(shapes[needs.message.kind])),
+        handed=None if action.kind == "W" or needs is not None else message,
         # The first stage has data and no input, the last stage a loss and no gradient.
         num_inputs=len(shapes["F"]) if is_forward else 1,
         target=peers.of(makes) if makes is not None and sends else None,
-        leaving=_keys(makes.tag, num_sent) if makes is not None and sends else (),
-        left=makes.tag if makes is not None and not sends else None,
+        leaving=_keys(makes.message, num_sent) if makes is not None and sends else (),
+        left=makes.message if makes is not None and not sends else None,
     )
 
 
-def _keys(tag: Tag, num_parts: int) -> tuple[Key, ...]:
-    return tuple(Key(*tag, part) for part in range(num_parts))
+def _keys(message: Message, num_parts: int) -> tuple[Message, ...]:
+    return tuple(message._replace(part=part) for part in range(num_parts))

@@ -59,7 +59,7 @@ class Table:
     def arrivals(self) -> tuple[Transfer, ...]:
         """The messages that this rank receives, each source's in the order in which it sends."""
         return tuple(
-            Transfer("RECV", makes.tag, rank, makes.to_twin)
+            Transfer("RECV", makes.message, rank, makes.to_twin)
             for rank in range(self.schedule.placement.num_ranks)
             for operation in operations(self.schedule, rank)
             if (makes := operation.makes) is not None

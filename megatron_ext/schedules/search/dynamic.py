@@ -12,11 +12,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
+from megatron_ext.messages import Message
 from megatron_ext.schedules.representation.costs import UNIT, Costs
 from megatron_ext.schedules.search.simulate import Clock, Timeline
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.actions import Action, Kind, Schedule
+    from megatron_ext.messages import MessageKind
+    from megatron_ext.schedules.representation.actions import Action, Schedule
     from megatron_ext.schedules.search.policies import Policy
 
 __all__ = ["simulate_dynamic"]
@@ -29,7 +31,7 @@ class _Event(NamedTuple):
     chooses: bool
     """Whether the rank looks for something to run; else a tensor arrives."""
     rank: int
-    arrival: tuple[Kind, int, int] | None = None
+    arrival: Message | None = None
     """(F or B, stage that needs it, micro-batch)."""
 
 
@@ -69,7 +71,7 @@ class _Run:
         while self._events:
             event = heapq.heappop(self._events)
             if event.arrival is not None:
-                self._policies[event.rank].progress.arrived(*event.arrival)
+                self._policies[event.rank].progress.arrived(event.arrival)
             self._wake(event)
         left = sum(policy.progress.left for policy in self._policies)
         if left:
@@ -107,8 +109,8 @@ class _Run:
 
     def _announce(self, action: Action, arrival: float) -> None:
         """Tell the rank of the next stage when it gets what an action makes."""
-        kind: Kind = "F" if action.kind == "F" else "B"
+        kind: MessageKind = "F" if action.kind == "F" else "B"
         stage = action.stage + (1 if kind == "F" else -1)
         target = self._schedule.placement.rank_of[stage]
-        event = _Event(arrival, False, target, (kind, stage, action.microbatch))
+        event = _Event(arrival, False, target, Message(kind, stage, action.microbatch))
         heapq.heappush(self._events, event)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from megatron_ext.messages import Message
 from megatron_ext.schedules.representation.actions import Action
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class Progress:
         """By position: how many tensors and actions it waits for."""
         self._enables: list[list[int]] = [[] for _ in self.row]
         """By position: what waits for it on this rank."""
-        self._takers: dict[tuple[str, int, int], int] = {}
-        """(F: activation or B: gradient, stage, micro-batch) -> position of what takes it."""
+        self._takers: dict[Message, int] = {}
+        """By message, activation or gradient: the position of what takes it."""
         self._heap_of = [self._heap(action.kind) for action in self.row]
         self._connect(schedule.num_stages - 1)
         for index, missing in enumerate(self._missing):
@@ -58,10 +59,10 @@ class Progress:
             if kind == "W":
                 self._order(position[Action(stage, "I", microbatch)], index)
             elif kind == "F":
-                self._takers["F", stage, microbatch] = index
+                self._takers[Message("F", stage, microbatch)] = index
                 self._missing[index] += stage > 0
             else:
-                self._takers["B", stage, microbatch] = index
+                self._takers[Message("B", stage, microbatch)] = index
                 self._missing[index] += stage < last_stage
                 self._order(position[Action(stage, "F", microbatch)], index)
         for turns in _in_turn(self.row, last_stage):
@@ -72,9 +73,9 @@ class Progress:
         self._enables[before].append(after)
         self._missing[after] += 1
 
-    def arrived(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Note that a stage got its activation (F) or the gradient of its output (B)."""
-        self._supply(self._takers[kind, stage, microbatch])
+    def arrived(self, message: Message) -> None:
+        """Note that a stage got its activation or the gradient of its output, all parts of it."""
+        self._supply(self._takers[message])
 
     def finished(self, index: int) -> None:
         """Note that an action has run, which may make others of this rank ready."""

@@ -57,11 +57,11 @@ def test_messages_match(schedule: Schedule) -> None:
                 continue
             if step.verb == "RECV":
                 assert isinstance(after, Action)
-                assert after[::2] == step.tag[1:]
-                received[step.tag, step.peer, rank, step.to_twin] += 1
+                assert after[::2] == step.message[1:3]
+                received[step.message, step.peer, rank, step.to_twin] += 1
             elif step.verb == "SEND":
                 assert isinstance(before, Action)
-                sent[step.tag, rank, step.peer, step.to_twin] += 1
+                sent[step.message, rank, step.peer, step.to_twin] += 1
             else:
                 assert step.peer == rank
     assert sent == received

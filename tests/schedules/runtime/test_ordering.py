@@ -6,14 +6,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_ext.messages import Message
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.runtime.ordering import PolicyOrder
 from megatron_ext.schedules.runtime.tables import Table
 from megatron_ext.schedules.search.policies import Hint, Patience
-from megatron_ext.transport.base import Key
 
 TIMEOUT_S = 60.0
-FIRST_GRADIENT = Key("B", 0, 0)
+FIRST_GRADIENT = Message("B", 0, 0)
 
 
 class _Wire:
@@ -23,7 +23,7 @@ class _Wire:
         self.is_late = is_late
         self.asked_s: list[float] = []
 
-    def poll(self, timeout_s: float) -> Sequence[Key]:
+    def poll(self, timeout_s: float) -> Sequence[Message]:
         self.asked_s.append(timeout_s)
         return [] if self.is_late or not timeout_s else [FIRST_GRADIENT]
 
