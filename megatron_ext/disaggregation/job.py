@@ -91,12 +91,21 @@ class Job:
         """Return the table of one replica, both roles, for a number of micro-batches."""
         return generate("fbd", 2 * self.ranks.pp, num_microbatches, activations=self.activations)
 
-    def peer(self, position: int, tp: int) -> int:
-        """Return the global rank of a row of the table in this replica, for a tensor rank."""
-        pp = self.ranks.pp
+    def peers(self, position: int) -> list[int]:
+        """Return the global ranks of a row of the table that this process exchanges tensors with.
+
+        One of this replica, or all tensor-parallel ranks that a merged forward rank stands in for.
+        """
+        pp, merged = self.ranks.pp, self.ranks.merged
         role: Role = "forward" if position < pp else "backward"
         stage = position if role == "forward" else 2 * pp - 1 - position
-        return self.ranks.rank(Place(role, self.place.dp, stage, tp))
+        if not merged:
+            shards = [self.place.tp]
+        elif role == "forward" or self.role == "backward":
+            shards = [0 if role == "forward" else self.place.tp]
+        else:
+            shards = list(range(self.ranks.tp))
+        return [self.ranks.rank(Place(role, self.place.dp, stage, tp)) for tp in shards]
 
 
 _current: Job | None = None

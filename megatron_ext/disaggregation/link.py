@@ -1,9 +1,8 @@
-"""Carries tensors between the rows of a disaggregated table.
+"""Connects a process of a disaggregated job with its neighbours of both roles.
 
-One transport connects a process with its neighbours of both roles. Here a neighbour is a row of the
-table; which process that is, and which slice of a tensor it needs where forward ranks stand in for
-tensor-parallel ranks, is worked out in one place. Wires carry what is in the host's memory, so
-roles may compute on different devices.
+The executor sends and receives over its transport, `wire`; new weights and what the roles tell each
+other between steps go over the same. Wires carry what is in the host's memory, so roles may compute
+on different devices.
 """
 
 from __future__ import annotations
@@ -21,14 +20,15 @@ from megatron_ext import devices
 from megatron_ext.disaggregation.ranks import Place
 from megatron_ext.disaggregation.worlds import shared_store
 from megatron_ext.errors import TransportError
-from megatron_ext.trace.observed import observed_transport
+from megatron_ext.trace.session_observer import observed_transport
 from megatron_ext.transport.address import node_address
 from megatron_ext.transport.native_transport import NativeTransport
 from megatron_ext.transport.staging import staged
 
 if TYPE_CHECKING:
     from megatron_ext.disaggregation.job import Job
-    from megatron_ext.transport.base import Expected, Key, Transport
+    from megatron_ext.messages import Message
+    from megatron_ext.transport.base import Expected, Transport
 
 __all__ = ["RoleLink"]
 
@@ -54,64 +54,30 @@ class RoleLink:
         self._device = device
         self.wire: Transport = observed_transport(_open(job, device))
 
-    def source(self, row: int) -> int:
-        """Return the global rank of a row of the table that sends to this process."""
-        return self._job.peer(row, self._shard(row))
-
-    def targets(self, row: int) -> list[int]:
-        """Return the global ranks of a row of the table that this process sends to."""
-        job = self._job
-        fans_out = job.ranks.merged and job.role == "forward" and row >= job.ranks.pp
-        shards = range(job.ranks.tp) if fans_out else [self._shard(row)]
-        return [job.peer(row, shard) for shard in shards]
-
-    def _shard(self, row: int) -> int:
-        merged = self._job.ranks.merged and row < self._job.ranks.pp
-        return 0 if merged else self._job.place.tp
-
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step; sources are global ranks."""
         self.wire.begin(expected, slots)
 
-    def send(
-        self, tensor: torch.Tensor, row: int, key: Key, *, sequence_dim: int | None = 0
-    ) -> None:
-        """Send a tensor to a row of the table; each tensor-parallel rank gets what it needs.
-
-        Args:
-            tensor: Its storage is kept until it has left.
-            row: Of the table.
-            key: What it is.
-            sequence_dim: Which dimension tensor-parallel ranks may share out; None: none.
-        """
-        targets = self.targets(row)
-        parts: Sequence[torch.Tensor] = [tensor] * len(targets)
-        if len(targets) > 1 and self._job.sequence_parallel and sequence_dim is not None:
-            parts = tensor.chunk(len(targets), sequence_dim)
-        for target, part in zip(targets, parts, strict=True):
-            self.wire.isend(part.detach(), target, key)
-
-    def recv(self, row: int, key: Key) -> torch.Tensor:
-        """Return a tensor of a row of the table, on the device of this process."""
-        return self.recv_from(self.source(row), key)
-
-    def recv_from(self, rank: int, key: Key) -> torch.Tensor:
+    def recv_from(self, rank: int, message: Message) -> torch.Tensor:
         """Return a tensor of a global rank, on the device of this process.
 
         Raises:
             TransportError: It did not come in time, or the peer is gone; names both processes.
         """
         try:
-            return self.wire.recv(rank, key, self._job.timeout_s).to(self._device)
+            return self.wire.recv(rank, message, self._job.timeout_s).to(self._device)
         except TransportError as error:
             raise type(error)(
-                f"{_described(self._job, self._job.rank)} waits for "
-                f"{_described(self._job, rank)}: {error}"
+                f"{self.name_of(None)} waits for {self.name_of(rank)}: {error}"
             ) from error
 
-    def flush(self) -> None:
-        """Wait until everything sent has left."""
-        self.wire.flush(self._job.timeout_s)
+    def name_of(self, rank: int | None) -> str:
+        """Return what error messages call a global rank; None: this one."""
+        place = self._job.place if rank is None else self._job.ranks.place(rank)
+        number = self._job.rank if rank is None else rank
+        return (
+            f"{place.role} rank {number} (stage {place.pp}, replica {place.dp}, shard {place.tp})"
+        )
 
     @contextmanager
     def explaining_failures(self) -> Iterator[None]:
@@ -134,11 +100,6 @@ class RoleLink:
     def abort(self, reason: str) -> None:
         """Give the job up, and tell the neighbours why."""
         self.wire.abort(reason)
-
-
-def _described(job: Job, rank: int) -> str:
-    place = job.ranks.place(rank)
-    return f"{place.role} rank {rank} (stage {place.pp}, replica {place.dp}, shard {place.tp})"
 
 
 def _open(job: Job, device: torch.device) -> Transport:

@@ -9,23 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from megatron.core.utils import get_model_config
 
 from megatron_ext.disaggregation.job import Job, current
 from megatron_ext.disaggregation.link import RoleLink
-from megatron_ext.disaggregation.rows import BackwardRow, ForwardRow, Row
+from megatron_ext.disaggregation.role_compute import BackwardCompute, ForwardCompute, RoleEnds
 from megatron_ext.disaggregation.ship import Layers
 from megatron_ext.disaggregation.weights import WeightReceiver, WeightSender
 from megatron_ext.disaggregation.worlds import beat
 from megatron_ext.schedules.representation.validation import validate
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
+from megatron_ext.schedules.runtime.executor import Compute, Executor
 from megatron_ext.schedules.runtime.local_devices import device_of
 from megatron_ext.schedules.runtime.microbatches import MicrobatchData
+from megatron_ext.schedules.runtime.ordering import TableOrder
+from megatron_ext.schedules.runtime.program import make_program
+from megatron_ext.schedules.runtime.sync import GradientSync, NoSync, ParameterSync
 from megatron_ext.schedules.runtime.tables import Table
 from megatron_ext.signatures import default_groups
+from megatron_ext.trace.session_observer import observers
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["forward_backward", "link_of_this_rank", "step_done", "weights_s"]
 
@@ -69,19 +76,18 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
         with runtime.link.explaining_failures():
             return stock(**call)
     config = get_model_config(chunks[0])
-    row = _row(runtime, call, chunks)
     timer = config.timers and config.timers("forward-backward", log_level=1)
     if timer:
         timer.start(barrier=config.barrier_with_L1_time)
     try:
-        compute = row.run()
+        compute = _run(runtime, call, chunks)
     except BaseException as error:
         runtime.link.abort(str(error))
         raise
     if runtime.job.role == "backward" and config.finalize_model_grads_func is not None:
         config.finalize_model_grads_func(
             chunks,
-            _tokens(compute, chunks) if config.calculate_per_token_loss else None,
+            compute.total_tokens() if config.calculate_per_token_loss else None,
             pg_collection=default_groups(),
             force_all_reduce=call.get("force_all_reduce"),
         )
@@ -92,47 +98,59 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     return [report for _, report in sorted(compute.reports.items())]
 
 
-def _row(runtime: _Runtime, call: dict[str, Any], chunks: list[torch.nn.Module]) -> Row:
-    """Return what this process runs in one step."""
+def _run(runtime: _Runtime, call: dict[str, Any], chunks: list[torch.nn.Module]) -> StageCompute:
+    """Run the row of the table that this process has, once."""
     job, config, count = runtime.job, get_model_config(chunks[0]), call["num_microbatches"]
-    groups, iterators = default_groups(), call["data_iterator"]
-    kind = ForwardRow if job.role == "forward" else BackwardRow
-    return kind(
-        job,
-        runtime.link,
-        _table(runtime, count),
-        Call(
-            forward_step_func=call["forward_step_func"],
-            data=[MicrobatchData(i) for i in _as_list(iterators)],
-            chunks=chunks,
-            config=config,
-            num_microbatches=count,
-            cp_group_size=groups.cp.size(),
-            forward_only=job.role == "forward",
-            collect_non_loss_data=bool(call.get("collect_non_loss_data")),
-            first_val_step=call.get("first_val_step"),
-        ),
-        _shape(config, groups, call),
-        runtime.layers,
-        force_all_reduce=bool(call.get("force_all_reduce")),
+    groups = default_groups()
+    table = _table(runtime, count)
+    handed_over = Call(
+        forward_step_func=call["forward_step_func"],
+        data=[MicrobatchData(i) for i in _as_list(call["data_iterator"])],
+        chunks=chunks,
+        config=config,
+        num_microbatches=count,
+        cp_group_size=groups.cp.size(),
+        forward_only=job.role == "forward",
+        collect_non_loss_data=bool(call.get("collect_non_loss_data")),
+        first_val_step=call.get("first_val_step"),
     )
+    compute = StageCompute(handed_over, table)
+    shape, layers = _shape(config, groups, call), runtime.layers
+    ends = RoleEnds(job, shape, config.pipeline_dtype, None if layers is None else len(layers))
+    sync: GradientSync | NoSync = NoSync()
+    parameters: ParameterSync | NoSync = NoSync()
+    role: Compute = ForwardCompute(job, compute, layers)
+    if job.role == "backward":
+        role = BackwardCompute(compute, layers)
+        everything = bool(call.get("force_all_reduce"))
+        sync = GradientSync(config, chunks, table, force_all_reduce=everything)
+        parameters = ParameterSync(config, chunks, table)
+    with sync:
+        Executor(
+            table=table,
+            program=make_program(table, ends),
+            order=TableOrder(table),
+            compute=role,
+            gradients=sync,
+            parameters=parameters,
+            transport=runtime.link.wire,
+            timeout_s=job.timeout_s,
+            name_of=runtime.link.name_of,
+            observers=observers(compute),
+        ).run()
+    return compute
 
 
 def _table(runtime: _Runtime, num_microbatches: int) -> Table:
     """Return the table for a number of micro-batches, validated once."""
     if num_microbatches not in runtime.tables:
-        schedule = runtime.job.schedule(num_microbatches)
+        job = runtime.job
+        schedule = job.schedule(num_microbatches)
         validate(schedule)
-        table = Table(schedule, runtime.job.position, slots=num_microbatches)
+        slots = min(num_microbatches, job.window // 2 + 1)
+        table = Table(schedule, job.position, slots=slots, window=job.window)
         runtime.tables[num_microbatches] = table
     return runtime.tables[num_microbatches]
-
-
-def _tokens(compute: StageCompute, chunks: Sequence[torch.nn.Module]) -> torch.Tensor:
-    """Number of tokens of this rank; those without the last stage have counted none."""
-    device = device_of(chunks)
-    total = torch.zeros((), dtype=torch.int, device=device)
-    return total if compute.num_tokens is None else total + compute.num_tokens
 
 
 def step_done(chunks: Sequence[torch.nn.Module], *, updated: bool) -> None:
@@ -204,7 +222,7 @@ def _as_list(iterators: Any) -> list[Any]:
 
 
 def _shape(config: Any, groups: Any, call: dict[str, Any]) -> tuple[int, ...]:
-    """Shape of what goes from stage to stage: [sequence, micro-batch, hidden]."""
+    """Shape of what goes from stage to stage: `[s, b, h]`."""
     length = call.get("decoder_seq_length") or call["seq_length"]
     divisor = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
     return (length // divisor, call["micro_batch_size"], config.hidden_size)

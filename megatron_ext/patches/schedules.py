@@ -61,7 +61,7 @@ def _begin_iteration(
     return call(*args, **kwargs)
 
 
-def _tell_measured(
+def _log_statistics(
     call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Train, then say how the steps went.
@@ -69,14 +69,14 @@ def _tell_measured(
     Megatron ends the process in there (`--exit-interval`), and so may anybody else, on one rank
     only: on that way out no rank may wait for another.
     """
-    from megatron_ext.schedules.runtime.entry import tell_measured, tell_measured_here
+    from megatron_ext.schedules.runtime.entry import log_own_statistics, log_statistics
 
     try:
         trained = call(*args, **kwargs)
     except SystemExit:
-        tell_measured_here()
+        log_own_statistics()
         raise
-    tell_measured()
+    log_statistics()
     return trained
 
 
@@ -133,7 +133,7 @@ PATCHES = (
     Patch(
         id="schedules.measured",
         target="megatron.training.training:train",
-        fn=_tell_measured,
+        fn=_log_statistics,
         when=_is_chosen,
         feature="schedules",
         reason="says at the end of the training how much of it was idle, and out of the table's "

@@ -1,7 +1,7 @@
 """Patches that tell the recorder and the watchdog what Megatron does, while there are any.
 
 Steps begin where the schedule is called and end after the optimizer. Actions of our own schedules
-tell about themselves (`megatron_ext/trace/observed.py`); those of Megatron's are seen here.
+tell about themselves (`megatron_ext/trace/session_observer.py`); those of Megatron's are seen here.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ def _is_observing() -> bool:
 
 def _sees_megatrons_steps() -> bool:
     from megatron_ext.config import choice
+    from megatron_ext.disaggregation import job as disaggregation
     from megatron_ext.trace import session
 
-    return session.is_observing() and choice.current() is None
+    ours = choice.current() is not None or disaggregation.current() is not None
+    return session.is_observing() and not ours
 
 
 def _in_steps(

@@ -13,8 +13,8 @@ waits.
 
 from megatron_ext.schedules.generators.catalog import generate, register, registered
 from megatron_ext.schedules.representation.actions import Action, Kind, Schedule
+from megatron_ext.schedules.representation.communication import lower
 from megatron_ext.schedules.representation.costs import UNIT, Costs
-from megatron_ext.schedules.representation.messages import lower
 from megatron_ext.schedules.representation.placement import Placement
 from megatron_ext.schedules.representation.validation import Report, validate
 from megatron_ext.schedules.search.simulate import Timeline, simulate

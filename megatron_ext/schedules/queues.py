@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.messages import Message
-from megatron_ext.schedules.representation.messages import Transfer, operations
+from megatron_ext.schedules.representation.communication import Transfer, exchanges
 from megatron_ext.schedules.search.simulate import simulate
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Schedule
-    from megatron_ext.schedules.representation.messages import Operation
+    from megatron_ext.schedules.representation.communication import Exchange
 
 __all__ = ["Meeting", "MessageOrder", "Place", "Post", "check_meetings", "check_queues", "programs"]
 
@@ -56,16 +56,15 @@ class MessageOrder:
         # With plain costs: those of a user may be so far apart that times are equal.
         timeline = simulate(schedule)
         self._starts, self._ends = timeline.starts, timeline.ends
-        self.operations: list[tuple[Operation, ...]] = []
+        self.exchanges: list[tuple[Exchange, ...]] = []
         """By rank."""
         self._arrivals: list[list[tuple[float, Transfer]]] = [[] for _ in schedule.rows]
         for rank, ends in enumerate(self._ends):
-            self.operations.append(operations(schedule, rank))
-            for end, operation in zip(ends, self.operations[rank], strict=True):
-                makes = operation.makes
-                if makes is not None and makes.verb == "SEND":
-                    transfer = Transfer("RECV", makes.message, rank, makes.to_twin)
-                    self._arrivals[makes.peer].append((end, transfer))
+            self.exchanges.append(exchanges(schedule, rank))
+            for end, exchange in zip(ends, self.exchanges[rank], strict=True):
+                for sent in _sent(exchange):
+                    transfer = Transfer("RECV", sent.message, rank, sent.to_twin)
+                    self._arrivals[sent.peer].append((end, transfer))
 
     def posts(self, rank: int, *, leads: bool = True) -> list[Post]:
         """Return the receives of a rank in their order.
@@ -76,8 +75,8 @@ class MessageOrder:
         """
         starts = self._starts[rank]
         left = [
-            self._left(operation, end, leads=leads)
-            for operation, end in zip(self.operations[rank], self._ends[rank], strict=True)
+            self._left(exchange, end, leads=leads)
+            for exchange, end in zip(self.exchanges[rank], self._ends[rank], strict=True)
         ]
         arrivals = sorted(
             (_Moment(time, transfer.message, transfer.to_twin and leads), transfer)
@@ -91,12 +90,15 @@ class MessageOrder:
         return posts
 
     @staticmethod
-    def _left(operation: Operation, end: float, *, leads: bool) -> _Moment:
+    def _left(exchange: Exchange, end: float, *, leads: bool) -> _Moment:
         """When an action ends and its result leaves."""
-        makes = operation.makes
-        if makes is None or makes.verb != "SEND":
-            return _Moment(end, Message("B", -1, -1), False)
-        return _Moment(end, makes.message, makes.to_twin and not leads)
+        for sent in _sent(exchange):
+            return _Moment(end, sent.message, sent.to_twin and not leads)
+        return _Moment(end, Message("B", -1, -1), False)
+
+
+def _sent(exchange: Exchange) -> list[Transfer]:
+    return [transfer for transfer in exchange.outputs if transfer.verb == "SEND"]
 
 
 Place = tuple[int, int]
@@ -142,13 +144,15 @@ def _program(order: MessageOrder, place: Place) -> list[Meeting]:
             coming.add(transfer.message)
             started.append(_meeting(transfer, place))
 
-    for index, operation in enumerate(order.operations[rank]):
+    for index, exchange in enumerate(order.exchanges[rank]):
         start(index, taken=False)
-        if operation.needs is not None and operation.needs.message not in coming:
-            raise ScheduleError(f"{operation.action} of rank {rank} needs what no receive brings")
+        for needed in exchange.inputs:
+            if needed.verb == "RECV" and needed.message not in coming:
+                raise ScheduleError(
+                    f"{exchange.action} of rank {rank} needs what no receive brings"
+                )
         start(index, taken=True)
-        if operation.makes is not None and operation.makes.verb == "SEND":
-            started.append(_meeting(operation.makes, place))
+        started += [_meeting(sent, place) for sent in _sent(exchange)]
     return started
 
 

@@ -30,7 +30,7 @@ from megatron_ext.config import randomness
 from megatron_ext.disaggregation import job as disaggregation
 from megatron_ext.disaggregation.step import step_done
 from megatron_ext.disaggregation.trainer import share_evaluation
-from megatron_ext.schedules.runtime.entry import tell_measured
+from megatron_ext.schedules.runtime.entry import log_statistics
 from megatron_ext.schedules.runtime.folded import share_losses, share_mtp_losses
 from megatron_ext.training.checkpoint import save_checkpoint
 from megatron_ext.training.model import fill
@@ -112,7 +112,7 @@ class Trainer:
         args, iteration = self.args, self.args.iteration
         if args.do_train:
             iteration, finished = self._train(iteration)
-            tell_measured()
+            log_statistics()
             if not finished:
                 return
         for wanted, iterator, what in (

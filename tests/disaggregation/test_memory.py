@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,6 +12,10 @@ from tests.schedules.runtime import capture
 from tests.schedules.runtime.capture import GPT, PP2, PP4
 
 from .test_training import FBD, RECOMPUTE, assert_equal, run_role, together
+
+if TYPE_CHECKING:
+    from megatron_ext.messages import Message
+    from megatron_ext.schedules.representation.actions import Action
 
 MANY = GPT.replace("--global-batch-size 8", "--global-batch-size 40").replace(
     "--train-iters 3", "--train-iters 2"
@@ -23,25 +27,24 @@ def watched(argv: list[str], slow: int) -> tuple[str, Any, tuple[int, int]]:
 
     Backward ranks of stage `slow` take their time.
     """
-    from megatron_ext.disaggregation.link import RoleLink
-    from megatron_ext.disaggregation.rows import BackwardRow
+    from megatron_ext.disaggregation.role_compute import BackwardCompute
+    from megatron_ext.transport.native_transport import NativeTransport
 
     most = [0, 0]
-    send, backward = RoleLink.send, BackwardRow._backward
+    send, run = NativeTransport.isend, BackwardCompute.run
 
-    def sending(self: RoleLink, *args: Any, **kwargs: Any) -> None:
-        send(self, *args, **kwargs)
-        wire: Any = self.wire
-        for peer in wire._endpoint.peers():
+    def sending(self: Any, tensor: Any, target: int, key: Message) -> None:
+        send(self, tensor, target, key)
+        for peer in self._endpoint.peers() if key.kind in ("F", "B") else ():
             most[0] = max(most[0], peer.num_queued)
             most[1] = max(most[1], peer.num_arrived)
 
-    def late(self: BackwardRow, *args: Any) -> None:
-        time.sleep(0.02 if self._stage == slow else 0)
-        backward(self, *args)
+    def late(self: BackwardCompute, action: Action, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.02 if action.stage == slow and action.kind == "B" else 0)
+        return run(self, action, *args, **kwargs)
 
-    setattr(RoleLink, "send", sending)  # noqa: B010
-    setattr(BackwardRow, "_backward", late)  # noqa: B010
+    setattr(NativeTransport, "isend", sending)  # noqa: B010
+    setattr(BackwardCompute, "run", late)  # noqa: B010
     return *run_role(argv), (most[0], most[1])
 
 

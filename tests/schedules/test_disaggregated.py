@@ -18,8 +18,8 @@ from megatron_ext.schedules.generators import fbd
 from megatron_ext.schedules.generators.catalog import published_bubble, published_peak
 from megatron_ext.schedules.representation import json_io
 from megatron_ext.schedules.representation.actions import Action
+from megatron_ext.schedules.representation.communication import Transfer, exchanges, lower
 from megatron_ext.schedules.representation.memory import slots_needed
-from megatron_ext.schedules.representation.messages import Transfer, lower, operations
 
 from .strategies import COSTS
 
@@ -60,13 +60,13 @@ def test_the_step_of_twice_the_devices_is_that_of_1f1b() -> None:
 
 
 def test_what_forward_ranks_send() -> None:
-    first, *_ = operations(generate("fbd", 6, 2), 0)
-    assert first.makes == Transfer("SEND", Message("F", 1, 0), 1)
-    assert first.copies == Transfer("SEND", Message("F", 1, 0), 4, copy=True)
-    last, *_ = operations(generate("fbd", 6, 2), 1)
-    assert (last.makes, last.copies) == (None, Transfer("SEND", Message("F", 2, 0), 3, copy=True))
-    ships, *_ = operations(generate("fbd", 6, 2, activations="ship"), 2)
-    assert (ships.makes, ships.copies) == (None, Transfer("SEND", Message("F", 2, 0), 3, copy=True))
+    first, *_ = exchanges(generate("fbd", 6, 2), 0)
+    to_forward, to_backward = (Transfer("SEND", Message("F", 1, 0), peer) for peer in (1, 4))
+    assert first.outputs == (to_forward, to_backward)
+    last, *_ = exchanges(generate("fbd", 6, 2), 1)
+    assert last.outputs == (Transfer("SEND", Message("F", 2, 0), 3),)
+    ships, *_ = exchanges(generate("fbd", 6, 2, activations="ship"), 2)
+    assert ships.outputs == (Transfer("SEND", Message("F", 2, 0), 3),)
 
 
 @pytest.mark.parametrize("mode", MODES)

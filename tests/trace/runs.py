@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.schedules.representation import json_io
-from megatron_ext.schedules.representation.messages import operations
+from megatron_ext.schedules.representation.communication import exchanges
 from megatron_ext.trace.measured_costs import SCHEDULE_FILE
 from megatron_ext.trace.recorder import HostClock, Recorder
 from megatron_ext.trace.records import ACTION_NAMES, Header, directory_name, file_name
@@ -65,8 +65,8 @@ def write_run(
             origin = 5_000 * MS + number * step_ns + clock_offset_ns(rank)
             clock.now_ns = origin
             recorder.begin_iteration()
-            for operation, (start, end) in zip(operations(table, rank), ends, strict=True):
-                record(recorder, clock, origin, operation, start, end, costs)
+            for exchange, (start, end) in zip(exchanges(table, rank), ends, strict=True):
+                record(recorder, clock, origin, exchange, start, end, costs)
             clock.now_ns = origin + step_ns - MS
             recorder.notes["out_of_order"] = 2
             recorder.end_iteration()
@@ -75,29 +75,25 @@ def write_run(
     return directory
 
 
-def record(recorder, clock, origin, operation, start, end, costs) -> None:
-    stage, kind, microbatch = operation.action
+def record(recorder, clock, origin, exchange, start, end, costs) -> None:
+    stage, kind, microbatch = exchange.action
     begin = origin + round(1e9 * start)
-    if operation.needs is not None:
-        message = operation.needs.message
-        about = {"for": message.kind, "stage": message.stage, "microbatch": message.microbatch}
+    for arriving in exchange.inputs:
+        about = about_message(arriving.message)
         before, clock.now_ns = clock.now_ns, begin
         if begin > before:
-            on = {"cause": "input", "on": operation.needs.peer, **about}
-            recorder.add("wait", before, on)
-        recorder.add("receive", begin, {"from": operation.needs.peer, **about, "bytes": 1024})
+            recorder.add("wait", before, {"cause": "input", "on": arriving.peer, **about})
+        recorder.add("receive", begin, {"from": arriving.peer, **about, "bytes": 1024})
     clock.now_ns = origin + round(1e9 * end)
     attributes = {"microbatch": microbatch, "model_chunk": 0, "stage": stage, "pp_rank": stage}
     recorder.add(ACTION_NAMES[kind], begin, attributes)
-    if operation.makes is not None and operation.makes.verb == "SEND":
-        message = operation.makes.message
-        about = {
-            "for": message.kind,
-            "stage": message.stage,
-            "microbatch": message.microbatch,
-            "bytes": 1024,
-        }
-        recorder.add("send", clock.now_ns, {"to": operation.makes.peer, **about})
+    for leaving in exchange.outputs:
+        about = about_message(leaving.message)
+        recorder.add("send", clock.now_ns, {"to": leaving.peer, **about, "bytes": 1024})
+
+
+def about_message(message) -> dict[str, object]:
+    return {"for": message.kind, "stage": message.stage, "microbatch": message.microbatch}
 
 
 def trace_of(directory: Path, rank: int) -> Path:

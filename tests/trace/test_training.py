@@ -132,7 +132,7 @@ def test_upstreams_script_is_recorded(tmp_path: Path, megatron_lm_path: Path) ->
 
 
 def not_observed() -> list[str]:
-    """Return the classes that the executor drives when nobody observes."""
+    """Return the classes of transport and observers when nobody observes."""
     import torch
 
     from megatron_ext.schedules.runtime import entry
@@ -142,7 +142,8 @@ def not_observed() -> list[str]:
     executor = entry.Executor
 
     def told(**fields: Any) -> Any:
-        found.extend(type(fields[name]).__name__ for name in ("compute", "transport"))
+        listening = [fields["transport"], *fields["observers"]]
+        found.extend(type(each).__name__ for each in listening)
         return executor(**fields)
 
     entry.Executor = told  # this process is a rank and ends
@@ -163,7 +164,7 @@ def not_observed() -> list[str]:
 
 
 def test_without_the_flags_nothing_of_ours_takes_part() -> None:
-    assert run_ranks(2, not_observed) == [["StageCompute", "TorchTransport"]] * 2
+    assert run_ranks(2, not_observed) == [["TorchTransport", "StepMeasure"]] * 2
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.representation.actions import Action, Kind, Schedule
+from megatron_ext.schedules.representation.communication import reduction_order, runs_forward
 from megatron_ext.schedules.representation.marking import marked_row
 from megatron_ext.schedules.representation.memory import (
     Edge,
@@ -20,7 +21,6 @@ from megatron_ext.schedules.representation.memory import (
     measure,
     slots_needed,
 )
-from megatron_ext.schedules.representation.messages import reduction_order, runs_forward
 from megatron_ext.schedules.representation.slots import check_slots
 from megatron_ext.schedules.representation.topological import execution_order
 from megatron_ext.schedules.representation.unfold import literal_rows
@@ -233,7 +233,10 @@ def _check_twins(schedule: Schedule) -> None:
 
     All other data-parallel peers run the very same row, which they make sure of by the digest.
     """
-    orders = [reduction_order(row) for row in literal_rows(schedule)]
+    orders = [
+        [f"the reduction of stage {stage}" for stage in reduction_order(row)]
+        for row in literal_rows(schedule)
+    ]
     last = schedule.pp - 1
     for rank in range(schedule.placement.num_ranks):
         members = {rank: orders[rank], last - rank: orders[last - rank]}

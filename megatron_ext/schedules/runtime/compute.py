@@ -18,11 +18,13 @@ import torch
 from megatron.core.pipeline_parallel import schedules as upstream
 from megatron.core.utils import get_model_type
 
+from megatron_ext.schedules.runtime.local_devices import device_of
 from megatron_ext.schedules.runtime.rng import rng_of_this_step
 from megatron_ext.schedules.runtime.split import SPLIT
 from megatron_ext.signatures import backward_step
 
 if TYPE_CHECKING:
+    from megatron_ext.schedules.representation.actions import Action
     from megatron_ext.schedules.runtime.microbatches import MicrobatchData
     from megatron_ext.schedules.runtime.split import Progress
     from megatron_ext.schedules.runtime.tables import Table
@@ -65,6 +67,8 @@ class StageCompute:
 
     call: Call
     table: Table
+    num_inputs: int = 1
+    """Activations of one hand-over; the first stage gets None for each."""
     reports: dict[int, Any] = field(default_factory=dict)
     """What the loss function reported, by micro-batch; on the rank of the last stage only."""
     _num_tokens: list[torch.Tensor] = field(default_factory=list, init=False)
@@ -73,18 +77,35 @@ class StageCompute:
     _live: dict[tuple[int, int], tuple[Tensors, Tensors]] = field(default_factory=dict, init=False)
     _forwards: int = field(default=0, init=False)
 
+    def run(
+        self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
+    ) -> Tensors:
+        """Run an action as the executor asks for it (`executor.Compute`).
+
+        What arrives of the stage before becomes a leaf, whose gradient goes back there.
+        """
+        stage, kind, microbatch = action
+        if kind == "F":
+            leaves = [t if t is None else t.requires_grad_() for t in inputs]
+            leaves = leaves or [None] * self.num_inputs
+            return self.forward(stage, microbatch, leaves, is_first=is_first)
+        if kind == "W":
+            self.weights(stage, microbatch, progress)
+            return []
+        return self.backward(stage, microbatch, inputs or [None], split=kind == "I")
+
     def forward(self, stage: int, microbatch: int, inputs: Tensors, *, is_first: bool) -> Tensors:
         """Run F.
 
         Args:
-            stage: One of this rank's.
-            microbatch: Which.
-            inputs: Activations of the stage before, leaves that require a gradient; None for the
-                first stage.
+            stage: Global index; one of this rank's.
+            microbatch: 0 to m-1.
+            inputs: Activations of the stage before, `[s, b, h]` each, leaves that require a
+                gradient; None for the first stage.
             is_first: Whether the stage runs for the first time in this step.
 
         Returns:
-            The activations for the next stage, or the loss.
+            The activations for the next stage, `[s, b, h]` each, or the loss, a scalar.
         """
         call, place = self.call, self._stage(stage)
         store: list[Any] = []
@@ -122,8 +143,14 @@ class StageCompute:
         """Sum over the micro-batches, an integer scalar; None before the first."""
         return functools.reduce(operator.add, self._num_tokens) if self._num_tokens else None
 
-    def kept(self, stage: int, microbatch: int) -> tuple[Tensors, Tensors] | None:
-        """Return inputs and outputs that wait for their backward, which would drop them."""
+    def total_tokens(self) -> torch.Tensor:
+        """Return the number of tokens of this rank; those without the last stage count none."""
+        device = device_of(self.call.chunks)
+        total = torch.zeros((), dtype=torch.int, device=device)
+        return total if self.num_tokens is None else total + self.num_tokens
+
+    def saved_tensors(self, stage: int, microbatch: int) -> tuple[Tensors, Tensors] | None:
+        """Return the inputs and outputs that a backward needs, and drops; None if it has run."""
         return self._live.get((stage, microbatch))
 
     def release(self, outputs: Tensors) -> None:
@@ -142,13 +169,13 @@ class StageCompute:
         """Run B, or I with `split`.
 
         Args:
-            stage: One of this rank's.
-            microbatch: Which.
-            gradients: Of the outputs; None for the last stage.
+            stage: Global index; one of this rank's.
+            microbatch: 0 to m-1.
+            gradients: Of the outputs, `[s, b, h]` each; None for the last stage.
             split: Whether the gradients of the weights wait for W.
 
         Returns:
-            The gradients of the inputs; None for the first stage.
+            The gradients of the inputs, `[s, b, h]` each; None for the first stage.
         """
         inputs, outputs = self._live.pop((stage, microbatch))
         with SPLIT.defer(stage, microbatch) if split else _UNCHANGED:
@@ -166,13 +193,13 @@ class StageCompute:
         ]
 
     def weights(self, stage: int, microbatch: int, progress: Progress | None) -> None:
-        """Run W, and tell after each weight how far it is."""
+        """Run W; call `progress` after each weight."""
         SPLIT.run(stage, microbatch, progress)
 
     def unfinished(self) -> list[str]:
-        """Return what a complete step must not leave behind, for an error message."""
-        left = [f"{stage}B{microbatch}" for stage, microbatch in self._live]
-        return left + [f"{stage}W{microbatch}" for stage, microbatch in SPLIT.pending()]
+        """Return the actions that what this step kept still waits for."""
+        backwards = [f"{stage}B{microbatch}" for stage, microbatch in self._live]
+        return backwards + [f"{stage}W{microbatch}" for stage, microbatch in SPLIT.pending()]
 
     def _stage(self, stage: int) -> _Stage:
         found = self._stages.get(stage)

@@ -29,25 +29,32 @@ from megatron_ext.schedules.runtime.local_devices import device_of
 from megatron_ext.schedules.runtime.measured import Measured, StepMeasure, in_words
 from megatron_ext.schedules.runtime.microbatches import MicrobatchData, TwinExchange
 from megatron_ext.schedules.runtime.ordering import LedOrder, Order, PolicyOrder, TableOrder
-from megatron_ext.schedules.runtime.program import Peers, Program, Shapes, make_program
+from megatron_ext.schedules.runtime.program import (
+    Peers,
+    PipelineEnds,
+    Program,
+    Shapes,
+    make_program,
+)
 from megatron_ext.schedules.runtime.split import SPLIT
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.runtime.tables import Table, check_agreement, make_table
 from megatron_ext.signatures import default_groups, is_multi_module
-from megatron_ext.trace.observed import observed_compute, observed_transport
+from megatron_ext.trace.session_observer import observed_transport, observers
 from megatron_ext.transport.pairs import groups_of_pairs
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megatron_ext.schedules.representation.placement import Placement
+    from megatron_ext.schedules.runtime.observer import Observer
     from megatron_ext.transport.base import Transport
 
 __all__ = [
     "forward_backward",
+    "log_own_statistics",
+    "log_statistics",
     "refuse_modules",
-    "tell_measured",
-    "tell_measured_here",
     "totals",
 ]
 
@@ -108,12 +115,12 @@ def forward_backward(
         first_val_step=first_val_step,
     )
     finalizes = config.finalize_model_grads_func is not None and not forward_only
-    with _timed(config), _aside(config, forward_only):
+    with _timed(config), grad_and_param_sync_disabled(config, forward_only):
         compute = runtime.run(table, call, shapes, force_all_reduce=bool(force_all_reduce))
         if finalizes:
             config.finalize_model_grads_func(
                 chunks,
-                _tokens(compute, runtime.device) if config.calculate_per_token_loss else None,
+                compute.total_tokens() if config.calculate_per_token_loss else None,
                 pg_collection=groups,
                 force_all_reduce=force_all_reduce,
             )
@@ -131,12 +138,6 @@ def refuse_modules(groups: Any) -> None:
             "schedule_pg_collection of several modules (MIMO): a schedule of ours is for one "
             "pipeline; leave --pipeline-schedule out, Megatron's own schedule takes them"
         )
-
-
-def _tokens(compute: StageCompute, device: torch.device) -> torch.Tensor:
-    """Number of tokens of this rank; those without the last stage have counted none."""
-    total = torch.zeros((), dtype=torch.int, device=device)
-    return total if compute.num_tokens is None else total + compute.num_tokens
 
 
 @dataclass
@@ -184,20 +185,24 @@ class _Runtime:
         stages = table.schedule.placement.stages_of[table.rank]
         for stage, chunk in zip(stages, call.chunks, strict=True):
             SPLIT.register_modules(stage, chunk)
-        compute = StageCompute(call, table)
+        compute = StageCompute(call, table, num_inputs=len(shapes["F"]))
         # What evaluation does is no part of the measurement.
         measured = Measured() if call.forward_only else self.measured
         gradients = GradientSync(call.config, call.chunks, table, force_all_reduce=force_all_reduce)
+        listening: list[Observer] = [StepMeasure(table, measured)]
+        if not call.forward_only:
+            listening += observers(compute)
         executor = Executor(
             table=table,
             program=self._program(table, shapes, call.config.pipeline_dtype),
             order=self._order(table, call, shapes),
-            compute=observed_compute(compute),
+            compute=compute,
             gradients=gradients,
             parameters=ParameterSync(call.config, call.chunks, table),
             transport=self.transport,
             timeout_s=self.choice.timeout_s,
-            measure=StepMeasure(table, measured),
+            name_of=self._name_of,
+            observers=listening,
         )
         try:
             with gradients:
@@ -206,14 +211,19 @@ class _Runtime:
             SPLIT.clear()
             self.transport.abort(str(error))
             raise
-        measured.steps += 1
         return compute
+
+    def _name_of(self, rank: int | None) -> str:
+        """Return what error messages call a global rank; None: this one."""
+        if rank is None:
+            return f"rank {dist.get_rank()} (pipeline rank {self.groups.pp.rank()})"
+        return f"rank {rank}"
 
     def _program(self, table: Table, shapes: Shapes, dtype: torch.dtype) -> Program:
         """Return what is known of a step before it; shapes may change from step to step."""
         _, known, program = self._programs.get(id(table), (table, None, None))
         if program is None or known != shapes:
-            program = make_program(table, self.peers, shapes, dtype)
+            program = make_program(table, PipelineEnds(self.peers, shapes, dtype, table.rank))
             self._programs[id(table)] = table, shapes, program
         return program
 
@@ -245,7 +255,7 @@ def totals() -> tuple[Measured, int]:
     return together, sum(runtime.transport.stats().bytes for runtime in _runtimes.values())
 
 
-def tell_measured() -> None:
+def log_statistics() -> None:
     """Log what the training steps of all ranks did. Collective over all ranks of the job."""
     for runtime in _runtimes.values():
         everybody: list[Measured] = [Measured() for _ in range(dist.get_world_size())]
@@ -256,7 +266,7 @@ def tell_measured() -> None:
         _log(runtime, together, "")
 
 
-def tell_measured_here() -> None:
+def log_own_statistics() -> None:
     """Log on rank 0 what its own steps did. Waits for nobody: for ranks that may leave alone."""
     for runtime in _runtimes.values():
         _log(runtime, runtime.measured, " on this rank")
@@ -364,7 +374,7 @@ def _shapes(
     micro_batch_size: int,
     adjust: Callable[..., Any] | None,
 ) -> Shapes:
-    """Shapes of activations and gradients: [sequence, micro-batch, hidden]."""
+    """Shapes of activations and gradients: `[s, b, h]`."""
     divisor = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
     received: Any = [(length // divisor, micro_batch_size, config.hidden_size)]
     sent = list(received)
@@ -387,7 +397,7 @@ def _timed(config: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _aside(config: Any, forward_only: bool) -> Iterator[None]:
+def grad_and_param_sync_disabled(config: Any, forward_only: bool) -> Iterator[None]:
     """Evaluation neither reduces gradients nor gathers parameters."""
     if not forward_only:
         yield

@@ -1,144 +1,213 @@
-"""Runs the operations of one rank: takes inputs, computes, hands results on.
+"""Runs the actions of one rank: takes inputs, computes, hands results on.
 
-The executor knows no particular schedule and no policy. An `Order` says which operation is next;
-where an input has not arrived yet it sleeps in the transport. Tensors between two stages of one
-rank never leave it.
+The executor knows no particular schedule and no policy. An `Order` says which action is next; where
+an input has not arrived yet it sleeps in the transport. Tensors between two stages of one rank stay
+there.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-import torch.distributed as dist
+import torch
 
 from megatron_ext.errors import MegatronExtError, TransportError
+from megatron_ext.schedules.runtime.observer import Executed
 
 if TYPE_CHECKING:
     from megatron_ext.messages import Message
     from megatron_ext.schedules.representation.actions import Action
-    from megatron_ext.schedules.runtime.compute import StageCompute, Tensors
-    from megatron_ext.schedules.runtime.measured import StepMeasure
+    from megatron_ext.schedules.representation.communication import Exchange, Transfer
+    from megatron_ext.schedules.runtime.compute import Tensors
+    from megatron_ext.schedules.runtime.observer import Observer
     from megatron_ext.schedules.runtime.ordering import Order
-    from megatron_ext.schedules.runtime.program import Program, Work
-    from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
+    from megatron_ext.schedules.runtime.program import Program
+    from megatron_ext.schedules.runtime.split import Progress
     from megatron_ext.schedules.runtime.tables import Table
     from megatron_ext.transport.base import Transport
 
-__all__ = ["Executor"]
+__all__ = ["Compute", "Executor", "Gradients", "Parameters"]
+
+
+class Compute(Protocol):
+    """Computes the actions of one step, on the stages of this rank."""
+
+    def run(
+        self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
+    ) -> Tensors:
+        """Run one action.
+
+        Args:
+            action: Which.
+            inputs: What its inputs of the table brought, `[s, b, h]` each; empty where there are
+                none.
+            is_first: Whether no action of the stage ran before in this step.
+            progress: For the last W of a stage: called after each weight with what remains.
+
+        Returns:
+            What its outputs of the table take, in their order.
+        """
+
+    def saved_tensors(self, stage: int, microbatch: int) -> object:
+        """Return what is kept for the backward of a micro-batch, which drops it; None: nothing."""
+
+    def release(self, outputs: Tensors) -> None:
+        """Free the data of a forward's outputs, which have left or were handed over."""
+
+    def unfinished(self) -> list[str]:
+        """Return actions that a complete step would have run."""
+
+
+class Gradients(Protocol):
+    """Starts the reductions of gradients over the data-parallel ranks."""
+
+    def around(self, action: Action, *, is_last: bool) -> AbstractContextManager[None]:
+        """Return what an action runs in; `is_last`: it completes the gradients of its stage."""
+
+    def progress(self, stage: int) -> Progress | None:
+        """Return what the stage's last W calls after each weight, or None."""
+
+    def after(self, stage: int) -> None:
+        """Note that all actions of a stage have run."""
+
+
+class Parameters(Protocol):
+    """Starts the gathers of updated parameters."""
+
+    def before(self, stage: int) -> None:
+        """Note that the first action of a stage is about to run."""
 
 
 @dataclass
 class Executor:
-    """One step of one rank.
-
-    What others wait for comes first: results leave as soon as they exist, and all that can be done
-    afterwards, such as counting, is.
-    """
+    """One step of one rank."""
 
     table: Table
     program: Program
     """Of this table."""
     order: Order
-    compute: StageCompute
-    gradients: GradientSync
-    parameters: ParameterSync
+    compute: Compute
+    gradients: Gradients
+    parameters: Parameters
     transport: Transport
     timeout_s: float
-    measure: StepMeasure
+    name_of: Callable[[int | None], str]
+    """Gives the name of a global rank for error messages; None: of this one."""
+    observers: Sequence[Observer] = ()
     _handed: dict[Message, Tensors] = field(default_factory=dict, init=False)
     """Tensors between two stages of this rank."""
-    _left: dict[int, int] = field(init=False)
-    """By stage: actions that were not run yet."""
-    _ran: list[tuple[int, Action, float]] = field(default_factory=list, init=False)
-    """Position, action and seconds of what was run."""
+    _remaining: dict[int, int] = field(init=False)
+    """By stage: number of actions that have not run yet."""
+    _executed: list[Executed] = field(default_factory=list, init=False)
 
     def run(self) -> None:
-        """Run every operation of the table, in the order of `order`.
+        """Run every action of the table, in the order of `order`.
 
         Raises:
             TransportError: An input did not come in time; names the action that waits for it.
+            MegatronExtError: The order ended, and something was not executed.
         """
         begin_s = time.perf_counter()
-        self._left = dict(self.table.actions_by_stage)
+        self._remaining = dict(self.table.actions_by_stage)
         self.transport.begin([*self.order.expected(), *self.program.expected], self.table.slots)
-        works = self.program.works
+        exchanges = self.program.exchanges
         for position in self.order:
-            self._run(position, works[position])
+            self._run(position, exchanges[position])
         self.transport.flush(self.timeout_s)
-        self.measure.into.wall_s += time.perf_counter() - begin_s
-        for ran in self._ran:
-            self.measure.ran(*ran)
-        left = [*self.compute.unfinished(), *map(str, self._handed)]
-        if left:
-            raise MegatronExtError(f"{self.table.schedule.label} ended with {left[0]} to be done")
+        wall_s = time.perf_counter() - begin_s
+        self._check_complete()
+        for observer in self.observers:
+            observer.end_step(self._executed, wall_s)
 
-    def _run(self, position: int, work: Work) -> None:
-        action = work.action
+    def _run(self, position: int, exchange: Exchange) -> None:
+        action = exchange.action
         stage = action.stage
-        left = self._left[stage]
-        is_first, is_last = left == self.table.actions_by_stage[stage], left == 1
+        remaining = self._remaining[stage]
+        is_first, is_last = remaining == self.table.actions_by_stage[stage], remaining == 1
         if is_first:
             self.parameters.before(stage)
-        inputs = self._inputs(work)
-        spent = self.compute.kept(stage, action.microbatch)
+        for credit in exchange.awaits:
+            self._receive(exchange, credit)
+        inputs = self._inputs(exchange)
+        for credit in exchange.grants:
+            self.transport.isend(torch.empty(0, dtype=torch.uint8), credit.peer, credit.message)
+        saved = self.compute.saved_tensors(stage, action.microbatch)
+        progress = self.gradients.progress(stage) if is_last and action.kind == "W" else None
+        for observer in self.observers:
+            observer.begin_action(action)
         begin_s = time.perf_counter()
         with self.gradients.around(action, is_last=is_last):
-            outputs = self._compute(action, inputs, is_first=is_first, is_last=is_last)
+            outputs = self.compute.run(action, inputs, is_first=is_first, progress=progress)
         end_s = time.perf_counter()
-        self._deliver(work, outputs)
-        del spent  # not before: to free the graph of a backward takes about as long as to send
-        self._left[stage] = left - 1
-        self._ran.append((position, action, end_s - begin_s))
+        for observer in self.observers:
+            observer.end_action(position, action)
+        self._deliver(exchange, outputs)
+        # Send results before bookkeeping: to free the graph of a backward takes as long as to send.
+        del saved
+        self._remaining[stage] = remaining - 1
+        self._executed.append(Executed(position, action, end_s - begin_s))
         if is_last:
             self.gradients.after(stage)
 
-    def _inputs(self, work: Work) -> Tensors:
-        if work.source is not None:
-            return self._receive(work, work.source)
-        if work.handed is None:
-            return []
-        return self._handed.pop(work.handed, None) or [None] * work.num_inputs
+    def _inputs(self, exchange: Exchange) -> Tensors:
+        inputs = exchange.inputs
+        if inputs and inputs[0].verb == "LOCAL":
+            return self._take(exchange.action, inputs[0].message)
+        return [self._receive(exchange, transfer) for transfer in inputs]
 
-    def _receive(self, work: Work, source: int) -> Tensors:
+    def _take(self, action: Action, message: Message) -> Tensors:
+        tensors = self._handed.pop(message, None)
+        if tensors is None:
+            raise MegatronExtError(f"{action} cannot run before {message} was handed over")
+        return tensors
+
+    def _receive(self, exchange: Exchange, transfer: Transfer) -> torch.Tensor:
         try:
-            tensors = [self.transport.recv(source, key, self.timeout_s) for key in work.arriving]
+            return self.transport.recv(transfer.peer, transfer.message, self.timeout_s)
         except TransportError as error:
+            exchanges = self.program.exchanges
             raise type(error)(
-                f"rank {dist.get_rank()} (pipeline rank {self.table.rank}) cannot run "
-                f"{work.action}, action {self.program.works.index(work)} of its "
-                f"{len(self.program.works)} in {self.table.schedule.label}: {error}"
+                f"{self.name_of(None)} cannot run {exchange.action}, action "
+                f"{exchanges.index(exchange)} of its {len(exchanges)} in "
+                f"{self.table.schedule.label}, and waits for {self.name_of(transfer.peer)}: {error}"
             ) from error
-        if work.action.kind == "F":
-            return [tensor.requires_grad_() for tensor in tensors]
-        return [*tensors]
 
-    def _compute(
-        self, action: Action, inputs: Tensors, *, is_first: bool, is_last: bool
-    ) -> Tensors:
-        stage, kind, microbatch = action
-        if kind == "F":
-            return self.compute.forward(stage, microbatch, inputs, is_first=is_first)
-        if kind == "W":
-            progress = self.gradients.progress(stage) if is_last else None
-            self.compute.weights(stage, microbatch, progress)
-            return []
-        return self.compute.backward(stage, microbatch, inputs, split=kind == "I")
-
-    def _deliver(self, work: Work, tensors: Tensors) -> None:
-        if work.target is not None:
-            for tensor, key in zip(tensors, work.leaving, strict=True):
-                assert tensor is not None
-                self.transport.isend(tensor, work.target, key)
-        elif work.left is not None:
-            # A leaf of its own, so that its gradient is what the stage before gets back.
-            leaf = work.left.kind == "F"
-            self._handed[work.left] = [
-                t.detach().requires_grad_() if leaf and t is not None else t for t in tensors
-            ]
-            self.order.handed(work.left)
-        else:
+    def _deliver(self, exchange: Exchange, tensors: Tensors) -> None:
+        outputs = exchange.outputs
+        if not outputs:
             return
-        if work.action.kind == "F":
+        if outputs[0].verb == "LOCAL":
+            self._hand_over(outputs[0].message, tensors)
+        else:
+            for transfer, tensor in zip(outputs, tensors, strict=True):
+                assert tensor is not None
+                self.transport.isend(tensor, transfer.peer, transfer.message)
+        if exchange.action.kind == "F":
             self.compute.release(tensors)
+
+    def _hand_over(self, message: Message, tensors: Tensors) -> None:
+        """Keep tensors for the next stage of this rank.
+
+        An activation is cut off its graph, so that its gradient is what the stage before gets back.
+        """
+        if message.kind == "F":
+            tensors = [tensor if tensor is None else tensor.detach() for tensor in tensors]
+        self._handed[message] = tensors
+        self.order.handed(message)
+
+    def _check_complete(self) -> None:
+        executed = {position for position, _, _ in self._executed}
+        row = self.table.schedule.rows[self.table.rank]
+        leftovers = [
+            *(str(action) for index, action in enumerate(row) if index not in executed),
+            *self.compute.unfinished(),
+            *(f"what takes {message}" for message in self._handed),
+        ]
+        if leftovers:
+            raise MegatronExtError(
+                f"{self.table.schedule.label}: {leftovers[0]} was never executed"
+            )

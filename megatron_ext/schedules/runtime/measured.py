@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from megatron_ext.schedules.runtime.observer import Executed, Observer
 
 if TYPE_CHECKING:
     from megatron_ext.config.choice import Choice
@@ -12,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Measured", "StepMeasure", "in_words"]
 
-_CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
+_CHANGE = {"F": 1, "R": 1, "B": -1, "I": 0, "W": -1}
 """What an action does to the activations of its rank, in stages: they live until B or W ends."""
 
 
@@ -42,8 +45,8 @@ class Measured:
 
 
 @dataclass
-class StepMeasure:
-    """Follows one step of one rank."""
+class StepMeasure(Observer):
+    """Counts one step of one rank in, when it is over."""
 
     table: Table
     into: Measured
@@ -53,10 +56,17 @@ class StepMeasure:
 
     def __post_init__(self) -> None:
         """Start with nothing done."""
-        self._done = bytearray(len(self.table.operations))
+        self._done = bytearray(len(self.table.exchanges))
 
-    def ran(self, position: int, action: Action, duration_s: float) -> None:
-        """Count an action that has been run."""
+    def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
+        """Count a step."""
+        self.into.steps += 1
+        self.into.wall_s += wall_s
+        for position, action, duration_s in executed:
+            self.count(position, action, duration_s)
+
+    def count(self, position: int, action: Action, duration_s: float) -> None:
+        """Count an action that has run."""
         into = self.into
         into.actions += 1
         into.out_of_order += position != self._head

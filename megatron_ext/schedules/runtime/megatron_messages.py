@@ -26,7 +26,7 @@ from megatron_ext.schedules.runtime.local_devices import device_of
 from megatron_ext.schedules.runtime.program import Peers
 from megatron_ext.schedules.runtime.tables import Table, make_table
 from megatron_ext.signatures import default_groups
-from megatron_ext.trace.observed import observed_transport
+from megatron_ext.trace.session_observer import observed_transport
 from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:
@@ -134,8 +134,8 @@ class _Step:
 
     def __post_init__(self) -> None:
         kinds: tuple[_Direction, ...] = ("F",) if self.forward_only else ("F", "B")
-        makes = [op.makes for op in self.table.operations if op.makes is not None]
-        sends = [transfer for transfer in makes if transfer.verb == "SEND"]
+        made = [transfer for exchange in self.table.exchanges for transfer in exchange.outputs]
+        sends = [transfer for transfer in made if transfer.verb == "SEND"]
         named = {
             "send": [(self.peers.of(t), t.message) for t in sends],
             "receive": [(self.peers.of(t), t.message) for t in self.table.arrivals],

@@ -1,7 +1,7 @@
-"""Where the order of a rank's operations comes from: its table, a policy, or the rank that decides.
+"""Where the order of a rank's actions comes from: its table, a policy, or the leader.
 
 The executor asks for one position of the table after the other; when it asks for the next, the
-operation before is complete.
+action before is complete.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["LedOrder", "Order", "PolicyOrder", "TableOrder"]
 
 
 class Order(Protocol):
-    """The order in which one rank runs the operations of its table, for one step."""
+    """The order in which one rank runs the actions of its table, for one step."""
 
     def expected(self) -> list[Expected]:
-        """Return the messages that it needs, on top of those of the operations."""
+        """Return the messages that it needs, on top of those of the actions."""
 
     def __iter__(self) -> Iterator[int]:
-        """Yield positions in the table; each operation is run before the next is asked for."""
+        """Yield positions in the table; each action is run before the next is asked for."""
 
     def handed(self, message: Message) -> None:
         """Note a tensor that stays on this rank."""
@@ -53,7 +53,7 @@ class TableOrder:
 
     def __iter__(self) -> Iterator[int]:
         """Count."""
-        return iter(range(len(self.table.operations)))
+        return iter(range(len(self.table.exchanges)))
 
     def handed(self, message: Message) -> None:
         """Ignore it."""
@@ -61,7 +61,7 @@ class TableOrder:
 
 @dataclass
 class PolicyOrder:
-    """What a policy chooses of the operations whose inputs are here; sleeps while there is none."""
+    """What a policy chooses of the actions whose inputs are here; sleeps while there is none."""
 
     policy: Policy
     table: Table
@@ -79,7 +79,7 @@ class PolicyOrder:
     """The same by the costs of the table, where the policy has patience."""
 
     def expected(self) -> list[Expected]:
-        """Return nothing: who decides is told by nobody."""
+        """Return nothing: the leader receives no decisions."""
         return []
 
     def __iter__(self) -> Iterator[int]:
@@ -126,7 +126,7 @@ class PolicyOrder:
 
     def _note(self, messages: Sequence[Message]) -> None:
         for part in messages:
-            assert part.kind in ("F", "B"), "nobody decides for this rank"
+            assert part.kind in ("F", "B"), "a leader receives no decisions"
             message, number = part._replace(part=0), self.num_parts[part.kind]
             if number > 1:
                 self._parts[message] = self._parts.get(message, 0) + 1
@@ -137,20 +137,20 @@ class PolicyOrder:
     def _missing(self) -> str:
         done = self.policy.progress.done
         row = self.policy.progress.row
-        left = [action for index, action in enumerate(row) if not done[index]]
-        head = min(left, key=self.table.positions.__getitem__)
-        needs = self.table.operations[self.table.positions[head]].needs
-        what = "" if needs is None else f", which needs {needs.message}"
+        remaining = [action for index, action in enumerate(row) if not done[index]]
+        head = min(remaining, key=self.table.positions.__getitem__)
+        needs = self.table.exchanges[self.table.positions[head]].inputs
+        what = f", which needs {needs[0].message}" if needs else ""
         return (
             f"rank {dist.get_rank()} (pipeline rank {self.table.rank}) can run none of its "
-            f"{len(left)} actions left in {self.table.schedule.label}: nothing arrived for "
+            f"{len(remaining)} actions left in {self.table.schedule.label}: nothing arrived for "
             f"{self.timeout_s:g} s; the first of the table is {head}{what}"
         )
 
 
 @dataclass
 class LedOrder:
-    """What the rank that decides has chosen, message by message."""
+    """What the leader has decided, message by message."""
 
     table: Table
     transport: Transport
@@ -159,10 +159,10 @@ class LedOrder:
     timeout_s: float
 
     def expected(self) -> list[Expected]:
-        """Return one message for each operation."""
+        """Return one message for each action."""
         return [
             Expected(self.leader, Message("D", 0, number), (1,), torch.int32)
-            for number in range(len(self.table.operations))
+            for number in range(len(self.table.exchanges))
         ]
 
     def __iter__(self) -> Iterator[int]:
@@ -171,7 +171,7 @@ class LedOrder:
         Raises:
             TransportError: It did not come in time.
         """
-        for number in range(len(self.table.operations)):
+        for number in range(len(self.table.exchanges)):
             choice = self.transport.recv(self.leader, Message("D", 0, number), self.timeout_s)
             yield int(choice.item())
 

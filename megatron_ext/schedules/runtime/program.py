@@ -1,27 +1,27 @@
 """What one rank does in a step, as far as it is known before: looked up once, not at each action.
 
-Between two actions a device waits for the host, so little should be left to do there. Ranks, keys
-of messages and the like depend on the table and on the shapes only, which stay from step to step.
+Between two actions a device waits for the host, so little should be left to do there. Ranks and
+names of messages depend on the table and on the shapes only, which stay from step to step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from megatron_ext.messages import Message
 from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.schedules.representation.actions import Action
-    from megatron_ext.schedules.representation.messages import Operation, Transfer
+    from megatron_ext.messages import MessageKind
+    from megatron_ext.schedules.queues import Post
+    from megatron_ext.schedules.representation.communication import Exchange, Transfer
     from megatron_ext.schedules.runtime.tables import Table
 
-__all__ = ["Peers", "Program", "Shapes", "Work", "make_program"]
+__all__ = ["Ends", "Form", "Peers", "PipelineEnds", "Program", "Shapes", "make_program"]
 
 Shapes = Mapping[str, Sequence[tuple[int, ...] | None]]
 """By kind (F, B): the shape of each tensor of one hand-over; None: it travels with the tensor."""
@@ -44,86 +44,136 @@ class Peers:
         return self.twin
 
 
-class Work(NamedTuple):
-    """One action and where its tensors come from and go to."""
+class Form(NamedTuple):
+    """What a tensor looks like that arrives."""
 
-    action: Action
-    source: int | None
-    """Global rank that sends the inputs; None: nobody does."""
-    arriving: tuple[Message, ...]
-    """The messages from there."""
-    handed: Message | None
-    """Under which the stage before, on this rank, leaves the inputs, if it does; None for W."""
-    num_inputs: int
-    """Of an action without inputs: so many None."""
-    target: int | None
-    """Global rank that the results go to; None: they stay, or there are none."""
-    leaving: tuple[Message, ...]
-    """The messages to there."""
-    left: Message | None
-    """Under which the results stay for the next stage of this rank."""
+    shape: tuple[int, ...] | None
+    """None: only the sender knows it."""
+    dtype: torch.dtype
+
+
+class Ends(Protocol):
+    """Who is at the other end of the transfers of a table, and what goes there."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank, of two twins, sends before it receives; True without twins."""
+
+    def ranks(self, transfer: Transfer) -> Sequence[int]:
+        """Return the global ranks at the other end."""
+
+    def forms(self, kind: MessageKind) -> Sequence[Form]:
+        """Return what arrives here under one name of a message, by part."""
+
+    def num_sent(self, transfer: Transfer) -> int:
+        """Return how many tensors a SEND moves, for each rank at the other end."""
+
+
+@dataclass(frozen=True)
+class PipelineEnds:
+    """Those of an ordinary pipeline: one rank for each transfer, tensors of one dtype."""
+
+    peers: Peers
+    shapes: Shapes
+    """Of what this rank receives."""
+    dtype: torch.dtype
+    rank: int
+    """Of this process in the pipeline."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank, of two twins, sends before it receives: the lower global rank."""
+        return self.peers.twin is None or self.peers.pipeline[self.rank] < self.peers.twin
+
+    def ranks(self, transfer: Transfer) -> Sequence[int]:
+        """Return the one global rank at the other end."""
+        return (self.peers.of(transfer),)
+
+    def forms(self, kind: MessageKind) -> Sequence[Form]:
+        """Return what arrives: the tensors of one hand-over."""
+        return [Form(shape, self.dtype) for shape in self.shapes[kind]]
+
+    def num_sent(self, transfer: Transfer) -> int:
+        """Return the number of tensors; what is sent forward has the shapes of its gradients."""
+        return len(self.shapes["B" if transfer.message.kind == "F" else "F"])
 
 
 @dataclass(frozen=True)
 class Program:
-    """All of it, by position in the table, and the messages that arrive."""
+    """The exchanges of one rank by position in the table, and the messages that arrive.
 
-    works: tuple[Work, ...]
+    A peer is a global rank here, and each transfer one tensor, hand-overs aside: where a transfer
+    of the table has several ranks at its other end, or several tensors, all ranks get the first
+    tensor one after the other, then the second.
+    """
+
+    exchanges: tuple[Exchange, ...]
     expected: tuple[Expected, ...]
     """In the order that all ranks share."""
 
 
-def make_program(table: Table, peers: Peers, shapes: Shapes, dtype: torch.dtype) -> Program:
-    """Look everything up.
+def make_program(table: Table, ends: Ends) -> Program:
+    """Work out whom each tensor of a step comes from and goes to.
 
     Args:
         table: What this rank runs.
-        peers: Whom it exchanges tensors with.
-        shapes: Of what it receives: activations (F) and gradients (B).
-        dtype: Of these tensors.
+        ends: Whom it exchanges tensors with, and which.
     """
-    works = tuple(_work(operation, peers, shapes) for operation in table.operations)
-    leads = peers.twin is None or peers.pipeline[table.rank] < peers.twin
-    calls = _calls_before(works)
+    resolved = tuple(_resolved(exchange, ends) for exchange in table.exchanges)
+    if table.schedule.disaggregated:  # only over wires that match messages by name
+        turns = [(transfer, 0) for transfer in table.arrivals]
+    else:
+        turns = _turns(table, resolved, leads=ends.leads)
     expected = (
-        Expected(
-            peers.of(post.transfer),
-            post.transfer.message._replace(part=part),
-            shape,
-            dtype,
-            calls[post.before] + (len(works[post.before].arriving) if post.taken else 0),
-        )
+        Expected(rank, transfer.message._replace(part=part), *form, after)
+        for transfer, after in turns
+        for part, form in enumerate(ends.forms(transfer.message.kind))
+        for rank in ends.ranks(transfer)
+    )
+    return Program(resolved, tuple(expected))
+
+
+def _turns(
+    table: Table, resolved: Sequence[Exchange], *, leads: bool
+) -> list[tuple[Transfer, int]]:
+    """Return what arrives in the order that all ranks share, and after how many calls."""
+    each = (len(exchange.inputs) + len(exchange.outputs) for exchange in map(_on_wire, resolved))
+    calls = list(accumulate(each, initial=0))
+    return [
+        (post.transfer, calls[post.before] + _num_taken(resolved, post))
         for post in table.order.posts(table.rank, leads=leads)
-        for part, shape in enumerate(shapes[post.transfer.message.kind])
-    )
-    return Program(works, tuple(expected))
+    ]
 
 
-def _calls_before(works: Sequence[Work]) -> list[int]:
-    """Return how many messages are taken and sent before each action, and before the end."""
-    each = (len(work.arriving) + len(work.leaving) for work in works)
-    return list(accumulate(each, initial=0))
+def _num_taken(resolved: Sequence[Exchange], post: Post) -> int:
+    return len(_on_wire(resolved[post.before]).inputs) if post.taken else 0
 
 
-def _work(operation: Operation, peers: Peers, shapes: Shapes) -> Work:
-    action, needs, makes = operation.action, operation.needs, operation.makes
-    is_forward = action.kind == "F"
-    sends = makes is not None and makes.verb == "SEND"
-    message = Message("F" if is_forward else "B", action.stage, action.microbatch)
-    # What is sent forward has the shapes of the gradients that come back for it.
-    num_sent = len(shapes["B" if is_forward else "F"])
-    return Work(
-        action=action,
-        source=None if needs is None else peers.of(needs),
-        arriving=() if needs is None else _keys(needs.message, len(shapes[needs.message.kind])),
-        handed=None if action.kind == "W" or needs is not None else message,
-        # The first stage has data and no input, the last stage a loss and no gradient.
-        num_inputs=len(shapes["F"]) if is_forward else 1,
-        target=peers.of(makes) if makes is not None and sends else None,
-        leaving=_keys(makes.message, num_sent) if makes is not None and sends else (),
-        left=makes.message if makes is not None and not sends else None,
+def _on_wire(exchange: Exchange) -> Exchange:
+    """Leave out what stays on this rank."""
+    return exchange._replace(
+        inputs=tuple(t for t in exchange.inputs if t.verb == "RECV"),
+        outputs=tuple(t for t in exchange.outputs if t.verb == "SEND"),
     )
 
 
-def _keys(message: Message, num_parts: int) -> tuple[Message, ...]:
-    return tuple(message._replace(part=part) for part in range(num_parts))
+def _resolved(exchange: Exchange, ends: Ends) -> Exchange:
+    return exchange._replace(
+        awaits=tuple(_each(exchange.awaits, ends)),
+        inputs=tuple(_each(exchange.inputs, ends)),
+        grants=tuple(_each(exchange.grants, ends)),
+        outputs=tuple(_each(exchange.outputs, ends)),
+    )
+
+
+def _each(transfers: Sequence[Transfer], ends: Ends) -> Iterator[Transfer]:
+    for transfer in transfers:
+        if transfer.verb == "LOCAL":
+            yield transfer
+            continue
+        is_sent = transfer.verb == "SEND"
+        number = ends.num_sent(transfer) if is_sent else len(ends.forms(transfer.message.kind))
+        for part in range(number):
+            message = transfer.message._replace(part=part)
+            for rank in ends.ranks(transfer):
+                yield transfer._replace(message=message, peer=rank, to_twin=False)

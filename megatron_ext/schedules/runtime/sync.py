@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.runtime.split import Progress
     from megatron_ext.schedules.runtime.tables import Table
 
-__all__ = ["GradientSync", "ParameterSync"]
+__all__ = ["GradientSync", "NoSync", "ParameterSync"]
 
 _UNCHANGED = nullcontext()
 _Enter = Callable[[], AbstractContextManager[Any]]
@@ -85,9 +85,9 @@ class GradientSync:
         if not self._by_hooks or not self._overlaps:
             return False
         ends_all = stage == 0 and self._placement.twins == 1
-        return self._functions is None or (ends_all and self._is_ddps(stage))
+        return self._functions is None or (ends_all and self._uses_ddp_reduction(stage))
 
-    def _is_ddps(self, stage: int) -> bool:
+    def _uses_ddp_reduction(self, stage: int) -> bool:
         """Whether the reductions of a stage are DDP's own, and not a function of somebody else."""
         number = self._placement.chunk_of(stage)
         given = None if self._functions is None else self._functions[number]
@@ -102,8 +102,8 @@ class GradientSync:
         self._entered[index] = _entered(self._silent[index])
 
     def progress(self, stage: int) -> Progress | None:
-        """Return whom the last W of a stage tells how far it is, if the stage's turn has come."""
-        if not self._overlaps or not self._is_ddps(stage):
+        """Return the progress callback of the stage's last W, or None before the stage's turn."""
+        if not self._overlaps or not self._uses_ddp_reduction(stage):
             return None
         if self._order[self._started] != stage:
             return None
@@ -120,21 +120,44 @@ class GradientSync:
 
     def _start(self, stage: int) -> None:
         number = self._placement.chunk_of(stage)
-        if self._functions is not None and not self._is_ddps(stage):
+        if self._functions is not None and not self._uses_ddp_reduction(stage):
             self._functions[number](self._chunks[number].parameters())
         elif self._overlaps:
-            self._reduce(number, left=frozenset())
+            self._reduce(number, remaining=frozenset())
 
-    def _reduce(self, number: int, left: AbstractSet[int]) -> None:
-        """Start the next reductions of a chunk that no weight is left to be computed for.
+    def _reduce(self, number: int, remaining: AbstractSet[int]) -> None:
+        """Start the next reductions of a chunk that no weight is remaining to be computed for.
 
         `chunk.start_grad_sync` cannot be told to reduce everything, nor a part.
         """
         if number not in self._buckets:
             self._buckets[number] = _bucket_groups(self._chunks[number])
         waiting = self._buckets[number]
-        while waiting and waiting[-1].weights.isdisjoint(left):
+        while waiting and waiting[-1].weights.isdisjoint(remaining):
             waiting.pop().group.start_grad_sync(force_all_reduce=self._force_all_reduce)
+
+
+class NoSync:
+    """Neither reductions nor gathers, for ranks without gradients."""
+
+    def __enter__(self) -> NoSync:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing."""
+
+    def around(self, action: Action, *, is_last: bool) -> AbstractContextManager[None]:
+        """Return a context that does nothing."""
+        return _UNCHANGED
+
+    def progress(self, stage: int) -> None:
+        """Return nothing to be called."""
+
+    def after(self, stage: int) -> None:
+        """Start nothing."""
+
+    def before(self, stage: int) -> None:
+        """Start nothing."""
 
 
 class _BucketGroup(NamedTuple):

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.queues import MessageOrder
-from megatron_ext.schedules.representation.forward_only import forward_only, slots_for_forward
-from megatron_ext.schedules.representation.messages import (
-    Operation,
+from megatron_ext.schedules.representation.communication import (
+    Exchange,
     Transfer,
-    operations,
+    exchanges,
     reduction_order,
 )
+from megatron_ext.schedules.representation.forward_only import forward_only, slots_for_forward
 from megatron_ext.schedules.representation.validation import validate
 
 if TYPE_CHECKING:
@@ -40,10 +40,13 @@ class Table:
     slots: int
     """Messages that one edge may hold at most, so that no send waits."""
 
+    window: int | None = None
+    """Of a disaggregated table: micro-batches that forwards may be ahead (`exchanges`)."""
+
     @cached_property
-    def operations(self) -> tuple[Operation, ...]:
-        """What this rank runs, in the table's order."""
-        return operations(self.schedule, self.rank)
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """What this rank runs and exchanges, in the table's order."""
+        return exchanges(self.schedule, self.rank, self.window)
 
     @cached_property
     def positions(self) -> Mapping[Action, int]:
@@ -59,12 +62,11 @@ class Table:
     def arrivals(self) -> tuple[Transfer, ...]:
         """The messages that this rank receives, each source's in the order in which it sends."""
         return tuple(
-            Transfer("RECV", makes.message, rank, makes.to_twin)
+            Transfer("RECV", sent.message, rank, sent.to_twin)
             for rank in range(self.schedule.placement.num_ranks)
-            for operation in operations(self.schedule, rank)
-            if (makes := operation.makes) is not None
-            and makes.verb == "SEND"
-            and makes.peer == self.rank
+            for exchange in exchanges(self.schedule, rank, self.window)
+            for sent in (*exchange.grants, *exchange.outputs)
+            if sent.verb == "SEND" and sent.peer == self.rank
         )
 
     @cached_property
@@ -75,7 +77,7 @@ class Table:
     @cached_property
     def reduction_order(self) -> tuple[int, ...]:
         """The stages of this rank in the order in which the table completes them."""
-        return tuple(mark.stage for mark in reduction_order(self.schedule.rows[self.rank]))
+        return reduction_order(self.schedule.rows[self.rank])
 
     @cached_property
     def split_stages(self) -> frozenset[int]:
@@ -94,7 +96,7 @@ class Table:
         """Most forwards of this rank that wait for their backward."""
         live = peak = 0
         for action in self.schedule.rows[self.rank]:
-            live += {"F": 1, "W": 0}.get(action.kind, -1)
+            live += {"F": 1, "R": 1, "W": 0}.get(action.kind, -1)
             peak = max(peak, live)
         return peak
 

@@ -123,12 +123,15 @@ def _telling(base: Any, captured: Captured, mean_delay_s: float) -> Any:
                 order = list(POLICIES)[0 if greedy is None else 1 + greedy]
             if order not in captured.orders:
                 captured.orders.append(order)
-            super().run()
+            run_action = self.compute.run
 
-        def _compute(self, *args: Any, **kwargs: Any) -> Any:
-            if mean_delay_s:
-                time.sleep(draw.expovariate(1 / mean_delay_s))
-            return super()._compute(*args, **kwargs)
+            def late(*args: Any, **kwargs: Any) -> Any:
+                if mean_delay_s:
+                    time.sleep(draw.expovariate(1 / mean_delay_s))
+                return run_action(*args, **kwargs)
+
+            self.compute.run = late
+            super().run()
 
     return TellingExecutor
 

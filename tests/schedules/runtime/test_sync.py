@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from megatron_ext.config.choice import Choice
-from megatron_ext.schedules.representation.messages import reduction_order
+from megatron_ext.schedules.representation.communication import reduction_order
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.runtime.tables import Table, make_table
 from tests.ranks import run_ranks
 
+from . import fake
 from .capture import GPT, PP2, run_here
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.representation.actions import Action
+    from megatron_ext.schedules.runtime.compute import Tensors
 
 
 class Chunk(torch.nn.Module):
@@ -47,7 +52,7 @@ def replay(
     *,
     force_all_reduce: bool = False,
 ) -> tuple[list[str], Table, list[Chunk]]:
-    """Go through the operations of rank 0; log what starts, and windows in which hooks may."""
+    """Execute the row of rank 0; log what starts, and windows in which hooks may."""
     choice = Choice(schedule, pp, 4, 2 if schedule == "interleaved" else None)
     table = make_table(choice, 4, 0, backward=True)
     log: list[str] = []
@@ -56,17 +61,17 @@ def replay(
         grad_sync_func=None, param_sync_func=None, no_sync_func=[c.no_sync for c in chunks]
     )
     change(config, chunks)
+
+    class Computed(fake.Compute):
+        def run(self, action: Action, *args: Any, **kwargs: Any) -> Tensors:
+            log.append(str(action))
+            log.extend(f"window {c.number}" for c in chunks if not c.silent)
+            return super().run(action, *args, **kwargs)
+
     sync = GradientSync(config, chunks, table, force_all_reduce=force_all_reduce)
     parameters = ParameterSync(config, chunks, table)
     with sync:
-        for operation in table.operations:
-            if operation.is_first:
-                parameters.before(operation.action.stage)
-            with sync.around(operation.action, is_last=operation.is_last):
-                log.append(str(operation.action))
-                log += [f"window {c.number}" for c in chunks if not c.silent]
-            if operation.is_last:
-                sync.after(operation.action.stage)
+        fake.executor(table, Computed(), fake.Wire(0), sync, parameters).run()
     assert not any(chunk.silent for chunk in chunks)
     return log, table, chunks
 
@@ -85,7 +90,7 @@ def test_a_split_chunk_is_reduced_right_after_its_last_w(schedule: str, pp: int)
 def test_reductions_do_not_wait_for_the_end_of_the_step() -> None:
     log, table, _ = replay("bitpipe", 4)
     first = next(i for i, entry in enumerate(log) if entry.startswith("reduce"))
-    assert first < len(table.operations) - 1
+    assert first < len(table.exchanges) - 1
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "gpipe"])
@@ -183,7 +188,7 @@ def zb_v() -> Reductions:
         grad_sync_func=None, param_sync_func=None, no_sync_func=[c.no_sync for c in chunks]
     )
     sync = GradientSync(config, chunks, table, force_all_reduce=False)
-    stages = [mark.stage for mark in reduction_order(table.schedule.rows[0])]
+    stages = list(reduction_order(table.schedule.rows[0]))
     return sync, stages, [chunks[table.schedule.placement.chunk_of(s)] for s in stages], log
 
 

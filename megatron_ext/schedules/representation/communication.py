@@ -1,0 +1,177 @@
+"""Derives from a table what each action receives, sends and hands over.
+
+Generators place computation only. This pass adds the messages that each action needs and makes. A
+message has a name (kind, stage that needs it, micro-batch), so a receiver may take messages in any
+order and a send never waits for the order in which its peer receives. Where two stages that follow
+each other share a rank, the tensor is handed over and no message crosses ranks.
+
+Reductions of gradients are no messages: the executor starts that of a stage after its last action.
+`reduction_order` says in which order, which all data-parallel peers have to keep.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from megatron_ext.messages import Message
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.representation.actions import Action, Row, Schedule
+
+__all__ = [
+    "Exchange",
+    "Transfer",
+    "exchanges",
+    "lower",
+    "reduction_order",
+    "runs_forward",
+]
+
+
+class Transfer(NamedTuple):
+    """A message arrives (RECV), leaves (SEND) or stays on its rank for the next stage (LOCAL)."""
+
+    verb: Literal["RECV", "SEND", "LOCAL"]
+    message: Message
+    peer: int
+    """Rank of the same pipeline at the other end; in a `Program` of the runtime the global rank."""
+    to_twin: bool = False
+    """Whether that peer is the one of the mirrored pipeline instead."""
+
+    def __str__(self) -> str:
+        """Return the form of torch.distributed.pipelining, where a SEND names the sending stage."""
+        kind, stage, microbatch, _ = self.message
+        if self.verb == "SEND" and kind in ("F", "B"):
+            stage += -1 if kind == "F" else 1
+        return f"{stage}{self.verb}_{kind}{microbatch}"
+
+
+class Exchange(NamedTuple):
+    """One action and the messages around it, in the order in which the executor takes them."""
+
+    action: Action
+    awaits: tuple[Transfer, ...] = ()
+    """Credits that it needs to begin."""
+    inputs: tuple[Transfer, ...] = ()
+    """RECV or LOCAL; none where its input is the data, or the loss."""
+    grants: tuple[Transfer, ...] = ()
+    """Credits that it gives away as soon as it has its inputs."""
+    outputs: tuple[Transfer, ...] = ()
+    """SEND or LOCAL; none at the ends of the pipeline, and for W and R."""
+
+
+def exchanges(schedule: Schedule, rank: int, window: int | None = None) -> tuple[Exchange, ...]:
+    """Return what a rank exchanges, by position in its row.
+
+    Args:
+        schedule: The table.
+        rank: Of the pipeline.
+        window: In a disaggregated table: how many micro-batches the forward rank of a stage may be
+            ahead of the backward rank, which grants credit for one more with each that it begins.
+            None: any number, without credits.
+    """
+    return tuple(
+        Exchange(
+            action,
+            _awaits(schedule, action, window),
+            _inputs(schedule, action),
+            _grants(schedule, action, window),
+            _outputs(schedule, action),
+        )
+        for action in schedule.rows[rank]
+    )
+
+
+def lower(schedule: Schedule) -> tuple[tuple[Action | Transfer, ...], ...]:
+    """Return the program of each rank: its actions in the table's order with all messages."""
+    return tuple(
+        tuple(step for exchange in exchanges(schedule, rank) for step in _flat(exchange))
+        for rank in range(len(schedule.rows))
+    )
+
+
+def _flat(exchange: Exchange) -> list[Action | Transfer]:
+    """A hand-over is listed once, where it is made."""
+    arriving = (transfer for transfer in exchange.inputs if transfer.verb == "RECV")
+    return [*arriving, exchange.action, *exchange.outputs]
+
+
+def _inputs(schedule: Schedule, action: Action) -> tuple[Transfer, ...]:
+    stage, kind, microbatch = action
+    if kind == "W":
+        return ()
+    if kind == "R":
+        return _inputs_again(schedule, action)
+    source = stage - 1 if kind == "F" else stage + 1
+    if not 0 <= source < schedule.num_stages:
+        return ()
+    hop = schedule.placement.hops[min(source, stage)]
+    message = Message("F" if kind == "F" else "B", stage, microbatch)
+    peer = schedule.placement.rank_for(source, kind)
+    return (Transfer("LOCAL" if hop == "local" else "RECV", message, peer, hop == "twin"),)
+
+
+def _inputs_again(schedule: Schedule, action: Action) -> tuple[Transfer, ...]:
+    """What R takes: the output of the stage before, or what the own stage's forward saved."""
+    source = action.stage - (not schedule.ships_activations)
+    if source < 0:
+        return ()
+    message = Message("F", action.stage, action.microbatch)
+    return (Transfer("RECV", message, schedule.placement.rank_for(source, "F")),)
+
+
+def _outputs(schedule: Schedule, action: Action) -> tuple[Transfer, ...]:
+    stage, kind, microbatch = action
+    if kind in ("W", "R"):
+        return ()
+    copies = _copies(schedule, action) if kind == "F" and schedule.disaggregated else ()
+    target = stage + 1 if kind == "F" else stage - 1
+    if not 0 <= target < schedule.num_stages:
+        return copies
+    if schedule.disaggregated and kind == "F" and not runs_forward(schedule, target):
+        return copies
+    hop = schedule.placement.hops[min(target, stage)]
+    message = Message("F" if kind == "F" else "B", target, microbatch)
+    peer = schedule.placement.rank_for(target, kind)
+    return (Transfer("LOCAL" if hop == "local" else "SEND", message, peer, hop == "twin"), *copies)
+
+
+def _copies(schedule: Schedule, action: Action) -> tuple[Transfer, ...]:
+    """What a forward rank sends to a backward rank: its output, or in `ship` mode what it saved."""
+    target = action.stage + (not schedule.ships_activations)
+    if target >= schedule.num_stages:
+        return ()
+    message = Message("F", target, action.microbatch)
+    return (Transfer("SEND", message, schedule.placement.rank_for(target, "R")),)
+
+
+def _awaits(schedule: Schedule, action: Action, window: int | None) -> tuple[Transfer, ...]:
+    stage, kind, microbatch = action
+    if window is None or kind != "F" or microbatch < window:
+        return ()
+    return (Transfer("RECV", Message("C", *action[::2]), schedule.placement.rank_for(stage, "R")),)
+
+
+def _grants(schedule: Schedule, action: Action, window: int | None) -> tuple[Transfer, ...]:
+    stage, kind, microbatch = action
+    if window is None or kind != "R" or not runs_forward(schedule, stage):
+        return ()
+    if microbatch + window >= schedule.num_microbatches:
+        return ()
+    message = Message("C", stage, microbatch + window)
+    return (Transfer("SEND", message, schedule.placement.rank_for(stage, "F")),)
+
+
+def runs_forward(schedule: Schedule, stage: int) -> bool:
+    """Tell whether some rank runs the F of a stage.
+
+    Where backward ranks run forwards again nobody needs what the last stage's F would make.
+    """
+    is_last = stage == schedule.num_stages - 1
+    return not (schedule.disaggregated and is_last) or schedule.ships_activations
+
+
+def reduction_order(row: Row) -> tuple[int, ...]:
+    """Return the stages of a row in the order in which it completes their gradients."""
+    last_use = {action.stage: index for index, action in enumerate(row)}
+    return tuple(sorted(last_use, key=last_use.__getitem__))

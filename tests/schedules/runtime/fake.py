@@ -1,0 +1,195 @@
+"""A computation without a model and a transport in memory, around the real executor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_ext.errors import TransportTimeout
+from megatron_ext.schedules.runtime.executor import Executor
+from megatron_ext.schedules.runtime.ordering import Order, TableOrder
+from megatron_ext.schedules.runtime.program import Peers, PipelineEnds, Program, make_program
+from megatron_ext.schedules.runtime.tables import Table
+from megatron_ext.transport.base import Expected, Stats
+
+if TYPE_CHECKING:
+    from megatron_ext.messages import Message
+    from megatron_ext.schedules.representation.actions import Action, Schedule
+    from megatron_ext.schedules.runtime.compute import Tensors
+    from megatron_ext.schedules.runtime.observer import Observer
+
+DTYPE = torch.float64
+SHAPES = {"F": [(1,)], "B": [(1,)]}
+
+
+class Compute:
+    """Gives each action a number that depends on its inputs, its name and nothing else."""
+
+    def __init__(self, log: list[str] | None = None, fail_at: Action | None = None) -> None:
+        self.log: list[str] = [] if log is None else log
+        self.fail_at = fail_at
+        self.inputs: dict[Action, list[float]] = {}
+        self.first: list[Action] = []
+        self.kept: dict[tuple[int, int], list[float]] = {}
+        self.stashed: dict[tuple[int, int], list[float]] = {}
+        self.gradients: dict[int, list[tuple[int, float]]] = {}
+        """By stage: micro-batch and number of each weight gradient, as they are added up."""
+
+    def run(self, action: Action, inputs: Tensors, *, is_first: bool, progress: Any) -> Tensors:
+        stage, kind, microbatch = action
+        self.log.append(str(action))
+        if action == self.fail_at:
+            raise RuntimeError(f"{action} fails")
+        values = [0.0 if tensor is None else tensor.item() for tensor in inputs]
+        self.inputs[action] = values
+        if is_first:
+            self.first.append(action)
+        place = stage, microbatch
+        if kind == "F":
+            self.kept[place] = values
+            return [torch.tensor([result(action, sum(values))], requires_grad=True, dtype=DTYPE)]
+        values = self.stashed.pop(place) if kind == "W" else [*values, *self.kept.pop(place)]
+        if kind == "I":
+            self.stashed[place] = values
+        else:
+            self.gradients.setdefault(stage, []).append((microbatch, sum(values)))
+        return [] if kind == "W" else [torch.tensor([result(action, values[0])], dtype=DTYPE)]
+
+    def saved_tensors(self, stage: int, microbatch: int) -> object:
+        return (
+            _Saved(self.log, f"{stage}.{microbatch}") if (stage, microbatch) in self.kept else None
+        )
+
+    def release(self, outputs: Tensors) -> None:
+        self.log.append("release")
+        for tensor in outputs:
+            assert tensor is not None
+            tensor.data = torch.zeros(1, dtype=DTYPE)
+
+    def unfinished(self) -> list[str]:
+        backwards = [f"{stage}B{microbatch}" for stage, microbatch in self.kept]
+        return backwards + [f"{stage}W{microbatch}" for stage, microbatch in self.stashed]
+
+
+class _Saved:
+    """What a backward needs; tells when it is freed."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self._log, self._name = log, name
+
+    def __del__(self) -> None:
+        self._log.append(f"free {self._name}")
+
+
+def result(action: Action, value: float) -> float:
+    """Return what an action makes of an input."""
+    kind = "F" if action.kind == "F" else "B"
+    return value / 2 + 1 + 10 * action.stage + 100 * action.microbatch + 5000 * (kind == "B")
+
+
+class Wire:
+    """The transport of one rank; `mail` holds what arrived, by sender and message."""
+
+    def __init__(self, rank: int, log: list[str] | None = None, *, absent: bool = True) -> None:
+        self.rank = rank
+        self.peers: list[Wire] = [self]
+        self.log: list[str] = [] if log is None else log
+        self.mail: dict[tuple[int, Message], torch.Tensor] = {}
+        self.expected: dict[tuple[int, Message], Expected] = {}
+        self.absent = absent
+        """Whether what nobody sent is made up here: there are no other ranks."""
+
+    def begin(self, expected: Sequence[Expected], slots: int) -> None:
+        self.expected = {(item.source, item.key): item for item in expected}
+        assert len(self.expected) == len(expected), "a name is unique in a step"
+        self.log.append("begin")
+
+    def isend(self, tensor: torch.Tensor, target: int, key: Message) -> None:
+        self.log.append(f"send {key.kind}{key.stage}.{key.microbatch}.{key.part} to {target}")
+        if not self.absent:
+            assert (self.rank, key) not in self.peers[target].mail, f"{key} was sent twice"
+            self.peers[target].mail[self.rank, key] = tensor.detach().clone()
+
+    def recv(self, source: int, key: Message, timeout_s: float) -> torch.Tensor:
+        assert (source, key) in self.expected, f"{key} from {source} was not announced"
+        self.log.append(f"receive {key.kind}{key.stage}.{key.microbatch}.{key.part} from {source}")
+        if self.absent:
+            return torch.zeros(1, dtype=DTYPE)
+        if (source, key) not in self.mail:
+            raise TransportTimeout(f"{key} did not come from rank {source}")
+        del self.expected[source, key]
+        return self.mail.pop((source, key))
+
+    def poll(self, timeout_s: float) -> Sequence[Message]:
+        raise NotImplementedError
+
+    def flush(self, timeout_s: float) -> None:
+        self.log.append("flush")
+
+    def abort(self, reason: str) -> None:
+        self.log.append("abort")
+
+    def close(self) -> None:
+        self.log.append("close")
+
+    def stats(self) -> Stats:
+        return Stats()
+
+
+class Sync:
+    """Notes where gathers and reductions may start."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def before(self, stage: int) -> None:
+        self.log.append(f"gather {stage}")
+
+    def around(self, action: Action, *, is_last: bool) -> AbstractContextManager[None]:
+        if is_last:
+            self.log.append(f"last {action}")
+        return nullcontext()
+
+    def progress(self, stage: int) -> None:
+        self.log.append(f"progress {stage}")
+
+    def after(self, stage: int) -> None:
+        self.log.append(f"reduce {stage}")
+
+
+def table_of(schedule: Schedule, rank: int) -> Table:
+    return Table(schedule, rank, slots=schedule.num_microbatches)
+
+
+def program_of(table: Table) -> Program:
+    ranks = range(len(table.schedule.rows))
+    peers = Peers(ranks, twin=len(ranks) - 1 - table.rank)
+    return make_program(table, PipelineEnds(peers, SHAPES, DTYPE, table.rank))
+
+
+def executor(
+    table: Table,
+    compute: Any,
+    wire: Any,
+    gradients: Any = None,
+    parameters: Any = None,
+    order: Order | None = None,
+    observers: Sequence[Observer] = (),
+) -> Executor:
+    """Return the executor of one rank, whose global rank is its rank in the pipeline."""
+    sync = Sync([])
+    return Executor(
+        table=table,
+        program=program_of(table),
+        order=TableOrder(table) if order is None else order,
+        compute=compute,
+        gradients=sync if gradients is None else gradients,
+        parameters=sync if parameters is None else parameters,
+        transport=wire,
+        timeout_s=1.0,
+        name_of=lambda rank: f"rank {table.rank if rank is None else rank}",
+        observers=observers,
+    )
