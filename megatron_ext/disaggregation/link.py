@@ -8,24 +8,21 @@ on different devices.
 from __future__ import annotations
 
 import atexit
-import itertools
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
-
-import torch
 
 from megatron_ext import devices
 from megatron_ext.disaggregation.ranks import Place
 from megatron_ext.disaggregation.worlds import shared_store
 from megatron_ext.errors import TransportError
 from megatron_ext.trace.session_observer import observed_transport
-from megatron_ext.transport.address import node_address
-from megatron_ext.transport.native_transport import NativeTransport
+from megatron_ext.transport.opening import open_native
 from megatron_ext.transport.staging import staged
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron_ext.disaggregation.job import Job
     from megatron_ext.messages import Message
     from megatron_ext.transport.base import Expected, Transport
@@ -34,8 +31,6 @@ __all__ = ["RoleLink"]
 
 _NOTICED_S = 2.0
 """By then the death of a neighbour is known."""
-_HOST = torch.device("cpu")
-_opened = itertools.count()
 
 
 class RoleLink:
@@ -103,20 +98,17 @@ class RoleLink:
 
 
 def _open(job: Job, device: torch.device) -> Transport:
-    size = job.ranks.num_ranks
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    names = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
-    host = NativeTransport(
+    host = open_native(
         shared_store(),
         job.rank,
         _neighbours(job),
-        run_id="/".join(["fbd", *names, str(next(_opened))]),
-        device=_HOST,
+        label="roles",
+        world_size=job.ranks.num_ranks,
         wire=job.wire,
-        ip=node_address(job.node_ips, job.rank, size, per_node),
+        node_ips=job.node_ips,
         slots=job.window + 2,  # a message may stay in its slot while it is computed with
         slot_bytes=job.message_bytes,
-        connect_timeout_s=job.timeout_s,
+        timeout_s=job.timeout_s,
         checksums=job.checksums,
     )
     transport = staged(host, devices.current().copies(device), timeout_s=job.timeout_s)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import math
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,9 +15,8 @@ from megatron_ext import devices
 from megatron_ext.schedules.representation.memory import live_counts
 from megatron_ext.schedules.representation.validation import validate
 from megatron_ext.schedules.search.policies import activation_cap
-from megatron_ext.transport.address import node_address
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
-from megatron_ext.transport.native_transport import NativeTransport
+from megatron_ext.transport.opening import open_native
 from megatron_ext.transport.staging import staged
 from megatron_ext.transport.torch_dist import Channel, TorchTransport
 
@@ -32,8 +29,6 @@ __all__ = ["open_transport"]
 
 _SLOT_BYTES = 1 << 20
 """Where nobody knows how long messages are: longer ones go through in pieces."""
-
-_opened = itertools.count()
 
 
 def open_transport(
@@ -68,24 +63,19 @@ def open_transport(
             shapes_travel=shapes_travel,
         )
     me = dist.get_rank()
-    # The number of the transport: a process that parses its arguments twice opens two.
-    job = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
-    world_size = dist.get_world_size()
     backend = devices.current()
     sharing = backend.sharing(device) if choice.device_path == "ipc" else None
-    host = NativeTransport(
+    host = open_native(
         dist.distributed_c10d._get_default_store(),
         me,
         {rank for channel in channels for rank in channel[:2]} - {me},
-        run_id="/".join([*job, str(next(_opened))]),
-        device=torch.device("cpu"),
+        label="pipeline",
+        world_size=dist.get_world_size(),
         wire=choice.transport,
-        ip=node_address(
-            choice.node_ips, me, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        ),
+        node_ips=choice.node_ips,
         slots=_slots(choice),
         slot_bytes=NOTE_BYTES if sharing is not None else _slot_bytes(known, dtype),
-        connect_timeout_s=choice.timeout_s,
+        timeout_s=choice.timeout_s,
         checksums=choice.checksums,
     )
     transport: Transport
