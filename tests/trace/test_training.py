@@ -27,7 +27,7 @@ LAYERS8 = GPT.replace("--num-layers 4", "--num-layers 8")
 
 def train(flags: str, directory: Path | None, *, embedded: bool = True) -> tuple[list[str], Run]:
     trace = [] if directory is None else ["--trace", "--trace-dir", str(directory)]
-    logs = run_script(4, "pretrain_gpt.py", [*trace_flags.split(), *trace], embedded=embedded)
+    logs = run_script(4, "pretrain_gpt.py", [*flags.split(), *trace], embedded=embedded)
     return logs, None if directory is None else read_run(directory)
 
 
