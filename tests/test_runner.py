@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext import runner, upstream
+from megatron_ext import releases, runner, upstream
 from megatron_ext.errors import UpstreamMismatch, UserError
 from tests.commands import run_package
 
@@ -40,6 +40,20 @@ def test_a_file_of_the_users_own_is_run_as_it_is(tmp_path: Path, tree: Path) -> 
 
 def test_a_bare_name_is_taken_from_the_tree(tree: Path) -> None:
     assert runner.choose("pretrain_gpt.py").script == tree / "pretrain_gpt.py"
+
+
+def test_without_a_tree_the_wheels_own_loop_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 0.17 on the wheel brings megatron.training, which has GPT only."""
+    monkeypatch.setattr(releases, "has_training", lambda: True)
+    start = runner.choose("pretrain_gpt.py")
+    assert (start.script, start.model, start.wheel) == (None, "gpt", True)
+    assert str(start) == (
+        "runs megatron.training of the wheel for gpt (no Megatron-LM tree was found)"
+    )
+    with pytest.raises(UserError, match=r"pretrain_bert\.py needs the Megatron-LM tree"):
+        runner.choose("pretrain_bert.py")
+    with pytest.raises(UserError, match=r"--embedded is for megatron-core 0\.16"):
+        runner.choose("pretrain_gpt.py", embedded=True)
 
 
 def test_without_a_tree_the_embedded_trainer_stands_in() -> None:

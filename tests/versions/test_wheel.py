@@ -1,0 +1,57 @@
+"""`pretrain_gpt.py` on the wheel's own training loop, without a Megatron-LM tree (0.17 and later).
+
+That its losses are those of upstream's script is what `run.sh` shows, with a tree and without.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_ext import releases
+from tests.commands import run_package
+from tests.upstream_script.runs import GPT
+
+pytestmark = [
+    pytest.mark.skipif(
+        not releases.has_training(), reason="the wheel of megatron-core 0.16 has no training loop"
+    ),
+    pytest.mark.slow,
+]
+
+ONE = GPT.replace("--train-iters 5", "--train-iters 1")
+
+
+@pytest.fixture(autouse=True)
+def no_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_model_trains_from_the_wheel_alone() -> None:
+    done = run_package("pretrain_gpt.py", *ONE.split())
+    assert done.returncode == 0, done.stderr
+    assert "runs megatron.training of the wheel for gpt" in done.stdout
+    assert "lm loss: " in done.stdout
+
+
+@pytest.mark.parametrize("flags", ["--sft", "--experimental-attention-variant dsa"])
+def test_what_only_the_script_does_is_refused_in_one_line(flags: str) -> None:
+    flag = flags.partition(" ")[0]
+    release = releases.installed_release()
+    if "variant" in flag and release is not None and release >= (0, 19):
+        pytest.skip("from 0.19 on the wheel builds such models itself")
+    done = run_package("pretrain_gpt.py", *ONE.split(), *flags.split())
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if "megatron_ext: error" in line]
+    assert f"{flag} needs upstream's own pretrain_gpt.py" in line
+    assert "megatron-ext upstream fetch" in line
+
+
+def test_the_embedded_trainer_is_for_older_wheels() -> None:
+    done = run_package("--embedded", "pretrain_gpt.py", *ONE.split(), **os.environ)
+    assert done.returncode == 2
+    assert "--embedded is for megatron-core 0.16" in done.stderr
