@@ -46,7 +46,6 @@ _SCRIPT_ONLY = {
     "fim_data": False,
     "hybrid_context_parallel": False,
     "logits_load_dir": None,
-    "record_memory_history": False,
     "sft": False,
     "use_legacy_models": False,
 }
@@ -55,6 +54,7 @@ _SCRIPT_ONLY = {
 _BUILDERS_ONLY = {
     "experimental_attention_variant": None,
     "heterogeneous_layers_config_path": None,
+    "record_memory_history": False,
     "yaml_cfg": None,
 }
 """As above, where the wheel has no builders of models (0.17, 0.18)."""

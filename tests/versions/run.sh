@@ -8,7 +8,7 @@
 # PYTHON_0_19=PATH             an environment that is there already: with that megatron-core, torch and pytest.
 #                              Otherwise one is made below VERSIONS_DIR (default: .venv-versions), with PYTHON_FOR_0_19
 #                              or the first Python on PATH that the release takes
-# CASES="zb-h1,disaggregation" only these
+# CASES="zb-h1;disaggregation" only these
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -59,7 +59,7 @@ trap 'rm -rf "$results"' EXIT
 failed=0
 files=()
 cases=()
-[[ -z ${CASES:-} ]] || IFS=, read -r -a cases <<<"$CASES"
+[[ -z ${CASES:-} ]] || IFS=';' read -r -a cases <<<"$CASES"
 for version in "${VERSIONS[@]}"; do
     environment "$version"
     if [[ -z $PYTHON ]]; then
