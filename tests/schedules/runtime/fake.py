@@ -22,14 +22,22 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.runtime.observer import Observer
 
 DTYPE = torch.float64
-SHAPES = {"F": [(1,)], "B": [(1,)]}
 
 
 class Compute:
     """Gives each action a number that depends on its inputs, its name and nothing else."""
 
-    def __init__(self, log: list[str] | None = None, fail_at: Action | None = None) -> None:
+    def __init__(
+        self,
+        log: list[str] | None = None,
+        fail_at: Action | None = None,
+        num_parts: int = 1,
+        start: float = 0.0,
+    ) -> None:
         self.log: list[str] = [] if log is None else log
+        self.start = start
+        """What the first stage has for data."""
+        self.num_parts = num_parts
         self.fail_at = fail_at
         self.inputs: dict[Action, list[float]] = {}
         self.first: list[Action] = []
@@ -50,13 +58,17 @@ class Compute:
         place = stage, microbatch
         if kind == "F":
             self.kept[place] = values
-            return [torch.tensor([result(action, sum(values))], requires_grad=True, dtype=DTYPE)]
+            return self._parts(result(action, values[0] if values else self.start))
         values = self.stashed.pop(place) if kind == "W" else [*values, *self.kept.pop(place)]
         if kind == "I":
             self.stashed[place] = values
         else:
             self.gradients.setdefault(stage, []).append((microbatch, sum(values)))
-        return [] if kind == "W" else [torch.tensor([result(action, values[0])], dtype=DTYPE)]
+        return [] if kind == "W" else self._parts(result(action, values[0]))
+
+    def _parts(self, value: float) -> Tensors:
+        """The tensors of a hand-over differ by 1 each; in a backward that of the first is used."""
+        return [torch.tensor([value + part], dtype=DTYPE) for part in range(self.num_parts)]
 
     def saved_tensors(self, stage: int, microbatch: int) -> object:
         return (
@@ -164,10 +176,13 @@ def table_of(schedule: Schedule, rank: int) -> Table:
     return Table(schedule, rank, slots=schedule.num_microbatches)
 
 
-def program_of(table: Table) -> Program:
-    ranks = range(len(table.schedule.rows))
-    peers = Peers(ranks, twin=len(ranks) - 1 - table.rank)
-    return make_program(table, PipelineEnds(peers, SHAPES, DTYPE, table.rank))
+def program_of(table: Table, peers: Peers | None = None, num_parts: int = 1) -> Program:
+    """Return the program of a rank; by default a global rank is that in the pipeline."""
+    if peers is None:
+        num_ranks = len(table.schedule.rows)
+        peers = Peers(range(num_ranks), num_ranks + table.rank)
+    shapes = {kind: [(1,)] * num_parts for kind in ("F", "B")}
+    return make_program(table, PipelineEnds(peers, shapes, DTYPE, table.rank))
 
 
 def executor(
@@ -178,12 +193,14 @@ def executor(
     parameters: Any = None,
     order: Order | None = None,
     observers: Sequence[Observer] = (),
+    peers: Peers | None = None,
+    num_parts: int = 1,
 ) -> Executor:
-    """Return the executor of one rank, whose global rank is its rank in the pipeline."""
+    """Return the executor of one rank, by default with a global rank as in the pipeline."""
     sync = Sync([])
     return Executor(
         table=table,
-        program=program_of(table),
+        program=program_of(table, peers, num_parts),
         order=TableOrder(table) if order is None else order,
         compute=compute,
         gradients=sync if gradients is None else gradients,

@@ -1,0 +1,141 @@
+"""Faults of the runtime, each of which the quick tests have to find.
+
+A mutant replaces one piece of a module's text, which has to occur exactly once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["MUTANTS", "Mutant"]
+
+_RUNTIME = "megatron_ext.schedules.runtime"
+_TABLES = "megatron_ext.schedules.representation"
+_EXECUTOR_TESTS = "tests/schedules/runtime/test_executor.py"
+_COMMUNICATION_TESTS = "tests/schedules/representation/test_communication.py"
+
+
+class Mutant(NamedTuple):
+    """A fault, and the tests that find it."""
+
+    name: str
+    module: str
+    """Whose text is changed."""
+    text: str
+    instead: str
+    tests: tuple[str, ...] = (_EXECUTOR_TESTS,)
+
+
+MUTANTS = (
+    Mutant(
+        "I and W are swapped",
+        f"{_RUNTIME}.compute",
+        'split=kind == "I"',
+        'split=kind == "B"',
+        ("tests/schedules/runtime/test_compute.py",),
+    ),
+    Mutant(
+        "a hand-over is dropped",
+        f"{_RUNTIME}.executor",
+        "        self._handed[message] = tensors\n",
+        "",
+    ),
+    Mutant(
+        "a handed activation shares its data with the one that is freed",
+        f"{_RUNTIME}.executor",
+        "tensor if tensor is None else tensor.detach()",
+        "tensor",
+    ),
+    Mutant(
+        "a message names the stage that made it",
+        f"{_TABLES}.communication",
+        'message = Message("F" if kind == "F" else "B", target, microbatch)',
+        'message = Message("F" if kind == "F" else "B", stage, microbatch)',
+        (_COMMUNICATION_TESTS,),
+    ),
+    Mutant(
+        "gradients are reduced one action too early",
+        f"{_RUNTIME}.executor",
+        "remaining == self.table.actions_by_stage[stage], remaining == 1",
+        "remaining == self.table.actions_by_stage[stage], remaining == 2",
+    ),
+    Mutant(
+        "parameters are gathered after their first use",
+        f"{_RUNTIME}.executor",
+        "remaining == self.table.actions_by_stage[stage], remaining == 1",
+        "remaining == self.table.actions_by_stage[stage] - 1, remaining == 1",
+    ),
+    Mutant(
+        "reductions start as chunks are complete, whatever the order of the peers",
+        f"{_RUNTIME}.sync",
+        "self._order[self._started] in self._complete",
+        "self._complete",
+        ("tests/schedules/runtime/test_sync.py",),
+    ),
+    Mutant(
+        "a dynamic order sums gradients as they come",
+        "megatron_ext.schedules.search.readiness",
+        "    yield from turns.values()\n",
+        "",
+        ("tests/schedules/search/test_policies.py",),
+    ),
+    Mutant(
+        "a slot is freed before the copy out of it has ended",
+        "megatron_ext.transport.staging",
+        "self._releases.after(copied, _nothing, tensor)",
+        "self._releases.after(copied, _nothing, None)",
+        ("tests/transport/test_staged_release.py",),
+    ),
+    Mutant(
+        "a table has one slot too few",
+        f"{_TABLES}.memory",
+        'slots[rank, peer, "F"] = slots[peer, rank, "B"] = peak',
+        'slots[rank, peer, "F"] = slots[peer, rank, "B"] = max(1, peak - 1)',
+        ("tests/schedules/representation/test_validation.py",),
+    ),
+    Mutant(
+        "outputs are freed before they are sent",
+        f"{_RUNTIME}.executor",
+        "        outputs = exchange.outputs\n        if not outputs:\n            return\n",
+        "        outputs = exchange.outputs\n        if not outputs:\n            return\n"
+        "        self.compute.release(tensors)\n",
+    ),
+    Mutant(
+        "the graph of a backward is freed before its gradient leaves",
+        f"{_RUNTIME}.executor",
+        "        self._deliver(exchange, outputs)\n",
+        "        del saved\n        saved = None\n        self._deliver(exchange, outputs)\n",
+    ),
+    Mutant(
+        "an order that ends early passes for complete",
+        f"{_RUNTIME}.executor",
+        "        if leftovers:\n",
+        "        if not leftovers:\n",
+    ),
+    Mutant(
+        "all tensors of a hand-over have one name",
+        f"{_RUNTIME}.program",
+        "            message = transfer.message._replace(part=part)\n",
+        "            message = transfer.message\n",
+    ),
+    Mutant(
+        "what goes to the twin goes along the own pipeline",
+        f"{_RUNTIME}.program",
+        "        if not transfer.to_twin:\n",
+        "        if True:\n",
+    ),
+    Mutant(
+        "credits are granted for one micro-batch too many",
+        f"{_TABLES}.communication",
+        'message = Message("C", stage, microbatch + window)',
+        'message = Message("C", stage, microbatch + window + 1)',
+        (_COMMUNICATION_TESTS,),
+    ),
+    Mutant(
+        "two kinds of message share a tag",
+        "megatron_ext.transport.tags",
+        '"D": 3, "W": 4',
+        '"D": 3, "W": 3',
+        ("tests/transport/test_tags.py",),
+    ),
+)

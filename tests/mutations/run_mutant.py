@@ -1,0 +1,70 @@
+"""Runs tests on the package with one piece of its text replaced.
+
+    python -m tests.mutations.run_mutant NUMBER
+
+The exit status is that of pytest: 1 says that a test has failed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import CodeType
+
+import pytest
+
+from tests.mutations.mutants import MUTANTS, Mutant
+
+_ROOT = Path(__file__).parents[2]
+
+
+class _Loader(SourceFileLoader):
+    """Compiles the changed text of a module."""
+
+    def __init__(self, mutant: Mutant, path: Path) -> None:
+        super().__init__(mutant.module, str(path))
+        text = path.read_text(encoding="utf-8")
+        if text.count(mutant.text) != 1:
+            raise SystemExit(
+                f"{path} has {mutant.text!r} {text.count(mutant.text)} times, not once"
+            )
+        self._changed = text.replace(mutant.text, mutant.instead)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile it; nothing is cached."""
+        return compile(self._changed, self.path, "exec", dont_inherit=True)
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module, before anything else does."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._module = mutant.module
+        path = _ROOT.joinpath(*mutant.module.split(".")).with_suffix(".py")
+        self._loader = _Loader(mutant, path)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: object = None
+    ) -> ModuleSpec | None:
+        """Return the changed module."""
+        if fullname != self._module:
+            return None
+        return spec_from_file_location(fullname, self._loader.path, loader=self._loader)
+
+
+def main() -> int:
+    """Run the tests of a mutant."""
+    mutant = MUTANTS[int(sys.argv[1])]
+    sys.meta_path.insert(0, _Finder(mutant))
+    quiet = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    status = pytest.main([*quiet, *(str(_ROOT / test) for test in mutant.tests)])
+    assert mutant.module in sys.modules, "the tests never import what is changed"
+    return int(status)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
