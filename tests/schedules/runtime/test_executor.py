@@ -118,7 +118,9 @@ def run_all(schedule: Schedule, num_parts: int = 1) -> list[fake.Compute]:
         )
 
     with ThreadPoolExecutor(len(computes)) as pool:
-        list(pool.map(run, range(len(computes))))
+        futures = [pool.submit(run, number) for number in range(len(computes))]
+    for future in futures:
+        future.result()
     assert not any(wire.mail or wire.expected for wire in network.wires), "all was taken"
     return computes
 
