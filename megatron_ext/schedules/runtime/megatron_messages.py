@@ -9,9 +9,9 @@ sender and receiver know both. With names a send waits for nobody, whatever orde
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,11 @@ from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:
     from megatron_ext.config.choice import Choice
-    from megatron_ext.messages import Message
+    from megatron_ext.messages import MessageKind
+    from megatron_ext.schedules.representation.communication import Transfer
     from megatron_ext.transport.base import Transport
 
 __all__ = ["communicate", "stepwise"]
-
-_Direction = Literal["F", "B"]
 
 
 def stepwise(schedule: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,22 +86,23 @@ def communicate(
     if _step is None:
         return None
     requests: dict[str, _Request] = {}
-    for name, tensor, sent in (
-        ("send_prev", tensor_send_prev, "B"),
-        ("send_next", tensor_send_next, "F"),
-    ):
-        if tensor is not None:
-            _step.send(tensor, sent)
-            requests[name] = _Request()
-    received: list[torch.Tensor | None] = []
-    for name, wanted, kind in (("recv_prev", recv_prev, "F"), ("recv_next", recv_next, "B")):
-        received.append(_step.promise() if wanted else None)
-        if wanted:
-            requests[name] = _Request(_step.arrival(kind, received[-1]))
+    if tensor_send_prev is not None:
+        _step.send(tensor_send_prev, "B")
+        requests["send_prev"] = _Request()
+    if tensor_send_next is not None:
+        _step.send(tensor_send_next, "F")
+        requests["send_next"] = _Request()
+    activation = gradient = None
+    if recv_prev:
+        activation = _step.promise()
+        requests["recv_prev"] = _Request(_step.arrival("F", activation))
+    if recv_next:
+        gradient = _step.promise()
+        requests["recv_next"] = _Request(_step.arrival("B", gradient))
     if wait_on_reqs:
         for request in requests.values():
             request.wait()
-    return received[0], received[1], None if wait_on_reqs else requests
+    return activation, gradient, None if wait_on_reqs else requests
 
 
 class _Request:
@@ -129,48 +129,49 @@ class _Step:
     dtype: torch.dtype
     device: torch.device
     forward_only: bool
-    _to_send: dict[str, deque[tuple[int, Message]]] = field(init=False)
-    _to_receive: dict[str, deque[tuple[int, Message]]] = field(init=False)
+    _to_send: dict[MessageKind, deque[Transfer]] = field(init=False)
+    _to_receive: dict[MessageKind, deque[Transfer]] = field(init=False)
 
     def __post_init__(self) -> None:
-        kinds: tuple[_Direction, ...] = ("F",) if self.forward_only else ("F", "B")
-        made = [transfer for exchange in self.table.exchanges for transfer in exchange.outputs]
-        sends = [transfer for transfer in made if transfer.verb == "SEND"]
-        named = {
-            "send": [(self.peers.of(t), t.message) for t in sends],
-            "receive": [(self.peers.of(t), t.message) for t in self.table.arrivals],
-        }
-        queues: dict[str, dict[str, deque[tuple[int, Message]]]] = {
-            what: {kind: deque(m for m in found if m[1].kind == kind) for kind in kinds}
-            for what, found in named.items()
-        }
-        self._to_send, self._to_receive = queues["send"], queues["receive"]
+        made = (t for exchange in self.table.exchanges for t in exchange.outputs)
+        self._to_send = self._queues(transfer for transfer in made if transfer.verb == "SEND")
+        self._to_receive = self._queues(self.table.arrivals)
         expected = [
-            Expected(source, key, None, self.dtype)
+            Expected(self.peers.of(transfer), transfer.message, None, self.dtype)
             for queue in self._to_receive.values()
-            for source, key in queue
+            for transfer in queue
         ]
         self.transport.begin(expected, self.table.slots)
 
-    def send(self, tensor: torch.Tensor, kind: str) -> None:
+    def _queues(self, transfers: Iterable[Transfer]) -> dict[MessageKind, deque[Transfer]]:
+        """Sort transfers by direction; evaluation has no gradients."""
+        queues: dict[MessageKind, deque[Transfer]] = {"F": deque()}
+        if not self.forward_only:
+            queues["B"] = deque()
+        for transfer in transfers:
+            if transfer.message.kind in queues:
+                queues[transfer.message.kind].append(transfer)
+        return queues
+
+    def send(self, tensor: torch.Tensor, kind: MessageKind) -> None:
         """Send the next tensor of a direction."""
-        target, key = self._next(self._to_send, kind, "sends")
-        self.transport.isend(tensor, target, key)
+        transfer = self._next(self._to_send, kind, "sends")
+        self.transport.isend(tensor, self.peers.of(transfer), transfer.message)
 
     def promise(self) -> torch.Tensor:
         """Return a leaf that gets its data later."""
         return torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=True)
 
-    def arrival(self, kind: str, tensor: torch.Tensor | None) -> Callable[[], None]:
+    def arrival(self, kind: MessageKind, tensor: torch.Tensor) -> Callable[[], None]:
         """Return what waits for the next tensor of a direction and puts it where it was promised.
 
         Which message it is, is decided now: waits may come in another order than requests.
         """
-        assert tensor is not None
-        source, key = self._next(self._to_receive, kind, "receives")
+        transfer = self._next(self._to_receive, kind, "receives")
+        source, message = self.peers.of(transfer), transfer.message
 
         def arrive() -> None:
-            tensor.data = self.transport.recv(source, key, self.choice.timeout_s)
+            tensor.data = self.transport.recv(source, message, self.choice.timeout_s)
 
         return arrive
 
@@ -179,8 +180,8 @@ class _Step:
         self.transport.flush(self.choice.timeout_s)
 
     def _next(
-        self, queues: dict[str, deque[tuple[int, Message]]], kind: str, verb: str
-    ) -> tuple[int, Message]:
+        self, queues: dict[MessageKind, deque[Transfer]], kind: MessageKind, verb: str
+    ) -> Transfer:
         if not queues.get(kind):
             raise ScheduleError(
                 f"Megatron's schedule {verb} more tensors than {self.table.schedule.label} has "

@@ -41,7 +41,7 @@ __all__ = ["SPLIT", "Progress", "SplitBackward", "prepare_config", "why_not"]
 
 _Key = tuple[int, int]
 Progress = Callable[[AbstractSet[int]], None]
-"""Is told the ids of the weights whose gradients are left to be computed."""
+"""Called after each weight with the ids of those that remain to be computed."""
 
 
 class SplitBackward:
@@ -118,14 +118,14 @@ class SplitBackward:
         """
         by_weight = _by_weight(self._waiting.pop((stage, microbatch), []))
         modules = self._modules.get(stage)
-        left = set(by_weight)
+        remaining = set(by_weight)
         if modules is not None:
-            left |= modules.weights
+            remaining |= modules.weights
 
         def finished(*weights: int) -> None:
-            left.difference_update(weights)
+            remaining.difference_update(weights)
             if progress is not None:
-                progress(left)
+                progress(remaining)
 
         finished()
         for weight, gradients in by_weight.items():
