@@ -6,6 +6,7 @@ are those of training: outputs are deallocated, interleaved with either kind of 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -113,6 +114,7 @@ def record_steps(
     """
     forward_step, backward_step = schedules.forward_step, schedules.backward_step
 
+    @functools.wraps(forward_step)
     def recorded_forward(*args: Any, **kwargs: Any) -> Any:
         key = stages[kwargs.get("vp_stage") or 0], kwargs["current_microbatch"]
         with probe.op("F", *key):
@@ -120,6 +122,7 @@ def record_steps(
             _first(output).benchmark_key = key
         return output, num_tokens
 
+    @functools.wraps(backward_step)  # releases are told apart by its parameters
     def recorded_backward(input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
         kind = backward_kind()
         probe.splitting = kind == "I"
