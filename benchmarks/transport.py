@@ -37,7 +37,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from benchmarks.raw_socket import RawSocket  # noqa: E402
-from megatron_ext.transport.base import Expected, Key  # noqa: E402
+from megatron_ext.messages import Message  # noqa: E402
+from megatron_ext.transport.base import Expected  # noqa: E402
 from megatron_ext.transport.native_transport import NativeTransport  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 
@@ -104,18 +105,20 @@ class Messages:
 
     def start(self, count: int) -> None:
         """Begin a step."""
-        expected = [Expected(self._peer, Key("F", 0, i), None, torch.uint8) for i in range(count)]
+        expected = [
+            Expected(self._peer, Message("F", 0, i), None, torch.uint8) for i in range(count)
+        ]
         self._transport.begin(expected, count)
         self._sent = self._received = 0
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send the next message."""
-        self._transport.isend(tensor, self._peer, Key("F", 0, self._sent))
+        self._transport.isend(tensor, self._peer, Message("F", 0, self._sent))
         self._sent += 1
 
     def recv(self) -> object:
         """Receive the next message."""
-        key = Key("F", 0, self._received)
+        key = Message("F", 0, self._received)
         self._received += 1
         return self._transport.recv(self._peer, key, _TIMEOUT_S)
 

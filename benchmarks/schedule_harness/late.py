@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from megatron_ext.transport.base import Expected, Key, Stats, Transport
+    from megatron_ext.messages import Message
+    from megatron_ext.transport.base import Expected, Stats, Transport
 
 __all__ = ["LateTransport", "read", "stamp"]
 
@@ -43,21 +44,21 @@ class LateTransport:
         latency_s: Says how long a message is under way.
     """
 
-    def __init__(self, inner: Transport, latency_s: Callable[[Key], float]) -> None:
+    def __init__(self, inner: Transport, latency_s: Callable[[Message], float]) -> None:
         self._inner = inner
         self._latency_s = latency_s
-        self._source: dict[Key, int] = {}
-        self._held: dict[Key, tuple[float, torch.Tensor]] = {}
+        self._source: dict[Message, int] = {}
+        self._held: dict[Message, tuple[float, torch.Tensor]] = {}
         """Messages that are here, and since when they may be seen."""
-        self._told: set[Key] = set()
+        self._told: set[Message] = set()
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step."""
-        self._source = {item.key: item.source for item in expected}
+        self._source = {item.message: item.source for item in expected}
         self._told.clear()
         self._inner.begin(expected, slots)
 
-    def isend(self, tensor: torch.Tensor, target: int, key: Key) -> None:
+    def isend(self, tensor: torch.Tensor, target: int, key: Message) -> None:
         """Send a stamped copy; decisions are not late."""
         if key.kind == "D":
             self._inner.isend(tensor, target, key)
@@ -66,7 +67,7 @@ class LateTransport:
         stamp(tensor)
         self._inner.isend(tensor, target, key)
 
-    def recv(self, source: int, key: Key, timeout_s: float) -> torch.Tensor:
+    def recv(self, source: int, key: Message, timeout_s: float) -> torch.Tensor:
         """Return a tensor as soon as it may be seen."""
         if key.kind == "D":
             return self._inner.recv(source, key, timeout_s)
@@ -76,7 +77,7 @@ class LateTransport:
         time.sleep(max(0.0, seen_s - time.perf_counter()))
         return tensor
 
-    def poll(self, timeout_s: float) -> Sequence[Key]:
+    def poll(self, timeout_s: float) -> Sequence[Message]:
         """Return what may be seen now; sleep until there is something."""
         deadline_s = time.perf_counter() + timeout_s
         wait_s = 0.0
@@ -91,7 +92,7 @@ class LateTransport:
                 return keys
             wait_s = max(0.0, min([deadline_s, *waiting.values()]) - now_s)
 
-    def _hold(self, key: Key, timeout_s: float) -> None:
+    def _hold(self, key: Message, timeout_s: float) -> None:
         tensor = self._inner.recv(self._source[key], key, timeout_s)
         self._held[key] = read(tensor) + self._latency_s(key), tensor
 

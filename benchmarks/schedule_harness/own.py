@@ -17,7 +17,7 @@ from .megatron_core import Chunk, initialize, make_config, record_steps, step_ke
 from .noise import NoisyTimes
 
 if TYPE_CHECKING:
-    from megatron_ext.transport.base import Key
+    from megatron_ext.messages import Message
 
     from .stage import Probe
 
@@ -53,7 +53,7 @@ def _delay_messages(probe: Probe) -> None:
     """Let every transport that is opened take the time that the scenario says."""
     open_transport = entry.open_transport
 
-    def latency_s(key: Key) -> float:
+    def latency_s(key: Message) -> float:
         assert isinstance(probe.times, NoisyTimes)
         assert key.kind in ("F", "B")
         return probe.times.latency_s(key.kind, key.stage, key.microbatch)

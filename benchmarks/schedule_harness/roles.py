@@ -16,9 +16,10 @@ import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_block import TransformerBlock
 
+from megatron_ext.messages import Message
 from megatron_ext.schedules import Costs, Schedule, generate, simulate
 from megatron_ext.schedules.runtime.compute import StageCompute
-from megatron_ext.transport.base import Expected, Key
+from megatron_ext.transport.base import Expected
 from megatron_ext.transport.native_transport import NativeTransport
 
 from .stage import MESSAGE_SHAPE
@@ -271,7 +272,7 @@ def _try_messages(store: Store, count: int = 25) -> list[float]:
     wire = NativeTransport(
         store, rank, [1 - rank], run_id="messages", device=torch.device("cpu"), wire="shm"
     )
-    keys = [Key("F", 1, microbatch) for microbatch in range(count)]
+    keys = [Message("F", 1, microbatch) for microbatch in range(count)]
     wire.begin([Expected(0, key, MESSAGE_SHAPE, torch.float32) for key in keys if rank], 8)
     times = []
     for key in keys:

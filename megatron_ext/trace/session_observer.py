@@ -92,7 +92,7 @@ class _MessageObserver(TransportObserver):
 
     def begin_messages(self, expected: Sequence[Expected]) -> None:
         """Note what will arrive."""
-        self._outstanding = {item.key: item.source for item in expected}
+        self._outstanding = {item.message: item.source for item in expected}
 
     def begin_send(self, message: Message, target: int) -> None:
         """Note that the rank may wait for room."""

@@ -11,15 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from megatron_ext.messages import Message
-
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Expected", "Key", "Stats", "Transport"]
+    from megatron_ext.messages import Message
 
-
-Key = Message
+__all__ = ["Expected", "Stats", "Transport"]
 
 
 class Expected(NamedTuple):
@@ -27,7 +24,7 @@ class Expected(NamedTuple):
 
     source: int
     """Global rank of the sender."""
-    key: Key
+    message: Message
     shape: tuple[int, ...] | None
     """None: only the sender knows it."""
     dtype: torch.dtype
@@ -69,25 +66,25 @@ class Transport(Protocol):
             TransportError: Messages of the step before were not received.
         """
 
-    def isend(self, tensor: torch.Tensor, target: int, key: Key) -> None:
+    def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         """Send a tensor to a global rank, without waiting for it to receive.
 
         The transport keeps the tensor's storage alive as long as it needs it; the caller must not
         write to it again, but may drop it or swap its `data`.
         """
 
-    def recv(self, source: int, key: Key, timeout_s: float) -> torch.Tensor:
+    def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         """Return a tensor that was sent, when it is there.
 
         Raises:
-            TransportError: It did not come in time, or the peer is gone; names key and peer.
+            TransportError: It did not come in time, or the peer is gone; names message and peer.
         """
 
-    def poll(self, timeout_s: float) -> Sequence[Key]:
+    def poll(self, timeout_s: float) -> Sequence[Message]:
         """Return the messages that arrived since the last call; sleep until there is one.
 
         Returns:
-            Their keys; empty after the time-out. They still have to be taken with `recv`.
+            Their names; empty after the time-out. They still have to be taken with `recv`.
 
         Raises:
             TransportError: The wire cannot tell before it is received, or a peer is gone.

@@ -28,7 +28,8 @@ from megatron_ext.transport.dtypes import CODE_OF, DTYPE_OF
 
 if TYPE_CHECKING:
     from megatron_ext.devices.base import SharedBuffer, Sharing
-    from megatron_ext.transport.base import Expected, Key, Stats
+    from megatron_ext.messages import Message
+    from megatron_ext.transport.base import Expected, Stats
     from megatron_ext.transport.native_transport import NativeTransport
 
 __all__ = ["NOTE_BYTES", "DirectTransport"]
@@ -113,7 +114,7 @@ class DirectTransport:
     ) -> None:
         self._host = host
         self._sharing = sharing
-        self._expected: dict[tuple[int, Key], Expected] = {}
+        self._expected: dict[tuple[int, Message], Expected] = {}
         self._num_messages = self._num_bytes = 0
         self._given_up = self._closed = False
         self._peers = {peer: _Peer() for peer in host.stats().wires}
@@ -129,27 +130,29 @@ class DirectTransport:
         self._host.begin(
             [
                 item
-                if item.key.kind in HOST_KINDS
+                if item.message.kind in HOST_KINDS
                 else item._replace(shape=None, dtype=torch.uint8)
                 for item in expected
             ],
             slots,
         )
         self._expected = {
-            (item.source, item.key): item for item in expected if item.key.kind not in HOST_KINDS
+            (item.source, item.message): item
+            for item in expected
+            if item.message.kind not in HOST_KINDS
         }
 
-    def isend(self, tensor: torch.Tensor, target: int, key: Key) -> None:
+    def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         """Send a tensor; it is copied when the device has computed it."""
-        if key.kind in HOST_KINDS:
-            self._host.isend(tensor, target, key)
+        if message.kind in HOST_KINDS:
+            self._host.isend(tensor, target, message)
             return
         peer, code = self._peers.get(target), CODE_OF.get(tensor.dtype)
         if peer is None or code is None:
             raise TransportError(
-                f"{key} cannot be sent to rank {target}, which is no peer"
+                f"{message} cannot be sent to rank {target}, which is no peer"
                 if peer is None
-                else f"{key}: tensors of {tensor.dtype} cannot be sent"
+                else f"{message}: tensors of {tensor.dtype} cannot be sent"
             )
         shape = tuple(tensor.shape)
         try:
@@ -157,23 +160,23 @@ class DirectTransport:
             number, handle = self._lend(peer, tensor.nbytes)
             self._sharing.push(peer.lent[number], tensor)
         except RuntimeError as error:
-            self._fail(f"{key} could not be copied for rank {target}", error)
+            self._fail(f"{message} could not be copied for rank {target}", error)
         place = _HEAD.pack(number, code, len(shape)) + struct.pack(f"<{len(shape)}q", *shape)
         text = torch.frombuffer(bytearray(place + handle), dtype=torch.uint8)
-        self._host.isend(text, target, key)
+        self._host.isend(text, target, message)
         self._num_messages += 1
         self._num_bytes += tensor.nbytes
 
-    def recv(self, source: int, key: Key, timeout_s: float) -> torch.Tensor:
+    def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         """Return a tensor on the device; what the device does with it waits for the copy."""
-        text = self._host.recv(source, key, timeout_s)
-        if key.kind in HOST_KINDS:
+        text = self._host.recv(source, message, timeout_s)
+        if message.kind in HOST_KINDS:
             return text
-        expected = self._expected.pop((source, key))
+        expected = self._expected.pop((source, message))
         number, shape, dtype, handle = _parsed(text)
         if dtype != expected.dtype or expected.shape not in (None, shape):
             raise MessageMismatch(
-                f"{key} from rank {source} has shape {shape} and {dtype}, expected shape "
+                f"{message} from rank {source} has shape {shape} and {dtype}, expected shape "
                 f"{expected.shape or 'any'} and {expected.dtype}; give all ranks the same flags"
             )
         try:
@@ -183,12 +186,12 @@ class DirectTransport:
                 raise RuntimeError(f"{shape} of {dtype} is more than {buffer.num_bytes} bytes")
             tensor = self._sharing.pull(buffer, shape, dtype)
         except RuntimeError as error:
-            self._fail(f"{key} could not be copied from the device of rank {source}", error)
+            self._fail(f"{message} could not be copied from the device of rank {source}", error)
         with suppress(TransportError):  # who sent it may be gone by now
             self._host.note(source, _RELEASE.pack(number) + answer)
         return tensor
 
-    def poll(self, timeout_s: float) -> Sequence[Key]:
+    def poll(self, timeout_s: float) -> Sequence[Message]:
         """Return what was sent here; the device may still be computing it at the sender."""
         return self._host.poll(timeout_s)
 

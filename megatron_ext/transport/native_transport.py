@@ -26,14 +26,16 @@ from megatron_ext.errors import (
     TransportError,
     TransportTimeout,
 )
-from megatron_ext.transport.base import Expected, Key, Stats
+from megatron_ext.transport.base import Expected, Stats
 from megatron_ext.transport.dtypes import CAPSULE_CODE_OF, CODE_OF, plain, tensor_on
 from megatron_ext.transport.native import require_native
 from megatron_ext.transport.rendezvous import Connection, Store, connect_peers
 from megatron_ext.transport.tags import NOTE, NUM_STEPS, Tags
 
 if TYPE_CHECKING:
-    from megatron_ext.transport._C import Endpoint, Link, Message, PeerReport
+    from megatron_ext.messages import Message
+    from megatron_ext.transport._C import Endpoint, Link, PeerReport
+    from megatron_ext.transport._C import Message as Arrived
     from megatron_ext.transport.address import Wire
 
 __all__ = ["NativeTransport"]
@@ -102,7 +104,7 @@ class NativeTransport:
         self._rank = rank
         self._slots = slots
         native = require_native()
-        self._Message: type[Message] = native.Message
+        self._Arrived: type[Arrived] = native.Message
         self._endpoint: Endpoint | None = native.Endpoint(rank, slots, slot_bytes, checksums)
         self._open = self._endpoint
         """The endpoint, as long as messages may be sent and received."""
@@ -163,13 +165,13 @@ class NativeTransport:
         self._usable()
         if self._expected:
             left = next(iter(self._expected.values()))
-            raise TransportError(f"{left.key} of the step before was never received")
+            raise TransportError(f"{left.message} of the step before was never received")
         self._warn_if_narrow(slots)
         self._step = step = (self._step + 1) % NUM_STEPS
         tags = self._tags
-        self._expected = {(item.source, tags[item.key] | step): item for item in expected}
+        self._expected = {(item.source, tags[item.message] | step): item for item in expected}
 
-    def isend(self, tensor: torch.Tensor, target: int, key: Key) -> None:
+    def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         """Send a tensor. It is copied at once, or kept until there is room for it."""
         endpoint = self._open or self._usable()
         if not tensor.is_cpu:
@@ -178,58 +180,60 @@ class NativeTransport:
             tensor = plain(tensor)
         code = CODE_OF.get(tensor.dtype)
         if code is None:
-            raise TransportError(f"{key}: tensors of {tensor.dtype} cannot be sent")
-        tag = self._tags[key] | self._step
+            raise TransportError(f"{message}: tensors of {tensor.dtype} cannot be sent")
+        tag = self._tags[message] | self._step
         try:
             # The storage is what has to stay: the caller may swap the `data` of the tensor.
             endpoint.send(
                 target, tag, code, tensor.shape, tensor.data_ptr(), tensor.untyped_storage()
             )
         except TransportError as error:
-            what = f"{key} cannot be sent to rank {target}"
-            raise self._failure(what, target, key, error) from error
+            what = f"{message} cannot be sent to rank {target}"
+            raise self._failure(what, target, message, error) from error
 
-    def recv(self, source: int, key: Key, timeout_s: float) -> torch.Tensor:
+    def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         """Return a tensor when it is there; it shares its memory with nobody who writes."""
         endpoint = self._open or self._usable()
-        tag = self._tags[key] | self._step
+        tag = self._tags[message] | self._step
         name = (source, tag)
         expected = self._expected.get(name)
         if expected is None:
-            raise TransportError(f"{key} is not expected from rank {source} in this step")
+            raise TransportError(f"{message} is not expected from rank {source} in this step")
         shape, dtype = expected.shape, expected.dtype
         try:
-            message = endpoint.take(source, tag, timeout_s, CAPSULE_CODE_OF.get(dtype, 0))
+            arrived = endpoint.take(source, tag, timeout_s, CAPSULE_CODE_OF.get(dtype, 0))
         except TransportError as error:  # what came is damaged, of whatever message
-            raise TransportError(f"{key} cannot be received from rank {source}: {error}") from error
-        if message is None:
-            what = f"{key} did not come from rank {source}: {self._waited(endpoint)}"
-            raise self._failure(what, source, key, timeout_s)
+            raise TransportError(
+                f"{message} cannot be received from rank {source}: {error}"
+            ) from error
+        if arrived is None:
+            what = f"{message} did not come from rank {source}: {self._waited(endpoint)}"
+            raise self._failure(what, source, message, timeout_s)
         self._expected.pop(name, None)  # gone if another thread gave up meanwhile
         if self._told:
             self._told.pop(name, None)
-        if type(message) is self._Message:
-            tensor = tensor_on(message)
+        if type(arrived) is self._Arrived:
+            tensor = tensor_on(arrived)
             fits = tensor.dtype == dtype and shape in (None, tensor.shape)
         else:  # a capsule, which is of the dtype that was asked for
-            tensor = _from_dlpack(message)
+            tensor = _from_dlpack(arrived)
             fits = shape is None or shape == tensor.shape
         if not fits:
             raise MessageMismatch(
-                f"{key} from rank {source} has shape {tuple(tensor.shape)} and {tensor.dtype}, "
+                f"{message} from rank {source} has shape {tuple(tensor.shape)} and {tensor.dtype}, "
                 f"expected shape {shape or 'any'} and {dtype}; give all ranks the same flags"
             )
         return tensor
 
-    def poll(self, timeout_s: float) -> Sequence[Key]:
+    def poll(self, timeout_s: float) -> Sequence[Message]:
         """Return what arrived since the last call; sleep until there is something."""
         endpoint = self._usable()
         begin = time.perf_counter()
         while True:
             # Looked up once: another thread that gives up clears what is expected.
             found = (self._expected.get(name) for name in self._told)
-            keys = [item.key for item in found if item is not None]
-            if keys:
+            messages = [item.message for item in found if item is not None]
+            if messages:
                 self._told = {name: None for name in self._told if name not in self._expected}
                 break
             left_s = max(0.0, begin + timeout_s - time.perf_counter())
@@ -241,7 +245,7 @@ class NativeTransport:
                 self._require_peers(begin)
                 if time.perf_counter() - begin >= timeout_s:
                     break
-        return keys
+        return messages
 
     def note(self, target: int, content: bytes) -> None:
         """Tell a peer something besides messages, in or between steps."""
@@ -252,11 +256,11 @@ class NativeTransport:
     def noted(self, source: int, timeout_s: float = 0.0) -> bytes | None:
         """Return the next note of a peer; None if there is none and no time to wait for one."""
         endpoint = self._usable()
-        message = endpoint.take(source, NOTE, timeout_s)
-        if message is None and timeout_s > 0:
+        arrived = endpoint.take(source, NOTE, timeout_s)
+        if arrived is None and timeout_s > 0:
             what = f"rank {source} did not answer: {self._waited(endpoint)}"
             raise self._failure(what, source, None, timeout_s)
-        return None if message is None else bytes(memoryview(message))  # type: ignore[arg-type]
+        return None if arrived is None else bytes(memoryview(arrived))  # type: ignore[arg-type]
 
     def flush(self, timeout_s: float) -> None:
         """Wait until everything sent is where its receiver can take it."""
@@ -316,18 +320,18 @@ class NativeTransport:
             raise PeerClosed(f"{what}, all peers closed their transports")
 
     def _failure(
-        self, what: str, peer: int, key: Key | None, cause: float | TransportError
+        self, what: str, peer: int, message: Message | None, cause: float | TransportError
     ) -> TransportError:
         """The exception for a call that failed because of the state of `peer`, or of any.
 
         Args:
             what: What did not happen.
             peer: The rank that it needed.
-            key: The message that it needed.
+            message: The message that it needed.
             cause: How many seconds it was to wait at most, or what the core says.
         """
-        if key is not None:
-            what = f"{what} (tag {self._tags[key] | self._step:#x})"
+        if message is not None:
+            what = f"{what} (tag {self._tags[message] | self._step:#x})"
         # The one that was needed first: others may have ended because of it.
         reports = sorted(self._usable().peers(), key=lambda report: report.rank != peer)
         for report in reports:

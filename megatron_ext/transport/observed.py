@@ -71,19 +71,19 @@ class ObservedTransport:
         self._observer.begin_messages(expected)
         self._transport.begin(expected, slots)
 
-    def isend(self, tensor: torch.Tensor, target: int, key: Message) -> None:
+    def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         """Send a tensor."""
-        self._observer.begin_send(key, target)
-        self._transport.isend(tensor, target, key)
-        self._observer.end_send(key, target, tensor.nbytes)
+        self._observer.begin_send(message, target)
+        self._transport.isend(tensor, target, message)
+        self._observer.end_send(message, target, tensor.nbytes)
 
-    def recv(self, source: int, key: Message, timeout_s: float) -> torch.Tensor:
+    def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         """Receive a tensor."""
-        self._observer.begin_receive(key, source)
+        self._observer.begin_receive(message, source)
         before_s = self._transport.stats().waited_s
-        tensor = self._transport.recv(source, key, timeout_s)
+        tensor = self._transport.recv(source, message, timeout_s)
         waited_s = self._transport.stats().waited_s - before_s
-        self._observer.end_receive(key, source, tensor.nbytes, waited_s)
+        self._observer.end_receive(message, source, tensor.nbytes, waited_s)
         return tensor
 
     def poll(self, timeout_s: float) -> Sequence[Message]:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_ext.devices.base import Copied, Copies
-    from megatron_ext.transport.base import Expected, Key, Stats, Transport
+    from megatron_ext.messages import Message
+    from megatron_ext.transport.base import Expected, Stats, Transport
     from megatron_ext.transport.native_transport import NativeTransport
 
 __all__ = ["StagedTransport", "staged"]
@@ -85,31 +86,31 @@ class StagedTransport:
         self._drain(self._timeout_s)
         self._host.begin(expected, slots)
 
-    def isend(self, tensor: torch.Tensor, target: int, key: Key) -> None:
+    def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         """Send a tensor: a host tensor now, one of the device when it was copied."""
         self._check()
         if tensor.is_cpu:
-            self._host.isend(tensor, target, key)
+            self._host.isend(tensor, target, message)
             return
         # Shares the storage, not the tensor: the caller may swap the `data` of that.
         source = plain(tensor.detach())
         copy, copied = self._copies.to_host(source)
-        self._sends.after(copied, partial(self._host.isend, copy, target, key), source)
+        self._sends.after(copied, partial(self._host.isend, copy, target, message), source)
 
-    def recv(self, source: int, key: Key, timeout_s: float) -> torch.Tensor:
+    def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         """Return a tensor on the device; what the device does with it waits for the copy."""
         self._check()
         try:
-            tensor = self._host.recv(source, key, timeout_s)
+            tensor = self._host.recv(source, message, timeout_s)
         except TransportError as error:
             self._raise(error)
-        if key.kind in HOST_KINDS:
+        if message.kind in HOST_KINDS:
             return tensor
         copy, copied = self._copies.to_device(tensor)
         self._releases.after(copied, _nothing, tensor)
         return copy
 
-    def poll(self, timeout_s: float) -> Sequence[Key]:
+    def poll(self, timeout_s: float) -> Sequence[Message]:
         """Return what arrived on this host."""
         self._check()
         try:

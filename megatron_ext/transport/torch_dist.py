@@ -20,15 +20,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import itemgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import TransportError
-from megatron_ext.transport.base import Expected, Key, Stats
+from megatron_ext.transport.base import Expected, Stats
 from megatron_ext.transport.dtypes import plain
 from megatron_ext.transport.pairs import Pair, groups_of_pairs
+
+if TYPE_CHECKING:
+    from megatron_ext.messages import Message
 
 __all__ = ["Channel", "TorchTransport"]
 
@@ -87,7 +90,7 @@ class TorchTransport:
         self._groups = self._connect(group, {(channel[0], channel[1]) for channel in channels})
         self._waiting: deque[Expected] = deque()
         """Receives of this step that were not started yet."""
-        self._posted: dict[tuple[int, Key], _Posted] = {}
+        self._posted: dict[tuple[int, Message], _Posted] = {}
         """By source."""
         self._sent: dict[Pair, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
         self._slots = 1
@@ -117,7 +120,7 @@ class TorchTransport:
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step, and the receives that come before all else."""
         if self._posted or self._waiting:
-            left = [*self._posted, *((item.source, item.key) for item in self._waiting)]
+            left = [*self._posted, *((item.source, item.message) for item in self._waiting)]
             raise TransportError(f"{left[0][1]} of the step before was never received")
         self._slots = max(slots, 1)
         self._step += 1
@@ -126,7 +129,7 @@ class TorchTransport:
         if not self._one_by_one:
             self._post_due()
 
-    def isend(self, tensor: torch.Tensor, target: int, key: Key) -> None:
+    def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         """Send a tensor; its storage is kept until it has left."""
         if self._one_by_one:
             self._post_due()
@@ -134,29 +137,29 @@ class TorchTransport:
         # An alias: the caller may swap the `data` of its own tensor to free the output.
         tensor = plain(tensor.detach())
         if self._shapes_travel:
-            self._start_send(pair, self._header(tensor), key, is_header=True)
-        self._start_send(pair, tensor, key)
+            self._start_send(pair, self._header(tensor), message, is_header=True)
+        self._start_send(pair, tensor, message)
         self._stats.messages += 1
         self._stats.bytes += tensor.nbytes
         self._forget_sent(pair)
         self._count_call()
 
-    def recv(self, source: int, key: Key, timeout_s: float) -> torch.Tensor:
+    def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         """Return a tensor when it is there, or when the device will have it."""
         if self._one_by_one:
             self._post_due()
-        while (source, key) not in self._posted:
+        while (source, message) not in self._posted:
             if not self._waiting:
-                raise TransportError(f"{key} is not expected from rank {source} in this step")
+                raise TransportError(f"{message} is not expected from rank {source} in this step")
             self._post(self._waiting.popleft())
-        posted = self._posted.pop((source, key))
+        posted = self._posted.pop((source, message))
         if posted.is_header:
             posted = self._post_message(posted, timeout_s)
         self._count_call()
         self._wait(posted, timeout_s)
         return posted.tensor
 
-    def poll(self, timeout_s: float) -> Sequence[Key]:
+    def poll(self, timeout_s: float) -> Sequence[Message]:
         """Raise: torch.distributed cannot say what has arrived."""
         raise TransportError(
             "torch.distributed cannot tell whether a message has arrived, so it carries static "
@@ -198,29 +201,29 @@ class TorchTransport:
             self._post(self._waiting.popleft())
 
     def _post(self, item: Expected) -> None:
-        source, key, shape, dtype, _ = item
+        source, message, shape, dtype, _ = item
         if not self._shapes_travel:
             if shape is None:
-                raise TransportError(f"{key}: shapes do not travel on this transport, name it")
-            self._posted[source, key] = self._start_recv(item, self._empty(shape, dtype))
+                raise TransportError(f"{message}: shapes do not travel on this transport, name it")
+            self._posted[source, message] = self._start_recv(item, self._empty(shape, dtype))
             return
         header = self._empty((1 + _MAX_DIMS,), torch.int64)
         posted = self._start_recv(item, header, is_header=True)
         if self._one_by_one:
             posted = self._post_message(posted, self._timeout_s)
-        self._posted[source, key] = posted
+        self._posted[source, message] = posted
 
     def _post_message(self, header: _Posted, timeout_s: float) -> _Posted:
         """Wait for a header, and start to receive the message that it announces."""
         self._wait(header, timeout_s)
         ndim, *shape = header.tensor.tolist()
-        message = self._empty(tuple(shape[:ndim]), header.expected.dtype)
-        return self._start_recv(header.expected, message)
+        tensor = self._empty(tuple(shape[:ndim]), header.expected.dtype)
+        return self._start_recv(header.expected, tensor)
 
     def _start_send(
-        self, pair: Pair, tensor: torch.Tensor, key: Key, *, is_header: bool = False
+        self, pair: Pair, tensor: torch.Tensor, message: Message, *, is_header: bool = False
     ) -> None:
-        work = dist.isend(tensor, pair[1], self._groups[pair], tag=self._tag(key, is_header))
+        work = dist.isend(tensor, pair[1], self._groups[pair], tag=self._tag(message, is_header))
         assert work is not None
         self._sent[pair].append((work, tensor))
 
@@ -228,7 +231,7 @@ class TorchTransport:
         self, item: Expected, tensor: torch.Tensor, *, is_header: bool = False
     ) -> _Posted:
         group = self._groups[item.source, self._me]
-        work = dist.irecv(tensor, item.source, group, tag=self._tag(item.key, is_header))
+        work = dist.irecv(tensor, item.source, group, tag=self._tag(item.message, is_header))
         assert work is not None
         return _Posted(work, tensor, item, is_header)
 
@@ -242,17 +245,17 @@ class TorchTransport:
         while len(sent) > limit:
             self._wait_sent(pair, sent.popleft()[0], None)
 
-    def _tag(self, key: Key, is_header: bool) -> int:
+    def _tag(self, message: Message, is_header: bool) -> int:
         """31 bits: two steps apart, the same tag is free again. Never 0, which others use."""
         if not self._matches_tags:
             return 0
-        if key.stage >= 1 << 10 or key.microbatch >= 1 << 15 or key.part >= 4:
+        if message.stage >= 1 << 10 or message.microbatch >= 1 << 15 or message.part >= 4:
             raise TransportError(
-                f"{key} has no tag: there are at most 1024 stages, 32768 micro-batches and 4 "
+                f"{message} has no tag: there are at most 1024 stages, 32768 micro-batches and 4 "
                 f"tensors in one hand-over"
             )
-        tag = ((key.microbatch << 10 | key.stage) << 2 | key.part) << 3
-        return tag | (key.kind == "B") << 2 | is_header << 1 | self._step & 1 | 1 << 30
+        tag = ((message.microbatch << 10 | message.stage) << 2 | message.part) << 3
+        return tag | (message.kind == "B") << 2 | is_header << 1 | self._step & 1 | 1 << 30
 
     def _header(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim > _MAX_DIMS:
@@ -283,8 +286,8 @@ class TorchTransport:
             waited_s = time.perf_counter() - begin
             limit_s = timeout_s if self._matches_tags else self._timeout_s
             raise TransportError(
-                f"{posted.expected.key} did not come from rank {posted.expected.source}: waited "
-                f"{waited_s:.1f} s of {limit_s:g} s; {_first_line(error)}"
+                f"{posted.expected.message} did not come from rank {posted.expected.source}: "
+                f"waited {waited_s:.1f} s of {limit_s:g} s; {_first_line(error)}"
             ) from error
         self._stats.waited_s += time.perf_counter() - begin
 

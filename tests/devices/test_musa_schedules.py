@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.transport.base import Expected, Key
+from megatron_ext.messages import Message
+from megatron_ext.transport.base import Expected
 from megatron_ext.transport.torch_dist import Channel, TorchTransport
 from tests.ranks import run_ranks
 from tests.schedules.runtime.capture import GPT, PP2, PP4, train
@@ -63,7 +64,7 @@ def _shapes_of_both() -> None:
     assert dist.group.WORLD is not None
     device = torch.device("cuda", me)
     transport = TorchTransport(dist.group.WORLD, device, channels, timeout_s=30, shapes_travel=True)
-    keys = [Key("FB"[i % 2], me, i) for i in range(6)]
+    keys = [Message("FB"[i % 2], me, i) for i in range(6)]
     # Rank 0 sends all, then takes all; rank 1 the other way round.
     expected = [
         Expected(peer, key._replace(stage=peer), None, torch.float32, 0 if me else len(keys))
@@ -77,8 +78,8 @@ def _shapes_of_both() -> None:
 
     def take() -> None:
         for item in expected[::-1]:  # not the order in which they were sent
-            tensor = transport.recv(peer, item.key, 30)
-            assert torch.equal(tensor.cpu(), torch.full((item.key.microbatch, 3), 1.0 + peer))
+            tensor = transport.recv(peer, item.message, 30)
+            assert torch.equal(tensor.cpu(), torch.full((item.message.microbatch, 3), 1.0 + peer))
 
     for act in (take, send) if me else (send, take):
         act()

@@ -33,9 +33,9 @@ def watched(argv: list[str], slow: int) -> tuple[str, Any, tuple[int, int]]:
     most = [0, 0]
     send, run = NativeTransport.isend, BackwardCompute.run
 
-    def sending(self: Any, tensor: Any, target: int, key: Message) -> None:
-        send(self, tensor, target, key)
-        for peer in self._endpoint.peers() if key.kind in ("F", "B") else ():
+    def sending(self: Any, tensor: Any, target: int, message: Message) -> None:
+        send(self, tensor, target, message)
+        for peer in self._endpoint.peers() if message.kind in ("F", "B") else ():
             most[0] = max(most[0], peer.num_queued)
             most[1] = max(most[1], peer.num_arrived)
 

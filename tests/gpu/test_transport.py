@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from megatron_ext import devices
-from megatron_ext.transport.base import Expected, Key, Transport
+from megatron_ext.messages import Message
+from megatron_ext.transport.base import Expected, Transport
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
 from megatron_ext.transport.native_transport import NativeTransport
 from megatron_ext.transport.staging import staged
@@ -76,7 +77,7 @@ def exchange(way: str, size: int = 2048) -> list[str]:
 def _step(transport: Transport, num_messages: int, size: int) -> None:
     me, peer = _rank(), 1 - _rank()
     device = devices.current().torch_device(0)
-    inbound = [Key("F", peer, number) for number in range(num_messages)]
+    inbound = [Message("F", peer, number) for number in range(num_messages)]
     transport.begin(
         [Expected(peer, key, None, _values(key.microbatch, peer).dtype) for key in inbound], 1
     )
@@ -86,7 +87,7 @@ def _step(transport: Transport, num_messages: int, size: int) -> None:
         for _ in range(4):
             work = work @ work * 0  # what computes the tensor is late
         tensor = values + work[0, 0].to(values.dtype) if values.dtype != torch.bool else values
-        transport.isend(tensor, peer, Key("F", me, number))
+        transport.isend(tensor, peer, Message("F", me, number))
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=device)
     received = [(key, transport.recv(peer, key, _LONG_S)) for key in reversed(inbound)]
     transport.flush(_LONG_S)
@@ -110,7 +111,7 @@ def speed(way: str) -> tuple[float, float]:
     host = torch.empty(_SIZE_BYTES, dtype=torch.uint8, pin_memory=True)
     sent, copied = [], []
     for _ in range(8):
-        key = Key("F", 0, 0)
+        key = Message("F", 0, 0)
         transport.begin([Expected(peer, key, None, torch.uint8)], 1)
         torch.cuda.synchronize()
         begin_s = time.perf_counter()

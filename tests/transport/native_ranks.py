@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import FileStore
 
-from megatron_ext.transport.base import Expected, Key
+from megatron_ext.messages import Message
+from megatron_ext.transport.base import Expected
 from megatron_ext.transport.native_transport import NativeTransport
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def open_transport(
     )  # fmt: skip
 
 
-def tensor_of(key: Key, source: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def tensor_of(key: Message, source: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Random bytes that both sides can make."""
     seed = hash((key.kind == "B", key.stage, key.microbatch, source)) % 2**31
     generator = torch.Generator().manual_seed(seed)
@@ -86,13 +87,13 @@ def exchange(transport: NativeTransport, num_messages: int, seed: int) -> int:
     me, size = rank(), int(os.environ["WORLD_SIZE"])
     chooser = random.Random(seed)
     plan = [
-        Expected(source, Key(chooser.choice("FB"), target, i), _shape(chooser), dtype)
+        Expected(source, Message(chooser.choice("FB"), target, i), _shape(chooser), dtype)
         for source in range(size)
         for target in range(size)
         for i in range(num_messages)
         for dtype in [chooser.choice(_DTYPES)]
     ]
-    transport.begin([item for item in plan if item.key.stage == me], num_messages)
+    transport.begin([item for item in plan if item.message.stage == me], num_messages)
     mine = [item for item in plan if item.source == me]
     own_order = random.Random(1000 * seed + me)
     own_order.shuffle(mine)
@@ -101,7 +102,7 @@ def exchange(transport: NativeTransport, num_messages: int, seed: int) -> int:
         tensor = tensor_of(key, me, shape, dtype)
         transport.isend(tensor, key.stage, key)
         tensor.data = torch.empty(0, dtype=dtype)  # what freeing an output does
-    inbound = [item for item in plan if item.key.stage == me]
+    inbound = [item for item in plan if item.message.stage == me]
     own_order.shuffle(inbound)
     kept = []  # held to the end, so slots run out
     for source, key, shape, dtype, _ in inbound:

@@ -16,7 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.errors import TransportError, TransportTimeout
-from megatron_ext.transport.base import Expected, Key
+from megatron_ext.messages import Message
+from megatron_ext.transport.base import Expected
 from megatron_ext.transport.native_transport import NativeTransport
 
 from .native_ranks import CPU, LONG_S, equal, tensor_of
@@ -98,7 +99,8 @@ def _talk(rank: int, store: _Store, run_id: str) -> TransportError | None:
     """Send everything and receive the same; why that failed, if it did."""
     peer = 1 - rank
     expected = [
-        Expected(peer, Key("F", rank, i), shape, dtype) for i, (shape, dtype) in enumerate(_SHAPES)
+        Expected(peer, Message("F", rank, i), shape, dtype)
+        for i, (shape, dtype) in enumerate(_SHAPES)
     ]
     transport = NativeTransport(
         store, rank, [peer], run_id=run_id, device=CPU, wire="tcp", ip="127.0.0.1", slots=4,
@@ -107,7 +109,7 @@ def _talk(rank: int, store: _Store, run_id: str) -> TransportError | None:
     try:
         transport.begin(expected, len(expected))
         for i, (shape, dtype) in enumerate(_SHAPES):
-            key = Key("F", peer, i)
+            key = Message("F", peer, i)
             transport.isend(tensor_of(key, rank, shape, dtype), peer, key)
         for _, key, shape, dtype in expected:
             assert shape is not None

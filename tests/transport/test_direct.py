@@ -19,7 +19,8 @@ import torch
 
 from megatron_ext import devices
 from megatron_ext.errors import PeerAborted, PeerDied, TransportError
-from megatron_ext.transport.base import Expected, Key
+from megatron_ext.messages import Message
+from megatron_ext.transport.base import Expected
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
 from megatron_ext.transport.native_transport import NativeTransport
 from tests.ranks import run_ranks
@@ -81,8 +82,8 @@ def _step(transport: DirectTransport, num_ranks: int, num_messages: int, seed: i
     """Each rank sends all it has, to all, and takes what it gets in another order."""
     me, order = _rank(), random.Random(seed + _rank())
     peers = [rank for rank in range(num_ranks) if rank != me]
-    inbound = [(peer, Key("F", me, number)) for number in range(num_messages) for peer in peers]
-    choices = [Expected(peer, Key("C", 0, 0), (1,), torch.int32) for peer in peers]
+    inbound = [(peer, Message("F", me, number)) for number in range(num_messages) for peer in peers]
+    choices = [Expected(peer, Message("C", 0, 0), (1,), torch.int32) for peer in peers]
     transport.begin(
         [Expected(peer, key, None, _DTYPES[key.microbatch % len(_DTYPES)]) for peer, key in inbound]
         + choices,
@@ -93,10 +94,10 @@ def _step(transport: DirectTransport, num_ranks: int, num_messages: int, seed: i
             tensor = _values(number, me).to(_device())
             if tensor.dim() == 2:
                 tensor = tensor.t().contiguous().t()
-            transport.isend(tensor, peer, Key("F", peer, number))
+            transport.isend(tensor, peer, Message("F", peer, number))
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=_device())
     for peer in peers:
-        transport.isend(torch.tensor([me], dtype=torch.int32), peer, Key("C", 0, 0))
+        transport.isend(torch.tensor([me], dtype=torch.int32), peer, Message("C", 0, 0))
     order.shuffle(inbound)
     kept = []
     for peer, key in inbound:
@@ -107,7 +108,7 @@ def _step(transport: DirectTransport, num_ranks: int, num_messages: int, seed: i
         kept.append((received, key.microbatch, peer))
     assert all(_equal(*message) for message in kept)
     for peer in peers:
-        choice = transport.recv(peer, Key("C", 0, 0), _LONG_S)
+        choice = transport.recv(peer, Message("C", 0, 0), _LONG_S)
         assert (choice.device.type, choice.tolist()) == ("cpu", [peer])
     transport.flush(_LONG_S)
 
@@ -143,9 +144,9 @@ def test_random_messages_are_the_same_bit_by_bit_and_leave_nothing() -> None:
 def _one_way() -> tuple[int, int, int]:
     """Rank 1 takes nothing before the last; later steps find all buffers free."""
     transport, counts = _open(), []
-    answer = Key("B", 0, 0)
+    answer = Message("B", 0, 0)
     for _ in range(3):
-        keys = [Key("F", 1, number) for number in range(20)]
+        keys = [Message("F", 1, number) for number in range(20)]
         if _rank() == 0:
             transport.begin([Expected(1, answer, (1,), torch.float32)], 1)
             for key in keys:
@@ -200,11 +201,11 @@ def test_what_is_not_possible_is_told_by_both_ranks(wire, cannot_reach, env, rea
 
 def _without_memory() -> tuple[str, str]:
     transport = _open()
-    inbound = Key("F", _rank(), 0)
+    inbound = Message("F", _rank(), 0)
     transport.begin([Expected(1 - _rank(), inbound, None, torch.float32)], 1)
     if _rank() == 0:
         much = torch.zeros(1, device=_device()).expand(1 << 46)
-        found = _error_of(lambda: transport.isend(much, 1, Key("F", 1, 0)))
+        found = _error_of(lambda: transport.isend(much, 1, Message("F", 1, 0)))
     else:
         found = _error_of(lambda: transport.recv(0, inbound, _LONG_S))
     transport.close()
@@ -228,9 +229,9 @@ def _survive(killed_after: str) -> tuple[str, str, float]:
         transport.begin([], 1)
         if killed_after == "a send":
             big = torch.ones(1 << 20, device=_device())
-            transport.isend(big, 0, Key("F", 0, 0))
+            transport.isend(big, 0, Message("F", 0, 0))
         os.kill(os.getpid(), signal.SIGKILL)
-    transport, key = _open(), Key("F", 0, 0)
+    transport, key = _open(), Message("F", 0, 0)
     transport.begin([Expected(1, key, None, torch.float32)], 1)
     kind, told = _error_of(functools.partial(transport.recv, 1, key, _LONG_S))
     transport.close()

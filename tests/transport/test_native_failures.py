@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from megatron_ext.errors import PeerAborted, PeerClosed, PeerDied, TransportError, TransportTimeout
-from megatron_ext.transport.base import Expected, Key
+from megatron_ext.messages import Message
+from megatron_ext.transport.base import Expected
 from tests.ranks import run_ranks, start_ranks
 from tests.transport.native_ranks import (
     SLOT_BYTES,
@@ -37,13 +38,15 @@ def _silent_peer(wire: Wire) -> list[str]:
     transport = open_transport(wire)
     messages = []
     done = Path(f"{wire} done")
-    transport.begin([Expected(0, Key("F", 3, 7), None, torch.float32)] * rank(), 1)
+    transport.begin([Expected(0, Message("F", 3, 7), None, torch.float32)] * rank(), 1)
     if rank() == 1:
         with pytest.raises(TransportTimeout) as raised:
-            transport.recv(0, Key("F", 3, 7), 0.2)
+            transport.recv(0, Message("F", 3, 7), 0.2)
         messages.append(str(raised.value))
         for i in range(20):
-            transport.isend(torch.ones(SLOT_BYTES if wire == "shm" else 1 << 20), 0, Key("B", 2, i))
+            transport.isend(
+                torch.ones(SLOT_BYTES if wire == "shm" else 1 << 20), 0, Message("B", 2, i)
+            )
         with pytest.raises(TransportTimeout) as raised:
             transport.flush(0.2)
         messages.append(str(raised.value))
@@ -73,17 +76,17 @@ def test_a_time_out_names_message_peer_and_links() -> None:
 def _wait_for_ever(transport: NativeTransport, waiting: str) -> None:
     """Longer than a run may last, so nothing but an error ends it."""
     if waiting == "recv":
-        transport.recv(1, Key("F", 0, 0), 1000)
+        transport.recv(1, Message("F", 0, 0), 1000)
     while waiting == "poll":
         transport.poll(1000)
     while waiting == "isend":
-        transport.isend(torch.ones(2 * SLOT_BYTES), 1, Key("F", 1, 0))
+        transport.isend(torch.ones(2 * SLOT_BYTES), 1, Message("F", 1, 0))
         transport.flush(1000)
 
 
 def _killed(wire: Wire, waiting: str) -> str:
     transport = open_transport(wire)
-    transport.begin([Expected(1, Key("F", 0, 0), None, torch.float32)] * (rank() == 0), 1)
+    transport.begin([Expected(1, Message("F", 0, 0), None, torch.float32)] * (rank() == 0), 1)
     if rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank() == 2:
@@ -110,18 +113,18 @@ def test_a_killed_peer_is_named(wire, waiting) -> None:
 def _killed_parent_of_workers(wire: Wire) -> None:
     """Data loader workers outlive their parent for a while."""
     transport = open_transport(wire)
-    transport.begin([Expected(1, Key("F", 0, 0), None, torch.float32)] * (rank() == 0), 1)
+    transport.begin([Expected(1, Message("F", 0, 0), None, torch.float32)] * (rank() == 0), 1)
     if rank() == 1:
         if os.fork() == 0:
             with pytest.raises(TransportError, match="cannot be used by its forked child"):
-                transport.isend(torch.ones(1), 0, Key("F", 0, 0))
+                transport.isend(torch.ones(1), 0, Message("F", 0, 0))
             Path("worker").touch()
             signal.pause()
         while not Path("worker").exists():
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerDied, match=rf"rank 1 on host .* \(wire {wire}\) died"):
-        transport.recv(1, Key("F", 0, 0), 1000)
+        transport.recv(1, Message("F", 0, 0), 1000)
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -132,7 +135,7 @@ def test_a_killed_peer_is_noticed_though_its_workers_live(wire) -> None:
 
 def _aborting(wire: Wire) -> str:
     transport = open_transport(wire)
-    key = Key("F", 0, 0)
+    key = Message("F", 0, 0)
     transport.begin([Expected(1, key, None, torch.float32)], 1)
     if rank() == 1:
         transport.abort("ran out of memory at /tmp/\udcff")
@@ -157,7 +160,7 @@ def test_the_reason_for_giving_up_reaches_the_peers() -> None:
 
 def _farewell(wire: Wire) -> None:
     transport = open_transport(wire)
-    keys = [Key("F", 0, i) for i in range(2)]
+    keys = [Message("F", 0, i) for i in range(2)]
     if rank() == 1:
         transport.begin([], 1)
         transport.isend(torch.ones(5), 0, keys[0])

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch.distributed import FileStore
 
 from megatron_ext.errors import MessageMismatch, TransportError
-from megatron_ext.transport.base import Expected, Key
+from megatron_ext.messages import Message
+from megatron_ext.transport.base import Expected
 from megatron_ext.transport.native_transport import NativeTransport
 from tests.ranks import run_ranks, start_ranks
 from tests.transport.native_ranks import (
@@ -65,7 +66,7 @@ def _exchange_in_orders(wire: Wire, exchanges: list[Exchange]) -> None:
     transport = open_transport(wire, slots=2, checksums=False)
     peer = 1 - rank()
     for sizes, orders in exchanges:
-        plan = [Expected(peer, Key("F", 0, i), (n,), torch.uint8) for i, n in enumerate(sizes)]
+        plan = [Expected(peer, Message("F", 0, i), (n,), torch.uint8) for i, n in enumerate(sizes)]
         transport.begin(plan, 1)
         for _, key, shape, dtype, _ in plan:
             assert shape is not None
@@ -94,7 +95,7 @@ def _poll(wire: Wire) -> list[int]:
     transport = open_transport(wire)
     order = []
     if rank() == 0:
-        keys = [Key("B", 0, i) for i in (3, 1, 2)]
+        keys = [Message("B", 0, i) for i in (3, 1, 2)]
         transport.begin([], 1)
         for key in keys:
             transport.isend(torch.ones(3), 1, key)
@@ -102,7 +103,7 @@ def _poll(wire: Wire) -> list[int]:
         transport.begin([Expected(1, keys[0], None, torch.float32)], 1)
         transport.recv(1, keys[0], LONG_S)
     else:
-        keys = [Key("B", 0, i) for i in range(1, 4)]
+        keys = [Message("B", 0, i) for i in range(1, 4)]
         transport.begin([Expected(0, key, None, torch.float32) for key in keys], 1)
         assert transport.recv(0, keys[2], LONG_S).tolist() == [1, 1, 1]  # so it is not told
         while len(order) < 2:
@@ -113,7 +114,7 @@ def _poll(wire: Wire) -> list[int]:
         for key in keys[:2]:
             transport.recv(0, key, 0)
         transport.begin([], 1)
-        transport.isend(torch.ones(1), 0, Key("B", 0, 3))
+        transport.isend(torch.ones(1), 0, Message("B", 0, 3))
     transport.flush(LONG_S)
     transport.close()
     return order
@@ -127,7 +128,7 @@ def _ahead(wire: Wire) -> None:
     """Rank 0 is a step ahead; its messages are held back until rank 1 gets there."""
     transport = open_transport(wire)
     sent, received = Path(f"{wire} sent"), Path(f"{wire} received")
-    key = Key("F", 1, 0)
+    key = Message("F", 1, 0)
     if rank() == 0:
         for step in (1.0, 2.0):
             transport.begin([], 1)
@@ -154,14 +155,14 @@ def test_messages_of_the_next_step_are_held_back() -> None:
 def _misuse() -> None:
     transport = open_transport("shm")
     me, peer = rank(), 1 - rank()
-    key = Key("B", 0, 0)
+    key = Message("B", 0, 0)
     transport.begin([Expected(peer, key, (3,), torch.float32)], slots=1)
     with pytest.raises(TransportError, match="is not expected from rank"):
-        transport.recv(peer, Key("B", 0, 1), 1)
+        transport.recv(peer, Message("B", 0, 1), 1)
     with pytest.raises(TransportError, match="of the step before was never received"):
         transport.begin([], slots=1)
     with pytest.raises(TransportError, match="at most 4096 stages"):
-        transport.isend(torch.ones(1), peer, Key("F", 5000, 0))
+        transport.isend(torch.ones(1), peer, Message("F", 5000, 0))
     with pytest.raises(TransportError, match="tensors on meta cannot be sent by the native core"):
         transport.isend(torch.ones(1, device="meta"), peer, key)
     with pytest.raises(TransportError, match="quint8 cannot be sent"):
@@ -191,7 +192,7 @@ def test_a_rank_without_peers_sends_to_itself(tmp_path) -> None:
     transport = NativeTransport(
         FileStore(str(tmp_path / "store"), 1), 0, [], run_id="x", device=CPU
     )
-    key = Key("F", 1, 0)
+    key = Message("F", 1, 0)
     transport.begin([Expected(0, key, (2, 2), torch.float64)], 1)
     transport.isend(torch.eye(2, dtype=torch.float64), 0, key)
     assert transport.poll(LONG_S) == [key]
@@ -208,7 +209,7 @@ def _two_jobs(wire: Wire) -> None:
     transport = NativeTransport(
         store(), me, [1 - me], run_id=f"{wire} {job}", device=CPU, wire=wire, slots=2
     )
-    keys = [Key("F", 0, i) for i in range(50)]
+    keys = [Message("F", 0, i) for i in range(50)]
     transport.begin([Expected(1 - me, key, (100,), torch.int64) for key in keys], 1)
     for key in keys:
         transport.isend(torch.full((100,), 1000 * job + key.microbatch), 1 - me, key)
@@ -226,7 +227,7 @@ def test_two_jobs_at_once_do_not_meet() -> None:
 def _busy_sender(wire: Wire) -> None:
     """Rank 0 calls nothing while its messages, for which there was no room, go on."""
     transport = open_transport(wire, slots=2)
-    keys = [Key("F", 1, i) for i in range(3)]
+    keys = [Message("F", 1, i) for i in range(3)]
     taken = Path(f"{wire} taken")
     shape = (1 << 20,)
     if rank() == 0:
@@ -259,13 +260,13 @@ def _lazy_signs(wire: Wire) -> None:
     assert lazy[0].is_conj()
     assert lazy[1].is_neg()
     transport.begin(
-        [Expected(peer, Key("F", 0, i), None, view.dtype) for i, view in enumerate(lazy)], 3
+        [Expected(peer, Message("F", 0, i), None, view.dtype) for i, view in enumerate(lazy)], 3
     )
     for i, view in enumerate(lazy):
-        transport.isend(view, peer, Key("F", 0, i))
+        transport.isend(view, peer, Message("F", 0, i))
     for i, view in enumerate(lazy):
         expected = view.clone().resolve_conj().resolve_neg()
-        assert torch.equal(transport.recv(peer, Key("F", 0, i), LONG_S), expected)
+        assert torch.equal(transport.recv(peer, Message("F", 0, i), LONG_S), expected)
     transport.flush(LONG_S)
     transport.close()
 

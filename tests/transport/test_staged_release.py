@@ -24,7 +24,7 @@ class Slots:
     def __init__(self) -> None:
         self.freed = threading.Event()
 
-    def recv(self, source: int, key: Message, timeout_s: float) -> torch.Tensor:
+    def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         slot = torch.ones(3)
         weakref.finalize(slot, self.freed.set)
         return slot

@@ -18,7 +18,8 @@ import torch
 
 from megatron_ext import devices
 from megatron_ext.errors import PeerAborted, TransportError, TransportTimeout
-from megatron_ext.transport.base import Expected, Key
+from megatron_ext.messages import Message
+from megatron_ext.transport.base import Expected
 from megatron_ext.transport.native_transport import NativeTransport
 from megatron_ext.transport.staging import StagedTransport
 from tests.ranks import run_ranks
@@ -74,11 +75,11 @@ def _made_late(values: torch.Tensor) -> torch.Tensor:
 def _exchange(transport: StagedTransport, num_messages: int) -> None:
     """One step: each sends all, then takes what the other sent the other way round."""
     me, peer = _rank(), 1 - _rank()
-    keys = [Key("F", me, number) for number in range(num_messages)]
-    inbound = [Key("F", peer, number) for number in range(num_messages)]
+    keys = [Message("F", me, number) for number in range(num_messages)]
+    inbound = [Message("F", peer, number) for number in range(num_messages)]
     transport.begin(
         [Expected(peer, key, None, _values(key.microbatch, peer).dtype) for key in inbound]
-        + [Expected(peer, Key("C", 0, 0), (1,), torch.int32)],
+        + [Expected(peer, Message("C", 0, 0), (1,), torch.int32)],
         1,
     )
     values = [_values(key.microbatch, me) for key in keys]  # the late copies read them
@@ -88,14 +89,14 @@ def _exchange(transport: StagedTransport, num_messages: int) -> None:
             tensor = tensor.t().contiguous().t()
         transport.isend(tensor, peer, key)
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=_device())
-    transport.isend(torch.tensor([me], dtype=torch.int32), peer, Key("C", 0, 0))
+    transport.isend(torch.tensor([me], dtype=torch.int32), peer, Message("C", 0, 0))
     kept = []
     for key in reversed(inbound):
         received = transport.recv(peer, key, _LONG_S)
         assert received.device == _device()
         assert _equal(received, key.microbatch, peer), key
         kept.append((key, received))
-    choice = transport.recv(peer, Key("C", 0, 0), _LONG_S)
+    choice = transport.recv(peer, Message("C", 0, 0), _LONG_S)
     assert (choice.device.type, choice.tolist()) == ("cpu", [peer])
     transport.flush(_LONG_S)
     assert all(_equal(tensor, key.microbatch, peer) for key, tensor in kept)
@@ -197,8 +198,8 @@ def _kept_slot() -> None:
     """Rank 1 holds back its copies while rank 0 sends more than there are slots."""
     copies = _GatedCopies()
     transport = _open(copies, slots=4)
-    keys = [Key("F", 1, number) for number in range(12)]
-    answer = Key("B", 0, 0)
+    keys = [Message("F", 1, number) for number in range(12)]
+    answer = Message("B", 0, 0)
     if _rank() == 0:
         transport.begin([Expected(1, answer, (1,), torch.float32)], 1)
         transport.isend(torch.full((10,), 0.0), 1, keys[0])
@@ -250,7 +251,7 @@ def _failing_device() -> tuple[str, str]:
     copies = _Stalled(RuntimeError("the device is lost"))
     transport = _open(copies)
     peer = 1 - _rank()
-    key, inbound = Key("F", peer, 0), Key("F", _rank(), 0)
+    key, inbound = Message("F", peer, 0), Message("F", _rank(), 0)
     transport.begin([Expected(peer, inbound, (3,), torch.float32)], 1)
     if _rank() == 0:
         transport.isend(torch.ones(3, device=_device()), peer, key)
@@ -277,10 +278,10 @@ def _stuck_device() -> str:
     copies = _Stalled()
     transport = _open(copies)
     peer = 1 - _rank()
-    inbound = Key("F", _rank(), 0)
+    inbound = Message("F", _rank(), 0)
     transport.begin([Expected(peer, inbound, (3,), torch.float32)], 1)
     try:
-        transport.isend(torch.ones(3, device=_device()), peer, Key("F", peer, 0))
+        transport.isend(torch.ones(3, device=_device()), peer, Message("F", peer, 0))
         transport.flush(0.2)
     except TransportTimeout as error:
         told = str(error)

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import TransportError
-from megatron_ext.transport.base import Expected, Key
+from megatron_ext.messages import Message
+from megatron_ext.transport.base import Expected
 from megatron_ext.transport.torch_dist import Channel, TorchTransport
 from tests.ranks import run_ranks
 
@@ -28,11 +29,13 @@ def _open(*, shapes_travel: bool = False) -> TorchTransport:
     )
 
 
-def _value(key: Key) -> torch.Tensor:
+def _value(key: Message) -> torch.Tensor:
     return torch.full(_SHAPE, float(key.microbatch + 100 * (key.kind == "B")))
 
 
-def _expected(keys: list[Key], source: int, dtype: torch.dtype = torch.float32) -> list[Expected]:
+def _expected(
+    keys: list[Message], source: int, dtype: torch.dtype = torch.float32
+) -> list[Expected]:
     return [Expected(source, key, _SHAPE, dtype) for key in keys]
 
 
@@ -41,7 +44,7 @@ def _any_order() -> int:
     transport = _open()
     me, peer = dist.get_rank(), 1 - dist.get_rank()
     for step in range(3):
-        keys = [Key(kind, 1, i) for i in range(6) for kind in ("F", "B")]
+        keys = [Message(kind, 1, i) for i in range(6) for kind in ("F", "B")]
         transport.begin(_expected(keys, peer), slots=6)
         for key in keys:
             tensor = _value(key) + step
@@ -65,7 +68,7 @@ def _shapes() -> None:
     peer = 1 - dist.get_rank()
     tensors = [torch.randn(i + 1, 2 * i, dtype=torch.bfloat16) for i in range(3)]
     tensors.append(torch.tensor(3.0, dtype=torch.bfloat16))
-    keys = [Key("F", 0, i, part=1) for i in range(len(tensors))]
+    keys = [Message("F", 0, i, part=1) for i in range(len(tensors))]
     transport.begin([Expected(peer, key, None, torch.bfloat16) for key in keys], slots=1)
     received = []
     for key, tensor in zip(keys, tensors, strict=True):
@@ -86,7 +89,7 @@ def test_shapes_travel_where_the_receiver_does_not_know_them() -> None:
 def _silent_peer() -> str:
     transport = _open()
     if dist.get_rank() == 1:
-        key = Key("F", 3, 7)
+        key = Message("F", 3, 7)
         transport.begin(_expected([key], 0), slots=1)
         with pytest.raises(TransportError) as raised:
             transport.recv(0, key, 0.5)
@@ -104,23 +107,23 @@ def test_a_message_that_does_not_come_is_named() -> None:
 def _misuse() -> None:
     transport = _open()
     me, peer = dist.get_rank(), 1 - dist.get_rank()
-    key = Key("B", 0, 0)
+    key = Message("B", 0, 0)
     transport.begin(_expected([key], peer), slots=1)
     with pytest.raises(TransportError, match="is not expected from rank"):
-        transport.recv(peer, Key("B", 0, 1), 1)
+        transport.recv(peer, Message("B", 0, 1), 1)
     with pytest.raises(TransportError, match="cannot tell whether a message has arrived"):
         transport.poll(0)
     with pytest.raises(TransportError, match="was never received"):
         transport.begin([], slots=1)
     with pytest.raises(TransportError, match="at most 1024 stages"):
-        transport.isend(_value(key), peer, Key("F", 2000, 0))
+        transport.isend(_value(key), peer, Message("F", 2000, 0))
     with pytest.raises(TransportError, match="shapes do not travel"):
         TorchTransport(
             dist.group.WORLD,  # type: ignore[arg-type]
             torch.device("cpu"),
             [Channel(peer, me, "F")],
             timeout_s=30,
-        ).begin([Expected(peer, Key("F", 0, 0), None, torch.float32)], slots=1)
+        ).begin([Expected(peer, Message("F", 0, 0), None, torch.float32)], slots=1)
     transport.isend(_value(key), peer, key)
     assert torch.equal(transport.recv(peer, key, 30), _value(key))
     transport.flush(30)
@@ -135,7 +138,7 @@ def test_misuse_is_told() -> None:
 def _lazy_signs() -> None:
     transport = _open()
     peer = 1 - dist.get_rank()
-    key = Key("F", 1, 0)
+    key = Message("F", 1, 0)
     lazy = torch._neg_view(torch.arange(6.0).reshape(_SHAPE))  # gloo sends no complex numbers
     assert lazy.is_neg()
     transport.begin(_expected([key], peer), slots=1)

@@ -16,7 +16,8 @@ import torch
 from torch.distributed import FileStore
 
 from megatron_ext.errors import PeerDied, TransportError
-from megatron_ext.transport.base import Expected, Key
+from megatron_ext.messages import Message
+from megatron_ext.transport.base import Expected
 from megatron_ext.transport.native_transport import NativeTransport
 from tests.ranks import run_ranks
 
@@ -76,7 +77,7 @@ def _open(store: FileStore, rank: int, wire: Wire) -> NativeTransport:
 def _exchange(transport: NativeTransport, peer: int) -> None:
     """Messages longer than the buffers of the sockets, taken in the opposite order."""
     shapes = [(0,), (3,), (1 << 22,), (100, 1000), (1 << 20,)]
-    keys = [Key("F", 0, i) for i in range(len(shapes))]
+    keys = [Message("F", 0, i) for i in range(len(shapes))]
     plan = [
         Expected(peer, key, shape, torch.float32) for key, shape in zip(keys, shapes, strict=True)
     ]
@@ -99,7 +100,7 @@ def _pull_the_cable(hosts: list[str]) -> str:
         _open(store, rank, "rdma")
     transport = _open(store, rank, "auto")
     _exchange(transport, 1 - rank)
-    late = Key("B", 0, 0)
+    late = Message("B", 0, 0)
     transport.begin([Expected(1 - rank, late, None, torch.float32)], 1)
     ready = Path("ready")
     if rank == 0:

@@ -115,25 +115,25 @@ class Wire:
         """Whether what nobody sent is made up here: there are no other ranks."""
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        self.expected = {(item.source, item.key): item for item in expected}
+        self.expected = {(item.source, item.message): item for item in expected}
         assert len(self.expected) == len(expected), "a name is unique in a step"
         self.log.append("begin")
 
-    def isend(self, tensor: torch.Tensor, target: int, key: Message) -> None:
-        self.log.append(f"send {key.kind}{key.stage}.{key.microbatch}.{key.part} to {target}")
+    def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
+        self.log.append(f"send {_named(message)} to {target}")
         if not self.absent:
-            assert (self.rank, key) not in self.peers[target].mail, f"{key} was sent twice"
-            self.peers[target].mail[self.rank, key] = tensor.detach().clone()
+            assert (self.rank, message) not in self.peers[target].mail, f"{message} was sent twice"
+            self.peers[target].mail[self.rank, message] = tensor.detach().clone()
 
-    def recv(self, source: int, key: Message, timeout_s: float) -> torch.Tensor:
-        assert (source, key) in self.expected, f"{key} from {source} was not announced"
-        self.log.append(f"receive {key.kind}{key.stage}.{key.microbatch}.{key.part} from {source}")
+    def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
+        assert (source, message) in self.expected, f"{message} from {source} was not announced"
+        self.log.append(f"receive {_named(message)} from {source}")
         if self.absent:
             return torch.zeros(1, dtype=DTYPE)
-        if (source, key) not in self.mail:
-            raise TransportTimeout(f"{key} did not come from rank {source}")
-        del self.expected[source, key]
-        return self.mail.pop((source, key))
+        if (source, message) not in self.mail:
+            raise TransportTimeout(f"{message} did not come from rank {source}")
+        del self.expected[source, message]
+        return self.mail.pop((source, message))
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
         raise NotImplementedError
@@ -149,6 +149,11 @@ class Wire:
 
     def stats(self) -> Stats:
         return Stats()
+
+
+def _named(message: Message) -> str:
+    kind, stage, microbatch, part = message
+    return f"{kind}{stage}.{microbatch}.{part}"
 
 
 class Sync:

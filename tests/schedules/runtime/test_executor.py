@@ -74,22 +74,22 @@ class SharedWire(fake.Wire):
         super().__init__(rank, absent=False)
         self.network = network
 
-    def isend(self, tensor: torch.Tensor, target: int, key: Message) -> None:
+    def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         with self.network.changed:
-            super().isend(tensor, target, key)
+            super().isend(tensor, target, message)
             self.network.changed.notify_all()
 
-    def recv(self, source: int, key: Message, timeout_s: float) -> torch.Tensor:
+    def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         network = self.network
         with network.changed:
-            network.blocked[self.rank] = source, key
+            network.blocked[self.rank] = source, message
             if network.is_stuck:
                 network.changed.notify_all()
             network.changed.wait_for(
-                lambda: (source, key) in self.mail or network.is_stuck, timeout=_LONG_S
+                lambda: (source, message) in self.mail or network.is_stuck, timeout=_LONG_S
             )
             del network.blocked[self.rank]
-            return super().recv(source, key, timeout_s)
+            return super().recv(source, message, timeout_s)
 
 
 def run_all(schedule: Schedule, num_parts: int = 1) -> list[fake.Compute]:
@@ -344,7 +344,7 @@ def test_all_that_arrives_is_announced_with_its_form() -> None:
     table = fake.table_of(generate("interleaved", 2, 4, 2), 0)
     program = fake.program_of(table)
     taken = [t for exchange in program.exchanges for t in exchange.inputs]
-    assert {(t.peer, t.message) for t in taken} == {(e.source, e.key) for e in program.expected}
+    assert {(t.peer, t.message) for t in taken} == {(e.source, e.message) for e in program.expected}
     assert {(e.shape, e.dtype) for e in program.expected} == {((1,), fake.DTYPE)}
 
 
