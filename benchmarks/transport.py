@@ -36,7 +36,7 @@ sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from benchmarks.raw_socket import RawSocket  # noqa: E402
+from benchmarks.transport_harness.raw_socket import RawSocket  # noqa: E402
 from megatron_ext.messages import Message  # noqa: E402
 from megatron_ext.transport.base import Expected  # noqa: E402
 from megatron_ext.transport.native_transport import NativeTransport  # noqa: E402

@@ -113,6 +113,7 @@ def known_flags() -> set[str]:
 FOREIGN_FLAGS = {
     "--batch-invariant-mode",
     "--iterations-to-skip",
+    "--wandb-project",
     "--nproc-per-node",
     "--nproc_per_node",
     "--rerun-mode",

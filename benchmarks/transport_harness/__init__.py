@@ -1,0 +1,1 @@
+"""What `benchmarks/transport.py` measures beside the transports."""
