@@ -109,7 +109,7 @@ def known_flags() -> set[str]:
     return set(re.findall(r"--[a-z][\w-]+", "\n".join(texts)))
 
 
-# Of torchrun, and of Megatron-LM where the embedded trainer has no such flag.
+# Of torchrun, and of Megatron-LM where the embedded trainer or the reference release has no such flag.
 FOREIGN_FLAGS = {
     "--batch-invariant-mode",
     "--iterations-to-skip",
@@ -117,6 +117,7 @@ FOREIGN_FLAGS = {
     "--nproc-per-node",
     "--nproc_per_node",
     "--rerun-mode",
+    "--step-batch-size-schedule",
 }
 
 
