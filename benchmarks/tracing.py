@@ -112,7 +112,7 @@ def main() -> int:
           f"medians of {args.steps} pairs of steps")  # fmt: skip
     print(f"{'system':42} {'step ms':>8} {'tracing %':>9} {'predicted':>10} {'off %':>6}")
     for system in systems:
-        label = system.choice(args.pp, args.microbatches).schedule(
+        label = system.pipeline(args.pp, args.microbatches).schedule(
             args.microbatches // system.weight_copies
         ).label  # fmt: skip
         (step_s, cost), guess_s = found[system.name], predicted[label]

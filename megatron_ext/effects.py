@@ -17,7 +17,7 @@ from megatron_ext.errors import EffectMissing
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.config.choice import Choice
+    from megatron_ext.config.tables import Pipeline
 
 __all__ = [
     "check_frozen",
@@ -42,15 +42,15 @@ def _missing(feature: str, effect: str, found: str, patch: str) -> EffectMissing
     )
 
 
-def _schedule(choice: Choice) -> str:
-    return f"--pipeline-schedule {choice.name}"
+def _schedule(pipeline: Pipeline) -> str:
+    return f"--pipeline-schedule {pipeline.name}"
 
 
-def check_tied(choice: Choice, chunks: Sequence[torch.nn.Module], *, step: int) -> None:
+def check_tied(pipeline: Pipeline, chunks: Sequence[torch.nn.Module], *, step: int) -> None:
     """Check that both copies of a tied embedding are equal on the rank that holds them.
 
     Args:
-        choice: The schedule.
+        pipeline: The schedule.
         chunks: Of this rank.
         step: Steps since the start: before the first the copy was filled, later it was updated.
     """
@@ -60,24 +60,24 @@ def check_tied(choice: Choice, chunks: Sequence[torch.nn.Module], *, step: int) 
     if found is not None:
         patch = "placement.tied_gradients" if step else "placement.tied_weights"
         effect = "the copies of the tied embedding on the first rank are equal"
-        raise _missing(_schedule(choice), effect, found, patch)
+        raise _missing(_schedule(pipeline), effect, found, patch)
 
 
-def labels_missing(choice: Choice) -> EffectMissing:
+def labels_missing(pipeline: Pipeline) -> EffectMissing:
     """Return the error of a last stage on the first rank that has no labels."""
     return _missing(
-        _schedule(choice),
+        _schedule(pipeline),
         "the first rank, which has the last stage, gets labels too",
         "its loss could not be computed",
         "placement.batch",
     )
 
 
-def check_split(choice: Choice, chunks: Sequence[torch.nn.Module], *, recorded: bool) -> None:
+def check_split(pipeline: Pipeline, chunks: Sequence[torch.nn.Module], *, recorded: bool) -> None:
     """Check that linear layers left their weight gradients for W.
 
     Args:
-        choice: A schedule that splits backwards.
+        pipeline: A schedule that splits backwards.
         chunks: Of this rank.
         recorded: Whether any gradient was left.
     """
@@ -89,34 +89,34 @@ def check_split(choice: Choice, chunks: Sequence[torch.nn.Module], *, recorded: 
     if recorded or not any(weight is not None and weight.requires_grad for weight in weights):
         return
     raise _missing(
-        _schedule(choice),
+        _schedule(pipeline),
         "gradients of weights wait for W",
         "none of the first step did",
         "split_backward.linear",
     )
 
 
-def check_table(choice: Choice, *, ran: bool) -> None:
+def check_table(pipeline: Pipeline, *, ran: bool) -> None:
     """Check that a training step ran under the chosen schedule."""
     if not ran:
         effect = "steps run its table"
         found = "the first step ran another schedule"
-        raise _missing(_schedule(choice), effect, found, "schedules.forward_backward")
+        raise _missing(_schedule(pipeline), effect, found, "schedules.forward_backward")
 
 
-def check_messages(choice: Choice, *, used: bool) -> None:
+def check_messages(pipeline: Pipeline, *, used: bool) -> None:
     """Check that a training step of Megatron's own schedule used the chosen transport."""
     if not used:
-        feature = f"--pipeline-transport {choice.transport}"
+        feature = f"--pipeline-transport {pipeline.transport}"
         found = "the first step sent nothing through it"
         raise _missing(feature, "it carries tensors between stages", found, "pipeline.messages")
 
 
-def check_logged(choice: Choice, losses: Any) -> None:
+def check_logged(pipeline: Pipeline, losses: Any) -> None:
     """Check that a rank that logs has losses to log."""
     if not losses:
         effect = "the loss, which is on the first rank, is brought to the rank that logs"
-        raise _missing(_schedule(choice), effect, "there was none", "placement.train_step")
+        raise _missing(_schedule(pipeline), effect, "there was none", "placement.train_step")
 
 
 def check_frozen(chunks: Sequence[torch.nn.Module]) -> None:

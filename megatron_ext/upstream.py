@@ -35,7 +35,6 @@ __all__ = [
 URL = "https://github.com/NVIDIA/Megatron-LM"
 
 _FETCH_TIMEOUT_S = 900
-_chosen: Path | None = None
 
 
 def _how_to_get() -> str:
@@ -81,8 +80,7 @@ def is_tree(path: Path) -> bool:
 
 def use_tree(path: Path) -> None:
     """Make a tree the one of this process: the tree that a script to run lies in."""
-    global _chosen
-    _chosen = path.resolve()
+    os.environ["MEGATRON_LM_PATH"] = str(path.resolve())  # processes that this one starts see it
 
 
 def find_tree() -> Path | None:
@@ -94,8 +92,6 @@ def find_tree() -> Path | None:
     Raises:
         UserError: `MEGATRON_LM_PATH` is set and is no Megatron-LM tree.
     """
-    if _chosen is not None:
-        return _chosen
     named = os.environ.get("MEGATRON_LM_PATH")
     if named:
         path = Path(named).expanduser().resolve()

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext import cli
-from megatron_ext.config.flags import ExtConfig, add_arguments
+from megatron_ext.config.flags import add_arguments, pipeline_config
+from megatron_ext.config.pipeline import PipelineConfig
 from tests.commands import run_package
 
 
@@ -46,9 +47,9 @@ def test_our_training_flags_are_these() -> None:
 
 
 def test_settings_missing_from_a_namespace_get_their_defaults() -> None:
-    assert ExtConfig.from_args(argparse.Namespace()) == ExtConfig()
-    config = ExtConfig.from_args(argparse.Namespace(device_backend="cpu", other=1))
-    assert config == ExtConfig(device_backend="cpu")
+    assert pipeline_config(argparse.Namespace()) == PipelineConfig()
+    config = pipeline_config(argparse.Namespace(device_backend="cpu", other=1))
+    assert config == PipelineConfig(device="cpu")
 
 
 def test_listing_shows_each_patch_with_target_and_reason() -> None:

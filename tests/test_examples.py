@@ -82,7 +82,7 @@ def test_the_flags_hang_together(size: list[str]) -> None:
 @pytest.mark.parametrize("name", registered())
 def test_every_schedule_can_be_asked_for(name: str, size: list[str]) -> None:
     """One pipeline of 4 where two are mirrored, else two pipelines of 2: no other flag needed."""
-    from megatron_ext.config.choice import current, use
+    from megatron_ext.config.active import clear_configuration, pipeline
     from megatron_ext.training.arguments import parse
 
     words = dry_run(LLAMA3, *size, "--pipeline-schedule", name)
@@ -90,12 +90,12 @@ def test_every_schedule_can_be_asked_for(name: str, size: list[str]) -> None:
     data = [] if size else ["--mock-data", "--vocab-size", "128256"]
     try:
         args = parse("gpt", [*megatron_flags(words), *data], {"WORLD_SIZE": world})
-        choice = current()
-        assert choice is not None
-        assert choice.name == name
-        assert (choice.pp, args.pipeline_model_parallel_size) == (2 * choice.twins, 2)
+        chosen = pipeline()
+        assert chosen is not None
+        assert chosen.name == name
+        assert (chosen.pp, args.pipeline_model_parallel_size) == (2 * chosen.twins, 2)
     finally:
-        use(None)
+        clear_configuration()
 
 
 def test_mirrored_pipelines_need_four_processes() -> None:

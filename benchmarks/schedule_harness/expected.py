@@ -106,8 +106,8 @@ def limits(system: Own, sizes: Sizes, name: str) -> list[float]:
 
     With whatever memory, and with split backwards: see `bound.py`.
     """
-    choice = system.choice(sizes.pp, sizes.num_microbatches)
-    split = split_backwards(choice.schedule(choice.num_microbatches))
+    pipeline = system.pipeline(sizes.pp, sizes.num_microbatches)
+    split = split_backwards(pipeline.full)
     return [
         _simulated(system, sizes, name, number).makespan
         / shortest(split, costs_of(system, sizes, name, number))
@@ -126,13 +126,13 @@ def _cell(system: Own, sizes: Sizes, name: str) -> Cell:
 
 
 def _simulated(system: Own, sizes: Sizes, name: str, number: int) -> Timeline:
-    choice = system.choice(sizes.pp, sizes.num_microbatches)
-    schedule = choice.schedule(choice.num_microbatches)
+    pipeline = system.pipeline(sizes.pp, sizes.num_microbatches)
+    schedule = pipeline.full
     costs = costs_of(system, sizes, name, number)
-    if choice.dynamic is None:
+    if pipeline.dynamic is None:
         return simulate(schedule, costs)
     return simulate_dynamic(
-        schedule, lambda rank: choice.policy(choice.num_microbatches, rank), costs
+        schedule, lambda rank: pipeline.policy(pipeline.num_microbatches, rank), costs
     )
 
 

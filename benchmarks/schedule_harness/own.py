@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core import parallel_state
 
-from megatron_ext.config.choice import Choice, use
+from megatron_ext.config.active import Active, activate_configuration
 from megatron_ext.schedules.runtime import entry
 from megatron_ext.schedules.runtime.entry import forward_backward
-from megatron_ext.schedules.runtime.split import SPLIT, Progress
+from megatron_ext.schedules.runtime.split import Progress, SplitBackward, split_backward
 
 from .late import LateTransport
 from .megatron_core import Chunk, initialize, make_config, record_steps, step_keywords
 from .noise import NoisyTimes
 
 if TYPE_CHECKING:
+    from megatron_ext.config.tables import Pipeline
     from megatron_ext.messages import Message
 
     from .stage import Probe
@@ -24,25 +25,26 @@ if TYPE_CHECKING:
 __all__ = ["prepare"]
 
 
-def prepare(choice: Choice, probe: Probe) -> Callable[[], None]:
+def prepare(pipeline: Pipeline, probe: Probe) -> Callable[[], None]:
     """Return a function that runs one step of a chosen schedule.
 
     A schedule with twins is hosted as in training: as half as many pipeline ranks, each twice.
     """
-    placement = choice.placement
+    activate_configuration(Active(pipeline.config, pipeline))
+    split = split_backward()
+    _emulate_split(probe, split)
+    placement = pipeline.placement
     num_chunks = placement.num_stages // placement.num_ranks
     virtual = num_chunks if num_chunks > 1 else None
     initialize(placement.num_ranks, virtual)
     config = make_config(placement.num_ranks, virtual_pipeline_model_parallel_size=virtual)
     stages = placement.stages_of[parallel_state.get_pipeline_model_parallel_rank()]
     chunks = [Chunk(probe, config, virtual and c) for c in range(num_chunks)]
-    _emulate_split(probe)
     if probe.waits:
         probe.waits = False  # the transport does
         _delay_messages(probe)
-    record_steps(probe, stages, lambda: "B" if SPLIT.record is None else "I")
-    use(choice)
-    keywords = step_keywords(chunks, choice.num_microbatches)
+    record_steps(probe, stages, lambda: "B" if split.record is None else "I")
+    keywords = step_keywords(chunks, pipeline.num_microbatches)
     # As with GPT, only the first stage reads data here.
     iterators = zip(stages, keywords["data_iterator"], strict=True)
     keywords["data_iterator"] = [data if stage == 0 else None for stage, data in iterators]
@@ -64,17 +66,17 @@ def _delay_messages(probe: Probe) -> None:
     entry.open_transport = opened  # type: ignore[assignment]
 
 
-def _emulate_split(probe: Probe) -> None:
+def _emulate_split(probe: Probe, split: SplitBackward) -> None:
     """Sleep the time of a deferred weight gradient where the split computes it, and record it.
 
     The gradient itself is computed by the split, from what it kept of the stage's linear.
     """
-    run = SPLIT.run
+    run = split.run
 
     def running(stage: int, microbatch: int, progress: Progress | None) -> None:
         with probe.op("W", stage, microbatch):
-            assert (stage, microbatch) in SPLIT.pending(), "the split left the stage's linear alone"
+            assert (stage, microbatch) in split.pending(), "the split left the stage's linear alone"
             run(stage, microbatch, progress)
             probe.spend("W", stage, microbatch)
 
-    SPLIT.run = running  # type: ignore[method-assign]
+    split.run = running  # type: ignore[method-assign]

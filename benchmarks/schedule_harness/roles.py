@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -294,14 +293,20 @@ def _prepare(case: Case) -> tuple[Callable[..., Any], Store, float]:
     from megatron.core import parallel_state
 
     if case.way == "1f1b":
-        from megatron_ext.config.choice import Choice, use
+        from megatron_ext.config.active import Active, activate_configuration
+        from megatron_ext.config.pipeline import PipelineConfig
+        from megatron_ext.config.tables import Pipeline
         from megatron_ext.schedules.runtime.entry import forward_backward
 
         dist.init_process_group("gloo")
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=case.pp)
-        use(Choice("1f1b", case.pp, case.num_microbatches, transport="shm"))
+        config = PipelineConfig(schedule="1f1b", transport="shm")
+        pipeline = Pipeline(config, case.pp, case.num_microbatches)
+        activate_configuration(Active(config, pipeline))
         return forward_backward, dist.distributed_c10d._get_default_store(), 1.0
 
+    from megatron_ext.config.active import Active, activate_configuration
+    from megatron_ext.config.pipeline import PipelineConfig
     from megatron_ext.disaggregation import job as disaggregation
     from megatron_ext.disaggregation import step, worlds
     from megatron_ext.disaggregation.ranks import RankMap
@@ -309,8 +314,8 @@ def _prepare(case: Case) -> tuple[Callable[..., Any], Store, float]:
     job = disaggregation.Job(
         RankMap(1, case.pp, 1), int(os.environ["RANK"]), case.activations, 60.0
     )
-    disaggregation.use(job)
-    worlds.join(Namespace(distributed_backend="gloo"))
+    activate_configuration(Active(PipelineConfig(), job=job))
+    worlds.join("gloo")
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=case.pp)
 
     def run(**call: Any) -> None:

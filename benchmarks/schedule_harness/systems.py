@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.choice import Choice, Dynamic
+from megatron_ext.config.pipeline import DynamicOrder, PipelineConfig
+from megatron_ext.config.tables import Pipeline
 from megatron_ext.schedules import UNIT, Costs, Placement, generate, registered
 from megatron_ext.schedules.representation.placement import linear, loop, v
 from megatron_ext.schedules.representation.split_backwards import split_backwards
 
 if TYPE_CHECKING:
-    from megatron_ext.config.choice import TransportName
+    from megatron_ext.config.pipeline import TransportName
     from megatron_ext.schedules import Schedule
 
     from .stage import Probe
@@ -84,7 +85,7 @@ class Own(System):
     """What a searched table is made for, as training is told by --pipeline-costs."""
     transport: TransportName = "torch"
     """As training is told by --pipeline-transport."""
-    dynamic: Dynamic | None = None
+    dynamic: DynamicOrder | None = None
     """As training is told by --use-dpp and its options."""
     splits: bool = False
     """Whether the backwards of a static table are split, as --use-dpp splits them."""
@@ -94,23 +95,22 @@ class Own(System):
         """How often each weight is stored."""
         return registered()[self.schedule].twins
 
-    def choice(self, pp: int, num_microbatches: int, timeout_s: float = 60.0) -> Choice:
+    def pipeline(self, pp: int, num_microbatches: int, timeout_s: float = 60.0) -> Pipeline:
         """Return what training would be told."""
         options = dict(self.options)
         chunks = options.pop("chunks", None)
         per_replica = num_microbatches // self.weight_copies
-        made = _SplitChoice if self.splits else Choice
-        return made(
-            self.schedule,
-            pp,
-            per_replica,
-            chunks,
-            options,
-            self.costs,
-            timeout_s=timeout_s,
+        config = PipelineConfig(
+            schedule=self.schedule,
+            chunks=chunks,
+            options=options,
+            costs=self.costs,
+            message_timeout_s=timeout_s,
             transport=self.transport,
             dynamic=self.dynamic,
         )
+        made = _SplitPipeline if self.splits else Pipeline
+        return made(config, pp, per_replica)
 
     def check(self, pp: int, num_microbatches: int) -> None:
         """Raise ScheduleError, with the rule, if there is no such schedule of these sizes."""
@@ -118,7 +118,7 @@ class Own(System):
 
     def placement(self, pp: int) -> Placement:
         """Return where the stages are."""
-        return self.choice(pp, 4 * pp).placement
+        return self.pipeline(pp, 4 * pp).placement
 
     def prepare(
         self, pp: int, num_microbatches: int, probe: Probe, timeout_s: float
@@ -126,10 +126,10 @@ class Own(System):
         """Return the function that runs one step on this rank."""
         from . import own
 
-        return own.prepare(self.choice(pp, num_microbatches, timeout_s), probe)
+        return own.prepare(self.pipeline(pp, num_microbatches, timeout_s), probe)
 
 
-class _SplitChoice(Choice):
+class _SplitPipeline(Pipeline):
     """A static table with split backwards: what a dynamic order has to be compared with."""
 
     def schedule(self, num_microbatches: int) -> Schedule:
@@ -197,18 +197,29 @@ def disturbed_systems() -> list[System]:
         *(Peer(*row) for row in _PEERS if row[0] in (*peers, *more)),
         _shm("bitpipe", paper, "static, split", splits=True),
         _shm("bitpipe", paper, "static"),
-        *(_shm("bitpipe", paper, f"hint +{n}", dynamic=Dynamic("hint", n)) for n in (0, 1)),
+        *(
+            _shm(
+                "bitpipe",
+                paper,
+                f"hint +{n}",
+                dynamic=DynamicOrder(policy="hint", extra_activations=n),
+            )
+            for n in (0, 1)
+        ),
         _shm("zb-v", {}, "static"),
-        *(_shm("zb-v", {}, f"hint +{n}", dynamic=Dynamic("hint", n)) for n in (0, 1)),
+        *(
+            _shm("zb-v", {}, f"hint +{n}", dynamic=DynamicOrder(policy="hint", extra_activations=n))
+            for n in (0, 1)
+        ),
     ]
 
 
 def _by_policy(schedule: str, options: Mapping[str, Any]) -> list[System]:
     policies = {
-        "hint +0": Dynamic("hint", 0),
-        "hint +1": Dynamic("hint", 1),
-        "breadth-first": Dynamic("breadth-first"),
-        "depth-first": Dynamic("depth-first"),
+        "hint +0": DynamicOrder(policy="hint", extra_activations=0),
+        "hint +1": DynamicOrder(policy="hint", extra_activations=1),
+        "breadth-first": DynamicOrder(policy="breadth-first"),
+        "depth-first": DynamicOrder(policy="depth-first"),
     }
     return [_shm(schedule, options, how, dynamic=policy) for how, policy in policies.items()]
 

@@ -121,8 +121,8 @@ def _section(system: Own, sizes: Sizes, rows: Iterator[list[str]]) -> list[str]:
 
 
 def _rows(system: Own, sizes: Sizes) -> Iterator[list[str]]:
-    choice = system.choice(sizes.pp, sizes.num_microbatches)
-    table = choice.schedule(choice.num_microbatches)
+    pipeline = system.pipeline(sizes.pp, sizes.num_microbatches)
+    table = pipeline.full
     for name, make in _POLICIES.items():
         yield [name, *_speeds(system, sizes, table, partial(make, table))]
     searched = _searched(table)

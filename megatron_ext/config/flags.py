@@ -1,51 +1,46 @@
-"""Our command-line flags, and the one frozen object that the rest of the package reads.
-
-Arguments flow one way: `add_arguments` puts our group on a parser (upstream's or the embedded
-trainer's), `ExtConfig.from_args` reads the parsed values, and everything behind it sees only the
-`ExtConfig`. Features make objects of their own of their flags, in `prepare` and `check`: a schedule
-becomes a `Choice`, disaggregation a `Job`, tracing a session.
-"""
+"""Our command-line flags, and their one translation into a `PipelineConfig`."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from megatron_ext import devices
-from megatron_ext.config import disaggregation_flags as disaggregation
-from megatron_ext.config import schedule_flags, trace_flags
-from megatron_ext.trace import session
+from megatron_ext.config import (
+    disaggregation_flags,
+    schedule_flags,
+    trace_flags,
+    transport_flags,
+)
+from megatron_ext.config.pipeline import ConfigurationError, PipelineConfig
+from megatron_ext.devices import CHOICES
+from megatron_ext.errors import ArgumentsError
 
-__all__ = ["DROPPED", "ExtConfig", "add_arguments", "check", "prepare"]
+__all__ = ["DROPPED", "add_arguments", "naming_flags", "pipeline_config"]
 
 DROPPED = {"--data-impl": "datasets are always the memory-mapped ones"}
 """Flags of older command lines that Megatron-LM has dropped: accepted, with a notice, for nothing.
 Why nothing is lost."""
 
-
-@dataclass(frozen=True)
-class ExtConfig:
-    """The settings of this package for one run; field names are flag names with underscores."""
-
-    device_backend: str = "auto"
-    """Which device backend to use: auto, cuda, musa or cpu."""
-    ext_list_patches: bool = False
-    """Whether rank 0 prints the table of patches before training."""
-
-    @classmethod
-    def from_args(cls, args: Namespace) -> ExtConfig:
-        """Read our settings from parsed arguments.
-
-        Settings that are missing get their defaults: a namespace that upstream built from a YAML
-        file holds none of our flags.
-        """
-        found: dict[str, Any] = {
-            field.name: getattr(args, field.name)
-            for field in fields(cls)
-            if getattr(args, field.name, None) is not None
-        }
-        return cls(**found)
+_FLAG_OF = {
+    "schedule": "--pipeline-schedule",
+    "pipeline_ranks": "--pipeline-model-parallel-size",
+    "costs": "--pipeline-costs",
+    "dynamic": "--use-dpp",
+    "policy": "--dpp-policy",
+    "extra_activations": "--dpp-extra-activations",
+    "transport": "--pipeline-transport",
+    "device_path": "--pipeline-device-path",
+    "checksums": "--pipeline-checksum",
+    "node_ips": "--node-ips",
+    "disaggregation": disaggregation_flags.FLAG,
+    "tracing": "--trace",
+    "interval": "--trace-interval",
+    "iterations": "--trace-iterations",
+    "hang_timeout_s": "--hang-timeout",
+    "message_timeout_s": "--distributed-timeout-minutes, in seconds,",
+}
+"""Flags by the field that they set, for error messages."""
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -62,8 +57,8 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     group = parser.add_argument_group(title="megatron_ext")
     group.add_argument(
         "--device-backend",
-        choices=devices.CHOICES,
-        default=ExtConfig.device_backend,
+        choices=CHOICES,
+        default=PipelineConfig.device,
         help="Device that the whole of Megatron runs on. auto takes CUDA, else MUSA, else the CPU. "
         "MEGATRON_EXT_DEVICE does the same for programs that build their arguments themselves.",
     )
@@ -73,35 +68,59 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Print the table of patches on rank 0 before training.",
     )
     schedule_flags.add_flags(group)
-    disaggregation.add_flags(group)
+    disaggregation_flags.add_flags(group)
     trace_flags.add_flags(group)
     for flag, reason in DROPPED.items():
         group.add_argument(flag, metavar="VALUE", help=f"Ignored: {reason}.")
     return parser
 
 
-def prepare(args: Namespace) -> None:
-    """Act on our flags before Megatron validates the arguments.
+def pipeline_config(args: Namespace) -> PipelineConfig:
+    """Translate the flags.
 
-    Calling it again with the same arguments, which upstream's tools may do, changes nothing.
+    Settings that are missing get their defaults: a namespace that upstream built from a YAML file
+    holds none of our flags.
 
     Args:
-        args: Parsed arguments with upstream's names; changed in place.
+        args: Parsed arguments with upstream's names, as the user gave them.
 
     Raises:
         ArgumentsError: The flags contradict each other.
-        ScheduleError: There is no such schedule, or none for these sizes.
+        ScheduleError: There is no such schedule.
     """
-    disaggregated = disaggregation.prepare(args)
-    schedule_flags.prepare(args, tables=not disaggregated)
+    with naming_flags(args):
+        return PipelineConfig(
+            **schedule_flags.schedule_fields(args),
+            **transport_flags.transport_fields(args),
+            disaggregation=disaggregation_flags.disaggregation(args),
+            tracing=trace_flags.tracing(args),
+            hang_timeout_s=getattr(args, "hang_timeout", None),
+            microbatch_rng=bool(getattr(args, "microbatch_rng", False)),
+            device=getattr(args, "device_backend", None) or PipelineConfig.device,
+        )
 
 
-def check(args: Namespace) -> None:
-    """Compare what Megatron made of the arguments with what was prepared, and tell what runs.
+@contextmanager
+def naming_flags(args: Namespace) -> Iterator[None]:
+    """Name flags instead of fields in the errors of a configuration.
+
+    Args:
+        args: What was given; a schedule may have been chosen by several flags.
 
     Raises:
-        ArgumentsError: They differ.
+        ArgumentsError: What was a `ConfigurationError` inside.
     """
-    disaggregation.check(args)
-    schedule_flags.check(args)
-    session.start(args)
+    try:
+        yield
+    except ConfigurationError as error:
+        raise ArgumentsError(error.worded({**_FLAG_OF, **_given_by(args)})) from None
+
+
+def _given_by(args: Namespace) -> dict[str, str]:
+    """Return the flag that chose the schedule, with and without its value."""
+    name = getattr(args, "pipeline_schedule", None)
+    if name is not None:
+        return {"chosen": f"--pipeline-schedule {name}", "chooser": "--pipeline-schedule"}
+    bitpipe = getattr(args, "enable_bitpipe_schedule", False)
+    flag = "--enable-bitpipe-schedule" if bitpipe else "--use-dpp"
+    return {"chosen": flag, "chooser": flag}

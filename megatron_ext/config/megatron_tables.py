@@ -3,49 +3,43 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_ext.config import batches, stages
-from megatron_ext.config.choice import Choice
 from megatron_ext.config.incompatible import refuse_flags_with_transport
+from megatron_ext.config.tables import Pipeline, base_table
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules.representation.validation import validate
 
 if TYPE_CHECKING:
-    from megatron_ext.config.choice import TransportName
+    from megatron_ext.config.pipeline import PipelineConfig
 
-__all__ = ["choice"]
+__all__ = ["pipeline_of"]
 
 
-def choice(args: Namespace, transport: TransportName, timeout_s: float) -> Choice:
+def pipeline_of(args: Namespace, config: PipelineConfig) -> Pipeline:
     """Return the schedule that Megatron runs by itself, for messages over a transport of ours.
 
     Args:
         args: Parsed arguments, not validated by Megatron.
-        transport: What carries the messages.
-        timeout_s: How long a rank waits for one.
+        config: Without a schedule.
 
     Raises:
         ArgumentsError: There is no pipeline, or Megatron sends what no table of ours has.
     """
-    flag = f"--pipeline-transport {transport}"
+    flag = f"--pipeline-transport {config.wire}"
     pp = args.pipeline_model_parallel_size
     if pp < 2:
         raise ArgumentsError(
             f"{flag} carries tensors between pipeline ranks, --pipeline-model-parallel-size {pp} "
             f"has none; leave it out"
         )
-    refuse_flags_with_transport(transport, args)
+    refuse_flags_with_transport(config.wire, args)
     chunks = stages.chunks_of_megatron(args)
     sizes = batches.sizes(args, pp, twins=1)
-    found = Choice(
-        "interleaved" if chunks > 1 else "1f1b",
-        pp,
-        sizes.num_microbatches,
-        chunks if chunks > 1 else None,
-        timeout_s=timeout_s,
-        transport=transport,
-    )
+    own = replace(config, schedule=base_table(chunks), chunks=chunks if chunks > 1 else None)
+    found = Pipeline(own, pp, sizes.num_microbatches)
     try:
         for global_batch in sizes.counts:
             validate(found.schedule(sizes.counts[global_batch]))

@@ -6,37 +6,43 @@ a seed that follows from the run's seed, the iteration, the stage and the micro-
 schedules with the same stages draw the same masks, static or dynamic, Megatron's own among them,
 and so does a run that was resumed.
 
-Here is what needs no torch: the setting, the iteration and the seeds. `runtime/rng.py` sets the
+Here is what needs no torch: the iteration and the seeds. `runtime/rng.py` sets the
 generators.
 """
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
+from megatron_ext.config.active import active
 from megatron_ext.errors import ScheduleError
 
-__all__ = ["begin_iteration", "enabled", "iteration", "seed_of", "use"]
-
-_seed: int | None = None
-_iteration: int | None = None
+__all__ = ["begin_iteration", "enabled", "iteration", "seed_of"]
 
 
-def use(seed: int | None) -> None:
-    """Draw random numbers by micro-batch from now on, for a seed of the run; None: as Megatron."""
-    global _seed, _iteration
-    _seed, _iteration = seed, None
+@dataclass
+class _Progress:
+    """How far the training is."""
+
+    iteration: int | None = None
+
+
+def _seed() -> int | None:
+    found = active()
+    return None if found is None else found.seed
 
 
 def enabled() -> bool:
     """Tell whether random numbers are drawn by micro-batch."""
-    return _seed is not None
+    return _seed() is not None
 
 
 def begin_iteration(number: int) -> None:
     """Note which training step begins, counted over the whole training, resumed or not."""
-    global _iteration
-    _iteration = number
+    found = active()
+    if found is not None:
+        found.state(_Progress).iteration = number
 
 
 def iteration() -> int:
@@ -45,12 +51,14 @@ def iteration() -> int:
     Raises:
         ScheduleError: Nobody said; the masks of all steps would be the same.
     """
-    if _iteration is None:
+    found = active()
+    number = None if found is None else found.state(_Progress).iteration
+    if number is None:
         raise ScheduleError(
             "random numbers are drawn by micro-batch, but the iteration is not known; call "
-            "megatron_ext.config.randomness.begin_iteration before each step, as the trainers do"
+            "megatron_ext.begin_iteration before each step, as the trainers do"
         )
-    return _iteration
+    return number
 
 
 def seed_of(*key: int | str) -> int:
@@ -59,7 +67,8 @@ def seed_of(*key: int | str) -> int:
     Raises:
         ScheduleError: No seed of the run was given.
     """
-    if _seed is None:
+    seed = _seed()
+    if seed is None:
         raise ScheduleError("random numbers by micro-batch need a seed; give --microbatch-rng")
-    digest = hashlib.blake2b(repr((_seed, *key)).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

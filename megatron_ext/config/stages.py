@@ -11,8 +11,10 @@ import re
 from argparse import Namespace
 from typing import Any, NamedTuple
 
-from megatron_ext.config.choice import Choice
+from megatron_ext.config.build import build_of
 from megatron_ext.config.incompatible import refuse_flags_of_table
+from megatron_ext.config.pipeline import PipelineConfig
+from megatron_ext.config.tables import Pipeline
 from megatron_ext.errors import ArgumentsError, ScheduleError, UserError
 from megatron_ext.schedules import comparison
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate, get, registered
@@ -125,65 +127,79 @@ def num_chunks(args: Namespace, name: str) -> int | None:
     return chunks
 
 
-def flags_for(args: Namespace, choice: Choice) -> dict[str, Any]:
+def flags_for(args: Namespace, pipeline: Pipeline) -> dict[str, Any]:
     """Return the arguments, by name, with which Megatron builds the stages of a schedule.
 
     Raises:
         ArgumentsError: The user's flags contradict the schedule.
         ScheduleError: The layers of the model do not fit its stages.
     """
-    placement = choice.placement
-    wanted: dict[str, Any] = {"pipeline_model_parallel_size": placement.num_ranks}
-    chunks = placement.num_stages // placement.num_ranks
-    if chunks > 1 and placement.num_ranks == 2:
-        # Our messages are sent another way; Megatron accepts two virtual ranks with this only.
-        wanted["overlap_p2p_comm"] = True
     said = _said(args)
-    if placement.name in ("linear", "loop"):
-        if said is not None and _chunks_of(said, args) != chunks:
-            number = "one stage" if chunks == 1 else f"{chunks} stages"
-            raise ArgumentsError(
-                f"--pipeline-schedule {choice.name} has {number} on each rank, {said} makes "
-                f"{_chunks_of(said, args)}; leave it out, or take --pipeline-schedule interleaved"
-            )
-        if said is None and chunks > 1:
-            wanted["num_virtual_stages_per_pipeline_rank"] = chunks
-        _check_layers(args, choice)
-        return wanted
-    if said is not None and said.flag != _LAYOUT:
-        raise ArgumentsError(
-            f"--pipeline-schedule {choice.name} puts its {chunks} stages on each rank by itself, "
-            f"which excludes {said}; leave it out, or take --pipeline-schedule interleaved"
-        )
-    from megatron_ext.schedules.runtime.layout import layout_string
-
-    wanted["pipeline_model_parallel_layout"] = layout_string(
+    deals_out = pipeline.placement.name in ("linear", "loop")
+    _check_said(args, said, pipeline, deals_out=deals_out)
+    build = build_of(
+        pipeline,
         _num_layers(args),
-        placement,
         mtp_num_layers=getattr(args, "mtp_num_layers", None),
-        layout=said.value if said else None,
+        layout=said.value if said is not None and said.flag == _LAYOUT else None,
     )
+    wanted: dict[str, Any] = {"pipeline_model_parallel_size": build.pipeline_model_parallel_size}
+    if build.overlaps_p2p:
+        wanted["overlap_p2p_comm"] = True
+    if not deals_out:
+        wanted["pipeline_model_parallel_layout"] = build.pipeline_model_parallel_layout
+    elif said is None and build.num_chunks > 1:
+        wanted["num_virtual_stages_per_pipeline_rank"] = build.num_chunks
     return wanted
 
 
-def _check_layers(args: Namespace, choice: Choice) -> None:
+def _check_said(
+    args: Namespace, said: _Said | None, pipeline: Pipeline, *, deals_out: bool
+) -> None:
+    """Refuse flags about stages that contradict the schedule.
+
+    Args:
+        args: All of them.
+        said: What they say about the stages of each rank.
+        pipeline: What they have to go with.
+        deals_out: Whether Megatron deals the stages out round and round, as it does by itself.
+    """
+    chunks = pipeline.placement.num_stages // pipeline.placement.num_ranks
+    if not deals_out:
+        if said is not None and said.flag != _LAYOUT:
+            raise ArgumentsError(
+                f"--pipeline-schedule {pipeline.name} puts its {chunks} stages on each rank by "
+                f"itself, which excludes {said}; leave it out, or take --pipeline-schedule "
+                "interleaved"
+            )
+        return
+    if said is not None and _chunks_of(said, args) != chunks:
+        number = "one stage" if chunks == 1 else f"{chunks} stages"
+        raise ArgumentsError(
+            f"--pipeline-schedule {pipeline.name} has {number} on each rank, {said} makes "
+            f"{_chunks_of(said, args)}; leave it out, or take --pipeline-schedule interleaved"
+        )
+    _check_layers(args, pipeline)
+
+
+def _check_layers(args: Namespace, pipeline: Pipeline) -> None:
     """Megatron tells some of these late, in the middle of building the model."""
     if any(getattr(args, dest, None) is not None for dest in _UNEVEN):
         return
-    layers, stages = _num_split(args), choice.placement.num_stages
+    layers, stages = _num_split(args), pipeline.placement.num_stages
     if layers % stages:
         extra = layers - _num_layers(args)
         fitting = [n * stages - extra for n in (layers // stages, layers // stages + 1)]
         counted = " with embedding and loss as asked" if extra else ""
         raise ScheduleError(
             f"{layers} layers{counted} do not divide into the {stages} stages of "
-            f"--pipeline-schedule {choice.name}; take --num-layers "
+            f"--pipeline-schedule {pipeline.name}; take --num-layers "
             f"{' or '.join(str(n) for n in fitting if n > 0)}, or say which stage has which layers "
             f"with {_LAYOUT}"
         )
 
 
-def best_schedule(args: Namespace, instead_of: Choice, num_microbatches: int) -> str | None:
+def best_schedule(args: Namespace, instead_of: Pipeline, num_microbatches: int) -> str | None:
     """Return the flags of the other schedule with the shortest step for these sizes, if any.
 
     Args:
@@ -200,7 +216,8 @@ def best_schedule(args: Namespace, instead_of: Choice, num_microbatches: int) ->
         try:
             chunks = num_chunks(args, generator.name)
             count = num_microbatches // generator.twins
-            other = Choice(generator.name, pp, count, chunks, costs=costs)
+            config = PipelineConfig(schedule=generator.name, chunks=chunks, costs=costs)
+            other = Pipeline(config, pp, count)
             table = generate(generator.name, pp, num_microbatches, chunks, costs)
             refuse_flags_of_table(generator.name, args, table)
             flags_for(args, other)

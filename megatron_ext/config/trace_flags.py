@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megatron_ext.errors import ArgumentsError
-from megatron_ext.trace.recorder import Sampling
+from megatron_ext.config.pipeline import Tracing
+from megatron_ext.config.tables import base_table
+from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.schedules.generators.catalog import generate
+from megatron_ext.trace import session
 
-__all__ = ["add_flags", "hang_timeout_s", "sampling"]
+if TYPE_CHECKING:
+    from megatron_ext.config.active import Active
+    from megatron_ext.schedules.representation.actions import Schedule
+
+__all__ = ["add_flags", "run_of", "tracing"]
+
+_SETTINGS = (
+    "pipeline_schedule", "enable_bitpipe_schedule", "use_dpp", "dpp_policy",
+    "dpp_extra_activations", "pipeline_transport", "pipeline_costs", "world_size",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "micro_batch_size", "global_batch_size", "num_layers",
+    "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "num_experts",
+    "params_dtype", "recompute_granularity", "overlap_grad_reduce", "overlap_param_gather",
+    "use_distributed_optimizer", "sequence_parallel",
+)  # fmt: skip
+"""Arguments that may explain a time."""
 
 _OF_TRACE = ("trace_interval", "trace_iterations", "trace_dir")
 
@@ -25,14 +45,14 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
         "--trace-interval",
         type=int,
         metavar="N",
-        help=f"Of --trace: every N iterations some are traced (default: {Sampling.interval}).",
+        help=f"Of --trace: every N iterations some are traced (default: {Tracing.interval}).",
     )
     group.add_argument(
         "--trace-iterations",
         type=int,
         metavar="K",
-        help=f"Of --trace: the first K of each interval (default: {Sampling.iterations}, or all of "
-        "a shorter interval).",
+        help="Of --trace: the first K of each interval (default: "
+        f"{Tracing().num_iterations}, or all of a shorter interval).",
     )
     group.add_argument(
         "--trace-dir",
@@ -49,8 +69,8 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
     )
 
 
-def sampling(args: Namespace) -> Sampling | None:
-    """Return which iterations `--trace` records; None: none.
+def tracing(args: Namespace) -> Tracing | None:
+    """Return what `--trace` and its options say; None without it.
 
     Raises:
         ArgumentsError: The numbers are impossible, or `--trace` is missing.
@@ -64,25 +84,55 @@ def sampling(args: Namespace) -> Sampling | None:
     interval: int | None = args.trace_interval
     iterations: int | None = args.trace_iterations
     if interval is None:
-        interval = max(Sampling.interval, iterations or 0)
-    if interval < 1:
-        raise ArgumentsError(f"--trace-interval {interval} must be at least 1")
-    if iterations is None:
-        iterations = min(Sampling.iterations, interval)
-    if not 1 <= iterations <= interval:
-        raise ArgumentsError(
-            f"--trace-iterations {iterations} must be between 1 and --trace-interval {interval}"
-        )
-    return Sampling(interval, iterations)
+        interval = max(Tracing.interval, iterations or 0)
+    return Tracing(interval=interval, iterations=iterations, directory=args.trace_dir)
 
 
-def hang_timeout_s(args: Namespace) -> float | None:
-    """Return `--hang-timeout`.
+def run_of(args: Namespace, found: Active) -> session.Run:
+    """Return what a trace says about the run.
 
-    Raises:
-        ArgumentsError: It is not positive.
+    Args:
+        args: As Megatron completed them.
+        found: The configuration in force.
     """
-    timeout_s: float | None = getattr(args, "hang_timeout", None)
-    if timeout_s is not None and not 0 < timeout_s < float("inf"):
-        raise ArgumentsError(f"--hang-timeout {timeout_s:g} must be a positive number of seconds")
-    return timeout_s
+    if found.config.tracing is None:
+        return session.Run()
+    return session.Run(
+        schedule=_table(args, found),
+        settings=_settings(args, found),
+        iterations_done=lambda: int(getattr(args, "iteration", 0)),
+    )
+
+
+def _table(args: Namespace, found: Active) -> Schedule | None:
+    """Return the table of a full batch, Megatron's own where that is what runs."""
+    if found.pipeline is not None:
+        return found.pipeline.full
+    count = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    if found.job is not None:
+        return found.job.schedule(count)
+    pp = args.pipeline_model_parallel_size
+    if pp < 2:
+        return None
+    chunks = getattr(args, "virtual_pipeline_model_parallel_size", None)
+    try:
+        return generate(base_table(chunks), pp, count, chunks)
+    except ScheduleError:
+        return None  # Megatron runs what we have no table for
+
+
+def _settings(args: Namespace, active: Active) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in _SETTINGS:
+        value = getattr(args, name, None)
+        if value is not None and value is not False:
+            found[name] = value if isinstance(value, bool | int | float) else str(value)
+    found.setdefault("pipeline_schedule", "Megatron's own")
+    found["transport"] = found.get("pipeline_transport", "torch")
+    pipeline = active.pipeline
+    if pipeline is not None:  # with what other flags imply
+        found |= {"pipeline_schedule": pipeline.name, "transport": pipeline.transport}
+        if pipeline.dynamic is not None:
+            found["dpp_policy"] = pipeline.dynamic.policy
+            found["dpp_extra_activations"] = pipeline.dynamic.margin
+    return found

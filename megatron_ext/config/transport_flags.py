@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
-from typing import TYPE_CHECKING
+from typing import Any
 
-from megatron_ext.config.choice import DEVICE_PATHS, TRANSPORTS
-from megatron_ext.errors import ArgumentsError
+from megatron_ext.config.pipeline import DEVICE_PATHS, TRANSPORTS
 
-if TYPE_CHECKING:
-    from megatron_ext.config.choice import DevicePath, TransportName
-
-__all__ = ["add_flags", "checksums", "device_path", "node_ips", "timeout_s", "transport"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["add_flags", "transport_fields"]
 
 
 def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
@@ -51,83 +44,17 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
     )
 
 
-def timeout_s(args: Namespace) -> float:
+def _timeout_s(args: Namespace) -> float:
     """Return how long a rank waits for one message: Megatron's own time-out of collectives."""
     return 60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10)
 
 
-def transport(args: Namespace) -> TransportName:
-    """Return what `--pipeline-transport` means here, after checking that it can be.
-
-    Raises:
-        ArgumentsError: They cannot.
-    """
-    name: TransportName | None = getattr(args, "pipeline_transport", None)
-    if getattr(args, "use_dpp", False):
-        if name == "torch":
-            raise ArgumentsError(
-                "--use-dpp chooses by what has arrived, which torch.distributed cannot tell; leave "
-                "--pipeline-transport torch out"
-            )
-        name = name or "auto"
-    name = name or TRANSPORTS[0]
-    if name in ("torch", "shm") and node_ips(args):
-        raise ArgumentsError(
-            f"--node-ips is for wires between hosts, --pipeline-transport {name} has none; take "
-            "--pipeline-transport auto, or leave --node-ips out"
-        )
-    direct = getattr(args, "pipeline_device_path", None) == "ipc"
-    if name == "auto" and not getattr(args, "use_dpp", False) and not direct and _has_better(args):
-        _log.info(
-            "--pipeline-transport auto: torch.distributed, which moves tensors between the devices "
-            "of one host without the host's memory"
-        )
-        return TRANSPORTS[0]
-    return name
-
-
-def _has_better(args: Namespace) -> bool:
-    from megatron_ext.schedules.runtime import local_devices  # the runtime knows devices
-
-    return local_devices.reach_each_other(int(getattr(args, "world_size", None) or 1))
-
-
-def device_path(args: Namespace, name: TransportName) -> DevicePath:
-    """Return what `--pipeline-device-path` means with a transport, after checking that it can be.
-
-    Raises:
-        ArgumentsError: The transport has no such path.
-    """
-    path: DevicePath = getattr(args, "pipeline_device_path", None) or DEVICE_PATHS[0]
-    if path == "ipc" and name not in ("shm", "auto"):
-        raise ArgumentsError(
-            f"--pipeline-device-path ipc goes with shared memory, --pipeline-transport is {name}; "
-            "add --pipeline-transport shm, or leave --pipeline-device-path out"
-        )
-    return path
-
-
-def checksums(args: Namespace, name: TransportName) -> bool:
-    """Return what `--pipeline-checksum` means with a transport, after checking that it can be.
-
-    Raises:
-        ArgumentsError: The bytes of its messages do not pass the native core.
-    """
-    if not getattr(args, "pipeline_checksum", False):
-        return False
-    if name == "torch":
-        raise ArgumentsError(
-            "--pipeline-checksum is for messages of this package, --pipeline-transport is torch; "
-            "add --pipeline-transport shm, tcp or rdma, or leave --pipeline-checksum out"
-        )
-    if getattr(args, "pipeline_device_path", None) == "ipc":
-        raise ArgumentsError(
-            "--pipeline-checksum covers what goes through the host, --pipeline-device-path ipc "
-            "goes past it; leave one of them out"
-        )
-    return True
-
-
-def node_ips(args: Namespace) -> tuple[str, ...]:
-    """Return `--node-ips`."""
-    return tuple(getattr(args, "node_ips", None) or ())
+def transport_fields(args: Namespace) -> dict[str, Any]:
+    """Return the fields of a `PipelineConfig` about what carries tensors."""
+    return {
+        "transport": getattr(args, "pipeline_transport", None),
+        "device_path": getattr(args, "pipeline_device_path", None) or DEVICE_PATHS[0],
+        "checksums": bool(getattr(args, "pipeline_checksum", False)),
+        "node_ips": tuple(getattr(args, "node_ips", None) or ()),
+        "message_timeout_s": _timeout_s(args),
+    }

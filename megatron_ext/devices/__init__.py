@@ -1,19 +1,17 @@
 """Device backends: `cpu`, `cuda` and `musa`, and which one this process uses.
 
 The choice is made once, before upstream is imported, from `MEGATRON_EXT_DEVICE` or from
-`--device-backend` on the command line; `auto` takes the first whose software stack is there.
+`--device-backend` (`config/early.py`); `auto` takes the first whose software stack is there.
 The modules of this package are the only ones that spell devices and collective backends.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 from megatron_ext.devices.base import Device, Redirect, Rule
-from megatron_ext.disaggregation.devices import FLAG as FORWARD_FLAG
-from megatron_ext.disaggregation.devices import of_forward_rank
 from megatron_ext.errors import DeviceError
 
 __all__ = [
@@ -22,10 +20,13 @@ __all__ = [
     "Redirect",
     "Rule",
     "current",
+    "keep_for_ever",
     "on_cuda",
     "requested",
     "reset",
     "select",
+    "state",
+    "take",
 ]
 
 CHOICES = ("auto", "cuda", "musa", "cpu")
@@ -34,15 +35,25 @@ CHOICES = ("auto", "cuda", "musa", "cpu")
 _VARIABLE = "MEGATRON_EXT_DEVICE"
 _FLAG = "--device-backend"
 
-_current: Device | None = None
+_State = TypeVar("_State")
+
+
+@dataclass
+class _Process:
+    """What this process holds."""
+
+    device: Device | None = None
+    states: dict[type, object] = field(default_factory=dict)
+    """What the functions of the device keep, by its class."""
+    immortal: list[object] = field(default_factory=list)
+
+
+_PROCESS = _Process()
+"""The device of this process."""
 
 
 def requested(argv: Sequence[str] | None = None) -> str:
-    """Return the name that the user asked for, or `auto`.
-
-    The device has to be known before upstream's parser exists, so the flag is looked up in the
-    plain command line; the parser checks later that both agree. Forward ranks of a disaggregated
-    job may have a device of their own, which comes before all else.
+    """Return the name that the user asked for, or `auto` (`config/early.py`).
 
     Args:
         argv: The command line; `sys.argv` if left out.
@@ -50,12 +61,9 @@ def requested(argv: Sequence[str] | None = None) -> str:
     Raises:
         DeviceError: The name is none of `CHOICES`.
     """
-    words = sys.argv if argv is None else argv
-    name, source = of_forward_rank(words, os.environ) or "", FORWARD_FLAG
-    if not name:
-        name, source = os.environ.get(_VARIABLE, ""), _VARIABLE
-    if not name:
-        name, source = _from_command_line(words), _FLAG
+    from megatron_ext.config.early import requested_device
+
+    name, source = requested_device(argv)
     if name not in CHOICES:
         raise DeviceError(
             f"{source} is {name!r}, but the device backends are {', '.join(CHOICES)}; "
@@ -88,10 +96,18 @@ def current() -> Device:
     Raises:
         DeviceError: See `requested` and `select`.
     """
-    global _current
-    if _current is None:
-        _current = select(requested())
-    return _current
+    return _PROCESS.device or take(requested())
+
+
+def take(name: str) -> Device:
+    """Select a backend, unless one is in use already; return the one in use.
+
+    Raises:
+        DeviceError: See `select`.
+    """
+    if _PROCESS.device is None:
+        _PROCESS.device = select(name)
+    return _PROCESS.device
 
 
 def on_cuda() -> bool:
@@ -101,19 +117,20 @@ def on_cuda() -> bool:
 
 def reset() -> None:
     """Forget the selection, so that the next `current()` decides anew."""
-    global _current
-    _current = None
+    _PROCESS.device = None
+    _PROCESS.states.clear()
 
 
-def _from_command_line(argv: Sequence[str]) -> str:
-    """Return the last value of the flag: argparse lets the last one win, too."""
-    name = "auto"
-    for position, argument in enumerate(argv):
-        if argument == _FLAG:
-            name = argv[position + 1] if position + 1 < len(argv) else ""
-        elif argument.startswith(_FLAG + "="):
-            name = argument.partition("=")[2]
-    return name
+def state(kind: type[_State]) -> _State:
+    """Return the one instance of a class that belongs to the device; made at the first call."""
+    if kind not in _PROCESS.states:
+        _PROCESS.states[kind] = kind()
+    return cast("_State", _PROCESS.states[kind])
+
+
+def keep_for_ever(what: object) -> None:
+    """Keep something that torch knows by its address."""
+    _PROCESS.immortal.append(what)
 
 
 def _make(name: str) -> Device:

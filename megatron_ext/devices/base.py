@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-
     import torch
 
 __all__ = [
@@ -61,7 +59,7 @@ class Rule:
         message: Value, rule and remedy.
     """
 
-    refuses: Callable[[Namespace], bool]
+    refuses: Callable[[Any], bool]
     message: str
 
 
@@ -216,7 +214,7 @@ class Device(Protocol):
         """List what the backend redirects. May import torch (and the device's own package)."""
         ...
 
-    def argument_errors(self, args: Namespace) -> list[str]:
+    def argument_errors(self, args: Any) -> list[str]:
         """List what is wrong with parsed upstream arguments on this device; empty if nothing is."""
         ...
 

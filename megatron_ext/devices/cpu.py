@@ -19,8 +19,6 @@ from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, flag
 from megatron_ext.errors import DeviceError
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-
     import torch
 
     from megatron_ext.devices.base import Sharing
@@ -117,7 +115,7 @@ class CpuDevice:
         yield from collective_redirects(self.distributed_backend)
         yield from gloo_redirects()
 
-    def argument_errors(self, args: Namespace) -> list[str]:
+    def argument_errors(self, args: Any) -> list[str]:
         """Apply `argument_rules`."""
         return [rule.message for rule in argument_rules() if rule.refuses(args)]
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.errors import DeviceError
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-
     import torch
 
     from megatron_ext.devices.base import Copies, Redirect, Sharing, TimingEvent
@@ -42,7 +40,7 @@ class CudaDevice:
         """Redirect nothing."""
         return ()
 
-    def argument_errors(self, _args: Namespace) -> list[str]:
+    def argument_errors(self, _args: Any) -> list[str]:
         """Refuse nothing: upstream checks its own arguments for this device."""
         return []
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_ext import devices
+
 __all__ = [
     "Event",
     "Generators",
@@ -107,13 +109,8 @@ class _Streams(threading.local):
         self.current: Stream = self.default
 
 
-_streams: list[_Streams] = []
-
-
 def _of_thread() -> _Streams:
-    if not _streams:  # not at import: a Stream needs torch
-        _streams.append(_Streams())
-    return _streams[0]
+    return devices.state(_Streams)
 
 
 def current_stream() -> Stream:

@@ -24,7 +24,6 @@ from megatron_ext.devices.redirects import calling, nvtx_redirects, to
 from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, flag
 
 if TYPE_CHECKING:
-    from argparse import Namespace
     from types import ModuleType
 
     import torch
@@ -120,7 +119,7 @@ class MusaDevice:
         yield from translate.tensor_redirects(cuda_to_musa, pinning=True)
         yield from translate.collective_redirects(self.distributed_backend)
 
-    def argument_errors(self, args: Namespace) -> list[str]:
+    def argument_errors(self, args: Any) -> list[str]:
         """Refuse what needs NVIDIA's libraries, or a Transformer Engine that is not there."""
         rules = CUDA_ONLY + ((_GROUPED_GEMM,) if _has_te() else TRANSFORMER_ENGINE_ONLY)
         return [rule.message for rule in rules if rule.refuses(args)]

@@ -6,22 +6,19 @@ Shared by the backends that are not CUDA. Every message says what is refused, wh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from megatron_ext.devices.base import Rule
-
-if TYPE_CHECKING:
-    from argparse import Namespace
 
 __all__ = ["CUDA_ONLY", "TRANSFORMER_ENGINE_ONLY", "flag"]
 
 
-def flag(dest: str) -> Callable[[Namespace], bool]:
+def flag(dest: str) -> Callable[[Any], bool]:
     """Make a `Rule.refuses` that looks at one switch."""
     return lambda args: bool(getattr(args, dest, False))
 
 
-def _not_in(dest: str, *allowed: object) -> Callable[[Namespace], bool]:
+def _not_in(dest: str, *allowed: object) -> Callable[[Any], bool]:
     return lambda args: getattr(args, dest, allowed[0]) not in allowed
 
 

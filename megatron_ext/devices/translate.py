@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatron_ext import devices
 from megatron_ext.devices.base import Redirect
 
 __all__ = [
@@ -31,9 +32,6 @@ __all__ = [
 
 Translator = Callable[[Any], Any]
 """Maps a `device=` value (str, int, torch.device, None) to the value that torch gets."""
-
-# Functions that torch.jit knows by their address, so that they may never be freed.
-_SCRIPTABLE: list[Callable[..., Any]] = []
 
 _LIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
 _NEW = ("empty", "empty_strided", "full", "ones", "tensor", "zeros")
@@ -219,7 +217,7 @@ def _translated_factory(
     operator = _builtins._find_builtin(original)
     if operator is not None:  # torch.jit.script knows its functions by identity
         _builtins._register_builtin(factory, operator)
-        _SCRIPTABLE.append(factory)
+        devices.keep_for_ever(factory)  # torch.jit knows it by its address
     return factory
 
 

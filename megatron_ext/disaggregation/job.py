@@ -1,24 +1,24 @@
 """The disaggregated job that this process is part of.
 
-`config/disaggregation_flags.py` puts it here. Everything behind that, patches and trainers alike,
-asks `current`: None means that nothing of this package part takes part.
+`config/roles.py` makes it. Patches and trainers ask `current`: None means that nothing of this
+package part takes part.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from megatron_ext.config.active import active
 from megatron_ext.disaggregation.ranks import Place, RankMap, Role
 from megatron_ext.schedules.generators.catalog import generate
 
 if TYPE_CHECKING:
+    from megatron_ext.config.pipeline import Activations
     from megatron_ext.schedules.representation.actions import Schedule
     from megatron_ext.transport.address import Wire
 
-__all__ = ["Activations", "Job", "current", "has_role", "use"]
-
-Activations = Literal["recompute", "ship"]
+__all__ = ["Job", "current", "has_role"]
 
 
 @dataclass(frozen=True)
@@ -108,20 +108,13 @@ class Job:
         return [self.ranks.rank(Place(role, self.place.dp, stage, tp)) for tp in shards]
 
 
-_current: Job | None = None
-
-
-def use(job: Job | None) -> None:
-    """Make this process part of a disaggregated job; None: of an ordinary one."""
-    global _current
-    _current = job
-
-
 def current() -> Job | None:
-    """Return the job, or None where forwards and backwards share their ranks."""
-    return _current
+    """Return the job of the configuration in force; None: forwards and backwards share ranks."""
+    found = active()
+    return None if found is None else found.job
 
 
 def has_role(role: Role) -> bool:
     """Tell whether this process has a role of a disaggregated job."""
-    return _current is not None and _current.role == role
+    job = current()
+    return job is not None and job.role == role

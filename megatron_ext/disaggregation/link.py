@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megatron_ext import devices
+from megatron_ext.config.active import count_transport, required
 from megatron_ext.disaggregation.ranks import Place
 from megatron_ext.disaggregation.worlds import shared_store
 from megatron_ext.errors import TransportError
@@ -92,18 +93,25 @@ class RoleLink:
             self.abort(str(error))
             raise
 
+    def close(self) -> None:
+        """Tell the neighbours that this process has ended as it should."""
+        self.wire.close()
+
     def abort(self, reason: str) -> None:
         """Give the job up, and tell the neighbours why."""
         self.wire.abort(reason)
 
 
 def _open(job: Job, device: torch.device) -> Transport:
+    environment = required().environment
     host = open_native(
         shared_store(),
         job.rank,
         _neighbours(job),
-        label="roles",
+        run_id="/".join(["roles", *environment.run, str(count_transport("roles"))]),
         world_size=job.ranks.num_ranks,
+        ranks_per_node=environment.local_world_size,
+        rail=environment.local_rank,
         wire=job.wire,
         node_ips=job.node_ips,
         slots=job.window + 2,  # a message may stay in its slot while it is computed with

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_block import TransformerBlock
 
+from megatron_ext.config.active import active, required
 from megatron_ext.errors import ScheduleError
 
 __all__ = ["Layers", "Replay", "Saved", "current_replay", "replaying"]
@@ -115,23 +117,28 @@ class Replay:
         return computed_later
 
 
-_replay: Replay | None = None
+@dataclass
+class _Now:
+    """What is replayed at this moment under a configuration."""
+
+    replay: Replay | None = None
 
 
 def current_replay() -> Replay | None:
     """Return what checkpointed layers are replayed from, if they are."""
-    return _replay
+    found = active()
+    return None if found is None else found.state(_Now).replay
 
 
 @contextmanager
 def replaying(replay: Replay) -> Iterator[None]:
     """Let checkpointed layers take their outputs from what was shipped, inside of the block."""
-    global _replay
-    _replay = replay
+    now = required().state(_Now)
+    now.replay = replay
     try:
         yield
     finally:
-        _replay = None
+        now.replay = None
 
 
 def _flat_generators() -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.utils import get_model_config
 
+from megatron_ext.config.active import required
 from megatron_ext.disaggregation.job import Job, current
 from megatron_ext.disaggregation.link import RoleLink
 from megatron_ext.disaggregation.role_compute import BackwardCompute, ForwardCompute, RoleEnds
@@ -53,7 +54,16 @@ class _Runtime:
     """Transfers of weights that a forward rank has not taken yet; the first makes roles equal."""
 
 
-_runtime: _Runtime | None = None
+@dataclass
+class _Kept:
+    """What is kept under a configuration."""
+
+    runtime: _Runtime | None = None
+
+    def close(self) -> None:
+        """Close the link to the other ranks."""
+        if self.runtime is not None:
+            self.runtime.link.close()
 
 
 def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
@@ -178,34 +188,35 @@ def weights_s() -> float:
     On a forward rank that is the time from the news that there are new weights until they are here,
     on a backward rank the time until it can go on.
     """
-    assert _runtime is not None
-    side = _runtime.sender or _runtime.receiver
+    runtime = required().state(_Kept).runtime
+    assert runtime is not None
+    side = runtime.sender or runtime.receiver
     assert side is not None
     return side.busy_s / max(1, side.num_transfers)
 
 
 def _ready(chunks: Sequence[torch.nn.Module]) -> _Runtime:
     """Return the runtime, made at the first use, once forward ranks have the latest weights."""
-    global _runtime
-    job = current()
+    job, kept = current(), required().state(_Kept)
     assert job is not None
-    if _runtime is None or _runtime.job is not job:
+    runtime = kept.runtime
+    if runtime is None:
         link = RoleLink(job, device_of(chunks))
         forward = job.role == "forward"
-        _runtime = _Runtime(
+        kept.runtime = runtime = _Runtime(
             job,
             link,
             None if forward else WeightSender(job, link, chunks),
             WeightReceiver(job, link, chunks) if forward else None,
             _shipped_layers(job, chunks),
         )
-        if _runtime.sender is not None:
-            _runtime.sender.send(updated=True)
-    if _runtime.receiver is not None:
-        for _ in range(_runtime.due):
-            _runtime.receiver.receive()
-        _runtime.due = 0
-    return _runtime
+        if runtime.sender is not None:
+            runtime.sender.send(updated=True)
+    if runtime.receiver is not None:
+        for _ in range(runtime.due):
+            runtime.receiver.receive()
+        runtime.due = 0
+    return runtime
 
 
 def _shipped_layers(job: Job, chunks: Sequence[torch.nn.Module]) -> Layers | None:

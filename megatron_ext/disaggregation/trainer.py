@@ -6,8 +6,8 @@ To be called on every rank of a disaggregated job.
 from __future__ import annotations
 
 import time
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from megatron.core.num_microbatches_calculator import update_num_microbatches
@@ -15,7 +15,7 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron_ext.disaggregation import step, worlds
 from megatron_ext.disaggregation.job import current
 
-__all__ = ["share_evaluation", "share_progress"]
+__all__ = ["share_evaluation", "shared_progress"]
 
 _PROGRESS = (
     "iteration",
@@ -26,20 +26,24 @@ _PROGRESS = (
 )
 
 
-def share_progress(args: Namespace) -> None:
+def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
     """Let forward ranks go on where the checkpoint ends that backward ranks have loaded.
 
-    Does nothing in an ordinary job.
-
     Args:
-        args: Complete arguments; on forward ranks the counters are set.
+        counters: Of the training, by the names of Megatron's arguments, and maybe others.
+
+    Returns:
+        Those of the backward ranks; nothing in an ordinary job.
     """
     if current() is None:
-        return
-    mine = {name: getattr(args, name) for name in _PROGRESS if hasattr(args, name)}
-    found = worlds.hand_over("progress of the checkpoint", mine, to="forward", pause=time.sleep)
-    vars(args).update(found)
-    update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=False)
+        return {}
+    mine = {name: counters[name] for name in _PROGRESS if name in counters}
+    found: dict[str, Any] = worlds.hand_over(
+        "progress of the checkpoint", mine, to="forward", pause=time.sleep
+    )
+    consumed = found.get("consumed_train_samples", counters["consumed_train_samples"])
+    update_num_microbatches(consumed_samples=consumed, verbose=False)
+    return found
 
 
 def share_evaluation(

@@ -9,8 +9,8 @@ the few values below, goes through the store that all processes share.
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from megatron_ext.config.active import required
 from megatron_ext.disaggregation.job import Job, current
 from megatron_ext.errors import TransportTimeout
 
@@ -27,25 +28,30 @@ _PREFIX = "megatron_ext/fbd"
 _BEATS = f"{_PREFIX}/beats"
 _PAUSE_S = 0.5
 
-_store: Store | None = None
-_handed: dict[str, int] = {}
+
+@dataclass
+class _World:
+    """What processes of both roles share under a configuration."""
+
+    store: Store | None = None
+    handed: dict[str, int] = field(default_factory=dict)
+    """Values that were handed over so far, by their name."""
 
 
-def join(args: Namespace) -> None:
+def join(backend: str) -> None:
     """Find all processes of the job, then start torch.distributed among those of one role.
 
     Args:
-        args: Complete arguments of the role.
+        backend: Of torch.distributed.
     """
-    global _store
     job = _job()
     timeout = timedelta(seconds=job.timeout_s)
     everyone = rendezvous("env://", rank=job.rank, world_size=job.ranks.num_ranks, timeout=timeout)
     store, _, _ = next(iter(everyone))
     store.set_timeout(timeout)
-    _store = store
+    required().state(_World).store = store
     dist.init_process_group(
-        args.distributed_backend,
+        backend,
         store=PrefixStore(f"megatron_ext/{job.role}", store),
         rank=job.role_rank,
         world_size=job.ranks.role_size(job.role),
@@ -55,8 +61,9 @@ def join(args: Namespace) -> None:
 
 def shared_store() -> Store:
     """Return the store that the processes of both roles share."""
-    assert _store is not None, "join() comes first"
-    return _store
+    store = required().state(_World).store
+    assert store is not None, "join() comes first"
+    return store
 
 
 def beat() -> None:
@@ -84,7 +91,8 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
         TransportTimeout: The other role has neither given the value nor shown any sign of life.
     """
     job, store = _job(), shared_store()
-    number = _handed[what] = _handed.get(what, 0) + 1
+    handed = required().state(_World).handed
+    number = handed[what] = handed.get(what, 0) + 1
     key = f"{_PREFIX}/{what}/{number}"
     if job.role != to:
         if job.role_rank == job.ranks.role_size(job.role) - 1:

@@ -35,18 +35,11 @@ TABLES = (
 )
 """Modules of this package with a tuple `PATCHES`, by upstream area."""
 
-_registered = False
-
 
 def _register_tables() -> None:
-    global _registered
-    if _registered:
-        return
-    _registered = True
-    patches: list[Patch] = []
-    for name in TABLES:
-        patches.extend(import_module(f"{__name__}.{name}").PATCHES)
-    REGISTRY.register(patches)
+    tables = (import_module(f"{__name__}.{name}").PATCHES for name in TABLES)
+    patches: list[Patch] = [patch for table in tables for patch in table]
+    REGISTRY.register([patch for patch in patches if patch not in REGISTRY])
 
 
 def _arm_device() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatron_ext import devices
@@ -23,8 +24,14 @@ __all__ = ["arm", "disarm", "restore_environment"]
 
 _LOG = logging.getLogger(__name__)
 
-_armed: list[Patch] = []
-_environment: dict[str, str] = {}  # what was set here
+
+@dataclass
+class _Done:
+    """What was done for the device of this process."""
+
+    redirects: list[Patch] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that were set."""
 
 
 def arm() -> Device:
@@ -33,31 +40,31 @@ def arm() -> Device:
     Raises:
         DeviceError: The device that was asked for is unknown or cannot run here.
     """
-    device = devices.current()
+    device, done = devices.current(), devices.state(_Done)
     for variable, (value, _reason) in device.environment.items():
         if variable not in os.environ:
-            _environment[variable] = os.environ[variable] = value
-    if not _armed:
-        _armed.extend(_patches(device))
-        REGISTRY.register(_armed)
-        _LOG.info("device %s: %d redirects", device.name, len(_armed))
+            done.environment[variable] = os.environ[variable] = value
+    if not done.redirects:
+        done.redirects = list(_patches(device))
+        REGISTRY.register(done.redirects)
+        _LOG.info("device %s: %d redirects", device.name, len(done.redirects))
     return device
 
 
 def disarm() -> None:
     """Forget the device: originals come back, and the next `arm()` selects anew."""
-    REGISTRY.remove([patch.id for patch in _armed])
-    _armed.clear()
+    REGISTRY.remove([patch.id for patch in devices.state(_Done).redirects])
     restore_environment()
     devices.reset()
 
 
 def restore_environment() -> None:
     """Take out of the environment what `arm` put there, and what nobody has changed since."""
-    for variable, value in _environment.items():
+    environment = devices.state(_Done).environment
+    for variable, value in environment.items():
         if os.environ.get(variable) == value:
             del os.environ[variable]
-    _environment.clear()
+    environment.clear()
 
 
 def _patches(device: Device) -> Iterator[Patch]:

@@ -57,7 +57,7 @@ def _join(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywor
 
     arguments = sys.modules["megatron.training"].get_args()
     devices.current().bind(arguments.local_rank)
-    worlds.join(arguments)
+    worlds.join(arguments.distributed_backend)
     return call(*args, **kwargs)
 
 
@@ -84,10 +84,11 @@ def _without_gradients(
 def _share_progress(
     call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords
 ) -> Any:
-    from megatron_ext.disaggregation.trainer import share_progress
+    from megatron_ext.disaggregation.trainer import shared_progress
 
     made = call(*args, **kwargs)
-    share_progress(sys.modules["megatron.training"].get_args())
+    progress = vars(sys.modules["megatron.training"].get_args())
+    progress.update(shared_progress(progress))
     return made
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext import effects
+from megatron_ext.config import active
 from megatron_ext.patches.registry import REGISTRY, Patch
 
 __all__ = ["PATCHES"]
@@ -23,39 +25,31 @@ _Args = tuple[Any, ...]
 _Keywords = dict[str, Any]
 
 
+@dataclass
 class _Progress:
-    """Which schedule is looked at, and how many of its training steps were."""
+    """How much was looked at under a configuration."""
 
-    def __init__(self) -> None:
-        self.of: object = None
-        self.steps = 0
-        self.logged = False
-
-    def begin(self, of: object) -> None:
-        """Start anew for another choice or job."""
-        if self.of is not of:
-            self.of, self.steps, self.logged = of, 0, False
+    steps: int = 0
+    """Training steps."""
+    logged: bool = False
 
 
-_progress = _Progress()
-
-
-def _in_use() -> object:
-    """Return what is looked at: a schedule, a transport or a disaggregated job; or None."""
-    from megatron_ext.config import choice
-    from megatron_ext.disaggregation import job
-
-    return job.current() or choice.current() or choice.for_messages()
+def _looked_at() -> _Progress | None:
+    """Return the progress, if there is anything to look at: a schedule, a transport or roles."""
+    found = active.active()
+    if found is None or not (found.job or found.pipeline or found.transport_only):
+        return None
+    return found.state(_Progress)
 
 
 def _is_due() -> bool:
-    of = _in_use()
-    return of is not None and not (_progress.of is of and _progress.steps >= _STEPS)
+    progress = _looked_at()
+    return progress is not None and progress.steps < _STEPS
 
 
 def _is_not_logged() -> bool:
-    of = _in_use()
-    return of is not None and not (_progress.of is of and _progress.logged)
+    progress = _looked_at()
+    return progress is not None and not progress.logged
 
 
 def _watched(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
@@ -66,56 +60,49 @@ def _watched(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Key
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("forward_only") or not _is_due():
             return schedule(*args, **kwargs)
-        _progress.begin(_in_use())
-        model = kwargs["model"]
-        _before(model if isinstance(model, list) else [model])
+        progress, model = active.required().state(_Progress), kwargs["model"]
+        _before(model if isinstance(model, list) else [model], progress.steps)
         try:
             result = schedule(*args, **kwargs)
         except (AttributeError, TypeError) as error:
             _explain(error)
             raise
-        _progress.steps += 1
+        progress.steps += 1
         return result
 
     return run
 
 
-def _before(chunks: list[Any]) -> None:
-    from megatron_ext.config import choice
+def _before(chunks: list[Any], step: int) -> None:
     from megatron_ext.disaggregation import job
 
     if job.has_role("forward"):
         effects.check_frozen(chunks)
-    chosen = choice.current()
-    if chosen is not None and choice.folded():
-        effects.check_tied(chosen, chunks, step=_progress.steps)
-    if chosen is None or _progress.steps != 1:
+    chosen = active.pipeline()
+    if chosen is not None and chosen.is_folded:
+        effects.check_tied(chosen, chunks, step=step)
+    if chosen is None or step != 1:
         return
-    if chosen.schedule(chosen.num_microbatches).splits_backward:
+    if chosen.full.splits_backward:
         recorded = "split_backward.linear" in REGISTRY.acted
         effects.check_split(chosen, chunks, recorded=recorded)
 
 
 def _explain(error: Exception) -> None:
     """Raise what is behind the error of a loss without labels, if that is what it is."""
-    from megatron_ext.config import choice
-
-    chosen = choice.current()
-    if chosen is not None and choice.folded() and "placement.batch" not in REGISTRY.acted:
+    chosen = active.pipeline()
+    if chosen is not None and chosen.is_folded and "placement.batch" not in REGISTRY.acted:
         raise effects.labels_missing(chosen) from error
 
 
 def _logged(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
     """Look at what is logged first."""
-    from megatron_ext.config import choice
-    from megatron_ext.disaggregation import job
-
-    _progress.begin(_in_use())
-    _progress.logged = True
-    chosen, messages = choice.current(), choice.for_messages()
-    if job.current() is None and chosen is not None:
+    found = active.required()
+    found.state(_Progress).logged = True
+    chosen, messages = found.pipeline, found.transport_only
+    if chosen is not None:
         effects.check_table(chosen, ran="schedules.forward_backward" in REGISTRY.acted)
-        if choice.folded():
+        if chosen.is_folded:
             effects.check_logged(chosen, args[0] if args else kwargs["loss_dict"])
     if messages is not None and messages.pp > 1:
         effects.check_messages(messages, used="pipeline.messages" in REGISTRY.acted)

@@ -85,7 +85,9 @@ class _ScriptFinder(MetaPathFinder):
         return PathFinder.find_spec(fullname, [str(tree)]) if tree else None
 
 
-_installed: list[MetaPathFinder] = []
+def _installed() -> list[MetaPathFinder]:
+    """Return our finders."""
+    return [f for f in sys.meta_path if isinstance(f, _MegatronFinder | _ScriptFinder)]
 
 
 def install(before_core: Callable[[], None]) -> None:
@@ -95,19 +97,16 @@ def install(before_core: Callable[[], None]) -> None:
         before_core: Called once, just before `megatron.core` is first executed; at once where that
             has happened already.
     """
-    if _installed:
+    if _installed():
         return
     first, last = _MegatronFinder(before_core), _ScriptFinder()
     sys.meta_path.insert(0, first)
     sys.meta_path.append(last)
-    _installed.extend((first, last))
     if "megatron.core" in sys.modules:
         before_core()
 
 
 def remove() -> None:
     """Take the finders out again; modules already imported stay where they came from."""
-    for finder in _installed:
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)
-    _installed.clear()
+    for finder in _installed():
+        sys.meta_path.remove(finder)

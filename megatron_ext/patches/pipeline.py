@@ -26,9 +26,9 @@ def _send_own_storage(
 
 
 def _has_messages_of_ours() -> bool:
-    from megatron_ext.config import choice
+    from megatron_ext.config import active
 
-    return choice.for_messages() is not None
+    return active.transport_only() is not None
 
 
 def _in_steps(

@@ -11,8 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.config import choice
-from megatron_ext.config.choice import folded
+from megatron_ext.config import active
 from megatron_ext.errors import DataError
 from megatron_ext.patches.registry import Patch
 
@@ -34,7 +33,7 @@ def _place_layers(call: Callable[..., Any], _instance: Any, args: _Args, kwargs:
     from megatron_ext.schedules.runtime.layout import placed_layout
 
     parsed = call(*args, **kwargs)
-    chosen = choice.current()
+    chosen = active.pipeline()
     assert chosen is not None
     if parsed.pipeline_model_parallel_size != chosen.placement.num_ranks:
         return parsed
@@ -175,7 +174,7 @@ def _patch(name: str, target: str, fn: Callable[..., Any], reason: str, **option
         target=target,
         fn=fn,
         reason=reason,
-        when=folded,
+        when=active.is_folded,
         feature="schedules",
         **options,
     )

@@ -12,9 +12,9 @@ __all__ = ["PATCHES"]
 
 
 def _is_chosen() -> bool:
-    from megatron_ext.config import choice
+    from megatron_ext.config import active
 
-    return choice.current() is not None
+    return active.pipeline() is not None
 
 
 def _ours(

@@ -1,7 +1,7 @@
 """Patches that let schedules compute the gradients of weights after those of inputs.
 
-Those on layers act inside `SPLIT.defer` only, which the executor opens for schedules that split the
-backward.
+Those on layers act inside `SplitBackward.defer` only, which the executor opens for schedules that
+split the backward.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.patches.registry import Patch
 
@@ -21,12 +22,12 @@ _SPLIT = "megatron_ext.schedules.runtime.split"
 
 
 def _record() -> Any:
-    """Return where weight gradients go now; None outside of `SPLIT.defer`.
+    """Return where weight gradients go now; None outside of `SplitBackward.defer`.
 
     The runtime is not imported for the question: without it nothing is split.
     """
-    split = sys.modules.get(_SPLIT)
-    return None if split is None else split.SPLIT.record
+    split, found = sys.modules.get(_SPLIT), active.active()
+    return None if split is None or found is None else found.state(split.SplitBackward).record
 
 
 def _splitting() -> bool:
@@ -54,10 +55,8 @@ def _embedding(
 
 def _splits() -> bool:
     """Tell whether the schedule in force splits backwards."""
-    from megatron_ext.config.choice import current
-
-    choice = current()
-    return choice is not None and choice.schedule(choice.num_microbatches).splits_backward
+    pipeline = active.pipeline()
+    return pipeline is not None and pipeline.full.splits_backward
 
 
 def _config(

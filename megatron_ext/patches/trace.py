@@ -27,11 +27,11 @@ def _is_observing() -> bool:
 
 
 def _sees_megatrons_steps() -> bool:
-    from megatron_ext.config import choice
-    from megatron_ext.disaggregation import job as disaggregation
+    from megatron_ext.config import active
     from megatron_ext.trace import session
 
-    ours = choice.current() is not None or disaggregation.current() is not None
+    found = active.active()
+    ours = found is not None and (found.pipeline is not None or found.job is not None)
     return session.is_observing() and not ours
 
 
@@ -93,9 +93,9 @@ def _update(
 
 
 def _has_table() -> bool:
-    from megatron_ext.config import choice
+    from megatron_ext.config import active
 
-    return choice.current() is not None
+    return active.pipeline() is not None
 
 
 def _scalars(
@@ -109,7 +109,7 @@ def _scalars(
     result = call(*args, **kwargs)
     iteration = args[3] if len(args) > 3 else kwargs["iteration"]
     settings = global_vars.get_args()
-    if iteration % settings.log_interval == 0 and scalars.are_asked_for(settings):
+    if iteration % settings.log_interval == 0 and scalars.are_asked_for(vars(settings)):
         writers = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
         scalars.report(iteration, *writers)
     return result

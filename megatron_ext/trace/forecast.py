@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.choice import Choice, Dynamic
+from megatron_ext.config.pipeline import DynamicOrder, PipelineConfig
+from megatron_ext.config.tables import Pipeline
 from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules import comparison
 from megatron_ext.schedules.generators.catalog import registered
@@ -114,10 +115,10 @@ def forecast(directory: Path, memory_gb: float | None = None) -> Forecast:
     notes = list(run.notes)
     measured = _measured(run, schedule, notes)
     found, left_out = [], []
-    for choice in _choices(schedule):
+    for pipeline in _pipelines(schedule):
         try:
-            _check_halves(schedule, choice)
-            found.append(_predict(measured, choice))
+            _check_halves(schedule, pipeline)
+            found.append(_predict(measured, pipeline))
         except ScheduleError as error:  # noqa: PERF203 - each schedule may refuse
             left_out.append(str(error))
     notes += [f"left out: {reason}" for reason in dict.fromkeys(left_out)]
@@ -158,7 +159,7 @@ def _shared_cpus(run: Run) -> str | None:
     return f"{ranks[worst]} ranks shared {len(cpus[worst])} CPUs"
 
 
-def _choices(measured: Schedule) -> Iterator[Choice]:
+def _pipelines(measured: Schedule) -> Iterator[Pipeline]:
     """Yield everything that training could be told for the ranks and micro-batches of a run."""
     seen: set[tuple[object, ...]] = set()
     for generator in registered().values():
@@ -166,60 +167,66 @@ def _choices(measured: Schedule) -> Iterator[Choice]:
         for variant in comparison.variants(generator, None, {}):
             options = dict(variant)
             chunks = options.pop("chunks", None)
-            static = Choice(
-                generator.name, measured.pp, count, None if chunks is None else int(chunks), options
+            config = PipelineConfig(
+                schedule=generator.name,
+                chunks=None if chunks is None else int(chunks),
+                options=options,
             )
-            yield static
+            yield Pipeline(config, measured.pp, count)
             for policy in POLICIES:
                 # All but hint have an order of their own, whatever the table.
                 where = policy, generator.num_chunks if chunks is None else chunks, generator.twins
-                if policy == Dynamic.policy or where not in seen:
+                if policy == DynamicOrder.policy or where not in seen:
                     seen.add(where)
-                    yield replace(static, dynamic=Dynamic(policy))
+                    ordered = replace(config, dynamic=DynamicOrder(policy=policy))
+                    yield Pipeline(ordered, measured.pp, count)
 
 
-def _check_halves(measured: Schedule, choice: Choice) -> None:
+def _check_halves(measured: Schedule, pipeline: Pipeline) -> None:
     """Refuse two mirrored pipelines where the micro-batches of the run are no two halves."""
     total = measured.total_microbatches
-    if total % choice.twins:
+    if total % pipeline.twins:
         raise ScheduleError(
-            f"{choice.name} runs half of the micro-batches in each direction, and the traced run "
+            f"{pipeline.name} runs half of the micro-batches in each direction, and the traced run "
             f"has {total}"
         )
 
 
-def _predict(measured: _Measured, choice: Choice) -> Prediction:
-    """Simulate a choice with the costs of the trace.
+def _predict(measured: _Measured, pipeline: Pipeline) -> Prediction:
+    """Simulate a pipeline with the costs of the trace.
 
     Raises:
         ScheduleError: It cannot be for these sizes.
     """
-    layers, stages = measured.num_layers, choice.placement.num_stages
+    layers, stages = measured.num_layers, pipeline.placement.num_stages
     if layers is not None and stages != measured.schedule.num_stages and layers % stages:
         raise ScheduleError(
-            f"{choice.name} cuts the model into {stages} stages, which its {layers} layers do not "
-            f"fill evenly"
+            f"{pipeline.name} cuts the model into {stages} stages, which its {layers} layers do "
+            f"not fill evenly"
         )
-    costs = measured.costs.costs(choice.pp, stages, jitter=True)
-    made = [_of_table(measured, choice, costs)]
-    if registered()[choice.name].needs_costs:  # an order made for costs need not be the best of all
-        own = replace(choice, costs=_relative(measured.costs, choice.pp))
+    costs = measured.costs.costs(pipeline.pp, stages, jitter=True)
+    made = [_of_table(measured, pipeline, costs)]
+    if registered()[
+        pipeline.name
+    ].needs_costs:  # an order made for costs need not be the best of all
+        config = replace(pipeline.config, costs=_relative(measured.costs, pipeline.pp))
+        own = replace(pipeline, config=config)
         made.append(_of_table(measured, own, costs))
     return min(made, key=lambda prediction: prediction.step_s)
 
 
-def _of_table(measured: _Measured, choice: Choice, costs: Costs) -> Prediction:
-    """Simulate the table of a choice."""
+def _of_table(measured: _Measured, pipeline: Pipeline, costs: Costs) -> Prediction:
+    """Simulate the table of a pipeline."""
     noisy = costs.jitter > _QUIET
     steps = [
-        _simulate(choice, replace(costs, jitter=costs.jitter if noisy else 0.0, seed=seed))
+        _simulate(pipeline, replace(costs, jitter=costs.jitter if noisy else 0.0, seed=seed))
         for seed in range(_SEEDS if noisy else 1)
     ]
-    static = replace(choice, dynamic=None).schedule(choice.num_microbatches)
-    label, flags = static.label, comparison.training_flags(static, choice.costs)
-    if choice.dynamic is not None:
-        label = _dynamic_label(label, choice.dynamic.policy)
-        flags = f"{flags} --use-dpp --dpp-policy {choice.dynamic.policy}"
+    static = pipeline.static().full
+    label, flags = static.label, comparison.training_flags(static, pipeline.costs)
+    if pipeline.dynamic is not None:
+        label = _dynamic_label(label, pipeline.dynamic.policy)
+        flags = f"{flags} --use-dpp --dpp-policy {pipeline.dynamic.policy}"
     peak = max(step.peak_activations for step in steps)
     memory = None
     if measured.fixed_bytes is not None:
@@ -227,16 +234,16 @@ def _of_table(measured: _Measured, choice: Choice, costs: Costs) -> Prediction:
         memory = round(measured.fixed_bytes * weights + peak * measured.activation_bytes)
     makespan_s = statistics.fmean(step.makespan for step in steps)
     bubble = statistics.fmean(step.bubble_ratio for step in steps)
-    bounded = choice.dynamic is None or choice.dynamic.policy == Dynamic.policy
+    bounded = pipeline.dynamic is None or pipeline.dynamic.policy == DynamicOrder.policy
     return Prediction(label, flags, makespan_s + measured.outside_s, bubble, memory, bounded)
 
 
-def _simulate(choice: Choice, costs: Costs) -> Timeline:
-    count = choice.num_microbatches
-    schedule = choice.schedule(count)
-    if choice.dynamic is None:
+def _simulate(pipeline: Pipeline, costs: Costs) -> Timeline:
+    count = pipeline.num_microbatches
+    schedule = pipeline.schedule(count)
+    if pipeline.dynamic is None:
         return comparison.evaluate(schedule, costs)
-    return simulate_dynamic(schedule, lambda rank: choice.policy(count, rank), costs)
+    return simulate_dynamic(schedule, lambda rank: pipeline.policy(count, rank), costs)
 
 
 def _relative(costs: StageCosts, pp: int) -> Costs:

@@ -15,9 +15,6 @@ from megatron_ext.trace.records import ACTION_NAMES
 
 __all__ = ["backward", "forward"]
 
-_forwards: dict[int, tuple[int, int]] = {}
-"""By the identity of an output that is kept for its backward: (chunk, micro-batch)."""
-
 
 def forward(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run Megatron's `forward_step`, as a span if a training step is under way."""
@@ -37,7 +34,7 @@ def forward(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         return result
 
     result = _run(observer, "F", chunk, microbatch, run)
-    _forwards[_identity(result[0])] = chunk, microbatch
+    observer.forwards[_identity(result[0])] = chunk, microbatch
     return result
 
 
@@ -48,7 +45,7 @@ def backward(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if not observer.activity.is_watched:
         return call(*args, **kwargs)
     output = args[1] if len(args) > 1 else kwargs["output_tensor"]
-    chunk, microbatch = _forwards.pop(_identity(output), (0, 0))
+    chunk, microbatch = observer.forwards.pop(_identity(output), (0, 0))
     return _run(observer, "B", chunk, microbatch, lambda: call(*args, **kwargs))
 
 

@@ -13,17 +13,21 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config import choice
+from megatron_ext.config import active
 
 if TYPE_CHECKING:
-    from argparse import Namespace
+    from collections.abc import Mapping
 
 __all__ = ["Scalars", "are_asked_for", "report", "since_last"]
 
 _WRITERS = ("tensorboard_dir", "wandb_project")
 
-_last: tuple[float, list[float]] | None = None
-"""When the counts were read last, and what they were."""
+
+@dataclass
+class _Last:
+    """When the counts were read last, and what they were."""
+
+    read: tuple[float, list[float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,14 @@ class Scalars:
         )
 
 
-def are_asked_for(args: Namespace) -> bool:
-    """Tell from flags, which are the same on all ranks, whether anybody gets the scalars."""
-    return bool(
-        getattr(args, "trace", False) or any(getattr(args, name, None) for name in _WRITERS)
-    )
+def are_asked_for(settings: Mapping[str, Any]) -> bool:
+    """Tell whether anybody gets the scalars.
+
+    Args:
+        settings: Of Megatron, by name; those of writers are the same on all ranks.
+    """
+    traces = active.required().config.tracing is not None
+    return traces or any(settings.get(name) for name in _WRITERS)
 
 
 def report(iteration: int, writer: Any, wandb: Any) -> None:
@@ -71,7 +78,7 @@ def report(iteration: int, writer: Any, wandb: Any) -> None:
     """
     import torch.distributed as dist
 
-    if choice.current() is None:
+    if active.pipeline() is None:
         return
     found = since_last()
     if found is None:
@@ -87,7 +94,6 @@ def report(iteration: int, writer: Any, wandb: Any) -> None:
 
 def since_last() -> Scalars | None:
     """Sum the counts of all ranks since the last call; None if no step was run."""
-    global _last
     import torch
     import torch.distributed as dist
 
@@ -102,8 +108,9 @@ def since_last() -> Scalars | None:
         float(measured.actions),
         float(sent_bytes),
     ]  # fmt: skip
-    begin_s, before = _last or (None, [0.0] * len(counts))
-    _last = now_s, counts
+    last = active.required().state(_Last)
+    begin_s, before = last.read or (None, [0.0] * len(counts))
+    last.read = now_s, counts
     new = [count - old for count, old in zip(counts, before, strict=True)]
     # Before the first call, the time in steps stands for the time that passed.
     new.append(now_s - begin_s if begin_s is not None else measured.wall_s)

@@ -11,17 +11,15 @@ import os
 import platform
 import socket
 import time
-from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import files
-from megatron_ext.config import choice as schedule_choice
-from megatron_ext.config.trace_flags import hang_timeout_s, sampling
+from megatron_ext.config import active
 from megatron_ext.trace.activity import OUTSIDE, Activity
-from megatron_ext.trace.recorder import DeviceClock, HostClock, Recorder, check_writable
+from megatron_ext.trace.recorder import DeviceClock, HostClock, Recorder, Sampling, check_writable
 from megatron_ext.trace.records import Header, directory_name
 from megatron_ext.trace.watchdog import Watchdog
 from megatron_ext.version import __version__
@@ -29,30 +27,33 @@ from megatron_ext.version import __version__
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Schedule
 
-__all__ = ["Session", "close", "current", "is_observing", "is_tracing", "start"]
+__all__ = ["Run", "Session", "close", "current", "is_observing", "is_tracing", "start"]
 
-_SETTINGS = (
-    "pipeline_schedule", "enable_bitpipe_schedule", "use_dpp", "dpp_policy",
-    "dpp_extra_activations", "pipeline_transport", "pipeline_costs", "world_size",
-    "tensor_model_parallel_size", "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size", "context_parallel_size",
-    "expert_model_parallel_size", "micro_batch_size", "global_batch_size", "num_layers",
-    "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "num_experts",
-    "params_dtype", "recompute_granularity", "overlap_grad_reduce", "overlap_param_gather",
-    "use_distributed_optimizer", "sequence_parallel",
-)  # fmt: skip
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a trace says about the run that it is of."""
+
+    schedule: Schedule | None = None
+    """The table of a full batch; None: there is no pipeline, or no table of it."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever may explain a time: sizes, schedule, parallelism."""
+    iterations_done: Callable[[], int] = lambda: 0
+    """Training steps before the first of this process, asked for when that begins."""
 
 
 @dataclass
 class Session:
     """Who observes this process."""
 
-    args: Namespace
     recorder: Recorder | None
     watchdog: Watchdog | None
     activity: Activity = field(default_factory=Activity)
     activation_bytes: dict[int, int] = field(default_factory=dict)
     """By stage: what a forward keeps for its backward, once it was measured."""
+    forwards: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of Megatron's own schedules, by the identity of an output that is kept for its backward:
+    (chunk, micro-batch)."""
     in_optimizer: bool = False
     """Whether an optimizer's step is under way."""
 
@@ -89,73 +90,83 @@ class Session:
             self.recorder.close()
 
 
-_session: Session | None = None
+@dataclass
+class _Observation:
+    """Whether anybody observes this process under a configuration."""
+
+    session: Session | None = None
+
+    def close(self) -> None:
+        """End it."""
+        found, self.session = self.session, None
+        if found is not None:
+            found.close()
 
 
-def start(args: Namespace) -> None:
-    """Observe this process as the flags say; called again, the flags of then count.
+def start(run: Run) -> None:
+    """Observe this process as the configuration in force says; what observed it before ends.
 
-    Raises:
-        ArgumentsError: The flags are impossible.
+    Args:
+        run: What a trace is of.
     """
-    global _session
     close()
-    wanted, timeout_s = sampling(args), hang_timeout_s(args)
+    configuration = active.required()
+    wanted, timeout_s = configuration.config.tracing, configuration.config.hang_timeout_s
     if wanted is None and timeout_s is None:
         return
-    found = Session(args, None, None)
+    found = Session(None, None)
     if timeout_s is not None:
         found.watchdog = Watchdog(found.activity, timeout_s)
     if wanted is not None:
-        found.recorder = _recorder(args, wanted)
-    _session = found
+        found.recorder = _recorder(run, Sampling(wanted.interval, wanted.num_iterations))
+    configuration.state(_Observation).session = found
     atexit.register(close)
 
 
 def current() -> Session | None:
     """Return the observation of this process, or None."""
-    return _session
+    configuration = active.active()
+    return None if configuration is None else configuration.state(_Observation).session
 
 
 def is_observing() -> bool:
     """Tell whether anybody observes this process."""
-    return _session is not None
+    return current() is not None
 
 
 def is_tracing() -> bool:
     """Tell whether an iteration is being recorded at this moment."""
-    return _session is not None and _session.recorder is not None and _session.recorder.active
+    found = current()
+    return found is not None and found.recorder is not None and found.recorder.active
 
 
 def close() -> None:
     """End the observation of this process."""
-    global _session
-    found, _session = _session, None
-    if found is not None:
-        found.close()
+    configuration = active.active()
+    if configuration is not None:
+        configuration.state(_Observation).close()
 
 
-def _recorder(args: Namespace, wanted: Any) -> Recorder:
+def _recorder(run: Run, sampling: Sampling) -> Recorder:
     from megatron_ext import devices
 
     device = devices.current()
     on_host = device.timing_event() is None
     clock = HostClock() if on_host else DeviceClock(device)
     return Recorder(
-        lambda: _identity(args),
+        lambda: _identity(run),
         clock,
-        wanted,
+        sampling,
         memory_bytes=device.peak_memory_bytes,
-        first_iteration=lambda: getattr(args, "iteration", 0) + 1,
+        first_iteration=lambda: run.iterations_done() + 1,
     )
 
 
-def _identity(args: Namespace) -> tuple[Path, Header]:
+def _identity(run: Run) -> tuple[Path, Header]:
     """Return the folder of the run and who this rank is; Megatron's groups are there by now."""
     import torch.distributed as dist
     from megatron.core import parallel_state as groups
 
-    from megatron_ext.config.choice import current as chosen
     from megatron_ext.disaggregation import job as disaggregation
 
     sizes = (
@@ -173,9 +184,12 @@ def _identity(args: Namespace) -> tuple[Path, Header]:
     if job is not None:  # forward ranks are the first half of the pipeline
         rank, place = job.rank, (place[0], job.position, place[2])
         sizes = sizes[0], 2 * sizes[1], job.ranks.tp
-    choice = chosen()
-    dynamic = choice is not None and choice.dynamic is not None
-    directory = args.trace_dir or Path("benchmark") / directory_name(sizes, dynamic=dynamic)
+    config = active.required().config
+    assert config.tracing is not None
+    dynamic = config.dynamic is not None
+    directory = config.tracing.directory or Path("benchmark") / directory_name(
+        sizes, dynamic=dynamic
+    )
     header = Header(
         rank,
         *place,
@@ -184,49 +198,25 @@ def _identity(args: Namespace) -> tuple[Path, Header]:
         clock=_boot(),
         clock_ns=time.monotonic_ns(),
         wall_ns=time.time_ns(),
-        settings=_settings(args),
+        settings={"device": _device_name(), "cpus": _cpus(), **run.settings},
         versions=_versions(),
     )
     if header.rank == 0:
-        _write_schedule(args, Path(directory))
+        _write_schedule(run.schedule, Path(directory))
     return Path(directory), header
 
 
-def _write_schedule(args: Namespace, directory: Path) -> None:
+def _write_schedule(table: Schedule | None, directory: Path) -> None:
     """Leave the table of the run beside the traces, Megatron's own where that is what runs."""
     from megatron_ext.schedules.representation import json_io
     from megatron_ext.trace.measured_costs import SCHEDULE_FILE
 
-    table = _table(args)
     path = directory / SCHEDULE_FILE
     with check_writable(path):
         directory.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         if table is not None:
             files.write_text(path, json_io.dumps(table))
-
-
-def _table(args: Namespace) -> Schedule | None:
-    """Return the table of a full batch; None where there is no pipeline, or no table of it."""
-    from megatron_ext.config.choice import current as chosen
-    from megatron_ext.disaggregation import job as disaggregation
-    from megatron_ext.errors import ScheduleError
-    from megatron_ext.schedules.generators.catalog import generate
-
-    choice, pp = chosen(), args.pipeline_model_parallel_size
-    if choice is not None:
-        return choice.schedule(choice.num_microbatches)
-    count = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    job = disaggregation.current()
-    if job is not None:
-        return job.schedule(count)
-    if pp < 2:
-        return None
-    chunks = getattr(args, "virtual_pipeline_model_parallel_size", None)
-    try:
-        return generate("interleaved" if chunks else "1f1b", pp, count, chunks)
-    except ScheduleError:
-        return None  # Megatron runs what we have no table for
 
 
 def _boot() -> str:
@@ -237,22 +227,8 @@ def _boot() -> str:
         return socket.gethostname()
 
 
-def _settings(args: Namespace) -> dict[str, Any]:
-    cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    found: dict[str, Any] = {"device": _device_name(), "cpus": cpus}
-    for name in _SETTINGS:
-        value = getattr(args, name, None)
-        if value is not None and value is not False:
-            found[name] = value if isinstance(value, bool | int | float) else str(value)
-    found.setdefault("pipeline_schedule", "Megatron's own")
-    found["transport"] = found.get("pipeline_transport", "torch")
-    choice = schedule_choice.current()
-    if choice is not None:  # with what other flags imply
-        found |= {"pipeline_schedule": choice.name, "transport": choice.transport}
-        if choice.dynamic is not None:
-            found["dpp_policy"] = choice.dynamic.policy
-            found["dpp_extra_activations"] = choice.dynamic.extra_activations
-    return found
+def _cpus() -> str:
+    return ",".join(map(str, sorted(os.sched_getaffinity(0))))
 
 
 def _device_name() -> str:

@@ -17,9 +17,10 @@ from typing import Any, Literal, NoReturn
 import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_ext.config.flags import check, prepare
+from megatron_ext.config.job import check, prepare
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.patches.arguments import check_arguments, prepare_parser
+from megatron_ext.patches.arguments import prepare_parser
+from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.training.flags import add_flags
 
 __all__ = ["Model", "parse"]
@@ -112,10 +113,10 @@ def parse(model: Model, argv: Sequence[str], environ: Mapping[str, str] = os.env
     args.world_size = int(environ.get("WORLD_SIZE", "1"))
     args.tokenizer_type = args.tokenizer_type or _DEFAULT_TOKENIZER[model]
     _check_given(args)
+    REGISTRY.raise_mismatches()
     prepare(args)
     _check_together(args)
     _complete(args)
-    check_arguments(args)
     check(args)
     return args
 

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_ext import files
-from megatron_ext.config.choice import folded
+from megatron_ext.config.active import is_folded
 from megatron_ext.errors import DataError, reason_of, shortened
 from megatron_ext.training.initialize import TELLING_S, agreed
 
@@ -346,7 +346,7 @@ def _check_optimizer_fits(
         return
     there, here = ([getattr(one, n, None) for n in _STAGE_ARGUMENTS] for one in (saved, args))
     # Saved under a schedule that folds the pipeline it would be reshardable.
-    if kind is None or there != here or folded():
+    if kind is None or there != here or is_folded():
         raise DataError(
             f"{source}: its optimizer state fits only the stages that it was saved with, (TP, PP, "
             f"VPP, layout) = {there} under Megatron's own schedule, and this run has {here}; save "

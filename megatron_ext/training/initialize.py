@@ -55,7 +55,7 @@ def initialize(args: Namespace, model: Model, config: TransformerConfig) -> None
     device = devices.current()
     device.bind(args.local_rank)
     if disaggregation.current() is not None:
-        worlds.join(args)
+        worlds.join(args.distributed_backend)
     if not dist.is_initialized():
         # A single process needs no launcher: it is its own store.
         lone = dist.HashStore() if args.world_size == 1 else None  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_ext.disaggregation import job as disaggregation
 from megatron_ext.disaggregation import worlds
-from megatron_ext.disaggregation.trainer import share_progress
+from megatron_ext.disaggregation.trainer import shared_progress
 from megatron_ext.training.arguments import Model, parse
 from megatron_ext.training.checkpoint import check_save_directory, load_checkpoint
 from megatron_ext.training.data import build_iterators, build_tokenizer, dataset_config
@@ -48,7 +48,7 @@ def main(model: Model, argv: Sequence[str]) -> None:
     optimizer, scheduler = build_optimizer(args, chunks)
     if args.load:
         args.iteration = load_checkpoint(args, chunks, optimizer, scheduler)
-    share_progress(args)
+    vars(args).update(shared_progress(vars(args)))
     iterators = build_iterators(args, model, config, datasets)
     with agreed():
         writer = make_writer(args)

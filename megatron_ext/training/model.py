@@ -23,7 +23,6 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.spec_utils import import_module
 
 from megatron_ext import devices
-from megatron_ext.config.flags import ExtConfig
 from megatron_ext.disaggregation import job as disaggregation
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules.runtime.folded import tie_embeddings
@@ -71,7 +70,6 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         config = fill(kind, args, **renamed)
     except (AssertionError, ValueError) as error:
         raise ArgumentsError(f"megatron.core refuses these flags: {error}") from error
-    config.megatron_ext = ExtConfig.from_args(args)
     return config
 
 

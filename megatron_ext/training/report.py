@@ -65,7 +65,7 @@ class Reporter:
         self._track_auxiliary_losses(iteration)
         if iteration % args.log_interval == 0 or self.first:
             self._print_line(iteration, result)
-        if iteration % args.log_interval == 0 and scalars.are_asked_for(args):
+        if iteration % args.log_interval == 0 and scalars.are_asked_for(vars(args)):
             scalars.report(iteration, self.writer, None)
         self.first = False
 

@@ -77,6 +77,8 @@ class NativeTransport:
         silence_s: A peer on another host that answers nothing for so long is taken for dead.
         spin_s: How long a wait looks for messages of processes on other CPUs before it sleeps.
             None: 20 us if every rank of this host can have a CPU, otherwise nothing.
+        rail: Number of this rank on its host, by which it takes one of several RDMA devices.
+        ranks_per_node: Ranks on this host; None: those that this one shares memory with.
 
     Raises:
         TransportError: The native core is missing, a peer does not come or cannot be reached over
@@ -99,6 +101,8 @@ class NativeTransport:
         ip: str | None = None,
         silence_s: float = 15.0,
         spin_s: float | None = None,
+        rail: int = 0,
+        ranks_per_node: int | None = None,
     ) -> None:
         _require_cpu(device)
         self._rank = rank
@@ -126,8 +130,10 @@ class NativeTransport:
         self._wires = {peer: connection.wire for peer, connection in connections.items()}
         self.arenas: list[tuple[int, int]] = []
         """Address and bytes of the shared memory that messages of peers arrive in."""
-        self._connect(connections, ip, connect_timeout_s, silence_s)
-        self._usable().set_spin(_default_spin_s(connections) if spin_s is None else spin_s)
+        self._connect(connections, ip, connect_timeout_s, silence_s, rail)
+        if spin_s is None:
+            spin_s = _default_spin_s(connections, ranks_per_node)
+        self._usable().set_spin(spin_s)
 
     def _connect(
         self,
@@ -135,6 +141,7 @@ class NativeTransport:
         ip: str | None,
         timeout_s: float,
         silence_s: float,
+        rail: int,
     ) -> None:
         """Make the links. Those that peers make together are begun everywhere, then finished."""
         native, endpoint = require_native(), self._usable()
@@ -146,7 +153,6 @@ class NativeTransport:
                 elif wire == "tcp":
                     links[peer] = native.TcpLink(endpoint, peer, socket, silence_s)
                 else:
-                    rail = int(os.environ.get("LOCAL_RANK", "0"))
                     links[peer] = native.RdmaLink(endpoint, peer, socket, ip or "", rail, silence_s)
             for peer, link in sorted(links.items()):
                 if isinstance(link, native.ShmLink):
@@ -383,8 +389,8 @@ def _why_no_rdma(ip: str | None) -> str:
     return "" if result.usable else result.reason
 
 
-def _default_spin_s(connections: dict[int, Connection]) -> float:
+def _default_spin_s(connections: dict[int, Connection], ranks_per_node: int | None) -> float:
     """How long to look for news before a sleep: nothing if ranks may have to share a CPU."""
     local = 1 + sum(connection.wire == "shm" for connection in connections.values())
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local))
+    num_ranks = local if ranks_per_node is None else ranks_per_node
     return _SPIN_S if num_ranks <= len(os.sched_getaffinity(0)) else 0.0

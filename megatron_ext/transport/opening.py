@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,17 +16,16 @@ if TYPE_CHECKING:
 
 __all__ = ["open_native"]
 
-_opened: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
-"""By label: how many this process has opened, the same number on all peers."""
-
 
 def open_native(
     store: Store,
     rank: int,
     peers: Iterable[int],
     *,
-    label: str,
+    run_id: str,
     world_size: int,
+    ranks_per_node: int | None,
+    rail: int,
     wire: Wire,
     node_ips: Sequence[str],
     slots: int,
@@ -43,8 +39,11 @@ def open_native(
         store: Through which the peers find each other.
         rank: Global rank of this process.
         peers: Global ranks that it exchanges tensors with.
-        label: Tells jobs apart that share a store.
+        run_id: Tells jobs apart that share a store, and the transports of one job. The same on all
+            peers.
         world_size: Processes that global ranks count.
+        ranks_per_node: Those on each host; None: all.
+        rail: Number of this process on its host.
         wire: What carries the messages.
         node_ips: Address of each node; empty: found out.
         slots: Messages of one peer that have room here.
@@ -55,19 +54,18 @@ def open_native(
     Raises:
         TransportError: A peer does not come, or cannot be reached by the wire.
     """
-    launch = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return NativeTransport(
         store,
         rank,
         peers,
-        # The number of the transport: a process that parses its arguments twice opens two.
-        run_id="/".join([label, *launch, str(next(_opened[label]))]),
+        run_id=run_id,
         device=torch.device("cpu"),
         wire=wire,
-        ip=node_address(node_ips, rank, world_size, per_node),
+        ip=node_address(node_ips, rank, world_size, ranks_per_node or world_size),
         slots=slots,
         slot_bytes=slot_bytes,
         connect_timeout_s=timeout_s,
         checksums=checksums,
+        rail=rail,
+        ranks_per_node=ranks_per_node,
     )

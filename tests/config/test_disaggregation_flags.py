@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_ext.config.disaggregation_flags import prepare
-from megatron_ext.disaggregation.job import current, use
+from megatron_ext.config.active import clear_configuration
+from megatron_ext.config.job import prepare
+from megatron_ext.disaggregation.job import current
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.training.arguments import parse
 from tests.schedules.runtime.capture import GPT, PP2
@@ -27,7 +28,7 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
 @pytest.fixture(autouse=True)
 def _no_job() -> Iterator[None]:
     yield
-    use(None)
+    clear_configuration()
 
 
 @pytest.mark.parametrize(

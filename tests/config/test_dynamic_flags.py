@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.choice import Choice, Dynamic
-from megatron_ext.config.dynamic_flags import running, warning
+from megatron_ext.config.announcements import order_in_words, warning
+from megatron_ext.config.pipeline import DynamicOrder
 from megatron_ext.schedules import Costs, generate
 from megatron_ext.schedules.search.gains import gains
 from tests.commands import run_package
 from tests.config.test_schedule_flags import MODEL, PP4, outcomes
+from tests.pipelines import make_pipeline
 from tests.ranks import run_ranks
 
 VPP2 = "--num-virtual-stages-per-pipeline-rank 2 "
@@ -81,19 +82,19 @@ def test_what_cannot_run_is_refused_with_what_can() -> None:
 
 
 def test_backwards_that_cannot_be_split_stay_whole() -> None:
-    choice = Choice("interleaved", 4, 8, 2, dynamic=Dynamic(splits=False))
-    assert not choice.schedule(8).splits_backward
-    assert running(choice).endswith(", backwards whole")
-    assert Choice("interleaved", 4, 8, 2, dynamic=Dynamic()).schedule(8).splits_backward
+    pipeline = make_pipeline("interleaved", 4, 8, 2, dynamic=DynamicOrder(), splits=False)
+    assert not pipeline.schedule(8).splits_backward
+    assert order_in_words(pipeline).endswith(", backwards whole")
+    assert make_pipeline("interleaved", 4, 8, 2, dynamic=DynamicOrder()).schedule(8).splits_backward
 
 
 def test_the_user_is_told_where_the_order_of_the_table_is_as_fast() -> None:
-    assert warning(Choice("interleaved", 4, 16, 2, dynamic=Dynamic())) is None
-    told = warning(Choice("zb-v", 8, 32, dynamic=Dynamic(extra_activations=0)))
+    assert warning(make_pipeline("interleaved", 4, 16, 2, dynamic=DynamicOrder())) is None
+    told = warning(make_pipeline("zb-v", 8, 32, dynamic=DynamicOrder(extra_activations=0)))
     assert told is not None
     assert "the order of zb-v itself is as fast as --use-dpp (simulated)" in told
     assert "leave --use-dpp out unless links or micro-batches vary" in told
-    told = warning(Choice("zb-v", 8, 32, dynamic=Dynamic("breadth-first")))
+    told = warning(make_pipeline("zb-v", 8, 32, dynamic=DynamicOrder(policy="breadth-first")))
     assert told is not None
     assert re.search(r"the order of zb-v itself takes [\d.]+ % less time than --use-dpp", told)
 

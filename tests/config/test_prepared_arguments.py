@@ -6,22 +6,28 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from megatron_ext import devices
-from megatron_ext.config import transport_flags
-from megatron_ext.config.choice import Choice, current, use
-from megatron_ext.config.schedule_flags import add_flags, check, prepare
+from megatron_ext.config import active, job
+from megatron_ext.config.active import clear_configuration
+from megatron_ext.config.job import check, prepare
+from megatron_ext.config.schedule_flags import add_flags
 from megatron_ext.errors import ArgumentsError, UserError
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.representation import csv_io
+from tests.pipelines import make_pipeline
+
+if TYPE_CHECKING:
+    from megatron_ext.config.tables import Pipeline
 
 
 @pytest.fixture
-def args() -> Iterator[Namespace]:
-    """Arguments as parsed, enough for a schedule."""
+def args(monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
+    """Arguments as parsed, enough for a schedule, on a device that runs anything."""
+    monkeypatch.setattr(job, "device_arguments", lambda *_: {})
     parser = ArgumentParser()
     add_flags(parser)
     yield Namespace(
@@ -33,15 +39,15 @@ def args() -> Iterator[Namespace]:
         global_batch_size=8,
         num_layers=8,
     )
-    use(None)
+    clear_configuration()
 
 
-def choose(args: Namespace, name: str) -> Choice:
+def choose(args: Namespace, name: str) -> Pipeline:
     args.pipeline_schedule = name
     prepare(args)
-    choice = current()
-    assert choice is not None
-    return choice
+    chosen = active.pipeline()
+    assert chosen is not None
+    return chosen
 
 
 def test_preparing_again_changes_nothing(args: Namespace) -> None:
@@ -63,14 +69,14 @@ def test_another_schedule_starts_from_what_was_said(args: Namespace) -> None:
 def test_without_a_schedule_megatrons_own_runs_again(args: Namespace) -> None:
     choose(args, "zb-h1")
     prepare(Namespace())
-    assert current() is None
+    assert active.pipeline() is None
     check(Namespace())
 
 
 def test_every_step_of_a_ramp_up_has_a_table(args: Namespace) -> None:
     args.global_batch_size, args.rampup_batch_size = 12, ["4", "4", "100"]
-    choice = choose(args, "1f1b")
-    assert choice.num_microbatches == 12
+    chosen = choose(args, "1f1b")
+    assert chosen.num_microbatches == 12
     args.rampup_batch_size = ["4", "3", "100"]
     with pytest.raises(ArgumentsError, match="does not lead from 4 to the --global-batch-size 12"):
         prepare(args)
@@ -79,7 +85,7 @@ def test_every_step_of_a_ramp_up_has_a_table(args: Namespace) -> None:
 @pytest.mark.parametrize(("name", "crossings"), [("bitpipe", 2), ("dualpipe", 0)])
 def test_first_and_last_stage_are_of_one_replica(name: str, crossings: int) -> None:
     """Tokens and labels of a micro-batch come from one sampler."""
-    placement = Choice(name, 8, 16).placement
+    placement = make_pipeline(name, 8, 16).placement
     assert len(placement.twin_hops) == crossings
 
 
@@ -88,7 +94,7 @@ def test_megatron_has_to_agree(args: Namespace) -> None:
     args.data_parallel_size, args.virtual_pipeline_model_parallel_size = 1, 2
     with pytest.raises(ArgumentsError, match="prepared for 1 chunks, but Megatron made 2"):
         check(args)
-    assert current() is None
+    assert active.pipeline() is None
 
 
 @pytest.mark.parametrize(
@@ -242,10 +248,13 @@ def test_ranks_that_wait_in_a_circle_are_shown(args: Namespace, tmp_path: Path) 
 
 
 def test_auto_leaves_the_devices_of_one_host_to_torch(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    args: Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def chosen(world_size: int = 2, **asked: Any) -> str:
-        return transport_flags.transport(Namespace(world_size=world_size, **asked))
+        vars(args).update(world_size=world_size, pipeline_model_parallel_size=2, seed=1)
+        vars(args).update(pipeline_transport=None, pipeline_device_path=None, use_dpp=False)
+        vars(args).update(asked)
+        return choose(args, "1f1b").transport
 
     caplog.set_level("INFO", logger="megatron_ext")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -270,9 +279,9 @@ def test_from_device_to_device_there_has_to_be_shared_memory(args: Namespace) ->
             with pytest.raises(UserError, match="add --pipeline-transport shm"):
                 prepare(args)
     args.pipeline_transport = "shm"
-    assert choose(args, "1f1b").device_path == "ipc"
+    assert choose(args, "1f1b").config.device_path == "ipc"
     args.pipeline_device_path = None
-    assert choose(args, "1f1b").device_path == "staged"
+    assert choose(args, "1f1b").config.device_path == "staged"
 
 
 def test_checksums_are_for_what_passes_the_native_core(args: Namespace) -> None:
@@ -288,6 +297,6 @@ def test_checksums_are_for_what_passes_the_native_core(args: Namespace) -> None:
             with pytest.raises(UserError, match=remedy):
                 prepare(args)
     args.pipeline_transport, args.pipeline_device_path = "tcp", None
-    assert choose(args, "1f1b").checksums
+    assert choose(args, "1f1b").config.checksums
     args.pipeline_checksum = False
-    assert not choose(args, "1f1b").checksums
+    assert not choose(args, "1f1b").config.checksums

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.choice import current
+from megatron_ext.config import active
 from megatron_ext.errors import UserError
 from megatron_ext.schedules import comparison, generate, registered
 from megatron_ext.schedules.representation.costs import UNIT, Costs
@@ -80,11 +80,11 @@ def outcomes(way: str, cases: list[tuple[str, str, int]]) -> list[dict[str, Any]
             found.append(str(error))
             continue
         result = {name: getattr(args, name) for name in KEPT}
-        choice = current()
-        if choice is not None:
-            table = choice.schedule(choice.num_microbatches)
-            result.update(rows=table.rows, pp=choice.pp, timeout_s=choice.timeout_s)
-        found.append({**result, "chosen": choice is not None, "log": list(lines)})
+        pipeline = active.pipeline()
+        if pipeline is not None:
+            rows, timeout_s = pipeline.full.rows, pipeline.timeout_s
+            result.update(rows=rows, pp=pipeline.pp, timeout_s=timeout_s)
+        found.append({**result, "chosen": pipeline is not None, "log": list(lines)})
     return found
 
 

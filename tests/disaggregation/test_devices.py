@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.disaggregation.devices import of_forward_rank
-from megatron_ext.disaggregation.job import use
+from megatron_ext.config.active import clear_configuration
+from megatron_ext.config.early import of_forward_rank
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.training.arguments import parse
 from tests.ranks import losses
@@ -51,7 +51,7 @@ def test_what_is_refused(flags: str, rule: str) -> None:
         with pytest.raises(ArgumentsError, match=rule):
             parse("gpt", (GPT + flags).split(), {"WORLD_SIZE": "4", "RANK": "0"})
     finally:
-        use(None)
+        clear_configuration()
 
 
 @pytest.mark.slow

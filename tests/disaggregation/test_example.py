@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.disaggregation.job import current, use
+from megatron_ext.config.active import clear_configuration
+from megatron_ext.disaggregation.job import current
 from megatron_ext.training.arguments import parse
 from tests.examples.scripts import bash, dry_run, make_data, megatron_flags, value_of
 from tests.ranks import losses, run_script
@@ -35,7 +36,7 @@ def test_what_the_scripts_start(script: str, flags: list[str], tp: int, processe
         assert (job.ranks.tp, job.ranks.pp, job.ranks.dp) == (tp, 2, 1)
         assert job.ranks.merged == (script == SCRIPT)
     finally:
-        use(None)
+        clear_configuration()
 
 
 @pytest.mark.parametrize(

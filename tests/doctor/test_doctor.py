@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from megatron_ext.config.choice import Choice
 from megatron_ext.doctor import machine
 from megatron_ext.doctor.hosts import check_hosts
 from megatron_ext.doctor.machine import Sizes, arena_bytes, check_arenas, slots_per_peer
@@ -21,6 +20,7 @@ from megatron_ext.launch.plan import Node, Plan
 from megatron_ext.launch.ssh import Ssh
 from megatron_ext.transport import rdma_probe
 from tests.commands import run_package, run_python
+from tests.pipelines import make_pipeline
 
 if TYPE_CHECKING:
     from megatron_ext.doctor.finding import Finding
@@ -166,9 +166,9 @@ def test_arenas_have_as_many_slots_as_a_run_opens(schedule: str) -> None:
 
     sizes = Sizes(schedule, 4, 16, 128, 2, 64)
     found = slots_per_peer(sizes)
-    choice = Choice(schedule, 4, 16)
+    pipeline = make_pipeline(schedule, 4, 16)
     assert {slots for peers in found.values() for slots in peers.values()} == {
-        connect._slots(choice)
+        connect._slots(pipeline)
     }
 
 

@@ -8,9 +8,10 @@ import logging
 import pytest
 
 from megatron_ext import devices
+from megatron_ext.config.job import prepare
 from megatron_ext.devices.cpu import CpuDevice
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.patches.arguments import check_arguments, prepare_parser
+from megatron_ext.patches.arguments import prepare_parser
 from tests.ranks import RankRun, start_script
 
 _TINY = """
@@ -23,7 +24,7 @@ _TINY = """
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_current", CpuDevice())
+    monkeypatch.setattr(devices._PROCESS, "device", CpuDevice())
 
 
 def _parse(*argv: str) -> argparse.Namespace:
@@ -37,37 +38,37 @@ def _parse(*argv: str) -> argparse.Namespace:
 def test_the_devices_needs_become_the_parsers_defaults() -> None:
     args = _parse()
     assert (args.distributed_backend, args.transformer_impl) == ("gloo", "local")
-    check_arguments(args)
+    prepare(args)
 
 
 def test_a_contrary_flag_is_refused_with_the_reason() -> None:
     with pytest.raises(ArgumentsError, match=r"--transformer-impl is 'transformer_engine', cpu ne"):
-        check_arguments(_parse("--transformer-impl", "transformer_engine"))
+        prepare(_parse("--transformer-impl", "transformer_engine"))
 
 
 def test_all_mistakes_are_told_at_once() -> None:
     args = _parse("--transformer-impl", "transformer_engine", "--context-parallel-size", "2")
     with pytest.raises(ArgumentsError) as caught:
-        check_arguments(args)
+        prepare(args)
     assert len(str(caught.value).splitlines()) == 2
 
 
 def test_nccl_on_the_cpu_becomes_gloo_with_a_notice(caplog: pytest.LogCaptureFixture) -> None:
     args = _parse("--distributed-backend", "nccl")
     with caplog.at_level(logging.WARNING):
-        check_arguments(args)
+        prepare(args)
     assert args.distributed_backend == "gloo"
     assert "--distributed-backend nccl: gloo is used" in caplog.text
 
 
 def test_a_device_named_too_late_is_an_error_that_says_how() -> None:
     with pytest.raises(ArgumentsError, match="set MEGATRON_EXT_DEVICE=musa"):
-        check_arguments(_parse("--device-backend", "musa"))
-    check_arguments(_parse("--device-backend", "cpu"))
+        prepare(_parse("--device-backend", "musa"))
+    prepare(_parse("--device-backend", "cpu"))
 
 
 def test_a_namespace_without_our_flags_is_fine() -> None:
-    check_arguments(argparse.Namespace())
+    prepare(argparse.Namespace())
 
 
 def _refused(run: RankRun) -> str:

@@ -32,9 +32,9 @@ def last_stage(chosen: bool) -> list[Any]:
     from megatron.core.pipeline_parallel.utils import is_pp_last_stage
     from torch import distributed
 
-    from megatron_ext.config.choice import Choice, use
+    from tests.pipelines import make_pipeline, use
 
-    use(Choice("zb-v", pp=2, num_microbatches=4) if chosen else None)
+    use(make_pipeline("zb-v", pp=2, num_microbatches=4) if chosen else None)
     start_parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     group = parallel_state.get_pipeline_model_parallel_group()
     embedding = parallel_state.get_embedding_group(check_initialized=False)
@@ -183,10 +183,10 @@ def shared() -> tuple[dict[str, float], list[float] | None]:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from torch import distributed
 
-    from megatron_ext.config.choice import Choice, use
     from megatron_ext.schedules.runtime.folded import share_losses, share_mtp_losses
+    from tests.pipelines import make_pipeline, use
 
-    use(Choice("zb-v", pp=2, num_microbatches=4))
+    use(make_pipeline("zb-v", pp=2, num_microbatches=4))
     start_parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     assert share_losses({}) == {}
     share_mtp_losses()

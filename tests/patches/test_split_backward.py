@@ -1,4 +1,4 @@
-"""Each patch of the table: it acts inside `SPLIT.defer` only, and what upstream does without it."""
+"""Each patch of the table: it acts inside of `defer` only, and what upstream does without it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ASK = """
 import json
 import megatron_ext
 from megatron.core.transformer.moe import experts
-from megatron_ext.schedules.runtime.split import SPLIT
+from tests.pipelines import splits
 rows = {row.id: row.state for row in megatron_ext.report()}
 ops = experts.gg.ops
 found = [rows["split_backward.grouped_experts"], ops.gmm(1, 2, 3), ops.permute(1)]
@@ -64,12 +64,12 @@ def outside_nothing_is_touched() -> None:
 def _leaves_weight(layer: Any) -> bool:
     import torch
 
-    from megatron_ext.schedules.runtime.split import SPLIT
+    from tests.pipelines import splits
 
     layer.weight.grad = None
-    with SPLIT.defer(0, 0):
+    with splits().defer(0, 0):
         layer(torch.ones(2, 1, 4, requires_grad=True))[0].sum().backward()
-    SPLIT.clear()
+    splits().clear()
     return layer.weight.grad is None
 
 
@@ -92,7 +92,7 @@ def embedding() -> None:
     from megatron.core.transformer import TransformerConfig
     from torch.nn.init import ones_
 
-    from megatron_ext.schedules.runtime.split import SPLIT
+    from tests.pipelines import splits
 
     start_parallel()
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
@@ -104,10 +104,10 @@ def embedding() -> None:
     def complete() -> bool:
         """Whether the one backward brings the gradient of both uses."""
         table.weight.grad = None
-        with SPLIT.defer(0, 0):
+        with splits().defer(0, 0):
             head(table(torch.arange(6).view(3, 2)), weight=table.weight)[0].sum().backward()
-        left = SPLIT.pending()
-        SPLIT.clear()
+        left = splits().pending()
+        splits().clear()
         return not left and bool((table.weight.grad[6:] != 0).all())
 
     with without("split_backward.embedding"):
@@ -121,9 +121,9 @@ def config() -> None:
     from megatron.core import utils
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_ext.config import choice
     from megatron_ext.errors import ScheduleError
     from megatron_ext.schedules.runtime import te_layers
+    from tests.pipelines import make_pipeline, use
 
     def make(**settings: Any) -> TransformerConfig:
         return TransformerConfig(num_layers=2, hidden_size=4, num_attention_heads=1, **settings)
@@ -133,10 +133,10 @@ def config() -> None:
     te_layers.find_spec = lambda name: ModuleSpec(name, None)
     utils.is_te_min_version = lambda _version: True
     for name in (None, "1f1b"):
-        choice.use(None if name is None else choice.Choice(name, 2, 4))
+        use(None if name is None else make_pipeline(name, 2, 4))
         assert make(**autocast).enable_autocast
         assert not make(**fused).delay_wgrad_compute
-    choice.use(choice.Choice("zb-h1", 2, 4))
+    use(make_pipeline("zb-h1", 2, 4))
     with pytest.raises(ScheduleError, match="autocast"):
         make(**autocast)
     assert make(**fused).delay_wgrad_compute

@@ -61,7 +61,7 @@ def test_weights_and_biases_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
             logged.append((values, step))
 
     found = scalars.Scalars(0.25, 2**20, 0.5)
-    monkeypatch.setattr(scalars.choice, "current", lambda: "a schedule")
+    monkeypatch.setattr(scalars.active, "pipeline", lambda: "a schedule")
     monkeypatch.setattr(scalars, "since_last", lambda: found)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config import trace_flags
+from megatron_ext.config.flags import pipeline_config
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.representation import json_io
 from megatron_ext.trace import forecast, report, session, summary
 from megatron_ext.trace.aggregate import Run, read_run, write_chrome_trace
-from megatron_ext.trace.recorder import Sampling
 from tests.commands import run_package
 from tests.ranks import losses, run_ranks, run_script, start_script
 from tests.schedules.runtime.capture import GPT, PP2, PP4
@@ -147,11 +146,11 @@ def not_observed() -> list[str]:
         return executor(**fields)
 
     entry.Executor = told  # this process is a rank and ends
-    from megatron_ext.config.choice import Choice, use
+    from tests.pipelines import make_pipeline, use
 
     toy.start(2)
-    use(Choice("1f1b", 2, 2))
-    session.start(Namespace())
+    use(make_pipeline("1f1b", 2, 2))
+    session.start(session.Run())
     entry.forward_backward(
         forward_step_func=toy.forward_step,
         data_iterator=toy.samples(2),
@@ -181,20 +180,20 @@ def test_without_the_flags_nothing_of_ours_takes_part() -> None:
 def test_impossible_flags_are_refused(said: dict[str, Any], message: str) -> None:
     empty = dict.fromkeys(("trace_interval", "trace_iterations", "trace_dir"))
     with pytest.raises(ArgumentsError, match=message):
-        session.start(Namespace(**{**empty, **said}))
-    assert session.current() is None
+        pipeline_config(Namespace(**{**empty, **said}))
 
 
 def test_numbers_that_are_not_said_fit_those_that_are() -> None:
-    def found(interval: int | None, iterations: int | None) -> Sampling | None:
-        return trace_flags.sampling(
-            Namespace(trace=True, trace_interval=interval, trace_iterations=iterations)
-        )
+    def found(interval: int | None, iterations: int | None) -> tuple[int, int]:
+        said = {"trace_interval": interval, "trace_iterations": iterations, "trace_dir": None}
+        tracing = pipeline_config(Namespace(trace=True, **said)).tracing
+        assert tracing is not None
+        return tracing.interval, tracing.num_iterations
 
-    assert found(None, None) == Sampling(100, 10)
-    assert found(5, None) == Sampling(5, 5)
-    assert found(None, 300) == Sampling(300, 300)
-    assert trace_flags.sampling(Namespace()) is None
+    assert found(None, None) == (100, 10)
+    assert found(5, None) == (5, 5)
+    assert found(None, 300) == (300, 300)
+    assert pipeline_config(Namespace()).tracing is None
 
 
 def test_a_folder_that_cannot_be_written_ends_the_run_in_one_line(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -21,9 +20,9 @@ def train(kind: str, steps: int = 2) -> None:
     import torch.distributed as dist
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_ext.config.choice import Choice, use
     from megatron_ext.schedules.runtime import entry
     from megatron_ext.trace import session
+    from tests.pipelines import make_pipeline, use
 
     toy.start(RANKS)
     rank = dist.get_rank()
@@ -31,8 +30,8 @@ def train(kind: str, steps: int = 2) -> None:
     if kind == "wrong schedule":
         entry.check_agreement = lambda *_: None  # this process is a rank and ends
         count -= 2 * (rank == 1)
-    use(Choice("1f1b", RANKS, count))
-    session.start(Namespace(hang_timeout=TIMEOUT_S))
+    use(make_pipeline("1f1b", RANKS, count, hang_timeout_s=TIMEOUT_S))
+    session.start(session.Run())
     config = toy.config()
     calls = 0
 

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from megatron.core.utils import get_model_type
 
 from megatron_ext.schedules.runtime.local_devices import device_of
 from megatron_ext.schedules.runtime.rng import rng_of_this_step
-from megatron_ext.schedules.runtime.split import SPLIT
+from megatron_ext.schedules.runtime.split import SplitBackward, split_backward
 from megatron_ext.signatures import backward_step
 
 if TYPE_CHECKING:
@@ -77,6 +78,10 @@ class StageCompute:
     _live: dict[tuple[int, int], tuple[Tensors, Tensors]] = field(default_factory=dict, init=False)
     _forwards: int = field(default=0, init=False)
 
+    @cached_property
+    def _splits(self) -> SplitBackward:
+        return split_backward()
+
     def run(
         self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
     ) -> Tensors:
@@ -109,7 +114,11 @@ class StageCompute:
         """
         call, place = self.call, self._stage(stage)
         store: list[Any] = []
-        splits = SPLIT.defer(stage, microbatch) if self._is_split(stage, microbatch) else _UNCHANGED
+        splits = (
+            self._splits.defer(stage, microbatch)
+            if self._is_split(stage, microbatch)
+            else _UNCHANGED
+        )
         with splits, rng_of_this_step(stage, microbatch):
             outputs: Tensors
             outputs, num_tokens = upstream.forward_step(
@@ -178,7 +187,7 @@ class StageCompute:
             The gradients of the inputs, `[s, b, h]` each; None for the first stage.
         """
         inputs, outputs = self._live.pop((stage, microbatch))
-        with SPLIT.defer(stage, microbatch) if split else _UNCHANGED:
+        with self._splits.defer(stage, microbatch) if split else _UNCHANGED:
             found = backward_step(
                 inputs,
                 outputs,
@@ -194,12 +203,12 @@ class StageCompute:
 
     def weights(self, stage: int, microbatch: int, progress: Progress | None) -> None:
         """Run W; call `progress` after each weight."""
-        SPLIT.run(stage, microbatch, progress)
+        self._splits.run(stage, microbatch, progress)
 
     def unfinished(self) -> list[str]:
         """Return the actions that what this step kept still waits for."""
         backwards = [f"{stage}B{microbatch}" for stage, microbatch in self._live]
-        return backwards + [f"{stage}W{microbatch}" for stage, microbatch in SPLIT.pending()]
+        return backwards + [f"{stage}W{microbatch}" for stage, microbatch in self._splits.pending()]
 
     def _stage(self, stage: int) -> _Stage:
         found = self._stages.get(stage)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext import devices
+from megatron_ext.config.active import count_transport, required
 from megatron_ext.schedules.representation.memory import live_counts
 from megatron_ext.schedules.representation.validation import validate
 from megatron_ext.schedules.search.policies import activation_cap
@@ -21,7 +22,7 @@ from megatron_ext.transport.staging import staged
 from megatron_ext.transport.torch_dist import Channel, TorchTransport
 
 if TYPE_CHECKING:
-    from megatron_ext.config.choice import Choice
+    from megatron_ext.config.tables import Pipeline
     from megatron_ext.schedules.runtime.program import Shapes
     from megatron_ext.transport.base import Transport
 
@@ -32,7 +33,7 @@ _SLOT_BYTES = 1 << 20
 
 
 def open_transport(
-    choice: Choice,
+    pipeline: Pipeline,
     device: torch.device,
     channels: Sequence[Channel],
     shapes: Shapes,
@@ -41,7 +42,7 @@ def open_transport(
     """Connect this rank with those that it exchanges tensors with. Collective over all of them.
 
     Args:
-        choice: Of this run.
+        pipeline: Of this run.
         device: Where received tensors are made.
         channels: All that this rank has an end of.
         shapes: Of the tensors of one hand-over.
@@ -52,37 +53,40 @@ def open_transport(
         DeviceError: Nor can the way from device to device.
     """
     known = [shape for tensors in shapes.values() for shape in tensors]
-    if choice.transport == "torch":
+    if pipeline.transport == "torch":
         shapes_travel = None in known
         assert dist.group.WORLD is not None
         return TorchTransport(
             dist.group.WORLD,
             device,
             channels,
-            timeout_s=choice.timeout_s,
+            timeout_s=pipeline.timeout_s,
             shapes_travel=shapes_travel,
         )
     me = dist.get_rank()
+    environment = required().environment
     backend = devices.current()
-    sharing = backend.sharing(device) if choice.device_path == "ipc" else None
+    sharing = backend.sharing(device) if pipeline.config.device_path == "ipc" else None
     host = open_native(
         dist.distributed_c10d._get_default_store(),
         me,
         {rank for channel in channels for rank in channel[:2]} - {me},
-        label="pipeline",
+        run_id="/".join(["pipeline", *environment.run, str(count_transport("pipeline"))]),
         world_size=dist.get_world_size(),
-        wire=choice.transport,
-        node_ips=choice.node_ips,
-        slots=_slots(choice),
+        ranks_per_node=environment.local_world_size,
+        rail=environment.local_rank,
+        wire=pipeline.transport,
+        node_ips=pipeline.config.node_ips,
+        slots=_slots(pipeline),
         slot_bytes=NOTE_BYTES if sharing is not None else _slot_bytes(known, dtype),
-        timeout_s=choice.timeout_s,
-        checksums=choice.checksums,
+        timeout_s=pipeline.timeout_s,
+        checksums=pipeline.config.checksums,
     )
     transport: Transport
     if sharing is not None:
-        transport = DirectTransport(host, sharing, me, timeout_s=choice.timeout_s)
+        transport = DirectTransport(host, sharing, me, timeout_s=pipeline.timeout_s)
     else:
-        transport = staged(host, backend.copies(device), timeout_s=choice.timeout_s)
+        transport = staged(host, backend.copies(device), timeout_s=pipeline.timeout_s)
     # Peers that are not done yet then know that this rank has ended as it should.
     atexit.register(transport.close)
     return transport
@@ -96,23 +100,21 @@ def _slot_bytes(known: Sequence[tuple[int, ...] | None], dtype: torch.dtype) -> 
     )
 
 
-def _slots(choice: Choice) -> int:
+def _slots(pipeline: Pipeline) -> int:
     """Room for what any two ranks have under way, both kinds together, and as much to be kept."""
     by_pair: dict[frozenset[int], int] = defaultdict(int)
-    for (source, target, _), slots in validate(
-        choice.schedule(choice.num_microbatches)
-    ).slots.items():
-        by_pair[frozenset((source, target))] += slots + _more_slots(choice)
+    for (source, target, _), slots in validate(pipeline.full).slots.items():
+        by_pair[frozenset((source, target))] += slots + _more_slots(pipeline)
     return max(2, 2 * max(by_pair.values(), default=1))
 
 
-def _more_slots(choice: Choice) -> int:
+def _more_slots(pipeline: Pipeline) -> int:
     """Room on an edge for what a rank may keep beyond its peak in the table.
 
     Greedy policies keep up to everything: what finds no room waits in the memory of its sender.
     """
-    if choice.dynamic is None:
+    if pipeline.dynamic is None:
         return 0
-    table = choice.schedule(choice.num_microbatches)
+    table = pipeline.full
     least = min(max(live_counts(row)) for row in table.rows)
-    return activation_cap(table, choice.dynamic.extra_activations) - least
+    return activation_cap(table, pipeline.dynamic.margin) - least

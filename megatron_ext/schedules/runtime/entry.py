@@ -1,7 +1,7 @@
 """What runs in place of Megatron's schedules: `forward_backward`, with their keywords.
 
 `megatron.core.pipeline_parallel.get_forward_backward_func` returns it while a schedule is chosen
-(`config/choice.py`). Contract: `forward_backward_pipelining_with_interleaving` of
+(`config/pipeline.py`). Contract: `forward_backward_pipelining_with_interleaving` of
 `megatron/core/pipeline_parallel/schedules.py`.
 """
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megatron_ext.config.choice import Choice, current
+from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.runtime.agreement import Agreement, agree
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
@@ -36,7 +36,7 @@ from megatron_ext.schedules.runtime.program import (
     Shapes,
     make_program,
 )
-from megatron_ext.schedules.runtime.split import SPLIT
+from megatron_ext.schedules.runtime.split import split_backward
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.runtime.tables import Table, check_agreement, make_table
 from megatron_ext.signatures import default_groups, is_multi_module
@@ -46,11 +46,13 @@ from megatron_ext.transport.pairs import groups_of_pairs
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    from megatron_ext.config.tables import Pipeline
     from megatron_ext.schedules.representation.placement import Placement
     from megatron_ext.schedules.runtime.observer import Observer
     from megatron_ext.transport.base import Transport
 
 __all__ = [
+    "Runtimes",
     "forward_backward",
     "log_own_statistics",
     "log_statistics",
@@ -89,8 +91,10 @@ def forward_backward(
         ScheduleError: The schedule does not fit the model, the ranks or the micro-batches.
         TransportError: A message did not come in time.
     """
-    choice = current()
-    assert choice is not None, "get_forward_backward_func gives this out while there is a choice"
+    pipeline = active.pipeline()
+    assert pipeline is not None, (
+        "get_forward_backward_func gives this out while there is a pipeline"
+    )
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     if (p2p_communicator is None) != (pg_collection is None):
@@ -101,7 +105,7 @@ def forward_backward(
     shapes = _shapes(
         config, groups, decoder_seq_length or seq_length, micro_batch_size, adjust_tensor_shapes_fn
     )
-    runtime = _runtime(choice, groups, chunks, iterators, config, shapes)
+    runtime = _runtime(pipeline, groups, chunks, iterators, config, shapes)
     table = runtime.table(num_microbatches, backward=not forward_only)
     call = Call(
         forward_step_func=forward_step_func,
@@ -144,7 +148,7 @@ def refuse_modules(groups: Any) -> None:
 class _Runtime:
     """What lasts from step to step for one model on one set of groups."""
 
-    choice: Choice
+    pipeline: Pipeline
     groups: ProcessGroupCollection
     device: torch.device
     transport: Transport
@@ -160,7 +164,7 @@ class _Runtime:
 
     def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:
         """Return the data of each chunk by micro-batch."""
-        placement = self.choice.placement
+        placement = self.pipeline.placement
         crossed = map(placement.is_crossed, placement.stages_of[self.groups.pp.rank()])
         return [
             MicrobatchData(iterator, self.exchange if is_crossed else None)
@@ -172,7 +176,7 @@ class _Runtime:
         key = (num_microbatches, backward)
         if key not in self._tables:
             rank = self.groups.pp.rank()
-            table = make_table(self.choice, num_microbatches, rank, backward=backward)
+            table = make_table(self.pipeline, num_microbatches, rank, backward=backward)
             members = [self.groups.pp, self.groups.dp_cp, self.groups.tp]
             check_agreement(table, members, self.device)
             self._tables[key] = table
@@ -183,8 +187,9 @@ class _Runtime:
     ) -> StageCompute:
         """Run one step; after a failure nothing of it is left."""
         stages = table.schedule.placement.stages_of[table.rank]
+        split = split_backward()
         for stage, chunk in zip(stages, call.chunks, strict=True):
-            SPLIT.register_modules(stage, chunk)
+            split.register_modules(stage, chunk)
         compute = StageCompute(call, table, num_inputs=len(shapes["F"]))
         # What evaluation does is no part of the measurement.
         measured = Measured() if call.forward_only else self.measured
@@ -200,7 +205,7 @@ class _Runtime:
             gradients=gradients,
             parameters=ParameterSync(call.config, call.chunks, table),
             transport=self.transport,
-            timeout_s=self.choice.timeout_s,
+            timeout_s=self.pipeline.timeout_s,
             name_of=self._name_of,
             observers=listening,
         )
@@ -208,7 +213,7 @@ class _Runtime:
             with gradients:
                 executor.run()
         except BaseException as error:
-            SPLIT.clear()
+            split.clear()
             self.transport.abort(str(error))
             raise
         return compute
@@ -229,13 +234,13 @@ class _Runtime:
 
     def _order(self, table: Table, call: Call, shapes: Shapes) -> Order:
         """Return what decides about the order; evaluation keeps the table's, which is shortest."""
-        agreement, timeout_s = self.agreement, self.choice.timeout_s
+        agreement, timeout_s = self.agreement, self.pipeline.timeout_s
         if agreement is None or call.forward_only:
             return TableOrder(table)
         if agreement.leader != dist.get_rank():
             return LedOrder(table, self.transport, agreement.leader, timeout_s)
         return PolicyOrder(
-            self.choice.policy(call.num_microbatches, table.rank),
+            self.pipeline.policy(call.num_microbatches, table.rank),
             table,
             self.transport,
             {kind: len(tensors) for kind, tensors in shapes.items()},
@@ -244,20 +249,34 @@ class _Runtime:
         )
 
 
-_runtimes: dict[tuple[int, int], _Runtime] = {}
+@dataclass
+class Runtimes:
+    """The runtimes of a configuration."""
+
+    by_group: dict[int, _Runtime] = field(default_factory=dict)
+    """By the identity of the pipeline group, which its runtime keeps."""
+
+    def __iter__(self) -> Iterator[_Runtime]:
+        return iter(self.by_group.values())
+
+    def close(self) -> None:
+        """Close the transports."""
+        for runtime in self:
+            runtime.transport.close()
 
 
 def totals() -> tuple[Measured, int]:
     """Return what the training steps of this process did so far, and the bytes that it sent."""
     together = Measured()
-    for runtime in _runtimes.values():
+    runtimes = list(active.required().state(Runtimes))
+    for runtime in runtimes:
         together.add(runtime.measured)
-    return together, sum(runtime.transport.stats().bytes for runtime in _runtimes.values())
+    return together, sum(runtime.transport.stats().bytes for runtime in runtimes)
 
 
 def log_statistics() -> None:
     """Log what the training steps of all ranks did. Collective over all ranks of the job."""
-    for runtime in _runtimes.values():
+    for runtime in active.required().state(Runtimes):
         everybody: list[Measured] = [Measured() for _ in range(dist.get_world_size())]
         dist.all_gather_object(everybody, runtime.measured)
         together = Measured()
@@ -268,49 +287,50 @@ def log_statistics() -> None:
 
 def log_own_statistics() -> None:
     """Log on rank 0 what its own steps did. Waits for nobody: for ranks that may leave alone."""
-    for runtime in _runtimes.values():
+    for runtime in active.required().state(Runtimes):
         _log(runtime, runtime.measured, " on this rank")
 
 
 def _log(runtime: _Runtime, measured: Measured, where: str) -> None:
     if measured.steps and dist.get_rank() == 0:
         # As a warning: a script that sets up no logging shows nothing below it.
-        _LOG.warning("%s", in_words(measured, runtime.choice, runtime.device.type, where))
+        _LOG.warning("%s", in_words(measured, runtime.pipeline, runtime.device.type, where))
 
 
 def _runtime(
-    choice: Choice,
+    pipeline: Pipeline,
     groups: ProcessGroupCollection,
     chunks: Sequence[torch.nn.Module],
     iterators: Sequence[Any],
     config: Any,
     shapes: Shapes,
 ) -> _Runtime:
-    """Return the runtime of a choice and a pipeline group, made at the first step."""
-    key = (id(choice), id(groups.pp))
-    found = _runtimes.get(key)
-    if found is not None and found.choice is choice and found.groups.pp is groups.pp:
+    """Return the runtime of a pipeline and a pipeline group, made at the first step."""
+    runtimes = active.required().state(Runtimes).by_group
+    found = runtimes.get(id(groups.pp))
+    if found is not None:
         return found
-    placement = choice.placement
-    _check_fit(choice, placement, groups, chunks)
+    placement = pipeline.placement
+    _check_fit(pipeline, placement, groups, chunks)
     device = device_of(chunks)
-    peers = Peers(dist.get_process_group_ranks(groups.pp), _twin() if choice.twins == 2 else None)
+    peers = Peers(dist.get_process_group_ranks(groups.pp), _twin() if pipeline.twins == 2 else None)
     channels = channels_of(placement, groups.pp.rank(), peers)
     agreement = None
-    if choice.dynamic is not None:
+    if pipeline.dynamic is not None:
         agreement = _agreement(placement, groups, iterators, peers)
         channels += agreement.channels
     transport = observed_transport(
-        open_transport(choice, device, channels, shapes, config.pipeline_dtype)
+        open_transport(pipeline, device, channels, shapes, config.pipeline_dtype)
     )
-    exchange = _exchange(choice, peers, groups.pp.rank())
-    _runtimes[key] = _Runtime(choice, groups, device, transport, peers, agreement, exchange)
-    return _runtimes[key]
+    exchange = _exchange(pipeline, peers, groups.pp.rank())
+    made = _Runtime(pipeline, groups, device, transport, peers, agreement, exchange)
+    runtimes[id(groups.pp)] = made
+    return made
 
 
-def _exchange(choice: Choice, peers: Peers, rank: int) -> TwinExchange | None:
+def _exchange(pipeline: Pipeline, peers: Peers, rank: int) -> TwinExchange | None:
     """Connect twins that run each other's micro-batches. Collective over all ranks of the job."""
-    placement = choice.placement
+    placement = pipeline.placement
     if not placement.twin_hops:
         return None
     pairs = []
@@ -318,7 +338,7 @@ def _exchange(choice: Choice, peers: Peers, rank: int) -> TwinExchange | None:
         assert peers.twin is not None
         low, high = sorted((peers.pipeline[rank], peers.twin))
         pairs = [(low, high)]
-    groups = groups_of_pairs(pairs, choice.timeout_s)
+    groups = groups_of_pairs(pairs, pipeline.timeout_s)
     return TwinExchange(groups[pairs[0]]) if pairs else None
 
 
@@ -339,21 +359,21 @@ def _agreement(
 
 
 def _check_fit(
-    choice: Choice,
+    pipeline: Pipeline,
     placement: Placement,
     groups: ProcessGroupCollection,
     chunks: Sequence[torch.nn.Module],
 ) -> None:
     if groups.pp.size() != placement.num_ranks:
         raise ScheduleError(
-            f"{choice.name} was chosen for {placement.num_ranks} pipeline ranks, Megatron was "
+            f"{pipeline.name} was chosen for {placement.num_ranks} pipeline ranks, Megatron was "
             f"initialised with {groups.pp.size()}; use the same --pipeline-model-parallel-size"
         )
     wanted = len(placement.stages_of[groups.pp.rank()])
     if len(chunks) != wanted:
         raise ScheduleError(
-            f"{choice.name} needs {wanted} model chunks on each rank, the model has {len(chunks)}; "
-            f"build it with that virtual pipeline size"
+            f"{pipeline.name} needs {wanted} model chunks on each rank, the model has "
+            f"{len(chunks)}; build it with that virtual pipeline size"
         )
 
 

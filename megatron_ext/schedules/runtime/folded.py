@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
-from megatron_ext.config.choice import folded
+from megatron_ext.config.active import is_folded
 
 __all__ = [
     "differing_copies",
@@ -80,7 +80,7 @@ def _tied_weights(
     chunks: Sequence[torch.nn.Module],
 ) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
     """Return the word embedding of the first stage and its copy in the last, if both are here."""
-    if not folded():
+    if not is_folded():
         return None
     first, last = (
         get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
@@ -118,7 +118,7 @@ def share_losses(losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     Returns:
         The last stage's losses.
     """
-    if not folded():
+    if not is_folded():
         return dict(losses)
     group = parallel_state.get_pipeline_model_parallel_group()
     source = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -137,7 +137,7 @@ def share_mtp_losses() -> None:
     them and averages them over its replicas when they are logged; each rank's own replicas have the
     same values, so that the average is right everywhere.
     """
-    if not folded():
+    if not is_folded():
         return
     tracker = MTPLossLoggingHelper.tracker
     shared = share_losses(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_ext.schedules.runtime.observer import Executed, Observer
 
 if TYPE_CHECKING:
-    from megatron_ext.config.choice import Choice
+    from megatron_ext.config.tables import Pipeline
     from megatron_ext.schedules.representation.actions import Action
     from megatron_ext.schedules.runtime.tables import Table
 
@@ -78,18 +78,18 @@ class StepMeasure(Observer):
         into.peak_live = max(into.peak_live, self._live)
 
 
-def in_words(together: Measured, choice: Choice, device: str, where: str = "") -> str:
+def in_words(together: Measured, pipeline: Pipeline, device: str, where: str = "") -> str:
     """Describe what all ranks of a run did.
 
     Args:
         together: The sum over the ranks.
-        choice: What ran.
+        pipeline: What ran.
         where: What to add if it is not all ranks.
         device: Type of the device that computed. Only the host's own time is known here: another
             device still computes when the call that started it returns.
     """
-    schedule = choice.schedule(choice.num_microbatches)
-    order = "table" if choice.dynamic is None else choice.dynamic.policy
+    schedule = pipeline.full
+    order = "table" if pipeline.dynamic is None else pipeline.dynamic.policy
     figures = [f"{100 * together.out_of_order / together.actions:.1f} % of actions out of order"]
     if device == "cpu":
         figures.append(f"{100 * (1 - together.busy_s / together.wall_s):.1f} % of the time idle")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.utils import get_model_config
 
-from megatron_ext.config.choice import for_messages
+from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.runtime.connect import open_transport
 from megatron_ext.schedules.runtime.groups import channels_of
@@ -30,7 +30,7 @@ from megatron_ext.trace.session_observer import observed_transport
 from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:
-    from megatron_ext.config.choice import Choice
+    from megatron_ext.config.tables import Pipeline
     from megatron_ext.messages import MessageKind
     from megatron_ext.schedules.representation.communication import Transfer
     from megatron_ext.transport.base import Transport
@@ -42,19 +42,19 @@ def stepwise(schedule: Callable[..., Any]) -> Callable[..., Any]:
     """Return one of Megatron's schedules such that each call is a step of the transport."""
 
     def run(**keywords: Any) -> Any:
-        global _step
-        choice = for_messages()
-        assert choice is not None, "the patch asks for it while there is a choice"
-        assert _step is None, "a step inside of a step"
-        _step = _begin(choice, keywords)
+        pipeline = active.transport_only()
+        assert pipeline is not None, "the patch asks for it while there is a pipeline"
+        messages = active.required().state(_Messages)
+        assert messages.step is None, "a step inside of a step"
+        messages.step = step = _begin(pipeline, messages, keywords)
         try:
             result = schedule(**keywords)
-            _step.end()
+            step.end()
         except BaseException as error:
-            _step.transport.abort(str(error))
+            step.transport.abort(str(error))
             raise
         finally:
-            _step = None
+            messages.step = None
         return result
 
     return run
@@ -83,22 +83,23 @@ def communicate(
     Returns:
         Activation, gradient, and the requests by Megatron's names unless they were waited for.
     """
-    if _step is None:
+    step = active.required().state(_Messages).step
+    if step is None:
         return None
     requests: dict[str, _Request] = {}
     if tensor_send_prev is not None:
-        _step.send(tensor_send_prev, "B")
+        step.send(tensor_send_prev, "B")
         requests["send_prev"] = _Request()
     if tensor_send_next is not None:
-        _step.send(tensor_send_next, "F")
+        step.send(tensor_send_next, "F")
         requests["send_next"] = _Request()
     activation = gradient = None
     if recv_prev:
-        activation = _step.promise()
-        requests["recv_prev"] = _Request(_step.arrival("F", activation))
+        activation = step.promise()
+        requests["recv_prev"] = _Request(step.arrival("F", activation))
     if recv_next:
-        gradient = _step.promise()
-        requests["recv_next"] = _Request(_step.arrival("B", gradient))
+        gradient = step.promise()
+        requests["recv_next"] = _Request(step.arrival("B", gradient))
     if wait_on_reqs:
         for request in requests.values():
             request.wait()
@@ -122,7 +123,7 @@ class _Request:
 class _Step:
     """The messages of one step of this rank, in the order in which Megatron asks for them."""
 
-    choice: Choice
+    pipeline: Pipeline
     transport: Transport
     table: Table
     peers: Peers
@@ -171,13 +172,13 @@ class _Step:
         source, message = self.peers.of(transfer), transfer.message
 
         def arrive() -> None:
-            tensor.data = self.transport.recv(source, message, self.choice.timeout_s)
+            tensor.data = self.transport.recv(source, message, self.pipeline.timeout_s)
 
         return arrive
 
     def end(self) -> None:
         """Wait until everything has left."""
-        self.transport.flush(self.choice.timeout_s)
+        self.transport.flush(self.pipeline.timeout_s)
 
     def _next(
         self, queues: dict[MessageKind, deque[Transfer]], kind: MessageKind, verb: str
@@ -190,23 +191,33 @@ class _Step:
         return queues[kind].popleft()
 
 
-_step: _Step | None = None
-_transports: dict[tuple[int, int], tuple[Choice, Any, Transport]] = {}
-"""By the identity of choice and pipeline group, which are kept so that it stays theirs."""
+@dataclass
+class _Messages:
+    """What is kept for Megatron's own schedules under a configuration."""
+
+    step: _Step | None = None
+    """The one that runs."""
+    transports: dict[int, tuple[Any, Transport]] = field(default_factory=dict)
+    """By the identity of the pipeline group, which is kept so that it stays its own."""
+
+    def close(self) -> None:
+        """Close the transports."""
+        for _, transport in self.transports.values():
+            transport.close()
 
 
-def _begin(choice: Choice, keywords: dict[str, Any]) -> _Step:
+def _begin(pipeline: Pipeline, messages: _Messages, keywords: dict[str, Any]) -> _Step:
     model = keywords["model"]
     chunks = model if isinstance(model, list) else [model]
     config = get_model_config(chunks[0])
     groups = keywords.get("pg_collection") or default_groups()
     rank = groups.pp.rank()
     # Forwards of evaluation come in the order of those of training.
-    table = make_table(choice, keywords["num_microbatches"], rank, backward=True)
+    table = make_table(pipeline, keywords["num_microbatches"], rank, backward=True)
     peers = Peers(dist.get_process_group_ranks(groups.pp))
-    key = (id(choice), id(groups.pp))
+    key, transports = id(groups.pp), messages.transports
     device = device_of(chunks)
-    if key not in _transports:
+    if key not in transports:
         shapes = get_tensor_shapes(
             seq_length=keywords["seq_length"],
             micro_batch_size=keywords["micro_batch_size"],
@@ -215,13 +226,13 @@ def _begin(choice: Choice, keywords: dict[str, Any]) -> _Step:
             tp_group=groups.tp,
             cp_group=groups.cp,
         )
-        ends = channels_of(choice.placement, rank, peers)
+        ends = channels_of(pipeline.placement, rank, peers)
         known = {"F": shapes, "B": shapes}
         transport = observed_transport(
-            open_transport(choice, device, ends, known, config.pipeline_dtype)
+            open_transport(pipeline, device, ends, known, config.pipeline_dtype)
         )
-        _transports[key] = (choice, groups.pp, transport)
-    transport = _transports[key][2]
+        transports[key] = groups.pp, transport
+    _, transport = transports[key]
     forward_only = bool(keywords.get("forward_only"))
     dtype = config.pipeline_dtype
-    return _Step(choice, transport, table, peers, dtype, device, forward_only)
+    return _Step(pipeline, transport, table, peers, dtype, device, forward_only)

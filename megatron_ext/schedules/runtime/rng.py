@@ -1,4 +1,4 @@
-"""Sets every random generator of Megatron for one forward (see `schedules/randomness.py`).
+"""Sets every random generator of Megatron for one forward (see `config/randomness.py`).
 
 Megatron has several: the host's, the device's default one, and those of its tracker. Which ranks
 draw the same numbers stays as upstream has it (`model_parallel_cuda_manual_seed` of
@@ -38,7 +38,7 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
         microbatch: Of this replica, in the step.
 
     Raises:
-        ScheduleError: No seed of the run was given (`randomness.use`).
+        ScheduleError: No seed of the run was given.
     """
     place = iteration, stage, microbatch
     host, device, tracked = random._get_all_rng_states()

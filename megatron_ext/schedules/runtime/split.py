@@ -1,13 +1,13 @@
 """Splits the backward of a stage: the gradients of its inputs in I, those of its weights in W.
 
-The executor puts F and I of a micro-batch into `SPLIT.defer(stage, microbatch)` and calls
-`SPLIT.run(stage, microbatch)` as W. In between, `SPLIT` holds the two operands of each weight
+The executor puts F and I of a micro-batch into `SplitBackward.defer(stage, microbatch)` and calls
+`SplitBackward.run(stage, microbatch)` as W. In between, it holds the two operands of each weight
 gradient: the input of the layer and the gradient of its output.
 
 What is split: the weights of Column- and RowParallelLinear (hence of attention, MLP, experts one by
 one and the output layer), the grouped experts, and the layers of Transformer Engine that were built
-for it (`prepare_config`, `SPLIT.register_modules`). Everything else stays in I: embeddings and what
-is tied to one on the same stage, norms, biases, the router.
+for it (`prepare_config`, `SplitBackward.register_modules`). Everything else stays in I: embeddings
+and what is tied to one on the same stage, norms, biases, the router.
 
 Contract with the executor:
 
@@ -30,6 +30,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.config.active import required
 from megatron_ext.schedules.runtime import te_layers
 from megatron_ext.schedules.runtime.te_layers import DelayedModules, prepare_config
 from megatron_ext.schedules.runtime.weight_gradients import Record, WeightGradient, accumulate
@@ -37,7 +38,7 @@ from megatron_ext.schedules.runtime.weight_gradients import Record, WeightGradie
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPLIT", "Progress", "SplitBackward", "prepare_config", "why_not"]
+__all__ = ["Progress", "SplitBackward", "prepare_config", "split_backward", "why_not"]
 
 _Key = tuple[int, int]
 Progress = Callable[[AbstractSet[int]], None]
@@ -185,8 +186,9 @@ def _by_weight(gradients: list[WeightGradient]) -> dict[int, list[WeightGradient
     return groups
 
 
-SPLIT = SplitBackward()
-"""The split backward of this process."""
+def split_backward() -> SplitBackward:
+    """Return the split backward of the configuration in force."""
+    return required().state(SplitBackward)
 
 
 def why_not(config: Any) -> str | None:

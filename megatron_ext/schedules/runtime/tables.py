@@ -24,7 +24,7 @@ from megatron_ext.schedules.representation.validation import validate
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from megatron_ext.config.choice import Choice
+    from megatron_ext.config.tables import Pipeline
     from megatron_ext.schedules.representation.actions import Action, Schedule
 
 __all__ = ["Table", "check_agreement", "make_table"]
@@ -101,16 +101,16 @@ class Table:
         return peak
 
 
-def make_table(choice: Choice, num_microbatches: int, rank: int, *, backward: bool) -> Table:
+def make_table(pipeline: Pipeline, num_microbatches: int, rank: int, *, backward: bool) -> Table:
     """Generate and validate the table for a number of micro-batches.
 
     Raises:
         ScheduleError: If the schedule cannot run that number.
     """
     if not backward:
-        schedule = forward_only(choice.placement, num_microbatches)
+        schedule = forward_only(pipeline.placement, num_microbatches)
         return Table(schedule, rank, slots_for_forward(schedule))
-    schedule = choice.schedule(num_microbatches)
+    schedule = pipeline.schedule(num_microbatches)
     return Table(schedule, rank, max(validate(schedule).slots.values(), default=1))
 
 

@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from megatron_ext.schedules.runtime.split import SPLIT
+from tests.pipelines import splits
 
 VOCABULARY = 64
 SEQUENCE = 8
@@ -96,15 +96,15 @@ def split_step(model: DistributedDataParallel, stage: int = 2) -> None:
     model_parallel_cuda_manual_seed(7)
     with model.no_sync():
         for microbatch in range(NUM_MICROBATCHES):
-            with SPLIT.defer(stage, microbatch):
+            with splits().defer(stage, microbatch):
                 loss = forward(model, microbatch)
-            with SPLIT.defer(stage, microbatch):
+            with splits().defer(stage, microbatch):
                 loss.backward()
             if microbatch:
-                assert SPLIT.pending() == [(stage, microbatch - 1), (stage, microbatch)]
-                SPLIT.run(stage, microbatch - 1)
-        SPLIT.run(stage, NUM_MICROBATCHES - 1)
-    assert SPLIT.pending() == []
+                assert splits().pending() == [(stage, microbatch - 1), (stage, microbatch)]
+                splits().run(stage, microbatch - 1)
+        splits().run(stage, NUM_MICROBATCHES - 1)
+    assert splits().pending() == []
     if model.ddp_config.overlap_grad_reduce:  # else finish_grad_sync starts it
         model.start_grad_sync()
     model.finish_grad_sync()
@@ -120,14 +120,14 @@ def gradients(model: DistributedDataParallel) -> dict[str, torch.Tensor]:
 def deferred(model: DistributedDataParallel) -> set[str]:
     """Return the names of the weights that one I leaves for W."""
     model.zero_grad_buffer()
-    with SPLIT.defer(0, 0):
+    with splits().defer(0, 0):
         forward(model, 0).backward()
     names = {id(weight): name for name, weight in model.module.named_parameters()}
-    waiting = {names[id(gradient.weight)] for gradient in SPLIT._waiting[0, 0]}
+    waiting = {names[id(gradient.weight)] for gradient in splits()._waiting[0, 0]}
     untouched = {name for name, g in gradients(model).items() if not g.any()}
     assert waiting <= untouched
-    SPLIT.clear()
-    assert SPLIT.pending() == []
+    splits().clear()
+    assert splits().pending() == []
     return waiting
 
 

@@ -9,15 +9,18 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from megatron_ext.config import choice
-from megatron_ext.config.choice import Choice, TransportName
 from megatron_ext.transport.native import available
+from tests.pipelines import make_pipeline, use
 from tests.ranks import run_ranks
 
 from . import toy
+
+if TYPE_CHECKING:
+    from megatron_ext.config.pipeline import TransportName
 
 pytestmark = pytest.mark.skipif(not available(), reason="the native module is not built")
 
@@ -39,8 +42,8 @@ def _train(rank: int, directory: Path, schedule: str, transport: TransportName) 
     store = dist.FileStore(str(directory / "store"), NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=NUM_RANKS)
-    chosen = Choice(schedule, NUM_RANKS, M, transport=transport)
-    choice.use(chosen)
+    chosen = make_pipeline(schedule, NUM_RANKS, M, transport=transport)
+    use(chosen)
     config = toy.config()
     [stage] = chosen.placement.stages_of[rank]
     [model] = toy.chunks(config, [stage])

@@ -15,11 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.config import choice, randomness
-from megatron_ext.config.choice import Choice, Dynamic
+from megatron_ext.config import randomness
+from megatron_ext.config.active import Active, activate_configuration
+from megatron_ext.config.pipeline import DynamicOrder
 from megatron_ext.errors import TransportTimeout
 from megatron_ext.schedules.runtime.agreement import leaders
 from megatron_ext.schedules.search.policies import Hint, PolicyName
+from tests.pipelines import make_pipeline, use
 from tests.ranks import run_ranks
 from tests.training.helpers import LLAMA, MOCK, MOE, NO_DROPOUT, bert_flags
 
@@ -52,7 +54,7 @@ class _Late(toy.Stage):
 
 
 def _train(
-    chosen: Choice | None,
+    under: Active,
     stages: list[int],
     dropout: float,
     seed: int | None,
@@ -61,7 +63,7 @@ def _train(
     """Take three steps, whose last micro-batch has a size of its own; return losses and weights."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    choice.use(chosen)
+    activate_configuration(under)
     interleaved = {
         "pipeline_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": 2,
@@ -104,20 +106,22 @@ def _same(ours: Any, theirs: Any) -> bool:
     return ours[0] == theirs[0] and all(map(torch.equal, ours[1], theirs[1]))
 
 
-def _under_delays(policy: PolicyName, extra: int, seeds: list[int]) -> tuple[int, int, int]:
+def _under_delays(policy: PolicyName, extra: int | None, seeds: list[int]) -> tuple[int, int, int]:
     """Compare with Megatron's interleaved schedule; return what was measured, and the cap."""
-    from megatron_ext.schedules.runtime.entry import _runtimes
+    from megatron_ext.schedules.runtime.entry import Runtimes
 
     toy.start(2, chunks_per_rank=2)
-    randomness.use(11)
-    chosen = Choice("interleaved", 2, M, 2, transport="shm", dynamic=Dynamic(policy, extra))
+    megatrons = use(None, seed=11)
+    order = DynamicOrder(policy=policy, extra_activations=extra)
+    chosen = make_pipeline("interleaved", 2, M, 2, transport="shm", dynamic=order)
+    ours = use(chosen, seed=11)
     stages = list(chosen.placement.stages_of[dist.get_rank()])
     for dropout in (0.0, 0.3):
-        theirs = _train(None, stages, dropout, seed=None)
+        theirs = _train(megatrons, stages, dropout, seed=None)
         assert (not theirs[0]) == (dist.get_rank() == 0)
         for seed in seeds[int(dropout > 0) :: 2]:
-            assert _same(_train(chosen, stages, dropout, seed), theirs), (dropout, seed)
-    [runtime] = _runtimes.values()
+            assert _same(_train(ours, stages, dropout, seed), theirs), (dropout, seed)
+    [runtime] = ours.state(Runtimes)
     rule = chosen.policy(M, dist.get_rank())
     cap = rule.cap if isinstance(rule, Hint) else M * len(stages)
     return runtime.measured.out_of_order, runtime.measured.peak_live, cap
@@ -125,17 +129,17 @@ def _under_delays(policy: PolicyName, extra: int, seeds: list[int]) -> tuple[int
 
 @pytest.mark.parametrize(
     ("policy", "extra", "seeds"),
-    [("hint", 0, 2), ("hint", 1, len(SEEDS)), ("breadth-first", 0, 2), ("depth-first", 0, 2)],
+    [("hint", 0, 2), ("hint", 1, len(SEEDS)), ("breadth-first", None, 2), ("depth-first", None, 2)],
 )
 def test_delays_change_the_order_and_nothing_else(
-    policy: PolicyName, extra: int, seeds: int
+    policy: PolicyName, extra: int | None, seeds: int
 ) -> None:
-    table = Choice("interleaved", 2, M, 2)
+    table = make_pipeline("interleaved", 2, M, 2)
     peaks = [_peak(row) for row in table.schedule(M).rows]
     measured = run_ranks(2, _under_delays, policy, extra, list(SEEDS[:seeds]))
     assert any(out_of_order for out_of_order, _, _ in measured)
     for (_, peak, cap), of_table in zip(measured, peaks, strict=True):
-        if policy == "hint":
+        if extra is not None:
             assert cap == max(peaks) + 2 * extra, "extra micro-batches count on both stages"
             assert of_table <= peak <= cap
         assert peak <= 2 * M
@@ -148,17 +152,18 @@ def _peak(row: Any) -> int:
 
 def _ends_with_a_smaller_micro_batch() -> int:
     """Compare with Megatron's 1F1B, which tells shapes before tensors; return what was measured."""
-    from megatron_ext.schedules.runtime.entry import _runtimes
+    from megatron_ext.schedules.runtime.entry import Runtimes
 
     toy.start(2)
-    randomness.use(11)
+    megatrons = use(None, seed=11)
     stages = [dist.get_rank()]
-    theirs = _train(None, stages, 0.3, seed=None, last_batch=1)
-    assert not _same(_train(None, stages, 0.3, seed=None), theirs)
-    chosen = Choice("1f1b", 2, M, transport="shm", dynamic=Dynamic())
+    theirs = _train(megatrons, stages, 0.3, seed=None, last_batch=1)
+    assert not _same(_train(megatrons, stages, 0.3, seed=None), theirs)
+    chosen = make_pipeline("1f1b", 2, M, transport="shm", dynamic=DynamicOrder())
+    ours = use(chosen, seed=11)
     for seed in range(3):
-        assert _same(_train(chosen, stages, 0.3, seed, last_batch=1), theirs), seed
-    [runtime] = _runtimes.values()
+        assert _same(_train(ours, stages, 0.3, seed, last_batch=1), theirs), seed
+    [runtime] = ours.state(Runtimes)
     return runtime.measured.out_of_order
 
 
@@ -169,15 +174,16 @@ def test_a_last_batch_that_is_not_full() -> None:
 
 def _alone() -> str:
     toy.start(2)
-    chosen = Choice("1f1b", 2, M, transport="shm", timeout_s=1.0, dynamic=Dynamic())
-    choice.use(chosen)
-    randomness.use(1)
+    chosen = make_pipeline(
+        "1f1b", 2, M, transport="shm", message_timeout_s=1.0, dynamic=DynamicOrder()
+    )
+    ours = use(chosen, seed=1)
     if dist.get_rank() == 0:
         from megatron_ext.schedules.runtime.compute import StageCompute
 
         StageCompute.forward = lambda *_, **__: time.sleep(4)  # type: ignore[method-assign, assignment]
     try:
-        _train(chosen, [dist.get_rank()], 0.0, None)
+        _train(ours, [dist.get_rank()], 0.0, None)
     except TransportTimeout as error:
         return str(error)
     except Exception:

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.config import choice
-from megatron_ext.config.choice import Choice
 from megatron_ext.errors import ScheduleError, TransportError
+from tests.pipelines import make_pipeline, use
 from tests.ranks import run_ranks, start_ranks
 
 from . import toy
@@ -43,8 +42,8 @@ def _own_and_stock(changes: dict[str, Any], keywords: dict[str, Any]) -> tuple[A
     """Reports and gradients of one step with Megatron's schedule and with ours."""
     toy.start(2)
     found = []
-    for chosen in (None, Choice("1f1b", 2, M)):
-        choice.use(chosen)
+    for chosen in (None, make_pipeline("1f1b", 2, M)):
+        use(chosen)
         config = toy.config(**changes)
         finalized: list[Any] = []
 
@@ -120,7 +119,7 @@ def _given_groups() -> tuple[Any, Any]:
     from megatron_ext.signatures import default_groups
 
     toy.start(1)
-    choice.use(Choice("1f1b", 2, M))
+    use(make_pipeline("1f1b", 2, M))
     groups = default_groups()
     groups.pp = dist.group.WORLD
     found = []
@@ -150,9 +149,8 @@ def test_groups_may_be_given() -> None:
 def _reports_are_by_micro_batch() -> list[float]:
     """A table that runs micro-batches backwards, on both stages of each rank."""
     toy.start(2)
-    choice.use(Choice("zb-v", 2, M))
-    chosen = choice.current()
-    assert chosen is not None
+    chosen = make_pipeline("zb-v", 2, M)
+    use(chosen)
     config = toy.config()
     stages = chosen.placement.stages_of[dist.get_rank()]
     table = chosen.schedule(M)
@@ -183,7 +181,7 @@ def test_reports_are_in_the_order_of_micro_batches_whatever_ran_first() -> None:
 
 def _waits_in_vain() -> str:
     toy.start(2)
-    choice.use(Choice("1f1b", 2, M, timeout_s=1.0))
+    use(make_pipeline("1f1b", 2, M, message_timeout_s=1.0))
     config = toy.config()
     model = toy.chunks(config, [dist.get_rank()])
     if dist.get_rank() == 0:
@@ -206,7 +204,7 @@ def test_a_rank_that_waits_too_long_says_for_what() -> None:
 
 def _different_tables() -> None:
     toy.start(2)
-    choice.use(Choice(("1f1b", "gpipe")[dist.get_rank()], 2, M))
+    use(make_pipeline(("1f1b", "gpipe")[dist.get_rank()], 2, M))
     config = toy.config()
     _step(config, toy.chunks(config, [dist.get_rank()]))
 
@@ -220,7 +218,7 @@ def test_ranks_with_different_tables_do_not_start() -> None:
 
 def _misfit(name: str, stages: int) -> str:
     toy.start(2)
-    choice.use(Choice(name, 4 if name == "gpipe" else 2, M))
+    use(make_pipeline(name, 4 if name == "gpipe" else 2, M))
     config = toy.config()
     with pytest.raises(ScheduleError) as raised:
         _step(config, toy.chunks(config, list(range(stages))))
@@ -236,7 +234,7 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
 
 def _failing_step() -> None:
     toy.start(2)
-    choice.use(Choice("zb-h1", 2, M))
+    use(make_pipeline("zb-h1", 2, M))
     config = toy.config()
     model = toy.chunks(config, [dist.get_rank()])
 
@@ -244,11 +242,11 @@ def _failing_step() -> None:
         raise RuntimeError("the model is broken")
 
     model[0].forward = broken  # type: ignore[method-assign]
-    from megatron_ext.schedules.runtime.split import SPLIT
+    from tests.pipelines import splits
 
     with pytest.raises((RuntimeError, TransportError)):
         _step(config, model)
-    assert SPLIT.pending() == []
+    assert splits().pending() == []
 
 
 def test_an_error_of_the_model_comes_out_and_leaves_nothing() -> None:
@@ -260,7 +258,7 @@ def _without_a_choice() -> bool:
     from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
     toy.start(2)
-    choice.use(None)
+    use(None)
     return get_forward_backward_func() is schedules.forward_backward_pipelining_without_interleaving
 
 
@@ -278,7 +276,7 @@ def _with_several_modules() -> list[str]:
     setattr(process_groups_config, name, kind)
     modules = object.__new__(kind)
     toy.start(1)
-    choice.use(Choice("1f1b", 2, M))
+    use(make_pipeline("1f1b", 2, M))
     told = []
     config = toy.config()
     model = toy.chunks(config, [dist.get_rank()])

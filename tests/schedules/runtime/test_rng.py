@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from megatron_ext.config import randomness
+from megatron_ext.config.active import clear_configuration
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.runtime.rng import microbatch_rng, rng_of_this_step
+from tests.pipelines import use
 from tests.ranks import run_ranks
 from tests.training.helpers import LLAMA, MOCK, MOE
 
@@ -47,7 +49,7 @@ def _drawn() -> list[dict[str, list[float]]]:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     model_parallel_cuda_manual_seed(3)
     before = _states()
-    randomness.use(1)
+    use(None, seed=1)
     with microbatch_rng(4, 1, 2):
         first, second = _draw(), _draw()
     with microbatch_rng(4, 2, 1):
@@ -78,7 +80,7 @@ def test_a_step_that_nobody_counts_is_an_error() -> None:
             pass  # off: no iteration is needed
         with pytest.raises(ScheduleError, match="need a seed; give --microbatch-rng"):
             randomness.seed_of(1)
-        randomness.use(5)
+        use(None, seed=5)
         with (
             pytest.raises(ScheduleError, match="the iteration is not known"),
             rng_of_this_step(0, 0),
@@ -88,10 +90,10 @@ def test_a_step_that_nobody_counts_is_an_error() -> None:
             pass  # evaluation
         assert randomness.seed_of(1, "a") != randomness.seed_of(1, "b")
         here = randomness.seed_of(1)
-        randomness.use(6)
+        use(None, seed=6)
         assert randomness.seed_of(1) != here
     finally:
-        randomness.use(None)
+        clear_configuration()
 
 
 @pytest.mark.parametrize(

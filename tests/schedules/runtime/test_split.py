@@ -136,19 +136,19 @@ def deferred_layers(name: str) -> set[str]:
 
 
 def operands_die() -> None:
-    from megatron_ext.schedules.runtime.split import SPLIT
+    from tests.pipelines import splits
     from tests.schedules.runtime import small_gpt
 
     start_parallel()
     model = small_gpt.build()
-    with SPLIT.defer(0, 0):
+    with splits().defer(0, 0):
         small_gpt.forward(model, 0).backward()
-    waiting = SPLIT._waiting[0, 0]
+    waiting = splits()._waiting[0, 0]
     operands = [weakref.ref(t) for g in waiting for t in (g.input, g.grad_output)]
     assert len(operands) == 2 * 9
     del waiting
     assert all(operand() is not None for operand in operands)
-    SPLIT.run(0, 0)
+    splits().run(0, 0)
     assert all(operand() is None for operand in operands)
 
 
@@ -158,16 +158,16 @@ def test_w_frees_the_operands() -> None:
 
 def unsplit_after_split() -> None:
     """A micro-batch that is not split, after one that is: its gradient must not get lost."""
-    from megatron_ext.schedules.runtime.split import SPLIT
+    from tests.pipelines import splits
     from tests.schedules.runtime import small_gpt
 
     start_parallel()
     settings = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     fused, mixed = small_gpt.build(**settings), small_gpt.build(**settings)
     for model in (fused, mixed):
-        with SPLIT.defer(0, 0) if model is mixed else nullcontext():
+        with splits().defer(0, 0) if model is mixed else nullcontext():
             small_gpt.forward(model, 0).backward()
-        SPLIT.run(0, 0)
+        splits().run(0, 0)
         small_gpt.forward(model, 1).backward()
     small_gpt.assert_equal(small_gpt.gradients(mixed), small_gpt.gradients(fused))
 
@@ -177,18 +177,18 @@ def test_a_step_may_split_some_micro_batches_only() -> None:
 
 
 def failed_step() -> None:
-    from megatron_ext.schedules.runtime.split import SPLIT
+    from tests.pipelines import splits
     from tests.schedules.runtime import small_gpt
 
     start_parallel()
     model = small_gpt.build()
-    with suppress(ZeroDivisionError), SPLIT.defer(0, 0):
+    with suppress(ZeroDivisionError), splits().defer(0, 0):
         small_gpt.forward(model, 0).backward()
         raise ZeroDivisionError
-    assert SPLIT.record is None
-    assert SPLIT.pending() == [(0, 0)]
-    SPLIT.clear()
-    assert SPLIT.pending() == []
+    assert splits().record is None
+    assert splits().pending() == [(0, 0)]
+    splits().clear()
+    assert splits().pending() == []
     small_gpt.split_step(model)
 
 
@@ -199,7 +199,7 @@ def test_after_a_failed_step() -> None:
 def without_ddp() -> None:
     import torch
 
-    from megatron_ext.schedules.runtime.split import SPLIT
+    from tests.pipelines import splits
     from tests.schedules.runtime import small_gpt
 
     start_parallel()
@@ -207,9 +207,9 @@ def without_ddp() -> None:
     fused, split = (small_gpt.build(**settings, use_ddp=False) for _ in range(2))
     for microbatch in range(2):
         small_gpt.forward(fused, microbatch).backward()
-        with SPLIT.defer(0, microbatch):
+        with splits().defer(0, microbatch):
             small_gpt.forward(split, microbatch).backward()
-        SPLIT.run(0, microbatch)
+        splits().run(0, microbatch)
     for found, expected in zip(split.parameters(), fused.parameters(), strict=True):
         assert torch.equal(found.grad, expected.grad)
         assert not hasattr(found, "main_grad")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from megatron_ext.config.choice import Choice
 from megatron_ext.schedules.representation.communication import reduction_order
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.runtime.tables import Table, make_table
+from tests.pipelines import make_pipeline
 from tests.ranks import run_ranks
 
 from . import fake
@@ -53,8 +53,8 @@ def replay(
     force_all_reduce: bool = False,
 ) -> tuple[list[str], Table, list[Chunk]]:
     """Execute the row of rank 0; log what starts, and windows in which hooks may."""
-    choice = Choice(schedule, pp, 4, 2 if schedule == "interleaved" else None)
-    table = make_table(choice, 4, 0, backward=True)
+    pipeline = make_pipeline(schedule, pp, 4, 2 if schedule == "interleaved" else None)
+    table = make_table(pipeline, 4, 0, backward=True)
     log: list[str] = []
     chunks = [Chunk(i, log) for i in range(len(table.schedule.placement.stages_of[0]))]
     config = SimpleNamespace(
@@ -181,7 +181,7 @@ Reductions = tuple[GradientSync, list[int], list[Chunk], list[str]]
 @pytest.fixture
 def zb_v() -> Reductions:
     """Return those of a table with two split chunks."""
-    table = make_table(Choice("zb-v", 2, 4), 4, 0, backward=True)
+    table = make_table(make_pipeline("zb-v", 2, 4), 4, 0, backward=True)
     log: list[str] = []
     chunks = [Chunk(i, log) for i in range(2)]
     config = SimpleNamespace(

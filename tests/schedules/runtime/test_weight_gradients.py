@@ -35,7 +35,7 @@ def _layer(kind: str, bias: bool, dtype: torch.dtype, **settings: Any) -> torch.
 
 def _gradients(layer: torch.nn.Module, split: bool) -> dict[str, torch.Tensor]:
     """Use a layer twice in one backward, as MTP does with the output layer; return gradients."""
-    from megatron_ext.schedules.runtime.split import SPLIT
+    from tests.pipelines import splits
 
     for parameter in layer.parameters():
         parameter.main_grad = torch.full(parameter.shape, 0.25)
@@ -54,7 +54,7 @@ def _gradients(layer: torch.nn.Module, split: bool) -> dict[str, torch.Tensor]:
         assert layer.weight.grad is None
         assert torch.equal(layer.weight.main_grad, torch.full(layer.weight.shape, 0.25))
         del outputs
-        SPLIT.run(0, 0)
+        splits().run(0, 0)
     if not layer.gradient_accumulation_fusion and not split:
         layer.weight.main_grad.add_(layer.weight.grad)
     found = {"weight": layer.weight.main_grad}
@@ -66,9 +66,9 @@ def _gradients(layer: torch.nn.Module, split: bool) -> dict[str, torch.Tensor]:
 def _deferring(split: bool) -> Any:
     from contextlib import nullcontext
 
-    from megatron_ext.schedules.runtime.split import SPLIT
+    from tests.pipelines import splits
 
-    return SPLIT.defer(0, 0) if split else nullcontext()
+    return splits().defer(0, 0) if split else nullcontext()
 
 
 def _assert_equal(layer: torch.nn.Module) -> None:
@@ -121,16 +121,16 @@ def test_fused_accumulation_calls_upstreams_kernel(tp: int) -> None:
 
 
 def modified_operand() -> None:
-    from megatron_ext.schedules.runtime.split import SPLIT
+    from tests.pipelines import splits
 
     start_parallel()
     layer = _layer("row", False, torch.float32)
     x = torch.randn(4, 2, 12)
-    with SPLIT.defer(0, 0):
+    with splits().defer(0, 0):
         layer(x)[0].sum().backward()
     x.zero_()
     with pytest.raises(RuntimeError, match="modified in place"):
-        SPLIT.run(0, 0)
+        splits().run(0, 0)
 
 
 def test_an_operand_that_was_overwritten_is_noticed() -> None:

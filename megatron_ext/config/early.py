@@ -1,20 +1,48 @@
-"""Which device a forward rank computes on, from the plain command line.
+"""The device, read from the plain command line: the only thing that has to be known so early.
 
-The device has to be known before Megatron is imported, hence before there is a parser that knows
-Megatron's flags. Imports nothing but the standard library and our errors.
+`megatron.core` copies names of the device while it is imported, hence before there is a parser that
+knows Megatron's flags. Nothing else reads the command line this way; the parser checks later that
+both agree (`config/device_flags.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Mapping, Sequence
 
 from megatron_ext.disaggregation.ranks import rank_map
 from megatron_ext.errors import ArgumentsError
 
-__all__ = ["FLAG", "of_forward_rank"]
+__all__ = ["FORWARD_FLAG", "of_forward_rank", "requested_device"]
 
-FLAG = "--fbd-forward-device"
+FORWARD_FLAG = "--fbd-forward-device"
+_FLAG = "--device-backend"
+_VARIABLE = "MEGATRON_EXT_DEVICE"
+
+
+def requested_device(
+    argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ
+) -> tuple[str, str]:
+    """Return the device that the user asked for, or `auto`, and where.
+
+    Forward ranks of a disaggregated job may have a device of their own, which comes before all
+    else; then the environment; then the flag.
+
+    Args:
+        argv: The command line; `sys.argv` if left out.
+        environ: The environment.
+    """
+    words = list(sys.argv if argv is None else argv)
+    of_role = of_forward_rank(words, environ)
+    if of_role:
+        return of_role, FORWARD_FLAG
+    if environ.get(_VARIABLE):
+        return environ[_VARIABLE], _VARIABLE
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(_FLAG, dest="device", nargs="?", const="", default="auto")
+    return str(parser.parse_known_args(words)[0].device), _FLAG
 
 
 def of_forward_rank(argv: Sequence[str], environ: Mapping[str, str]) -> str | None:
@@ -24,14 +52,14 @@ def of_forward_rank(argv: Sequence[str], environ: Mapping[str, str]) -> str | No
         argv: The command line.
         environ: Where RANK and WORLD_SIZE are.
     """
-    if not any(word.partition("=")[0] == FLAG for word in argv):
+    if not any(word.partition("=")[0] == FORWARD_FLAG for word in argv):
         return None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--forward-backward-disaggregating", action="store_true")
     parser.add_argument("--ignore-forward-tensor-parallel", action="store_true")
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
-    parser.add_argument(FLAG, dest="device")
+    parser.add_argument(FORWARD_FLAG, dest="device")
     try:
         given, _ = parser.parse_known_args(list(argv))
         ranks = rank_map(

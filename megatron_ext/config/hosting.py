@@ -1,0 +1,166 @@
+"""How Megatron hosts the pipeline of a configuration, in terms of its own arguments.
+
+A schedule of two mirrored pipelines on D ranks is hosted as a pipeline of D/2 ranks with twice as
+many data-parallel replicas. Where stages are placed as a V or W, Megatron is given a layout.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.config import batches, megatron_tables, stages
+from megatron_ext.config.build import check_ranks
+from megatron_ext.config.incompatible import (
+    refuse_flags,
+    refuse_flags_of_dynamic_order,
+    refuse_flags_of_table,
+)
+from megatron_ext.config.proof import prove
+from megatron_ext.config.tables import Pipeline, twins_of
+from megatron_ext.config.wires import torch_is_best
+from megatron_ext.errors import ArgumentsError
+
+if TYPE_CHECKING:
+    from megatron_ext.config.pipeline import PipelineConfig
+
+__all__ = [
+    "check_pipeline",
+    "hosted_arguments",
+    "pipeline_of",
+    "tell",
+    "transport_only_of",
+    "with_splittable_layers",
+]
+
+_LOG = logging.getLogger(__name__)
+
+
+def pipeline_of(args: Namespace, config: PipelineConfig) -> Pipeline:
+    """Return the pipeline of a run, after proving that its tables exist for every batch size.
+
+    Args:
+        args: Parsed arguments with upstream's names, not validated by Megatron.
+        config: With a schedule.
+
+    Raises:
+        ArgumentsError: Other flags contradict the schedule.
+        ScheduleError: There is no table for these sizes.
+    """
+    name = config.schedule
+    assert name is not None
+    refuse_flags(name, args)
+    twins = twins_of(name)
+    pp: int = args.pipeline_model_parallel_size
+    check_ranks(name, pp, twins)
+    sizes = batches.sizes(args, pp, twins)
+    found = Pipeline(
+        config,
+        pp,
+        sizes.num_microbatches,
+        splits=not _completes_at_once(args),
+        over_torch=torch_is_best(config, _world_size(args)),
+    )
+    prove(args, found, sizes)
+    refuse_flags_of_table(name, args, found.full)
+    if config.dynamic is not None:
+        refuse_flags_of_dynamic_order(args, found.placement)
+    return found
+
+
+def transport_only_of(args: Namespace, config: PipelineConfig) -> Pipeline | None:
+    """Return Megatron's own schedule if its messages go over a transport of ours, else None."""
+    if config.wire == "torch" or torch_is_best(config, _world_size(args)):
+        return None
+    return megatron_tables.pipeline_of(args, config)
+
+
+def _world_size(args: Namespace) -> int:
+    return int(getattr(args, "world_size", None) or 1)
+
+
+def _completes_at_once(args: Namespace) -> bool:
+    """Tell whether the gradients of a chunk are complete all at once, so that it is not split."""
+    instances = getattr(args, "num_distributed_optimizer_instances", None) or 1
+    return instances > 1 and bool(getattr(args, "overlap_grad_reduce", False))
+
+
+def hosted_arguments(args: Namespace, pipeline: Pipeline) -> dict[str, Any]:
+    """Return the arguments, by name, with which Megatron builds the stages of a pipeline.
+
+    Raises:
+        ArgumentsError: The user's flags contradict the schedule.
+        ScheduleError: The layers of the model do not fit its stages.
+    """
+    wanted = stages.flags_for(args, pipeline)
+    if getattr(args, "use_distributed_optimizer", False):
+        wanted["dist_ckpt_optim_fully_reshardable"] = True
+        if not args.dist_ckpt_optim_fully_reshardable and (args.save or args.load):
+            tell(
+                args,
+                "--dist-ckpt-optim-fully-reshardable is set: optimizer state that is saved in "
+                "another form cannot be loaded under another schedule",
+            )
+    return wanted
+
+
+def check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
+    """Compare the arguments as Megatron completed them with the pipeline.
+
+    Raises:
+        ArgumentsError: Megatron computed another size than the tables were made for.
+    """
+    placement = pipeline.placement
+    found = {
+        "pipeline ranks": (args.pipeline_model_parallel_size, placement.num_ranks),
+        "chunks": (
+            getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
+            placement.num_stages // placement.num_ranks,
+        ),
+        "micro-batches": (
+            args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
+            pipeline.num_microbatches,
+        ),
+    }
+    for what, (megatrons, ours) in found.items():
+        if megatrons != ours:
+            raise ArgumentsError(
+                f"--pipeline-schedule {pipeline.name} was prepared for {ours} {what}, but Megatron "
+                f"made {megatrons} of the flags; leave out what changes it"
+            )
+
+
+def with_splittable_layers(args: Namespace, pipeline: Pipeline) -> Pipeline:
+    """Return the pipeline that the layers of Transformer Engine can run.
+
+    Raises:
+        ArgumentsError: They cannot do what a split backward asks of them, and the table has some.
+    """
+    if not pipeline.full.splits_backward:
+        return pipeline
+    from megatron_ext.schedules.runtime.te_layers import left_whole, why_not
+
+    reason = why_not(Namespace(**{"tp_comm_overlap": False, **vars(args)}))
+    if reason is None:
+        notice = left_whole(args)
+        if notice is not None:
+            tell(args, "--pipeline-schedule %s: %s", pipeline.name, notice)
+        return pipeline
+    if pipeline.dynamic is not None:
+        whole = replace(pipeline, splits=False)
+        if not whole.full.splits_backward:
+            tell(args, "--use-dpp leaves backwards whole: %s", reason)
+            return whole
+    other = "--bitpipe-order paper" if pipeline.name == "bitpipe" else "1f1b or interleaved"
+    raise ArgumentsError(
+        f"--pipeline-schedule {pipeline.name} splits backwards, but {reason}; or take {other}, "
+        "which does not split them"
+    )
+
+
+def tell(args: Namespace, message: str, *values: object) -> None:
+    """Tell the user once. As a warning: a script that sets up no logging shows nothing below it."""
+    if getattr(args, "rank", 0) == 0:
+        _LOG.warning(message, *values)

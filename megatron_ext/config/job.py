@@ -1,0 +1,139 @@
+"""Prepares a training job for a configuration, in the two places where Megatron lets us.
+
+`prepare` runs between parsing and Megatron's own validation: it translates the flags, finds out
+what Megatron has to be told to host the pipeline, and puts the configuration in force. `check` runs
+after the validation: what Megatron computed has to be what was prepared.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from typing import Any
+
+from megatron_ext.config import announcements, hosting, roles, trace_flags
+from megatron_ext.config.active import (
+    Active,
+    activate_configuration,
+    clear_configuration,
+    required,
+)
+from megatron_ext.config.device_flags import device_arguments
+from megatron_ext.config.flags import DROPPED, naming_flags, pipeline_config
+from megatron_ext.config.incompatible import refuse_flags_with_microbatch_rng
+from megatron_ext.errors import ArgumentsError
+from megatron_ext.trace import session
+
+__all__ = ["check", "prepare"]
+
+_REWRITTEN = "megatron_ext_rewritten"
+"""Where `_rewrite` keeps (old, new) of the arguments that it changed, for the next time."""
+
+
+def prepare(args: Namespace) -> None:
+    """Put the configuration that the flags ask for in force, and tell Megatron what it has to host.
+
+    Calling it again with the same arguments, which upstream's tools may do, changes nothing.
+
+    Args:
+        args: Parsed arguments with upstream's names; changed in place.
+
+    Raises:
+        ArgumentsError: The flags contradict each other, or what Megatron was asked for.
+        ScheduleError: There is no such schedule, or none for these sizes.
+    """
+    clear_configuration()
+    given = _as_given(args)
+    config = pipeline_config(given)
+    if config.disaggregation is not None and roles.has_dropout(given):
+        config = replace(config, microbatch_rng=True)  # both roles have to draw the same masks
+    if config.draws_by_microbatch:
+        refuse_flags_with_microbatch_rng(given)
+    seed: int | None = given.seed if config.draws_by_microbatch else None
+    found, wanted = Active(config, seed=seed), {}
+    if config.disaggregation is not None:
+        job = roles.job_of(given, config)
+        found, wanted = replace(found, job=job), roles.role_arguments(given, job)
+    elif config.schedule is None:
+        found = replace(found, transport_only=hosting.transport_only_of(given, config))
+    else:
+        with naming_flags(given):
+            pipeline = hosting.pipeline_of(given, config)
+        found, wanted = replace(found, pipeline=pipeline), hosting.hosted_arguments(given, pipeline)
+    _rewrite(args, {**wanted, **device_arguments(given, config)})
+    _tell_dropped(given)
+    activate_configuration(found)
+
+
+def _tell_dropped(args: Namespace) -> None:
+    for flag, reason in DROPPED.items():
+        value = getattr(args, flag[2:].replace("-", "_"), None)
+        if value is not None:
+            message = "%s %s is ignored: Megatron-LM has dropped it, %s"
+            hosting.tell(args, message, flag, value, reason)
+
+
+def check(args: Namespace) -> None:
+    """Compare what Megatron made of the arguments with what was prepared; tell what runs.
+
+    Raises:
+        ArgumentsError: They differ, or Megatron builds layers that the schedule cannot use.
+    """
+    found = required()
+    try:
+        activate_configuration(_checked(args, found))
+    except ArgumentsError:
+        clear_configuration()
+        raise
+    _tell_what_runs(args)
+    session.start(trace_flags.run_of(args, required()))
+
+
+def _checked(args: Namespace, found: Active) -> Active:
+    if found.job is not None:
+        roles.check_roles(args)
+    if found.pipeline is None:
+        return found
+    hosting.check_pipeline(args, found.pipeline)
+    pipeline = hosting.with_splittable_layers(args, found.pipeline)
+    return found if pipeline is found.pipeline else replace(found, pipeline=pipeline)
+
+
+def _tell_what_runs(args: Namespace) -> None:
+    found = required()
+    job = found.job
+    if job is not None:
+        if job.rank == 0:
+            hosting.tell(args, "%s", roles.roles_in_words(args, job))
+        return
+    if getattr(args, "rank", 0) != 0:
+        return
+    if found.transport_only is not None:
+        over = found.transport_only.transport
+        hosting.tell(args, "pipeline schedule: Megatron's own; messages over %s", over)
+    if found.pipeline is not None:
+        hosting.tell(args, "%s", announcements.running(found.pipeline))
+        slower = None
+        if found.config.dynamic is not None:
+            slower = announcements.warning(found.pipeline)
+        if slower is not None:
+            hosting.tell(args, "%s", slower)
+
+
+def _as_given(args: Namespace) -> Namespace:
+    """Return the arguments as they were before `_rewrite`, but for what was changed again since."""
+    given = Namespace(**vars(args))
+    for dest, (old, new) in vars(given).pop(_REWRITTEN, {}).items():
+        if getattr(given, dest, None) == new:
+            setattr(given, dest, old)
+    return given
+
+
+def _rewrite(args: Namespace, wanted: dict[str, Any]) -> None:
+    """Set arguments for Megatron, and remember what they were. Nothing else changes arguments."""
+    given = _as_given(args)
+    vars(args).update(vars(given))
+    vars(args).pop(_REWRITTEN, None)
+    if wanted:
+        changes = {dest: (getattr(args, dest, None), value) for dest, value in wanted.items()}
+        vars(args).update({**wanted, _REWRITTEN: changes})

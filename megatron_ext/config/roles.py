@@ -1,0 +1,262 @@
+"""Forward and backward roles: which one this process has, and the arguments of its job.
+
+Megatron gets the arguments of an ordinary job that consists of the processes of one role: from them
+it derives data-parallel size, micro-batches, sampler and groups as it always does.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext import devices
+from megatron_ext.config.disaggregation_flags import FLAG, FORWARD_FLAG, MERGE
+from megatron_ext.config.incompatible import ALWAYS, Rule
+from megatron_ext.disaggregation.job import Job
+from megatron_ext.disaggregation.ranks import rank_map
+from megatron_ext.errors import ArgumentsError
+from megatron_ext.schedules import comparison
+from megatron_ext.schedules.representation.costs import UNIT
+
+if TYPE_CHECKING:
+    from megatron_ext.config.pipeline import Disaggregation, PipelineConfig
+
+__all__ = ["check_roles", "has_dropout", "job_of", "role_arguments", "roles_in_words"]
+
+
+def job_of(args: Namespace, config: PipelineConfig) -> Job:
+    """Return the disaggregated job, and what this process is in it.
+
+    Raises:
+        ArgumentsError: The number of processes is wrong, or flags exclude each other.
+    """
+    wanted, wire = config.disaggregation, config.wire
+    assert wanted is not None
+    assert wire != "torch", "the configuration refuses it"
+    wrong = [rule.message for rule in (*_RULES, *ALWAYS) if rule.refuses(args)]
+    if wrong:
+        raise ArgumentsError("\n".join(f"{FLAG} cannot run with {message}" for message in wrong))
+    job = Job(
+        rank_map(
+            args.world_size,
+            tp=args.tensor_model_parallel_size,
+            pp=args.pipeline_model_parallel_size,
+            merged=wanted.merged,
+        ),
+        args.rank,
+        activations=wanted.activations,
+        timeout_s=config.message_timeout_s,
+        sequence_parallel=bool(args.sequence_parallel and args.tensor_model_parallel_size > 1),
+        message_bytes=_message_bytes(args),
+        wire=wire,
+        node_ips=config.node_ips,
+        checksums=config.checksums,
+        gathers_late=_gathers_late(args),
+    )
+    if job.role == "forward":
+        _check_device(wanted)
+    return job
+
+
+def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
+    """Return the arguments, by name, that make Megatron take one role's processes for a job."""
+    wanted: dict[str, Any] = {"rank": job.role_rank, "world_size": job.ranks.role_size(job.role)}
+    if getattr(args, "rerun_mode", None) == "validate_results":
+        # Backward ranks would run a step with an unexpected loss again, and wait for forwards that
+        # never come. Without, such a loss ends the job at once.
+        wanted["rerun_mode"] = "disabled"
+    if job.role == "forward":
+        wanted |= _forward_settings(args, job)
+    return wanted
+
+
+def check_roles(args: Namespace) -> None:
+    """Compare what Megatron made of the arguments with the job.
+
+    Raises:
+        ArgumentsError: The flags ask for several chunks on each rank.
+    """
+    if getattr(args, "virtual_pipeline_model_parallel_size", None):
+        raise ArgumentsError(
+            f"{FLAG} has one stage on each rank, but the flags make "
+            f"{args.virtual_pipeline_model_parallel_size}; leave the flags of virtual pipeline "
+            "stages out, or give --pipeline-model-parallel-layout one stage for each rank"
+        )
+
+
+def roles_in_words(args: Namespace, job: Job) -> str:
+    """Say what runs."""
+    count = args.global_batch_size // (args.micro_batch_size * job.ranks.dp)
+    timeline = comparison.evaluate(job.schedule(count), UNIT)
+    forwards, backwards = (job.ranks.role_size(role) for role in ("forward", "backward"))
+    return (
+        f"pipeline schedule: {timeline.schedule.label} on {job.ranks.num_ranks} processes: "
+        f"{forwards} forward and {backwards} backward ranks, {job.ranks.dp} replica(s), {count} "
+        f"micro-batches: makespan {timeline.makespan / 2:g} forwards of a stage, bubble "
+        f"{100 * timeline.bubble_ratio:.1f} %"
+    )
+
+
+def _check_device(wanted: Disaggregation) -> None:
+    asked, name = wanted.forward_device, devices.current().name
+    if asked not in (None, name):
+        raise ArgumentsError(
+            f"{FORWARD_FLAG} {asked} came after the {name} backend was armed (Megatron was "
+            "imported before the command line was known); start the script with "
+            "`python -m megatron_ext`"
+        )
+
+
+def _forward_settings(args: Namespace, job: Job) -> dict[str, Any]:
+    """Return what differs for a process that has no gradients and writes nothing."""
+    settings: dict[str, Any] = {
+        "use_distributed_optimizer": False,
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
+        "recompute_granularity": None,
+        "recompute_method": None,
+        "recompute_num_layers": None,
+        "save": None,
+        "load": None,
+        "pretrained_checkpoint": None,
+        "tensorboard_dir": None,
+        "wandb_project": "",
+    }
+    if job.ranks.merged:
+        settings |= {
+            "tensor_model_parallel_size": 1,
+            "sequence_parallel": False,
+            # The vocabulary is padded to the same size as that of the shards.
+            "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by * job.ranks.tp,
+        }
+    return {dest: value for dest, value in settings.items() if hasattr(args, dest)}
+
+
+def _message_bytes(args: Namespace) -> int:
+    """Return the size of what goes from stage to stage, or of a stage's shipped activations."""
+    one: int = 4 * args.seq_length * args.micro_batch_size * args.hidden_size
+    if args.fbd_activations != "ship":
+        return one
+    layers: int = args.num_layers // args.pipeline_model_parallel_size
+    return one * (layers + 1)
+
+
+def _gathers_late(args: Namespace) -> bool:
+    """Tell whether each replica has updated a share of its weights when a step is over."""
+    if (getattr(args, "num_distributed_optimizer_instances", None) or 1) > 1:
+        return False  # replicas are shared out in groups; those of a group have gathered then
+    if getattr(args, "fp8_param_gather", False) or getattr(args, "fp4_param_gather", False):
+        return False  # what is gathered are bytes of another kind
+    if _experts_are_apart(args):
+        return False  # experts have fewer replicas than the rest, or others
+    return bool(args.use_distributed_optimizer and getattr(args, "overlap_param_gather", False))
+
+
+def _given(*dests: str) -> Callable[[Namespace], bool]:
+    return lambda args: any(getattr(args, dest, None) for dest in dests)
+
+
+def _above_one(dest: str) -> Callable[[Namespace], bool]:
+    return lambda args: (getattr(args, dest, None) or 1) > 1
+
+
+def _experts_are_apart(args: Namespace) -> bool:
+    """Tell whether the ranks that share a layer have different experts, or cut them otherwise."""
+    if not getattr(args, "num_experts", None):
+        return False
+    size = getattr(args, "expert_tensor_parallel_size", None)
+    cut_otherwise = size not in (None, args.tensor_model_parallel_size)
+    return cut_otherwise or _above_one("expert_model_parallel_size")(args)
+
+
+def has_dropout(args: Namespace) -> bool:
+    """Tell whether the model drops anything."""
+    return bool(args.hidden_dropout or args.attention_dropout)
+
+
+def _ships_without_recomputation(args: Namespace) -> bool:
+    wanted = ("full", "uniform", 1)
+    names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+    return args.fbd_activations == "ship" and wanted != tuple(getattr(args, n) for n in names)
+
+
+_RULES = (
+    Rule(
+        _above_one("context_parallel_size"),
+        "--context-parallel-size above 1: tensors are handed over by tensor-parallel ranks only; "
+        "take 1, and --sequence-parallel to cut activations",
+    ),
+    Rule(
+        _given("moe_router_enable_expert_bias"),
+        "--moe-router-enable-expert-bias: that bias is no weight and would stay behind on forward "
+        "ranks; balance experts with --moe-aux-loss-coeff",
+    ),
+    Rule(
+        _given("moe_input_jitter_eps"),
+        "--moe-input-jitter-eps: both roles would draw their own noise; leave it out",
+    ),
+    Rule(
+        lambda args: bool(args.ignore_forward_tensor_parallel and _given("num_experts")(args)),
+        f"{MERGE} and --num-experts: shards of experts are not put together; leave one of them out",
+    ),
+    Rule(
+        lambda args: args.fbd_activations == "ship" and _given("mtp_num_layers")(args),
+        "--fbd-activations ship and --mtp-num-layers: what is shipped are the layers of a stage, "
+        "not those behind them; take --fbd-activations recompute",
+    ),
+    Rule(
+        _given("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+        "virtual pipeline stages (--num-layers-per-virtual-pipeline-stage, "
+        "--num-virtual-stages-per-pipeline-rank): each rank has one stage; leave them out",
+    ),
+    Rule(
+        _given("use_tp_pp_dp_mapping"),
+        "--use-tp-pp-dp-mapping: the two roles of a stage are neighbours in the default order of "
+        "ranks; leave it out",
+    ),
+    Rule(
+        _given("use_mp_args_from_checkpoint_args"),
+        "--use-mp-args-from-checkpoint-args: roles follow from the parallel sizes on the command "
+        "line; say them with flags",
+    ),
+    Rule(
+        _given("exit_duration_in_mins", "exit_signal_handler"),
+        "--exit-duration-in-mins or --exit-signal-handler: forward and backward ranks would decide "
+        "to leave at different steps; take --exit-interval or --train-iters",
+    ),
+    Rule(
+        lambda args: getattr(args, "rerun_mode", None) == "report_stats",
+        "--rerun-mode report_stats: it runs each step again, and forward ranks do not; leave it "
+        "out",
+    ),
+    Rule(
+        _given("full_validation", "multiple_validation_sets"),
+        "--full-validation or --multiple-validation-sets: backward ranks do not read that data; "
+        "take --eval-iters",
+    ),
+    Rule(
+        _ships_without_recomputation,
+        "--fbd-activations ship alone: the inputs of layers are what is sent, so each layer is "
+        "recomputed from its own; add --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1, or take --fbd-activations recompute",
+    ),
+    Rule(
+        lambda args: bool(args.fbd_forward_device) and has_dropout(args),
+        f"{FORWARD_FLAG} and dropout: another device draws other masks; add --hidden-dropout 0 "
+        "--attention-dropout 0, or leave it out",
+    ),
+    Rule(
+        lambda args: (
+            args.fbd_activations == "ship"
+            and _given("fp8", "fp4", "distribute_saved_activations")(args)
+        ),
+        "--fbd-activations ship and --fp8-format, --fp4-format or --distribute-saved-activations: "
+        "those recompute layers in another way; take --fbd-activations recompute",
+    ),
+    Rule(
+        lambda args: args.ignore_forward_tensor_parallel and has_dropout(args),
+        f"{MERGE} and dropout: one process draws other masks than the shards of a stage; add "
+        "--hidden-dropout 0 --attention-dropout 0, or leave it out",
+    ),
+)

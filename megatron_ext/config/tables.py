@@ -1,0 +1,144 @@
+"""A configuration applied to the sizes of a job: its tables and policies, each made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate, get
+from megatron_ext.schedules.representation.costs import UNIT, Costs
+from megatron_ext.schedules.representation.split_backwards import split_backwards
+from megatron_ext.schedules.search.patience import policies
+
+if TYPE_CHECKING:
+    from megatron_ext.config.pipeline import DynamicOrder, PipelineConfig, TransportName
+    from megatron_ext.schedules.representation.actions import Schedule
+    from megatron_ext.schedules.representation.placement import Placement
+    from megatron_ext.schedules.search.policies import Policy
+
+__all__ = ["Pipeline", "base_table", "twins_of"]
+
+
+def base_table(chunks: int | None) -> str:
+    """Return the schedule with Megatron's own order for a number of stages on each rank."""
+    return "interleaved" if chunks is not None and chunks > 1 else "1f1b"
+
+
+def twins_of(name: str) -> int:
+    """Return how many mirrored pipelines a schedule has, each a data-parallel replica."""
+    return 1 if name.startswith(CSV_PREFIX) else get(name).twins
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The pipeline of one job under a configuration, for any number of micro-batches."""
+
+    config: PipelineConfig
+    pp: int
+    """Ranks of the whole pipeline world, as the user says it (BitPipe: both twins together)."""
+    num_microbatches: int
+    """Micro-batches of one model replica of Megatron's (BitPipe: of one twin) in a full batch."""
+    splits: bool = True
+    """Whether a dynamic order may split full backwards; False where the layers cannot do it."""
+    over_torch: bool = False
+    """Whether torch.distributed is the best that `auto` finds here."""
+    _fills: dict[int, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By number of micro-batches: whether all W of the table are ours, made by splitting."""
+    _policies: dict[int, Callable[[int], Policy]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """By number of micro-batches: what makes the policy of a rank."""
+    _tables: dict[int, Schedule] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @property
+    def name(self) -> str:
+        """The schedule, as registered, or `csv:FILE`."""
+        return self.config.schedule or base_table(self.config.chunks)
+
+    @property
+    def costs(self) -> Costs:
+        """What the table is made for."""
+        return self.config.costs or UNIT
+
+    @property
+    def dynamic(self) -> DynamicOrder | None:
+        """How ranks choose their order; None: every rank runs that of the table."""
+        return self.config.dynamic
+
+    @property
+    def transport(self) -> TransportName:
+        """What carries tensors between ranks."""
+        return "torch" if self.over_torch else self.config.wire
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a rank waits for one message."""
+        return self.config.message_timeout_s
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Which rank holds which stage; the same for every number of micro-batches."""
+        return self.schedule(self.num_microbatches).placement
+
+    @property
+    def twins(self) -> int:
+        """Mirrored pipelines, each of which is a data-parallel replica in Megatron's eyes."""
+        return twins_of(self.name)
+
+    @property
+    def full(self) -> Schedule:
+        """The table of a full batch."""
+        return self.schedule(self.num_microbatches)
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether the pipeline ends on the rank where it began (V and W)."""
+        return self.placement.name in ("v", "w")
+
+    def static(self) -> Pipeline:
+        """Return the same pipeline with every rank in the order of the table."""
+        return replace(self, config=replace(self.config, dynamic=None))
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """Return the table for a number of micro-batches of one replica; made once for each.
+
+        It is what the generator makes, but for twins that are crossed once (dualpipe): the last
+        stage would be on the twin of the first, which is another replica to Megatron and reads
+        other samples, so activations would meet foreign labels. There they stay where they are.
+
+        Raises:
+            ScheduleError: If there is none for that number.
+        """
+        if num_microbatches not in self._tables:
+            table = generate(
+                self.name,
+                self.pp,
+                num_microbatches * self.twins,
+                self.config.chunks,
+                self.costs,
+                **self.config.options,
+            )
+            if len(table.placement.twin_hops) % 2:
+                table = replace(table, placement=replace(table.placement, twin_hops=frozenset()))
+            splits = self.dynamic is not None and self.splits
+            self._fills[num_microbatches] = splits and not table.splits_backward
+            self._tables[num_microbatches] = split_backwards(table) if splits else table
+        return self._tables[num_microbatches]
+
+    def policy(self, num_microbatches: int, rank: int) -> Policy:
+        """Return what chooses the next action of a rank of a dynamic schedule, for one step."""
+        assert self.dynamic is not None, "a static schedule has no policy"
+        if num_microbatches not in self._policies:
+            table = self.schedule(num_microbatches)
+            self._policies[num_microbatches] = policies(
+                self.dynamic.policy,
+                table,
+                extra_activations=self.dynamic.margin,
+                weights_fill=self._fills[num_microbatches],
+                costs=self.costs,
+            )
+        return self._policies[num_microbatches](rank)

@@ -1,0 +1,35 @@
+"""Which transport `auto` means on the hosts of a job."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from megatron_ext import devices
+from megatron_ext.config.environment import Environment
+
+if TYPE_CHECKING:
+    from megatron_ext.config.pipeline import PipelineConfig
+
+__all__ = ["torch_is_best"]
+
+_LOG = logging.getLogger(__name__)
+
+
+def torch_is_best(config: PipelineConfig, world_size: int) -> bool:
+    """Tell whether `auto` means torch.distributed: a static order between devices of one host.
+
+    A schedule whose order is fixed needs nothing that torch.distributed lacks.
+    """
+    if config.wire != "auto" or config.dynamic is not None:
+        return False
+    if config.device_path == "ipc" or config.checksums:  # which torch.distributed does not have
+        return False
+    on_one_host = Environment.read().ranks_per_node(world_size) >= world_size
+    if not (on_one_host and devices.current().reaches_peers):
+        return False
+    _LOG.info(
+        "--pipeline-transport auto: torch.distributed, which moves tensors between the devices of "
+        "one host without the host's memory"
+    )
+    return True

@@ -1,0 +1,112 @@
+"""`megatron_ext.configure` says what to build, and what it puts in force can be ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import megatron_ext
+from megatron_ext import DynamicOrder, PipelineConfig
+from megatron_ext.config import active
+from megatron_ext.errors import UserError
+from tests.ranks import run_ranks
+
+
+def configured(settings: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any] | str:
+    """Configure this process; return what to build, or the error."""
+    usual = {"pipeline_ranks": 4, "num_microbatches": 8, "num_layers": 16}
+    try:
+        build = megatron_ext.configure(PipelineConfig(**settings), **{**usual, **sizes})
+    except UserError as error:
+        assert active.active() is None
+        return str(error)
+    return {**build.transformer, "replicas": build.replicas, "m": build.num_microbatches}
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes", "expected"),
+    [
+        ({}, {}, {"pipeline_model_parallel_size": 4, "m": 8, "replicas": 1}),
+        (
+            {"schedule": "bitpipe"},
+            {},
+            {
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 4,
+                "pipeline_model_parallel_layout": "Ett|tt|tt|tt|tt|tt|tt|ttL",
+                "overlap_p2p_comm": True,
+                "replicas": 2,
+                "m": 4,
+            },
+        ),
+        (
+            {"schedule": "interleaved", "chunks": 4},
+            {},
+            {
+                "virtual_pipeline_model_parallel_size": 4,
+                "pipeline_model_parallel_layout": None,
+                "overlap_p2p_comm": False,
+                "batch_p2p_comm": True,
+            },
+        ),
+        (
+            {"schedule": "zb-v"},
+            {"layout": "Et|" + "tt|" * 6 + "tttL"},
+            {"pipeline_model_parallel_layout": "Et|" + "tt|" * 6 + "tttL"},
+        ),
+        ({"dynamic": DynamicOrder()}, {"seed": 1}, {"pipeline_model_parallel_size": 4}),
+    ],
+)
+def test_what_to_build(
+    settings: dict[str, Any], sizes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    [found] = run_ranks(1, configured, settings, sizes)
+    assert isinstance(found, dict), found
+    assert found | expected == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes", "message"),
+    [
+        ({"schedule": "zb-v"}, {"pipeline_ranks": 1}, "needs a pipeline, pipeline_ranks 1 is none"),
+        ({"schedule": "bitpipe"}, {"pipeline_ranks": 5}, "must be even and at least 4; take 4 or"),
+        ({"schedule": "bitpipe"}, {"num_microbatches": 7}, "do not divide among the two mirrored"),
+        ({"schedule": "zb-v"}, {"num_layers": 12}, "num_layers 12 do not divide into the 8 stages"),
+        ({"schedule": "interleaved"}, {"num_microbatches": 6}, "take 4 or 8 micro-batches"),
+        ({"dynamic": DynamicOrder()}, {}, "need a seed of the run"),
+        ({"disaggregation": megatron_ext.Disaggregation()}, {}, "knows both roles"),
+        ({"device": "musa"}, {}, "device musa came after the cpu backend was armed"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    settings: dict[str, Any], sizes: dict[str, Any], message: str
+) -> None:
+    [found] = run_ranks(1, configured, settings, sizes)
+    assert isinstance(found, str), found
+    assert message in found
+
+
+def one_after_the_other() -> list[str]:
+    """Tell which schedule Megatron hands out; its modules were imported before."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from torch import distributed
+
+    from tests.patches.single import start_parallel
+
+    start_parallel(pipeline_model_parallel_size=2)
+    assert distributed.get_world_size() == 2
+    found = [get_forward_backward_func().__module__]
+    sizes = {"pipeline_ranks": 2, "num_microbatches": 4, "num_layers": 2}
+    for end in (megatron_ext.deconfigure, megatron_ext.deactivate):
+        megatron_ext.configure(PipelineConfig(schedule="zb-h1"), **sizes)
+        found.append(get_forward_backward_func().__module__)
+        end()
+        found.append(get_forward_backward_func().__module__)
+        assert active.active() is None
+    return found
+
+
+def test_it_ends_with_deconfigure_and_with_deactivate() -> None:
+    own, ours = "megatron.core.pipeline_parallel.schedules", "megatron_ext.schedules.runtime.entry"
+    assert run_ranks(2, one_after_the_other) == [[own, ours, own, ours, own]] * 2

@@ -1,0 +1,123 @@
+"""A `PipelineConfig` refuses what cannot be when it is made, in the words of whoever made it."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from argparse import ArgumentParser
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+
+import megatron_ext
+from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, Tracing
+from megatron_ext.config.flags import add_arguments, pipeline_config
+from megatron_ext.errors import ArgumentsError, ScheduleError, UserError
+from megatron_ext.schedules.representation.costs import Costs
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"schedule": "zb_v"}, "no schedule 'zb_v'"),
+        ({"schedule": "fbd"}, "schedule fbd needs processes of two roles"),
+        ({"schedule": "zb-v", "options": {"order": "zb"}}, "zb-v has no option 'order'"),
+        ({"schedule": "interleaved", "chunks": 1}, "at least 2 chunks, got 1"),
+        ({"schedule": "csv:x", "chunks": 2}, "schedule csv:x is what the file says"),
+        ({"costs": Costs()}, "costs is for schedules of this package; add schedule"),
+        ({"transport": "pigeon"}, "transport 'pigeon' is none of torch, auto, shm, tcp, rdma"),
+        ({"dynamic": DynamicOrder(), "transport": "torch"}, "leave transport torch out"),
+        ({"node_ips": ("10.0.0.1",)}, "transport torch has none; take transport auto"),
+        ({"device_path": "ipc"}, "device_path ipc goes with shared memory, transport is torch"),
+        ({"device": "tpu"}, "device 'tpu' is none of auto"),
+        ({"hang_timeout_s": 0.0}, "hang_timeout_s 0 must be a positive number of seconds"),
+        ({"message_timeout_s": -1.0}, "message_timeout_s -1 must be a positive number"),
+        ({"disaggregation": Disaggregation(), "schedule": "1f1b"}, "brings its own schedule"),
+        ({"disaggregation": Disaggregation(), "transport": "torch"}, "are two jobs; take auto"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        PipelineConfig(**settings)
+    assert message in str(caught.value)
+    assert "--" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DynamicOrder(extra_activations=-1), "extra_activations -1: a rank cannot keep"),
+        (
+            lambda: DynamicOrder(policy="depth-first", extra_activations=1),
+            "policy depth-first has no bound on memory",
+        ),
+        (lambda: Tracing(interval=0), "interval 0 must be at least 1"),
+        (lambda: Tracing(interval=3, iterations=4), "must be between 1 and interval 3"),
+        (lambda: Disaggregation(forward_device="auto"), "forward_device 'auto' is none of cuda"),
+    ],
+)
+def test_parts_check_themselves(make: Any, message: str) -> None:
+    with pytest.raises(ArgumentsError) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+def test_it_is_frozen_and_travels() -> None:
+    config = PipelineConfig(schedule="bitpipe", options={"order": "paper"}, tracing=Tracing())
+    with pytest.raises(FrozenInstanceError):
+        config.schedule = "zb-v"  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert replace(config, transport="shm").options == {"order": "paper"}
+    with pytest.raises(ScheduleError):
+        replace(config, schedule="zb-v")
+
+
+@pytest.mark.parametrize(
+    ("flags", "config"),
+    [
+        ("", PipelineConfig()),
+        ("--enable-bitpipe-schedule", PipelineConfig(schedule="bitpipe")),
+        (
+            "--pipeline-schedule zb-v --pipeline-costs 1,2,1 --pipeline-transport shm",
+            PipelineConfig(schedule="zb-v", costs=Costs(1, 2, 1), transport="shm"),
+        ),
+        (
+            "--use-dpp --dpp-extra-activations 2 --hang-timeout 5",
+            PipelineConfig(
+                schedule="1f1b", dynamic=DynamicOrder(extra_activations=2), hang_timeout_s=5.0
+            ),
+        ),
+        (
+            "--forward-backward-disaggregating --fbd-activations ship --trace",
+            PipelineConfig(disaggregation=Disaggregation(activations="ship"), tracing=Tracing()),
+        ),
+    ],
+)
+def test_flags_are_one_translation(flags: str, config: PipelineConfig) -> None:
+    parser = add_arguments(ArgumentParser())
+    assert pipeline_config(parser.parse_args(flags.split())) == config
+
+
+def test_flags_are_named_where_flags_were_given() -> None:
+    parser = add_arguments(ArgumentParser())
+    args = parser.parse_args("--use-dpp --pipeline-transport torch".split())
+    with pytest.raises(ArgumentsError, match=r"--use-dpp chooses .* leave --pipeline-transport"):
+        pipeline_config(args)
+
+
+def test_it_costs_no_import_of_torch() -> None:
+    code = (
+        "import sys, megatron_ext; megatron_ext.PipelineConfig(schedule='zb-v'); "
+        "print(*{'torch', 'numpy', 'megatron.core'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == []
+
+
+def test_unknown_names_are_errors() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Pipelines'"):
+        _ = megatron_ext.Pipelines

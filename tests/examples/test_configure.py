@@ -1,0 +1,48 @@
+"""The program without flags: schedules through `configure` train as Megatron's own 1F1B does."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from .scripts import REPO
+
+PROGRAM = REPO / "examples" / "configure" / "tiny_gpt.py"
+_LOSS = re.compile(r"sample (\d+): loss (\S+)$", re.MULTILINE)
+
+
+def losses(*words: str) -> dict[int, float]:
+    """Run the program on four ranks; return the loss of each sample."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_EXT_DEVICE": ""}
+    done = subprocess.run(
+        [*launcher, str(PROGRAM), *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {int(sample): float(loss) for sample, loss in _LOSS.findall(done.stdout)}
+
+
+@pytest.fixture(scope="module")
+def megatrons() -> dict[int, float]:
+    """The losses of Megatron's own 1F1B."""
+    found = losses()
+    assert sorted(found) == list(range(24))
+    assert found[23] != found[0]
+    return found
+
+
+def test_zb_v_has_the_bits_of_1f1b(megatrons: dict[int, float]) -> None:
+    assert losses("zb-v") == megatrons
+
+
+def test_bitpipe_differs_by_the_order_of_sums(megatrons: dict[int, float]) -> None:
+    assert losses("bitpipe") == pytest.approx(megatrons, rel=1e-5)
