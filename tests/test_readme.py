@@ -109,7 +109,7 @@ def known_flags() -> set[str]:
     return set(re.findall(r"--[a-z][\w-]+", "\n".join(texts)))
 
 
-# Of torchrun, and of Megatron-LM where the embedded trainer or the reference release has no such flag.
+# Of torchrun, and of Megatron-LM where neither the embedded trainer nor 0.16 has such a flag.
 FOREIGN_FLAGS = {
     "--batch-invariant-mode",
     "--iterations-to-skip",
