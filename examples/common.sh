@@ -5,7 +5,7 @@
 # detect_device FLAGS...     sets DEVICE (cpu, cuda, musa) and DEVICE_COUNT
 # python_reference PREFIX    makes the indexed dataset PREFIX_text_document from Python's own manual
 # word_pieces PREFIX         the same for BERT: PREFIX_text_sentence, and its tokenizer in PREFIX
-# choose_way [--embedded]    sets WAY: upstream (a Megatron-LM tree was found) or embedded
+# choose_way [--embedded]    sets WAY: upstream (Megatron's own training loop, of a tree or a wheel) or embedded
 # flag_value NAME DEFAULT FLAGS...   prints the last value that the flags give NAME
 # run_command OUTPUT COMMAND...      runs a command, shows its output and keeps it in a file
 
@@ -224,7 +224,10 @@ corpus() {
 
 # The runner decides by the same rule; here it is needed for flags that only one of the two knows.
 choose_way() {
-    if [[ ${1:-} != --embedded ]] && "$PYTHON" -m megatron_ext upstream path >/dev/null 2>&1; then
+    local own_loop='import sys; from megatron_ext import releases; sys.exit(not releases.has_training())'
+    if [[ ${1:-} == --embedded ]]; then
+        WAY=embedded # or refused by the runner, with the reason
+    elif "$PYTHON" -m megatron_ext upstream path >/dev/null 2>&1 || "$PYTHON" -c "$own_loop" 2>/dev/null; then
         WAY=upstream
     else
         WAY=embedded
