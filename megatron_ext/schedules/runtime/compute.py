@@ -91,9 +91,11 @@ class StageCompute:
         """
         stage, kind, microbatch = action
         if kind == "F":
-            leaves = [t if t is None else t.requires_grad_() for t in inputs]
-            leaves = leaves or [None] * self.num_inputs
-            return self.forward(stage, microbatch, leaves, is_first=is_first)
+            for tensor in inputs:
+                if tensor is not None:
+                    tensor.requires_grad_()
+            inputs = inputs or [None] * self.num_inputs
+            return self.forward(stage, microbatch, inputs, is_first=is_first)
         if kind == "W":
             self.weights(stage, microbatch, progress)
             return []

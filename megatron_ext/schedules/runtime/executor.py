@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from megatron_ext.errors import MegatronExtError, TransportError
-from megatron_ext.schedules.runtime.observer import Executed
+from megatron_ext.schedules.runtime.observer import overrides
 
 if TYPE_CHECKING:
     from megatron_ext.messages import Message
     from megatron_ext.schedules.representation.actions import Action
     from megatron_ext.schedules.representation.communication import Exchange, Transfer
     from megatron_ext.schedules.runtime.compute import Tensors
-    from megatron_ext.schedules.runtime.observer import Observer
+    from megatron_ext.schedules.runtime.observer import Executed, Observer
     from megatron_ext.schedules.runtime.ordering import Order
     from megatron_ext.schedules.runtime.program import Program
     from megatron_ext.schedules.runtime.split import Progress
@@ -102,6 +102,9 @@ class Executor:
     """Tensors between two stages of this rank."""
     _remaining: dict[int, int] = field(init=False)
     """By stage: number of actions that have not run yet."""
+    _begins: list[Observer] = field(init=False)
+    _ends: list[Observer] = field(init=False)
+    """Observers of an action's begin and end."""
     _executed: list[Executed] = field(default_factory=list, init=False)
 
     def run(self) -> None:
@@ -112,6 +115,9 @@ class Executor:
             MegatronExtError: The order ended, and something was not executed.
         """
         begin_s = time.perf_counter()
+        # Between two actions nobody is called who does not listen.
+        self._begins = [o for o in self.observers if overrides(o, "begin_action")]
+        self._ends = [o for o in self.observers if overrides(o, "end_action")]
         self._remaining = dict(self.table.actions_by_stage)
         self.transport.begin([*self.order.expected(), *self.program.expected], self.table.slots)
         exchanges = self.program.exchanges
@@ -137,25 +143,27 @@ class Executor:
             self.transport.isend(torch.empty(0, dtype=torch.uint8), credit.peer, credit.message)
         saved = self.compute.saved_tensors(stage, action.microbatch)
         progress = self.gradients.progress(stage) if is_last and action.kind == "W" else None
-        for observer in self.observers:
+        for observer in self._begins:
             observer.begin_action(action)
         begin_s = time.perf_counter()
         with self.gradients.around(action, is_last=is_last):
             outputs = self.compute.run(action, inputs, is_first=is_first, progress=progress)
         end_s = time.perf_counter()
-        for observer in self.observers:
+        for observer in self._ends:
             observer.end_action(position, action)
         self._deliver(exchange, outputs)
         # Send results before bookkeeping: to free the graph of a backward takes as long as to send.
         del saved
         self._remaining[stage] = remaining - 1
-        self._executed.append(Executed(position, action, end_s - begin_s))
+        self._executed.append((position, action, end_s - begin_s))
         if is_last:
             self.gradients.after(stage)
 
     def _inputs(self, exchange: Exchange) -> Tensors:
         inputs = exchange.inputs
-        if inputs and inputs[0].verb == "LOCAL":
+        if not inputs:
+            return []
+        if inputs[0].verb == "LOCAL":
             return self._take(exchange.action, inputs[0].message)
         return [self._receive(exchange, transfer) for transfer in inputs]
 
@@ -202,8 +210,9 @@ class Executor:
     def _check_complete(self) -> None:
         executed = {position for position, _, _ in self._executed}
         row = self.table.schedule.rows[self.table.rank]
+        skipped = set(range(len(row))) - executed
         leftovers = [
-            *(str(action) for index, action in enumerate(row) if index not in executed),
+            *(str(row[position]) for position in sorted(skipped)),
             *self.compute.unfinished(),
             *(f"what takes {message}" for message in self._handed),
         ]

@@ -8,24 +8,19 @@ observes calls nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from megatron_ext.transport.observed import TransportObserver
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Action
 
-__all__ = ["Executed", "Observer"]
+__all__ = ["Executed", "Observer", "overrides"]
 
 
-class Executed(NamedTuple):
-    """An action that a rank has run."""
-
-    position: int
-    """In the table's order."""
-    action: Action
-    duration_s: float
-    """As the host sees it."""
+Executed = tuple[int, "Action", float]
+"""An action that has run: its position in the table's order, itself, and its duration in seconds as
+the host sees it. A plain tuple: one is made between any two actions."""
 
 
 class Observer(TransportObserver):
@@ -49,3 +44,8 @@ class Observer(TransportObserver):
             executed: Every action of the step.
             wall_s: Duration of the step.
         """
+
+
+def overrides(observer: Observer, method: str) -> bool:
+    """Tell whether an observer does anything in one of its methods."""
+    return getattr(type(observer), method) is not getattr(Observer, method)
