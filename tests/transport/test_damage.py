@@ -111,7 +111,7 @@ def _talk(rank: int, store: _Store, run_id: str) -> TransportError | None:
         for i, (shape, dtype) in enumerate(_SHAPES):
             key = Message("F", peer, i)
             transport.isend(tensor_of(key, rank, shape, dtype), peer, key)
-        for _, key, shape, dtype in expected:
+        for _, key, shape, dtype, _ in expected:
             assert shape is not None
             received = transport.recv(peer, key, LONG_S)
             assert equal(received, tensor_of(key, peer, shape, dtype)), f"damaged: {key}"
