@@ -10,10 +10,9 @@ import pytest
 
 from megatron_ext import cli
 from megatron_ext.schedules import registered
+from tests.config.test_schedule_flags import outcomes
 from tests.ranks import run_ranks, start_script
 from tests.trace.runs import write_run
-
-from .test_training_flags import outcomes
 
 MODEL = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
