@@ -101,7 +101,9 @@ class Pipeline:
 
     def static(self) -> Pipeline:
         """Return the same pipeline with every rank in the order of the table."""
-        return replace(self, config=replace(self.config, dynamic=None))
+        # What `dynamic` implies is said, because other settings depend on it.
+        config = replace(self.config, schedule=self.name, dynamic=None, transport=self.config.wire)
+        return replace(self, config=config)
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return the table for a number of micro-batches of one replica; made once for each.
