@@ -14,7 +14,7 @@ def without(*ids: str) -> Iterator[None]:
 
     tables = [import_module(f"megatron_ext.patches.{name}").PATCHES for name in TABLES]
     taken = [patch for table in tables for patch in table if patch.id in ids]
-    assert len(taken) == len(ids), ids
+    assert {patch.id for patch in taken} == set(ids), ids
     REGISTRY.remove(ids)
     try:
         yield
