@@ -34,6 +34,7 @@ def test_the_tiny_command_with_a_tree(tmp_path: Path) -> None:
     core = tmp_path / "megatron" / "core" / "package_info.py"
     core.parent.mkdir()
     core.write_text("MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ''\n")
+    (tmp_path / "pretrain_gpt.py").touch()
     words = dry_run(LLAMA3, "--tiny", MEGATRON_LM_PATH=str(tmp_path))
     assert value_of(words, "--tokenizer-type") == "NullTokenizer"
     words = dry_run(LLAMA3, "--tiny", "--embedded", MEGATRON_LM_PATH=str(tmp_path))

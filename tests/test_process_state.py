@@ -15,6 +15,8 @@ THREE = {
     "devices/__init__.py: _PROCESS",
 }
 """The registry of patches, the active configuration, the device."""
+CODE = {"schedules/generators/catalog.py: _GENERATORS"}
+"""What a decorator fills while modules are imported, also modules of users; no state of a run."""
 OTHER_PROCESSES = ("preprocess/", "launch/")
 """Commands with processes of their own, of which none trains."""
 MAKERS = frozenset({"list", "dict", "set", "deque", "defaultdict", "count", "bytearray", "local"})
@@ -105,7 +107,7 @@ def state(name: str, tree: ast.Module) -> list[str]:
 
 def test_a_process_holds_three_things() -> None:
     found = {line for name, tree in sources() for line in state(name, tree)}
-    assert found == THREE
+    assert found == THREE | CODE
 
 
 @pytest.mark.parametrize(

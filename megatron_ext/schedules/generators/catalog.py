@@ -13,7 +13,6 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 from megatron_ext.errors import ScheduleError
@@ -131,8 +130,12 @@ class Generator:
         return " ".join(flags)
 
 
+_GENERATORS: dict[str, Generator] = {}
+"""By name. Modules fill it while they are imported, those of this package and those of users."""
+
+
 def register(name: str, **settings: Any) -> Callable[[Build], Build]:
-    """Return a decorator that makes a function a generator, which `registered` then finds.
+    """Return a decorator that enters a generator under a name.
 
     Args:
         name: As users write it: lower case with dashes.
@@ -140,32 +143,22 @@ def register(name: str, **settings: Any) -> Callable[[Build], Build]:
     """
 
     def enter(build: Build) -> Build:
-        generator = Generator(name=name, build=build, **settings)
-        build.generator = generator  # type: ignore[attr-defined]
+        if name in _GENERATORS:
+            raise ScheduleError(
+                f"{name} is registered twice, by {_GENERATORS[name].module} and {build.__module__}"
+            )
+        _GENERATORS[name] = Generator(name=name, build=build, **settings)
         return build
 
     return enter
 
 
 @cache
-def _generators() -> Mapping[str, Generator]:
-    """Return the generators of all modules of this package."""
+def _load_generators() -> None:
     from megatron_ext.schedules import generators as package
 
-    found: dict[str, Generator] = {}
     for module in pkgutil.iter_modules(package.__path__):
-        loaded = importlib.import_module(f"{package.__name__}.{module.name}")
-        for value in vars(loaded).values():
-            generator = getattr(value, "generator", None)
-            if not isinstance(generator, Generator) or generator.module != loaded.__name__:
-                continue
-            if generator.name in found:
-                raise ScheduleError(
-                    f"{generator.name} is registered twice, by {found[generator.name].module} and "
-                    f"{generator.module}"
-                )
-            found[generator.name] = generator
-    return MappingProxyType(dict(sorted(found.items())))
+        importlib.import_module(f"{package.__name__}.{module.name}")
 
 
 def registered(*, unlisted: bool = False) -> dict[str, Generator]:
@@ -174,7 +167,8 @@ def registered(*, unlisted: bool = False) -> dict[str, Generator]:
     Args:
         unlisted: Also those that are no schedule of `--pipeline-schedule`.
     """
-    return {name: found for name, found in _generators().items() if found.listed or unlisted}
+    _load_generators()
+    return {k: v for k, v in sorted(_GENERATORS.items()) if v.listed or unlisted}
 
 
 def get(name: str) -> Generator:
