@@ -13,8 +13,8 @@ from tests.commands import run_package
 
 @pytest.fixture(autouse=True)
 def no_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
-    monkeypatch.setattr(upstream, "_chosen", None)
+    monkeypatch.setenv("MEGATRON_LM_PATH", "")  # so that what a test sets ends with it
+    monkeypatch.delenv("MEGATRON_LM_PATH")
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
 

@@ -39,8 +39,8 @@ def _commit_and_tag(tree: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
-    monkeypatch.setattr(upstream, "_chosen", None)
+    monkeypatch.setenv("MEGATRON_LM_PATH", "")  # so that what a test sets ends with it
+    monkeypatch.delenv("MEGATRON_LM_PATH")
 
 
 def test_without_any_tree_the_error_says_how_to_get_one() -> None:

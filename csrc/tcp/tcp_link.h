@@ -20,8 +20,9 @@ namespace megatron_ext {
 /// memory: it allows as much as its room beyond what was let go again, and a message that has begun
 /// to its end, because there is memory for all of it from its first piece on. While the receiver
 /// waits it allows more as soon as half of that has come, because what it waits for may be behind
-/// what it does not; so no order of taking messages stops a sender. Everything else of the peer is read at once, whatever this process
-/// does, by the service thread: farewell, end of the connection, death.
+/// what it does not; so no order of taking messages stops a sender. Everything else of the peer is
+/// read at once, whatever this process does, by the service thread: farewell, end of the connection,
+/// death.
 class TcpLink final : public Link {
   public:
     /// `socket` is connected to the peer, which has proved who it is. A peer that is silent, and

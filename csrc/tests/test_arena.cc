@@ -211,7 +211,8 @@ TEST(damage_is_an_error) {
         send(link.outbox, 1, 64);
         const Arena arena = Arena::attach(duplicate(link.inbox.fd()));
         arena.bytes(arena.order(0))[63] ^= std::byte{1};
-        CHECK_THROWS(link.inbox.next(), TransportError, "bytes 0 to 64 of the 64 of tag 0x1 are not");
+        CHECK_THROWS(link.inbox.next(), TransportError,
+                     "bytes 0 to 64 of the 64 of tag 0x1 are not");
     }
     {
         Ends link({2, 64});
