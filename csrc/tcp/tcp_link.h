@@ -21,7 +21,7 @@ namespace megatron_ext {
 /// to its end, because there is memory for all of it from its first piece on. While the receiver
 /// waits it allows more as soon as half of that has come, because what it waits for may be behind
 /// what it does not; so no order of taking messages stops a sender. Everything else of the peer is
-/// read at once, whatever this process does, by the service thread: farewell, end of the connection,
+/// read at once, whatever this process does, by the service thread: farewell, end of connection,
 /// death.
 class TcpLink final : public Link {
   public:
