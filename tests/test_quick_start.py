@@ -27,7 +27,7 @@ def shape(line: str) -> str:
     line = " ".join(re.sub(r"\d+(\.\d+)?(E[+-]\d+)?", "#", line).split())
     line = re.sub(r"(?<=busy # ms; ).*(?=; peak memory)", "CAUSES", line)
     line = re.sub(r"\S+(?=/checkpoints|/log\.txt)", "OUT", line)
-    return re.sub(r"^[a-z].* # # #$", "SCHEDULE # # #", line)
+    return re.sub(r"^[a-z].* # # #\*?$", "SCHEDULE # # #", line)
 
 
 def assert_shown(shown: list[str], printed: str) -> None:
