@@ -21,7 +21,7 @@ from megatron_ext.version import __version__
 
 if TYPE_CHECKING:
     from megatron_ext.config.build import ModelBuild
-    from megatron_ext.config.pipeline import (
+    from megatron_ext.config.pipeline_config import (
         Disaggregation,
         DynamicOrder,
         PipelineConfig,
@@ -45,11 +45,11 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "Disaggregation": "megatron_ext.config.pipeline",
-    "DynamicOrder": "megatron_ext.config.pipeline",
+    "Disaggregation": "megatron_ext.config.pipeline_config",
+    "DynamicOrder": "megatron_ext.config.pipeline_config",
     "ModelBuild": "megatron_ext.config.build",
-    "PipelineConfig": "megatron_ext.config.pipeline",
-    "Tracing": "megatron_ext.config.pipeline",
+    "PipelineConfig": "megatron_ext.config.pipeline_config",
+    "Tracing": "megatron_ext.config.pipeline_config",
 }
 """What is imported when it is first asked for."""
 

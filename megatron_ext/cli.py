@@ -52,10 +52,10 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the `megatron-ext` command with all subcommands."""
     from megatron_ext import preprocess
-    from megatron_ext.doctor import command as doctor
-    from megatron_ext.launch import command as launch
+    from megatron_ext.doctor import doctor_command as doctor
+    from megatron_ext.launch import launch_commands as launch
     from megatron_ext.schedules import plan_command as schedules
-    from megatron_ext.trace import commands as trace
+    from megatron_ext.trace import trace_commands as trace
 
     parser = _Parser(
         prog="megatron-ext",

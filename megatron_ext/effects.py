@@ -17,7 +17,7 @@ from megatron_ext.errors import EffectMissing
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.config.tables import Pipeline
+    from megatron_ext.config.sized_pipeline import Pipeline
 
 __all__ = [
     "check_frozen",

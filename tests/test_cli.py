@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ext import cli
 from megatron_ext.config.flags import add_arguments, pipeline_config
-from megatron_ext.config.pipeline import PipelineConfig
+from megatron_ext.config.pipeline_config import PipelineConfig
 from tests.commands import run_package
 
 
@@ -57,9 +57,7 @@ def test_listing_shows_each_patch_with_target_and_reason() -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     ids = {row["id"] for row in rows}
-    for table in importlib.import_module("megatron_ext.patches").TABLES:
-        patches = importlib.import_module(f"megatron_ext.patches.{table}").PATCHES
-        assert {patch.id for patch in patches} <= ids
+    assert {patch.id for patch in importlib.import_module("megatron_ext.patches").rows()} <= ids
     assert all(row["reason"] and ":" in row["target"] and row["intact"] for row in rows)
     states = {row["id"]: row["state"] for row in rows}
     assert states["arguments.flags"] in {"pending", "installed"}

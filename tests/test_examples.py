@@ -68,7 +68,7 @@ def test_the_full_size_is_the_published_one() -> None:
 @pytest.mark.parametrize("size", [["--tiny"], []], ids=["tiny", "8b"])
 def test_the_flags_hang_together(size: list[str]) -> None:
     """The embedded trainer's parser takes them, and the parallel sizes come out as intended."""
-    from megatron_ext.training.arguments import parse
+    from megatron_ext.training.trainer_arguments import parse
 
     words = dry_run(LLAMA3, *size)
     world = value_of(words, "--nproc-per-node")
@@ -84,7 +84,7 @@ def test_the_flags_hang_together(size: list[str]) -> None:
 def test_every_schedule_can_be_asked_for(name: str, size: list[str]) -> None:
     """One pipeline of 4 where two are mirrored, else two pipelines of 2: no other flag needed."""
     from megatron_ext.config.active import clear_configuration, pipeline
-    from megatron_ext.training.arguments import parse
+    from megatron_ext.training.trainer_arguments import parse
 
     words = dry_run(LLAMA3, *size, "--pipeline-schedule", name)
     world = value_of(words, "--nproc-per-node")

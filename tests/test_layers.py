@@ -18,9 +18,12 @@ PACKAGE = REPO / "megatron_ext"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 NATIVE = sorted(path for path in (REPO / "csrc").rglob("*") if path.suffix in {".cc", ".h"})
 
+# Python gives these two names their meaning; every other module is found by its own.
+SHARED_NAMES = {"__init__", "__main__"}
+
 DEVICE_NAME = re.compile(r"(cuda|nccl|musa|mccl)(:\d+)?")
 # Flags list the names that users and upstream give devices; nothing is done with them there.
-FLAG_CHOICES = {"megatron_ext/training/flags.py"}
+FLAG_CHOICES = {"megatron_ext/training/trainer_flags.py"}
 
 
 def name(path: Path) -> str:
@@ -35,6 +38,21 @@ def parsed(paths: list[Path]) -> Iterator[tuple[Path, ast.Module]]:
 def test_there_are_sources_to_check() -> None:
     assert len(SOURCES) > 20
     assert NATIVE
+
+
+def repeated(paths: list[Path]) -> dict[str, list[str]]:
+    """Return the names that several modules have, with those modules."""
+    homes: dict[str, list[str]] = {}
+    for path in paths:
+        homes.setdefault(path.stem, []).append(name(path))
+    return {
+        stem: found for stem, found in homes.items() if len(found) > 1 and stem not in SHARED_NAMES
+    }
+
+
+def test_no_two_modules_share_a_name() -> None:
+    assert repeated(SOURCES) == {}
+    assert repeated([*SOURCES, PACKAGE / "launch" / "executor.py"]).keys() == {"executor"}
 
 
 def test_only_device_files_call_devices_by_name() -> None:
@@ -166,7 +184,7 @@ def test_the_import_contracts_hold() -> None:
 BREACHES = {
     "transport/base.py": "megatron_ext.schedules.representation.actions",
     "schedules/representation/actions.py": "megatron_ext.schedules.search.simulate",
-    "schedules/search/simulate.py": "megatron_ext.schedules.runtime.tables",
+    "schedules/search/simulate.py": "megatron_ext.schedules.runtime.rank_table",
     "schedules/runtime/executor.py": "argparse",
     "errors.py": "megatron_ext.cli",
 }

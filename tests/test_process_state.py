@@ -134,7 +134,7 @@ COMMANDS = {
     "releases.py",
     "schedules/plan_command.py",
     "signatures.py",  # calls Megatron's functions that take parsed arguments
-    "trace/commands.py",
+    "trace/trace_commands.py",
 }
 PATCHES_ON_TRAINING = {"patches/arguments.py", "patches/disaggregation.py", "patches/trace.py"}
 FLAGS = ("argparse", "get_args", "sys.argv")

@@ -17,7 +17,7 @@ from .megatron_core import Chunk, initialize, make_config, record_steps, step_ke
 from .noise import NoisyTimes
 
 if TYPE_CHECKING:
-    from megatron_ext.config.tables import Pipeline
+    from megatron_ext.config.sized_pipeline import Pipeline
     from megatron_ext.messages import Message
 
     from .stage import Probe

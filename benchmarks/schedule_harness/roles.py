@@ -294,8 +294,8 @@ def _prepare(case: Case) -> tuple[Callable[..., Any], Store, float]:
 
     if case.way == "1f1b":
         from megatron_ext.config.active import Active, activate_configuration
-        from megatron_ext.config.pipeline import PipelineConfig
-        from megatron_ext.config.tables import Pipeline
+        from megatron_ext.config.pipeline_config import PipelineConfig
+        from megatron_ext.config.sized_pipeline import Pipeline
         from megatron_ext.schedules.runtime.entry import forward_backward
 
         dist.init_process_group("gloo")
@@ -306,7 +306,7 @@ def _prepare(case: Case) -> tuple[Callable[..., Any], Store, float]:
         return forward_backward, dist.distributed_c10d._get_default_store(), 1.0
 
     from megatron_ext.config.active import Active, activate_configuration
-    from megatron_ext.config.pipeline import PipelineConfig
+    from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.disaggregation import job as disaggregation
     from megatron_ext.disaggregation import step, worlds
     from megatron_ext.disaggregation.ranks import RankMap

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.pipeline import DynamicOrder, PipelineConfig
-from megatron_ext.config.tables import Pipeline
+from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig
+from megatron_ext.config.sized_pipeline import Pipeline
 from megatron_ext.schedules import UNIT, Costs, Placement, generate, registered
 from megatron_ext.schedules.representation.placement import linear, loop, v
 from megatron_ext.schedules.representation.split_backwards import split_backwards
 
 if TYPE_CHECKING:
-    from megatron_ext.config.pipeline import TransportName
+    from megatron_ext.config.pipeline_config import TransportName
     from megatron_ext.schedules import Schedule
 
     from .stage import Probe

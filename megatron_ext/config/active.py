@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from megatron_ext.config.environment import Environment
 
 if TYPE_CHECKING:
-    from megatron_ext.config.pipeline import PipelineConfig
-    from megatron_ext.config.tables import Pipeline
+    from megatron_ext.config.pipeline_config import PipelineConfig
+    from megatron_ext.config.sized_pipeline import Pipeline
     from megatron_ext.disaggregation.job import Job
 
 __all__ = [

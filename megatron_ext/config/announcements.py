@@ -12,7 +12,7 @@ from megatron_ext.schedules.search.policies import Hint
 from megatron_ext.schedules.search.simulate import simulate
 
 if TYPE_CHECKING:
-    from megatron_ext.config.tables import Pipeline
+    from megatron_ext.config.sized_pipeline import Pipeline
     from megatron_ext.schedules.representation.costs import Costs
     from megatron_ext.schedules.search.simulate import Timeline
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.pipeline import ConfigurationError
+from megatron_ext.config.pipeline_config import ConfigurationError
 
 if TYPE_CHECKING:
-    from megatron_ext.config.tables import Pipeline
+    from megatron_ext.config.sized_pipeline import Pipeline
 
 __all__ = ["ModelBuild", "build_of", "check_ranks"]
 

@@ -10,7 +10,7 @@ from megatron_ext import devices
 from megatron_ext.errors import ArgumentsError
 
 if TYPE_CHECKING:
-    from megatron_ext.config.pipeline import PipelineConfig
+    from megatron_ext.config.pipeline_config import PipelineConfig
 
 __all__ = ["device_arguments"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 
 from megatron_ext.config.early import FORWARD_FLAG
-from megatron_ext.config.pipeline import Disaggregation
+from megatron_ext.config.pipeline_config import Disaggregation
 from megatron_ext.devices import CHOICES
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules.generators.catalog import get

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 
-from megatron_ext.config.pipeline import DynamicOrder
+from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules.search.policies import POLICIES
 

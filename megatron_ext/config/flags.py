@@ -12,7 +12,7 @@ from megatron_ext.config import (
     trace_flags,
     transport_flags,
 )
-from megatron_ext.config.pipeline import ConfigurationError, PipelineConfig
+from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
 from megatron_ext.devices import CHOICES
 from megatron_ext.errors import ArgumentsError
 

@@ -19,12 +19,12 @@ from megatron_ext.config.incompatible import (
     refuse_flags_of_table,
 )
 from megatron_ext.config.proof import prove
-from megatron_ext.config.tables import Pipeline, twins_of
+from megatron_ext.config.sized_pipeline import Pipeline, twins_of
 from megatron_ext.config.wires import torch_is_best
 from megatron_ext.errors import ArgumentsError
 
 if TYPE_CHECKING:
-    from megatron_ext.config.pipeline import PipelineConfig
+    from megatron_ext.config.pipeline_config import PipelineConfig
 
 __all__ = [
     "check_pipeline",

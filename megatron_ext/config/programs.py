@@ -7,8 +7,8 @@ from dataclasses import replace
 from megatron_ext import devices
 from megatron_ext.config.active import Active, activate_configuration, clear_configuration
 from megatron_ext.config.build import ModelBuild, build_of, check_ranks
-from megatron_ext.config.pipeline import ConfigurationError, PipelineConfig
-from megatron_ext.config.tables import Pipeline, base_table, twins_of
+from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
+from megatron_ext.config.sized_pipeline import Pipeline, base_table, twins_of
 from megatron_ext.config.wires import torch_is_best
 from megatron_ext.errors import DeviceError
 from megatron_ext.schedules.representation.validation import validate

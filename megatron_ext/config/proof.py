@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from megatron_ext.config import stages
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate
-from megatron_ext.schedules.queues import check_queues
 from megatron_ext.schedules.representation.validation import validate
+from megatron_ext.schedules.search.queues import check_queues
 
 if TYPE_CHECKING:
     from megatron_ext.config.batches import Sizes
-    from megatron_ext.config.tables import Pipeline
+    from megatron_ext.config.sized_pipeline import Pipeline
 
 __all__ = ["prove"]
 

@@ -20,7 +20,7 @@ from megatron_ext.schedules import comparison
 from megatron_ext.schedules.representation.costs import UNIT
 
 if TYPE_CHECKING:
-    from megatron_ext.config.pipeline import Disaggregation, PipelineConfig
+    from megatron_ext.config.pipeline_config import Disaggregation, PipelineConfig
 
 __all__ = ["check_roles", "has_dropout", "job_of", "role_arguments", "roles_in_words"]
 

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config import dynamic_flags, stages, transport_flags
-from megatron_ext.config.tables import base_table
+from megatron_ext.config.sized_pipeline import base_table
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules.generators.catalog import registered
 from megatron_ext.schedules.representation.costs import UNIT, Costs

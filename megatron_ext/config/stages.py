@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from megatron_ext.config.build import build_of
 from megatron_ext.config.incompatible import refuse_flags_of_table
-from megatron_ext.config.pipeline import PipelineConfig
-from megatron_ext.config.tables import Pipeline
+from megatron_ext.config.pipeline_config import PipelineConfig
+from megatron_ext.config.sized_pipeline import Pipeline
 from megatron_ext.errors import ArgumentsError, ScheduleError, UserError
 from megatron_ext.schedules import comparison
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate, get, registered

@@ -6,8 +6,8 @@ from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.pipeline import Tracing
-from megatron_ext.config.tables import base_table
+from megatron_ext.config.pipeline_config import Tracing
+from megatron_ext.config.sized_pipeline import base_table
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules.generators.catalog import generate
 from megatron_ext.trace import session

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from typing import Any
 
-from megatron_ext.config.pipeline import DEVICE_PATHS, TRANSPORTS
+from megatron_ext.config.pipeline_config import DEVICE_PATHS, TRANSPORTS
 
 __all__ = ["add_flags", "transport_fields"]
 

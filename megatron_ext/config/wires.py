@@ -9,7 +9,7 @@ from megatron_ext import devices
 from megatron_ext.config.environment import Environment
 
 if TYPE_CHECKING:
-    from megatron_ext.config.pipeline import PipelineConfig
+    from megatron_ext.config.pipeline_config import PipelineConfig
 
 __all__ = ["torch_is_best"]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
-from megatron_ext.devices.base import Device, Redirect, Rule
+from megatron_ext.devices.backend import Device, Redirect, Rule
 from megatron_ext.errors import DeviceError
 
 __all__ = [

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.devices.base import Redirect, Rule
+from megatron_ext.devices.backend import Redirect, Rule
 from megatron_ext.devices.gloo import gloo_redirects
 from megatron_ext.devices.redirects import answering, calling, nvtx_redirects, returning, to
 from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, flag
@@ -21,7 +21,7 @@ from megatron_ext.errors import DeviceError
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.devices.base import Sharing
+    from megatron_ext.devices.backend import Sharing
 
 __all__ = ["CpuDevice", "argument_rules"]
 

@@ -10,7 +10,7 @@ from megatron_ext.errors import DeviceError
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.devices.base import Copies, Redirect, Sharing, TimingEvent
+    from megatron_ext.devices.backend import Copies, Redirect, Sharing, TimingEvent
 
 __all__ = ["CudaDevice", "why_idle"]
 

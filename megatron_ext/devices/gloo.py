@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.devices.base import Redirect
+from megatron_ext.devices.backend import Redirect
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.devices.base import Copies, Redirect, Rule, Sharing, TimingEvent
+from megatron_ext.devices.backend import Copies, Redirect, Rule, Sharing, TimingEvent
 from megatron_ext.devices.redirects import calling, nvtx_redirects, to
 from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, flag
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_ext.devices.base import Redirect
+from megatron_ext.devices.backend import Redirect
 
 __all__ = ["answering", "calling", "nvtx_redirects", "returning", "to"]
 

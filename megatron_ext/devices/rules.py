@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.devices.base import Rule
+from megatron_ext.devices.backend import Rule
 
 __all__ = ["CUDA_ONLY", "TRANSFORMER_ENGINE_ONLY", "flag"]
 

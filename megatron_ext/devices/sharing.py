@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.devices.base import SharedBuffer
+from megatron_ext.devices.backend import SharedBuffer
 from megatron_ext.errors import DeviceError
 
 __all__ = ["RuntimeSharing"]

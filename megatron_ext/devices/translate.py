@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_ext import devices
-from megatron_ext.devices.base import Redirect
+from megatron_ext.devices.backend import Redirect
 
 __all__ = [
     "Translator",

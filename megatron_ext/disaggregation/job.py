@@ -14,7 +14,7 @@ from megatron_ext.disaggregation.ranks import Place, RankMap, Role
 from megatron_ext.schedules.generators.catalog import generate
 
 if TYPE_CHECKING:
-    from megatron_ext.config.pipeline import Activations
+    from megatron_ext.config.pipeline_config import Activations
     from megatron_ext.schedules.representation.actions import Schedule
     from megatron_ext.transport.address import Wire
 

@@ -27,8 +27,8 @@ from megatron_ext.schedules.runtime.local_devices import device_of
 from megatron_ext.schedules.runtime.microbatches import MicrobatchData
 from megatron_ext.schedules.runtime.ordering import TableOrder
 from megatron_ext.schedules.runtime.program import make_program
+from megatron_ext.schedules.runtime.rank_table import Table
 from megatron_ext.schedules.runtime.sync import GradientSync, NoSync, ParameterSync
-from megatron_ext.schedules.runtime.tables import Table
 from megatron_ext.signatures import default_groups
 from megatron_ext.trace.session_observer import observers
 

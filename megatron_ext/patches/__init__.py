@@ -12,7 +12,7 @@ from importlib import import_module
 from megatron_ext.patches import hooks
 from megatron_ext.patches.registry import REGISTRY, Patch
 
-__all__ = ["REGISTRY", "TABLES", "arm", "disarm"]
+__all__ = ["REGISTRY", "TABLES", "arm", "disarm", "rows"]
 
 TABLES = (
     "arguments",
@@ -20,13 +20,13 @@ TABLES = (
     "bert",
     "disaggregation",
     "dist_checkpointing",
-    "effects",
+    "first_steps",
+    "folded_pipelines",
     "moe",
     "norms",
     "optimizer",
     "parallel_state",
-    "pipeline",
-    "placement",
+    "p2p",
     "split_backward",
     "schedules",
     "tensor_parallel",
@@ -36,10 +36,10 @@ TABLES = (
 """Modules of this package with a tuple `PATCHES`, by upstream area."""
 
 
-def _register_tables() -> None:
+def rows() -> list[Patch]:
+    """Return the rows of all tables, for all releases."""
     tables = (import_module(f"{__name__}.{name}").PATCHES for name in TABLES)
-    patches: list[Patch] = [patch for table in tables for patch in table]
-    REGISTRY.register([patch for patch in patches if patch not in REGISTRY])
+    return [patch for table in tables for patch in table]
 
 
 def _arm_device() -> None:
@@ -50,7 +50,7 @@ def _arm_device() -> None:
 
 def arm() -> None:
     """Register all tables, hook Megatron's import and activate the registry. Idempotent."""
-    _register_tables()
+    REGISTRY.register([patch for patch in rows() if patch not in REGISTRY])
     hooks.install(before_core=_arm_device)
     REGISTRY.activate()
 

@@ -61,17 +61,17 @@ def _validate(
 
     A schedule rewrites some of that in between: it is hosted under other sizes than it has.
     """
-    from megatron_ext.config import job
+    from megatron_ext.config import prepared_arguments
     from megatron_ext.patches.registry import REGISTRY
 
     given = args[0] if args else kwargs["args"]
     REGISTRY.raise_mismatches()
-    job.prepare(given)
+    prepared_arguments.prepare(given)
     try:
         validated = call(*args, **kwargs)
     except (AssertionError, ArithmeticError, ValueError) as error:
         raise ArgumentsError(f"Megatron-LM refused the arguments: {_told(error)}") from error
-    job.check(validated)
+    prepared_arguments.check(validated)
     _show_patches(validated)
     return validated
 

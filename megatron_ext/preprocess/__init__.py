@@ -5,6 +5,6 @@ same documents and tokenizer the files are, byte for byte, those of upstream's
 `tools/preprocess_data.py`.
 """
 
-from megatron_ext.preprocess.command import add_subcommand, run
+from megatron_ext.preprocess.preprocess_command import add_subcommand, run
 
 __all__ = ["add_subcommand", "run"]

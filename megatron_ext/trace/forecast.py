@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.pipeline import DynamicOrder, PipelineConfig
-from megatron_ext.config.tables import Pipeline
+from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig
+from megatron_ext.config.sized_pipeline import Pipeline
 from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules import comparison
 from megatron_ext.schedules.generators.catalog import registered

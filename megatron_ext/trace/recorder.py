@@ -22,7 +22,7 @@ from megatron_ext.trace.records import Header, Span, file_name, header_line, ite
 
 if TYPE_CHECKING:
     from megatron_ext.devices import Device
-    from megatron_ext.devices.base import TimingEvent
+    from megatron_ext.devices.backend import TimingEvent
 
 __all__ = ["DeviceClock", "HostClock", "Recorder", "Sampling", "check_writable"]
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_ext.training.arguments import Model
+    from megatron_ext.training.trainer_arguments import Model
 
 __all__ = [
     "Iterators",

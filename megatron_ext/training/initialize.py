@@ -37,7 +37,7 @@ from megatron_ext.errors import UserError
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_ext.training.arguments import Model
+    from megatron_ext.training.trainer_arguments import Model
 
 __all__ = ["agreed", "initialize"]
 

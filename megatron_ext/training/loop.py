@@ -34,7 +34,7 @@ from megatron_ext.schedules.runtime.entry import log_statistics
 from megatron_ext.schedules.runtime.folded import share_losses, share_mtp_losses
 from megatron_ext.training.checkpoint import save_checkpoint
 from megatron_ext.training.model import fill
-from megatron_ext.training.report import Reporter, StepResult
+from megatron_ext.training.training_log import Reporter, StepResult
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

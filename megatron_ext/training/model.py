@@ -28,7 +28,7 @@ from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules.runtime.folded import tie_embeddings
 
 if TYPE_CHECKING:
-    from megatron_ext.training.arguments import Model
+    from megatron_ext.training.trainer_arguments import Model
 
 __all__ = ["build_model", "fill", "transformer_config"]
 

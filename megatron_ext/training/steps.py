@@ -23,7 +23,7 @@ from megatron_ext.training.data import fields_read
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_ext.training.arguments import Model
+    from megatron_ext.training.trainer_arguments import Model
 
 __all__ = ["forward_step", "gpt_batch"]
 

@@ -30,8 +30,8 @@ class Expected(NamedTuple):
     dtype: torch.dtype
     after: int = 0
     """Calls of `isend` and `recv` that its receiver makes in this step before it is the turn of
-    this message in the order that all ranks share (`schedules/queues.py`). Wires whose receives
-    have to be started in one order with sends use this."""
+    this message in the order that all ranks share (`schedules/search/queues.py`). Wires whose
+    receives have to be started in one order with sends use this."""
 
 
 @dataclass

@@ -27,7 +27,7 @@ from megatron_ext.messages import HOST_KINDS
 from megatron_ext.transport.dtypes import CODE_OF, DTYPE_OF
 
 if TYPE_CHECKING:
-    from megatron_ext.devices.base import SharedBuffer, Sharing
+    from megatron_ext.devices.backend import SharedBuffer, Sharing
     from megatron_ext.messages import Message
     from megatron_ext.transport.base import Expected, Stats
     from megatron_ext.transport.native_transport import NativeTransport

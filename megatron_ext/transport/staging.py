@@ -28,7 +28,7 @@ from megatron_ext.transport.dtypes import plain
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.devices.base import Copied, Copies
+    from megatron_ext.devices.backend import Copied, Copies
     from megatron_ext.messages import Message
     from megatron_ext.transport.base import Expected, Stats, Transport
     from megatron_ext.transport.native_transport import NativeTransport

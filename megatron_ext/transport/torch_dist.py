@@ -1,7 +1,7 @@
 """The transport over torch.distributed's own point-to-point operations: gloo, NCCL, MCCL.
 
-Receives are started in the order that all ranks share (`schedules/queues.py`), each as soon as the
-sends and receives before it were.
+Receives are started in the order that all ranks share (`schedules/search/queues.py`), each as soon
+as the sends and receives before it were.
 
 gloo matches messages by tag. NCCL and MCCL ignore tags and run the operations of one communicator
 one after the other, so there each direction of each pair gets a communicator of its own. Their

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_ext.config.active import clear_configuration
-from megatron_ext.config.job import prepare
+from megatron_ext.config.prepared_arguments import prepare
 from megatron_ext.disaggregation.job import current
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.training.arguments import parse
+from megatron_ext.training.trainer_arguments import parse
 from tests.schedules.runtime.capture import GPT, PP2
 
 FBD = "--forward-backward-disaggregating "

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from megatron_ext import devices
-from megatron_ext.config import active, job
+from megatron_ext.config import active, prepared_arguments
 from megatron_ext.config.active import clear_configuration
-from megatron_ext.config.job import check, prepare
+from megatron_ext.config.prepared_arguments import check, prepare
 from megatron_ext.config.schedule_flags import add_flags
 from megatron_ext.errors import ArgumentsError, UserError
 from megatron_ext.schedules import generate
@@ -21,13 +21,13 @@ from megatron_ext.schedules.representation import csv_io
 from tests.pipelines import make_pipeline
 
 if TYPE_CHECKING:
-    from megatron_ext.config.tables import Pipeline
+    from megatron_ext.config.sized_pipeline import Pipeline
 
 
 @pytest.fixture
 def args(monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
     """Arguments as parsed, enough for a schedule, on a device that runs anything."""
-    monkeypatch.setattr(job, "device_arguments", lambda *_: {})
+    monkeypatch.setattr(prepared_arguments, "device_arguments", lambda *_: {})
     parser = ArgumentParser()
     add_flags(parser)
     yield Namespace(

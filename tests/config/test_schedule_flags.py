@@ -54,7 +54,7 @@ GPT = SEED.format(
 def parse(way: str, model: str, flags: str, world: int) -> Namespace:
     """Parse and validate as a training script does."""
     if way == "embedded":
-        from megatron_ext.training.arguments import parse as parse_embedded
+        from megatron_ext.training.trainer_arguments import parse as parse_embedded
 
         return parse_embedded(model, flags.split(), {"WORLD_SIZE": str(world)})  # type: ignore[arg-type]
     from megatron.training.arguments import parse_args, validate_args

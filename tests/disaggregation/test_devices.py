@@ -13,7 +13,7 @@ import pytest
 from megatron_ext.config.active import clear_configuration
 from megatron_ext.config.early import of_forward_rank
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.training.arguments import parse
+from megatron_ext.training.trainer_arguments import parse
 from tests.ranks import losses
 from tests.schedules.runtime.capture import GPT, PP2
 

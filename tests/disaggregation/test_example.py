@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.config.active import clear_configuration
 from megatron_ext.disaggregation.job import current
-from megatron_ext.training.arguments import parse
+from megatron_ext.training.trainer_arguments import parse
 from tests.examples.scripts import bash, dry_run, make_data, megatron_flags, value_of
 from tests.ranks import losses, run_script
 

@@ -144,7 +144,7 @@ def all_facts(sizes: list[tuple[Size, list[str]]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("size", SIZES, ids=IDS)
 def test_the_embedded_trainer_takes_the_flags(size: Size) -> None:
-    from megatron_ext.training.arguments import parse
+    from megatron_ext.training.trainer_arguments import parse
 
     world = {"WORLD_SIZE": str(8 * size.nodes)}
     args = parse("bert" if size.example == "bert" else "gpt", flags_of(size), world)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 
 
 @contextmanager
 def without(*ids: str) -> Iterator[None]:
     """Run a block as upstream is without these patches."""
-    from megatron_ext.patches import REGISTRY, TABLES
+    from megatron_ext.patches import REGISTRY, rows
 
-    tables = [import_module(f"megatron_ext.patches.{name}").PATCHES for name in TABLES]
-    taken = [patch for table in tables for patch in table if patch.id in ids]
+    taken = [patch for patch in rows() if patch.id in ids]
     assert {patch.id for patch in taken} == set(ids), ids
     REGISTRY.remove(ids)
     try:

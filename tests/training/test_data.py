@@ -80,8 +80,8 @@ def test_replicas_take_turns() -> None:
 
 
 def padded_vocabularies(flags: list[str]) -> list[int]:
-    from megatron_ext.training.arguments import parse
     from megatron_ext.training.data import build_tokenizer
+    from megatron_ext.training.trainer_arguments import parse
 
     sizes = []
     for line in flags:

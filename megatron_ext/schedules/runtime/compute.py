@@ -27,8 +27,8 @@ from megatron_ext.signatures import backward_step
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Action
     from megatron_ext.schedules.runtime.microbatches import MicrobatchData
+    from megatron_ext.schedules.runtime.rank_table import Table
     from megatron_ext.schedules.runtime.split import Progress
-    from megatron_ext.schedules.runtime.tables import Table
 
 __all__ = ["Call", "StageCompute", "Tensors"]
 

@@ -22,7 +22,7 @@ from megatron_ext.transport.staging import staged
 from megatron_ext.transport.torch_dist import Channel, TorchTransport
 
 if TYPE_CHECKING:
-    from megatron_ext.config.tables import Pipeline
+    from megatron_ext.config.sized_pipeline import Pipeline
     from megatron_ext.schedules.runtime.program import Shapes
     from megatron_ext.transport.base import Transport
 

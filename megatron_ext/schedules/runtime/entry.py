@@ -1,7 +1,7 @@
 """What runs in place of Megatron's schedules: `forward_backward`, with their keywords.
 
 `megatron.core.pipeline_parallel.get_forward_backward_func` returns it while a schedule is chosen
-(`config/pipeline.py`). Contract: `forward_backward_pipelining_with_interleaving` of
+(`config/pipeline_config.py`). Contract: `forward_backward_pipelining_with_interleaving` of
 `megatron/core/pipeline_parallel/schedules.py`.
 """
 
@@ -36,9 +36,9 @@ from megatron_ext.schedules.runtime.program import (
     Shapes,
     make_program,
 )
+from megatron_ext.schedules.runtime.rank_table import Table, check_agreement, make_table
 from megatron_ext.schedules.runtime.split import split_backward
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
-from megatron_ext.schedules.runtime.tables import Table, check_agreement, make_table
 from megatron_ext.signatures import default_groups, is_multi_module
 from megatron_ext.trace.session_observer import observed_transport, observers
 from megatron_ext.transport.pairs import groups_of_pairs
@@ -46,7 +46,7 @@ from megatron_ext.transport.pairs import groups_of_pairs
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron_ext.config.tables import Pipeline
+    from megatron_ext.config.sized_pipeline import Pipeline
     from megatron_ext.schedules.representation.placement import Placement
     from megatron_ext.schedules.runtime.observer import Observer
     from megatron_ext.transport.base import Transport

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.runtime.observer import Executed, Observer
     from megatron_ext.schedules.runtime.ordering import Order
     from megatron_ext.schedules.runtime.program import Program
+    from megatron_ext.schedules.runtime.rank_table import Table
     from megatron_ext.schedules.runtime.split import Progress
-    from megatron_ext.schedules.runtime.tables import Table
     from megatron_ext.transport.base import Transport
 
 __all__ = ["Compute", "Executor", "Gradients", "Parameters"]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from megatron_ext.schedules.runtime.observer import Executed, Observer
 
 if TYPE_CHECKING:
-    from megatron_ext.config.tables import Pipeline
+    from megatron_ext.config.sized_pipeline import Pipeline
     from megatron_ext.schedules.representation.actions import Action
-    from megatron_ext.schedules.runtime.tables import Table
+    from megatron_ext.schedules.runtime.rank_table import Table
 
 __all__ = ["Measured", "StepMeasure", "in_words"]
 

@@ -24,13 +24,13 @@ from megatron_ext.schedules.runtime.connect import open_transport
 from megatron_ext.schedules.runtime.groups import channels_of
 from megatron_ext.schedules.runtime.local_devices import device_of
 from megatron_ext.schedules.runtime.program import Peers
-from megatron_ext.schedules.runtime.tables import Table, make_table
+from megatron_ext.schedules.runtime.rank_table import Table, make_table
 from megatron_ext.signatures import default_groups
 from megatron_ext.trace.session_observer import observed_transport
 from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:
-    from megatron_ext.config.tables import Pipeline
+    from megatron_ext.config.sized_pipeline import Pipeline
     from megatron_ext.messages import MessageKind
     from megatron_ext.schedules.representation.communication import Transfer
     from megatron_ext.transport.base import Transport

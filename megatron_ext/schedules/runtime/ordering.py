@@ -21,7 +21,7 @@ from megatron_ext.transport.base import Expected
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from megatron_ext.schedules.runtime.tables import Table
+    from megatron_ext.schedules.runtime.rank_table import Table
     from megatron_ext.schedules.search.policies import Policy
     from megatron_ext.transport.base import Transport
 

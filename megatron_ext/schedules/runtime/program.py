@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_ext.messages import MessageKind
-    from megatron_ext.schedules.queues import Post
     from megatron_ext.schedules.representation.communication import Exchange, Transfer
-    from megatron_ext.schedules.runtime.tables import Table
+    from megatron_ext.schedules.runtime.rank_table import Table
+    from megatron_ext.schedules.search.queues import Post
 
 __all__ = ["Ends", "Form", "Peers", "PipelineEnds", "Program", "Shapes", "make_program"]
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_ext.schedules.representation.actions import Action
+    from megatron_ext.schedules.runtime.rank_table import Table
     from megatron_ext.schedules.runtime.split import Progress
-    from megatron_ext.schedules.runtime.tables import Table
 
 __all__ = ["GradientSync", "NoSync", "ParameterSync"]
 

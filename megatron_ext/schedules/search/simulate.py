@@ -13,10 +13,10 @@ from functools import cached_property
 from operator import sub
 from typing import TYPE_CHECKING
 
-from megatron_ext.schedules.replay import Replay
 from megatron_ext.schedules.representation.communication import Transfer, lower
 from megatron_ext.schedules.representation.costs import UNIT, Costs
 from megatron_ext.schedules.representation.memory import activation_peaks, live_counts
+from megatron_ext.schedules.search.replay import Replay
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Action, Kind, Schedule

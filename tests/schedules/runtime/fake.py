@@ -12,7 +12,7 @@ from megatron_ext.errors import TransportTimeout
 from megatron_ext.schedules.runtime.executor import Executor
 from megatron_ext.schedules.runtime.ordering import Order, TableOrder
 from megatron_ext.schedules.runtime.program import Peers, PipelineEnds, Program, make_program
-from megatron_ext.schedules.runtime.tables import Table
+from megatron_ext.schedules.runtime.rank_table import Table
 from megatron_ext.transport.base import Expected, Stats
 
 if TYPE_CHECKING:

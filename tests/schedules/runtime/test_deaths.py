@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 from . import toy
 
 if TYPE_CHECKING:
-    from megatron_ext.config.pipeline import TransportName
+    from megatron_ext.config.pipeline_config import TransportName
 
 pytestmark = pytest.mark.skipif(not available(), reason="the native module is not built")
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_ext.config import randomness
 from megatron_ext.config.active import Active, activate_configuration
-from megatron_ext.config.pipeline import DynamicOrder
+from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import TransportTimeout
 from megatron_ext.schedules.runtime.agreement import leaders
 from megatron_ext.schedules.search.policies import Hint, PolicyName

@@ -30,7 +30,7 @@ from . import fake
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.runtime.executor import Executor
-    from megatron_ext.schedules.runtime.tables import Table
+    from megatron_ext.schedules.runtime.rank_table import Table
 from megatron_ext.schedules.representation.actions import Row
 from megatron_ext.schedules.runtime.program import Peers
 

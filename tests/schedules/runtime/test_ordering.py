@@ -9,7 +9,7 @@ from typing import Any
 from megatron_ext.messages import Message
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.runtime.ordering import PolicyOrder
-from megatron_ext.schedules.runtime.tables import Table
+from megatron_ext.schedules.runtime.rank_table import Table
 from megatron_ext.schedules.search.policies import Hint, Patience
 
 TIMEOUT_S = 60.0

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_ext.schedules.representation.communication import reduction_order
+from megatron_ext.schedules.runtime.rank_table import Table, make_table
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
-from megatron_ext.schedules.runtime.tables import Table, make_table
 from tests.pipelines import make_pipeline
 from tests.ranks import run_ranks
 

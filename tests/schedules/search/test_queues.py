@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from megatron_ext.errors import ScheduleError
 from megatron_ext.messages import Message
 from megatron_ext.schedules import Schedule, generate
-from megatron_ext.schedules.queues import (
+from megatron_ext.schedules.representation.forward_only import forward_only
+from megatron_ext.schedules.search.queues import (
     Meeting,
     MessageOrder,
     check_meetings,
     check_queues,
     programs,
 )
-from megatron_ext.schedules.representation.forward_only import forward_only
 
-from . import reference
-from .strategies import schedules
+from .. import reference
+from ..strategies import schedules
 
 
 @given(schedules(largest=16))

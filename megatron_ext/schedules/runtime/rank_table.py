@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.queues import MessageOrder
 from megatron_ext.schedules.representation.communication import (
     Exchange,
     Transfer,
@@ -20,11 +19,12 @@ from megatron_ext.schedules.representation.communication import (
 )
 from megatron_ext.schedules.representation.forward_only import forward_only, slots_for_forward
 from megatron_ext.schedules.representation.validation import validate
+from megatron_ext.schedules.search.queues import MessageOrder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from megatron_ext.config.tables import Pipeline
+    from megatron_ext.config.sized_pipeline import Pipeline
     from megatron_ext.schedules.representation.actions import Action, Schedule
 
 __all__ = ["Table", "check_agreement", "make_table"]

@@ -13,7 +13,7 @@ from megatron_ext.schedules.representation.split_backwards import split_backward
 from megatron_ext.schedules.search.patience import policies
 
 if TYPE_CHECKING:
-    from megatron_ext.config.pipeline import DynamicOrder, PipelineConfig, TransportName
+    from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig, TransportName
     from megatron_ext.schedules.representation.actions import Schedule
     from megatron_ext.schedules.representation.placement import Placement
     from megatron_ext.schedules.search.policies import Policy

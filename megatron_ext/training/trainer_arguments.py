@@ -17,11 +17,11 @@ from typing import Any, Literal, NoReturn
 import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_ext.config.job import check, prepare
+from megatron_ext.config.prepared_arguments import check, prepare
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.patches.arguments import prepare_parser
 from megatron_ext.patches.registry import REGISTRY
-from megatron_ext.training.flags import add_flags
+from megatron_ext.training.trainer_flags import add_flags
 
 __all__ = ["Model", "parse"]
 

@@ -15,8 +15,8 @@ from .helpers import LLAMA, MOCK, MOE
 def outcomes(cases: list[tuple[str, int]]) -> list[str | dict[str, Any]]:
     """Parse each (flags, world size); give the complete arguments or the error."""
     from megatron_ext.errors import ArgumentsError
-    from megatron_ext.training.arguments import parse
     from megatron_ext.training.model import transformer_config
+    from megatron_ext.training.trainer_arguments import parse
 
     found: list[str | dict[str, Any]] = []
     for flags, world_size in cases:

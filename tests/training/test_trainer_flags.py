@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 def differences() -> list[str]:
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron_ext.training.flags import add_flags
+    from megatron_ext.training.trainer_flags import add_flags
 
     upstream, ours = ArgumentParser(allow_abbrev=False), ArgumentParser(allow_abbrev=False)
     inspect.unwrap(add_megatron_arguments)(upstream)  # without the defaults of the device in use
@@ -46,7 +46,7 @@ def test_every_flag_means_what_it_means_upstream() -> None:
 
 
 def parsed_patterns() -> list[object]:
-    from megatron_ext.training.flags import pattern
+    from megatron_ext.training.trainer_flags import pattern
 
     values: list[object] = [pattern(text) for text in ("3", "[1,0]", "([0]*2+[1])*2")]
     for text in ("two", "__import__('os')", "(1,2)", "[1", "[1]*[2]"):
@@ -60,7 +60,7 @@ def test_layer_patterns() -> None:
 
 
 def generated_flags() -> dict[str, object]:
-    from megatron_ext.training.flags import add_flags
+    from megatron_ext.training.trainer_flags import add_flags
 
     parser = ArgumentParser()
     add_flags(parser, local_rank=3)

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import LaunchError
-from megatron_ext.launch.command import add_hosts, count
+from megatron_ext.launch.launch_commands import add_hosts, count
 from megatron_ext.schedules.generators.catalog import generate
 
 if TYPE_CHECKING:
