@@ -1,20 +1,17 @@
 """The host as a device: the whole of Megatron on CPUs, with gloo collectives.
 
-Upstream asserts CUDA in its first line. Here everything that it asks of `torch.cuda` is answered by
-the host (see `host`), every device that it spells is the CPU (see `translate`), and every process
-group is a gloo group. What upstream can only do on a GPU is either off by default
+Upstream asserts CUDA in its first line. Its questions to `torch.cuda` and its spellings of a device
+are answered by `megatron_ext/compat/`. What upstream can only do on a GPU is either off by default
 (`argument_defaults`) or refused with its reason (`argument_rules`). Meant for laptops, CI and
 tests, not for speed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.devices.backend import Redirect, Rule
-from megatron_ext.devices.gloo import gloo_redirects
-from megatron_ext.devices.redirects import answering, calling, nvtx_redirects, returning, to
 from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, flag
 from megatron_ext.errors import DeviceError
 
@@ -24,22 +21,6 @@ if TYPE_CHECKING:
     from megatron_ext.devices.backend import Sharing
 
 __all__ = ["CpuDevice", "argument_rules"]
-
-_ASKED = "answers for the host what upstream asks of a GPU"
-_NO_WORK = "on the host there is nothing to do for it"
-_NO_ACCELERATOR = "the host is none, though a CUDA build of torch says that it has one"
-
-_ASKED_OF_BOTH = (
-    "current_stream",
-    "max_memory_allocated",
-    "max_memory_reserved",
-    "memory_allocated",
-    "memory_reserved",
-    "memory_stats",
-    "reset_peak_memory_stats",
-    "set_stream",
-)
-"""Functions of `torch.cuda` that `torch.accelerator` has as well."""
 
 _ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": (
@@ -101,19 +82,9 @@ class CpuDevice:
 
     def redirects(self) -> Iterator[Redirect]:
         """List everything that makes `torch.cuda` and its spellings mean the host."""
-        from megatron_ext.devices.translate import (
-            collective_redirects,
-            spelling_redirects,
-            tensor_redirects,
-            translator,
-        )
+        from megatron_ext import compat
 
-        yield from _namespace()
-        yield from _accelerator()
-        yield from spelling_redirects("cpu")
-        yield from tensor_redirects(translator("cpu", indexed=False), pinning=False)
-        yield from collective_redirects(self.distributed_backend)
-        yield from gloo_redirects()
+        yield from compat.cpu_redirects()
 
     def argument_errors(self, args: Any) -> list[str]:
         """Apply `argument_rules`."""
@@ -133,9 +104,9 @@ class CpuDevice:
 
     def peak_memory_bytes(self) -> int:
         """Return the peak resident memory of this process."""
-        from megatron_ext.devices.host import peak_rss_bytes
+        from megatron_ext import compat
 
-        return peak_rss_bytes()
+        return compat.peak_rss_bytes()
 
     def timing_event(self) -> None:
         """Return none: what the host's clock says is what the device did."""
@@ -148,125 +119,3 @@ class CpuDevice:
         raise DeviceError(
             "the memory of the host needs no way past the host; leave --pipeline-device-path out"
         )
-
-
-def _answers() -> dict[str, Callable[[Any], object]]:
-    """Return what the host answers for the functions and classes of `torch.cuda`, by name."""
-    import torch
-
-    from megatron_ext.devices import host
-
-    return {
-        # The device. Not an index: without an accelerator torch can place nothing on number 0.
-        "is_available": returning(True),
-        "is_initialized": returning(True),
-        "is_bf16_supported": returning(True),
-        "is_current_stream_capturing": returning(False),
-        "device_count": to(host.local_world_size),
-        "current_device": returning(torch.device("cpu")),
-        "device": to(host.DeviceContext),
-        "get_device_capability": returning((8, 0)),
-        "get_device_name": answering(lambda: host.properties().name),
-        "get_device_properties": answering(host.properties),
-        # Streams and events.
-        "Event": to(host.Event),
-        "Stream": to(host.Stream),
-        "StreamContext": to(host.StreamContext),
-        "current_stream": answering(host.current_stream),
-        "default_stream": answering(host.default_stream),
-        "set_stream": calling(host.set_stream),
-        "stream": calling(host.StreamContext),
-        # Random numbers. torch.manual_seed calls manual_seed_all, which must not call it back:
-        # the generator's own method does not.
-        "default_generators": to(host.Generators()),
-        "get_rng_state": answering(torch.default_generator.get_state),
-        "get_rng_state_all": answering(lambda: [torch.default_generator.get_state()]),
-        "initial_seed": to(torch.default_generator.initial_seed),
-        "manual_seed": calling(_manual_seed),
-        "manual_seed_all": calling(_manual_seed),
-        "seed": to(torch.default_generator.seed),
-        "seed_all": returning(None),
-        "set_rng_state": calling(_set_rng_state),
-        "set_rng_state_all": to(lambda states: _set_rng_state(states[0])),
-        # torch queues a call until CUDA is there, which here means for ever: restored random
-        # number states would silently be lost.
-        "_lazy_call": to(lambda function, **_kwargs: function()),
-        "_lazy_init": returning(None),
-        # Memory.
-        "device_memory_used": answering(host.rss_bytes),
-        "max_memory_allocated": answering(host.peak_rss_bytes),
-        "max_memory_reserved": answering(host.peak_rss_bytes),
-        "mem_get_info": answering(_mem_get_info),
-        "memory_allocated": answering(host.rss_bytes),
-        "memory_reserved": answering(host.rss_bytes),
-        "memory_stats": answering(host.memory_stats),
-        "reset_peak_memory_stats": answering(host.reset_peak_rss),
-    }
-
-
-def _namespace() -> Iterator[Redirect]:
-    """List the redirects of functions and classes of `torch.cuda`."""
-    import torch
-
-    answers = _answers()
-    for kind in ("BFloat16", "Byte", "Double", "Float", "Half", "Int", "Long"):
-        answers[f"{kind}Tensor"] = to(getattr(torch, f"{kind}Tensor"))
-    for name, make in answers.items():
-        if not hasattr(torch.cuda, name):  # younger than the oldest torch we support
-            continue
-        yield Redirect(f"torch.cuda:{name}", make, _ASKED)
-    for name in ("get_rng_state", "set_rng_state"):
-        yield Redirect(f"torch.cuda.random:{name}", answers[name], _ASKED)
-    for name in ("empty_cache", "init", "ipc_collect", "set_device", "synchronize"):
-        yield Redirect(f"torch.cuda:{name}", returning(None), _NO_WORK)
-    yield from nvtx_redirects()
-    yield Redirect("torch:Tensor.record_stream", returning(None), _NO_WORK)
-
-
-def _accelerator() -> Iterator[Redirect]:
-    """List the redirects of `torch.accelerator`, which torch itself asks.
-
-    The CUDA build of torch names CUDA there, also without a GPU, and believes the answer of
-    `torch.cuda.is_available`, which is ours.
-    """
-    import torch
-
-    from megatron_ext.devices import host
-
-    answers = _answers()
-    found: dict[str, Callable[[Any], object]] = {
-        "is_available": returning(False),
-        "current_accelerator": returning(None),
-        "device_count": returning(0),
-    }
-    for name, make in found.items():
-        yield Redirect(f"torch.accelerator:{name}", make, _NO_ACCELERATOR)
-    host_device = returning(torch.device("cpu"))
-    yield Redirect("torch._C:_get_accelerator", host_device, _NO_ACCELERATOR)
-    # Whoever does not ask first, because torch.cuda is available, gets what torch.cuda answers.
-    asked = {name: answers[name] for name in _ASKED_OF_BOTH}
-    asked["current_device_index"] = answers["current_device"]
-    asked["device_index"] = calling(host.DeviceContext)
-    asked |= dict.fromkeys(("empty_cache", "set_device_index", "synchronize"), returning(None))
-    for name, make in asked.items():
-        if hasattr(torch.accelerator, name):  # some are younger than torch 2.7
-            yield Redirect(f"torch.accelerator:{name}", make, _ASKED)
-
-
-def _manual_seed(seed: int) -> None:
-    import torch
-
-    torch.default_generator.manual_seed(int(seed))
-
-
-def _set_rng_state(new_state: torch.Tensor, *_device: Any, **_named: Any) -> None:
-    import torch
-
-    torch.default_generator.set_state(new_state)
-
-
-def _mem_get_info() -> tuple[int, int]:
-    from megatron_ext.devices import host
-
-    total = host.total_memory_bytes()
-    return total - host.rss_bytes(), total

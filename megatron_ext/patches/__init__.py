@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from megatron_ext import compat
 from megatron_ext.patches import hooks
 from megatron_ext.patches.registry import REGISTRY, Patch
 
@@ -16,20 +17,14 @@ __all__ = ["REGISTRY", "TABLES", "arm", "disarm", "rows"]
 
 TABLES = (
     "arguments",
-    "attention",
-    "bert",
     "disaggregation",
     "dist_checkpointing",
     "first_steps",
     "folded_pipelines",
-    "moe",
-    "norms",
     "optimizer",
-    "parallel_state",
     "p2p",
     "split_backward",
     "schedules",
-    "tensor_parallel",
     "trace",
     "training_init",
 )
@@ -37,9 +32,9 @@ TABLES = (
 
 
 def rows() -> list[Patch]:
-    """Return the rows of all tables, for all releases."""
+    """Return the rows of all tables and those behind the door of `compat`, for all releases."""
     tables = (import_module(f"{__name__}.{name}").PATCHES for name in TABLES)
-    return [patch for table in tables for patch in table]
+    return [*(patch for table in tables for patch in table), *compat.rows()]
 
 
 def _arm_device() -> None:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
-from megatron_ext.patches.conditions import without_psutil
 from megatron_ext.patches.registry import Patch
 
 __all__ = ["PATCHES"]
+
+
+@cache
+def _without_psutil() -> bool:
+    return find_spec("psutil") is None
+
 
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
@@ -35,9 +42,9 @@ def _resident_bytes(
     _call: Callable[..., Any], _instance: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]
 ) -> int:
     """Return what psutil would: the resident memory of this process."""
-    from megatron_ext.devices.host import rss_bytes
+    from megatron_ext import compat
 
-    return rss_bytes()
+    return compat.rss_bytes()
 
 
 PATCHES = (
@@ -46,7 +53,7 @@ PATCHES = (
         target=f"{_WRITER}:_process_memory",
         kind="replace",
         fn=_resident_bytes,
-        when=without_psutil,
+        when=_without_psutil,
         reason="psutil, which megatron-core does not require, is used for a log line of the "
         "writer processes; without it they die and saving hangs",
     ),

@@ -12,8 +12,8 @@ finder takes `megatron.core` from the wheel where there is one. `sys.path` stays
 
 Last, `megatron.training` imports one module of Triton kernels, used only by
 `--batch-invariant-mode`, unconditionally. CPU and some MUSA builds of torch come without Triton;
-there the finder serves `no_triton.py`, which has the same functions and says what they need when
-they are called.
+there the finder serves a stand-in (`compat/no_triton.py`), which has the same functions and says
+what they need when they are called.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, spec_from_file_location
-from pathlib import Path
 from types import ModuleType
 
-from megatron_ext import releases, upstream
+from megatron_ext import compat, releases, upstream
 
 __all__ = ["install", "remove"]
 
@@ -44,7 +43,6 @@ _TREE_SCRIPTS = frozenset(
     }
 )
 _TRITON_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
-_WITHOUT_TRITON = Path(__file__).with_name("no_triton.py")
 
 
 class _MegatronFinder(MetaPathFinder):
@@ -68,7 +66,7 @@ class _MegatronFinder(MetaPathFinder):
             tree = upstream.find_tree()
             return PathFinder.find_spec(fullname, [str(tree / "megatron")]) if tree else None
         if fullname == _TRITON_KERNELS and find_spec("triton") is None:
-            return spec_from_file_location(fullname, _WITHOUT_TRITON)
+            return spec_from_file_location(fullname, compat.batch_invariant_stand_in())
         return None
 
 

@@ -1,4 +1,4 @@
-"""Patches on what upstream builds, compiles and warms up before training."""
+"""A patch on what upstream builds before training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from megatron_ext.patches.conditions import off_cuda
 from megatron_ext.patches.registry import Patch
 
 __all__ = ["PATCHES"]
@@ -23,21 +22,6 @@ def _skip_if_built(
     return None
 
 
-def _nothing(
-    _call: Callable[..., Any], _instance: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]
-) -> None:
-    """Do nothing instead."""
-
-
-def _no_fuser(_original: Any) -> Any:
-    """Make a decorator that changes nothing; Megatron's own one has a name that has to stay."""
-
-    def leave(function: Any) -> Any:
-        return function
-
-    return leave
-
-
 PATCHES = (
     Patch(
         id="training_init.dataset_helpers",
@@ -45,30 +29,5 @@ PATCHES = (
         fn=_skip_if_built,
         reason="the wheel brings the compiled helpers but no Makefile, and a failed make ends the "
         "process",
-    ),
-    Patch(
-        id="training_init.fused_kernels",
-        target="megatron.legacy.fused_kernels:load",
-        kind="replace",
-        fn=_nothing,
-        when=off_cuda,
-        until="0.17",
-        reason="looks for nvcc; without a CUDA toolkit it raises TypeError",
-    ),
-    Patch(
-        id="training_init.jit_fuser",
-        target="megatron.core.jit:jit_fuser",
-        kind="set",
-        fn=_no_fuser,
-        when=off_cuda,
-        reason="torch.compile needs a compiler for the device and gains nothing here",
-    ),
-    Patch(
-        id="training_init.jit_warmup",
-        target="megatron.training.initialize:_warmup_jit_function",
-        kind="replace",
-        fn=_nothing,
-        when=off_cuda,
-        reason="warms up fused functions that are not compiled here",
     ),
 )

@@ -7,19 +7,13 @@ from importlib.util import find_spec
 
 from megatron_ext import devices
 
-__all__ = ["off_cuda", "on_cpu", "without_psutil", "without_te"]
+__all__ = ["off_cuda", "on_cpu", "without_te"]
 
 
 @cache
 def without_te() -> bool:
     """Tell whether Transformer Engine is not installed."""
     return find_spec("transformer_engine") is None
-
-
-@cache
-def without_psutil() -> bool:
-    """Tell whether psutil is not installed."""
-    return find_spec("psutil") is None
 
 
 def off_cuda() -> bool:

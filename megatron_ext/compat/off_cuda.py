@@ -1,0 +1,158 @@
+"""Rows for machines without a CUDA device: the host, and accelerators of other makers."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.compat.conditions import off_cuda, on_cpu
+from megatron_ext.patches.registry import REGISTRY, Patch
+
+__all__ = ["PATCHES"]
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+_NOTICE = "CPU RNG state changed"
+_PARALLEL_STATE = "megatron.core.parallel_state"
+
+# What upstream's reset forgets: it would go on naming ranks and groups that are no more.
+_FORGOTTEN = (
+    "_DATA_PARALLEL_GLOBAL_RANKS",
+    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP",
+    "_EMBEDDING_GLOBAL_RANKS",
+    "_EXPERT_MODEL_PARALLEL_RANKS",
+    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+    "_MODEL_PARALLEL_GLOBAL_RANKS",
+    "_MPU_DATA_PARALLEL_RANK",
+    "_MPU_DATA_PARALLEL_WORLD_SIZE",
+    "_PIPELINE_GLOBAL_RANKS",
+    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS",
+)
+
+
+class _WithoutNotice(logging.Filter):
+    """Drops the notice while the patches are active; everything else passes."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tell whether the record is wanted."""
+        return not (REGISTRY.active and on_cpu() and str(record.msg).startswith(_NOTICE))
+
+
+_FILTER = _WithoutNotice()
+
+
+def _quieten(
+    call: Callable[..., None], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Filter the notice out from the first tracker on."""
+    logging.getLogger(_RANDOM).addFilter(_FILTER)  # adds it once
+    call(*args, **kwargs)
+
+
+def _destroy_all_groups(
+    call: Callable[..., None], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Destroy every group that upstream created and merely drops."""
+    from torch import distributed
+
+    state = sys.modules[_PARALLEL_STATE]
+    groups = list(state._global_process_group_list or ())
+    call(*args, **kwargs)
+    for name in _FORGOTTEN:
+        setattr(state, name, None)
+    state._HYBRID_DP_CP_GROUPS.clear()
+    if not distributed.is_initialized():
+        return
+    known = distributed.distributed_c10d._world.pg_map
+    for group in groups:
+        if group is not None and group in known:  # None stands for the default group
+            distributed.destroy_process_group(group)
+
+
+def _move_to_host(
+    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Move any tensor to the host, and make it an array where that was asked for.
+
+    Upstream's function does both for CUDA tensors only; a tensor that is on the host already, or on
+    another accelerator, comes back as it was, and the dispatcher then fails to use it as an array.
+    """
+    import torch
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if not torch.is_tensor(tensor) or tensor.is_cuda:
+            return call(tensor, as_numpy=as_numpy, record_stream=record_stream)
+        on_host = tensor.detach().to("cpu")
+        return on_host.numpy() if as_numpy else on_host
+
+    return move(*args, **kwargs)
+
+
+def _nothing(
+    _call: Callable[..., Any], _instance: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> None:
+    """Do nothing instead."""
+
+
+def _no_fuser(_original: Any) -> Any:
+    """Make a decorator that changes nothing; Megatron's own one has a name that has to stay."""
+
+    def leave(function: Any) -> Any:
+        return function
+
+    return leave
+
+
+PATCHES = (
+    Patch(
+        id="tensor_parallel.rng_notice",
+        target=f"{_RANDOM}:CudaRNGStatesTracker.__init__",
+        fn=_quieten,
+        when=on_cpu,
+        reason="each use of the device's generator is reported as a change of the host's, which "
+        "on the host are one",
+    ),
+    Patch(
+        id="parallel_state.destroy_groups",
+        target=f"{_PARALLEL_STATE}:destroy_model_parallel",
+        fn=_destroy_all_groups,
+        when=off_cuda,
+        reason="the groups are dropped but not destroyed; with gloo each keeps its threads, and "
+        "repeated initialisation stalls the host",
+    ),
+    Patch(
+        id="moe.tensor_to_host",
+        target="megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+        fn=_move_to_host,
+        reason="as_numpy is honoured for CUDA tensors only, so the all-to-all dispatcher gets a "
+        "tensor where it needs an array: TypeError",
+    ),
+    Patch(
+        id="training_init.fused_kernels",
+        target="megatron.legacy.fused_kernels:load",
+        kind="replace",
+        fn=_nothing,
+        when=off_cuda,
+        until="0.17",
+        reason="looks for nvcc; without a CUDA toolkit it raises TypeError",
+    ),
+    Patch(
+        id="training_init.jit_fuser",
+        target="megatron.core.jit:jit_fuser",
+        kind="set",
+        fn=_no_fuser,
+        when=off_cuda,
+        reason="torch.compile needs a compiler for the device and gains nothing here",
+    ),
+    Patch(
+        id="training_init.jit_warmup",
+        target="megatron.training.initialize:_warmup_jit_function",
+        kind="replace",
+        fn=_nothing,
+        when=off_cuda,
+        reason="warms up fused functions that are not compiled here",
+    ),
+)

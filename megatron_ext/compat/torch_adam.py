@@ -1,0 +1,107 @@
+"""Rows for the distributed optimizer with torch's Adam, which it has without TE and Apex.
+
+torch's Adam keeps a `step` tensor for each parameter, TE's and Apex's one for each group. Upstream
+handles that in `state_dict` and `load_state_dict`, but no checkpoint survives the round trip:
+saving asserts, loading raises, and where it does not, all parameters share one `step` tensor, which
+each of them increments. All of these rows are needed to resume.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.patches.registry import Patch
+
+__all__ = ["PATCHES"]
+
+_MODULE = "megatron.core.optimizer.distrib_optimizer"
+
+
+def _torch_adam() -> bool:
+    return not getattr(sys.modules.get(_MODULE), "HAVE_APEX_OR_TE", True)
+
+
+def _initialize_state(
+    call: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Create the state of an optimizer that has not stepped, as the loader's template needs it.
+
+    Upstream's own creation of it gives the moments only, as TE's Adam has them.
+    """
+    import torch
+
+    optimizer = instance.optimizer
+    if not instance.is_stub_optimizer:
+        if len(optimizer.state) == 0 and instance.init_state_fn:
+            instance.init_state_fn(optimizer, instance.config)
+        for state in optimizer.state.values():
+            if "exp_avg" in state:
+                state.setdefault("step", torch.tensor(0.0))
+    return call(*args, **kwargs)
+
+
+def _load_with_own_steps(
+    call: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Load without recording gradients, then give each parameter its own `step`.
+
+    fp32 parameters are leaves that require gradients, and upstream copies into views of them. The
+    groups say how many steps were done; the tensors of the default (`dp_reshardable`) format are
+    those of the loader's template.
+    """
+    import torch
+
+    with torch.no_grad():
+        result = call(*args, **kwargs)
+    for group in instance.optimizer.param_groups:
+        for parameter in group["params"]:
+            state = instance.optimizer.state.get(parameter)
+            if state and "step" in group:
+                state["step"] = torch.tensor(float(group["step"]))
+    return result
+
+
+def _keep_step(
+    call: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Fill in the `step` that reshardable checkpoints do not store for each parameter."""
+
+    def set_states(model_param: Any, tensors: dict[str, Any]) -> Any:
+        if "step" not in tensors:
+            group, order = instance.model_param_group_index_map[model_param]
+            main_param = instance.optimizer.param_groups[group]["params"][order]
+            own = instance.optimizer.state[main_param].get("step")
+            if own is not None:
+                tensors = {**tensors, "step": own}
+        return call(model_param, tensors)
+
+    return set_states(*args, **kwargs)
+
+
+PATCHES = (
+    Patch(
+        id="optimizer.state_before_first_step",
+        target=f"{_MODULE}:DistributedOptimizer.state_dict",
+        fn=_initialize_state,
+        when=_torch_adam,
+        reason="state_dict asserts one common step, but the loader asks for it before the first "
+        "step, when torch's Adam has no state",
+    ),
+    Patch(
+        id="optimizer.load_own_steps",
+        target=f"{_MODULE}:DistributedOptimizer.load_state_dict",
+        fn=_load_with_own_steps,
+        when=_torch_adam,
+        reason="loading copies into leaves that require gradients (RuntimeError) and puts one step "
+        "tensor into all states, which every parameter then increments (wrong bias correction)",
+    ),
+    Patch(
+        id="optimizer.step_of_reshardable",
+        target=f"{_MODULE}:DistributedOptimizer._set_main_param_and_optimizer_states",
+        fn=_keep_step,
+        when=_torch_adam,
+        reason="reshardable checkpoints hold no step for each parameter: KeyError",
+    ),
+)

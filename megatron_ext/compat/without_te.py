@@ -1,0 +1,147 @@
+"""Rows for machines without Transformer Engine: Megatron's own layers in the places of TE's.
+
+Megatron tests that it can be imported without Transformer Engine, and hardly more. Each of these
+rows lets something run that upstream means to support and that fails.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.compat.conditions import without_te
+from megatron_ext.patches.registry import Patch
+
+__all__ = ["PATCHES"]
+
+_LOG = logging.getLogger(__name__)
+_MLA = "megatron.core.transformer.multi_latent_attention"
+_BERT_SPECS = "megatron.core.models.bert.bert_layer_specs"
+
+
+def _false(_original: Any) -> bool:
+    return False
+
+
+def _none(_original: Any) -> None:
+    return None
+
+
+def _accept_head_widths(
+    call: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Let multi-latent attention state the widths of its key and value heads.
+
+    The key's width is that of the query and follows from the tensors; the value's determines the
+    width of the output, which upstream derives from `kv_channels`.
+    """
+    kwargs = dict(kwargs)
+    kwargs.pop("k_channels", None)
+    v_channels = kwargs.pop("v_channels", None)
+    call(*args, **kwargs)
+    if v_channels is not None:
+        instance.hidden_size_per_partition = v_channels * instance.num_attention_heads_per_partition
+
+
+def _local_spec(_original: Any) -> Any:
+    """Let the script's default be Megatron's own layers, the only ones that are there."""
+    specs = sys.modules[_BERT_SPECS]
+    _LOG.info("BERT's default layers are Megatron's own: Transformer Engine is not installed")
+    return specs.bert_layer_local_spec
+
+
+def _norm_with_sequence_parallel(
+    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Build torch's norm although the sequence is split.
+
+    A norm acts on each token, so a split sequence is no obstacle; only the gradients of its
+    parameters have to be summed over the tensor-parallel group. `finalize_model_grads` does that
+    for parameters that are marked.
+    """
+    config = kwargs.get("config", args[1] if len(args) > 1 else None)
+    if config is None or not config.sequence_parallel:
+        return call(*args, **kwargs)
+    unsplit = copy.copy(config)
+    unsplit.sequence_parallel = False
+    if "config" in kwargs:
+        kwargs = {**kwargs, "config": unsplit}
+    else:
+        args = (args[0], unsplit, *args[2:])
+    norm = call(*args, **kwargs)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = True
+    return norm
+
+
+def _without_fp8(
+    call: Callable[..., None], _instance: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> None:
+    """Say that nothing is in FP8; upstream's default says the contrary."""
+    call(fp8=None)
+
+
+PATCHES = (
+    Patch(
+        id="attention.head_widths",
+        target="megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+        fn=_accept_head_widths,
+        reason="multi-latent attention passes k_channels and v_channels, which only TE's attention "
+        "accepts: TypeError",
+    ),
+    *(
+        Patch(
+            id=f"attention.mla_{name.lower()}",
+            target=f"{_MLA}:{name}",
+            kind="set",
+            fn=value,
+            when=without_te,
+            until="0.17",
+            reason="without Transformer Engine this is a mock, which isinstance refuses",
+        )
+        for name, value in (
+            ("HAVE_TE", _false),
+            ("TELinear", _none),
+            ("TEColumnParallelLinear", _none),
+        )
+    ),
+    Patch(
+        id="bert.te_spec",
+        target=f"{_BERT_SPECS}:bert_layer_with_transformer_engine_spec",
+        kind="set",
+        fn=_local_spec,
+        creates=True,
+        when=without_te,
+        reason="pretrain_bert.py imports this name in any case, and without Transformer Engine the "
+        "module's __getattr__ raises ImportError",
+    ),
+    Patch(
+        id="moe.router_gemm",
+        target="megatron.core.transformer.moe.moe_utils:te_general_gemm",
+        kind="set",
+        fn=_none,
+        creates=True,
+        when=without_te,
+        until="0.17",
+        reason="the router asks `te_general_gemm is not None`, but the name is bound only where "
+        "Transformer Engine is installed: NameError",
+    ),
+    Patch(
+        id="norms.sequence_parallel",
+        target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+        fn=_norm_with_sequence_parallel,
+        reason="the torch norm, the only one without Transformer Engine and Apex, refuses "
+        "sequence parallelism",
+    ),
+    Patch(
+        id="tensor_parallel.recompute_without_fp8",
+        target="megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
+        fn=_without_fp8,
+        when=without_te,
+        reason="it asks `fp8 is not None` of a default that is False, and then calls Transformer "
+        "Engine, installed or not: --recompute-modules layernorm ends in a NameError",
+    ),
+)
