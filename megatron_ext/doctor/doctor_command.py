@@ -55,6 +55,7 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
     from megatron_ext.launch.start import ssh_of
 
     yield from software.check_versions()
+    yield from software.check_requirements()
     yield from software.check_tree()
     yield from software.check_device()
     yield from software.check_native()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib import metadata
+from typing import TYPE_CHECKING
 
 from megatron_ext import devices, releases, upstream
 from megatron_ext.doctor.finding import Finding, fail, ok, warn
@@ -14,7 +16,20 @@ from megatron_ext.errors import MegatronExtError
 from megatron_ext.launch.probe import code_hash, installed_version
 from megatron_ext.version import __version__
 
-__all__ = ["check_device", "check_native", "check_patches", "check_tree", "check_versions"]
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+__all__ = [
+    "check_device",
+    "check_native",
+    "check_patches",
+    "check_requirements",
+    "check_tree",
+    "check_versions",
+]
+
+_EXTRAS = ("upstream", "te", "musa")
+"""Of this package; what they name need not be there, but has to fit where it is."""
 
 
 def check_versions() -> Iterator[Finding]:
@@ -47,6 +62,44 @@ def _check_core() -> Finding:
         shown = f"{core} is newer than this package knows ({supported})"
         return warn(name, shown, "`megatron-ext patches check` tells whether it fits")
     return ok(name, f"{core} (tested with {releases.reference().version}; {supported})")
+
+
+def check_requirements() -> Iterator[Finding]:
+    """Compare what is installed with what this package and megatron-core ask for.
+
+    Nothing is said of those that fit, nor of torch and megatron-core, which have lines of their
+    own.
+    """
+    from packaging.requirements import Requirement  # torch and megatron-core need it too
+
+    for package, extras in (("megatron-ext", _EXTRAS), ("megatron-core", ())):
+        try:
+            asked = [Requirement(line) for line in metadata.requires(package) or []]
+        except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+            continue
+        for one in asked:
+            if one.name not in {"torch", "megatron-core"}:
+                yield from _misfit(package, one, extras)
+
+
+def _misfit(package: str, asked: Requirement, extras: tuple[str, ...]) -> Iterator[Finding]:
+    """Say what is wrong with a package that another asks for."""
+    from packaging.version import Version
+
+    marker = asked.marker
+    needed = marker is None or marker.evaluate({"extra": ""})
+    if not needed and not any(marker and marker.evaluate({"extra": extra}) for extra in extras):
+        return
+    remedy = f"pip install '{asked.name}{asked.specifier}'"
+    try:
+        found = metadata.version(asked.name)
+    except metadata.PackageNotFoundError:
+        if needed:
+            yield fail(asked.name, f"not installed, {package} needs it", remedy)
+        return
+    # A vendor's build of a release, like 2.7.0a0+git, counts as that release.
+    if not asked.specifier.contains(Version(found).base_version):
+        yield warn(asked.name, f"{found}, {package} asks for {asked.specifier}", remedy)
 
 
 def _release(version: str) -> tuple[int, ...]:

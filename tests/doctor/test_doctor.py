@@ -7,12 +7,14 @@ import os
 import resource
 import socket
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from megatron_ext.doctor import machine
+from megatron_ext import releases
+from megatron_ext.doctor import machine, software
 from megatron_ext.doctor.hosts import check_hosts
 from megatron_ext.doctor.machine import Sizes, arena_bytes, check_arenas, slots_per_peer
 from megatron_ext.launch.hostfile import Host
@@ -63,6 +65,64 @@ def test_a_failed_check_is_a_line_with_a_remedy_and_exit_code_1(tmp_path: Path) 
     assert "FAIL Megatron-LM tree: MEGATRON_LM_PATH=/nowhere is not a Megatron-LM tree" in (
         done.stdout
     )
+
+
+def test_packages_that_do_not_go_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, version in (("transformers", "5.0.1"), ("wrapt", "2.4.0rc1"), ("rich", "12.0")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = {finding.check: finding for finding in software.check_requirements()}
+    assert sorted(found) == ["rich", "transformers"]
+    assert str(found["rich"]) == (
+        "WARN rich: 12.0, megatron-ext asks for >=13; pip install 'rich>=13'"
+    )
+    assert "5.0.1, megatron-ext asks for <5,>=4.51" in found["transformers"].found
+
+
+def test_a_package_that_is_needed_and_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(software.metadata, "version", version)
+    gone = {finding.check: finding for finding in software.check_requirements()}
+    assert {"wrapt", "rich", "numpy"} <= set(gone)
+    assert "transformers" not in gone
+    assert str(gone["numpy"]).startswith("FAIL numpy: not installed, megatron-core needs it; pip")
+
+
+@pytest.mark.parametrize(("python", "level"), [((3, 11), "FAIL"), ((3, 12), "OK")])
+def test_a_release_for_a_later_python(
+    monkeypatch: pytest.MonkeyPatch, python: tuple[int, int], level: str
+) -> None:
+    monkeypatch.setattr(releases, "core_version", lambda: "0.19.2")
+    monkeypatch.setattr(sys, "version_info", (*python, 0, "final", 0))
+    [line] = [line for line in software.check_versions() if line.check == "megatron-core"]
+    assert line.level == level
+    if level == "FAIL":
+        assert line.found == "0.19.2, which needs Python 3.12 or later"
+        assert line.remedy == "take Python 3.12, or pip install 'megatron-core>=0.16,<0.17'"
+
+
+def test_a_tree_of_another_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = tmp_path / "megatron" / "core"
+    training = tmp_path / "megatron" / "training"
+    for folder in (core, training):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 15\nPATCH = 3\n")
+    (tmp_path / "pretrain_gpt.py").touch()
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(tmp_path))
+    [found] = software.check_tree()
+    assert found.level == "FAIL"
+    installed = ".".join(map(str, releases.installed_release() or ()))
+    assert f"expected version {installed}, as of the installed megatron-core" in found.found
+    assert "found version 0.15.3" in found.found
+    assert "megatron-ext upstream fetch" in found.found
+    assert "\n" not in found.found
 
 
 _NO_DRIVER = """
