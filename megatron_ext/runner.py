@@ -35,6 +35,8 @@ _WITHOUT_TREE: dict[str, Literal["gpt", "bert"]] = {
     "pretrain_bert.py": "bert",
 }
 
+_FOR_BERT = "Megatron has BERT up to 0.17: pip install 'megatron-core>=0.16,<0.17'"
+
 
 @dataclass(frozen=True)
 class Start:
@@ -79,7 +81,10 @@ def choose(script: str, *, embedded: bool = False) -> Start:
         upstream.check_tree(tree)
         if (tree / script).is_file():
             return Start(tree / script, None, "of the Megatron-LM tree")
-        raise UserError(f"there is no {script}, neither here nor in the Megatron-LM tree {tree}")
+        gone = f"there is no {script}, neither here nor in the Megatron-LM tree {tree}"
+        if model == "bert":
+            gone += f"; {_FOR_BERT}, and unset MEGATRON_LM_PATH"
+        raise UserError(gone)
     if model is not None and len(path.parts) == 1:
         return _without_tree(name, model)
     raise UserError(
@@ -94,11 +99,9 @@ def _without_tree(name: str, model: Literal["gpt", "bert"]) -> Start:
         return Start(None, model, why)
     if model == "gpt":
         return Start(None, model, why, wheel=True)
-    raise UserError(
-        f"{name} needs the Megatron-LM tree, which has it up to 0.17: `megatron-ext upstream "
-        f"fetch`; without a tree BERT trains on megatron-core 0.16 only, {releases.core_version()} "
-        "is installed"
-    )
+    if releases.installed_release() == (0, 17):
+        raise UserError(f"{name} needs the Megatron-LM tree: `megatron-ext upstream fetch`")
+    raise UserError(f"megatron-core {releases.core_version()} has no {name}; {_FOR_BERT}")
 
 
 def _embedded(name: str, model: Literal["gpt", "bert"] | None) -> Start:

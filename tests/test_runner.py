@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -50,10 +51,31 @@ def test_without_a_tree_the_wheels_own_loop_stands_in(monkeypatch: pytest.Monkey
     assert str(start) == (
         "runs megatron.training of the wheel for gpt (no Megatron-LM tree was found)"
     )
-    with pytest.raises(UserError, match=r"pretrain_bert\.py needs the Megatron-LM tree"):
-        runner.choose("pretrain_bert.py")
     with pytest.raises(UserError, match=r"--embedded is for megatron-core 0\.16"):
         runner.choose("pretrain_gpt.py", embedded=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "remedy"),
+    [
+        ("0.17.1", "needs the Megatron-LM tree: `megatron-ext upstream fetch`"),
+        ("0.19.2", "megatron-core 0.19.2 has no pretrain_bert.py; Megatron has BERT up to 0.17"),
+    ],
+)
+def test_bert_needs_a_release_that_has_it(
+    version: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(releases, "has_training", lambda: True)
+    monkeypatch.setattr(releases, "core_version", lambda: version)
+    with pytest.raises(UserError, match=re.escape(remedy)):
+        runner.choose("pretrain_bert.py")
+
+
+def test_bert_is_what_the_tree_has(tree: Path) -> None:
+    with pytest.raises(UserError, match=r"pip install 'megatron-core>=0\.16,<0\.17', and unset"):
+        runner.choose("pretrain_bert.py")
+    (tree / "pretrain_bert.py").touch()
+    assert runner.choose("pretrain_bert.py").script == tree / "pretrain_bert.py"
 
 
 def test_without_a_tree_the_embedded_trainer_stands_in() -> None:
