@@ -11,7 +11,7 @@
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 readonly REPO
-readonly TORCH_VERSION=2.13.0
+readonly TORCH_VERSION=${TORCH_VERSION:-2.13.0}
 readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 say() { printf '%s: %s\n' "$(basename "$0")" "$*"; }
@@ -41,10 +41,20 @@ prepare_environment() {
     if command -v flock >/dev/null; then
         flock 9
     fi
+    check_choice
     if ! is_current "$kind"; then
         install_environment "$kind" 9>&-
     fi
     exec 9>&-
+}
+
+# An environment that is there already keeps its Python. Refuses to go on with it where another one was asked for.
+check_choice() {
+    local version='import sys; print("%d.%d" % sys.version_info[:2])' there asked
+    [[ -n ${PYTHON3:-} && -x $PYTHON ]] || return 0
+    there=$("$PYTHON" -c "$version") asked=$("$(find_python)" -c "$version")
+    [[ $there == "$asked" ]] ||
+        fail "PYTHON3=$PYTHON3 is Python $asked, but $REPO/.venv was made with $there; unset PYTHON3, or make it anew: rm -r $REPO/.venv"
 }
 
 # Whether prepare_environment would have nothing to install.
@@ -97,7 +107,7 @@ install_environment() {
     if [[ $kind == test ]]; then
         check_compiler "$base"
     fi
-    say "sets up $REPO/.venv with $base (log: $log)"
+    say "sets up $REPO/.venv with $base, Python $("$base" -V | cut -d ' ' -f 2) (log: $log)"
     [[ -x $PYTHON ]] || "$base" -m venv "$REPO/.venv" || fail "cannot make a virtual environment with $base"
     : >"$log"
     if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
@@ -150,15 +160,20 @@ install_gpu_torch() {
 
 has_nvidia_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
 
+# The newest Python that has what an environment needs. One that has the headers too, which the native
+# module is built with, goes before one that has not.
 find_python() {
-    local candidate
-    for candidate in ${PYTHON3:-python3 python3.13 python3.12 python3.11 python3.10}; do
-        if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-            "$candidate" -c 'import sys; print(sys.executable)'
-            return
-        fi
+    local needs candidate
+    for needs in 'sysconfig; open(sysconfig.get_paths()["include"] + "/Python.h")' sys; do
+        for candidate in ${PYTHON3:-python3.13 python3.12 python3.11 python3.10 python3}; do
+            if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null &&
+                "$candidate" -c "import $needs" 2>/dev/null; then
+                "$candidate" -c 'import sys; print(sys.executable)'
+                return
+            fi
+        done
     done
-    fail "found no Python >= 3.10 that can make virtual environments (tried ${PYTHON3:-python3, python3.13 ... python3.10}); install one (Debian: apt-get install python3 python3-venv) or name it: PYTHON3=/path/to/python3"
+    fail "found no Python >= 3.10 that can make virtual environments (tried ${PYTHON3:-python3.13 ... python3.10, python3}); install one (Debian: apt-get install python3 python3-venv) or name it: PYTHON3=/path/to/python3"
 }
 
 logged() {

@@ -85,7 +85,8 @@ Any other flag goes to Megatron and wins over the script's own, for example
 the flags of its tokenizer, or --mock-data.
 
 Environment: NPROC (processes on each node), MEGATRON_EXT_DEVICE (auto, cuda, musa, cpu),
-MEGATRON_LM_PATH (a Megatron-LM tree), VIRTUAL_ENV (an environment to use as it is), PYTHON3;
+MEGATRON_LM_PATH (a Megatron-LM tree), VIRTUAL_ENV (an environment to use as it is), PYTHON3 (what .venv is made with),
+TORCH_VERSION;
 several nodes without a hostfile: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT.
 TEXT
 }

@@ -6,6 +6,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -170,6 +171,49 @@ def test_without_a_usable_python_the_remedy_is_named(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "found no Python >= 3.10" in done.stderr
     assert "apt-get install python3 python3-venv" in done.stderr
+
+
+def fake_python(path: Path, version: str, *, headers: bool = True) -> Path:
+    """A Python of another version: this one, which says so."""
+    lines = [
+        "import ensurepip, sys, sysconfig, venv",
+        f"sys.executable = {str(path)!r}",
+        f"sys.version_info = ({version.replace('.', ', ')}, 'final', 0)",
+    ]
+    if not headers:
+        lines.append("sysconfig.get_paths = lambda: {'include': '/nowhere'}")
+    before = shlex.quote("\n".join(lines) + "\n")
+    program = f'exec {shlex.quote(sys.executable)} -c {before}"$2"'
+    path.write_text(f"#!/bin/bash\n[[ $1 == -c ]] && {program}\nexit 1\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_the_newest_python_is_taken_that_has_the_headers(tmp_path: Path) -> None:
+    old = fake_python(tmp_path / "python3.9", "3.9.1")
+    new = fake_python(tmp_path / "python3.13", "3.13.0")
+    bare = fake_python(tmp_path / "python3.14", "3.14.0", headers=False)
+
+    def chosen(*candidates: Path) -> str:
+        return common(f"PYTHON3={shlex.quote(' '.join(map(str, candidates)))} find_python").stdout
+
+    assert chosen(bare, old, new) == f"{new}\n"
+    assert chosen(old, bare) == f"{bare}\n"
+    path = f"PATH={tmp_path}:/usr/bin:/bin; unset PYTHON3; find_python"
+    assert common(path).stdout == f"{new}\n"
+
+
+def test_an_environment_with_another_python_is_not_taken_for_the_one_asked_for(
+    tmp_path: Path,
+) -> None:
+    folder = copy_of_the_scripts(tmp_path)
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    fake_python(folder / ".venv" / "bin" / "python", "3.11.2")
+    asked = fake_python(tmp_path / "python3.12", "3.12.1")
+    done = bash(str(folder / LLAMA3), "--tiny", VIRTUAL_ENV=None, PYTHON3=str(asked))
+    assert done.returncode == 2
+    assert f"PYTHON3={asked} is Python 3.12, but {folder}/.venv was made with 3.11" in done.stderr
+    assert f"rm -r {folder}/.venv" in done.stderr
 
 
 def common(script: str) -> subprocess.CompletedProcess[str]:
