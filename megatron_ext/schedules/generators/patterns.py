@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat
 
 from megatron_ext.schedules.representation.actions import Action, Kind
 
@@ -30,23 +31,46 @@ def expand(phases: Iterable[tuple[str, int]], stages: Sequence[int]) -> tuple[Ac
             chunk; `W` alone takes the oldest I, of either chunk, that has no W yet.
         stages: The stage of each chunk.
     """
-    split = [(steps.split(), repeats) for steps, repeats in phases]
-    leaves_weights = any("W" in steps for steps, _ in split)
-    counts: dict[str, int] = {}
-    pending: deque[Action] = deque()
+    split = [([_parsed(step, stages) for step in steps.split()], n) for steps, n in phases]
+    leaves_weights = any(stage < 0 for steps, _ in split for _, stage, _ in steps)
+    counts: Counter[str] = Counter()
+    weights: list[Action] = []  # the W of each I, in the order of the I
     row: list[Action] = []
     for steps, repeats in split:
-        parsed = [_parsed(step, stages) for step in steps]
-        for kind, stage, counter in parsed * repeats:
-            if stage < 0:
-                row.append(pending.popleft())
-                continue
-            microbatch = counts.get(counter, 0)
-            counts[counter] = microbatch + 1
-            row.append(Action(stage, kind, microbatch))
-            if leaves_weights and kind == "I":
-                pending.append(Action(stage, "W", microbatch))
+        numbers = _numbers([counter for _, _, counter in steps], repeats, counts)
+        if leaves_weights:
+            inputs = [n for n, (kind, _, _) in enumerate(steps) if kind == "I"]
+            weights += _in_turn([_actions(steps[n][1], "W", numbers[n]) for n in inputs])
+        row += _in_turn(
+            [
+                map(weights.__getitem__, which) if stage < 0 else _actions(stage, kind, which)
+                for (kind, stage, _), which in zip(steps, numbers, strict=True)
+            ]
+        )
     return tuple(row)
+
+
+def _numbers(counters: Sequence[str], repeats: int, counts: Counter[str]) -> list[range]:
+    """Return what each step of a phase counts, and go on counting behind the phase."""
+    strides, seen = Counter(counters), Counter[str]()
+    numbers = []
+    for counter in counters:
+        first, stride = counts[counter] + seen[counter], strides[counter]
+        numbers.append(range(first, first + repeats * stride, stride))
+        seen[counter] += 1
+    for counter, stride in strides.items():
+        counts[counter] += repeats * stride
+    return numbers
+
+
+def _actions(stage: int, kind: Kind, microbatches: range) -> Iterator[Action]:
+    """Make one action for each micro-batch; tables of millions of them are made of these."""
+    return map(tuple.__new__, repeat(Action), zip(repeat(stage), repeat(kind), microbatches))
+
+
+def _in_turn(columns: Sequence[Iterator[Action]]) -> Iterator[Action]:
+    """Take the first of each column, then the second of each, and so on."""
+    return chain.from_iterable(zip(*columns, strict=True))
 
 
 def _parsed(step: str, stages: Sequence[int]) -> tuple[Kind, int, str]:
