@@ -24,12 +24,26 @@ PP2 = GPT + "--pipeline-model-parallel-size 2 "
 
 
 def _options() -> list[str]:
+    """Return the flags of Megatron's parser, without those that we add to it."""
     from argparse import ArgumentParser
 
     from megatron.training.arguments import add_megatron_arguments
 
+    from megatron_ext.config.flags import add_arguments
+
+    own = ArgumentParser()
+    add_arguments(own)
+    ours = {option for action in own._actions for option in action.option_strings} - {
+        "-h",
+        "--help",
+    }
     parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
-    return [option for action in parser._actions for option in action.option_strings]
+    return [
+        option
+        for action in parser._actions
+        for option in action.option_strings
+        if option not in ours
+    ]
 
 
 def test_every_flag_was_considered() -> None:
