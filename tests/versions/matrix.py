@@ -15,20 +15,25 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
+from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 from megatron_ext import releases, upstream
 from tests.ranks import RankRun, RanksFailed
-from tests.upstream_script.runs import DEEPSEEK, GPT, run
+from tests.training.helpers import bert_flags
+from tests.upstream_script.runs import DEEPSEEK, GPT, UNTIED, run
+from tests.versions.table import is_sound
 
 PP2 = "--pipeline-model-parallel-size 2 "
+ZB_V = PP2 + "--pipeline-schedule zb-v "
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather "
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel "
+"""A single process cannot take these; its checkpoint is the same without them."""
+
 # The norm that clips is added up rank by rank: in another order for another placement.
-BASE = (
-    GPT.replace("--eval-iters 0", "--eval-iters 1").replace(
-        "--eval-interval 10", "--eval-interval 2"
-    )
-    + "--clip-grad 0 --train-iters 4 "
-)
+SAME = "--clip-grad 0 --train-iters 4 --eval-iters 1 --eval-interval 2 --lr-warmup-iters 0 "
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,14 @@ class Case:
     theirs: str = PP2
     ranks: int = 2
     their_ranks: int | None = None
+    script: Literal["pretrain_gpt.py", "pretrain_bert.py"] = "pretrain_gpt.py"
 
 
 CASES = (
     Case("1f1b over shm", PP2 + "--pipeline-transport shm "),
     Case("zb-h1", PP2 + "--pipeline-schedule zb-h1 "),
-    Case("zb-v, tied", PP2 + "--pipeline-schedule zb-v "),
+    Case("zb-v, tied", ZB_V),
+    Case("zb-v, untied", ZB_V, model=UNTIED),
     Case(
         "bitpipe",
         "--pipeline-model-parallel-size 4 --enable-bitpipe-schedule ",
@@ -55,17 +62,25 @@ CASES = (
     ),
     Case("--use-dpp", PP2 + "--pipeline-schedule interleaved --use-dpp "),
     Case("disaggregation", PP2 + "--forward-backward-disaggregating ", ranks=4, their_ranks=2),
-    Case("experts with bias, MLA, MTP", PP2 + "--pipeline-schedule zb-v ", model=DEEPSEEK),
+    Case("experts with bias, MLA, MTP", ZB_V, model=DEEPSEEK),
+    Case("tensor and sequence parallel, zb-v", ZB_V, model=TENSOR, ranks=4),
     Case(
-        "tensor and sequence parallel, zb-v",
-        PP2 + "--pipeline-schedule zb-v ",
-        model="--tensor-model-parallel-size 2 --sequence-parallel ",
+        "overlapped distributed optimizer, zb-v",
+        ZB_V + OVERLAP,
+        model="--use-distributed-optimizer --global-batch-size 16 ",
+        theirs=PP2 + OVERLAP,
         ranks=4,
     ),
+    Case("BERT, zb-v", ZB_V, script="pretrain_bert.py"),
 )
 
-SPLITTABLE = ("--tensor-model-parallel-size 2 --sequence-parallel ",)
-"""Flags that a single process cannot take; its checkpoint is the same without them."""
+
+def has_script(name: str) -> bool:
+    """Tell whether this release has a script of Megatron-LM, or something that stands in for it."""
+    tree = upstream.find_tree()
+    if tree is not None:
+        return (tree / name).is_file()
+    return name == "pretrain_gpt.py" or not releases.has_training()
 
 
 def told(ended: RankRun) -> list[str]:
@@ -83,69 +98,119 @@ def told(ended: RankRun) -> list[str]:
     return found
 
 
-def compare(case: Case, folder: Path) -> tuple[list[str], list[str]]:
-    """Return what our side and theirs logged."""
-    alone = case.model
-    for flags in SPLITTABLE:
-        alone = alone.replace(flags, "")
-    # Not without its optimizer: the embedded trainer has no such flag, and --finetune leaves it.
-    told(run(1, f"{BASE}{alone}--train-iters 1 --save {folder} --save-interval 1 "))
-    start = f"{BASE}{case.model}--load {folder} --finetune "
-    theirs = told(run(case.their_ranks or case.ranks, start + case.theirs))
-    return told(run(case.ranks, start + case.ours)), theirs
+class Absent(Exception):
+    """What this release has not; not a fault."""
 
 
-def checkpoint(folder: Path) -> tuple[list[str], list[str]]:
-    """Train under zb-v, go on under 1F1B, and the other way round; both have to meet zb-v."""
-    flags = BASE + "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable "
-    zb_v = PP2 + "--pipeline-schedule zb-v "
-    ours, theirs = [], []
-    for number, (saved, resumed) in enumerate(((zb_v, PP2), (PP2, zb_v))):
-        path = folder / str(number)
-        told(run(2, f"{flags}{saved}--save {path} --save-interval 2 --exit-interval 2 "))
-        ours += told(run(2, f"{flags}{resumed}--load {path} "))
-        theirs += told(run(2, f"{flags}{saved}--load {path} "))
-    return ours, theirs
+class Comparisons:
+    """Runs that are compared. Where cases start alike or share Megatron's side, it runs once.
+
+    Args:
+        folder: For checkpoints and data.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._start = cache(self._make_start)
+        self._theirs = cache(self._run_theirs)
+        self._base = cache(self._make_base)
+
+    def of(self, case: Case) -> tuple[list[str], list[str]]:
+        """Return what our side and theirs logged.
+
+        Raises:
+            Absent: Neither this release nor anything that stands in for it has the script.
+        """
+        if not has_script(case.script):
+            raise Absent(case.script)
+        theirs = self._theirs(case.script, case.model, case.theirs, case.their_ranks or case.ranks)
+        start = self._start(case.script, case.model)
+        return told(run(case.ranks, start + case.ours, script=case.script)), theirs
+
+    def of_checkpoints(self) -> tuple[list[str], list[str]]:
+        """Train under zb-v, go on under 1F1B, and the other way round; both have to meet zb-v."""
+        resharded = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable "
+        flags = self._base("pretrain_gpt.py") + resharded
+        ours, theirs = [], []
+        for saved, resumed in ((ZB_V, PP2), (PP2, ZB_V)):
+            path = self._new_folder()
+            told(run(2, f"{flags}{saved}--save {path} --save-interval 2 --exit-interval 2 "))
+            ours += told(run(2, f"{flags}{resumed}--load {path} "))
+            theirs += told(run(2, f"{flags}{saved}--load {path} "))
+        return ours, theirs
+
+    def _run_theirs(self, script: str, model: str, theirs: str, ranks: int) -> list[str]:
+        return told(run(ranks, self._start(script, model) + theirs, script=script))
+
+    def _make_start(self, script: str, model: str) -> str:
+        """Save a checkpoint with one process; return the flags of runs that start from it."""
+        flags, path = self._base(script), self._new_folder()
+        # With its optimizer: the embedded trainer always saves it, and --finetune leaves it.
+        saving = f"--train-iters 1 --save {path} --save-interval 1 "
+        told(run(1, f"{flags}{model.replace(TENSOR, '')}{saving}", script=script))
+        return f"{flags}{model}--load {path} --finetune "
+
+    def _make_base(self, script: str) -> str:
+        if script == "pretrain_gpt.py":
+            return GPT + SAME
+        data = self._new_folder()
+        return f"{bert_flags(data)}--hidden-dropout 0 --attention-dropout 0 {SAME}"
+
+    def _new_folder(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self._folder))
 
 
-def tests() -> dict[str, Callable[[Path], tuple[list[str], list[str]]]]:
+def tests(comparisons: Comparisons) -> dict[str, Callable[[], tuple[list[str], list[str]]]]:
     """Return all comparisons by name."""
-    named: dict[str, Callable[[Path], tuple[list[str], list[str]]]] = {
-        case.name: lambda folder, case=case: compare(case, folder)  # type: ignore[misc]
-        for case in CASES
-    }
-    return {**named, "checkpoint to another schedule": checkpoint}
+    named = {case.name: partial(comparisons.of, case) for case in CASES}
+    return {**named, "checkpoint to another schedule": comparisons.of_checkpoints}
+
+
+def judge(name: str, test: Callable[[], tuple[list[str], list[str]]]) -> dict[str, object]:
+    """Run a comparison; print and return what came out."""
+    try:
+        ours, theirs = test()
+    except Absent as absent:
+        print(f"{name}: no {absent} here", flush=True)
+        return {"absent": str(absent)}
+    except (AssertionError, OSError) as error:
+        traceback.print_exc()
+        print(f"{name}: FAILED", flush=True)
+        return {"error": str(error).splitlines()[-1]}
+    equal = ours == theirs
+    print(f"{name}: {'equal' if equal else 'DIFFERS'}", flush=True)
+    if not equal:
+        print("\n".join(f"  {a}\n  {b}" for a, b in zip(ours, theirs, strict=False)))
+    return {"equal": equal, "ours": ours, "theirs": theirs}
 
 
 def main() -> int:
     """Run the comparisons that are named, or all; write what came out."""
     results, names = Path(sys.argv[1]), sys.argv[2:]
-    tree = upstream.find_tree()
-    found: dict[str, object] = {
-        "version": releases.core_version(),
+    version = releases.core_version()
+    found: dict[str, dict[str, object]] = {}
+    with tempfile.TemporaryDirectory(prefix="megatron_ext_versions_") as folder:
+        all_tests = tests(Comparisons(Path(folder)))
+        unknown = sorted(set(names) - set(all_tests))
+        if unknown:
+            sys.exit(f"no case {', '.join(unknown)}; there are: {'; '.join(all_tests)}")
+        for name in names or all_tests:
+            found[name] = judge(f"{version} {name}", all_tests[name])
+    about = {
+        "version": version,
         "python": ".".join(map(str, sys.version_info[:3])),
-        "loop": "upstream's script" if tree else "the wheel" if releases.has_training() else "ours",
+        "torch": metadata.version("torch"),
+        "loop": loop(),
     }
-    failed = False
-    for name, test in tests().items():
-        if names and name not in names:
-            continue
-        with tempfile.TemporaryDirectory(prefix="megatron_ext_versions_") as folder:
-            try:
-                ours, theirs = test(Path(folder))
-            except (AssertionError, OSError) as error:
-                traceback.print_exc()
-                found[name] = {"error": str(error).splitlines()[-1]}
-                failed = True
-                continue
-        equal = ours == theirs
-        failed = failed or not equal
-        found[name] = {"equal": equal, "ours": ours, "theirs": theirs}
-        print(f"{found['version']} {name}: {'equal' if equal else 'DIFFERS'}", flush=True)
-        if not equal:
-            print("\n".join(f"  {a}\n  {b}" for a, b in zip(ours, theirs, strict=False)))
-    results.write_text(json.dumps(found, indent=1) + "\n")
-    return 1 if failed else 0
+    results.write_text(json.dumps({**about, **found}, indent=1) + "\n")
+    return 0 if all(is_sound(result) for result in found.values()) else 1
+
+
+def loop() -> str:
+    """Say whose training loop runs here."""
+    if upstream.find_tree() is not None:
+        return "upstream's script"
+    return "the wheel" if releases.has_training() else "ours"
 
 
 if __name__ == "__main__":

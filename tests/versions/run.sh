@@ -1,83 +1,148 @@
 #!/usr/bin/env bash
 # Trains under every feature on every release of the range and prints a table of losses, which have to be
-# those of Megatron's own schedule in the same release.
+# those of Megatron's own schedule in the same release. A release that cannot be tried fails the run.
 #
 #   bash tests/versions/run.sh [VERSION...]        by default one of each minor release
 #
+# It makes an environment for each release below VERSIONS_DIR (default: .venv-versions). Releases for the same
+# Python share torch and this package, which are installed once.
+#
 # MEGATRON_LM_PATH_0_19=DIR    upstream's unmodified script of that tree, instead of the wheel's training loop
-# PYTHON_0_19=PATH             an environment that is there already: with that megatron-core, torch and pytest.
-#                              Otherwise one is made below VERSIONS_DIR (default: .venv-versions), with PYTHON_FOR_0_19
-#                              or the first Python on PATH that the release takes
-# CASES="zb-h1;disaggregation" only these
+# PYTHON_FOR_0_19=PATH         the Python to make the environment with, instead of the first that the release
+#                              takes, on PATH or among those of pyenv
+# PYTHON_0_19=PATH             the Python of an environment that is there already: with this package, that
+#                              megatron-core, torch and pytest
+# CASES="zb-h1;disaggregation" trains only under these; CASES=none: under none
+# TESTS="flags or effects"     of tests/versions, which each release runs too, only these; TESTS=none: none of them
+# TORCH_VERSION=2.7.1          another torch
+# SKIP="0.17.1"                these are left out on purpose, and the table says so
 set -euo pipefail
 
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-REPO=$PWD
-VERSIONS_DIR=${VERSIONS_DIR:-$REPO/.venv-versions}
+# shellcheck source=examples/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../../examples/common.sh"
+cd "$REPO"
+VERSIONS_DIR=$(realpath -m "${VERSIONS_DIR:-.venv-versions}")
 # Of the range in megatron_ext/releases.py.
 VERSIONS=("$@")
 [[ ${#VERSIONS[@]} -gt 0 ]] || VERSIONS=(0.16.1 0.17.1 0.18.2 0.19.2)
 
-say() { printf 'versions: %s\n' "$*"; }
+minor_of() { local minor=${1%.*}; printf '%s' "${minor/./_}"; }
 
-# The first Python on PATH whose version the release takes; nothing if there is none.
-find_python() {
-    local minor=$1 candidate given
-    given=PYTHON_FOR_${minor/./_}
-    [[ -z ${!given:-} ]] || { printf '%s' "${!given}"; return; }
-    local candidates=(python3.12 python3.13)
-    [[ $minor != 0.16 ]] || candidates=(python3.11 python3.10 python3.12)
-    for candidate in "${candidates[@]}"; do
-        if "$candidate" -c '' 2>/dev/null; then
-            printf '%s' "$candidate"
-            return
+# Prints a Python that the release takes.
+python_for() {
+    local given tried names=(python3.12 python3.13)
+    given=PYTHON_FOR_$(minor_of "$1")
+    [[ $1 != 0.16.* ]] || names=(python3.11 python3.10 python3.12)
+    tried=${!given:-$(pythons "${names[@]}" | paste -sd ' ')}
+    (PYTHON3=$tried find_python 2>/dev/null) || fail "$1 has no Python here (tried $tried); name one: $given=PATH"
+}
+
+# On PATH, then those that pyenv has and has not activated.
+pythons() {
+    printf '%s\n' "$@"
+    ! command -v pyenv >/dev/null || for name in "$@"; do pyenv whence --path "$name" 2>/dev/null || true; done
+}
+
+site_packages() { "$1" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'; }
+
+# Sets SHARED to the site-packages of an environment with torch, this package and what it needs, all but
+# megatron-core. It is made anew when the native sources or the wanted torch are others.
+share() {
+    local base=$1 home log wanted PYTHON
+    wanted="$TORCH_VERSION $(fingerprint)"
+    home=$VERSIONS_DIR/$("$base" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')-torch$TORCH_VERSION
+    PYTHON=$home/bin/python log=$home/install.log
+    if [[ ! -f $home/.complete || $(<"$home/.complete") != "$wanted" ]]; then
+        check_compiler "$base"
+        say "makes $home with $base (log: $log)"
+        [[ -x $PYTHON ]] || "$base" -m venv "$home"
+        : >"$log"
+        "$PYTHON" -c 'import torch' 2>/dev/null || install_torch "$log"
+        MEGATRON_EXT_REQUIRE_NATIVE=1 logged "$log" "$PYTHON" -m pip install --editable "${REPO}[upstream]" \
+            "torch==$TORCH_VERSION" hypothesis pytest pytest-mock pytest-timeout || installation_failed "$log"
+        # Each release brings its own. This one's modules would be found beside them.
+        logged "$log" "$PYTHON" -m pip uninstall --yes megatron-core || installation_failed "$log"
+        printf '%s' "$wanted" >"$home/.complete"
+    fi
+    SHARED=$(site_packages "$PYTHON")
+}
+
+# Sets PYTHON to the Python of an environment with this release.
+prepare() {
+    local version=$1 home=$VERSIONS_DIR/$1 base given SHARED
+    given=PYTHON_$(minor_of "$version")
+    PYTHON=${!given:-}
+    [[ -z $PYTHON ]] || {
+        check_release "$version"
+        return
+    }
+    base=$(python_for "$version")
+    share "$base"
+    PYTHON=$home/bin/python
+    if [[ ! -f $home/.complete || $(<"$home/.complete") != "$SHARED" ]]; then
+        say "makes $home with $base"
+        rm -rf "$home"
+        "$base" -m venv "$home"
+        printf 'import site; site.addsitedir("%s")\n' "$SHARED" >"$(site_packages "$PYTHON")/shared.pth"
+        "$PYTHON" -m pip install --quiet "megatron-core==$version"
+        check_release "$version"
+        printf '%s' "$SHARED" >"$home/.complete"
+    fi
+}
+
+check_release() {
+    local found
+    found=$("$PYTHON" -c 'from importlib.metadata import version; print(version("megatron-core"))') || found=none
+    [[ $found == "$1" ]] || fail "$PYTHON has megatron-core $found, and $1 is to be tried"
+}
+
+# Trains and tests with PYTHON.
+try() {
+    local version=$1 file=$2 tree status=0
+    tree=MEGATRON_LM_PATH_$(minor_of "$version")
+    say "$version with $PYTHON, ${!tree:-without a tree}"
+    export MEGATRON_LM_PATH=${!tree:-} MEGATRON_EXT_DEVICE=${MEGATRON_EXT_DEVICE:-cpu} OMP_NUM_THREADS=1
+    if [[ ${CASES:-} != none ]]; then
+        "$PYTHON" -m tests.versions.matrix "$file" ${cases[@]+"${cases[@]}"} || status=1
+    fi
+    if [[ ${TESTS:-} != none ]]; then
+        "$PYTHON" -m pytest -q tests/versions -k "${TESTS:-}" || status=1
+    fi
+    return $status
+}
+
+main() {
+    results=$(mktemp -d)
+    trap 'rm -rf "$results"' EXIT
+    local version file status failed=0 files=()
+    cases=()
+    [[ -z ${CASES:-} ]] || IFS=';' read -r -a cases <<<"$CASES"
+    for version in "${VERSIONS[@]}"; do
+        file=$results/$version.json
+        files+=("$file")
+        if [[ " ${SKIP:-} " == *" $version "* ]]; then
+            say "$version is left out, as SKIP says"
+            printf '{"version": "%s", "skipped": true}\n' "$version" >"$file"
+            continue
+        fi
+        # A subshell of its own, so that what fails in one release does not keep the others from being tried.
+        set +e
+        (
+            set -e
+            prepare "$version"
+            try "$version" "$file"
+        )
+        status=$?
+        set -e
+        if ((status != 0)); then
+            failed=1
+            say "$version FAILED"
+            [[ -f $file ]] || printf '{"version": "%s"}\n' "$version" >"$file"
         fi
     done
+    [[ ${CASES:-} == none ]] || python3 tests/versions/table.py "${files[@]}" || failed=1
+    return $failed
 }
 
-# Sets PYTHON to an environment with this release, or to nothing.
-environment() {
-    local version=$1 minor=${1%.*} base given
-    given=PYTHON_${minor/./_}
-    PYTHON=${!given:-}
-    [[ -z $PYTHON ]] || return 0
-    PYTHON=$VERSIONS_DIR/$version/bin/python
-    [[ ! -f $VERSIONS_DIR/$version/.complete ]] || return 0
-    base=$(find_python "$minor")
-    if [[ -z $base ]]; then
-        PYTHON=
-        return 0
-    fi
-    say "makes $VERSIONS_DIR/$version with $base"
-    "$base" -m venv "$VERSIONS_DIR/$version"
-    "$PYTHON" -m pip install --quiet "megatron-core==$version" "$REPO[upstream]" pytest
-    touch "$VERSIONS_DIR/$version/.complete"
-}
-
-results=$(mktemp -d)
-trap 'rm -rf "$results"' EXIT
-failed=0
-files=()
-cases=()
-[[ -z ${CASES:-} ]] || IFS=';' read -r -a cases <<<"$CASES"
-for version in "${VERSIONS[@]}"; do
-    environment "$version"
-    if [[ -z $PYTHON ]]; then
-        minor=${version%.*}
-        say "$version is SKIPPED: no Python that it takes is on PATH (from 0.17 on 3.12 or later)," \
-            "and PYTHON_FOR_${minor/./_} is not set"
-        continue
-    fi
-    minor=${version%.*}
-    tree=MEGATRON_LM_PATH_${minor/./_}
-    say "$version with $PYTHON, ${!tree:-without a tree}"
-    file=$results/$version.json
-    MEGATRON_LM_PATH=${!tree:-} MEGATRON_EXT_DEVICE=${MEGATRON_EXT_DEVICE:-cpu} OMP_NUM_THREADS=1 \
-        PYTHONPATH=$REPO${PYTHONPATH:+:$PYTHONPATH} \
-        "$PYTHON" -m tests.versions.matrix "$file" "${cases[@]+"${cases[@]}"}" || failed=1
-    [[ ! -f $file ]] || files+=("$file")
-done
-if [[ ${#files[@]} -gt 0 ]]; then
-    "${PYTHON:-python3}" -m tests.versions.table "${files[@]}" || failed=1
-fi
-exit $failed
+main
+exit
