@@ -22,7 +22,6 @@ from megatron.core.datasets.bert_dataset import (
     BERTMaskedWordPieceDataset,
     BERTMaskedWordPieceDatasetConfig,
 )
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import _IndexReader
 from megatron.core.datasets.utils import get_blend_from_list
@@ -32,6 +31,7 @@ from megatron_ext.errors import DataError
 from megatron_ext.preprocess.local_vocabulary import check_local
 from megatron_ext.preprocess.tokenizer import build_named
 from megatron_ext.signatures import mtp_on_this_rank
+from megatron_ext.training.index_cache import IndexedBuilder
 
 if TYPE_CHECKING:
     from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
@@ -190,7 +190,7 @@ def build_iterators(
     Collective: rank 0 builds dataset indices first.
 
     Raises:
-        DataError: A dataset is used up.
+        DataError: A dataset is used up, or its indices cannot be kept.
     """
     stages: Sequence[int | None] = range(args.virtual_pipeline_model_parallel_size or 0) or [None]
     chunks = [_chunk_iterators(args, model, config, datasets, stage) for stage in stages]
@@ -225,9 +225,7 @@ def _chunk_iterators(
     dataset: Any = BERTMaskedWordPieceDataset if model == "bert" else GPTDataset
     if args.mock_data:
         dataset = MockGPTDataset
-    datasets = BlendedMegatronDatasetBuilder(
-        dataset, sample_counts(args), built_here, dataset_config
-    ).build()
+    datasets = IndexedBuilder(dataset, sample_counts(args), built_here, dataset_config).build()
     # A run that is over reads no training data: it may have used up all there is.
     trained = 0 if args.iteration >= args.train_iters else args.consumed_train_samples
     consumed = (trained, args.consumed_valid_samples, 0)

@@ -10,6 +10,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron_ext.disaggregation import job as disaggregation
 from megatron_ext.disaggregation import worlds
 from megatron_ext.disaggregation.trainer import shared_progress
+from megatron_ext.training.board import make_writer
 from megatron_ext.training.checkpoint import check_save_directory, load_checkpoint
 from megatron_ext.training.data import build_iterators, build_tokenizer, dataset_config
 from megatron_ext.training.initialize import agreed, initialize
@@ -17,7 +18,7 @@ from megatron_ext.training.loop import Trainer, build_optimizer
 from megatron_ext.training.model import build_model, transformer_config
 from megatron_ext.training.steps import forward_step
 from megatron_ext.training.trainer_arguments import Model, parse
-from megatron_ext.training.training_log import Reporter, make_writer
+from megatron_ext.training.training_log import Reporter
 
 __all__ = ["main"]
 

@@ -22,13 +22,12 @@ from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_ext.disaggregation import job as disaggregation
-from megatron_ext.errors import UserError
 from megatron_ext.trace import scalars
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["Reporter", "StepResult", "make_writer", "say"]
+__all__ = ["Reporter", "StepResult", "say"]
 
 
 @dataclass(frozen=True)
@@ -168,26 +167,3 @@ def say(line: str) -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
-
-
-def make_writer(args: Namespace) -> SummaryWriter | None:
-    """Open TensorBoard on the last rank, if a directory was given.
-
-    Raises:
-        UserError: TensorBoard is not installed, or cannot write there.
-    """
-    if not args.tensorboard_dir or args.rank != args.world_size - 1:
-        return None
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UserError(
-            "--tensorboard-dir needs TensorBoard: pip install tensorboard, or leave the flag out"
-        ) from error
-    try:
-        return SummaryWriter(log_dir=args.tensorboard_dir, max_queue=1000)
-    except OSError as error:
-        raise UserError(
-            f"--tensorboard-dir {args.tensorboard_dir} cannot be written: {error.strerror}; give "
-            "another, or leave the flag out"
-        ) from error
