@@ -1,3 +1,17 @@
-"""The package's version; read by the build as text, so keep it a plain literal."""
+"""The version of the installed package, which its build takes from the tags of the repository."""
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+from importlib import metadata
+
+__all__ = ["__version__"]
+
+
+def _installed() -> str:
+    try:
+        return metadata.version("megatron-ext")
+    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        return "0+not.installed"
+
+
+__version__ = _installed()

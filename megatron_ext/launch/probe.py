@@ -17,7 +17,6 @@ from typing import Any
 
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.launch import protocol
-from megatron_ext.version import __version__
 
 __all__ = ["code_hash", "installed_version", "interface_of", "look", "source_address", "versions"]
 
@@ -64,7 +63,7 @@ def versions() -> dict[str, str]:
     """Return what has to be the same on every host."""
     found = {
         "python": ".".join(map(str, sys.version_info[:3])),
-        "megatron_ext": f"{__version__} ({code_hash()})",
+        "megatron_ext": f"files {code_hash()}",
     }
     return {**found, **{name: installed_version(name) for name in ("torch", "megatron-core")}}
 

@@ -13,28 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from .build_tools import ENVIRONMENT, needs_cmake
+from .build_tools import REPOSITORY, build_sdist, build_wheel, needs_cmake
 
 pytest.importorskip("scikit_build_core", reason="the build backend is not installed")
 pytest.importorskip("pybind11", reason="pybind11 is not installed")
+pytest.importorskip("setuptools_scm", reason="setuptools-scm is not installed")
 pytestmark = needs_cmake
-
-REPOSITORY = Path(__file__).parents[2]
-
-
-def build_wheel(source: Path, out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs pip on a directory or an sdist, offline, with the build tools installed here."""
-    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"]
-    command += ["--no-index", "--no-cache-dir", "--wheel-dir", str(out), str(source)]
-    inherited = {k: v for k, v in ENVIRONMENT.items() if k != "MEGATRON_EXT_REQUIRE_NATIVE"}
-    return subprocess.run(
-        command,
-        env=inherited | environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
 
 
 @pytest.fixture(params=["configure", "compile"])
@@ -67,13 +51,6 @@ def test_a_required_module_that_does_not_build_is_an_error(tmp_path, broken_comp
     assert result.returncode != 0
     assert "CMake" in result.stdout + result.stderr
     assert not list(tmp_path.glob("out/*.whl"))
-
-
-def build_sdist(out: Path) -> Path:
-    code = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, str(out)], cwd=REPOSITORY, check=True, timeout=60)
-    [sdist] = out.iterdir()
-    return sdist
 
 
 @pytest.mark.slow
