@@ -1,0 +1,96 @@
+"""Each row for machines without a CUDA device, and what upstream does without it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.patches.single import start_parallel, without
+from tests.ranks import run_ranks
+
+_LOGGER = "megatron.core.tensor_parallel.random"
+
+
+def tensor_to_host() -> None:
+    import numpy as np
+    import torch
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    splits = torch.tensor([2, 3])
+    for move in (moe_utils.maybe_move_tensor_to_cpu, token_dispatcher.maybe_move_tensor_to_cpu):
+        moved = move(splits, as_numpy=True)
+        assert isinstance(moved, np.ndarray)
+        assert moved.tolist() == [2, 3]
+        assert isinstance(move(splits.float().requires_grad_(), as_numpy=True), np.ndarray)
+        assert torch.equal(move(splits, record_stream=True), splits)
+        assert move(None, as_numpy=True) is None
+    with without("moe.tensor_to_host"):
+        assert moe_utils.maybe_move_tensor_to_cpu(splits, as_numpy=True) is splits
+
+
+def test_tensors_go_to_the_host() -> None:
+    run_ranks(1, tensor_to_host)
+
+
+def destroy_groups() -> None:
+    from megatron.core import parallel_state
+    from torch import distributed as dist
+
+    dist.init_process_group("nccl")
+    known = dist.distributed_c10d._world.pg_map
+
+    def once() -> int:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        opened = len(known)
+        assert opened > 10
+        parallel_state.destroy_model_parallel()
+        return len(known)
+
+    assert once() == 1  # the default group
+    assert once() == 1
+    left = [
+        name
+        for name, value in vars(parallel_state).items()
+        if name.endswith(("_GROUP", "_GROUPS", "_RANKS", "_RANKS_WITH_CP", "_WITH_CP")) and value
+    ]
+    assert left == []
+    with without("parallel_state.destroy_groups"):
+        assert once() > 10
+
+
+def test_destroy_groups() -> None:
+    run_ranks(2, destroy_groups)
+
+
+def notices(patched: bool) -> list[str]:
+    """Draw under a forked state; return what the tracker logs."""
+    if not patched:
+        with without("tensor_parallel.rng_notice"):
+            return _draw()
+    return _draw()
+
+
+def _draw() -> list[str]:
+    import torch
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger(_LOGGER).addHandler(Listener())
+    start_parallel()
+    with get_cuda_rng_tracker().fork():
+        torch.rand(2)
+    logging.getLogger(_LOGGER).warning("something else")
+    return said
+
+
+@pytest.mark.parametrize(("patched", "count"), [(True, 1), (False, 2)])
+def test_only_the_notice_is_dropped(patched: bool, count: int) -> None:
+    (said,) = run_ranks(1, notices, patched)
+    assert said[-1] == "something else"
+    assert len(said) == count
