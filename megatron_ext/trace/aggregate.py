@@ -22,7 +22,7 @@ from typing import IO, Any, TypeVar
 from megatron_ext.errors import DataError
 from megatron_ext.files import cannot_write, replacing, scratch_folder
 from megatron_ext.trace.clocks import Alignment, align
-from megatron_ext.trace.reader import MAX_SPANS, Attributes, Iteration, TraceFile
+from megatron_ext.trace.reader import Attributes, Iteration, TraceFile
 from megatron_ext.trace.records import ACTION_NAMES, Header, Span
 from megatron_ext.trace.run_folder import open_run
 from megatron_ext.trace.survey import RankSurvey, message_key, survey
@@ -149,6 +149,8 @@ def _survey(file: TraceFile) -> RankSurvey | str:
         return survey(file)
     except DataError as error:
         return str(error)
+    except (KeyError, TypeError, ValueError) as error:  # no rank of ours wrote it like that
+        return f"{file.path.name} is damaged and left out: {error}"
 
 
 def _write_part(
@@ -206,8 +208,6 @@ class _Templates:
             if template is None:
                 if name == "wire":
                     continue  # about a pair of ranks, not about a time
-                if len(made) >= MAX_SPANS:
-                    made.clear()
                 span = Span(name, start, end, attributes)
                 template = made[name, attributes.text] = self._bar(span), self._arrow(span)
             bar, arrow = template

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import DataError
-from megatron_ext.trace.reader import TraceFile
+from megatron_ext.trace.reader import TraceFile, decode
 from megatron_ext.trace.records import FILE_NAME, FORMAT, Header
-from megatron_ext.trace.untrusted import MAX_NUMBER, MAX_TEXT, decode, is_count
 
 __all__ = ["find_files", "open_run"]
 
-MAX_FILES = 100_000
 _MAX_HEADER_BYTES = 1 << 20
-_NUMBERS = ("rank", "data", "pipeline", "tensor", "clock_ns", "wall_ns")
 _FOLDER = re.compile(r"data-(\d{1,6})-pipeline-(\d{1,6})-tensor-(\d{1,6})-.*")
 
 
@@ -58,15 +54,13 @@ def find_files(directory: Path) -> list[Path]:
         DataError: The folder cannot be listed.
     """
     try:
-        found = []
-        for path in directory.iterdir():
-            if FILE_NAME.fullmatch(path.name) and stat.S_ISREG(path.stat().st_mode):
-                found.append(path)
-            if len(found) > MAX_FILES:
-                raise DataError(f"{directory} holds more than {MAX_FILES} traces")
+        return sorted(
+            path
+            for path in directory.iterdir()
+            if FILE_NAME.fullmatch(path.name) and path.is_file()
+        )
     except OSError as error:
         raise DataError(f"{directory} cannot be listed: {error.strerror}") from error
-    return sorted(found)
 
 
 def _missing(files: list[TraceFile]) -> list[str]:
@@ -94,8 +88,11 @@ def _header(path: Path) -> Header | str:
         return "it is no trace, it does not begin with ["
     line = start[1:].lstrip().partition(b"\n")[0]
     record = decode(line.rstrip(b",] \r").decode("utf-8", "replace"))
-    if isinstance(record, dict) and record.get("name") == "run":
-        return _checked(record.get("args"))
+    match record:
+        case {"name": "run", "args": {**found}}:
+            return _checked({str(name): value for name, value in found.items()})
+        case {"name": "run"}:
+            return "its first record is damaged"
     sizes = data + 1, pipeline + 1, tensor + 1
     named = _FOLDER.fullmatch(path.parent.name)
     if named is not None:
@@ -104,37 +101,15 @@ def _header(path: Path) -> Header | str:
     return Header(rank, data, pipeline, tensor, sizes)
 
 
-def _checked(found: Any) -> Header | str:
-    """Take over what has the right type; text is cut to a length that fits a page."""
-    if not isinstance(found, dict):
+def _checked(found: dict[str, Any]) -> Header | str:
+    """Return the header that a first record holds, or what is wrong with it."""
+    if found.pop("format", None) != FORMAT:
+        return f"it has another format than {FORMAT}; use the version that recorded it"
+    try:
+        header = Header(**{**found, "sizes": tuple(found["sizes"])})
+    except (KeyError, TypeError):
         return "its first record is damaged"
-    if found.get("format") != FORMAT:
-        return (
-            f"it has format {str(found.get('format'))[:20]}, this version reads {FORMAT}; use the "
-            f"version that recorded it"
-        )
-    sizes = found.get("sizes")
-    numbers = {name: found.get(name) for name in _NUMBERS}
-    if not isinstance(sizes, list) or len(sizes) != 3:
+    numbers = [header.rank, header.data, header.pipeline, header.tensor, *header.sizes]
+    if len(numbers) != 7 or any(type(number) is not int for number in numbers):
         return "its first record is damaged"
-    if not all(map(is_count, (*numbers.values(), *sizes))):
-        return "its first record is damaged"
-    return Header(
-        **{name: int(value or 0) for name, value in numbers.items()},
-        sizes=(sizes[0], sizes[1], sizes[2]),
-        host=str(found.get("host", ""))[:MAX_TEXT],
-        clock=str(found.get("clock", ""))[:MAX_TEXT],
-        settings=_texts(found.get("settings")),
-        versions=_texts(found.get("versions")),
-    )
-
-
-def _texts(value: Any) -> dict[str, Any]:
-    """Settings are names with numbers or short texts."""
-    if not isinstance(value, dict):
-        return {}
-    kept = {}
-    for name, item in list(value.items())[:MAX_TEXT]:
-        number = isinstance(item, bool | int | float) and abs(item) < MAX_NUMBER
-        kept[name[:MAX_TEXT]] = item if number or item is None else str(item)[: 20 * MAX_TEXT]
-    return kept
+    return header

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from megatron_ext.trace.reader import MAX_SPANS, Attributes
+from megatron_ext.trace.reader import Attributes
 from megatron_ext.trace.records import ACTION_NAMES, Header, Span
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ MAX_STEPS = 20_000
 """Iterations that a survey keeps one by one; further ones are left out of it."""
 _MAX_SAMPLED_ITERATIONS = 16
 _MAX_STAMPS = 20_000
-_MAX_GROUPS = 10_000
-"""Different stages, links or causes of one rank; a hostile file could name any number."""
 
 _WORK = frozenset(ACTION_NAMES.values())
 _Key = TypeVar("_Key")
@@ -160,7 +158,7 @@ def survey(file: TraceFile) -> RankSurvey:
         if found.iterations > 1 or iteration.number > 1:  # the first one warms up
             _count(found, told)
         for span, role in told:
-            if role.is_wire and len(found.wires) < _MAX_GROUPS:
+            if role.is_wire:
                 found.wires[_whole(span.attributes.get("peer"))] = str(span.attributes.get("wire"))
         messages.take(iteration, told)
     messages.give(found)
@@ -236,8 +234,6 @@ class _Roles:
         key = span[0], attributes.text
         found = self._known.get(key)
         if found is None:
-            if len(self._known) >= MAX_SPANS:
-                self._known.clear()
             found = self._known[key] = self._make(span)
         return found
 
@@ -271,10 +267,7 @@ def _step(iteration: Iteration, told: _Told) -> Step:
     idle: dict[str, int] = {}
     for (_, start, stop, _), role in told:
         if role.idle is not None and begin <= start < end:
-            if role.idle in idle:
-                idle[role.idle] += stop - start
-            elif len(idle) < _MAX_GROUPS:
-                idle[role.idle] = stop - start
+            idle[role.idle] = idle.get(role.idle, 0) + stop - start
     other = end - begin - busy - sum(idle.values())
     if other > 0:
         idle["other"] = other
@@ -348,17 +341,12 @@ def _count(found: RankSurvey, told: _Told) -> None:
 
 def _add_all(samples: dict[_Key, Sample], found: Mapping[_Key, list[int]]) -> None:
     for key, values_ns in found.items():
-        if key in samples or len(samples) < _MAX_GROUPS:
-            samples.setdefault(key, Sample()).add(values_ns)
+        samples.setdefault(key, Sample()).add(values_ns)
 
 
 def _add_to_link(found: RankSurvey, role: _Role, time_ns: int) -> None:
     assert role.source is not None
-    link = found.links.get(role.source)
-    if link is None:
-        if len(found.links) >= _MAX_GROUPS:
-            return
-        link = found.links[role.source] = Link()
+    link = found.links.setdefault(role.source, Link())
     if role.idle is not None:
         link.waited_ns += time_ns
     else:

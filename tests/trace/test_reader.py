@@ -129,19 +129,6 @@ def test_a_trace_of_megatronapp_is_read(tmp_path: Path) -> None:
     assert (file.header.rank, file.header.row) == (5, (6, 0))
 
 
-def test_huge_iterations_are_refused_and_memory_is_bounded(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(reader, "_MAX_WHOLE_BYTES", 1 << 20)
-    (tmp_path / NAME).write_bytes(b"[" + b" " * (3 << 20))
-    [file], _ = run_folder.open_run(tmp_path)
-    with pytest.raises(DataError, match="MiB in one iteration"):
-        list(file.iterations())
-    monkeypatch.setattr(reader, "MAX_SPANS", 10)
-    spans = ',{"name":"a","ph":"B","rel_ts":1}\n,{"name":"a","ph":"E","rel_ts":1}\n' * 20
-    opening = '[{"name":"iteration","ph":"B","pad_before":0}\n'
-    [iteration], damaged = read((opening + spans).encode(), tmp_path)
-    assert (len(iteration.spans), damaged) == (10, 10)
-
-
 def test_directories_without_traces_are_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be listed"):
         run_folder.open_run(tmp_path / "nowhere")
@@ -152,18 +139,28 @@ def test_directories_without_traces_are_told(tmp_path: Path) -> None:
         run_folder.open_run(tmp_path)
     (tmp_path / NAME).unlink()
     (tmp_path / NAME).write_text('[{"name":"run","ph":"M","args":{"format":7}}\n')
-    with pytest.raises(DataError, match="format 7, this version reads 1"):
+    with pytest.raises(DataError, match="another format than 1"):
         run_folder.open_run(tmp_path)
     (tmp_path / NAME).write_text("#!/bin/sh\n")
     with pytest.raises(DataError, match="does not begin with"):
         run_folder.open_run(tmp_path)
 
 
-def test_hostile_text_stays_text(tmp_path: Path) -> None:
+def test_text_stays_text(tmp_path: Path) -> None:
     evil = '</script><script>alert(1)</script>\\"'
-    run = write_run(tmp_path, settings={"schedule": evil, "x" * 5000: "y" * 10**6})
+    run = write_run(tmp_path, settings={"schedule": evil})
     found = read_run(run)
-    assert all(len(text) < 5000 for h in found.surveys for text in h.header.settings.values())
     output = aggregated_name(run)
     write_chrome_trace(found, output)
     json.loads(output.read_text())
+
+
+def test_what_no_rank_of_ours_wrote_is_left_out_with_one_line(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    path = trace_of(run, 0)
+    path.write_bytes(path.read_bytes().replace(b'"stage":', b'"stage":[1],"was":'))
+    found = read_run(run)
+    assert path not in [survey.path for survey in found.surveys]
+    [note] = [note for note in found.notes if "is damaged and left out" in note]
+    assert path.name in note
+    assert "\n" not in note

@@ -88,7 +88,8 @@ def test_a_run_can_be_read_while_it_goes_on_and_after_it_was_killed(tmp_path: Pa
                 time.sleep(0.002)
     try:
         deadline = time.monotonic() + 60
-        while not list(tmp_path.glob("*")) or len(iterations(tmp_path)) < 3:
+        written = tmp_path.glob
+        while not any(p.stat().st_size for p in written("*")) or len(iterations(tmp_path)) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:
