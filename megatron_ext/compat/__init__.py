@@ -23,7 +23,6 @@ __all__ = [
     "musa_redirects",
     "peak_rss_bytes",
     "rows",
-    "rss_bytes",
 ]
 
 _TABLES = ("off_cuda", "torch_adam", "without_te")
@@ -52,13 +51,6 @@ def musa_redirects() -> Iterable[Redirect]:
 def batch_invariant_stand_in() -> Path:
     """Return the module that takes the place of Megatron's Triton kernels where Triton is not."""
     return Path(__file__).with_name("no_triton.py")
-
-
-def rss_bytes() -> int:
-    """Return the resident memory of this process."""
-    from megatron_ext.compat import host
-
-    return host.rss_bytes()
 
 
 def peak_rss_bytes() -> int:

@@ -25,6 +25,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+import psutil
+
 from megatron_ext.launch import operations, probe, process, protocol, runs
 from megatron_ext.launch.tail import LogFiles, last_lines, rank_pattern
 
@@ -97,9 +99,7 @@ class Agent:
         self._run_id: str = request["run_id"]
         self._node: int = request["node"]
         self._log_dir = operations.log_dir(request)
-        me = process.find(os.getpid())
-        assert me is not None
-        self._me = me
+        self._me = process.record(psutil.Process())
         self._owns_log_dir = False
         self._child: subprocess.Popen[bytes] | None = None
         self._stop_reason: str | None = None
@@ -148,11 +148,10 @@ class Agent:
 
     def _make_log_dir(self) -> str | None:
         """Make the directory of the logs, and leave word there of who runs; say what is wrong."""
-        me = self._me
         try:
             self._log_dir.mkdir(parents=True)
             self._owns_log_dir = True
-            entry = {"pid": me.pid, "start": me.start, "run_id": self._run_id, "node": self._node}
+            entry = {**self._me, "run_id": self._run_id, "node": self._node}
             runs.write_json(self._log_dir / "agent.json", entry)
         except FileExistsError:
             return f"{self._log_dir} is the directory of another run"
@@ -275,7 +274,7 @@ class Agent:
         """Kill whatever is left of the job; what is forked meanwhile is found in the next round."""
         for _ in range(5):
             left = process.descendants(os.getpid()) | process.marked(
-                self._run_id, self._node, self._me.start
+                self._run_id, self._node, self._me["start"]
             )
             if not left:
                 return

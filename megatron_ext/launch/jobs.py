@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext import files
 from megatron_ext.errors import LaunchError, line_of
@@ -24,6 +22,9 @@ from megatron_ext.launch import process, protocol, runs
 from megatron_ext.launch.connection import Connection, ConnectionLost
 from megatron_ext.launch.hostfile import Host
 from megatron_ext.launch.ssh import Ssh, explain
+
+if TYPE_CHECKING:
+    from psutil import Process
 
 __all__ = ["COMMANDS"]
 
@@ -40,14 +41,9 @@ class _Run:
         self._ssh = Ssh.parse(args.ssh_cmd)
         self._timeout_s: float = args.timeout
 
-    def launcher(self) -> process.Process | None:
+    def launcher(self) -> Process | None:
         """The launcher, if it still runs."""
-        path = runs.run_dir(self.plan["run_id"]) / "launcher.json"
-        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            entry = json.loads(path.read_text(encoding="utf-8"))
-            launcher = process.Process(entry["pid"], entry["start"])
-            return launcher if launcher.alive() else None
-        return None
+        return process.recorded(runs.run_dir(self.plan["run_id"]) / "launcher.json")
 
     def request(self, index: int, op: str, **values: Any) -> protocol.Message:
         """A request about this run to an agent on one of its hosts."""
@@ -119,9 +115,9 @@ def _stop(args: argparse.Namespace) -> int:
     grace_s = run.plan["grace_s"] if args.grace is None else args.grace
     launcher = run.launcher()
     if launcher is not None:
-        launcher.signal(signal.SIGTERM)
+        process.send(launcher, signal.SIGTERM)
         deadline = time.monotonic() + grace_s + 5
-        while launcher.alive() and time.monotonic() < deadline:
+        while process.alive(launcher) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
     # Also after an orderly end: nothing may be left, and asking shows that.
     answers = run.ask_all("stop", grace_s=grace_s)

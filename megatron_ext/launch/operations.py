@@ -13,11 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from megatron_ext.launch import process
 from megatron_ext.launch.runs import node_dir_name, runs_root
 from megatron_ext.launch.tail import last_lines, rank_pattern
+
+if TYPE_CHECKING:
+    from psutil import Process
 
 __all__ = ["answer", "forget", "log_dir", "running_agent"]
 
@@ -42,14 +45,9 @@ def forget(directory: Path) -> None:
         directory.parent.rmdir()
 
 
-def running_agent(directory: Path) -> process.Process | None:
+def running_agent(directory: Path) -> Process | None:
     """Return the agent that runs the job of a directory, or None if it is gone."""
-    try:
-        entry = json.loads((directory / "agent.json").read_text(encoding="utf-8"))
-        agent = process.Process(int(entry["pid"]), int(entry["start"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return agent if agent.alive() else None
+    return process.recorded(directory / "agent.json")
 
 
 def answer(request: dict[str, Any], reply: Reply) -> None:
@@ -61,12 +59,12 @@ def answer(request: dict[str, Any], reply: Reply) -> None:
 def _stop(request: dict[str, Any], directory: Path, reply: Reply) -> None:
     agent = running_agent(directory)
     if agent is not None:
-        agent.signal(signal.SIGTERM)
+        process.send(agent, signal.SIGTERM)
         deadline = time.monotonic() + request["grace_s"]
-        while agent.alive() and time.monotonic() < deadline:
+        while process.alive(agent) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        if agent.alive():
-            agent.signal(signal.SIGKILL)
+        if process.alive(agent):
+            process.send(agent, signal.SIGKILL)
     left = process.marked(request["run_id"], request["node"])
     stuck = process.end(left)
     reply({"kind": "stopped", "agent": agent is not None, "killed": len(left),

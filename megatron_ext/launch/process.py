@@ -1,31 +1,39 @@
 """Processes of a job: who they are, and how to end all of them and nothing else.
 
-A process is known by its id *and* its start time, because ids are used again. Those of a job are
-the descendants of its agent, and whoever carries the mark that the agent put into the environment:
-torchrun makes each rank the leader of a process group of its own, so killing groups would leave
-ranks behind, and a process that was orphaned is in no tree. Linux only (`/proc`, `prctl`).
+A process is known by its id *and* its start time, because ids are used again; psutil sees to that
+within one process, `record` between several. Those of a job are the descendants of its agent, and
+whoever carries the mark that the agent put into the environment: torchrun makes each rank the
+leader of a process group of its own, so killing groups would leave ranks behind, and a process that
+was orphaned is in no tree. Linux only (`prctl`).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any
+
+import psutil
+from psutil import Process
 
 __all__ = [
     "AGENT_PID",
     "NODE",
     "RUN_ID",
-    "Process",
     "adopt_orphans",
+    "alive",
     "descendants",
     "die_with_parent",
     "end",
-    "find",
     "marked",
+    "record",
+    "recorded",
+    "send",
 ]
 
 RUN_ID = "MEGATRON_EXT_RUN_ID"
@@ -40,98 +48,63 @@ _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.05
 
 
-class Process(NamedTuple):
-    """A process, whatever happens to its id later."""
-
-    pid: int
-    start: int
-    """When it started, in clock ticks after the system did."""
-
-    def alive(self) -> bool:
-        """Whether it still runs (one that ended and was not waited for does not)."""
-        state = _stat(self.pid)
-        return state is not None and state.start == self.start and state.state not in "ZX"
-
-    def signal(self, number: int) -> None:
-        """Send it a signal, if it is still there."""
-        if self.alive():
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(self.pid, number)
+_SAME_START_S = 2.0
+"""When a process started is told with the start of the system, which clocks correct by a second."""
 
 
-class _Stat(NamedTuple):
-    parent: int
-    start: int
-    state: str
+def record(process: Process) -> dict[str, Any]:
+    """Return what identifies a process whatever happens to its id later, as JSON can hold it."""
+    return {"pid": process.pid, "start": process.create_time()}
 
 
-def _stat(pid: int) -> _Stat | None:
-    text = _read(f"/proc/{pid}/stat")
-    if not text:
-        return None
-    # The name of the program, in brackets, may hold blanks and brackets itself.
-    fields = text.rpartition(b")")[2].split()
-    return _Stat(parent=int(fields[1]), start=int(fields[19]), state=fields[0].decode())
-
-
-def _read(path: str) -> bytes:
-    """Return a file of `/proc`; nothing if the process ended, or is not ours.
-
-    A host has many processes, and all are looked at: `Path` would take most of the time.
-    """
+def recorded(path: Path) -> Process | None:
+    """Return the process whose `record` a file holds, or None if there is none or it has ended."""
     try:
-        with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - hot
-            return file.read()
-    except OSError:
-        return b""
+        entry = json.loads(path.read_text(encoding="utf-8"))
+        process = Process(int(entry["pid"]))
+        same = abs(process.create_time() - float(entry["start"])) < _SAME_START_S
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, psutil.Error):
+        return None
+    return process if same and alive(process) else None
 
 
-def find(pid: int) -> Process | None:
-    """Return the process that has an id now, or None."""
-    state = _stat(pid)
-    return None if state is None else Process(pid, state.start)
+def alive(process: Process) -> bool:
+    """Whether a process still runs (one that ended and was not waited for does not)."""
+    with suppress(psutil.Error):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - hot
+def send(process: Process, number: int) -> None:
+    """Send a signal to a process, if it is still there."""
+    with suppress(psutil.Error):
+        process.send_signal(number)
 
 
 def descendants(root: int) -> set[Process]:
     """Return all processes below one, that one left out."""
-    children: dict[int, list[int]] = {}
-    starts: dict[int, int] = {}
-    for pid in _pids():
-        state = _stat(pid)
-        if state is not None and state.state not in "ZX":
-            children.setdefault(state.parent, []).append(pid)
-            starts[pid] = state.start
-    found: set[Process] = set()
-    waiting = [root]
-    while waiting:
-        for pid in children.get(waiting.pop(), []):
-            found.add(Process(pid, starts[pid]))
-            waiting.append(pid)
-    return found
+    with suppress(psutil.Error):
+        return set(filter(alive, Process(root).children(recursive=True)))
+    return set()
 
 
-def marked(run_id: str, node: int, since: int = 0) -> set[Process]:
+def marked(run_id: str, node: int, since: float = 0.0) -> set[Process]:
     """Return the processes that carry the mark of one job on one host.
 
     Args:
         run_id: The job.
         node: The rank of the host.
-        since: None that started before this, in clock ticks, is looked at.
+        since: None that started before this, in seconds since 1970, is looked at.
     """
-    marks = {f"{RUN_ID}={run_id}".encode(), f"{NODE}={node}".encode()}
     found = set()
-    for pid in _pids():
-        process = find(pid)
-        if process is None or process.start < since:
-            continue
-        environment = _read(f"/proc/{pid}/environ")
-        if marks <= set(environment.split(b"\0")) and process.alive():
-            found.add(process)
-    return found
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it ended meanwhile, or is not ours
+            if process.create_time() + _SAME_START_S < since:
+                continue
+            environment = process.environ()
+            if (environment.get(RUN_ID), environment.get(NODE)) == (run_id, str(node)):
+                found.add(process)
+    return set(filter(alive, found))
 
 
 def end(processes: Iterable[Process], *, timeout_s: float = 5.0) -> set[Process]:
@@ -140,13 +113,13 @@ def end(processes: Iterable[Process], *, timeout_s: float = 5.0) -> set[Process]
     Returns:
         Those that are still there after the time, as a process in an uninterruptible wait is.
     """
-    left = {process for process in processes if process.alive()}
+    left = set(filter(alive, processes))
     for process in left:
-        process.signal(signal.SIGKILL)
+        send(process, signal.SIGKILL)
     deadline = time.monotonic() + timeout_s
     while left and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        left = {process for process in left if process.alive()}
+        left = set(filter(alive, left))
     return left
 
 
@@ -170,11 +143,7 @@ def die_with_parent(agent_pid: int | None = None) -> None:
     if agent_pid == 0:
         return
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    pid = os.getppid()
-    while pid not in (agent_pid, 0):
-        state = _stat(pid)
-        pid = 0 if state is None else state.parent
-    if pid != agent_pid:
+    if agent_pid not in [parent.pid for parent in Process().parents()]:
         os.kill(os.getpid(), signal.SIGKILL)
 
 

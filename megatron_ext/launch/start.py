@@ -16,6 +16,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from megatron_ext.errors import LaunchError
 from megatron_ext.launch import hostfile, preflight, process, push, runs
 from megatron_ext.launch.display import Display
@@ -257,10 +259,8 @@ def _record(plan: Plan) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         if (directory / "plan.json").exists():
             raise LaunchError(f"there is a run {plan.run_id} already; give another --run-id")
-        me = process.find(os.getpid())
-        assert me is not None
         runs.write_json(directory / "plan.json", plan.to_json())
-        runs.write_json(directory / "launcher.json", {"pid": me.pid, "start": me.start})
+        runs.write_json(directory / "launcher.json", process.record(psutil.Process()))
     except OSError as error:
         raise LaunchError(
             f"{directory} cannot be written: {error.strerror}; make room, or set "

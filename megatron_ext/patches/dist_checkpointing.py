@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 from megatron_ext.patches.registry import Patch
 
 __all__ = ["PATCHES"]
-
-
-@cache
-def _without_psutil() -> bool:
-    return find_spec("psutil") is None
 
 
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
@@ -38,39 +31,19 @@ def _start_without_main(
             names["__file__"] = path
 
 
-def _resident_bytes(
-    _call: Callable[..., Any], _instance: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]
-) -> int:
-    """Return what psutil would: the resident memory of this process."""
-    from megatron_ext import compat
-
-    return compat.rss_bytes()
-
-
-PATCHES = (
+PATCHES = tuple(
     Patch(
-        id="dist_checkpointing.process_memory",
-        target=f"{_WRITER}:_process_memory",
-        kind="replace",
-        fn=_resident_bytes,
-        when=_without_psutil,
-        reason="psutil, which megatron-core does not require, is used for a log line of the "
-        "writer processes; without it they die and saving hangs",
-    ),
-    *(
-        Patch(
-            id="dist_checkpointing.queue_process",
-            target=f"{_WRITER}:{name}",
-            fn=_start_without_main,
-            required=False,
-            reason="the process behind the queue imports the training script, which takes seconds, "
-            "and fails where the script needs `python -m megatron_ext` to find Megatron",
-            since=since,
-            until=until,
-        )
-        for name, since, until in (
-            ("_get_write_results_queue", None, "0.17"),
-            ("get_write_results_queue", "0.17", None),
-        )
-    ),
+        id="dist_checkpointing.queue_process",
+        target=f"{_WRITER}:{name}",
+        fn=_start_without_main,
+        required=False,
+        reason="the process behind the queue imports the training script, which takes seconds, "
+        "and fails where the script needs `python -m megatron_ext` to find Megatron",
+        since=since,
+        until=until,
+    )
+    for name, since, until in (
+        ("_get_write_results_queue", None, "0.17"),
+        ("get_write_results_queue", "0.17", None),
+    )
 )

@@ -148,7 +148,7 @@ def rank_on(run_id: str, node: int) -> int:
         for process in marked(run_id, node)
         if b"\0LOCAL_RANK=0\0" in Path(f"/proc/{process.pid}/environ").read_bytes()
     ]
-    return min(ranks, key=lambda process: process.start).pid
+    return min(ranks, key=lambda process: process.create_time()).pid
 
 
 @pytest.mark.parametrize(

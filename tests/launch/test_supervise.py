@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_ext.errors import LaunchError
@@ -125,3 +127,16 @@ def test_a_rank_whose_torchrun_is_gone_ends_itself() -> None:
     )
     assert (adopted.returncode, adopted.stdout) == (0, b"lives\n")
     assert (orphan.returncode, orphan.stdout) == (-9, b"")
+
+
+def test_a_record_is_of_one_process_and_not_of_its_id(tmp_path: Path) -> None:
+    record, file = process.record(psutil.Process()), tmp_path / "agent.json"
+    file.write_text(json.dumps(record))
+    assert process.recorded(file) == psutil.Process()
+    file.write_text(json.dumps({**record, "start": record["start"] - 60}))
+    assert process.recorded(file) is None, "the id was used again"
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        file.write_text(json.dumps(process.record(psutil.Process(child.pid))))
+    assert process.recorded(file) is None, "it has ended"
+    file.write_text("{}")
+    assert process.recorded(file) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -11,14 +10,6 @@ import pytest
 
 from tests.patches.single import without
 from tests.ranks import run_ranks
-
-
-def process_memory() -> None:
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    assert filesystem_async._process_memory() > 10 << 20
-    with without("dist_checkpointing.process_memory"), pytest.raises(RuntimeError, match="psutil"):
-        filesystem_async._process_memory()
 
 
 def queue_process(script: str, patched: bool) -> None:
@@ -35,11 +26,6 @@ def queue_process(script: str, patched: bool) -> None:
     else:
         with without("dist_checkpointing.queue_process"), pytest.raises(EOFError):
             filesystem_async._get_write_results_queue()
-
-
-@pytest.mark.skipif(find_spec("psutil") is not None, reason="upstream can use psutil here")
-def test_process_memory() -> None:
-    run_ranks(1, process_memory)
 
 
 @pytest.mark.parametrize("patched", [True, False])
