@@ -6,15 +6,37 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstddef>
 #include <cstdint>
-#include <cstring>
 
 #include "core/errors.h"
+#include "core/piece.h"
 
 namespace megatron_ext {
 namespace {
 
-constexpr std::uint32_t kMaxTextBytes = 1 << 16;
+constexpr std::uint64_t kMaxTextBytes = 1 << 16;
+
+/// What goes ahead of a text. It has a sum of its own: a damaged length would be waited for.
+struct Head {
+    std::uint64_t num_bytes;
+    std::uint64_t checksum;      ///< of the text
+    std::uint64_t own_checksum;  ///< of what stands above
+};
+
+Head head_of(const std::string& text) {
+    Head head{text.size(), checksum(text.data(), text.size()), 0};
+    head.own_checksum = checksum(&head, offsetof(Head, own_checksum));
+    return head;
+}
+
+void require_intact(bool intact, const std::string& peer) {
+    if (!intact) {
+        throw TransportError("what " + peer +
+                             " sent while connecting over RDMA is damaged; look at the network "
+                             "between the hosts, and install the same megatron_ext on both");
+    }
+}
 
 /// Sleeps until the socket can be read (POLLIN) or written (POLLOUT).
 void wait_for(int socket, short what, const std::string& peer, Deadline deadline,
@@ -65,22 +87,21 @@ std::string exchange_texts(int socket, const std::string& peer, const std::strin
                          return ::recv(socket, to + done, left, MSG_DONTWAIT);
                      });
     };
-    const auto length =
-        static_cast<std::uint32_t>(std::min<std::size_t>(text.size(), kMaxTextBytes));
-    std::string out(reinterpret_cast<const char*>(&length), sizeof(length));
-    out.append(text, 0, length);
+    const Head mine = head_of(text);
+    std::string out(reinterpret_cast<const char*>(&mine), sizeof(mine));
+    out += text;
     transfer_all(socket, POLLOUT, out.size(), peer, deadline, check,
                  [&](std::size_t done, std::size_t left) {
                      return ::send(socket, out.data() + done, left, MSG_DONTWAIT | MSG_NOSIGNAL);
                  });
-    std::uint32_t their_length = 0;
-    receive(reinterpret_cast<char*>(&their_length), sizeof(their_length));
-    if (their_length > kMaxTextBytes) {
-        throw TransportError(peer + " sent something else than expected while connecting over "
-                                    "RDMA; install the same megatron_ext for all ranks");
-    }
-    std::string theirs(their_length, '\0');
+    Head head{};
+    receive(reinterpret_cast<char*>(&head), sizeof(head));
+    require_intact(head.own_checksum == checksum(&head, offsetof(Head, own_checksum)) &&
+                       head.num_bytes <= kMaxTextBytes,
+                   peer);
+    std::string theirs(static_cast<std::size_t>(head.num_bytes), '\0');
     receive(theirs.data(), theirs.size());
+    require_intact(head.checksum == checksum(theirs.data(), theirs.size()), peer);
     return theirs;
 }
 

@@ -17,7 +17,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -29,6 +29,12 @@ __all__ = ["Connection", "Store", "connect_peers"]
 
 _log = logging.getLogger(__name__)
 _RETRY_S = 0.05
+_MAX_CALLS = 3
+"""How often a rank says who it is to a peer that does not know it: the bytes may be damaged."""
+_RING_S = 1.0
+"""How long telling a peer that this rank has given up may take."""
+_GAVE_UP = b"gave up: "
+"""Published instead of an address."""
 _BACKLOG = 128
 """Connections that may wait while this process still calls others, besides those of peers."""
 
@@ -65,11 +71,22 @@ class _Rendezvous:
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self._mine = mine
+        self._called: dict[int, tuple[str, Address]] = {}
+        """Wire and address of the peers that were called."""
 
     def run(self, peers: Iterable[int], ip: str | None) -> dict[int, Connection]:
         """Connect to all; the lower rank of each pair is the one that calls."""
         higher = sorted(peer for peer in peers if peer > self._rank)
         lower = {peer for peer in peers if peer < self._rank}
+        try:
+            return self._connect_all(higher, lower, ip)
+        except TransportError as error:
+            self._give_up(str(error))
+            raise
+
+    def _connect_all(
+        self, higher: list[int], lower: set[int], ip: str | None
+    ) -> dict[int, Connection]:
         made: dict[int, Connection] = {}
         with ExitStack() as open_until_done, ExitStack() as closed_on_failure:
             listeners = self._listen(open_until_done, len(lower), ip)
@@ -83,9 +100,18 @@ class _Rendezvous:
                 while lower:
                     self._answer_one(reception, lower, made)
             for peer in higher:
-                self._read_answer(peer, made[peer].socket)
+                made[peer] = self._answered(peer, made[peer])
             closed_on_failure.pop_all()
         return made
+
+    def _give_up(self, reason: str) -> None:
+        """Tell those that were called, and perhaps did not understand, to wait no longer."""
+        if not self._called:
+            return
+        self._store.set(f"{self._prefix}{self._rank}", _GAVE_UP.decode() + reason)
+        for peer, (wire, address) in self._called.items():
+            with suppress(OSError, TransportError):  # it has ended, too
+                self._connected(wire, peer, address, _RING_S, f"{self._rank} gave up\n").close()
 
     def _listen(self, stack: ExitStack, num_lower: int, ip: str | None) -> list[socket.socket]:
         unix = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -117,6 +143,9 @@ class _Rendezvous:
             raise TransportError(
                 f"rank {peer} did not publish an address for rank {self._rank}: {error}"
             ) from error
+        if text.startswith(_GAVE_UP):
+            reason = text.removeprefix(_GAVE_UP).decode()
+            raise TransportError(f"rank {peer} gave up connecting: {reason}")
         try:
             return Address.parse(text)
         except ValueError as error:
@@ -131,8 +160,9 @@ class _Rendezvous:
             address = self._address(peer)
             wire, why = choose_wire(self._rank, self._mine, peer, address)
             left_s = self._left_s(f"rank {peer} to listen")
+            self._called[peer] = wire, address
             try:
-                link = self._connected(wire, peer, address, left_s)
+                link = self._connected(wire, peer, address, left_s, self._hello(address))
             except (ConnectionError, BlockingIOError):  # the latter: its queue is full
                 time.sleep(_RETRY_S)
                 continue
@@ -144,8 +174,12 @@ class _Rendezvous:
             _log.info("rank %d and rank %d: %s (%s)", self._rank, peer, wire, why)
             return Connection(wire, address.host, link)
 
-    def _connected(self, wire: str, peer: int, address: Address, left_s: float) -> socket.socket:
-        hello = f"{self._rank} {address.secret} {self._mine.secret}\n"
+    def _hello(self, address: Address) -> str:
+        return f"{self._rank} {address.secret} {self._mine.secret}\n"
+
+    def _connected(
+        self, wire: str, peer: int, address: Address, left_s: float, hello: str
+    ) -> socket.socket:
         if wire == "shm":
             link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         else:
@@ -184,6 +218,8 @@ class _Rendezvous:
         except (TransportError, OSError, ValueError) as error:
             _log.warning("rank %d turned a connection away: %s", self._rank, error)
             link.close()
+            for peer in sorted(lower):  # that was perhaps one that has given up
+                self._address(peer)
             return
         lower.remove(peer)
         made[peer] = Connection(wire, address.host, link)
@@ -199,26 +235,59 @@ class _Rendezvous:
             raise TransportError("it does not know the secrets of this run")
         return peer
 
-    def _read_answer(self, peer: int, link: socket.socket) -> None:
+    def _answered(self, peer: int, call: Connection) -> Connection:
+        """Return the connection over which a peer has proved that it knows the secrets.
+
+        A peer that was told something damaged closes the connection. It is called again.
+        """
+        for _ in range(_MAX_CALLS - 1):
+            if self._read_answer(peer, call.socket):
+                return call
+            call = self._called_again(peer, call)
+        if self._read_answer(peer, call.socket):
+            return call
+        raise self._turned_away(peer)
+
+    def _called_again(self, peer: int, call: Connection) -> Connection:
+        address = self._address(peer)
+        left_s = self._left_s(f"rank {peer} to listen")
+        try:
+            link = self._connected(call.wire, peer, address, left_s, self._hello(address))
+        except OSError as error:
+            raise self._turned_away(peer) from error
+        return call._replace(socket=link)
+
+    def _turned_away(self, peer: int) -> TransportError:
+        return TransportError(
+            f"rank {peer} turned rank {self._rank} away, or ended; see what it logged"
+        )
+
+    def _read_answer(self, peer: int, link: socket.socket) -> bool:
+        """Read what a peer answers; tells whether it did, and closes the socket if not."""
         waiting_for = f"rank {peer} to answer"
         expected = self._address(peer).secret.encode()
         answer = b""
-        try:
-            # Not a byte more: what follows belongs to the wire.
-            while len(answer) < len(expected):
-                link.settimeout(self._left_s(waiting_for))
-                part = link.recv(len(expected) - len(answer))
-                if not part:
-                    break
-                answer += part
-        except TimeoutError as error:
-            raise self._timed_out(waiting_for) from error
-        except ConnectionError:
-            answer = b""
-        if not secrets.compare_digest(answer, expected):
-            raise TransportError(
-                f"rank {peer} turned rank {self._rank} away, or ended; see what it logged"
-            )
+        with ExitStack() as unless_answered:
+            unless_answered.callback(link.close)
+            try:
+                # Not a byte more: what follows belongs to the wire.
+                while len(answer) < len(expected):
+                    link.settimeout(self._left_s(waiting_for))
+                    part = link.recv(len(expected) - len(answer))
+                    if not part:
+                        return False
+                    answer += part
+            except TimeoutError as error:
+                raise self._timed_out(waiting_for) from error
+            except ConnectionError:
+                return False
+            if not secrets.compare_digest(answer, expected):
+                raise TransportError(
+                    f"what rank {peer} answered to rank {self._rank} is damaged; look at the "
+                    f"network between the hosts"
+                )
+            unless_answered.pop_all()
+        return True
 
     def _require_same_user(self, link: socket.socket, who: str) -> None:
         size = struct.calcsize("3i")

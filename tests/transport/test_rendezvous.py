@@ -239,3 +239,41 @@ def test_whoever_does_not_know_the_secret_is_turned_away(store, caplog) -> None:
     assert sorted(map(list, links)) == [[0], [1]]
     assert caplog.text.count("turned a connection away") == 4
     close_all(links)
+
+
+class DamagingStore(MemoryStore):
+    """A store from which rank 0 reads a secret of rank 1 with a bit flipped, the first times.
+
+    So its hello is what one looks like that was damaged on its way.
+    """
+
+    def __init__(self, num_damaged: int) -> None:
+        super().__init__()
+        self.num_damaged = num_damaged
+
+    def get(self, key: str) -> bytes:
+        value = super().get(key)
+        caller = threading.current_thread().name
+        if caller != "rank 0_0" or key != f"{_PREFIX}1" or self.num_damaged == 0:
+            return value
+        self.num_damaged -= 1
+        address = json.loads(value)
+        return json.dumps({**address, "secret": "?" + address["secret"][1:]}).encode()
+
+
+@pytest.mark.parametrize("wire", ["shm", "tcp"])
+@pytest.mark.parametrize("num_damaged", [2, 1000], ids=["once", "always"])
+def test_a_damaged_hello_is_said_again_and_no_rank_waits_for_it(wire, num_damaged) -> None:
+    store = DamagingStore(num_damaged)
+    with ThreadPoolExecutor(1, "rank 0") as pool_0, ThreadPoolExecutor(1, "rank 1") as pool_1:
+        ranks = [
+            pool.submit(connect, store, rank, [1 - rank], wire=wire, timeout_s=1e6)
+            for rank, pool in enumerate((pool_0, pool_1))
+        ]
+        errors = [rank.exception(timeout=100) for rank in ranks]
+    if num_damaged == 1000:
+        assert "rank 1 turned rank 0 away" in str(errors[0])
+        assert "rank 0 gave up connecting: rank 1 turned rank 0 away" in str(errors[1])
+    else:
+        assert errors == [None, None]
+        close_all([rank.result() for rank in ranks])
