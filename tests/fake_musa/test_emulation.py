@@ -6,9 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.usefixtures("emulated_musa")
+_MODES = {"at once": {}, "in queues": queued(jitter_us=200, kernel_us=1, copy_us=1)}
+
+pytestmark = [
+    pytest.mark.usefixtures("emulated_musa"),
+    pytest.mark.parametrize("env", _MODES.values(), ids=_MODES),
+]
 
 
 def _error(call):
@@ -38,8 +44,8 @@ def _mixed():
     return {name: _error(call) for name, call in calls.items()}
 
 
-def test_devices_do_not_mix():
-    (errors,) = run_ranks(1, _mixed, device="musa")
+def test_devices_do_not_mix(env):
+    (errors,) = run_ranks(1, _mixed, device="musa", env=env)
     assert {name for name, error in errors.items() if error == "no error"} == set()
 
 
@@ -55,8 +61,8 @@ def _allowed():
     }
 
 
-def test_what_devices_may_do_works():
-    (found,) = run_ranks(1, _allowed, device="musa")
+def test_what_devices_may_do_works(env):
+    (found,) = run_ranks(1, _allowed, device="musa", env=env)
     assert found == {
         "number": [0.0, 2.0, 4.0, 6.0],
         "host indices": [3.0, 0.0],
@@ -80,8 +86,8 @@ def _absent():
     }
 
 
-def test_absent_features_are_absent():
-    (found,) = run_ranks(1, _absent, device="musa")
+def test_absent_features_are_absent(env):
+    (found,) = run_ranks(1, _absent, device="musa", env=env)
     assert found["there"] == []
     assert "missing 1 required positional argument" in found["properties"]
     assert "Expected a musa device" in found["device"]
@@ -92,8 +98,8 @@ def _unwritten():
     return torch.empty(100, device="musa").isnan().all().item()
 
 
-def test_memory_that_nobody_wrote_shows():
-    assert run_ranks(1, _unwritten, device="musa") == [True]
+def test_memory_that_nobody_wrote_shows(env):
+    assert run_ranks(1, _unwritten, device="musa", env=env) == [True]
 
 
 def _child():
@@ -107,8 +113,8 @@ def _child():
     return os.read(reader, 1000).decode()
 
 
-def test_a_fork_cannot_go_on_using_the_device():
-    (error,) = run_ranks(1, _child, device="musa")
+def test_a_fork_cannot_go_on_using_the_device(env):
+    (error,) = run_ranks(1, _child, device="musa", env=env)
     assert "Cannot re-initialize MUSA in forked subprocess" in error
 
 
@@ -125,8 +131,8 @@ def _random():
     }
 
 
-def test_the_generator_is_separate_from_the_hosts():
-    (found,) = run_ranks(1, _random, device="musa")
+def test_the_generator_is_separate_from_the_hosts(env):
+    (found,) = run_ranks(1, _random, device="musa", env=env)
     assert found == {"as on the host": True, "host generator used": False, "dropped": True}
 
 
@@ -171,8 +177,8 @@ def _collectives():
     return found
 
 
-def test_collectives():
-    first, second = run_ranks(2, _collectives, device="musa")
+def test_collectives(env):
+    first, second = run_ranks(2, _collectives, device="musa", env=env)
     for found in (first, second):
         assert found["SUM"] == [3.0, 3.0]
         assert found["AVG"] == [1.5, 1.5]
@@ -197,15 +203,16 @@ def _transfers():
     # A sender may let go of the tensor while the transfer runs, as upstream's schedules do.
     big = torch.full((1 << 20,), float(rank), device="musa")
     received = torch.empty_like(big)
-    works = [dist.isend(big, 1 - rank), dist.irecv(received, 1 - rank)]
+    begin = [lambda: dist.isend(big, 1 - rank), lambda: dist.irecv(received, 1 - rank)]
+    works = [one() for one in begin[:: 1 if rank else -1]]  # who both send first wait for ever
     big.data = torch.empty(1, device="musa")
     for work in works:
         work.wait()
     return refused, received.unique().tolist()
 
 
-def test_transfers_keep_their_bytes_and_refuse_what_is_not_on_the_device():
-    found = run_ranks(2, _transfers, device="musa")
+def test_transfers_keep_their_bytes_and_refuse_what_is_not_on_the_device(env):
+    found = run_ranks(2, _transfers, device="musa", env=env)
     assert [values for _, values in found] == [[1.0], [0.0]]
     for refused, _ in found:
         assert "Tensors must be MUSA and dense" in refused["host"]

@@ -1,8 +1,9 @@
 // An emulated MUSA device: torch's PrivateUse1 backend over host memory, for tests.
 //
 // One translation unit, because the headers of ATen are most of the compile time. The parts are in
-// runtime.h (devices, memory), guard.h, generator.h (random numbers, hooks), kernels.h, fallback.h,
-// musart.h (memory that processes share).
+// runtime.h (devices, memory), guard.h, generator.h (random numbers), hooks.h, kernels.h,
+// fallback.h, musart.h (memory that processes share); and of the device that runs behind the host:
+// queues.h, pool.h (memory), deferred.h (operators), shared_events.h, standstill.h.
 // The Python side (../site/torch_musa) reaches this through torch.ops.fake_musa, so that no header
 // of Python is needed.
 
@@ -12,9 +13,14 @@
 #include "fallback.h"
 #include "generator.h"
 #include "guard.h"
+#include "hooks.h"
 #include "kernels.h"
 #include "musart.h"
+#include "pool.h"
+#include "queues.h"
 #include "runtime.h"
+#include "shared_events.h"
+#include "standstill.h"
 #include "streams.h"
 
 namespace fake_musa {
@@ -25,6 +31,7 @@ const bool registered = [] {
     c10::SetAllocator(kDeviceType, &allocator());
     static Hooks hooks;
     at::RegisterPrivateUse1HooksInterface(&hooks);
+    Device::at_start() = [] { Standstill::instance().begin(); };
     return true;
 }();
 
@@ -38,6 +45,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("_local_scalar_dense", kernels::local_scalar_dense);
     m.impl("resize_", kernels::resize_);
     m.impl("record_stream", kernels::record_stream);
+    m.impl("native_dropout", kernels::native_dropout);
     // These only touch sizes, strides and the storage handle; the CPU's own functions do.
     m.impl("set_.source_Storage", at::native::set_);
     m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
@@ -94,7 +102,13 @@ TORCH_LIBRARY(fake_musa, m) {
           [](int64_t stream, int64_t count) { return Streams::instance().done(stream, count); });
     m.def("stream_run(int stream, int count) -> ()",
           [](int64_t stream, int64_t count) { Streams::instance().run(stream, count); });
-    m.def("synchronize() -> ()", [] { Streams::instance().run_all(); });
+    m.def("synchronize() -> ()", [] {
+        if (is_async()) {
+            Device::instance().synchronize("synchronize");
+        } else {
+            Streams::instance().run_all();
+        }
+    });
     m.def("host_register(int address, int num_bytes) -> bool",
           [](int64_t address, int64_t size) {
               return PinnedMemory::instance().add(address, size);
@@ -105,6 +119,103 @@ TORCH_LIBRARY(fake_musa, m) {
         MemoryCounters& counters = memory_counters(checked(index));
         counters.peak_bytes = counters.live_bytes.load();
     });
+}
+
+// Events by number, for Python.
+class Marks {
+  public:
+    static Marks& instance() {
+        static Marks* const marks = new Marks;
+        return *marks;
+    }
+    int64_t add() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        marks_[++last_] = nullptr;
+        return last_;
+    }
+    void set(int64_t number, MarkPtr mark) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        marks_[number] = std::move(mark);
+    }
+    MarkPtr get(int64_t number) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return marks_.at(number);
+    }
+    void remove(int64_t number) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        marks_.erase(number);
+    }
+
+  private:
+    std::mutex mutex_;
+    std::map<int64_t, MarkPtr> marks_;
+    int64_t last_ = 0;
+};
+
+// What Python needs of a device that runs behind the host. A stream is a device and a number.
+TORCH_LIBRARY_FRAGMENT(fake_musa, m) {
+    m.def("is_async() -> bool", [] { return is_async(); });
+    m.def("raw_alias(Tensor self) -> Tensor",
+          [](const at::Tensor& tensor) { return raw_alias(tensor); });
+    m.def("reserved_bytes() -> int", [] { return Pool::instance().reserved_bytes(); });
+    m.def("event_new() -> int", [] { return Marks::instance().add(); });
+    m.def("event_delete(int event) -> ()", [](int64_t event) { Marks::instance().remove(event); });
+    m.def("event_record(int event, int device, int stream) -> ()",
+          [](int64_t event, int64_t device, int64_t stream) {
+              Marks::instance().set(
+                  event, Device::instance().record(stream_key(static_cast<int>(device), stream)));
+          });
+    m.def("event_wait(int event, int device, int stream) -> ()",
+          [](int64_t event, int64_t device, int64_t stream) {
+              Device::instance().wait(stream_key(static_cast<int>(device), stream),
+                                      Marks::instance().get(event));
+          });
+    m.def("event_query(int event) -> bool",
+          [](int64_t event) { return Device::instance().query(Marks::instance().get(event)); });
+    m.def("event_synchronize(int event, str what, float timeout_s) -> bool",
+          [](int64_t event, const std::string& what, double timeout_s) {
+              return Device::instance().host_wait(Marks::instance().get(event), what.c_str(),
+                                                  timeout_s);
+          });
+    m.def("event_time_s(int event) -> float",
+          [](int64_t event) { return Marks::instance().get(event)->time_s; });
+    m.def("shared_event_open(int file, int pid) -> int", [](int64_t file, int64_t pid) {
+        return SharedEvents::instance().open(file, pid);
+    });
+    m.def("shared_event_close(int event) -> ()",
+          [](int64_t event) { SharedEvents::instance().close(event); });
+    m.def("shared_event_record(int event, int device, int stream) -> ()",
+          [](int64_t event, int64_t device, int64_t stream) {
+              SharedEvents::instance().record(event,
+                                              stream_key(static_cast<int>(device), stream));
+          });
+    m.def("shared_event_wait(int event, int device, int stream) -> ()",
+          [](int64_t event, int64_t device, int64_t stream) {
+              SharedEvents::instance().wait(event, stream_key(static_cast<int>(device), stream));
+          });
+    m.def("shared_event_query(int event) -> bool",
+          [](int64_t event) { return SharedEvents::instance().query(event); });
+    m.def("message_new(int device, int stream, str name) -> int",
+          [](int64_t device, int64_t stream, const std::string& name) {
+              return Device::instance().new_message(stream_key(static_cast<int>(device), stream),
+                                                    name);
+          });
+    m.def("message_await_turn(int message) -> ()",
+          [](int64_t message) { Device::instance().await_turn(message); });
+    m.def("message_end(int message, str error) -> ()",
+          [](int64_t message, const std::string& error) {
+              Device::instance().end_message(message, error);
+          });
+    m.def("host_state(str text) -> ()",
+          [](const std::string& text) { Device::instance().set_host_state(text); });
+    m.def("board_new() -> int",
+          []() -> int64_t { return Standstill::instance().make_board(); });
+    m.def("board_join(int file, int rank) -> ()", [](int64_t file, int64_t rank) {
+        Standstill::instance().join(static_cast<int>(file), rank);
+    });
+    m.def("give_up(str text) -> ()",
+          [](const std::string& text) { Device::instance().give_up(text); });
+    m.def("heads() -> str", [] { return Device::instance().heads(); });
 }
 
 }  // namespace

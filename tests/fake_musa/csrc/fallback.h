@@ -10,61 +10,15 @@
 #include <ATen/ops/empty.h>
 
 #include <optional>
-#include <string_view>
 #include <vector>
 
+#include "arguments.h"
+#include "deferred.h"
 #include "generator.h"
 #include "kernels.h"
 #include "runtime.h"
 
 namespace fake_musa {
-
-using Stack = torch::jit::Stack;
-
-inline c10::ArrayRef<c10::IValue> arguments(const c10::OperatorHandle& op, const Stack& stack) {
-    const size_t count = op.schema().arguments().size();
-    return c10::ArrayRef<c10::IValue>(stack).slice(stack.size() - count, count);
-}
-
-// Indices may live on the CPU, as for every accelerator; the indexed tensor may not.
-inline bool takes_cpu_indices(std::string_view name) {
-    return name == "aten::index" || name == "aten::index_put_" ||
-           name == "aten::_index_put_impl_" || name == "aten::_unsafe_index";
-}
-
-// Raises where a real device would: a kernel cannot read another device's memory. Tensors without
-// dimensions are let through, torch passes them as numbers.
-inline void check_same_device(const c10::OperatorHandle& op, const Stack& stack) {
-    const bool cpu_indices = takes_cpu_indices(op.schema().name());
-    std::optional<c10::Device> expected;
-    bool first = true;
-    const auto check = [&](const at::Tensor& tensor) {
-        const bool is_index = cpu_indices && !first && tensor.defined() && tensor.is_cpu();
-        first = false;
-        if (!tensor.defined() || tensor.dim() == 0 || is_index) {
-            return;
-        }
-        if (!expected) {
-            expected = tensor.device();
-        }
-        TORCH_CHECK(tensor.device() == *expected, "Expected all tensors to be on the same device, ",
-                    "but found at least two devices, ", *expected, " and ", tensor.device(), "! (",
-                    op.schema().name(), ")");
-    };
-    for (const c10::IValue& argument : arguments(op, stack)) {
-        if (argument.isTensor()) {
-            check(argument.toTensor());
-        } else if (argument.isTensorList()) {
-            for (const at::Tensor& tensor : argument.toTensorVector()) {
-                check(tensor);
-            }
-        } else if (argument.isOptionalTensorList()) {
-            for (const std::optional<at::Tensor>& tensor : argument.toOptionalTensorVector()) {
-                check(tensor.value_or(at::Tensor()));
-            }
-        }
-    }
-}
 
 // Removes an explicit generator from the arguments and returns the one to draw from.
 inline at::Generator take_generator(const c10::OperatorHandle& op, Stack& stack) {
@@ -80,26 +34,6 @@ inline at::Generator take_generator(const c10::OperatorHandle& op, Stack& stack)
         }
     }
     return default_generator(-1);
-}
-
-// Calls `visit` on every tensor of an argument or result and stores what it returns instead.
-template <typename Visit>
-void replace_tensors(c10::IValue& value, Visit&& visit) {
-    if (value.isTensor()) {
-        value = visit(value.toTensor());
-    } else if (value.isTensorList()) {
-        c10::List<at::Tensor> replaced;
-        for (const at::Tensor& tensor : value.toTensorVector()) {
-            replaced.push_back(visit(tensor));
-        }
-        value = std::move(replaced);
-    } else if (value.isOptionalTensorList()) {
-        c10::List<std::optional<at::Tensor>> replaced;
-        for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
-            replaced.push_back(tensor ? std::make_optional(visit(*tensor)) : std::nullopt);
-        }
-        value = std::move(replaced);
-    }
 }
 
 // The arguments of one call on the CPU, and the device tensors that they stand for.
@@ -122,7 +56,13 @@ class CpuCall {
     }
 
     void run() {
-        catch_up(device_.index());
+        if (is_async()) {
+            Device::instance().host_wait(
+                Device::instance().record(current_stream_key(device_.index())),
+                op_.schema().name().c_str());
+        } else {
+            catch_up(device_.index());
+        }
         op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack_);
         for (const Pair& pair : pairs_) {
             if (pair.cpu.sizes() != pair.device.sizes()) {
@@ -165,7 +105,15 @@ class CpuCall {
                 return pair.device;
             }
         }
-        return tensor.defined() ? tensor.to(device_) : tensor;
+        if (!tensor.defined() || !is_async()) {
+            return tensor.defined() ? tensor.to(device_) : tensor;
+        }
+        // Here already: the host has waited, and nobody needs to wait for the way back.
+        const at::Tensor made =
+            kernels::empty_strided(tensor.sizes(), tensor.strides(), tensor.scalar_type(),
+                                   std::nullopt, device_, std::nullopt);
+        kernels::store_later(tensor, made, op_.schema().name());
+        return made;
     }
 
     const c10::OperatorHandle& op_;
@@ -190,7 +138,13 @@ inline void fallback(const c10::OperatorHandle& op, Stack* stack) {
     if (op.hasTag(at::Tag::nondeterministic_seeded)) {
         random.emplace(take_generator(op, *stack));
     }
-    CpuCall(op, *stack).run();
+    if (is_async() && random && is_random_fill(op)) {
+        fill_at_random(op, *stack);
+    } else if (is_async() && !random && !needs_contents(op, *stack)) {
+        DeferredCall(op, *stack).submit();
+    } else {
+        CpuCall(op, *stack).run();
+    }
 }
 
 }  // namespace fake_musa

@@ -5,6 +5,8 @@
 #include <c10/core/Stream.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "pool.h"
+#include "queues.h"
 #include "runtime.h"
 #include "streams.h"
 
@@ -31,10 +33,11 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     }
     c10::Stream getDefaultStream(c10::Device device) const override { return stream(device, 0); }
     c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
-        return stream(device, Streams::instance().make());
+        return getNewStream(device, 0);
     }
     c10::Stream getNewStream(c10::Device device, int) const override {
-        return stream(device, Streams::instance().make());
+        return stream(device, is_async() ? Device::instance().new_stream(device.index())
+                                         : Streams::instance().make());
     }
     c10::Stream exchangeStream(c10::Stream wanted) const override {
         const c10::Stream previous = getStream(wanted.device());
@@ -42,20 +45,70 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
         return previous;
     }
     bool queryStream(const c10::Stream& stream) const override {
+        if (is_async()) {
+            Device& device = Device::instance();
+            return device.query(device.record(key(stream)));
+        }
         return Streams::instance().done(stream.id(), Streams::instance().submitted(stream.id()));
     }
     void synchronizeStream(const c10::Stream& stream) const override {
+        if (is_async()) {
+            Device& device = Device::instance();
+            device.host_wait(device.record(key(stream)), "synchronize a stream");
+            return;
+        }
         Streams::instance().run(stream.id(), Streams::instance().submitted(stream.id()));
     }
-    void synchronizeDevice(c10::DeviceIndex) const override { Streams::instance().run_all(); }
+    void synchronizeDevice(c10::DeviceIndex) const override {
+        if (is_async()) {
+            Device::instance().synchronize("synchronize");
+            return;
+        }
+        Streams::instance().run_all();
+    }
 
-    // Events between streams of torch's own code: autograd's, which compute and so are never late.
-    void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
-    void block(void*, const c10::Stream&) const override {}
-    bool queryEvent(void*) const override { return true; }
-    void synchronizeEvent(void*) const override {}
+    // Events between streams of torch's own code: autograd's, which compute and so are never late
+    // unless everything is.
+    void record(void** event, const c10::Stream& stream, c10::DeviceIndex,
+                c10::EventFlag) const override {
+        if (is_async()) {
+            if (*event == nullptr) {
+                *event = new MarkPtr;
+            }
+            mark(*event) = Device::instance().record(key(stream));
+        }
+    }
+    void block(void* event, const c10::Stream& stream) const override {
+        if (event != nullptr) {
+            Device::instance().wait(key(stream), mark(event));
+        }
+    }
+    bool queryEvent(void* event) const override {
+        return event == nullptr || Device::instance().query(mark(event));
+    }
+    void synchronizeEvent(void* event) const override {
+        if (event != nullptr) {
+            Device::instance().host_wait(mark(event), "synchronize an event");
+        }
+    }
+    double elapsedTime(void* begin, void* end, c10::DeviceIndex) const override {
+        TORCH_CHECK(begin != nullptr && end != nullptr, "both events have to be recorded");
+        return 1e3 * (mark(end)->time_s - mark(begin)->time_s);
+    }
+    void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+        delete static_cast<MarkPtr*>(event);
+    }
+    void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+        if (is_async()) {
+            Pool::instance().use(data, key(stream));
+        }
+    }
 
   private:
+    static StreamKey key(const c10::Stream& stream) {
+        return stream_key(stream.device_index(), stream.id());
+    }
+    static MarkPtr& mark(void* event) { return *static_cast<MarkPtr*>(event); }
     static c10::Stream stream(c10::Device device, c10::StreamId id) {
         return c10::Stream(c10::Stream::UNSAFE, device, id);
     }

@@ -15,6 +15,7 @@
 #include <mutex>
 #include <string>
 
+#include "queues.h"
 #include "runtime.h"
 
 namespace fake_musa {
@@ -123,6 +124,13 @@ class SharedMemory {
     std::map<void*, Block> blocks_;
 };
 
+// A driver lets the host wait for the whole device before memory goes.
+inline void wait_before_unmapping(const char* what) {
+    if (is_async()) {
+        Device::instance().synchronize(what);
+    }
+}
+
 }  // namespace fake_musa
 
 extern "C" {
@@ -131,6 +139,7 @@ int musaMalloc(void** address, size_t size) {
     return fake_musa::SharedMemory::instance().allocate(address, size);
 }
 int musaFree(void* address) {
+    fake_musa::wait_before_unmapping("musaFree");
     return fake_musa::SharedMemory::instance().release(address, true);
 }
 int musaIpcGetMemHandle(fake_musa::IpcHandle* handle, void* address) {
@@ -141,6 +150,7 @@ int musaIpcOpenMemHandle(void** address, fake_musa::IpcHandle handle, unsigned f
                       : fake_musa::kInvalidValue;
 }
 int musaIpcCloseMemHandle(void* address) {
+    fake_musa::wait_before_unmapping("musaIpcCloseMemHandle");
     return fake_musa::SharedMemory::instance().release(address, false);
 }
 int musaDeviceGetPCIBusId(char* name, int size, int device) {

@@ -1,7 +1,7 @@
 // What the emulated machine consists of: how many devices, which one is current, and their memory.
 //
 // A device is a number and a share of host memory. Everything runs at once, on the calling thread,
-// but for copies in streams of their own (streams.h).
+// but for copies in streams of their own (streams.h); or it runs behind the host (queues.h).
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+
+#include "mode.h"
 
 namespace fake_musa {
 
@@ -69,6 +71,9 @@ inline MemoryCounters& memory_counters(c10::DeviceIndex index) {
     return counters.at(static_cast<size_t>(index));
 }
 
+// Memory of a device that runs behind the host (pool.h).
+c10::DataPtr take_from_pool(size_t nbytes, c10::Device device);
+
 // Hands out aligned host memory that is labelled with the device it counts for.
 class Allocator final : public c10::Allocator {
   public:
@@ -76,6 +81,9 @@ class Allocator final : public c10::Allocator {
         const c10::Device device = current_device();
         if (nbytes == 0) {
             return {nullptr, device};
+        }
+        if (is_async()) {
+            return take_from_pool(nbytes, device);
         }
         const size_t rounded = (nbytes + kAlignment - 1) / kAlignment * kAlignment;
         void* data = std::aligned_alloc(kAlignment, rounded);

@@ -144,9 +144,10 @@ class PinnedMemory {
         return pinned;
     }
 
-    bool add(int64_t address, int64_t num_bytes) {
+    // `registered`: somebody else's memory.
+    bool add(int64_t address, int64_t num_bytes, bool registered = true) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        return blocks_.emplace(address, num_bytes).second;
+        return blocks_.emplace(address, Block{num_bytes, registered}).second;
     }
     bool remove(int64_t address) {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -154,15 +155,57 @@ class PinnedMemory {
     }
     bool holds(const void* pointer) const {
         const std::lock_guard<std::mutex> lock(mutex_);
-        const auto address = reinterpret_cast<int64_t>(pointer);
-        const auto after = blocks_.upper_bound(address);
-        return after != blocks_.begin() &&
-               address < std::prev(after)->first + std::prev(after)->second;
+        return find(pointer) != nullptr;
+    }
+    bool is_registered(const void* pointer) const {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const Block* const block = find(pointer);
+        return block != nullptr && block->registered;
     }
 
   private:
+    struct Block {
+        int64_t num_bytes;
+        bool registered;
+    };
+
+    const Block* find(const void* pointer) const {
+        const auto address = reinterpret_cast<int64_t>(pointer);
+        const auto after = blocks_.upper_bound(address);
+        if (after == blocks_.begin()) {
+            return nullptr;
+        }
+        const auto& [begin, block] = *std::prev(after);
+        return address < begin + block.num_bytes ? &block : nullptr;
+    }
+
     mutable std::mutex mutex_;
-    std::map<int64_t, int64_t> blocks_;
+    std::map<int64_t, Block> blocks_;
+};
+
+// Pinned host memory that torch takes. A copy of a device that runs behind the host keeps it, as
+// torch's own allocator of such memory does.
+class PinnedAllocator final : public c10::Allocator {
+  public:
+    c10::DataPtr allocate(size_t nbytes) override {
+        if (nbytes == 0) {
+            return {nullptr, c10::kCPU};
+        }
+        void* const data = std::aligned_alloc(64, (nbytes + 63) / 64 * 64);
+        TORCH_CHECK(data != nullptr, "out of memory: tried to pin ", nbytes, " bytes");
+        PinnedMemory::instance().add(reinterpret_cast<int64_t>(data),
+                                     static_cast<int64_t>(nbytes), /*registered=*/false);
+        return {data, data, &PinnedAllocator::release, c10::kCPU};
+    }
+    void copy_data(void* dest, const void* src, size_t count) const override {
+        default_copy_data(dest, src, count);
+    }
+
+  private:
+    static void release(void* data) {
+        PinnedMemory::instance().remove(reinterpret_cast<int64_t>(data));
+        std::free(data);
+    }
 };
 
 }  // namespace fake_musa

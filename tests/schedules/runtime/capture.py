@@ -11,6 +11,7 @@ import random
 import re
 import time
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,7 @@ def train(
     timeout_s: float = 120,
     mean_delay_s: float = 0.0,
     device: str = "cpu",
+    env: Mapping[str, str] | None = None,
 ) -> Captured:
     """Train on some ranks and put together what they computed.
 
@@ -61,6 +63,7 @@ def train(
         mean_delay_s,
         timeout_s=timeout_s,
         device=device,
+        env=env,
     )
     together = Captured(gradients=[{} for _ in by_rank[0].gradients])
     for rank, captured in enumerate(by_rank):

@@ -6,11 +6,12 @@ on Moore Threads hardware should fail here. Like the real one it is loaded by `i
 through the entry point group `torch.backends`.
 
 Environment: FAKE_MUSA_LIBRARY is the compiled backend, FAKE_MUSA_DEVICES the number of devices.
+With FAKE_MUSA_ASYNC=1 the devices run behind the host (see ../../README.md).
 """
 
 import torch
 
-from . import _backend, _mccl, _tensor, amp, memory  # noqa: F401
+from . import _backend, _mccl, _tensor, amp, host_waits, memory  # noqa: F401
 from ._device import *  # noqa: F403
 from ._random import *  # noqa: F403
 from ._random import fork_rng
@@ -24,6 +25,7 @@ OutOfMemoryError = torch.OutOfMemoryError
 globals().update(_tensor.typed_constructors())
 _tensor.extend_torch()
 _mccl.register()
+host_waits.begin()
 torch.random.fork_rng = fork_rng
 torch.cuda._lazy_init = _lazy_init  # noqa: F405
 torch.cuda._lazy_call = _lazy_call  # noqa: F405

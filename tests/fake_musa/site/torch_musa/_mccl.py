@@ -1,21 +1,29 @@
 """`mccl`: collectives for device tensors, carried by gloo on the same bytes.
 
 As strict as the real one where gloo is not: only dense tensors of this device, and send and receive
-match by order, whatever their tags say.
+match by order, whatever their tags say. On a device that computes at once, an operation begins when
+it is called and the host waits for it; on one that runs behind the host it is a task of a stream
+(`_communicator.py`).
 """
+
+import os
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp
+
+from . import _communicator
+from ._communicator import Communicator, Operation
 
 
 class _Work(dist.Work):
     """One or more gloo operations under way, and what remains to be done when they have ended."""
 
-    def __init__(self, works, finish=None):
+    def __init__(self, operation):
         super().__init__()
-        self._works = works
-        self._finish = finish
+        self._works = operation.start()
+        self._finish = operation.finish
 
     def wait(self, timeout=None):
         for work in self._works:
@@ -35,12 +43,17 @@ class _Work(dist.Work):
         return future
 
 
+def _is_async():
+    return torch.ops.fake_musa.is_async()
+
+
 def _alias(tensor):
     if tensor.device.type != "musa":
         raise ValueError(f"mccl: Tensors must be MUSA and dense, got one on {tensor.device}")
     if not tensor.is_contiguous():
         raise ValueError("mccl: Tensors must be contiguous")
-    return torch.ops.fake_musa.cpu_alias(tensor.detach())
+    alias = torch.ops.fake_musa.raw_alias if _is_async() else torch.ops.fake_musa.cpu_alias
+    return alias(tensor.detach())
 
 
 def _aliases(tensors):
@@ -51,13 +64,28 @@ def _flat(tensor):
     return _alias(tensor).view(-1)
 
 
+def _kept(opts, kind):
+    """Return options of our own: the operation may begin when the caller's are gone."""
+    own = kind()
+    for name in ("reduceOp", "rootRank", "rootTensor", "timeout"):
+        if opts is not None and hasattr(opts, name):
+            setattr(own, name, getattr(opts, name))
+    return own
+
+
 class ProcessGroupMCCL(dist.ProcessGroup):
     """A process group whose name is mccl and whose work is done by a gloo group of its own."""
 
     def __init__(self, store, rank, size, timeout, name):
         super().__init__(rank, size)
         self._name = name
+        self._store = store
+        self._timeout = timeout
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._communicators = {}
+        self._batch = None
+        if _is_async():
+            _communicator.join_board(store, rank, size)
 
     def getBackendName(self):
         return "mccl"
@@ -71,10 +99,33 @@ class ProcessGroupMCCL(dist.ProcessGroup):
     def _device_types(self):
         return [torch.device("musa")]
 
-    def _reduce(self, start, outputs, opts):
-        """Start a reduction; gloo has no average, so that is a sum and a division."""
+    def _run(self, name, start, tensors, finish=None):
+        """Begin an operation of all ranks, or have the device begin it."""
+        operation = Operation(f"{name} of {self._name}", start, tensors, finish)
+        if not _is_async():
+            return _Work(operation)
+        return self._communicator().submit([operation])
+
+    def _communicator(self, peer=None):
+        """Return that of all ranks, or that of two; the first use waits for the others."""
+        ranks = range(self.size()) if peer is None else sorted({self.rank(), peer})
+        key = tuple(ranks)
+        if peer is None:
+            key = "all"
+        if key not in self._communicators:
+            name = f"{self._name}, ranks {', '.join(map(str, ranks))} of it"
+            made = Communicator(
+                name, self._store, self.rank(), list(ranks), str(key), self._timeout
+            )
+            self._communicators[key] = made
+        return self._communicators[key]
+
+    # -- reductions --------------------------------------------------------------------------------
+
+    def _reducing(self, name, start, opts, outputs, tensors):
+        """A reduction; gloo has no average, so that is a sum and a division."""
         if opts.reduceOp != ReduceOp.AVG:
-            return _Work([start(opts)])
+            return self._run(name, lambda: [start(opts)], tensors)
         opts.reduceOp = ReduceOp.SUM
         size = self.size()
 
@@ -82,79 +133,118 @@ class ProcessGroupMCCL(dist.ProcessGroup):
             for output in outputs:
                 output.div_(size)
 
-        return _Work([start(opts)], divide)
+        return self._run(name, lambda: [start(opts)], tensors, divide)
 
     def allreduce(self, tensors, opts=None):
-        aliases = _aliases(tensors)
-        opts = dist.AllreduceOptions() if opts is None else opts
-        return self._reduce(lambda opts: self._gloo.allreduce(aliases, opts), aliases, opts)
+        aliases, opts = _aliases(tensors), _kept(opts, c10d.AllreduceOptions)
+        start = self._gloo.allreduce
+        return self._reducing("all_reduce", lambda o: start(aliases, o), opts, aliases, tensors)
 
     def allreduce_coalesced(self, tensors, opts):
-        single = dist.AllreduceOptions()
-        works = []
-        for tensor in tensors:
-            single.reduceOp = opts.reduceOp
-            works.append(self.allreduce([tensor], single))
-        return _Work(works)
-
-    def broadcast(self, tensors, opts):
-        return _Work([self._gloo.broadcast(_aliases(tensors), opts)])
+        return self._together([self.allreduce([tensor], opts) for tensor in tensors])
 
     def reduce(self, tensors, opts):
-        aliases = _aliases(tensors)
-        return self._reduce(lambda opts: self._gloo.reduce(aliases, opts), aliases, opts)
-
-    def allgather(self, outputs, inputs, opts=None):
-        opts = dist.AllgatherOptions() if opts is None else opts
-        return _Work([self._gloo.allgather([_aliases(o) for o in outputs], _aliases(inputs), opts)])
-
-    def all_gather_single(self, output, source, opts=None):
-        opts = dist.AllgatherOptions() if opts is None else opts
-        return _Work([self._gloo._allgather_base(_flat(output), _flat(source), opts)])
-
-    def all_gather_single_coalesced(self, outputs, inputs, opts=None):
-        pairs = zip(outputs, inputs, strict=True)
-        return _Work([self.all_gather_single(output, source, opts) for output, source in pairs])
+        aliases, opts = _aliases(tensors), _kept(opts, c10d.ReduceOptions)
+        start = self._gloo.reduce
+        return self._reducing("reduce", lambda o: start(aliases, o), opts, aliases, tensors)
 
     def reduce_scatter(self, outputs, inputs, opts):
         works = [
             self.reduce_scatter_single(output, torch.cat([part.view(-1) for part in parts]), opts)
             for output, parts in zip(outputs, inputs, strict=True)
         ]
-        return _Work(works)
+        return self._together(works)
 
-    def reduce_scatter_single(self, output, source, opts):
-        aliases = _flat(output), _flat(source)
+    def reduce_scatter_single(self, output, source, opts=None):
+        aliases, opts = (_flat(output), _flat(source)), _kept(opts, c10d.ReduceScatterOptions)
         start = self._gloo._reduce_scatter_base
-        return self._reduce(lambda opts: start(*aliases, opts), aliases[:1], opts)
+        tensors = [output, source]
+        return self._reducing(
+            "reduce_scatter", lambda o: start(*aliases, o), opts, aliases[:1], tensors
+        )
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts):
-        works = []
-        for output, source in zip(outputs, inputs, strict=True):
-            single = dist.ReduceScatterOptions()
-            single.reduceOp = opts.reduceOp
-            works.append(self.reduce_scatter_single(output, source, single))
-        return _Work(works)
+        pairs = zip(outputs, inputs, strict=True)
+        return self._together([self.reduce_scatter_single(*pair, opts) for pair in pairs])
+
+    # -- other collectives -------------------------------------------------------------------------
+
+    def broadcast(self, tensors, opts):
+        aliases, opts = _aliases(tensors), _kept(opts, c10d.BroadcastOptions)
+        return self._run("broadcast", lambda: [self._gloo.broadcast(aliases, opts)], tensors)
+
+    def allgather(self, outputs, inputs, opts=None):
+        opts = _kept(opts, c10d.AllgatherOptions)
+        aliases = [_aliases(output) for output in outputs], _aliases(inputs)
+        tensors = [*inputs, *(tensor for output in outputs for tensor in output)]
+        return self._run("all_gather", lambda: [self._gloo.allgather(*aliases, opts)], tensors)
+
+    def all_gather_single(self, output, source, opts=None):
+        aliases, opts = (_flat(output), _flat(source)), _kept(opts, c10d.AllgatherOptions)
+        start = self._gloo._allgather_base
+        return self._run("all_gather", lambda: [start(*aliases, opts)], [output, source])
+
+    def all_gather_single_coalesced(self, outputs, inputs, opts=None):
+        pairs = zip(outputs, inputs, strict=True)
+        return self._together([self.all_gather_single(*pair, opts) for pair in pairs])
 
     def all_to_all_single(self, output, source, output_splits, source_splits, opts=None):
-        opts = dist.AllToAllOptions() if opts is None else opts
-        aliases = _alias(output), _alias(source)
-        return _Work([self._gloo.alltoall_base(*aliases, output_splits, source_splits, opts)])
+        aliases, opts = (_alias(output), _alias(source)), _kept(opts, c10d.AllToAllOptions)
+        splits = list(output_splits), list(source_splits)
+        start = self._gloo.alltoall_base
+        return self._run("all_to_all", lambda: [start(*aliases, *splits, opts)], [output, source])
 
     def gather(self, outputs, inputs, opts):
-        return _Work([self._gloo.gather([_aliases(o) for o in outputs], _aliases(inputs), opts)])
+        opts = _kept(opts, c10d.GatherOptions)
+        aliases = [_aliases(output) for output in outputs], _aliases(inputs)
+        tensors = [*inputs, *(tensor for output in outputs for tensor in output)]
+        return self._run("gather", lambda: [self._gloo.gather(*aliases, opts)], tensors)
 
     def scatter(self, outputs, inputs, opts):
-        return _Work([self._gloo.scatter(_aliases(outputs), [_aliases(i) for i in inputs], opts)])
-
-    def send(self, tensors, peer, tag=0):
-        return _Work([self._gloo.send(_aliases(tensors), peer, 0)])
-
-    def recv(self, tensors, peer, tag=0):
-        return _Work([self._gloo.recv(_aliases(tensors), peer, 0)])
+        opts = _kept(opts, c10d.ScatterOptions)
+        aliases = _aliases(outputs), [_aliases(one) for one in inputs]
+        tensors = [*outputs, *(tensor for one in inputs for tensor in one)]
+        return self._run("scatter", lambda: [self._gloo.scatter(*aliases, opts)], tensors)
 
     def barrier(self, opts=None):
-        return _Work([self._gloo.barrier()])
+        work = self._run("barrier", lambda: [self._gloo.barrier()], [])
+        if _is_async():
+            work.block_host()
+        return work
+
+    # -- between two ranks -------------------------------------------------------------------------
+
+    def send(self, tensors, peer, tag=0):
+        return self._transfer(f"send to {peer}", self._gloo.send, tensors, peer)
+
+    def recv(self, tensors, peer, tag=0):
+        return self._transfer(f"recv from {peer}", self._gloo.recv, tensors, peer)
+
+    def _transfer(self, name, start, tensors, peer):
+        aliases, batched = _aliases(tensors), self._batch is not None
+        # One of a batch is none of those between its two ranks alone.
+        operation = Operation(
+            f"{name} of {self._name}", lambda: [start(aliases, peer, int(batched))], tensors
+        )
+        if not _is_async():
+            return _Work(operation)
+        if not batched:
+            return self._communicator(peer).submit([operation])
+        self._batch.append(operation)
+        return None
+
+    def transfer_together(self, post):
+        """Have the device begin all that `post` sends and receives at once."""
+        self._batch = []
+        try:
+            post()
+            operations = self._batch
+        finally:
+            self._batch = None
+        return self._communicator().submit(operations)
+
+    def _together(self, works):
+        return works[0] if len(works) == 1 else _Together(works)
 
     # The names of these before torch 2.13.
     _allgather_base = all_gather_single
@@ -164,12 +254,52 @@ class ProcessGroupMCCL(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
+class _Together(dist.Work):
+    """Several operations as one. They are of one communicator, so they end in their order."""
+
+    def __init__(self, works):
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout=None):
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+        return True
+
+    def is_completed(self):
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self):
+        self.wait()
+        future = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
 def _create(options, _own_options):
     return ProcessGroupMCCL(
         options.store, options.group_rank, options.group_size, options.timeout, options.group_id
     )
 
 
+def _batch_isend_irecv(p2p_op_list):
+    """As torch's own: it groups the operations of backends that are written in C++ only."""
+    group = p2p_op_list[0].group or dist.group.WORLD
+    if not isinstance(group, ProcessGroupMCCL) or not _is_async():
+        return _torchs_batch_isend_irecv(p2p_op_list)
+
+    def post():
+        for one in p2p_op_list:
+            one.op(one.tensor, one.peer, group=one.group, tag=one.tag)
+
+    return [group.transfer_together(post)]
+
+
+_torchs_batch_isend_irecv = dist.batch_isend_irecv
+
+
 def register():
     dist.Backend.register_backend("mccl", _create, extended_api=True, devices=["musa"])
     dist.is_mccl_available = dist.distributed_c10d.is_mccl_available = lambda: True
+    dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = _batch_isend_irecv
+    os.register_at_fork(after_in_child=_communicator.forget)

@@ -1,7 +1,9 @@
 """Events that several processes know, in shared memory: two counts, and whether it failed.
 
-A copy behind such an event is done a little later by a thread of the process that recorded it, as a
-device would: another process can only wait for it, and sees unwritten memory if it does not.
+On a device that computes at once, a copy behind such an event is done a little later by a thread of
+the process that recorded it, as a device would: another process can only wait for it, and sees
+unwritten memory if it does not. A device that runs behind the host has its streams record the event
+and wait for it (`csrc/shared_events.h`).
 """
 
 import functools
@@ -29,9 +31,16 @@ class SharedEvent:
         self._file = os.memfd_create("fake_musa_event") if file is None else file
         if pid is None:
             os.ftruncate(self._file, mmap.PAGESIZE)
-        self._words = memoryview(mmap.mmap(self._file, mmap.PAGESIZE)).cast("q")
+        self._number = None
+        if torch.ops.fake_musa.is_async():
+            number = torch.ops.fake_musa.shared_event_open(self._file, pid or os.getpid())
+            self._number = number
+        else:
+            self._words = memoryview(mmap.mmap(self._file, mmap.PAGESIZE)).cast("q")
 
     def __del__(self):
+        if self._number is not None:
+            torch.ops.fake_musa.shared_event_close(self._number)
         os.close(self._file)
 
     @classmethod
@@ -45,10 +54,15 @@ class SharedEvent:
     def handle(self):
         return _HANDLE.pack(os.getpid(), self._file)
 
-    def record(self, stream, count):
+    def record(self, stream):
+        if self._number is not None:
+            place = stream.device_index, stream.stream_id
+            torch.ops.fake_musa.shared_event_record(self._number, *place)
+            return
+        count = torch.ops.fake_musa.stream_submitted(stream.stream_id)
         self._words[_RECORDED] += 1
         due_s = time.monotonic() + _LATE_S
-        _device().put((self, due_s, self._words[_RECORDED], stream, count))
+        _device().put((self, due_s, self._words[_RECORDED], stream.stream_id, count))
 
     def end(self, number, stream, count):
         try:
@@ -57,8 +71,24 @@ class SharedEvent:
             self._words[_FAILED] = 1
         self._words[_DONE] = max(number, self._words[_DONE])
 
-    def wait(self):
+    def wait(self, stream):
+        """Hold a stream up until what was recorded by now is done."""
+        if self._number is None:
+            self.synchronize()
+            return
+        place = stream.device_index, stream.stream_id
+        torch.ops.fake_musa.shared_event_wait(self._number, *place)
+
+    def query(self):
+        if self._number is not None:
+            return torch.ops.fake_musa.shared_event_query(self._number)
+        return self._words[_DONE] >= self._words[_RECORDED]
+
+    def synchronize(self):
         """Wait for what was recorded by now."""
+        if self._number is not None:
+            self._synchronize_queued()
+            return
         number, begin_s = self._words[_RECORDED], time.monotonic()
         while self._words[_DONE] < number:
             if time.monotonic() - begin_s > _STUCK_S:
@@ -68,6 +98,11 @@ class SharedEvent:
             time.sleep(_LATE_S / 4)
         if self._words[_FAILED]:
             raise RuntimeError("MUSA error: work before an event of another process has failed")
+
+    def _synchronize_queued(self):
+        stream = torch.musa.Stream()
+        self.wait(stream)
+        stream.synchronize()
 
 
 @functools.cache

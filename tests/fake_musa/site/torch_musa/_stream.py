@@ -1,7 +1,9 @@
 """Streams and events.
 
-What is computed is done when it is submitted, and so is all of the default stream. Copies that need
-not block are done by other streams as late as they may: when somebody waits for them.
+On a device that computes at once, what is computed is done when it is submitted, and so is all of
+the default stream; copies that need not block are done by other streams as late as they may: when
+somebody waits for them. On one that runs behind the host all streams do what they were given in
+their own time, and events are points in them.
 """
 
 import time
@@ -53,13 +55,65 @@ class Stream(torch.Stream):
         self.wait_event(stream.record_event())
 
 
+class _PointAtOnce:
+    """A point in a stream of a device that computes at once."""
+
+    def __init__(self):
+        self._stream = self._count = 0
+        self.time_s = None
+
+    def record(self, stream):
+        self.time_s = time.perf_counter()
+        self._stream = stream.stream_id
+        self._count = torch.ops.fake_musa.stream_submitted(self._stream)
+
+    def wait(self, stream):
+        self.synchronize("")  # nothing that waits on a device could tell the difference
+
+    def query(self):
+        return torch.ops.fake_musa.stream_done(self._stream, self._count)
+
+    def synchronize(self, what, timeout_s=None):
+        torch.ops.fake_musa.stream_run(self._stream, self._count)
+        return True
+
+
+class _PointInQueue:
+    """A point in a stream of a device that runs behind the host."""
+
+    def __init__(self):
+        self._number = torch.ops.fake_musa.event_new()
+        self._recorded = False
+
+    def __del__(self):
+        torch.ops.fake_musa.event_delete(self._number)
+
+    @property
+    def time_s(self):
+        return torch.ops.fake_musa.event_time_s(self._number) if self._recorded else None
+
+    def record(self, stream):
+        self._recorded = True
+        torch.ops.fake_musa.event_record(self._number, stream.device_index, stream.stream_id)
+
+    def wait(self, stream):
+        stream = torch_musa.current_stream() if stream is None else stream
+        torch.ops.fake_musa.event_wait(self._number, stream.device_index, stream.stream_id)
+
+    def query(self):
+        return torch.ops.fake_musa.event_query(self._number)
+
+    def synchronize(self, what, timeout_s=None):
+        limit_s = 1e9 if timeout_s is None else timeout_s
+        return torch.ops.fake_musa.event_synchronize(self._number, what, limit_s)
+
+
 class Event:
-    """A point in a stream, and the time at which a thread submitted it."""
+    """A point in a stream, and when it was passed (or submitted, on a device without queues)."""
 
     def __init__(self, enable_timing=False, blocking=False, interprocess=False):
         self._timing = enable_timing
-        self._time_s = None
-        self._stream = self._count = 0
+        self._point = _PointInQueue() if torch.ops.fake_musa.is_async() else _PointAtOnce()
         self._shared = SharedEvent() if interprocess else None
         if enable_timing and interprocess:
             raise RuntimeError("MUSA error: an event of several processes takes no time")
@@ -79,30 +133,34 @@ class Event:
         stream = torch_musa.current_stream() if stream is None else stream
         if not isinstance(stream, Stream):
             raise TypeError(f"expected a torch_musa.Stream, got {type(stream).__name__}")
-        self._time_s = time.perf_counter()
-        self._stream = stream.stream_id
-        self._count = torch.ops.fake_musa.stream_submitted(self._stream)
         if self._shared is not None:
-            self._shared.record(self._stream, self._count)
+            self._shared.record(stream)
+        self._point.record(stream)
 
     def wait(self, stream=None):
-        self.synchronize()  # nothing that waits on a device could tell the difference
+        if self._is_of_others():
+            self._shared.wait(torch_musa.current_stream() if stream is None else stream)
+        else:
+            self._point.wait(stream)
 
     def query(self):
-        return torch.ops.fake_musa.stream_done(self._stream, self._count)
+        return self._shared.query() if self._is_of_others() else self._point.query()
 
     def synchronize(self):
-        if self._shared is not None and self._shared.pid is not None:
-            self._shared.wait()
+        if self._is_of_others():
+            self._shared.synchronize()
         else:
-            torch.ops.fake_musa.stream_run(self._stream, self._count)
+            self._point.synchronize("synchronize an event")
 
     def elapsed_time(self, end_event):
         if not (self._timing and end_event._timing):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
-        if self._time_s is None or end_event._time_s is None:
+        if self._point.time_s is None or end_event._point.time_s is None:
             raise RuntimeError("Both events must be recorded before calculating elapsed time.")
-        return (end_event._time_s - self._time_s) * 1e3
+        return (end_event._point.time_s - self._point.time_s) * 1e3
+
+    def _is_of_others(self):
+        return self._shared is not None and self._shared.pid is not None
 
 
 _TYPE = int(torch._C._autograd.DeviceType.PrivateUse1)

@@ -1,4 +1,4 @@
-"""Memory counters. They are the emulated allocator's own: exact, and nothing is cached."""
+"""Memory counters. They are the emulated allocator's own, and exact."""
 
 import collections
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def empty_cache():
-    """Nothing is cached."""
+    """Nothing is cached, or it is kept for late readers (`csrc/pool.h`)."""
 
 
 def memory_stats(device=None):
@@ -35,6 +35,9 @@ def memory_stats(device=None):
     for kind in ("allocated_bytes", "reserved_bytes", "active_bytes"):
         stats[f"{kind}.all.current"] = live_bytes
         stats[f"{kind}.all.peak"] = peak_bytes
+    if torch.ops.fake_musa.is_async():
+        reserved_bytes = torch.ops.fake_musa.reserved_bytes()
+        stats["reserved_bytes.all.current"] = stats["reserved_bytes.all.peak"] = reserved_bytes
     return collections.OrderedDict(sorted(stats.items()))
 
 

@@ -1,0 +1,407 @@
+// The device that runs behind the host: hardware queues, each with a worker, and the streams that
+// share them.
+//
+// A stream belongs to one queue, so its tasks keep their order. The first task of a queue holds up
+// all that is behind it, of whichever stream: a kernel until it has run, a wait until its event has
+// come, an operation of a communicator until it has ended on this rank. That is the strictest
+// reading of what CUDA promises, which is no progress of one stream while another cannot go on.
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "host.h"
+#include "mode.h"
+#include "tasks.h"
+
+namespace fake_musa {
+
+class Device {
+  public:
+    // Never destroyed: its threads live as long as the process.
+    static Device& instance() {
+        static Device* const device = new Device;
+        return *device;
+    }
+
+    int64_t new_stream(int device) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        stream(stream_key(device, 0), device);  // the default one has the first queue
+        const int64_t id = ++last_stream_;
+        stream(stream_key(device, id), device);
+        return id;
+    }
+
+    void submit(StreamKey key, Task task) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        push(key, std::move(task));
+    }
+
+    MarkPtr record(StreamKey key) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return push_mark(key);
+    }
+
+    void wait(StreamKey key, const MarkPtr& mark) {
+        if (mark == nullptr) {
+            return;  // an event that was never recorded
+        }
+        const std::lock_guard<std::mutex> lock(mutex_);
+        Task task;
+        task.kind = Kind::kWait;
+        task.mark = mark;
+        task.name = "wait for " + mark->where;
+        push(key, std::move(task));
+    }
+
+    bool has_passed(const MarkPtr& mark) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return mark == nullptr || mark->done;
+    }
+
+    bool query(const MarkPtr& mark) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        require_healthy();
+        return mark == nullptr || mark->done;
+    }
+
+    // Lets the host wait, which is counted. False: the time was over.
+    bool host_wait(const MarkPtr& mark, const char* what, double timeout_s = 1e9) {
+        tell_host_wait(what);
+        return quiet_wait(mark, timeout_s);
+    }
+
+    bool quiet_wait(const MarkPtr& mark, double timeout_s = 1e9) {
+        if (mark == nullptr) {
+            return true;
+        }
+        const ReleaseGil release;
+        const double deadline_s = now_s() + timeout_s;
+        std::unique_lock<std::mutex> lock(mutex_);
+        host_state_ = "waits for " + mark->where;
+        while (!mark->done && failure_.empty() && now_s() < deadline_s) {
+            const double left_s = std::max(0.0, deadline_s - now_s());
+            mark->passed.wait_for(lock, std::chrono::duration<double>(std::min(left_s, 0.2)));
+        }
+        host_state_.clear();
+        require_healthy();
+        return mark->done;
+    }
+
+    void synchronize(const char* what) {
+        tell_host_wait(what);
+        quiet_synchronize();
+    }
+
+    void quiet_synchronize() {
+        std::vector<MarkPtr> marks;
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            for (const auto& [key, stream] : streams_) {
+                marks.push_back(push_mark(key));
+            }
+        }
+        for (const MarkPtr& mark : marks) {
+            quiet_wait(mark);
+        }
+    }
+
+    // -- operations of communicators -------------------------------------------------------
+
+    int64_t new_message(StreamKey key, const std::string& name) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        auto message = std::make_shared<Message>();
+        message->name = name;
+        messages_[++last_message_] = message;
+        Task task;
+        task.kind = Kind::kMessage;
+        task.name = name;
+        task.message = std::move(message);
+        task.lasts_us = Costs::instance().message_us;
+        push(key, std::move(task));
+        return last_message_;
+    }
+
+    // Returns when the operation is the first of its queue.
+    void await_turn(int64_t number) {
+        const ReleaseGil release;
+        std::unique_lock<std::mutex> lock(mutex_);
+        const std::shared_ptr<Message> message = messages_.at(number);
+        message->changed.wait(lock, [&] { return message->turn; });
+    }
+
+    void end_message(int64_t number, const std::string& error) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const std::shared_ptr<Message> message = messages_.at(number);
+        messages_.erase(number);
+        if (!error.empty()) {
+            fail(message->name + ": " + error);
+        }
+        message->done = true;
+        message->changed.notify_all();
+    }
+
+    // -- what can be seen of it ------------------------------------------------------------
+
+    // Tasks that were given and that have ended: who grows moves.
+    int64_t progress() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return submitted_ + ended_;
+    }
+
+    bool runs() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return std::any_of(queues_.begin(), queues_.end(), [](const auto& entry) {
+            return entry.second->computes;
+        });
+    }
+
+    // Whether there is something to be done, or the host waits for something.
+    bool has_work() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return !host_state_.empty() ||
+               std::any_of(queues_.begin(), queues_.end(),
+                           [](const auto& entry) { return !entry.second->tasks.empty(); });
+    }
+
+    // The first task of each queue, and how many stand behind it.
+    std::string heads() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        std::string text;
+        if (!host_state_.empty()) {
+            text += "  the host " + host_state_ + "\n";
+        }
+        for (const auto& [place, queue] : queues_) {
+            if (queue->tasks.empty()) {
+                continue;
+            }
+            const Task& head = queue->tasks.front();
+            text += "  queue " + std::to_string(place.second) + ": " + head.name + " in " +
+                    name_of(head.stream) + "; behind it " +
+                    std::to_string(queue->tasks.size() - 1);
+            if (queue->tasks.size() > 1) {
+                text += ", first " + queue->tasks[1].name;
+            }
+            text += "\n";
+        }
+        return text;
+    }
+
+    // What the host waits for outside of this device; empty: nothing.
+    void set_host_state(const std::string& text) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        host_state_ = text;
+    }
+
+    // Nothing is computed after this, and every wait of the host raises it.
+    void give_up(const std::string& text) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        fail(text);
+    }
+
+    static std::string name_of(StreamKey key) {
+        return key < 0 ? "the default stream" : "stream " + std::to_string(key);
+    }
+
+    // Called once, by the thread that makes the first queue.
+    static std::function<void()>& at_start() {
+        static std::function<void()> function;
+        return function;
+    }
+
+  private:
+    struct Queue {
+        std::deque<Task> tasks;  // the first one is running or waits
+        bool computes = false;
+        std::condition_variable filled;
+        std::mt19937_64 random;
+    };
+    struct Stream {
+        Queue* queue = nullptr;
+        int64_t submitted = 0;
+    };
+
+    Device() = default;
+
+    void fail(const std::string& text) {
+        if (failure_.empty()) {
+            failure_ = text;
+        }
+    }
+
+    void require_healthy() const { TORCH_CHECK(failure_.empty(), "MUSA error: ", failure_); }
+
+    Stream& stream(StreamKey key, int device) {
+        Stream& found = streams_[key];
+        if (found.queue == nullptr) {
+            const int index = num_streams_[device]++ % num_hardware_queues();
+            found.queue = &queue(device, index);
+        }
+        return found;
+    }
+
+    Queue& queue(int device, int index) {
+        auto& found = queues_[{device, index}];
+        if (found == nullptr) {
+            found = std::make_unique<Queue>();
+            const char* const rank = std::getenv("RANK");
+            const int64_t number = rank == nullptr ? 0 : std::atoi(rank);
+            found->random.seed(
+                static_cast<uint64_t>((Costs::instance().seed * 64 + number) * 64 + index));
+            if (queues_.size() == 1 && at_start()) {
+                at_start()();
+            }
+            std::thread([this, queue = found.get()] { work(*queue); }).detach();
+        }
+        return *found;
+    }
+
+    void push(StreamKey key, Task task) {
+        if (key < 0) {
+            stream(key, static_cast<int>(-key - 1));
+        }
+        Stream& target = streams_.at(key);
+        task.stream = key;
+        ++target.submitted;
+        ++submitted_;
+        target.queue->tasks.push_back(std::move(task));
+        if (target.queue->tasks.size() == 1) {
+            target.queue->filled.notify_one();
+        }
+    }
+
+    MarkPtr push_mark(StreamKey key) {
+        auto mark = std::make_shared<Mark>();
+        mark->where = name_of(key);
+        if (key >= 0 || streams_.count(key) != 0) {
+            mark->where += " after task " + std::to_string(streams_.at(key).submitted);
+        }
+        Task task;
+        task.kind = Kind::kRecord;
+        task.name = "an event";
+        task.mark = mark;
+        push(key, std::move(task));
+        return mark;
+    }
+
+    void work(Queue& queue) {
+        for (;;) {
+            Task ended;  // what it holds goes without the lock
+            std::unique_lock<std::mutex> lock(mutex_);
+            queue.filled.wait(lock, [&] { return !queue.tasks.empty(); });
+            carry_out(queue, queue.tasks.front(), lock);
+            ended = std::move(queue.tasks.front());
+            queue.tasks.pop_front();
+            ++ended_;
+            if (ended.kind == Kind::kRecord) {
+                ended.mark->done = true;
+                ended.mark->time_s = now_s();
+                ended.mark->passed.notify_all();
+            }
+        }
+    }
+
+    // Pushing does not move the elements of a deque, so the first one stays where it is.
+    void carry_out(Queue& queue, Task& task, std::unique_lock<std::mutex>& lock) {
+        const auto step = std::chrono::milliseconds(200);
+        switch (task.kind) {
+            case Kind::kRecord:
+                return;
+            case Kind::kWait:
+                while (!task.mark->done && failure_.empty()) {
+                    task.mark->passed.wait_for(lock, step);
+                }
+                return;
+            case Kind::kPoll:
+                guarded(lock, task, [&] {
+                    while (!task.has_come()) {
+                        std::this_thread::sleep_for(std::chrono::microseconds(200));
+                    }
+                });
+                return;
+            case Kind::kMessage:
+                sleep(lock, time_us(queue, task));
+                task.message->turn = true;
+                task.message->changed.notify_all();
+                while (!task.message->done && failure_.empty()) {
+                    task.message->changed.wait_for(lock, step);
+                }
+                return;
+            default:
+                if (failure_.empty()) {
+                    compute(queue, task, lock);
+                }
+        }
+    }
+
+    // Calls without the lock; what it raises is the device's failure.
+    template <typename Function>
+    void guarded(std::unique_lock<std::mutex>& lock, const Task& task, Function&& function) {
+        std::string error;
+        lock.unlock();
+        try {
+            function();
+        } catch (const std::exception& raised) {
+            error = task.name + ": " + raised.what();
+        }
+        lock.lock();
+        if (!error.empty()) {
+            fail(error.substr(0, error.find("\nException raised from")));
+        }
+    }
+
+    // Reads in the middle of its time and writes at its end: who has not waited for what it reads
+    // finds it unwritten, and who overwrites what it reads too early is seen as well.
+    void compute(Queue& queue, Task& task, std::unique_lock<std::mutex>& lock) {
+        const double half_us = time_us(queue, task) / 2;
+        queue.computes = true;
+        sleep(lock, half_us);
+        guarded(lock, task, task.run);
+        sleep(lock, half_us);
+        if (task.publish && failure_.empty()) {
+            guarded(lock, task, task.publish);
+        }
+        queue.computes = false;
+    }
+
+    static double time_us(Queue& queue, const Task& task) {
+        const double jitter_us = Costs::instance().jitter_us;
+        if (jitter_us <= 0 || task.kind == Kind::kPoison) {
+            return task.lasts_us;
+        }
+        // One in eight is late, by eight times as much.
+        const bool late = queue.random() % 8 == 0;
+        std::exponential_distribution<double> draw(1 / (8 * jitter_us));
+        return task.lasts_us + (late ? draw(queue.random) : 0);
+    }
+
+    static void sleep(std::unique_lock<std::mutex>& lock, double us) {
+        if (us > 0) {
+            lock.unlock();
+            std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(us));
+            lock.lock();
+        }
+    }
+
+    std::mutex mutex_;
+    std::map<std::pair<int, int>, std::unique_ptr<Queue>> queues_;  // by device and index
+    std::map<StreamKey, Stream> streams_;
+    std::map<int, int> num_streams_;
+    std::map<int64_t, std::shared_ptr<Message>> messages_;
+    int64_t last_stream_ = 0, last_message_ = 0, submitted_ = 0, ended_ = 0;
+    std::string failure_, host_state_;
+};
+
+}  // namespace fake_musa

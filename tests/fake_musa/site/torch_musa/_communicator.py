@@ -1,0 +1,153 @@
+"""Communicators of a device that runs behind the host.
+
+What they stand for is NCCL: the operations of a communicator run one after the other, in a stream
+of its own, and each occupies the device until the other ranks have come to theirs. Nothing matches
+by name. The bytes go through gloo, by a thread for each communicator, when the device has come to
+the operation.
+"""
+
+import atexit
+import os
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import torch_musa
+
+_joined = False
+_given_up = False
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a communicator."""
+
+    name: str
+    start: Callable
+    """Begins it, on the bytes; returns works of gloo."""
+    tensors: list
+    """Which it reads and writes."""
+    finish: Callable | None = None
+
+
+class Communicator:
+    """Ranks that have met, and a stream for what they do together.
+
+    To make one waits for all its ranks, as `ncclCommInitRank` does.
+    """
+
+    def __init__(self, name, store, rank, ranks, key, timeout):
+        self._name = name
+        self._count = 0
+        self._stream = torch_musa.Stream()
+        self._jobs = queue.SimpleQueue()
+        if len(ranks) > 1:
+            keys = {one: f"communicator/{key}/{one}" for one in ranks}
+            store.set(keys[rank], "here")
+            torch.ops.fake_musa.host_state(f"waits for the other ranks of communicator {name}")
+            try:
+                store.wait(list(keys.values()), timeout)
+            finally:
+                torch.ops.fake_musa.host_state("")
+        threading.Thread(target=self._work, name=f"mccl {name}", daemon=True).start()
+
+    def submit(self, operations):
+        """Have the device carry operations out together, after what its stream was given."""
+        self._count += 1
+        current = torch_musa.current_stream()
+        self._stream.wait_stream(current)
+        name = " and ".join(operation.name for operation in operations) + f" (no. {self._count})"
+        place = self._stream.device_index, self._stream.stream_id
+        number = torch.ops.fake_musa.message_new(*place, name)
+        for operation in operations:
+            for tensor in operation.tensors:
+                tensor.record_stream(self._stream)
+        event = self._stream.record_event()
+        starts = [(operation.start, operation.finish) for operation in operations]
+        self._jobs.put((number, starts))
+        return QueuedWork(event, name)
+
+    def _work(self):
+        while True:
+            number, operations = self._jobs.get()
+            torch.ops.fake_musa.message_await_turn(number)
+            error = ""
+            try:
+                if not _given_up:
+                    _carry_out(operations)
+            except Exception as raised:  # whatever it is, the device reports it
+                error = f"{type(raised).__name__}: {raised}"
+            torch.ops.fake_musa.message_end(number, error)
+            del operations
+
+
+def _carry_out(operations):
+    """Begin all, then wait for all."""
+    works = [work for start, _ in operations for work in start()]
+    for work in works:
+        work.wait()
+    for _, finish in operations:
+        if finish is not None:
+            finish()
+
+
+class QueuedWork(dist.Work):
+    """An operation that the device was given."""
+
+    def __init__(self, event, name):
+        super().__init__()
+        self._event = event
+        self._name = name
+
+    def wait(self, timeout=None):
+        """Make the current stream wait; with a time-out the host polls besides, as NCCL's does."""
+        torch_musa.current_stream().wait_event(self._event)
+        if timeout is not None and timeout.total_seconds() > 0:
+            self.block_host(timeout.total_seconds())
+        return True
+
+    def block_host(self, timeout_s=None):
+        """Make the host wait."""
+        if not self._event._point.synchronize("wait for a communicator", timeout_s):
+            raise RuntimeError(f"MCCL: {self._name} timed out after {timeout_s:g} s")
+
+    def is_completed(self):
+        return self._event.query()
+
+    def get_future(self):
+        self.wait()
+        future = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+def join_board(store, rank, size):
+    """Let the ranks of the first group see where each of them stands."""
+    global _joined
+    if _joined:
+        return
+    _joined = True
+    atexit.register(_give_up)
+    if rank == 0:
+        file = torch.ops.fake_musa.board_new()
+        store.set("board", f"{os.getpid()}/fd/{file}")
+    else:
+        file = os.open(f"/proc/{store.get('board').decode()}", os.O_RDWR)
+    torch.ops.fake_musa.board_join(file, rank)
+
+
+def _give_up():
+    """Compute nothing while the process ends around the device's threads."""
+    global _given_up
+    _given_up = True
+    torch.ops.fake_musa.give_up("the process ends")
+
+
+def forget():
+    """A forked process has a device of its own."""
+    global _joined
+    _joined = False
