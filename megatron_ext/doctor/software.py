@@ -28,8 +28,8 @@ __all__ = [
     "check_versions",
 ]
 
-_EXTRAS = ("upstream", "te", "musa")
-"""Of this package; what they name need not be there, but has to fit where it is."""
+_FOR_DEVELOPERS = "dev"
+"""The extra of this package whose tools need not fit what a user has installed."""
 
 
 def check_versions() -> Iterator[Finding]:
@@ -72,14 +72,21 @@ def check_requirements() -> Iterator[Finding]:
     """
     from packaging.requirements import Requirement  # torch and megatron-core need it too
 
-    for package, extras in (("megatron-ext", _EXTRAS), ("megatron-core", ())):
+    for package in ("megatron-ext", "megatron-core"):
         try:
+            extras = _extras(package) if package == "megatron-ext" else ()
             asked = [Requirement(line) for line in metadata.requires(package) or []]
         except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
             continue
         for one in asked:
             if one.name not in {"torch", "megatron-core"}:
                 yield from _misfit(package, one, extras)
+
+
+def _extras(package: str) -> tuple[str, ...]:
+    """Return the extras for users: what they name may be absent, but has to fit if it is there."""
+    named = metadata.metadata(package).get_all("Provides-Extra") or []
+    return tuple(name for name in named if name != _FOR_DEVELOPERS)
 
 
 def _misfit(package: str, asked: Requirement, extras: tuple[str, ...]) -> Iterator[Finding]:
