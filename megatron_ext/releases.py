@@ -1,7 +1,7 @@
 """Which releases of Megatron this package runs on, and which one is installed.
 
 Reads files, imports nothing of Megatron. Later code asks for signatures, not for versions
-(`megatron_ext/patches/signatures.py`); versions decide which rows of the patch tables apply, which
+(`megatron_ext/signatures.py`); versions decide which rows of the patch tables apply, which
 fingerprints are compared, and what is refused before anything starts.
 """
 

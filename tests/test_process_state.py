@@ -166,6 +166,32 @@ def test_nothing_behind_the_configuration_reads_flags() -> None:
     assert found == set()
 
 
+BOUNDARIES = (
+    "__init__.py",
+    "compat/gloo.py",
+    "compat/host.py",
+    "config/early.py",
+    "config/environment.py",
+    "devices/count.py",
+    "patches/device.py",
+    "patches/drift.py",
+    "runner.py",
+    "training/trainer_arguments.py",
+    "upstream.py",
+)
+"""Where the environment is read; docs/architecture.md says why each of them."""
+
+
+def test_the_environment_is_read_at_boundaries_only() -> None:
+    found = {
+        name
+        for name, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in {"os.environ", "os.getenv"}
+    }
+    assert found == set(BOUNDARIES)
+
+
 def test_get_args_is_for_the_patches_on_megatrons_trainer() -> None:
     found = {name for name, tree in sources() if "get_args" in reads_flags(tree)}
     assert found <= PATCHES_ON_TRAINING | {"training/wheel.py"}

@@ -19,6 +19,8 @@ class Environment:
     """Processes on this host; None: all of the job."""
     run: tuple[str, str] = ("", "")
     """Of torchrun: the run, and how often its processes were started again."""
+    rendezvous_host: str = "localhost"
+    """Where processes find each other."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:
@@ -31,6 +33,7 @@ class Environment:
                 environ.get("TORCHELASTIC_RUN_ID", ""),
                 environ.get("TORCHELASTIC_RESTART_COUNT", ""),
             ),
+            rendezvous_host=environ.get("MASTER_ADDR") or "localhost",
         )
 
     def ranks_per_node(self, world_size: int) -> int:

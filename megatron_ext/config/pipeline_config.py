@@ -2,8 +2,8 @@
 
     PipelineConfig(schedule="zb-v", transport="shm", tracing=Tracing(interval=50))
 
-It holds neither sizes of the job nor caches (`tables.py`), and importing it is cheap. The command
-line is one translation into it (`flags.py`); `megatron_ext.configure` takes it directly.
+It holds neither sizes of the job nor caches (`sized_pipeline.py`), and importing it is cheap. The
+command line is one translation into it (`flags.py`); `megatron_ext.configure` takes it directly.
 """
 
 from __future__ import annotations

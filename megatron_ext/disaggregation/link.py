@@ -114,6 +114,7 @@ def _open(job: Job, device: torch.device) -> Transport:
         rail=environment.local_rank,
         wire=job.wire,
         node_ips=job.node_ips,
+        rendezvous_host=environment.rendezvous_host,
         slots=job.window + 2,  # a message may stay in its slot while it is computed with
         slot_bytes=job.message_bytes,
         timeout_s=job.timeout_s,

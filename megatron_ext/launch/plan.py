@@ -325,7 +325,11 @@ def _wire_addresses(nodes: Sequence[Node]) -> list[str]:
 
 
 def flag_value(flags: Sequence[str], name: str) -> str | None:
-    """Return the last value that a command line gives a flag, or None."""
+    """Return the last value that a command line gives a flag, or None.
+
+    The line is data here: it is of a job that starts on other machines, and only Megatron's parser,
+    which runs there, knows all of its flags.
+    """
     value = None
     for position, word in enumerate(flags):
         if word == name and position + 1 < len(flags):

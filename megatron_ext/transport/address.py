@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import os
 import secrets
 import socket
 import sys
@@ -191,13 +190,12 @@ def _resolved(name: str, num_nodes: int) -> str:
     return ip
 
 
-def address_towards(host: str | None = None) -> str:
+def address_towards(host: str) -> str:
     """Return the address of this host that others see on the way to a host.
 
-    Args:
-        host: None: the one of the rendezvous (MASTER_ADDR), or else this one.
+    Raises:
+        TransportError: No way leads there.
     """
-    host = host or os.environ.get("MASTER_ADDR") or "localhost"
     try:
         family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

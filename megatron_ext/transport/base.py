@@ -60,7 +60,7 @@ class Transport(Protocol):
                 before room for it was posted, use this.
             slots: Messages of one kind that one rank may have sent to another and that were not
                 received yet. With so many no send waits, whatever the timing (see
-                `schedules/memory.py`), so it is the room that a wire needs.
+                `schedules/representation/memory.py`), so it is the room that a wire needs.
 
         Raises:
             TransportError: Messages of the step before were not received.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_ext.transport.address import node_address
+from megatron_ext.transport.address import address_towards, node_address
 from megatron_ext.transport.native_transport import NativeTransport
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def open_native(
     rail: int,
     wire: Wire,
     node_ips: Sequence[str],
+    rendezvous_host: str,
     slots: int,
     slot_bytes: int,
     timeout_s: float,
@@ -45,7 +46,8 @@ def open_native(
         ranks_per_node: Those on each host; None: all.
         rail: Number of this process on its host.
         wire: What carries the messages.
-        node_ips: Address of each node; empty: found out.
+        node_ips: Address of each node; empty: the one on the way to `rendezvous_host`.
+        rendezvous_host: Where the processes of the job find each other.
         slots: Messages of one peer that have room here.
         slot_bytes: Room for each.
         timeout_s: How long to wait for the peers.
@@ -54,6 +56,9 @@ def open_native(
     Raises:
         TransportError: A peer does not come, or cannot be reached by the wire.
     """
+    ip = node_address(node_ips, rank, world_size, ranks_per_node or world_size)
+    if ip is None and wire != "shm":
+        ip = address_towards(rendezvous_host)
     return NativeTransport(
         store,
         rank,
@@ -61,7 +66,7 @@ def open_native(
         run_id=run_id,
         device=torch.device("cpu"),
         wire=wire,
-        ip=node_address(node_ips, rank, world_size, ranks_per_node or world_size),
+        ip=ip,
         slots=slots,
         slot_bytes=slot_bytes,
         connect_timeout_s=timeout_s,

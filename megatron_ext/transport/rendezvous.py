@@ -120,7 +120,7 @@ class _Rendezvous:
         unix.setblocking(False)
         listeners = [unix]
         if self._mine.wire != "shm":
-            ip = ip or address_towards()
+            ip = ip or address_towards("localhost")
             family = socket.AF_INET6 if ":" in ip else socket.AF_INET
             tcp = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             try:
@@ -335,8 +335,8 @@ def connect_peers(
         run_id: Sets jobs apart that use one store. The same on all ranks.
         timeout_s: How long peers that have published their address may take.
         wire: Which wire all pairs use; `auto`: each the best that it has. The same on all ranks.
-        ip: Address of this host to listen on and to call from. None: the one that others see on
-            the way to MASTER_ADDR.
+        ip: Address of this host to listen on and to call from. None: the one that processes of
+            this host reach.
         no_rdma: Why this process has no RDMA; empty if it has.
 
     Returns:

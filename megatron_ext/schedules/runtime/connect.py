@@ -77,6 +77,7 @@ def open_transport(
         rail=environment.local_rank,
         wire=pipeline.transport,
         node_ips=pipeline.config.node_ips,
+        rendezvous_host=environment.rendezvous_host,
         slots=_slots(pipeline),
         slot_bytes=NOTE_BYTES if sharing is not None else _slot_bytes(known, dtype),
         timeout_s=pipeline.timeout_s,
