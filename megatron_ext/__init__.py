@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         PipelineConfig,
         Tracing,
     )
+    from megatron_ext.config.programs import configure
     from megatron_ext.patches.registry import Row
 
 __all__ = [
@@ -50,6 +51,7 @@ _MODULE_OF = {
     "ModelBuild": "megatron_ext.config.build",
     "PipelineConfig": "megatron_ext.config.pipeline_config",
     "Tracing": "megatron_ext.config.pipeline_config",
+    "configure": "megatron_ext.config.programs",
 }
 """What is imported when it is first asked for."""
 
@@ -78,57 +80,6 @@ def deactivate() -> None:
 
     clear_configuration()
     patches.disarm()
-
-
-def configure(
-    config: PipelineConfig,
-    *,
-    pipeline_ranks: int,
-    num_microbatches: int,
-    num_layers: int,
-    mtp_num_layers: int | None = None,
-    layout: str | None = None,
-    world_size: int | None = None,
-    seed: int | None = None,
-) -> ModelBuild:
-    """Put a configuration in force, and return what the model has to be built with.
-
-    For programs that do not parse Megatron's command line. To be called in every process of the
-    job, with the same arguments, before process groups and model are made. `megatron.core` may have
-    been imported before, but for `config.device`. From then on
-    `megatron.core.pipeline_parallel.get_forward_backward_func` returns the schedule. Calling it
-    again, or `deconfigure`, ends what was in force.
-
-    Args:
-        config: What is wanted.
-        pipeline_ranks: Ranks of one pipeline; of both where a schedule mirrors two.
-        num_microbatches: Of one step of these ranks, both mirrored pipelines together.
-        num_layers: Transformer layers of the model, without those of multi-token prediction.
-        mtp_num_layers: Those.
-        layout: Which layers each stage has, in Megatron's notation; None: as many in each.
-        world_size: Ranks of the job; None: one pipeline.
-        seed: Of the run, where random numbers are drawn by micro-batch.
-
-    Raises:
-        UserError: The sizes do not go with the configuration, or the device came too late.
-        UpstreamMismatch: Megatron is not one that active patches were written for.
-    """
-    from megatron_ext.config import programs
-    from megatron_ext.patches.registry import REGISTRY
-
-    build = programs.configure(
-        config,
-        pipeline_ranks=pipeline_ranks,
-        num_microbatches=num_microbatches,
-        num_layers=num_layers,
-        mtp_num_layers=mtp_num_layers,
-        layout=layout,
-        world_size=world_size,
-        seed=seed,
-    )
-    activate()
-    REGISTRY.raise_mismatches()
-    return build
 
 
 def deconfigure() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import megatron_ext
 from megatron_ext import devices
 from megatron_ext.config.active import Active, activate_configuration, clear_configuration
 from megatron_ext.config.build import ModelBuild, build_of, check_ranks
@@ -11,6 +12,7 @@ from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConf
 from megatron_ext.config.sized_pipeline import Pipeline, base_table, twins_of
 from megatron_ext.config.wires import torch_is_best
 from megatron_ext.errors import DeviceError
+from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.schedules.representation.validation import validate
 from megatron_ext.trace import session
 
@@ -28,7 +30,28 @@ def configure(
     world_size: int | None = None,
     seed: int | None = None,
 ) -> ModelBuild:
-    """Do what `megatron_ext.configure` says."""
+    """Put a configuration in force, and return what the model has to be built with.
+
+    For programs that do not parse Megatron's command line. To be called in every process of the
+    job, with the same arguments, before process groups and model are made. `megatron.core` may have
+    been imported before, but for `config.device`. From then on
+    `megatron.core.pipeline_parallel.get_forward_backward_func` returns the schedule. Calling it
+    again, or `deconfigure`, ends what was in force.
+
+    Args:
+        config: What is wanted.
+        pipeline_ranks: Ranks of one pipeline; of both where a schedule mirrors two.
+        num_microbatches: Of one step of these ranks, both mirrored pipelines together.
+        num_layers: Transformer layers of the model, without those of multi-token prediction.
+        mtp_num_layers: Those.
+        layout: Which layers each stage has, in Megatron's notation; None: as many in each.
+        world_size: Ranks of the job; None: one pipeline.
+        seed: Of the run, where random numbers are drawn by micro-batch.
+
+    Raises:
+        UserError: The sizes do not go with the configuration, or the device came too late.
+        UpstreamMismatch: Megatron is not one that active patches were written for.
+    """
     clear_configuration()
     _take_device(config.device)
     if config.disaggregation is not None:
@@ -54,6 +77,8 @@ def configure(
         )
     )
     session.start(session.Run(schedule=pipeline.full))
+    megatron_ext.activate()
+    REGISTRY.raise_mismatches()
     return build
 
 
