@@ -7,7 +7,7 @@ The functions have the signatures that megatron.core's schedules call. Follows `
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from megatron_ext.training.trainer_arguments import Model
 
-__all__ = ["forward_step", "gpt_batch"]
+__all__ = ["forward_step", "gpt_batch", "run_gpt", "sum_losses"]
 
 _BERT_FIELDS = ("text", "types", "labels", "is_random", "loss_mask", "padding_mask")
 
@@ -44,14 +44,18 @@ def _gpt_step(
     chunk: torch.nn.Module,
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     batch = gpt_batch(args, config, data_iterator, get_attr_wrapped_model(chunk, "vp_stage"))
-    output = chunk(
+    return run_gpt(chunk, batch), partial(_gpt_loss, args, batch.get("loss_mask"))
+
+
+def run_gpt(run: Callable[..., Any], batch: Mapping[str, torch.Tensor]) -> Any:
+    """Call a chunk, or what plans for one, with the fields of a micro-batch that it has."""
+    return run(
         batch.get("tokens"),
         batch.get("position_ids"),
         batch.get("attention_mask"),
         labels=batch.get("labels"),
         loss_mask=batch.get("loss_mask"),
     )
-    return output, partial(_gpt_loss, args, batch.get("loss_mask"))
 
 
 def gpt_batch(
@@ -90,15 +94,28 @@ def _gpt_loss(
     args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum a micro-batch's losses; the schedule divides by the number of tokens."""
-    assert loss_mask is not None, "only the last stage has a loss"
-    mask = loss_mask.view(-1).float()
-    loss = torch.sum(output.view(-1).float() * mask)
-    tokens = mask.sum().clone().detach().to(torch.int)
+    loss, tokens, report = sum_losses(loss_mask, output)
     if args.check_for_nan_in_loss_and_grad and not loss.isfinite():
         raise UserError(
             f"the loss of a micro-batch is {loss.item()}: lower --lr, or look at the data "
             "that this iteration reads"
         )
+    return loss, tokens, report
+
+
+def sum_losses(
+    loss_mask: torch.Tensor | None, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the sum of a micro-batch's losses, the number of its tokens, and both as a report.
+
+    Args:
+        loss_mask: [b, s]; 1 where a token counts.
+        output: [b, s], the loss of each token.
+    """
+    assert loss_mask is not None, "only the last stage has a loss"
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    tokens = mask.sum().clone().detach().to(torch.int)
     return loss, tokens, {"lm loss": torch.cat([loss.clone().detach().view(1), tokens.view(1)])}
 
 

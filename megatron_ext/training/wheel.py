@@ -34,7 +34,7 @@ from megatron_ext.errors import ArgumentsError
 from megatron_ext.signatures import parameters
 from megatron_ext.training.data import fields_read
 from megatron_ext.training.model import fill
-from megatron_ext.training.steps import gpt_batch
+from megatron_ext.training.steps import gpt_batch, run_gpt, sum_losses
 
 __all__ = ["main", "refuse"]
 
@@ -217,25 +217,15 @@ def _step(
         batch = get_batch_on_this_cp_rank(
             batch, **{name: value for name, value in options.items() if name in taken}
         )
-    run = chunk.build_schedule_plan if return_schedule_plan else chunk
-    output = run(  # type: ignore[operator]
-        batch.get("tokens"),
-        batch.get("position_ids"),
-        batch.get("attention_mask"),
-        labels=batch.get("labels"),
-        loss_mask=batch.get("loss_mask"),
-    )
-    return output, partial(_loss, args, batch.get("loss_mask"))
+    run: Any = chunk.build_schedule_plan if return_schedule_plan else chunk
+    return run_gpt(run, batch), partial(_loss, args, batch.get("loss_mask"))
 
 
 def _loss(
     args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum a micro-batch's losses, and let upstream's rerun machine judge the sum."""
-    assert loss_mask is not None, "only the last stage has a loss"
-    mask = loss_mask.view(-1).float()
-    loss = torch.sum(output.view(-1).float() * mask)
-    tokens = mask.sum().clone().detach().to(torch.int)
+    loss, tokens, report = sum_losses(loss_mask, output)
     machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         for rejects, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
@@ -254,7 +244,7 @@ def _loss(
             tolerance=0.0,
             fatal=False,
         )
-    return loss, tokens, {"lm loss": torch.cat([loss.clone().detach().view(1), tokens.view(1)])}
+    return loss, tokens, report
 
 
 # -- data ------------------------------------------------------------------------------------------
