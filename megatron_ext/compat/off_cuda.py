@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from megatron_ext.compat.conditions import off_cuda, on_cpu
-from megatron_ext.patches.registry import REGISTRY, Patch
+from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
 
@@ -44,17 +43,13 @@ class _WithoutNotice(logging.Filter):
 _FILTER = _WithoutNotice()
 
 
-def _quieten(
-    call: Callable[..., None], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _quieten(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Filter the notice out from the first tracker on."""
     logging.getLogger(_RANDOM).addFilter(_FILTER)  # adds it once
     call(*args, **kwargs)
 
 
-def _destroy_all_groups(
-    call: Callable[..., None], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Destroy every group that upstream created and merely drops."""
     from torch import distributed
 
@@ -72,9 +67,7 @@ def _destroy_all_groups(
             distributed.destroy_process_group(group)
 
 
-def _move_to_host(
-    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _move_to_host(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Move any tensor to the host, and make it an array where that was asked for.
 
     Upstream's function does both for CUDA tensors only; a tensor that is on the host already, or on
@@ -91,9 +84,7 @@ def _move_to_host(
     return move(*args, **kwargs)
 
 
-def _nothing(
-    _call: Callable[..., Any], _instance: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]
-) -> None:
+def _nothing(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
     """Do nothing instead."""
 
 

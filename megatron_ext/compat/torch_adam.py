@@ -9,10 +9,9 @@ each of them increments. All of these rows are needed to resume.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.patches.registry import Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
 
@@ -23,9 +22,7 @@ def _torch_adam() -> bool:
     return not getattr(sys.modules.get(_MODULE), "HAVE_APEX_OR_TE", True)
 
 
-def _initialize_state(
-    call: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Create the state of an optimizer that has not stepped, as the loader's template needs it.
 
     Upstream's own creation of it gives the moments only, as TE's Adam has them.
@@ -42,9 +39,7 @@ def _initialize_state(
     return call(*args, **kwargs)
 
 
-def _load_with_own_steps(
-    call: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Load without recording gradients, then give each parameter its own `step`.
 
     fp32 parameters are leaves that require gradients, and upstream copies into views of them. The
@@ -63,9 +58,7 @@ def _load_with_own_steps(
     return result
 
 
-def _keep_step(
-    call: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Fill in the `step` that reshardable checkpoints do not store for each parameter."""
 
     def set_states(model_param: Any, tensors: dict[str, Any]) -> Any:

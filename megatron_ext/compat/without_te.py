@@ -9,11 +9,10 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from megatron_ext.compat.conditions import without_te
-from megatron_ext.patches.registry import Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
 
@@ -30,9 +29,7 @@ def _none(_original: Any) -> None:
     return None
 
 
-def _accept_head_widths(
-    call: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Let multi-latent attention state the widths of its key and value heads.
 
     The key's width is that of the query and follows from the tensors; the value's determines the
@@ -53,9 +50,7 @@ def _local_spec(_original: Any) -> Any:
     return specs.bert_layer_local_spec
 
 
-def _norm_with_sequence_parallel(
-    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _norm_with_sequence_parallel(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Build torch's norm although the sequence is split.
 
     A norm acts on each token, so a split sequence is no obstacle; only the gradients of its
@@ -77,9 +72,7 @@ def _norm_with_sequence_parallel(
     return norm
 
 
-def _without_fp8(
-    call: Callable[..., None], _instance: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]
-) -> None:
+def _without_fp8(call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
     """Say that nothing is in FP8; upstream's default says the contrary."""
     call(fp8=None)
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.patches.registry import Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 from megatron_ext.signatures import flag_destination
 
 __all__ = ["PATCHES", "prepare_parser"]
@@ -48,15 +47,11 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def _add_flags(
-    call: Callable[..., ArgumentParser], _instance: Any, args: tuple[Any, ...], kwargs: Any
-) -> ArgumentParser:
+def _add_flags(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> ArgumentParser:
     return prepare_parser(call(*args, **kwargs))
 
 
-def _validate(
-    call: Callable[..., Namespace], _instance: Any, args: tuple[Any, ...], kwargs: Any
-) -> Namespace:
+def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespace:
     """Check ours first, then upstream's, whose assertions are about what the user typed.
 
     A schedule rewrites some of that in between: it is hosted under other sizes than it has.
@@ -68,7 +63,7 @@ def _validate(
     REGISTRY.raise_mismatches()
     prepared_arguments.prepare(given)
     try:
-        validated = call(*args, **kwargs)
+        validated: Namespace = call(*args, **kwargs)
     except (AssertionError, ArithmeticError, ValueError) as error:
         raise ArgumentsError(f"Megatron-LM refused the arguments: {_told(error)}") from error
     prepared_arguments.check(validated)

@@ -13,7 +13,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from megatron_ext.patches.registry import Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
 
@@ -23,9 +23,6 @@ _UTILS = (
     ("megatron.training.utils.common_utils", {"since": "0.18"}),
 )
 _PROVIDERS = ("model_provider_func", "build_model_func")
-
-_Args = tuple[Any, ...]
-_Keywords = dict[str, Any]
 
 
 def _is_disaggregated() -> bool:
@@ -46,11 +43,11 @@ def _on_backward_rank() -> bool:
     return job.has_role("backward")
 
 
-def _given(call: Callable[..., Any], args: _Args, kwargs: _Keywords) -> _Keywords:
+def _given(call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Kwargs:
     return signature(call).bind(*args, **kwargs).arguments
 
 
-def _join(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+def _join(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Start torch.distributed among the processes of one role; upstream finds it started."""
     from megatron_ext import devices
     from megatron_ext.disaggregation import worlds
@@ -61,15 +58,13 @@ def _join(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywor
     return call(*args, **kwargs)
 
 
-def _roles(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+def _roles(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.disaggregation.step import forward_backward
 
     return partial(forward_backward, call(*args, **kwargs))
 
 
-def _without_gradients(
-    call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords
-) -> Any:
+def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Build the model of a forward rank: nothing in it is trained."""
     given = _given(call, args, kwargs)
     [provider] = [name for name in _PROVIDERS if name in given]
@@ -81,9 +76,7 @@ def _without_gradients(
     return call(**{**given, provider: frozen})
 
 
-def _share_progress(
-    call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords
-) -> Any:
+def _share_progress(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.disaggregation.trainer import shared_progress
 
     made = call(*args, **kwargs)
@@ -92,7 +85,7 @@ def _share_progress(
     return made
 
 
-def _forward_step(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run a step without an optimizer; whether it counted is known by the backward ranks."""
     from megatron_ext.disaggregation.step import step_done
 
@@ -111,7 +104,7 @@ def _forward_step(call: Callable[..., Any], _instance: Any, args: _Args, kwargs:
     return {}, 0, False, False, 0, None, None, 0
 
 
-def _send_weights(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+def _send_weights(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.disaggregation.step import step_done
 
     results = call(*args, **kwargs)
@@ -119,7 +112,7 @@ def _send_weights(call: Callable[..., Any], _instance: Any, args: _Args, kwargs:
     return results
 
 
-def _tell_losses(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+def _tell_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.disaggregation.trainer import share_evaluation
 
     losses, *others = call(*args, **kwargs)
@@ -127,9 +120,7 @@ def _tell_losses(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: 
     return losses, *others
 
 
-def _ask_for_losses(
-    call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords
-) -> Any:
+def _ask_for_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Let the forward ranks evaluate, and log what they found."""
     from megatron_ext.disaggregation.trainer import share_evaluation
 
@@ -147,7 +138,7 @@ def _replays() -> bool:
     return ship is not None and ship.current_replay() is not None
 
 
-def _replay_layer(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+def _replay_layer(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.disaggregation.ship import current_replay
 
     function, distribute, hidden_states, *others = args
@@ -157,7 +148,7 @@ def _replay_layer(call: Callable[..., Any], _instance: Any, args: _Args, kwargs:
     return call(later, distribute, hidden_states, *others, **kwargs)
 
 
-def _leave(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+def _leave(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.disaggregation.worlds import leave
 
     result = call(*args, **kwargs)
@@ -165,11 +156,11 @@ def _leave(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywo
     return result
 
 
-def _silent(_call: Callable[..., Any], _instance: Any, _args: _Args, _kwargs: _Keywords) -> None:
+def _silent(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
     """Print nothing: the backward ranks say it."""
 
 
-def _same_flag(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+def _same_flag(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return _given(call, args, kwargs)["report_memory_flag"]
 
 

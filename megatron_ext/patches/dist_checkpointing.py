@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.patches.registry import Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
 
@@ -14,9 +13,7 @@ __all__ = ["PATCHES"]
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
-def _start_without_main(
-    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _start_without_main(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Start the queue's process without the training script.
 
     A spawned process first imports the main script of its parent, where that has a file. The

@@ -7,22 +7,18 @@ than the patches whose effect they look at.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext import effects
 from megatron_ext.config import active
-from megatron_ext.patches.registry import REGISTRY, Patch
+from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
 
 _TRAINING = "megatron.training.training"
 _STEPS = 2
 """After so many steps nothing new can come up: the copies were filled, and updated once."""
-
-_Args = tuple[Any, ...]
-_Keywords = dict[str, Any]
 
 
 @dataclass
@@ -52,7 +48,7 @@ def _is_not_logged() -> bool:
     return progress is not None and not progress.logged
 
 
-def _watched(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return the schedule such that its first training steps are looked at."""
     schedule = call(*args, **kwargs)
 
@@ -95,7 +91,7 @@ def _explain(error: Exception) -> None:
         raise effects.labels_missing(chosen) from error
 
 
-def _logged(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+def _logged(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Look at what is logged first."""
     found = active.required()
     found.state(_Progress).logged = True
@@ -118,7 +114,7 @@ def _gloo_is_off() -> bool:
     return value is False
 
 
-def _without_gloo(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+def _without_gloo(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     effects.check_gloo(off=True)
     return call(*args, **kwargs)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_ext.config import active
 from megatron_ext.errors import DataError
-from megatron_ext.patches.registry import Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
 
@@ -24,11 +24,8 @@ _LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout"
 _TRAINING = "megatron.training.training"
 _CHECKPOINTING = "megatron.training.checkpointing"
 
-_Args = tuple[Any, ...]
-_Keywords = dict[str, Any]
 
-
-def _place_layers(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+def _place_layers(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Parse a layout string for the placement in force, unless it is for another pipeline."""
     from megatron_ext.schedules.runtime.layout import placed_layout
 
@@ -40,19 +37,15 @@ def _place_layers(call: Callable[..., Any], _instance: Any, args: _Args, kwargs:
     return placed_layout(parsed.input_data, chosen.placement)
 
 
-def _is_first_rank(
-    _call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords
-) -> bool:
+def _is_first_rank(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
     return bool(sys.modules[_STAGES].is_pp_first_stage(*args, **kwargs))
 
 
-def _first_rank(_call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> int:
+def _first_rank(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> int:
     return int(sys.modules[_STAGES].get_pp_first_rank(*args, **kwargs))
 
 
-def _is_last_stage(
-    _call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords
-) -> bool:
+def _is_last_stage(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
     return _last_stage_is_here(*args, **kwargs)
 
 
@@ -66,15 +59,11 @@ def _last_stage_is_here(ignore_virtual: bool = True, vp_stage: int | None = None
     return bool(state.get_pipeline_model_parallel_rank() == 0)
 
 
-def _first_rank_of_pipeline(
-    _call: Callable[..., Any], _instance: Any, _args: _Args, _kwargs: _Keywords
-) -> int:
+def _first_rank_of_pipeline(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> int:
     return int(sys.modules[_STATE].get_pipeline_model_parallel_first_rank())
 
 
-def _embed_on_first_rank(
-    call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords
-) -> Any:
+def _embed_on_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Let the embedding groups be the first rank alone, whatever the script says."""
 
     def first(ranks: list[int]) -> list[int]:
@@ -85,15 +74,13 @@ def _embed_on_first_rank(
     )
 
 
-def _sum_in_place(
-    _call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords
-) -> None:
+def _sum_in_place(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     from megatron_ext.schedules.runtime.folded import sum_tied_gradients
 
     sum_tied_gradients(args[0] if args else kwargs["model"])
 
 
-def _tie(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+def _tie(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.schedules.runtime.folded import tie_embeddings
 
     chunks = call(*args, **kwargs)
@@ -101,7 +88,7 @@ def _tie(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keyword
     return chunks
 
 
-def _share_step(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+def _share_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Bring a training step's losses, the first of its results, to the rank that logs."""
     from megatron_ext.schedules.runtime.folded import share_losses, share_mtp_losses
 
@@ -110,9 +97,7 @@ def _share_step(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _
     return share_losses(losses), *others
 
 
-def _share_evaluation(
-    call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords
-) -> Any:
+def _share_evaluation(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Bring the losses of an evaluation to the rank that logs; None: the time was up."""
     from megatron_ext.schedules.runtime.folded import share_losses
 
@@ -120,7 +105,7 @@ def _share_evaluation(
     return losses if losses is None else share_losses(losses), *others
 
 
-def _whole_batch(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+def _whole_batch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Give all tensor-parallel ranks all fields.
 
     Upstream sends those of the first stage to a rank that has it and those of the last stage to
@@ -129,9 +114,7 @@ def _whole_batch(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: 
     return call(*args[:1], **{**kwargs, "mtp_on_this_rank": True})
 
 
-def _check_optimizer_state(
-    call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords
-) -> Any:
+def _check_optimizer_state(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Refuse to read optimizer state that is cut along the gradient buffers of other stages."""
     optimizer = args[2] if len(args) > 2 else kwargs["optimizer"]
     options = kwargs.get("optim_sd_kwargs") or {}
@@ -148,14 +131,14 @@ def _check_optimizer_state(
     return call(*args, **kwargs)
 
 
-def _save_once(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> None:
+def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     from megatron_ext.schedules.runtime.folded import keep_one_main_copy
 
     call(*args, **kwargs)
     keep_one_main_copy(args[0] if args else kwargs["sharded_state_dict"])
 
 
-def _check_format(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+def _check_format(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Refuse checkpoints that name tensors by rank and chunk instead of by layer."""
     loaded = call(*args, **kwargs)
     kind = loaded[3]

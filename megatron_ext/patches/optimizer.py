@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.patches.registry import Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
 
 
-def _keep_padding_of_buckets(
-    call: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _keep_padding_of_buckets(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Gather each buffer with the padding at the end of its buckets, as parameters are indexed.
 
     Only within this call: the other formats store sizes without the padding.

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.patches.registry import Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
 
 _SENT = ("tensor_send_prev", "tensor_send_next")
 
 
-def _send_own_storage(
-    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _send_own_storage(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Send detached aliases, which keep the storage alive until the send is complete.
 
     The interleaved schedule frees an output (it swaps the tensor's `.data`) while its overlapped
@@ -31,17 +28,13 @@ def _has_messages_of_ours() -> bool:
     return active.transport_only() is not None
 
 
-def _in_steps(
-    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.schedules.runtime.megatron_messages import stepwise
 
     return stepwise(call(*args, **kwargs))
 
 
-def _over_ours(
-    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _over_ours(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.schedules.runtime.megatron_messages import communicate
 
     without_shape = {name: value for name, value in kwargs.items() if name != "tensor_shape"}

@@ -17,7 +17,23 @@ from megatron_ext.releases import Release, parse_release
 if TYPE_CHECKING:
     from megatron_ext.errors import UpstreamMismatch
 
-__all__ = ["MISSING", "Patch", "PatchPoint", "Row", "Site", "State", "always"]
+__all__ = [
+    "MISSING",
+    "Args",
+    "Call",
+    "Kwargs",
+    "Patch",
+    "PatchPoint",
+    "Row",
+    "Site",
+    "State",
+    "always",
+]
+
+Call = Callable[..., Any]
+"""What the `fn` of a patch is handed to go on with the chain."""
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 MISSING = object()
 """Stands for an attribute that is not there; None is a value like any other."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import cached_property, partial
 from types import ModuleType
 from typing import Any
@@ -38,9 +37,20 @@ from megatron_ext.patches.aliases import (
     replace_aliases,
     restore_aliases,
 )
-from megatron_ext.patches.point import MISSING, Patch, PatchPoint, Row, Site, State, always
+from megatron_ext.patches.patch_state import is_loaded, row_of
+from megatron_ext.patches.point import (
+    MISSING,
+    Args,
+    Call,
+    Kwargs,
+    Patch,
+    PatchPoint,
+    Row,
+    Site,
+    always,
+)
 
-__all__ = ["REGISTRY", "Patch", "Registry", "Row", "always"]
+__all__ = ["REGISTRY", "Args", "Call", "Kwargs", "Patch", "Registry", "Row", "always"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -142,22 +152,11 @@ class Registry:
         self.active = False
         self._uninstall(self._sites.values())
 
-    @contextmanager
-    def deactivated(self) -> Iterator[None]:
-        """Run a block with every original in place."""
-        was_active = self.active
-        self.deactivate()
-        try:
-            yield
-        finally:
-            if was_active:
-                self.activate()
-
     # -- installing ------------------------------------------------------------------------------
 
     def _arm(self, modules: set[str]) -> None:
         """Install into the modules that are loaded and hook the others' import."""
-        loaded = {name for name in modules if _is_loaded(name)}
+        loaded = {name for name in modules if is_loaded(name)}
         self._install(loaded, late=True)
         for name in modules - loaded - self._hooked:
             self._hooked.add(name)
@@ -279,44 +278,11 @@ class Registry:
 
     def rows(self) -> list[Row]:
         """Return the state of every patch, by feature and id, those for other releases too."""
-        rows = [self._row(patch) for patch in self._rows_of_all_releases()]
+        rows = []
+        for patch in self._rows_of_all_releases():
+            site = self._sites.get(patch.target) if patch.is_for(self.release) else None
+            rows.append(row_of(patch, site, armed=self.active))
         return sorted(rows, key=lambda row: (row.feature, row.id, row.releases))
-
-    def _row(self, patch: Patch) -> Row:
-        site = self._sites.get(patch.target)
-        if site is None or not patch.is_for(self.release):
-            site = Site(patch.target)
-        loaded = _is_loaded(patch.module)
-        wanted = bool(patch.when()) if loaded else False
-        state: State
-        if not patch.is_for(self.release):
-            state = "other release"
-        elif not self.active:
-            state = "off"
-        elif not loaded:
-            state = "pending"
-        elif site.is_installed:
-            state = "installed"
-        elif site.mismatch is None:
-            state = "skipped"
-        elif drift.is_missing(site.mismatch) and not (patch.required and wanted):
-            state = "absent"
-        else:
-            state = "refused"
-        return Row(
-            id=patch.id,
-            target=patch.target,
-            kind=patch.kind,
-            feature=patch.feature,
-            order=patch.order,
-            state=state,
-            intact=site.intact(),
-            active=self.active and wanted and site.is_installed,
-            drift="" if site.mismatch is None else f"{site.mismatch.found}",
-            reason=patch.reason,
-            releases=patch.releases,
-            required=patch.required,
-        )
 
     def mismatches(self) -> list[UpstreamMismatch]:
         """Return what differs from the release at the targets of patches that would act now.
@@ -373,13 +339,6 @@ def _step(
     fn: Callable[..., Any], call: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
 ) -> Any:
     return fn(call, instance, args, kwargs)
-
-
-def _is_loaded(name: str) -> bool:
-    """Whether a module is imported to its end (one being executed gets its post-import hook)."""
-    module = sys.modules.get(name)
-    spec = getattr(module, "__spec__", None)
-    return module is not None and not getattr(spec, "_initializing", False)
 
 
 def _check_conflicts(target: str, active: list[Patch]) -> None:

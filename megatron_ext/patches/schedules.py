@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.patches.registry import Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
 
@@ -17,9 +16,7 @@ def _is_chosen() -> bool:
     return active.pipeline() is not None
 
 
-def _ours(
-    _call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _ours(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.schedules.runtime.entry import forward_backward, refuse_modules
 
     for groups in (*args, *kwargs.values()):
@@ -37,9 +34,7 @@ def _is_stock_and_draws_by_microbatch() -> bool:
     return _draws_by_microbatch() and not _is_chosen()
 
 
-def _draw_by_microbatch(
-    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run a forward of Megatron's own schedules, whose chunks are placed in turns."""
     from megatron.core import parallel_state
 
@@ -52,24 +47,20 @@ def _draw_by_microbatch(
         return call(*args, **kwargs)
 
 
-def _begin_iteration(
-    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _begin_iteration(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.config import randomness
 
     randomness.begin_iteration(kwargs["iteration"])
     return call(*args, **kwargs)
 
 
-def _log_statistics(
-    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _log_statistics(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Train, then say how the steps went.
 
     Megatron ends the process in there (`--exit-interval`), and so may anybody else, on one rank
     only: on that way out no rank may wait for another.
     """
-    from megatron_ext.schedules.runtime.entry import log_own_statistics, log_statistics
+    from megatron_ext.schedules.runtime.runtimes import log_own_statistics, log_statistics
 
     try:
         trained = call(*args, **kwargs)
@@ -80,9 +71,7 @@ def _log_statistics(
     return trained
 
 
-def _skip_batches(
-    _call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _skip_batches(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Let the batches of an iteration go by on this rank; nobody is sent any."""
     training = sys.modules["megatron.training.training"]
     given = args[0] if args else kwargs["data_iterator"]

@@ -7,14 +7,13 @@ split the backward.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
-from megatron_ext.patches.registry import Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
 
@@ -34,18 +33,14 @@ def _splitting() -> bool:
     return _record() is not None
 
 
-def _linear(
-    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _linear(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Leave the weight's gradient of a linear layer for later."""
     from megatron_ext.schedules.runtime import weight_gradients
 
     return weight_gradients.linear(call, _record(), *args, **kwargs)
 
 
-def _embedding(
-    call: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _embedding(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Mark the weight, which the output layer of the same stage may use too."""
     from megatron_ext.schedules.runtime.weight_gradients import mark_embedding
 
@@ -59,9 +54,7 @@ def _splits() -> bool:
     return pipeline is not None and pipeline.full.splits_backward
 
 
-def _config(
-    call: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _config(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Refuse what cannot be split, and prepare the layers that split themselves."""
     from megatron_ext.schedules.runtime.split import prepare_config, why_not
 

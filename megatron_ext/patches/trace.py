@@ -7,17 +7,14 @@ tell about themselves (`megatron_ext/trace/session_observer.py`); those of Megat
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.patches.registry import Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _OPTIMIZERS = ("ChainedOptimizer", "FP32Optimizer", "MixedPrecisionOptimizer")
-
-_Kwargs = dict[str, Any]
 
 
 def _is_observing() -> bool:
@@ -35,9 +32,7 @@ def _sees_megatrons_steps() -> bool:
     return session.is_observing() and not ours
 
 
-def _in_steps(
-    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: _Kwargs
-) -> Any:
+def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return the schedule such that each call of it for training is a step."""
     from megatron_ext.trace import session
 
@@ -60,9 +55,7 @@ def _in_steps(
     return run
 
 
-def _reduction(
-    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: _Kwargs
-) -> Any:
+def _reduction(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.trace import session
 
     observer = session.current()
@@ -71,9 +64,7 @@ def _reduction(
     return observer.run("reduce", name, lambda: call(*args, **kwargs))
 
 
-def _update(
-    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: _Kwargs
-) -> Any:
+def _update(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """The outermost optimizer's step is the end of the training step."""
     from megatron_ext.disaggregation import job as disaggregation
     from megatron_ext.trace import session
@@ -98,9 +89,7 @@ def _has_table() -> bool:
     return active.pipeline() is not None
 
 
-def _scalars(
-    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: _Kwargs
-) -> Any:
+def _scalars(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Write ours at the iterations at which Megatron logs, with its writers."""
     from megatron.training import global_vars
 
@@ -115,17 +104,13 @@ def _scalars(
     return result
 
 
-def _forward(
-    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: _Kwargs
-) -> Any:
+def _forward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.trace import megatron_spans
 
     return megatron_spans.forward(call, args, kwargs)
 
 
-def _backward(
-    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: _Kwargs
-) -> Any:
+def _backward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.trace import megatron_spans
 
     return megatron_spans.backward(call, args, kwargs)

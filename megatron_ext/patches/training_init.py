@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from megatron_ext.patches.registry import Patch
+from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
 
 
-def _skip_if_built(
-    call: Callable[..., Any], _instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _skip_if_built(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run `make` only where the compiled index helpers are missing."""
     try:
         import_module("megatron.core.datasets.helpers_cpp")
