@@ -98,7 +98,7 @@ def since_last() -> Scalars | None:
     import torch.distributed as dist
 
     from megatron_ext import devices
-    from megatron_ext.schedules.runtime.entry import totals
+    from megatron_ext.schedules.runtime.runtimes import totals
 
     measured, sent_bytes = totals()
     now_s, counts = time.monotonic(), [

@@ -68,10 +68,9 @@ class Step(NamedTuple):
 
 @dataclass
 class Sample:
-    """Durations of one kind: count, sum and an evenly thinned selection of at most 512."""
+    """Durations of one kind: count and an evenly thinned selection of at most 512."""
 
     count: int = 0
-    total_ns: int = 0
     kept: list[int] = field(default_factory=list)
     _stride: int = 1
 
@@ -82,7 +81,6 @@ class Sample:
             self.kept = self.kept[::2]
             self._stride *= 2
         self.count += len(values_ns)
-        self.total_ns += sum(values_ns)
 
     @property
     def median_ns(self) -> int:

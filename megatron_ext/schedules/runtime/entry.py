@@ -7,60 +7,25 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.runtime.agreement import Agreement, agree
-from megatron_ext.schedules.runtime.compute import Call, StageCompute
-from megatron_ext.schedules.runtime.connect import open_transport
-from megatron_ext.schedules.runtime.executor import Executor
-from megatron_ext.schedules.runtime.groups import channels_of
-from megatron_ext.schedules.runtime.local_devices import device_of
-from megatron_ext.schedules.runtime.measured import Measured, StepMeasure, in_words
-from megatron_ext.schedules.runtime.microbatches import MicrobatchData, TwinExchange
-from megatron_ext.schedules.runtime.ordering import LedOrder, Order, PolicyOrder, TableOrder
-from megatron_ext.schedules.runtime.program import (
-    Peers,
-    PipelineEnds,
-    Program,
-    Shapes,
-    make_program,
-)
-from megatron_ext.schedules.runtime.rank_table import Table, check_agreement, make_table
-from megatron_ext.schedules.runtime.split import split_backward
-from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
+from megatron_ext.schedules.runtime.compute import Call
+from megatron_ext.schedules.runtime.runtimes import runtime_of
 from megatron_ext.signatures import default_groups, is_multi_module
-from megatron_ext.trace.session_observer import observed_transport, observers
-from megatron_ext.transport.pairs import groups_of_pairs
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron_ext.config.sized_pipeline import Pipeline
-    from megatron_ext.schedules.representation.placement import Placement
-    from megatron_ext.schedules.runtime.observer import Observer
-    from megatron_ext.transport.base import Transport
+    from megatron_ext.schedules.runtime.program import Shapes
 
-__all__ = [
-    "Runtimes",
-    "forward_backward",
-    "log_own_statistics",
-    "log_statistics",
-    "refuse_modules",
-    "totals",
-]
-
-_LOG = logging.getLogger(__name__)
+__all__ = ["forward_backward", "refuse_modules"]
 
 _Model = torch.nn.Module | list[torch.nn.Module]
 
@@ -105,7 +70,7 @@ def forward_backward(
     shapes = _shapes(
         config, groups, decoder_seq_length or seq_length, micro_batch_size, adjust_tensor_shapes_fn
     )
-    runtime = _runtime(pipeline, groups, chunks, iterators, config, shapes)
+    runtime = runtime_of(pipeline, groups, chunks, iterators, config, shapes)
     table = runtime.table(num_microbatches, backward=not forward_only)
     call = Call(
         forward_step_func=forward_step_func,
@@ -142,245 +107,6 @@ def refuse_modules(groups: Any) -> None:
             "schedule_pg_collection of several modules (MIMO): a schedule of ours is for one "
             "pipeline; leave --pipeline-schedule out, Megatron's own schedule takes them"
         )
-
-
-@dataclass
-class _Runtime:
-    """What lasts from step to step for one model on one set of groups."""
-
-    pipeline: Pipeline
-    groups: ProcessGroupCollection
-    device: torch.device
-    transport: Transport
-    peers: Peers
-    agreement: Agreement | None
-    """Who decides; None: every rank runs the order of the table."""
-    exchange: TwinExchange | None
-    """Where micro-batches of the twin are run."""
-    measured: Measured = field(default_factory=Measured)
-    _tables: dict[tuple[int, bool], Table] = field(default_factory=dict)
-    _programs: dict[int, tuple[Table, Shapes, Program]] = field(default_factory=dict)
-    """By identity of the table: the last one made for it, and for which shapes."""
-
-    def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:
-        """Return the data of each chunk by micro-batch."""
-        placement = self.pipeline.placement
-        crossed = map(placement.is_crossed, placement.stages_of[self.groups.pp.rank()])
-        return [
-            MicrobatchData(iterator, self.exchange if is_crossed else None)
-            for iterator, is_crossed in zip(iterators, crossed, strict=True)
-        ]
-
-    def table(self, num_microbatches: int, *, backward: bool) -> Table:
-        """Return the table for a number of micro-batches; all ranks compare it when it is new."""
-        key = (num_microbatches, backward)
-        if key not in self._tables:
-            rank = self.groups.pp.rank()
-            table = make_table(self.pipeline, num_microbatches, rank, backward=backward)
-            members = [self.groups.pp, self.groups.dp_cp, self.groups.tp]
-            check_agreement(table, members, self.device)
-            self._tables[key] = table
-        return self._tables[key]
-
-    def run(
-        self, table: Table, call: Call, shapes: Shapes, *, force_all_reduce: bool
-    ) -> StageCompute:
-        """Run one step; after a failure nothing of it is left."""
-        stages = table.schedule.placement.stages_of[table.rank]
-        split = split_backward()
-        for stage, chunk in zip(stages, call.chunks, strict=True):
-            split.register_modules(stage, chunk)
-        compute = StageCompute(call, table, num_inputs=len(shapes["F"]))
-        # What evaluation does is no part of the measurement.
-        measured = Measured() if call.forward_only else self.measured
-        gradients = GradientSync(call.config, call.chunks, table, force_all_reduce=force_all_reduce)
-        listening: list[Observer] = [StepMeasure(table, measured)]
-        if not call.forward_only:
-            listening += observers(compute)
-        executor = Executor(
-            table=table,
-            program=self._program(table, shapes, call.config.pipeline_dtype),
-            order=self._order(table, call, shapes),
-            compute=compute,
-            gradients=gradients,
-            parameters=ParameterSync(call.config, call.chunks, table),
-            transport=self.transport,
-            timeout_s=self.pipeline.timeout_s,
-            name_of=self._name_of,
-            observers=listening,
-        )
-        try:
-            with gradients:
-                executor.run()
-        except BaseException as error:
-            split.clear()
-            self.transport.abort(str(error))
-            raise
-        return compute
-
-    def _name_of(self, rank: int | None) -> str:
-        """Return what error messages call a global rank; None: this one."""
-        if rank is None:
-            return f"rank {dist.get_rank()} (pipeline rank {self.groups.pp.rank()})"
-        return f"rank {rank}"
-
-    def _program(self, table: Table, shapes: Shapes, dtype: torch.dtype) -> Program:
-        """Return what is known of a step before it; shapes may change from step to step."""
-        _, known, program = self._programs.get(id(table), (table, None, None))
-        if program is None or known != shapes:
-            program = make_program(table, PipelineEnds(self.peers, shapes, dtype, table.rank))
-            self._programs[id(table)] = table, shapes, program
-        return program
-
-    def _order(self, table: Table, call: Call, shapes: Shapes) -> Order:
-        """Return what decides about the order; evaluation keeps the table's, which is shortest."""
-        agreement, timeout_s = self.agreement, self.pipeline.timeout_s
-        if agreement is None or call.forward_only:
-            return TableOrder(table)
-        if agreement.leader != dist.get_rank():
-            return LedOrder(table, self.transport, agreement.leader, timeout_s)
-        return PolicyOrder(
-            self.pipeline.policy(call.num_microbatches, table.rank),
-            table,
-            self.transport,
-            {kind: len(tensors) for kind, tensors in shapes.items()},
-            agreement.followers,
-            timeout_s,
-        )
-
-
-@dataclass
-class Runtimes:
-    """The runtimes of a configuration."""
-
-    by_group: dict[int, _Runtime] = field(default_factory=dict)
-    """By the identity of the pipeline group, which its runtime keeps."""
-
-    def __iter__(self) -> Iterator[_Runtime]:
-        return iter(self.by_group.values())
-
-    def close(self) -> None:
-        """Close the transports."""
-        for runtime in self:
-            runtime.transport.close()
-
-
-def totals() -> tuple[Measured, int]:
-    """Return what the training steps of this process did so far, and the bytes that it sent."""
-    together = Measured()
-    runtimes = list(active.required().state(Runtimes))
-    for runtime in runtimes:
-        together.add(runtime.measured)
-    return together, sum(runtime.transport.stats().bytes for runtime in runtimes)
-
-
-def log_statistics() -> None:
-    """Log what the training steps of all ranks did. Collective over all ranks of the job."""
-    for runtime in active.required().state(Runtimes):
-        everybody: list[Measured] = [Measured() for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everybody, runtime.measured)
-        together = Measured()
-        for measured in everybody:
-            together.add(measured)
-        _log(runtime, together, "")
-
-
-def log_own_statistics() -> None:
-    """Log on rank 0 what its own steps did. Waits for nobody: for ranks that may leave alone."""
-    for runtime in active.required().state(Runtimes):
-        _log(runtime, runtime.measured, " on this rank")
-
-
-def _log(runtime: _Runtime, measured: Measured, where: str) -> None:
-    if measured.steps and dist.get_rank() == 0:
-        # As a warning: a script that sets up no logging shows nothing below it.
-        _LOG.warning("%s", in_words(measured, runtime.pipeline, runtime.device.type, where))
-
-
-def _runtime(
-    pipeline: Pipeline,
-    groups: ProcessGroupCollection,
-    chunks: Sequence[torch.nn.Module],
-    iterators: Sequence[Any],
-    config: Any,
-    shapes: Shapes,
-) -> _Runtime:
-    """Return the runtime of a pipeline and a pipeline group, made at the first step."""
-    runtimes = active.required().state(Runtimes).by_group
-    found = runtimes.get(id(groups.pp))
-    if found is not None:
-        return found
-    placement = pipeline.placement
-    _check_fit(pipeline, placement, groups, chunks)
-    device = device_of(chunks)
-    peers = Peers(dist.get_process_group_ranks(groups.pp), _twin() if pipeline.twins == 2 else None)
-    channels = channels_of(placement, groups.pp.rank(), peers)
-    agreement = None
-    if pipeline.dynamic is not None:
-        agreement = _agreement(placement, groups, iterators, peers)
-        channels += agreement.channels
-    transport = observed_transport(
-        open_transport(pipeline, device, channels, shapes, config.pipeline_dtype)
-    )
-    exchange = _exchange(pipeline, peers, groups.pp.rank())
-    made = _Runtime(pipeline, groups, device, transport, peers, agreement, exchange)
-    runtimes[id(groups.pp)] = made
-    return made
-
-
-def _exchange(pipeline: Pipeline, peers: Peers, rank: int) -> TwinExchange | None:
-    """Connect twins that run each other's micro-batches. Collective over all ranks of the job."""
-    placement = pipeline.placement
-    if not placement.twin_hops:
-        return None
-    pairs = []
-    if any(map(placement.is_crossed, placement.stages_of[rank])):
-        assert peers.twin is not None
-        low, high = sorted((peers.pipeline[rank], peers.twin))
-        pairs = [(low, high)]
-    groups = groups_of_pairs(pairs, pipeline.timeout_s)
-    return TwinExchange(groups[pairs[0]]) if pairs else None
-
-
-def _agreement(
-    placement: Placement,
-    groups: ProcessGroupCollection,
-    iterators: Sequence[Any],
-    peers: Peers,
-) -> Agreement:
-    """Find who decides. Twins that read data on crossed stages exchange it, so they agree too."""
-    own = placement.stages_of[groups.pp.rank()]
-    exchanges = any(
-        placement.is_crossed(stage) and iterator is not None
-        for stage, iterator in zip(own, iterators, strict=True)
-    )
-    others = [peers.twin] if exchanges and peers.twin is not None else []
-    return agree(groups.tp, groups.cp, others=others)
-
-
-def _check_fit(
-    pipeline: Pipeline,
-    placement: Placement,
-    groups: ProcessGroupCollection,
-    chunks: Sequence[torch.nn.Module],
-) -> None:
-    if groups.pp.size() != placement.num_ranks:
-        raise ScheduleError(
-            f"{pipeline.name} was chosen for {placement.num_ranks} pipeline ranks, Megatron was "
-            f"initialised with {groups.pp.size()}; use the same --pipeline-model-parallel-size"
-        )
-    wanted = len(placement.stages_of[groups.pp.rank()])
-    if len(chunks) != wanted:
-        raise ScheduleError(
-            f"{pipeline.name} needs {wanted} model chunks on each rank, the model has "
-            f"{len(chunks)}; build it with that virtual pipeline size"
-        )
-
-
-def _twin() -> int:
-    """Twins are neighbours among the data-parallel ranks."""
-    ranks = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
-    return ranks[ranks.index(dist.get_rank()) ^ 1]
 
 
 def _shapes_travel(config: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.schedules.representation.communication import Transfer, lower
 from megatron_ext.schedules.representation.costs import UNIT, Costs
-from megatron_ext.schedules.representation.memory import activation_peaks, live_counts
+from megatron_ext.schedules.representation.memory import activation_peaks
 from megatron_ext.schedules.search.replay import Replay
 
 if TYPE_CHECKING:
@@ -81,19 +81,6 @@ class Timeline:
             )
         crossing = sum(hop != "local" for hop in self.schedule.placement.hops)
         return 2 * crossing * self.schedule.total_microbatches
-
-    def live_activations(self, rank: int) -> list[tuple[float, float]]:
-        """Return a rank's curve as (time, Ma alive from then on), one point for each change."""
-        share = self.schedule.pp / self.schedule.num_stages
-        points: list[tuple[float, float]] = [(0.0, 0.0)]
-        row = self.schedule.rows[rank]
-        for index, count in enumerate(live_counts(row)):
-            kind = row[index].kind
-            if kind == "R" or (kind == "F" and not self.schedule.disaggregated):
-                points.append((self.starts[rank][index], share * count))
-            elif kind in ("B", "W"):
-                points.append((self.ends[rank][index], share * (count - 1)))
-        return points
 
 
 def _total(starts: list[float], ends: list[float]) -> float:

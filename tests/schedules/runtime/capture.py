@@ -84,28 +84,28 @@ def _merge(mine: dict[str, str], theirs: dict[str, str], rank: int) -> None:
 
 def run_here(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Captured:
     """Train as one rank."""
-    from megatron_ext.schedules.runtime import entry, megatron_messages
+    from megatron_ext.schedules.runtime import megatron_messages, runtimes
     from megatron_ext.training import main as trainer
 
     fix_vocabulary_order()
     captured = Captured()
     trainer.Trainer = _capturing(trainer.Trainer, captured)  # this process is a rank and ends
-    make_table = entry.make_table
+    make_table = runtimes.make_table
 
     def told(*args: Any, **kwargs: Any) -> Any:
         table = make_table(*args, **kwargs)
         captured.tables.append(table.schedule.label)
         return table
 
-    open_transport = entry.open_transport
+    open_transport = runtimes.open_transport
 
     def opened(*args: Any, **kwargs: Any) -> Any:
         transport = open_transport(*args, **kwargs)
         captured.transports.append(type(transport).__name__)
         return transport
 
-    entry.make_table, entry.open_transport = told, opened
-    entry.Executor = _telling(entry.Executor, captured, mean_delay_s)  # type: ignore[misc]
+    runtimes.make_table, runtimes.open_transport = told, opened
+    runtimes.Executor = _telling(runtimes.Executor, captured, mean_delay_s)  # type: ignore[misc]
     megatron_messages.open_transport = opened
     trainer.main(model, argv)
     return captured

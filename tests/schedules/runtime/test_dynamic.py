@@ -108,7 +108,7 @@ def _same(ours: Any, theirs: Any) -> bool:
 
 def _under_delays(policy: PolicyName, extra: int | None, seeds: list[int]) -> tuple[int, int, int]:
     """Compare with Megatron's interleaved schedule; return what was measured, and the cap."""
-    from megatron_ext.schedules.runtime.entry import Runtimes
+    from megatron_ext.schedules.runtime.runtimes import Runtimes
 
     toy.start(2, chunks_per_rank=2)
     megatrons = use(None, seed=11)
@@ -152,7 +152,7 @@ def _peak(row: Any) -> int:
 
 def _ends_with_a_smaller_micro_batch() -> int:
     """Compare with Megatron's 1F1B, which tells shapes before tensors; return what was measured."""
-    from megatron_ext.schedules.runtime.entry import Runtimes
+    from megatron_ext.schedules.runtime.runtimes import Runtimes
 
     toy.start(2)
     megatrons = use(None, seed=11)

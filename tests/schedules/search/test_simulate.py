@@ -120,17 +120,6 @@ def test_link_jitter_changes_latency_only() -> None:
     assert shaken.makespan != still.makespan
 
 
-def test_the_curve_of_live_activations() -> None:
-    timeline = simulate(generate("zb-h1", 2, 2))
-    assert timeline.schedule.rows[1] == tuple(map(Action.parse, "1F0 1I0 1F1 1I1 1W0 1W1".split()))
-    assert timeline.live_activations(1) == [(0, 0), (1, 1), (3, 2), (6, 1), (7, 0)]
-    for rank in range(2):
-        assert (
-            max(live for _, live in timeline.live_activations(rank))
-            == timeline.peak_activations_per_rank[rank]
-        )
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
