@@ -8,6 +8,7 @@ are failures of the machine or of upstream, and keep their traceback.
 from __future__ import annotations
 
 import re
+import time
 
 __all__ = [
     "ArgumentsError",
@@ -27,10 +28,14 @@ __all__ = [
     "TransportTimeout",
     "UpstreamMismatch",
     "UserError",
+    "leave_telling_to_another",
     "line_of",
     "reason_of",
     "shortened",
 ]
+
+TELLING_S = 2.0
+"""How long a process stays that fails for a reason that another one tells."""
 
 _MAX_WORD = 200
 _MAX_LINE = 2000
@@ -137,6 +142,14 @@ def line_of(message: object) -> str:
     words = re.sub(rf"\S{{{_MAX_WORD + 1},}}", lambda match: shortened(match[0]), str(message))
     text = shortened(words, _MAX_LINE)
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
+def leave_telling_to_another() -> None:
+    """Wait while another process tells why all of them end.
+
+    A launcher kills all processes as soon as one has ended.
+    """
+    time.sleep(TELLING_S)
 
 
 def reason_of(error: BaseException) -> str:

@@ -15,7 +15,6 @@ import re
 import runpy
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,11 +23,15 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from megatron_ext import devices, releases, upstream
-from megatron_ext.errors import MegatronExtError, UserError, line_of
+from megatron_ext.errors import (
+    MegatronExtError,
+    UserError,
+    leave_telling_to_another,
+    line_of,
+)
 
 __all__ = ["Start", "choose", "run"]
 
-_TELLING_S = 2.0
 
 _WITHOUT_TREE: dict[str, Literal["gpt", "bert"]] = {
     "pretrain_gpt.py": "gpt",
@@ -188,14 +191,14 @@ def _explain(error: BaseException) -> int:
     """Print an error that needs no traceback; return the exit code.
 
     Before the ranks are connected all of them see the same mistake, so one of them tells it. The
-    others wait for it: a launcher kills all processes as soon as one has ended.
+    others wait for it.
     """
     rank = os.environ.get("RANK", "0")
     if rank == "0" or _distributed_started():
         prefix = f"[rank {rank}] " if _distributed_started() else ""
         print(f"{prefix}megatron_ext: error: {line_of(error)}", file=sys.stderr, flush=True)
     else:
-        time.sleep(_TELLING_S)
+        leave_telling_to_another()
     return 2 if isinstance(error, UserError) else 1
 
 

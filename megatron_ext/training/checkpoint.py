@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,8 +34,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_ext import files
 from megatron_ext.config.active import is_folded
-from megatron_ext.errors import DataError, reason_of, shortened
-from megatron_ext.training.initialize import TELLING_S, agreed
+from megatron_ext.errors import DataError, leave_telling_to_another, reason_of, shortened
+from megatron_ext.training.initialize import agreed
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -158,7 +157,7 @@ def _writing(target: Path) -> Iterator[None]:
         raise DataError(files.cannot_write(target, error, remedy)) from error
     except CheckpointException as error:
         if dist.get_rank() != 0:
-            time.sleep(TELLING_S)  # a launcher kills all processes as soon as one has ended
+            leave_telling_to_another()
             raise SystemExit(2) from error
         cause, _ = next(iter(error.failures.values()))
         raise DataError(f"{target} cannot be written: {reason_of(cause)}; {remedy}") from error

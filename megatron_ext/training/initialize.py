@@ -8,7 +8,6 @@ same.
 from __future__ import annotations
 
 import random
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron_ext import devices
 from megatron_ext.disaggregation import job as disaggregation
 from megatron_ext.disaggregation import worlds
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, leave_telling_to_another
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
     from megatron_ext.training.trainer_arguments import Model
 
 __all__ = ["agreed", "initialize"]
-
-TELLING_S = 2.0
 
 
 def initialize(args: Namespace, model: Model, config: TransformerConfig) -> None:
@@ -104,7 +101,7 @@ def agreed() -> Iterator[None]:
         return
     if dist.get_rank() == 0:
         raise first
-    time.sleep(TELLING_S)  # a launcher kills all processes as soon as one has ended
+    leave_telling_to_another()
     raise SystemExit(2)
 
 
