@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tests.rank_server import Answer, Request, receive, send
 
@@ -142,7 +142,7 @@ def start_ranks(
             env=dict(env or {}),
         )
         server = _server(device)
-        with _turn():
+        with _turn(num_ranks):
             answer = server.run(request)
         base = Path(directory)
         logs = [(base / f"rank{r}.log").read_text(errors="replace") for r in range(num_ranks)]
@@ -151,14 +151,31 @@ def start_ranks(
 
 
 @contextmanager
-def _turn() -> Iterator[None]:
-    """Wait until no other run of this checkout is under way: each fills the cores.
+def _turn(num_ranks: int) -> Iterator[None]:
+    """Wait until this machine has a core for each rank, or all its cores for more ranks than cores.
 
-    Two test sessions would slow each other down into their time-outs otherwise.
+    Runs of one checkout, also of several test sessions at once, would slow each other down into
+    their time-outs otherwise. Each core is a byte of this file, which a run locks.
     """
-    with Path(__file__).open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    num_cores = os.cpu_count() or 1
+    with Path(__file__).open("rb+") as cores, Path(__file__).open() as queue:
+        fcntl.flock(queue, fcntl.LOCK_EX)  # so many ranks are not overtaken by few for ever
+        wanted = min(num_ranks, num_cores)
+        free = [core for core in range(num_cores) if _locked(cores, core, fcntl.LOCK_NB)]
+        for core in free[wanted:]:
+            fcntl.lockf(cores, fcntl.LOCK_UN, 1, core)
+        for core in [core for core in range(num_cores) if core not in free][: wanted - len(free)]:
+            _locked(cores, core)
+        fcntl.flock(queue, fcntl.LOCK_UN)
         yield
+
+
+def _locked(cores: IO[bytes], core: int, flags: int = 0) -> bool:
+    try:
+        fcntl.lockf(cores, fcntl.LOCK_EX | flags, 1, core)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _value(path: Path) -> Any:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.ranks import RanksFailed, losses, run_ranks, start_ranks
+
+ROOT = Path(__file__).parents[1]
 
 
 def _sum_of_ranks(offset: int) -> int:
@@ -79,3 +84,30 @@ def test_environment_reaches_the_ranks() -> None:
 def test_losses_are_read_from_upstreams_log_line() -> None:
     line = " iteration       10/      20 | learning rate: 1.0E-03 | lm loss: 5.545E+00 | x: 1 |"
     assert losses([line, line.replace("5.545E+00", "nan")])[0] == 5.545
+
+
+def test_runs_of_several_sessions_share_the_cores() -> None:
+    """Two of one rank run side by side, and one of all cores after both."""
+    num_cores = os.cpu_count() or 1
+    if num_cores < 2:
+        pytest.skip("this machine has one core")
+    code = "import sys; from tests.ranks import _turn\nwith _turn({}): print(flush=True); input()"
+
+    def turn(num_ranks: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code.format(num_ranks)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return stack.enter_context(subprocess.Popen(command, cwd=ROOT, text=True, **pipes))
+
+    def end(turn: subprocess.Popen[str]) -> None:
+        assert turn.communicate("\n", timeout=100)[0] == ""
+
+    with contextlib.ExitStack() as stack:
+        narrow = [turn(1), turn(1)]
+        for one in narrow:
+            assert one.stdout.readline() == "\n"
+        wide = turn(num_cores)
+        end(narrow[0])
+        assert not select.select([wide.stdout], [], [], 0.5)[0]
+        end(narrow[1])
+        assert wide.stdout.readline() == "\n"
+        end(wide)

@@ -35,10 +35,15 @@ _CASES = {
     "bitpipe": (4, PP4, PP2),
     "bitpipe --bitpipe-order paper": (4, PP4, PP2),
 }
+_QUICK = ("1f1b", "interleaved", "zb-h1", "zb-v", "bitpipe")
+"""A chain, a loop, split backwards, a V and twins."""
 
 
 @pytest.mark.usefixtures("emulated_musa")
-@pytest.mark.parametrize("schedule", _CASES)
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(one, marks=[] if one in _QUICK else [pytest.mark.slow]) for one in _CASES],
+)
 def test_every_schedule(schedule: str) -> None:
     ranks, ours, theirs = _CASES[schedule]
     found = train(ranks, f"{_FLAGS}{ours}--pipeline-schedule {schedule} ", device="musa")

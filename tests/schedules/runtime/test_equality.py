@@ -8,8 +8,10 @@ changes then.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,22 +94,35 @@ def test_dualpipe_is_half_the_pipeline_twice() -> None:
     check(4, "dualpipe", flags, theirs=PP2, ours="--pipeline-model-parallel-size 4 ")
 
 
-@pytest.mark.parametrize("schedule", EVERY)
+PARALLELISM = {
+    "tp2-sequence-parallel": (2, TP2, "torch"),
+    "dp2-overlap-shm": (2, OVERLAP, "shm"),
+    "dp2-distributed-optimizer-overlaps": (2, SHARDED, "torch"),
+    "recompute-tcp": (1, RECOMPUTE, "tcp"),
+    "llama-untied-shm": (1, LLAMA, "shm"),
+    "moe": (1, LLAMA + MOE, "torch"),
+}
+"""Ranks for each stage, flags and wire."""
+
+
+def every_schedule_with_every_parallelism() -> Iterator[Any]:
+    """Yield all pairs; a third of them is quick, in which each schedule and each other side occur.
+
+    Of each parallelism that third has a chain, a V or a loop, and often twins.
+    """
+    for column, (name, case) in enumerate(PARALLELISM.items()):
+        for row, schedule in enumerate(EVERY):
+            marks = [] if (row + column) % 3 == 0 else [pytest.mark.slow]
+            yield pytest.param(schedule, *case, id=f"{name}-{schedule}", marks=marks)
+
+
 @pytest.mark.parametrize(
-    ("ranks_per_stage", "flags", "transport"),
-    [
-        pytest.param(2, TP2, "torch", id="tp2-sequence-parallel"),
-        pytest.param(2, OVERLAP, "shm", id="dp2-overlap-shm"),
-        pytest.param(2, SHARDED, "torch", id="dp2-distributed-optimizer-overlaps"),
-        pytest.param(1, RECOMPUTE, "tcp", id="recompute-tcp"),
-        pytest.param(1, LLAMA, "shm", id="llama-untied-shm"),
-        pytest.param(1, LLAMA + MOE, "torch", id="moe"),
-    ],
+    ("schedule", "ranks_per_stage", "flags", "transport"), every_schedule_with_every_parallelism()
 )
 def test_with_other_parallelism(
     schedule: str, ranks_per_stage: int, flags: str, transport: str
 ) -> None:
-    """Twins are two data-parallel replicas as they are. Every schedule runs over every wire."""
+    """Twins are two data-parallel replicas as they are."""
     twins = schedule in TWINS
     num_ranks = 4 * (2 if TP2 in flags else 1) if twins else 2 * ranks_per_stage
     flags = f"{GPT}{UNCLIPPED}{EIGHT_LAYERS}--global-batch-size 16 {flags}"
