@@ -47,7 +47,12 @@ def blocks(text: str) -> list[str]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The command lines of a document as words, without comments and variables.
+    """The command lines of a document as words, without comments and variables."""
+    return [words for _, words in command_lines(text)]
+
+
+def command_lines(text: str) -> list[tuple[dict[str, str], list[str]]]:
+    """The command lines of a document: variables that they set, and words, without comments.
 
     Of tables with the heads "there" and "here" also those under "here".
     """
@@ -55,10 +60,11 @@ def commands(text: str) -> list[list[str]]:
     for block in [*blocks(text), *(line for row in moved(text) for line in row[1])]:
         for line in re.split(r"\n|&&", block.replace("\\\n", " ")):
             words = shlex.split(line, comments=True)
+            variables = {}
             while words and re.fullmatch(r"[A-Z_0-9]+=.*", words[0]):
-                words.pop(0)
+                name, _, variables[name] = words.pop(0).partition("=")
             if words:
-                found.append(words)
+                found.append((variables, words))
     return found
 
 
@@ -70,8 +76,8 @@ def moved(text: str) -> list[tuple[str, list[str]]]:
     ):
         for row in table.splitlines():
             there, here = (cell.strip() for cell in row.strip("|").split(" | "))
-            programs = ("bash ", "megatron-ext ", "torchrun ", "pip ")
-            rows.append((there, [span for span in code_spans(here) if span.startswith(programs)]))
+            program = re.compile(r"([A-Z_0-9]+=\S+ )*(bash|megatron-ext|torchrun|pip) ")
+            rows.append((there, [span for span in code_spans(here) if program.match(span)]))
     return rows
 
 
