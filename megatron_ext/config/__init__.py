@@ -1,1 +1,1 @@
-"""What a run was asked for: flags, what they exclude, and what the model has to be built with."""
+"""The configuration of a run: flags, combinations that are refused, and how to build the model."""

@@ -1,9 +1,8 @@
-"""The configuration in force in this process, and what features keep for it.
+"""The active configuration of this process, and the state that features keep under it.
 
-One of the three things that a process has once (the others: the registry of patches, the device).
-Whoever runs behind the configuration, patches and executor alike, asks here what was asked for;
-what a feature has to keep from step to step is kept here too, so that it ends with the
-configuration.
+One of three process-wide objects; the others are the registry of patches and the device. Patches
+and the executor read the user's settings here. State that a feature keeps from step to step lives
+here too, so it ends with the configuration.
 """
 
 from __future__ import annotations
@@ -36,35 +35,35 @@ _State = TypeVar("_State")
 
 @dataclass(frozen=True, eq=False)
 class Active:
-    """A configuration, what it means in this process, and the state of features under it."""
+    """A configuration, its meaning in this process, and the state of features under it."""
 
     config: PipelineConfig
     pipeline: Pipeline | None = None
-    """What our runtime executes; None: Megatron's own schedules run."""
+    """The pipeline that our runtime executes; None: Megatron's own schedules run."""
     transport_only: Pipeline | None = None
-    """Megatron's own schedule, where it runs over our transport."""
+    """Megatron's own schedule if it runs over our transport, else None."""
     job: Job | None = None
     """The disaggregated job that this process is part of; None: forwards and backwards share their
     ranks."""
     seed: int | None = None
-    """What random numbers follow from where they are drawn by micro-batch; None: as Megatron."""
+    """Base seed of random numbers drawn by micro-batch; None: Megatron's generators run on."""
     environment: Environment = field(default_factory=Environment.read)
-    """Where this process is among those that were started together."""
+    """Place of this process among those that the launcher started together."""
     _states: dict[type, object] = field(default_factory=dict, init=False, repr=False)
 
     def state(self, kind: type[_State]) -> _State:
-        """Return the one instance of a class that belongs to this configuration.
+        """Return this configuration's only instance of a class.
 
         Args:
-            kind: Made without arguments at the first call. If it has a method `close`, that is
-                called when the configuration is cleared.
+            kind: The first call constructs it without arguments. Clearing the configuration calls
+                its `close` method, if it has one.
         """
         if kind not in self._states:
             self._states[kind] = kind()
         return cast("_State", self._states[kind])
 
     def close(self) -> None:
-        """Close what has a method `close`, the latest first, and forget all states."""
+        """Close all states that have a `close` method, latest first, and drop them."""
         for state in reversed(self._states.values()):
             close = getattr(state, "close", None)
             if close is not None:
@@ -74,11 +73,11 @@ class Active:
 
 @dataclass
 class _Process:
-    """What this process holds."""
+    """The state of this process."""
 
     configuration: Active | None = None
     num_transports: Counter[str] = field(default_factory=Counter)
-    """Transports opened so far, by what they are for, under any configuration."""
+    """Transports opened so far, by label, under any configuration."""
 
 
 _PROCESS = _Process()
@@ -86,33 +85,34 @@ _PROCESS = _Process()
 
 
 def activate_configuration(configuration: Active | None) -> None:
-    """Put a configuration in force; None: nothing of ours takes part. States stay as they are."""
+    """Activate a configuration; None: training runs as without this package. States are kept."""
     _PROCESS.configuration = configuration
 
 
 def active() -> Active | None:
-    """Return the configuration in force, or None."""
+    """Return the active configuration, or None."""
     return _PROCESS.configuration
 
 
 def required() -> Active:
-    """Return the configuration in force, where there has to be one."""
+    """Return the active configuration; there must be one."""
     found = _PROCESS.configuration
-    assert found is not None, "a configuration comes first: prepare, or megatron_ext.configure"
+    assert found is not None, "no active configuration; call prepare or megatron_ext.configure"
     return found
 
 
 def count_transport(label: str) -> int:
-    """Return a number for a transport that is opened: no other one with the label has it.
+    """Return the number of a new transport, unique among those with the same label.
 
-    It goes on from one configuration to the next, because peers meet under it in the job's store.
+    Counting continues from one configuration to the next, because peers find each other in the
+    job's store by this number.
     """
     _PROCESS.num_transports[label] += 1
     return _PROCESS.num_transports[label]
 
 
 def clear_configuration() -> None:
-    """Take the configuration out of force, and close what features keep for it."""
+    """Deactivate the configuration and close the state that features keep under it."""
     found, _PROCESS.configuration = _PROCESS.configuration, None
     if found is not None:
         found.close()
@@ -125,12 +125,12 @@ def pipeline() -> Pipeline | None:
 
 
 def transport_only() -> Pipeline | None:
-    """Return Megatron's own schedule where it runs over our transport, or None."""
+    """Return Megatron's own schedule if it runs over our transport, else None."""
     found = _PROCESS.configuration
     return None if found is None else found.transport_only
 
 
 def is_folded() -> bool:
-    """Tell whether the pipeline in force ends on the rank where it began (V and W)."""
+    """Return whether the active pipeline ends on the rank where it begins (V and W)."""
     found = pipeline()
     return found is not None and found.is_folded

@@ -1,4 +1,4 @@
-"""What a pipeline is expected to do, as simulated, for the log."""
+"""Log lines about a pipeline: its simulated makespan, bubble and memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["order_in_words", "running", "warning"]
 
 
 def running(pipeline: Pipeline) -> str:
-    """Say what runs, as simulated."""
+    """Return a line about the pipeline that runs, with its simulated bubble and memory."""
     if pipeline.dynamic is None:
         timeline = comparison.evaluate(pipeline.full, pipeline.costs)
         order = ""
@@ -59,7 +59,7 @@ def _dynamic_timeline(pipeline: Pipeline, costs: Costs) -> Timeline:
 
 
 def warning(pipeline: Pipeline) -> str | None:
-    """Return what to do instead if the table's own order is as fast while nothing is late."""
+    """Return advice if the static order is as fast while nothing is late, else None."""
     calm = quiet(pipeline.costs)
     static = pipeline.static().full
     ratio = simulate(static, calm).makespan / _dynamic_timeline(pipeline, calm).makespan

@@ -1,4 +1,4 @@
-"""How many micro-batches a run has, from Megatron's flags, before Megatron computes it."""
+"""Computes the number of micro-batches from Megatron's flags, before Megatron does."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Sizes", "sizes"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The batch sizes of a run and what they mean for one replica of the model."""
+    """The batch sizes of a run, and the micro-batches of one model replica."""
 
     micro_batch: int
     """Samples of one micro-batch."""
     replicas: int
-    """Data-parallel size in Megatron, where the two mirrored pipelines are two replicas."""
+    """Megatron's data-parallel size, which counts two mirrored pipelines as two replicas."""
     twins: int
     counts: Mapping[int, int]
     """Micro-batches of one replica by global batch size; the last one is the full batch."""
@@ -29,15 +29,15 @@ class Sizes:
         return list(self.counts.values())[-1]
 
     def total(self, count: int) -> int:
-        """Return the micro-batches of the whole pipeline world where one replica has `count`."""
+        """Return the micro-batches of the whole pipeline world if one replica has `count`."""
         return count * self.twins
 
     def global_batch(self, count: int) -> int:
-        """Return the global batch size with which one replica has `count` micro-batches."""
+        """Return the global batch size that gives one replica `count` micro-batches."""
         return count * self.micro_batch * self.replicas
 
     def explained(self, global_batch: int) -> str:
-        """Say how many micro-batches a global batch is, and why."""
+        """Return the number of micro-batches in a global batch, with its derivation in words."""
         worlds = self.replicas // self.twins
         return (
             f"{self.total(self.counts[global_batch])} micro-batches (--global-batch-size "
@@ -46,15 +46,15 @@ class Sizes:
 
 
 def sizes(args: Namespace, pp: int, twins: int) -> Sizes:
-    """Return the batch sizes that the flags ask for.
+    """Return the batch sizes that the flags request.
 
     Args:
-        args: Parsed arguments, not validated by Megatron.
+        args: Parsed arguments, not yet validated by Megatron.
         pp: Ranks of the whole pipeline world.
-        twins: 2 if two mirrored pipelines share it.
+        twins: 2 if two mirrored pipelines share it, else 1.
 
     Raises:
-        ArgumentsError: The sizes do not divide.
+        ArgumentsError: A size is missing, or the sizes do not divide.
     """
     replicas = _worlds(args, pp) * twins
     micro_batch = args.micro_batch_size
@@ -70,22 +70,23 @@ def sizes(args: Namespace, pp: int, twins: int) -> Sizes:
             near = f"{lower} or {upper}" if lower else f"{upper}"
             mirrored = " (two for each mirrored pipeline)" if twins == 2 else ""
             raise ArgumentsError(
-                f"a global batch of {batch} does not divide by --micro-batch-size {micro_batch} x "
-                f"{replicas} replicas{mirrored}; take --global-batch-size {near}"
+                f"a global batch of {batch} is not a multiple of --micro-batch-size {micro_batch} "
+                f"x {replicas} replicas{mirrored}; use --global-batch-size {near}"
             )
         counts[batch] = batch // step
     return Sizes(micro_batch, replicas, twins, counts)
 
 
 def _worlds(args: Namespace, pp: int) -> int:
-    """Return how many copies of the whole pipeline the processes make."""
+    """Return the number of copies of the whole pipeline that the processes form."""
     tp = args.tensor_model_parallel_size
     cp = getattr(args, "context_parallel_size", 1)
     ranks = tp * pp * cp
     if args.world_size % ranks:
         raise ArgumentsError(
-            f"world size {args.world_size} is no multiple of tensor {tp} x pipeline {pp} x context "
-            f"{cp} = {ranks}; start {ranks} processes or a multiple, or lower a parallel size"
+            f"world size {args.world_size} is not a multiple of tensor {tp} x pipeline {pp} x "
+            f"context {cp} = {ranks}; start {ranks} processes or a multiple, or lower a parallel "
+            "size"
         )
     worlds: int = args.world_size // ranks
     return worlds
@@ -101,7 +102,7 @@ def _global_batches(args: Namespace, full: int) -> list[int]:
         start, increment, _samples = map(int, ramp)
     except ValueError:
         raise ArgumentsError(
-            f"--rampup-batch-size takes start, increment and samples, got {said!r}"
+            f"--rampup-batch-size {said}: must be start, increment and samples; give three integers"
         ) from None
     if start < 1 or increment < 1 or start > full or (full - start) % increment:
         raise ArgumentsError(

@@ -1,4 +1,4 @@
-"""What a model and its process groups have to be built with to run under a pipeline."""
+"""The settings that a model and its process groups need in order to run under a pipeline."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class ModelBuild:
     """How Megatron hosts a pipeline."""
 
     pipeline_model_parallel_size: int
-    """Pipeline ranks in Megatron's eyes: half of the real ones where two pipelines are mirrored."""
+    """Pipeline ranks that Megatron sees: half of the real ones if two pipelines are mirrored."""
     virtual_pipeline_model_parallel_size: int | None
     """Model chunks on each rank; None: one."""
     pipeline_model_parallel_layout: str | None
-    """Which layers each stage has; None: as many in each as Megatron deals out by itself."""
+    """The layers of each stage, in Megatron's notation; None: Megatron splits them evenly."""
     replicas: int
-    """Data-parallel replicas in Megatron's eyes that share the pipeline ranks."""
+    """Data-parallel replicas that Megatron sees on the pipeline ranks: 1, or 2 if mirrored."""
     num_microbatches: int
     """Micro-batches of one such replica in one step."""
 
@@ -35,9 +35,9 @@ class ModelBuild:
 
     @property
     def overlaps_p2p(self) -> bool:
-        """Whether Megatron has to take messages for overlapped.
+        """Whether to set Megatron's `overlap_p2p_comm`.
 
-        Ours are sent another way; Megatron accepts chunks on two ranks with this only.
+        Our messages bypass it, but Megatron accepts several chunks on two ranks only with it.
         """
         return self.num_chunks > 1 and self.pipeline_model_parallel_size == 2
 
@@ -67,13 +67,13 @@ def build_of(
     mtp_num_layers: int | None = None,
     layout: str | None = None,
 ) -> ModelBuild:
-    """Return what the model has to be built with.
+    """Return the settings to build the model with.
 
     Args:
-        pipeline: What will run.
+        pipeline: The pipeline to run.
         num_layers: Transformer layers of the model, without those of multi-token prediction.
-        mtp_num_layers: Those.
-        layout: Which layers each stage has, in Megatron's notation; None: as many in each.
+        mtp_num_layers: Layers of multi-token prediction; None: none.
+        layout: The layers of each stage, in Megatron's notation; None: an even split.
 
     Raises:
         ScheduleError: The layers do not fit the stages of a V or W.
@@ -94,14 +94,19 @@ def build_of(
 
 
 def check_ranks(name: str, pp: int, twins: int) -> None:
-    """Refuse a number of pipeline ranks that Megatron cannot host a schedule on.
+    """Check that Megatron can host a schedule on a number of pipeline ranks.
+
+    Args:
+        name: The schedule.
+        pp: Ranks of the whole pipeline world.
+        twins: 2 if two mirrored pipelines share them, else 1.
 
     Raises:
-        ConfigurationError: Says which numbers it can.
+        ConfigurationError: It cannot; the message names numbers that work.
     """
     if pp < 2:
         raise ConfigurationError(
-            "{chosen} needs a pipeline, {pipeline_ranks} {pp} is none; take at least {least}, or "
+            "{chosen} needs a pipeline, {pipeline_ranks} {pp} makes none; use at least {least}, or "
             "leave {chooser} out",
             chosen=f"schedule {name}",
             chooser="schedule",
@@ -111,7 +116,7 @@ def check_ranks(name: str, pp: int, twins: int) -> None:
     if twins == 2 and (pp % 2 or pp < 4):
         raise ConfigurationError(
             "{chosen} mirrors two pipelines on one set of ranks, so {pipeline_ranks} {pp} must be "
-            "even and at least 4; take {near}, or {schedule} zb-v, which takes any",
+            "even and at least 4; use {near}, or {schedule} zb-v, which accepts any",
             chosen=f"schedule {name}",
             pp=pp,
             near=f"{pp - 1} or {pp + 1}" if pp > 4 else "4",

@@ -1,4 +1,4 @@
-"""What the device in use asks of Megatron's arguments."""
+"""The constraints of the device in use on Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _LOG = logging.getLogger(__name__)
 
 
 def device_arguments(args: Namespace, config: PipelineConfig) -> dict[str, Any]:
-    """Return the arguments, by name, that the device corrects; refuse what contradicts it.
+    """Return the arguments, by name, that the device corrects; refuse the others it cannot accept.
 
-    `--distributed-backend` alone is corrected, with a notice: scripts written for GPUs name NCCL as
-    a matter of course, and there is only one possible backend on each device.
+    Only `--distributed-backend` is corrected, with a notice: scripts written for GPUs always name
+    NCCL, and each device has only one possible backend.
 
     Raises:
-        ArgumentsError: What is wrong, one line for each mistake.
+        ArgumentsError: One line for each mistake.
     """
     device, roles = devices.current(), config.disaggregation
     is_of_forward_ranks = roles is not None and roles.forward_device == device.name

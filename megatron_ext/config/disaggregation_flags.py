@@ -27,31 +27,32 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
     group.add_argument(
         MERGE,
         action="store_true",
-        help=f"With {FLAG}: one forward process stands in for all tensor-parallel ranks of its "
+        help=f"With {FLAG}: one forward process replaces all tensor-parallel ranks of its "
         "stage, so a replica has (TP + 1) x PP processes.",
     )
     modes = get("fbd").options["activations"]
     group.add_argument(
         "--fbd-activations",
         choices=modes,
-        help=f"With {FLAG}: backward ranks run the forward again, or forward ranks send them the "
-        f"input of each layer, which needs full uniform recomputation (default: {modes[0]}).",
+        help=f"With {FLAG}: recompute: backward ranks run the forward again; ship: forward ranks "
+        "send them the input of each layer, which needs full uniform recomputation (default: "
+        f"{modes[0]}).",
     )
     group.add_argument(
         FORWARD_FLAG,
         choices=CHOICES[1:],
-        help=f"With {FLAG}: what forward ranks compute on, if not on the device of the others.",
+        help=f"With {FLAG}: device of the forward ranks (default: that of the backward ranks).",
     )
 
 
 def disaggregation(args: Namespace) -> Disaggregation | None:
-    """Return what the flags say about roles; None without them.
+    """Return the settings of disaggregation; None if it is off.
 
     Raises:
-        ArgumentsError: A flag about forward ranks, where there are none.
+        ArgumentsError: A flag about forward ranks is given, but disaggregation is off.
     """
     if not getattr(args, "forward_backward_disaggregating", False):
-        _refuse_lonely(args)
+        _refuse_without_roles(args)
         return None
     return Disaggregation(
         activations=args.fbd_activations or Disaggregation.activations,
@@ -60,10 +61,10 @@ def disaggregation(args: Namespace) -> Disaggregation | None:
     )
 
 
-def _refuse_lonely(args: Namespace) -> None:
+def _refuse_without_roles(args: Namespace) -> None:
     for dest in ("ignore_forward_tensor_parallel", "fbd_activations", "fbd_forward_device"):
         if getattr(args, dest, None):
             raise ArgumentsError(
-                f"--{dest.replace('_', '-')} says how forward ranks work, but there are none; add "
-                f"{FLAG}, or leave it out"
+                f"--{dest.replace('_', '-')} is for forward ranks, but there are none; add {FLAG}, "
+                "or leave it out"
             )

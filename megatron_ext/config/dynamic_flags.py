@@ -25,24 +25,24 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
     group.add_argument(
         "--dpp-policy",
         choices=tuple(POLICIES),
-        help=f"Of {_USE}: what goes first if several actions are ready. hint follows the table and "
-        "keeps its memory, the others keep up to all micro-batches (default: "
-        f"{next(iter(POLICIES))}).",
+        help=f"With {_USE}: which action runs first if several are ready. hint follows the table "
+        "and its bound on memory, the others may keep the activations of all micro-batches "
+        f"(default: {next(iter(POLICIES))}).",
     )
     group.add_argument(
         "--dpp-extra-activations",
         type=int,
         metavar="N",
-        help=f"Of {_USE} with hint: micro-batches that a rank may keep beyond the table's peak "
+        help=f"With {_USE} and hint: micro-batches that a rank may keep beyond the table's peak "
         f"(default: {DynamicOrder().margin}).",
     )
 
 
 def dynamic_order(args: Namespace) -> DynamicOrder | None:
-    """Return what `--use-dpp` and its options say; None without it.
+    """Return the settings of `--use-dpp`; None without it.
 
     Raises:
-        ArgumentsError: An option without the flag, or one that the policy does not have.
+        ArgumentsError: An option is given without the flag, or the policy does not have it.
     """
     policy = getattr(args, "dpp_policy", None)
     extra = getattr(args, "dpp_extra_activations", None)

@@ -1,8 +1,7 @@
-"""The device, read from the plain command line: the only thing that has to be known so early.
+"""Reads the device from the raw command line, before any parser exists.
 
-`megatron.core` copies names of the device while it is imported, hence before there is a parser that
-knows Megatron's flags. Nothing else reads the command line this way; the parser checks later that
-both agree (`config/device_flags.py`).
+`megatron.core` copies names of the device at import, before a parser knows Megatron's flags. No
+other setting is read this way; after parsing, `config/device_flags.py` checks that both agree.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _VARIABLE = "MEGATRON_EXT_DEVICE"
 def requested_device(
     argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ
 ) -> tuple[str, str]:
-    """Return the device that the user asked for, or `auto`, and where.
+    """Return the device that the user requested, or `auto`, and the flag or variable that did.
 
-    Forward ranks of a disaggregated job may have a device of their own, which comes before all
-    else; then the environment; then the flag.
+    The separate device of the forward ranks of a disaggregated job comes first, then the
+    environment, then the flag.
 
     Args:
         argv: The command line; `sys.argv` if left out.
@@ -46,11 +45,11 @@ def requested_device(
 
 
 def of_forward_rank(argv: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """Return what `--fbd-forward-device` says to this process; None: nothing.
+    """Return the value of `--fbd-forward-device` if this process is a forward rank, else None.
 
     Args:
         argv: The command line.
-        environ: Where RANK and WORLD_SIZE are.
+        environ: The environment, which holds RANK and WORLD_SIZE.
     """
     if not any(word.partition("=")[0] == FORWARD_FLAG for word in argv):
         return None
@@ -70,7 +69,7 @@ def of_forward_rank(argv: Sequence[str], environ: Mapping[str, str]) -> str | No
         )
         role = ranks.place(int(environ.get("RANK", "0"))).role
     except (argparse.ArgumentError, ArgumentsError, ValueError, ZeroDivisionError):
-        return None  # whoever reads all flags says what is wrong with them
+        return None  # the full parser reports the mistake
     if not given.forward_backward_disaggregating or role == "backward":
         return None
     return str(given.device)

@@ -1,4 +1,4 @@
-"""What the launcher told this process in its environment; read once for a configuration."""
+"""The launcher's environment variables; each configuration reads them once."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["Environment"]
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Where this process is among those that were started together."""
+    """Place of this process among those that the launcher started together."""
 
     local_rank: int = 0
     """Number of this process on its host."""
     local_world_size: int | None = None
     """Processes on this host; None: all of the job."""
     run: tuple[str, str] = ("", "")
-    """Of torchrun: the run, and how often its processes were started again."""
+    """torchrun's run id and restart count; empty without torchrun."""
     rendezvous_host: str = "localhost"
-    """Where processes find each other."""
+    """Where processes find each other: torchrun's MASTER_ADDR."""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:
-        """Read the variables that torchrun sets, and those who start processes like it."""
+        """Read the variables that torchrun and compatible launchers set."""
         size = environ.get("LOCAL_WORLD_SIZE")
         return cls(
             local_rank=int(environ.get("LOCAL_RANK", "0")),
@@ -37,5 +37,5 @@ class Environment:
         )
 
     def ranks_per_node(self, world_size: int) -> int:
-        """Return how many ranks of a job run on this host."""
+        """Return the number of ranks on this host."""
         return self.local_world_size or world_size

@@ -19,8 +19,8 @@ from megatron_ext.errors import ArgumentsError
 __all__ = ["DROPPED", "add_arguments", "naming_flags", "pipeline_config"]
 
 DROPPED = {"--data-impl": "datasets are always the memory-mapped ones"}
-"""Flags of older command lines that Megatron-LM has dropped: accepted, with a notice, for nothing.
-Why nothing is lost."""
+"""Flags that Megatron-LM has dropped, each with the reason why it is not needed any more. They are
+accepted with a notice and have no effect."""
 
 _FLAG_OF = {
     "schedule": "--pipeline-schedule",
@@ -40,7 +40,7 @@ _FLAG_OF = {
     "hang_timeout_s": "--hang-timeout",
     "message_timeout_s": "--distributed-timeout-minutes, in seconds,",
 }
-"""Flags by the field that they set, for error messages."""
+"""Flag by the field that it sets, for error messages."""
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -59,8 +59,8 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--device-backend",
         choices=CHOICES,
         default=PipelineConfig.device,
-        help="Device that the whole of Megatron runs on. auto takes CUDA, else MUSA, else the CPU. "
-        "MEGATRON_EXT_DEVICE does the same for programs that build their arguments themselves.",
+        help="Device that Megatron runs on. auto picks CUDA, else MUSA, else the CPU. Programs "
+        "that build their arguments themselves set MEGATRON_EXT_DEVICE instead.",
     )
     group.add_argument(
         "--ext-list-patches",
@@ -76,17 +76,17 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def pipeline_config(args: Namespace) -> PipelineConfig:
-    """Translate the flags.
+    """Translate the flags into a configuration.
 
-    Settings that are missing get their defaults: a namespace that upstream built from a YAML file
-    holds none of our flags.
+    Missing settings get their defaults: a namespace that upstream built from a YAML file holds
+    none of our flags.
 
     Args:
         args: Parsed arguments with upstream's names, as the user gave them.
 
     Raises:
         ArgumentsError: The flags contradict each other.
-        ScheduleError: There is no such schedule.
+        ScheduleError: The schedule does not exist.
     """
     with naming_flags(args):
         return PipelineConfig(
@@ -102,13 +102,13 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
 
 @contextmanager
 def naming_flags(args: Namespace) -> Iterator[None]:
-    """Name flags instead of fields in the errors of a configuration.
+    """Make errors of a configuration name flags instead of fields.
 
     Args:
-        args: What was given; a schedule may have been chosen by several flags.
+        args: Parsed arguments; several flags may have chosen the schedule.
 
     Raises:
-        ArgumentsError: What was a `ConfigurationError` inside.
+        ArgumentsError: In place of a `ConfigurationError` raised inside.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""How Megatron hosts the pipeline of a configuration, in terms of its own arguments.
+"""Translates the pipeline of a configuration into Megatron's own arguments.
 
-A schedule of two mirrored pipelines on D ranks is hosted as a pipeline of D/2 ranks with twice as
-many data-parallel replicas. Where stages are placed as a V or W, Megatron is given a layout.
+Megatron hosts a schedule of two mirrored pipelines on D ranks as a pipeline of D/2 ranks with twice
+as many data-parallel replicas. For stages placed as a V or W it gets a layout.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def pipeline_of(args: Namespace, config: PipelineConfig) -> Pipeline:
     """Return the pipeline of a run, after proving that its tables exist for every batch size.
 
     Args:
-        args: Parsed arguments with upstream's names, not validated by Megatron.
-        config: With a schedule.
+        args: Parsed arguments with upstream's names, not yet validated by Megatron.
+        config: A configuration with a schedule.
 
     Raises:
         ArgumentsError: Other flags contradict the schedule.
-        ScheduleError: There is no table for these sizes.
+        ScheduleError: The schedule has no table for these sizes.
     """
     name = config.schedule
     assert name is not None
@@ -71,7 +71,7 @@ def pipeline_of(args: Namespace, config: PipelineConfig) -> Pipeline:
 
 
 def transport_only_of(args: Namespace, config: PipelineConfig) -> Pipeline | None:
-    """Return Megatron's own schedule if its messages go over a transport of ours, else None."""
+    """Return Megatron's own schedule if its messages travel over our transport, else None."""
     if config.wire == "torch" or torch_is_best(config, _world_size(args)):
         return None
     return megatron_tables.pipeline_of(args, config)
@@ -82,13 +82,13 @@ def _world_size(args: Namespace) -> int:
 
 
 def _completes_at_once(args: Namespace) -> bool:
-    """Tell whether the gradients of a chunk are complete all at once, so that it is not split."""
+    """Return whether all gradients of a chunk must complete at once, which forbids splitting."""
     instances = getattr(args, "num_distributed_optimizer_instances", None) or 1
     return instances > 1 and bool(getattr(args, "overlap_grad_reduce", False))
 
 
 def hosted_arguments(args: Namespace, pipeline: Pipeline) -> dict[str, Any]:
-    """Return the arguments, by name, with which Megatron builds the stages of a pipeline.
+    """Return the arguments, by name, that make Megatron build the stages of a pipeline.
 
     Raises:
         ArgumentsError: The user's flags contradict the schedule.
@@ -100,17 +100,17 @@ def hosted_arguments(args: Namespace, pipeline: Pipeline) -> dict[str, Any]:
         if not args.dist_ckpt_optim_fully_reshardable and (args.save or args.load):
             tell(
                 args,
-                "--dist-ckpt-optim-fully-reshardable is set: optimizer state that is saved in "
-                "another form cannot be loaded under another schedule",
+                "--dist-ckpt-optim-fully-reshardable is set: in any other form, optimizer state "
+                "cannot be loaded under another schedule",
             )
     return wanted
 
 
 def check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
-    """Compare the arguments as Megatron completed them with the pipeline.
+    """Compare the arguments that Megatron completed with the pipeline.
 
     Raises:
-        ArgumentsError: Megatron computed another size than the tables were made for.
+        ArgumentsError: Megatron computed a size that differs from that of the tables.
     """
     placement = pipeline.placement
     found = {
@@ -128,15 +128,15 @@ def check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
         if megatrons != ours:
             raise ArgumentsError(
                 f"--pipeline-schedule {pipeline.name} was prepared for {ours} {what}, but Megatron "
-                f"made {megatrons} of the flags; leave out what changes it"
+                f"made {megatrons} of the flags; leave out the flag that changes it"
             )
 
 
 def with_splittable_layers(args: Namespace, pipeline: Pipeline) -> Pipeline:
-    """Return the pipeline that the layers of Transformer Engine can run.
+    """Return the pipeline in a form that the layers of Transformer Engine can run.
 
     Raises:
-        ArgumentsError: They cannot do what a split backward asks of them, and the table has some.
+        ArgumentsError: The table splits backwards, but these layers cannot.
     """
     if not pipeline.full.splits_backward:
         return pipeline
@@ -155,12 +155,12 @@ def with_splittable_layers(args: Namespace, pipeline: Pipeline) -> Pipeline:
             return whole
     other = "--bitpipe-order paper" if pipeline.name == "bitpipe" else "1f1b or interleaved"
     raise ArgumentsError(
-        f"--pipeline-schedule {pipeline.name} splits backwards, but {reason}; or take {other}, "
+        f"--pipeline-schedule {pipeline.name} splits backwards, but {reason}; or use {other}, "
         "which does not split them"
     )
 
 
 def tell(args: Namespace, message: str, *values: object) -> None:
-    """Tell the user once. As a warning: a script that sets up no logging shows nothing below it."""
+    """Log a notice on rank 0, as a warning: scripts without logging set-up hide lower levels."""
     if getattr(args, "rank", 0) == 0:
         _LOG.warning(message, *values)

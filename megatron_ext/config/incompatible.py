@@ -1,7 +1,7 @@
-"""Training flags that cannot go with a schedule of ours, each with its reason and what works.
+"""Training flags that exclude our schedules, each with the reason and a remedy.
 
-Megatron's own features that reorder computation by themselves, or that know where the first and the
-last stage of a model are, cannot be combined with a table that does both.
+Some features of Megatron reorder computation, or assume where the first and the last stage are. A
+table does both, so they exclude each other.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = [
 
 
 class Rule(NamedTuple):
-    """A combination of arguments that is refused."""
+    """A combination of arguments to refuse."""
 
     refuses: Callable[[Namespace], bool]
     message: str
-    """What is refused, why, and what to do; follows `FLAG cannot run with`."""
+    """Flag, reason and remedy; follows `FLAG cannot run with`."""
 
 
 def _given(*dests: str) -> Callable[[Namespace], bool]:
-    """Make a rule's condition: whether any of some settings is on, or has a value."""
+    """Return a rule's condition: any of these settings is on, or has a value."""
     return lambda args: any(_value(args, dest) for dest in dests)
 
 
@@ -45,7 +45,7 @@ def _value(args: Namespace, dest: str) -> Any:
 
 
 def _several(args: Namespace, dest: str) -> list[Any]:
-    """Return a value that may be one or a list."""
+    """Return a setting as a list, whether it holds one value or several."""
     value = _value(args, dest)
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
@@ -66,13 +66,13 @@ def _records_graphs(args: Namespace) -> bool:
 
 
 def _whole_step_graphs(args: Namespace) -> bool:
-    """Whether one graph holds a whole step, by the flags of any release."""
+    """Return whether one graph holds a whole step, by the flags of any release."""
     scopes = (*_several(args, "cuda_graph_scope"), _value(args, "cuda_graph_impl"))
     return any(str(scope).rpartition(".")[2] == "full_iteration" for scope in scopes)
 
 
 def _weight_rematerialisation(args: Namespace) -> bool:
-    """Whether weights are kept in more shards than tensor parallelism makes (0.19 and later)."""
+    """Return whether weights have more shards than tensor-parallel ranks (0.19 and later)."""
     shards = {
         "tensor_parallel_num_weight_shards": "tensor_model_parallel_size",
         "expert_tensor_parallel_num_weight_shards": "expert_tensor_parallel_size",
@@ -89,12 +89,12 @@ ALWAYS = (
     ),
     Rule(
         _given("overlap_moe_expert_parallel_comm"),
-        "--overlap-moe-expert-parallel-comm: it interleaves two micro-batches by itself; leave it "
-        "out, or use Megatron's own schedule",
+        "--overlap-moe-expert-parallel-comm: it interleaves two micro-batches in its own order; "
+        "leave it out, or use Megatron's own schedule",
     ),
     Rule(
         _given("delay_wgrad_compute"),
-        "--delay-wgrad-compute: weight gradients run where the table says; leave it out and take "
+        "--delay-wgrad-compute: weight gradients run where the table says; leave it out and use "
         "a schedule that splits backwards, such as zb-h1 or zb-v",
     ),
     Rule(
@@ -120,7 +120,7 @@ ALWAYS = (
     ),
     Rule(
         _given("use_legacy_models"),
-        "--use-legacy-models: they do not know their stage; leave it out",
+        "--use-legacy-models: legacy models do not know their stage; leave it out",
     ),
     Rule(
         _given("overlap_param_gather_with_optimizer_step"),
@@ -146,7 +146,7 @@ ALWAYS = (
     ),
     Rule(
         _given("step_batch_size_schedule"),
-        "--step-batch-size-schedule: the batch sizes have to be known when the schedule is proved; "
+        "--step-batch-size-schedule: the proof of the schedule needs all batch sizes in advance; "
         "use --global-batch-size",
     ),
 )
@@ -160,12 +160,12 @@ SPLIT = (
         ),
         "--num-distributed-optimizer-instances > 1 together with --overlap-grad-reduce: gradients "
         "of weights and of the rest are complete at different times; leave one of them out, or "
-        "take 1f1b or interleaved",
+        "use 1f1b or interleaved",
     ),
     Rule(
         _given("overlap_dispatch_backward_with_experts_wgrad"),
         "--overlap-dispatch-backward-with-experts-wgrad: it postpones the weight gradients of "
-        "experts by itself; leave it out, or take 1f1b or interleaved",
+        "experts, which the table does already; leave it out, or use 1f1b or interleaved",
     ),
 )
 """For schedules that split backwards."""
@@ -174,30 +174,32 @@ FOLDED = (
     Rule(
         _given("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
         "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers: first and last "
-        "stage share a rank; leave them out, or say all stages with "
+        "stage share a rank; leave them out, or describe all stages with "
         "--pipeline-model-parallel-layout",
     ),
     Rule(
         _given("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-        "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split: leave "
-        "them out, or say all stages with --pipeline-model-parallel-layout",
+        "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split: first "
+        "and last stage share a rank; leave them out, or describe all stages with "
+        "--pipeline-model-parallel-layout",
     ),
     Rule(
         _given("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
         "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern): their layers cannot be "
-        "placed freely; take 1f1b or zb-h1",
+        "placed freely; use 1f1b or zb-h1",
     ),
     Rule(
         lambda args: (
             _value(args, "ckpt_format") not in (None, "torch_dist")
             and _given("save", "load", "pretrained_checkpoint")(args)
         ),
-        "--ckpt-format other than torch_dist: those files tell layers by rank and chunk; use "
+        "--ckpt-format other than torch_dist: those files identify layers by rank and chunk; use "
         "--ckpt-format torch_dist",
     ),
     Rule(
         lambda args: _value(args, "non_persistent_ckpt_type") == "local",
-        "--non-persistent-ckpt-type local: those files tell layers by rank and chunk; use global",
+        "--non-persistent-ckpt-type local: those files identify layers by rank and chunk; use "
+        "global",
     ),
 )
 """For schedules that put the first and the last stage on one rank."""
@@ -206,7 +208,7 @@ TWINS = (
     Rule(
         _given("use_mp_args_from_checkpoint_args"),
         "--use-mp-args-from-checkpoint-args: a checkpoint holds the sizes of one of the two "
-        "mirrored pipelines; say the sizes with flags",
+        "mirrored pipelines; give the sizes as flags",
     ),
 )
 """For schedules of two mirrored pipelines."""
@@ -214,13 +216,13 @@ TWINS = (
 MICROBATCH_RNG = (
     Rule(
         _records_graphs,
-        "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph): they replay the random numbers that "
-        "they were recorded with; leave one of them out",
+        "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph): they replay the recorded random "
+        "numbers; leave one of them out",
     ),
     Rule(
         _given("overlap_moe_expert_parallel_comm"),
-        "--overlap-moe-expert-parallel-comm: it interleaves two micro-batches, which have random "
-        "numbers of their own; leave one of them out",
+        "--overlap-moe-expert-parallel-comm: it interleaves two micro-batches, and each has its "
+        "own random numbers; leave one of them out",
     ),
 )
 """For random numbers by micro-batch."""
@@ -229,7 +231,7 @@ DYNAMIC = (
     Rule(
         lambda args: "global_aux_loss" in _several(args, "moe_router_load_balancing_type"),
         "--moe-router-load-balancing-type global_aux_loss: it reduces over data-parallel replicas "
-        "inside each layer, and they run their layers in different orders; take aux_loss or "
+        "inside each layer, and they run their layers in different orders; use aux_loss or "
         "seq_aux_loss",
     ),
     Rule(
@@ -239,18 +241,18 @@ DYNAMIC = (
             and not _value(args, "tp_only_amax_red")
         ),
         "--fp8-recipe delayed: scales are reduced over data-parallel replicas inside each layer, "
-        "and they run their layers in different orders; add --tp-only-amax-red, or take another "
+        "and they run their layers in different orders; add --tp-only-amax-red, or use another "
         "recipe",
     ),
 )
-"""For data-parallel replicas that choose their order, each by itself. (Tensor-, context- and
+"""For data-parallel replicas that choose their order independently. (Tensor-, context- and
 expert-parallel ranks follow one leader.)"""
 
 CROSSED_DYNAMIC = (
     Rule(
         _given("overlap_param_gather"),
         "--overlap-param-gather with --bitpipe-routing twin: twins gather parameters for each "
-        "other, and start their chunks in different orders; take --bitpipe-routing local, or leave "
+        "other, and start their chunks in different orders; use --bitpipe-routing local, or leave "
         "it out",
     ),
 )
@@ -260,29 +262,29 @@ CROSSED_DYNAMIC = (
 STOCK = (
     Rule(
         _given("use_ring_exchange_p2p"),
-        "--use-ring-exchange-p2p: that is a transport too; leave one of them out",
+        "--use-ring-exchange-p2p: it replaces the transport too; leave one of them out",
     ),
     Rule(
         _given("decoder_num_layers", "decoder_seq_length"),
         "encoder-decoder models (--decoder-num-layers, --decoder-seq-length): two different "
-        "tensors travel between their stages; take --pipeline-transport torch",
+        "tensors travel between their stages; use --pipeline-transport torch",
     ),
     Rule(
         _given("microbatch_group_size_per_vp_stage"),
-        "--microbatch-group-size-per-virtual-pipeline-stage: messages are named by Megatron's "
-        "usual order; leave it out",
+        "--microbatch-group-size-per-virtual-pipeline-stage: Megatron's usual order identifies "
+        "the messages; leave it out",
     ),
     Rule(
         _whole_step_graphs,
-        "CUDA graphs of a whole step (full_iteration): a graph cannot hold what the host carries; "
-        "take another --cuda-graph-impl, or --pipeline-transport torch",
+        "CUDA graphs of a whole step (full_iteration): a graph cannot record transfers by the "
+        "host; use another --cuda-graph-impl, or --pipeline-transport torch",
     ),
 )
 """For a transport of ours under Megatron's own schedules."""
 
 
 def refuse_flags(name: str, args: Namespace) -> None:
-    """Refuse what goes with no schedule of ours.
+    """Refuse flags that exclude all our schedules.
 
     Raises:
         ArgumentsError: One line for each mistake.
@@ -291,7 +293,7 @@ def refuse_flags(name: str, args: Namespace) -> None:
 
 
 def refuse_flags_of_table(name: str, args: Namespace, table: Schedule) -> None:
-    """Refuse what does not go with one table: with its split backwards, placement or twins.
+    """Refuse flags that exclude one table: its split backwards, its placement or its twins.
 
     Raises:
         ArgumentsError: One line for each mistake.
@@ -307,7 +309,7 @@ def refuse_flags_of_table(name: str, args: Namespace, table: Schedule) -> None:
 
 
 def refuse_flags_of_dynamic_order(args: Namespace, placement: Placement) -> None:
-    """Refuse what needs one order on ranks that choose theirs by themselves.
+    """Refuse flags that need the same order on all ranks, where each rank chooses its own.
 
     Raises:
         ArgumentsError: One line for each mistake.
@@ -321,7 +323,7 @@ def refuse_flags_of_dynamic_order(args: Namespace, placement: Placement) -> None
 
 
 def refuse_flags_with_microbatch_rng(args: Namespace) -> None:
-    """Refuse what cannot draw its random numbers by micro-batch.
+    """Refuse flags that exclude random numbers by micro-batch.
 
     Raises:
         ArgumentsError: One line for each mistake.
@@ -330,7 +332,7 @@ def refuse_flags_with_microbatch_rng(args: Namespace) -> None:
 
 
 def refuse_flags_with_transport(transport: str, args: Namespace) -> None:
-    """Refuse what Megatron's own schedules cannot do over a transport of ours.
+    """Refuse flags that exclude our transport under Megatron's own schedules.
 
     Raises:
         ArgumentsError: One line for each mistake.

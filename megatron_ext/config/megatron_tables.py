@@ -1,4 +1,4 @@
-"""Megatron's own schedules as tables: not to be run, but to know their messages in advance."""
+"""Megatron's own schedules as tables: never executed, they announce the messages in advance."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = ["pipeline_of"]
 
 
 def pipeline_of(args: Namespace, config: PipelineConfig) -> Pipeline:
-    """Return the schedule that Megatron runs by itself, for messages over a transport of ours.
+    """Return Megatron's own schedule, whose messages will travel over our transport.
 
     Args:
-        args: Parsed arguments, not validated by Megatron.
-        config: Without a schedule.
+        args: Parsed arguments, not yet validated by Megatron.
+        config: A configuration without a schedule.
 
     Raises:
-        ArgumentsError: There is no pipeline, or Megatron sends what no table of ours has.
+        ArgumentsError: There is no pipeline, or Megatron sends messages that our tables lack.
     """
     flag = f"--pipeline-transport {config.wire}"
     pp = args.pipeline_model_parallel_size
     if pp < 2:
         raise ArgumentsError(
             f"{flag} carries tensors between pipeline ranks, --pipeline-model-parallel-size {pp} "
-            f"has none; leave it out"
+            f"has no second rank; leave it out"
         )
     refuse_flags_with_transport(config.wire, args)
     chunks = stages.chunks_of_megatron(args)

@@ -1,9 +1,9 @@
-"""What a user wants of the pipeline: one frozen object, checked when it is made.
+"""The user's configuration of the pipeline: one frozen object, validated by its constructor.
 
     PipelineConfig(schedule="zb-v", transport="shm", tracing=Tracing(interval=50))
 
-It holds neither sizes of the job nor caches (`sized_pipeline.py`), and importing it is cheap. The
-command line is one translation into it (`flags.py`); `megatron_ext.configure` takes it directly.
+It holds neither sizes of the job nor caches (`sized_pipeline.py`), and importing it is cheap.
+`flags.py` translates the command line into it; `megatron_ext.configure` accepts it directly.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ __all__ = [
 TransportName = Literal["torch", "auto", "shm", "tcp", "rdma"]
 
 TRANSPORTS: tuple[TransportName, ...] = ("torch", "auto", "shm", "tcp", "rdma")
-"""torch.distributed, the default; the native core over the best wire of each pair, or over one."""
+"""torch: torch.distributed, the default. auto: our native core over the best wire of each pair of
+ranks. shm, tcp, rdma: the native core over this wire only."""
 
 DevicePath = Literal["staged", "ipc"]
 
 DEVICE_PATHS: tuple[DevicePath, ...] = ("staged", "ipc")
-"""How tensors of a device get to the native core's peers: through the host, or past it."""
+"""How device tensors reach other ranks: through pinned host memory, or directly by CUDA IPC."""
 
 Activations = Literal["recompute", "ship"]
 
 
 class ConfigurationError(ArgumentsError):
-    """An impossible value of a configuration, or two that exclude each other.
+    """A value of a configuration is impossible, or two values exclude each other.
 
     Args:
-        template: The message; settings stand in braces, so that a command line can name its flags
-            instead of fields.
-        values: What else stands in braces.
+        template: The message, with settings in braces, so that a command line can put its flags
+            in place of the fields.
+        values: Values of the other placeholders.
     """
 
     def __init__(self, template: str, **values: object) -> None:
@@ -63,7 +64,7 @@ class ConfigurationError(ArgumentsError):
         super().__init__(self.worded({}))
 
     def worded(self, names: Mapping[str, str]) -> str:
-        """Return the message with other names for the settings; those without keep theirs."""
+        """Return the message with settings renamed; settings that `names` lacks keep their name."""
         return self._template.format_map(_Names({**self._values, **names}))
 
 
@@ -81,7 +82,7 @@ class DynamicOrder:
     """
 
     policy: PolicyName = "hint"
-    """What goes first if several actions are ready (`schedules/search/policies.py`)."""
+    """Which action runs first if several are ready (`schedules/search/policies.py`)."""
     extra_activations: int | None = None
     """Micro-batches that a rank may keep beyond the table's peak, with `hint`; None: 1."""
 
@@ -94,7 +95,7 @@ class DynamicOrder:
         if extra is not None and extra < 0:
             raise ConfigurationError(
                 "{extra_activations} {value}: a rank cannot keep less than the table's own peak; "
-                "take 0 for exactly that, or a schedule that keeps less, such as v-half",
+                "use 0 for exactly that, or a schedule that keeps less, such as v-half",
                 value=extra,
             )
         if extra is not None and self.policy != "hint":
@@ -120,11 +121,12 @@ class Disaggregation:
     """
 
     activations: Activations = "recompute"
-    """Whether backward ranks run the forward again, or get each layer's input."""
+    """`recompute`: backward ranks run the forward again; `ship`: they receive each layer's input,
+    `[s, b, h]`."""
     merged: bool = False
-    """Whether one forward process stands in for all tensor-parallel ranks of its stage."""
+    """Whether one forward process replaces all tensor-parallel ranks of its stage."""
     forward_device: str | None = None
-    """Device backend of forward ranks; None: the one of the others."""
+    """Device backend of forward ranks; None: that of the backward ranks."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -135,18 +137,18 @@ class Disaggregation:
 
 @dataclass(frozen=True, kw_only=True)
 class Tracing:
-    """Which iterations are recorded: the first few of each interval.
+    """Which iterations to record: the first few of each interval.
 
     Raises:
         ConfigurationError: The numbers are impossible.
     """
 
     interval: int = 100
-    """In iterations."""
+    """Length of an interval, in iterations."""
     iterations: int | None = None
-    """Recorded ones of each interval; None: 10, or all of a shorter interval."""
+    """Iterations to record in each interval; None: 10, or all of a shorter interval."""
     directory: Path | None = None
-    """The folder of this run; None: by its sizes, in benchmark/."""
+    """Output folder of this run; None: a folder in benchmark/, named after the run's sizes."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -167,51 +169,51 @@ class Tracing:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """What is wanted of the pipeline of a training run.
+    """The pipeline of a training run, as the user wants it.
 
     Raises:
-        ConfigurationError: A value is impossible, or two exclude each other.
-        ScheduleError: There is no such schedule, or it has no such option.
+        ConfigurationError: A value is impossible, or two values exclude each other.
+        ScheduleError: The schedule does not exist, or lacks an option.
     """
 
     schedule: str | None = None
-    """As `megatron-ext plan` lists them, or `csv:FILE`; None: Megatron's own 1F1B or interleaved
-    one, or with `dynamic` the same table in another order."""
+    """A name that `megatron-ext plan` lists, or `csv:FILE`. None: Megatron's own 1F1B or
+    interleaved schedule; with `dynamic`, the same table in dynamic order."""
     chunks: int | None = None
-    """Stages on each rank, where the schedule leaves that open; None: its default, and one in
-    Megatron's own."""
+    """Stages on each rank, if the schedule leaves their number open; None: its default, or one
+    under Megatron's own schedules."""
     options: Mapping[str, Option] = field(default_factory=dict)
-    """Of the schedule, by name; missing ones get their defaults."""
+    """Options of the schedule by name; missing ones get their defaults."""
     costs: Costs | None = None
-    """What the table is made for, and simulated for; None: `Costs()`, equal ones."""
+    """Durations that the table is generated and simulated for; None: `Costs()`, all equal."""
     dynamic: DynamicOrder | None = None
-    """None: every rank runs the order of the table."""
+    """Settings of the dynamic order; None: every rank runs the order of the table."""
     transport: TransportName | None = None
-    """What carries activations and gradients; None: torch, with `dynamic` or `disaggregation`
-    auto."""
+    """Transport of activations and gradients; None: torch, or auto with `dynamic` or
+    `disaggregation`."""
     device_path: DevicePath = "staged"
-    """How tensors of a device get to other ranks, where the transport is not torch."""
+    """How device tensors reach other ranks if the transport is not torch."""
     node_ips: tuple[str, ...] = ()
-    """Addresses of the nodes or of the ranks, for wires between hosts; empty: found out."""
+    """Addresses of nodes or ranks, for wires between hosts; empty: detected."""
     checksums: bool = False
-    """Whether the bytes of messages carry a checksum, where the transport is not torch."""
+    """Whether to checksum the bytes of messages if the transport is not torch."""
     disaggregation: Disaggregation | None = None
-    """None: forwards and backwards of a stage run on one rank."""
+    """Settings of disaggregation; None: forwards and backwards of a stage share a rank."""
     tracing: Tracing | None = None
-    """None: nothing is recorded."""
+    """Settings of traces; None: nothing is recorded."""
     hang_timeout_s: float | None = None
-    """How long a training step may make no progress; None: as long as the process groups wait."""
+    """Longest time a training step may go without progress; None: the process groups' time-out."""
     message_timeout_s: float = 600.0
-    """How long a rank waits for one message."""
+    """Longest time a rank waits for one message."""
     microbatch_rng: bool = False
-    """Whether dropout masks follow from iteration, stage and micro-batch. Always so with
+    """Whether iteration, stage and micro-batch determine the dropout masks. Implied by
     `dynamic`."""
     device: str = "auto"
-    """Device backend, of `megatron_ext.devices.CHOICES`. To be known before megatron.core is
-    imported."""
+    """Device backend, one of `megatron_ext.devices.CHOICES`; takes effect only if set before
+    megatron.core is imported."""
 
     def __post_init__(self) -> None:
-        """Check the values, each by itself and together."""
+        """Check each value and their combinations."""
         object.__setattr__(self, "options", dict(self.options))
         object.__setattr__(self, "node_ips", tuple(self.node_ips))
         if self.transport is not None:
@@ -236,12 +238,12 @@ class PipelineConfig:
         if self.transport == "torch":
             raise ConfigurationError(
                 "{disaggregation} cannot run with {transport} torch: to torch.distributed forward "
-                "and backward ranks are two jobs; take auto, or leave it out"
+                "and backward ranks are two jobs; use auto, or leave it out"
             )
         if self.device_path == "ipc":
             raise ConfigurationError(
-                "{disaggregation} cannot run with {device_path} ipc: what its ranks exchange goes "
-                "through the host; leave it out"
+                "{disaggregation} cannot run with {device_path} ipc: its messages go through the "
+                "host; leave it out"
             )
 
     def _check_schedule(self) -> None:
@@ -258,14 +260,14 @@ class PipelineConfig:
         if name.startswith(CSV_PREFIX):
             if self.chunks is not None or self.options:
                 raise ConfigurationError(
-                    "{schedule} {name} is what the file says; leave chunks and options out",
+                    "{schedule} {name}: the file fixes chunks and options; leave them out",
                     name=name,
                 )
             return
         generator = get(name)
         if not generator.listed:
             raise ConfigurationError(
-                "{schedule} {name} needs processes of two roles; leave it out and take "
+                "{schedule} {name} needs processes of two roles; leave it out and use "
                 "{disaggregation}, which chooses it",
                 name=name,
             )
@@ -275,12 +277,12 @@ class PipelineConfig:
         name = self.wire
         if self.dynamic is not None and name == "torch":
             raise ConfigurationError(
-                "{dynamic} chooses by what has arrived, which torch.distributed cannot tell; leave "
-                "{transport} torch out"
+                "{dynamic} chooses by which messages have arrived, which torch.distributed cannot "
+                "tell; leave {transport} torch out"
             )
         if self.node_ips and name in ("torch", "shm"):
             raise ConfigurationError(
-                "{node_ips} is for wires between hosts, {transport} {name} has none; take "
+                "{node_ips} is for wires between hosts, {transport} {name} has none; use "
                 "{transport} auto, or leave {node_ips} out",
                 name=name,
             )
@@ -291,12 +293,12 @@ class PipelineConfig:
             )
         if self.checksums and self.device_path == "ipc":
             raise ConfigurationError(
-                "{checksums} covers what goes through the host, {device_path} ipc goes past it; "
+                "{checksums} covers messages through the host, {device_path} ipc bypasses it; "
                 "leave one of them out"
             )
         if self.device_path == "ipc" and name not in ("shm", "auto"):
             raise ConfigurationError(
-                "{device_path} ipc goes with shared memory, {transport} is {name}; add {transport} "
+                "{device_path} ipc needs shared memory, {transport} is {name}; add {transport} "
                 "shm, or leave {device_path} out",
                 name=name,
             )
@@ -317,7 +319,7 @@ class PipelineConfig:
 def _check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigurationError(
-            f"{{{setting}}} {{value!r}} is none of {{choices}}; take one of them",
+            f"{{{setting}}} {{value!r}} must be one of {{choices}}; use one of them",
             value=value,
             choices=", ".join(choices),
         )

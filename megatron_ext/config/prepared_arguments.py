@@ -1,8 +1,8 @@
-"""Prepares a training job for a configuration, in the two places where Megatron lets us.
+"""Prepares a training job for a configuration, at the two points where Megatron allows it.
 
-`prepare` runs between parsing and Megatron's own validation: it translates the flags, finds out
-what Megatron has to be told to host the pipeline, and puts the configuration in force. `check` runs
-after the validation: what Megatron computed has to be what was prepared.
+`prepare` runs between parsing and Megatron's own validation: it translates the flags, works out the
+arguments that Megatron needs to host the pipeline, and activates the configuration. `check` runs
+after the validation and compares what Megatron computed with what was prepared.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from megatron_ext.trace import session
 __all__ = ["check", "prepare"]
 
 _REWRITTEN = "megatron_ext_rewritten"
-"""Where `_rewrite` keeps (old, new) of the arguments that it changed, for the next time."""
+"""The attribute in which `_rewrite` keeps (old, new) of the arguments that it changed."""
 
 
 def prepare(args: Namespace) -> None:
-    """Put the configuration that the flags ask for in force, and tell Megatron what it has to host.
+    """Activate the configuration of the flags, and set the arguments that let Megatron host it.
 
-    Calling it again with the same arguments, which upstream's tools may do, changes nothing.
+    A second call with the same arguments changes nothing; upstream's tools may make one.
 
     Args:
         args: Parsed arguments with upstream's names; changed in place.
 
     Raises:
-        ArgumentsError: The flags contradict each other, or what Megatron was asked for.
-        ScheduleError: There is no such schedule, or none for these sizes.
+        ArgumentsError: The flags contradict each other, or Megatron's own flags.
+        ScheduleError: The schedule does not exist, or not for these sizes.
     """
     clear_configuration()
     given = _as_given(args)
     config = pipeline_config(given)
     if config.disaggregation is not None and roles.has_dropout(given):
-        config = replace(config, microbatch_rng=True)  # both roles have to draw the same masks
+        config = replace(config, microbatch_rng=True)  # both roles must draw the same masks
     if config.draws_by_microbatch:
         refuse_flags_with_microbatch_rng(given)
     seed: int | None = given.seed if config.draws_by_microbatch else None
@@ -74,7 +74,7 @@ def _tell_dropped(args: Namespace) -> None:
 
 
 def check(args: Namespace) -> None:
-    """Compare what Megatron made of the arguments with what was prepared; tell what runs.
+    """Compare Megatron's completed arguments with the prepared ones; log what runs.
 
     Raises:
         ArgumentsError: They differ, or Megatron builds layers that the schedule cannot use.
@@ -121,7 +121,7 @@ def _tell_what_runs(args: Namespace) -> None:
 
 
 def _as_given(args: Namespace) -> Namespace:
-    """Return the arguments as they were before `_rewrite`, but for what was changed again since."""
+    """Return the arguments as they were before `_rewrite`; later changes by others stay."""
     given = Namespace(**vars(args))
     for dest, (old, new) in vars(given).pop(_REWRITTEN, {}).items():
         if getattr(given, dest, None) == new:
@@ -130,7 +130,7 @@ def _as_given(args: Namespace) -> Namespace:
 
 
 def _rewrite(args: Namespace, wanted: dict[str, Any]) -> None:
-    """Set arguments for Megatron, and remember what they were. Nothing else changes arguments."""
+    """Set arguments for Megatron and remember the old values. Nothing else changes arguments."""
     given = _as_given(args)
     vars(args).update(vars(given))
     vars(args).pop(_REWRITTEN, None)

@@ -1,4 +1,4 @@
-"""The configuration of programs that have no command line of Megatron's: `configure`."""
+"""`configure`: the configuration of programs that do not use Megatron's command line."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ def configure(
     world_size: int | None = None,
     seed: int | None = None,
 ) -> ModelBuild:
-    """Put a configuration in force, and return what the model has to be built with.
+    """Activate a configuration, and return what to build the model with.
 
-    For programs that do not parse Megatron's command line. To be called in every process of the
-    job, with the same arguments, before process groups and model are made. `megatron.core` may have
-    been imported before, but for `config.device`. From then on
-    `megatron.core.pipeline_parallel.get_forward_backward_func` returns the schedule. Calling it
-    again, or `deconfigure`, ends what was in force.
+    For programs that do not parse Megatron's command line. Call it in every process of the job,
+    with the same arguments, before you create process groups and the model. `megatron.core` may be
+    imported earlier unless `config.device` is given. From then on
+    `megatron.core.pipeline_parallel.get_forward_backward_func` returns the schedule. Another call,
+    or `deconfigure`, ends this configuration.
 
     Args:
-        config: What is wanted.
+        config: The settings.
         pipeline_ranks: Ranks of one pipeline; of both where a schedule mirrors two.
         num_microbatches: Of one step of these ranks, both mirrored pipelines together.
         num_layers: Transformer layers of the model, without those of multi-token prediction.
-        mtp_num_layers: Those.
-        layout: Which layers each stage has, in Megatron's notation; None: as many in each.
+        mtp_num_layers: Layers of multi-token prediction.
+        layout: Which layers each stage has, in Megatron's notation; None: the same number in each.
         world_size: Ranks of the job; None: one pipeline.
-        seed: Of the run, where random numbers are drawn by micro-batch.
+        seed: Of the run; needed where random numbers are drawn by micro-batch.
 
     Raises:
-        UserError: The sizes do not go with the configuration, or the device came too late.
-        UpstreamMismatch: Megatron is not one that active patches were written for.
+        UserError: The sizes do not fit the configuration, or the device was named too late.
+        UpstreamMismatch: Active patches do not fit the installed Megatron.
     """
     clear_configuration()
-    _take_device(config.device)
+    _select_device(config.device)
     if config.disaggregation is not None:
         raise ConfigurationError(
-            "{disaggregation} needs a training loop that knows both roles, which are Megatron's "
-            "own and the embedded one; start one with --forward-backward-disaggregating"
+            "{disaggregation} needs a training loop that knows both roles; start Megatron's own or "
+            "the embedded one with --forward-backward-disaggregating"
         )
     if config.draws_by_microbatch and seed is None:
         raise ConfigurationError(
-            "{microbatch_rng} and {dynamic} need a seed of the run; add seed, the same on all ranks"
+            "{microbatch_rng} and {dynamic} need a seed; pass seed, the same on all ranks"
         )
     pipeline = _pipeline(config, pipeline_ranks, num_microbatches, world_size or pipeline_ranks)
     _check_layers(pipeline, num_layers, layout)
@@ -82,7 +82,7 @@ def configure(
     return build
 
 
-def _take_device(name: str) -> None:
+def _select_device(name: str) -> None:
     if name == "auto":
         return
     found = devices.take(name)
@@ -103,8 +103,8 @@ def _pipeline(
         check_ranks(name, pipeline_ranks, twins)
     if num_microbatches % twins:
         raise ConfigurationError(
-            "{num_microbatches} {count} do not divide among the two mirrored pipelines of {name}; "
-            "take {fewer} or {more}",
+            "{num_microbatches} {count} must be even for the two mirrored pipelines of {name}; "
+            "use {fewer} or {more}",
             count=num_microbatches,
             name=name,
             fewer=num_microbatches - 1,
@@ -124,8 +124,8 @@ def _check_layers(pipeline: Pipeline, num_layers: int, layout: str | None) -> No
     stages = pipeline.placement.num_stages
     if layout is None and num_layers % stages:
         raise ConfigurationError(
-            "{num_layers} {count} do not divide into the {stages} stages of {name}; take {near}, "
-            "or say which stage has which layers with {layout}",
+            "{num_layers} {count} must be a multiple of the {stages} stages of {name}; use {near}, "
+            "or give each stage its layers with {layout}",
             count=num_layers,
             stages=stages,
             name=pipeline.name,

@@ -1,4 +1,4 @@
-"""Proves before a run that its tables exist; if not, says in terms of flags what would do."""
+"""Proves before a run that its tables exist; if not, recommends flags that work."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = ["prove"]
 def prove(args: Namespace, pipeline: Pipeline, sizes: Sizes) -> None:
     """Make and validate the table of every batch size of the run.
 
-    Over torch.distributed messages may be matched by their order, so there that is proved as well.
+    torch.distributed may match messages by their order; over it, the proof covers that order too.
 
     Args:
-        args: Parsed arguments, to name remedies in their terms.
-        pipeline: Of the run.
-        sizes: Its batch sizes.
+        args: Parsed arguments, for remedies in terms of flags.
+        pipeline: The pipeline of the run.
+        sizes: The batch sizes of the run.
 
     Raises:
-        ScheduleError: There is no table for one of them; says which flags would do. Or the ranks
-            of one would wait for each other.
+        ScheduleError: A batch size has no table (the message recommends flags that work), or its
+            ranks would deadlock.
     """
     if pipeline.name.startswith(CSV_PREFIX):
         _check_file(pipeline, sizes)
@@ -46,7 +46,7 @@ def prove(args: Namespace, pipeline: Pipeline, sizes: Sizes) -> None:
 
 
 def _mistake(pipeline: Pipeline, count: int) -> ScheduleError | None:
-    """Return what is wrong with the table for a number of micro-batches, if anything."""
+    """Return the error of the table for a number of micro-batches, or None."""
     try:
         validate(pipeline.schedule(count))
     except ScheduleError as error:
@@ -55,24 +55,24 @@ def _mistake(pipeline: Pipeline, count: int) -> ScheduleError | None:
 
 
 def _check_file(pipeline: Pipeline, sizes: Sizes) -> None:
-    """A file is for one size: tell in terms of training flags if that is another one."""
+    """Compare the size of a file's table with the run, and name the flags to change."""
     table = generate(pipeline.name)
     if table.pp != pipeline.pp:
         raise ScheduleError(
-            f"--pipeline-schedule {pipeline.name} has {table.pp} rows, one for each rank; take "
+            f"--pipeline-schedule {pipeline.name} has {table.pp} rows, one for each rank; use "
             f"--pipeline-model-parallel-size {table.pp} (it is {pipeline.pp}), or another file"
         )
     for global_batch, count in sizes.counts.items():
         if count != table.num_microbatches:
             raise ScheduleError(
                 f"--pipeline-schedule {pipeline.name} runs {table.num_microbatches} micro-batches, "
-                f"not {sizes.explained(global_batch)}; take --global-batch-size "
+                f"not {sizes.explained(global_batch)}; use --global-batch-size "
                 f"{sizes.global_batch(table.num_microbatches)}, or another file"
             )
 
 
 def _remedies(args: Namespace, pipeline: Pipeline, sizes: Sizes, count: int) -> str:
-    """Say the nearest batch size that the schedule takes, and the best schedule for this one."""
+    """Return the nearest batch size that works, and the best schedule for the present one."""
     found = []
     for distance in range(1, 4 * pipeline.pp):
         near = [n for n in (count + distance, count - distance) if n > 0]

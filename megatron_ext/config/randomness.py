@@ -1,13 +1,12 @@
-"""Random numbers that belong to a micro-batch instead of to the order in which a rank computes.
+"""Random numbers that depend on the micro-batch, not on the order in which a rank computes.
 
-Megatron draws dropout masks from generators that go on from one forward to the next, so another
-order gives other masks. With `--microbatch-rng` every generator starts anew for each forward, from
-a seed that follows from the run's seed, the iteration, the stage and the micro-batch. Then all
-schedules with the same stages draw the same masks, static or dynamic, Megatron's own among them,
-and so does a run that was resumed.
+Megatron's generators run on from one forward to the next, so another order draws other dropout
+masks. With `--microbatch-rng` every generator is reseeded for each forward, from the run's seed,
+the iteration, the stage and the micro-batch. Then all schedules with the same stages draw the same
+masks, static or dynamic, Megatron's own among them, and so does a resumed run.
 
-Here is what needs no torch: the iteration and the seeds. `runtime/rng.py` sets the
-generators.
+This module holds the part that needs no torch, the iteration and the seeds. `runtime/rng.py` sets
+the generators.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["begin_iteration", "enabled", "iteration", "seed_of"]
 
 @dataclass
 class _Progress:
-    """How far the training is."""
+    """The progress of training."""
 
     iteration: int | None = None
 
@@ -34,22 +33,22 @@ def _seed() -> int | None:
 
 
 def enabled() -> bool:
-    """Tell whether random numbers are drawn by micro-batch."""
+    """Return whether random numbers are drawn by micro-batch."""
     return _seed() is not None
 
 
 def begin_iteration(number: int) -> None:
-    """Note which training step begins, counted over the whole training, resumed or not."""
+    """Set the number of the training step that begins, counted over all resumed runs."""
     found = active()
     if found is not None:
         found.state(_Progress).iteration = number
 
 
 def iteration() -> int:
-    """Return the training step that runs.
+    """Return the number of the current training step.
 
     Raises:
-        ScheduleError: Nobody said; the masks of all steps would be the same.
+        ScheduleError: `begin_iteration` was never called, so all steps would draw the same masks.
     """
     found = active()
     number = None if found is None else found.state(_Progress).iteration
@@ -62,10 +61,10 @@ def iteration() -> int:
 
 
 def seed_of(*key: int | str) -> int:
-    """Return a seed of 63 bits for a key, different for each run's seed.
+    """Return a 63-bit seed derived from the run's seed and a key.
 
     Raises:
-        ScheduleError: No seed of the run was given.
+        ScheduleError: The run has no seed.
     """
     seed = _seed()
     if seed is None:

@@ -1,7 +1,7 @@
-"""Forward and backward roles: which one this process has, and the arguments of its job.
+"""Forward and backward roles: the role of this process, and the arguments of its job.
 
-Megatron gets the arguments of an ordinary job that consists of the processes of one role: from them
-it derives data-parallel size, micro-batches, sampler and groups as it always does.
+Megatron gets the arguments of an ordinary job that consists of the processes of one role. From them
+it derives data-parallel size, micro-batches, sampler and groups as usual.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["check_roles", "has_dropout", "job_of", "role_arguments", "roles_in_w
 
 
 def job_of(args: Namespace, config: PipelineConfig) -> Job:
-    """Return the disaggregated job, and what this process is in it.
+    """Return the disaggregated job, including the role of this process.
 
     Raises:
         ArgumentsError: The number of processes is wrong, or flags exclude each other.
@@ -60,11 +60,11 @@ def job_of(args: Namespace, config: PipelineConfig) -> Job:
 
 
 def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
-    """Return the arguments, by name, that make Megatron take one role's processes for a job."""
+    """Return the arguments, by name, that make Megatron treat one role's processes as a job."""
     wanted: dict[str, Any] = {"rank": job.role_rank, "world_size": job.ranks.role_size(job.role)}
     if getattr(args, "rerun_mode", None) == "validate_results":
-        # Backward ranks would run a step with an unexpected loss again, and wait for forwards that
-        # never come. Without, such a loss ends the job at once.
+        # Backward ranks would rerun a step with an unexpected loss and wait for forwards that
+        # never come. Disabled, such a loss ends the job at once.
         wanted["rerun_mode"] = "disabled"
     if job.role == "forward":
         wanted |= _forward_settings(args, job)
@@ -72,7 +72,7 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
 
 
 def check_roles(args: Namespace) -> None:
-    """Compare what Megatron made of the arguments with the job.
+    """Compare Megatron's completed arguments with the job.
 
     Raises:
         ArgumentsError: The flags ask for several chunks on each rank.
@@ -86,7 +86,7 @@ def check_roles(args: Namespace) -> None:
 
 
 def roles_in_words(args: Namespace, job: Job) -> str:
-    """Say what runs."""
+    """Return a log line about the disaggregated schedule and its simulated bubble."""
     count = args.global_batch_size // (args.micro_batch_size * job.ranks.dp)
     timeline = comparison.evaluate(job.schedule(count), UNIT)
     forwards, backwards = (job.ranks.role_size(role) for role in ("forward", "backward"))
@@ -109,7 +109,7 @@ def _check_device(wanted: Disaggregation) -> None:
 
 
 def _forward_settings(args: Namespace, job: Job) -> dict[str, Any]:
-    """Return what differs for a process that has no gradients and writes nothing."""
+    """Return the settings of a process that has no gradients and writes no files."""
     settings: dict[str, Any] = {
         "use_distributed_optimizer": False,
         "overlap_grad_reduce": False,
@@ -127,14 +127,14 @@ def _forward_settings(args: Namespace, job: Job) -> dict[str, Any]:
         settings |= {
             "tensor_model_parallel_size": 1,
             "sequence_parallel": False,
-            # The vocabulary is padded to the same size as that of the shards.
+            # Pads the vocabulary to the same size as the shards do.
             "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by * job.ranks.tp,
         }
     return {dest: value for dest, value in settings.items() if hasattr(args, dest)}
 
 
 def _message_bytes(args: Namespace) -> int:
-    """Return the size of what goes from stage to stage, or of a stage's shipped activations."""
+    """Return the bytes of one activation `[s, b, h]` in fp32, or of a stage's shipped ones."""
     one: int = 4 * args.seq_length * args.micro_batch_size * args.hidden_size
     if args.fbd_activations != "ship":
         return one
@@ -143,13 +143,13 @@ def _message_bytes(args: Namespace) -> int:
 
 
 def _gathers_late(args: Namespace) -> bool:
-    """Tell whether each replica has updated a share of its weights when a step is over."""
+    """Return whether replicas still hold only their own updated shard when a step ends."""
     if (getattr(args, "num_distributed_optimizer_instances", None) or 1) > 1:
-        return False  # replicas are shared out in groups; those of a group have gathered then
+        return False  # replicas form groups, and each group has gathered by then
     if getattr(args, "fp8_param_gather", False) or getattr(args, "fp4_param_gather", False):
-        return False  # what is gathered are bytes of another kind
+        return False  # the gather moves quantised bytes
     if _experts_are_apart(args):
-        return False  # experts have fewer replicas than the rest, or others
+        return False  # experts have fewer, or other, replicas than the rest
     return bool(args.use_distributed_optimizer and getattr(args, "overlap_param_gather", False))
 
 
@@ -162,7 +162,7 @@ def _above_one(dest: str) -> Callable[[Namespace], bool]:
 
 
 def _experts_are_apart(args: Namespace) -> bool:
-    """Tell whether the ranks that share a layer have different experts, or cut them otherwise."""
+    """Return whether experts are placed or split differently from the other layers."""
     if not getattr(args, "num_experts", None):
         return False
     size = getattr(args, "expert_tensor_parallel_size", None)
@@ -171,7 +171,7 @@ def _experts_are_apart(args: Namespace) -> bool:
 
 
 def has_dropout(args: Namespace) -> bool:
-    """Tell whether the model drops anything."""
+    """Return whether the model uses dropout."""
     return bool(args.hidden_dropout or args.attention_dropout)
 
 
@@ -184,13 +184,13 @@ def _ships_without_recomputation(args: Namespace) -> bool:
 _RULES = (
     Rule(
         _above_one("context_parallel_size"),
-        "--context-parallel-size above 1: tensors are handed over by tensor-parallel ranks only; "
-        "take 1, and --sequence-parallel to cut activations",
+        "--context-parallel-size above 1: only tensor-parallel ranks exchange tensors between the "
+        "roles; use 1, and --sequence-parallel to reduce activations",
     ),
     Rule(
         _given("moe_router_enable_expert_bias"),
-        "--moe-router-enable-expert-bias: that bias is no weight and would stay behind on forward "
-        "ranks; balance experts with --moe-aux-loss-coeff",
+        "--moe-router-enable-expert-bias: that bias is not a weight, so forward ranks would not "
+        "receive it; balance experts with --moe-aux-loss-coeff",
     ),
     Rule(
         _given("moe_input_jitter_eps"),
@@ -198,12 +198,12 @@ _RULES = (
     ),
     Rule(
         lambda args: bool(args.ignore_forward_tensor_parallel and _given("num_experts")(args)),
-        f"{MERGE} and --num-experts: shards of experts are not put together; leave one of them out",
+        f"{MERGE} and --num-experts: shards of experts are not merged; leave one of them out",
     ),
     Rule(
         lambda args: args.fbd_activations == "ship" and _given("mtp_num_layers")(args),
-        "--fbd-activations ship and --mtp-num-layers: what is shipped are the layers of a stage, "
-        "not those behind them; take --fbd-activations recompute",
+        "--fbd-activations ship and --mtp-num-layers: forward ranks ship the inputs of a stage's "
+        "layers, not of those for multi-token prediction; use --fbd-activations recompute",
     ),
     Rule(
         _given("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
@@ -217,29 +217,28 @@ _RULES = (
     ),
     Rule(
         _given("use_mp_args_from_checkpoint_args"),
-        "--use-mp-args-from-checkpoint-args: roles follow from the parallel sizes on the command "
-        "line; say them with flags",
+        "--use-mp-args-from-checkpoint-args: the parallel sizes on the command line determine the "
+        "roles; give them as flags",
     ),
     Rule(
         _given("exit_duration_in_mins", "exit_signal_handler"),
         "--exit-duration-in-mins or --exit-signal-handler: forward and backward ranks would decide "
-        "to leave at different steps; take --exit-interval or --train-iters",
+        "to exit at different steps; use --exit-interval or --train-iters",
     ),
     Rule(
         lambda args: getattr(args, "rerun_mode", None) == "report_stats",
-        "--rerun-mode report_stats: it runs each step again, and forward ranks do not; leave it "
-        "out",
+        "--rerun-mode report_stats: it reruns each step, and forward ranks do not; leave it out",
     ),
     Rule(
         _given("full_validation", "multiple_validation_sets"),
         "--full-validation or --multiple-validation-sets: backward ranks do not read that data; "
-        "take --eval-iters",
+        "use --eval-iters",
     ),
     Rule(
         _ships_without_recomputation,
-        "--fbd-activations ship alone: the inputs of layers are what is sent, so each layer is "
-        "recomputed from its own; add --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1, or take --fbd-activations recompute",
+        "--fbd-activations ship alone: backward ranks recompute each layer from its shipped input; "
+        "add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or "
+        "use --fbd-activations recompute",
     ),
     Rule(
         lambda args: bool(args.fbd_forward_device) and has_dropout(args),
@@ -252,7 +251,7 @@ _RULES = (
             and _given("fp8", "fp4", "distribute_saved_activations")(args)
         ),
         "--fbd-activations ship and --fp8-format, --fp4-format or --distribute-saved-activations: "
-        "those recompute layers in another way; take --fbd-activations recompute",
+        "those recompute layers in another way; use --fbd-activations recompute",
     ),
     Rule(
         lambda args: args.ignore_forward_tensor_parallel and has_dropout(args),

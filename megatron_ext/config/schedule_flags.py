@@ -18,7 +18,7 @@ __all__ = ["add_flags", "schedule_fields"]
 
 
 def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
-    """Add the flags that choose a schedule; those of options come from the registered schedules."""
+    """Add the flags that choose a schedule, and one for each option of a registered schedule."""
     group.add_argument(
         "--pipeline-schedule",
         metavar="NAME",
@@ -35,21 +35,22 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
             group.add_argument(
                 generator.flag(key),
                 choices=values,
-                help=f"Of --pipeline-schedule {generator.name} (default: {values[0]}).",
+                help=f"Option of --pipeline-schedule {generator.name} (default: {values[0]}).",
             )
     transport_flags.add_flags(group)
     group.add_argument(
         "--pipeline-costs",
         metavar="F,I,W[,LATENCY]",
-        help="Times of forward, input gradient and weight gradient on 1/pp of the model, and of a "
-        f"message, that the schedule is made and simulated for (default: {UNIT}).",
+        help="Durations, in any consistent unit, of forward, input gradient and weight gradient on "
+        "1/pp of the model, and of a message. The schedule is generated and simulated for them "
+        f"(default: {UNIT}).",
     )
     dynamic_flags.add_flags(group)
     group.add_argument(
         "--microbatch-rng",
         action="store_true",
         help="Draw dropout masks by iteration, stage and micro-batch, so that all schedules, "
-        "Megatron's own too, draw the same ones. Always so with --use-dpp.",
+        "Megatron's own too, draw the same ones. Implied by --use-dpp.",
     )
 
 
@@ -58,7 +59,7 @@ def schedule_fields(args: Namespace) -> dict[str, Any]:
 
     Raises:
         ArgumentsError: The flags contradict each other.
-        ScheduleError: There is no such schedule.
+        ScheduleError: The schedule does not exist.
     """
     name = _chosen(args)
     return {
@@ -71,7 +72,7 @@ def schedule_fields(args: Namespace) -> dict[str, Any]:
 
 
 def _chosen(args: Namespace) -> str | None:
-    """Return the name of the schedule, or None where nothing of ours was asked for."""
+    """Return the name of the schedule, or None for Megatron's own."""
     name: str | None = getattr(args, "pipeline_schedule", None)
     if getattr(args, "enable_bitpipe_schedule", False):
         if name not in (None, "bitpipe"):
@@ -86,7 +87,7 @@ def _chosen(args: Namespace) -> str | None:
 
 
 def _options(args: Namespace, name: str | None) -> dict[str, Option]:
-    """Return what was said about the schedule; what was said about another one is an error."""
+    """Return the given options of the schedule; an option of another schedule is an error."""
     said: dict[str, Option] = {}
     for generator in registered().values():
         for key in generator.options:
@@ -97,7 +98,7 @@ def _options(args: Namespace, name: str | None) -> dict[str, Option]:
             if generator.name != name:
                 chosen = "none was chosen" if name is None else f"{name} was chosen"
                 raise ArgumentsError(
-                    f"{flag} is for {generator.name}, and {chosen}; leave it out, or take "
+                    f"{flag} is for {generator.name}, but {chosen}; leave it out, or use "
                     f"--pipeline-schedule {generator.name}"
                 )
             said[key] = value

@@ -22,12 +22,12 @@ __all__ = ["Pipeline", "base_table", "twins_of"]
 
 
 def base_table(chunks: int | None) -> str:
-    """Return the schedule with Megatron's own order for a number of stages on each rank."""
+    """Return the name of Megatron's own schedule for a number of stages on each rank."""
     return "interleaved" if chunks is not None and chunks > 1 else "1f1b"
 
 
 def twins_of(name: str) -> int:
-    """Return how many mirrored pipelines a schedule has, each a data-parallel replica."""
+    """Return the number of mirrored pipelines of a schedule, each a data-parallel replica."""
     return 1 if name.startswith(CSV_PREFIX) else get(name).twins
 
 
@@ -37,46 +37,46 @@ class Pipeline:
 
     config: PipelineConfig
     pp: int
-    """Ranks of the whole pipeline world, as the user says it (BitPipe: both twins together)."""
+    """Ranks of the whole pipeline world, as on the command line (BitPipe: both twins together)."""
     num_microbatches: int
-    """Micro-batches of one model replica of Megatron's (BitPipe: of one twin) in a full batch."""
+    """Micro-batches in a full batch for one of Megatron's replicas (BitPipe: for one twin)."""
     splits: bool = True
-    """Whether a dynamic order may split full backwards; False where the layers cannot do it."""
+    """Whether a dynamic order may split full backwards; False if the layers cannot."""
     over_torch: bool = False
-    """Whether torch.distributed is the best that `auto` finds here."""
+    """Whether `auto` selects torch.distributed here."""
     _fills: dict[int, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """By number of micro-batches: whether all W of the table are ours, made by splitting."""
+    """By number of micro-batches: whether all W of the table come from our splitting."""
     _policies: dict[int, Callable[[int], Policy]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """By number of micro-batches: what makes the policy of a rank."""
+    """By number of micro-batches: the factory of a rank's policy."""
     _tables: dict[int, Schedule] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     @property
     def name(self) -> str:
-        """The schedule, as registered, or `csv:FILE`."""
+        """The registered name of the schedule, or `csv:FILE`."""
         return self.config.schedule or base_table(self.config.chunks)
 
     @property
     def costs(self) -> Costs:
-        """What the table is made for."""
+        """Durations that the table is generated for."""
         return self.config.costs or UNIT
 
     @property
     def dynamic(self) -> DynamicOrder | None:
-        """How ranks choose their order; None: every rank runs that of the table."""
+        """Settings of the dynamic order; None: every rank runs the order of the table."""
         return self.config.dynamic
 
     @property
     def transport(self) -> TransportName:
-        """What carries tensors between ranks."""
+        """The transport of tensors between ranks."""
         return "torch" if self.over_torch else self.config.wire
 
     @property
     def timeout_s(self) -> float:
-        """How long a rank waits for one message."""
+        """Longest time a rank waits for one message."""
         return self.config.message_timeout_s
 
     @cached_property
@@ -86,7 +86,7 @@ class Pipeline:
 
     @property
     def twins(self) -> int:
-        """Mirrored pipelines, each of which is a data-parallel replica in Megatron's eyes."""
+        """Mirrored pipelines; to Megatron, each is a data-parallel replica."""
         return twins_of(self.name)
 
     @property
@@ -96,24 +96,25 @@ class Pipeline:
 
     @property
     def is_folded(self) -> bool:
-        """Whether the pipeline ends on the rank where it began (V and W)."""
+        """Whether the pipeline ends on the rank where it begins (V and W)."""
         return self.placement.name in ("v", "w")
 
     def static(self) -> Pipeline:
-        """Return the same pipeline with every rank in the order of the table."""
-        # What `dynamic` implies is said, because other settings depend on it.
+        """Return the same pipeline in the static order of the table."""
+        # Other settings depend on what `dynamic` implies, so make that explicit.
         config = replace(self.config, schedule=self.name, dynamic=None, transport=self.config.wire)
         return replace(self, config=config)
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the table for a number of micro-batches of one replica; made once for each.
+        """Return the table for a number of micro-batches of one replica, generated once.
 
-        It is what the generator makes, but for twins that are crossed once (dualpipe): the last
-        stage would be on the twin of the first, which is another replica to Megatron and reads
-        other samples, so activations would meet foreign labels. There they stay where they are.
+        It is the generator's table, with one exception: twins whose activations cross over once
+        (dualpipe). There the last stage would be on the twin of the first. To Megatron that is
+        another replica, which reads other samples, so activations would meet the wrong labels;
+        the exception keeps activations on their own twin.
 
         Raises:
-            ScheduleError: If there is none for that number.
+            ScheduleError: The schedule has no table for that number.
         """
         if num_microbatches not in self._tables:
             table = generate(
@@ -132,7 +133,7 @@ class Pipeline:
         return self._tables[num_microbatches]
 
     def policy(self, num_microbatches: int, rank: int) -> Policy:
-        """Return what chooses the next action of a rank of a dynamic schedule, for one step."""
+        """Return the policy that chooses the next action of a rank, for one step."""
         assert self.dynamic is not None, "a static schedule has no policy"
         if num_microbatches not in self._policies:
             table = self.schedule(num_microbatches)

@@ -1,8 +1,8 @@
-"""What a schedule's placement of stages is in Megatron's flags, and what the user said about it.
+"""Translates a schedule's placement of stages into Megatron's flags, and checks the user's own.
 
-Megatron cuts a model by four groups of flags that exclude each other: the number of virtual stages
-or their number of layers, a layout, uneven first and last stages. A table already says how many
-stages there are; what was said besides must not contradict it.
+Four groups of Megatron's flags, which exclude each other, split a model into stages: the number of
+virtual stages, their number of layers, a layout, and uneven first and last stages. A table fixes
+the number of stages; the user's flags must not contradict it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _UNEVEN = (
     "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json",
 )
-"""Arguments with which stages need not have the same number of layers."""
+"""Arguments that allow stages with different numbers of layers."""
 _SEARCHED_UP_TO_PP = 32
-"""Searching tables for more ranks takes seconds, too long for advice."""
+"""A search for more ranks takes seconds, too long for advice."""
 
 
 class _Said(NamedTuple):
@@ -58,7 +58,7 @@ def _said(args: Namespace) -> _Said | None:
 
 
 def _chunks_of(said: _Said, args: Namespace) -> int:
-    """Return how many stages a rank has by the user's flag, as Megatron counts them."""
+    """Return the stages of each rank under the user's flag, as Megatron counts them."""
     pp = args.pipeline_model_parallel_size
     if said.flag == _CHUNKS:
         return int(said.value)
@@ -75,7 +75,7 @@ def _chunks_of(said: _Said, args: Namespace) -> int:
 
 
 def _stages_in(layout: str) -> int:
-    """Count the stages of a layout string; `(...)*n` and `x*n` repeat what is before."""
+    """Count the stages of a layout string; `(...)*n` and `x*n` are repetitions."""
     unrolled = layout.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         unrolled = re.sub(repeated, lambda match: match[1] * int(match[2]), unrolled)
@@ -92,13 +92,13 @@ def _num_layers(args: Namespace) -> int:
 
 
 def _num_split(args: Namespace) -> int:
-    """Return how many layers Megatron splits evenly, embedding and loss included if asked for."""
+    """Return the number of layers that Megatron splits evenly, with embedding and loss if set."""
     extra = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     return _num_layers(args) + sum(bool(getattr(args, dest, False)) for dest in extra)
 
 
 def chunks_of_megatron(args: Namespace) -> int:
-    """Return the stages that each rank has without a schedule of ours.
+    """Return the stages of each rank under Megatron's own schedule.
 
     Raises:
         ArgumentsError: The flags contradict each other, or do not divide.
@@ -108,7 +108,7 @@ def chunks_of_megatron(args: Namespace) -> int:
 
 
 def num_chunks(args: Namespace, name: str) -> int | None:
-    """Return the stages of each rank where the schedule leaves that to the user, else None.
+    """Return the stages of each rank if the schedule leaves them to the user, else None.
 
     Raises:
         ArgumentsError: The flags contradict each other, or do not divide.
@@ -122,13 +122,13 @@ def num_chunks(args: Namespace, name: str) -> int | None:
     if chunks < 2:
         raise ArgumentsError(
             f"--pipeline-schedule {name} needs several stages on each rank, but {said} makes "
-            f"{chunks}; take --pipeline-schedule 1f1b, or {_CHUNKS} 2"
+            f"{chunks}; use --pipeline-schedule 1f1b, or {_CHUNKS} 2"
         )
     return chunks
 
 
 def flags_for(args: Namespace, pipeline: Pipeline) -> dict[str, Any]:
-    """Return the arguments, by name, with which Megatron builds the stages of a schedule.
+    """Return the arguments, by name, that make Megatron build the stages of a schedule.
 
     Raises:
         ArgumentsError: The user's flags contradict the schedule.
@@ -159,52 +159,51 @@ def _check_said(
     """Refuse flags about stages that contradict the schedule.
 
     Args:
-        args: All of them.
-        said: What they say about the stages of each rank.
-        pipeline: What they have to go with.
-        deals_out: Whether Megatron deals the stages out round and round, as it does by itself.
+        args: Parsed arguments.
+        said: The flag among them about the stages of each rank, if any.
+        pipeline: The pipeline that they must fit.
+        deals_out: Whether stages are placed round-robin, Megatron's default.
     """
     chunks = pipeline.placement.num_stages // pipeline.placement.num_ranks
     if not deals_out:
         if said is not None and said.flag != _LAYOUT:
             raise ArgumentsError(
-                f"--pipeline-schedule {pipeline.name} puts its {chunks} stages on each rank by "
-                f"itself, which excludes {said}; leave it out, or take --pipeline-schedule "
-                "interleaved"
+                f"--pipeline-schedule {pipeline.name} places {chunks} stages on each rank, "
+                f"which excludes {said}; leave it out, or use --pipeline-schedule interleaved"
             )
         return
     if said is not None and _chunks_of(said, args) != chunks:
         number = "one stage" if chunks == 1 else f"{chunks} stages"
         raise ArgumentsError(
             f"--pipeline-schedule {pipeline.name} has {number} on each rank, {said} makes "
-            f"{_chunks_of(said, args)}; leave it out, or take --pipeline-schedule interleaved"
+            f"{_chunks_of(said, args)}; leave it out, or use --pipeline-schedule interleaved"
         )
     _check_layers(args, pipeline)
 
 
 def _check_layers(args: Namespace, pipeline: Pipeline) -> None:
-    """Megatron tells some of these late, in the middle of building the model."""
+    """Check the number of layers early; Megatron would fail while it builds the model."""
     if any(getattr(args, dest, None) is not None for dest in _UNEVEN):
         return
     layers, stages = _num_split(args), pipeline.placement.num_stages
     if layers % stages:
         extra = layers - _num_layers(args)
         fitting = [n * stages - extra for n in (layers // stages, layers // stages + 1)]
-        counted = " with embedding and loss as asked" if extra else ""
+        counted = ", embedding and loss included," if extra else ""
         raise ScheduleError(
             f"{layers} layers{counted} do not divide into the {stages} stages of "
-            f"--pipeline-schedule {pipeline.name}; take --num-layers "
-            f"{' or '.join(str(n) for n in fitting if n > 0)}, or say which stage has which layers "
+            f"--pipeline-schedule {pipeline.name}; use --num-layers "
+            f"{' or '.join(str(n) for n in fitting if n > 0)}, or give each stage its layers "
             f"with {_LAYOUT}"
         )
 
 
 def best_schedule(args: Namespace, instead_of: Pipeline, num_microbatches: int) -> str | None:
-    """Return the flags of the other schedule with the shortest step for these sizes, if any.
+    """Return the flags of the fastest other schedule for these sizes, or None.
 
     Args:
-        args: What the other schedule has to go with.
-        instead_of: What cannot run; tells the ranks and costs.
+        args: Parsed arguments that the other schedule must fit.
+        instead_of: The pipeline that cannot run; its ranks and costs apply.
         num_microbatches: Micro-batches of the whole pipeline world in one step.
     """
     pp, costs = instead_of.pp, instead_of.costs
@@ -225,7 +224,7 @@ def best_schedule(args: Namespace, instead_of: Pipeline, num_microbatches: int) 
             continue
         chosen = generator.chosen_by(table)
         if generator.free_chunks and _said(args) is not None:
-            chosen = f"--pipeline-schedule {generator.name}"  # what was said tells the chunks
+            chosen = f"--pipeline-schedule {generator.name}"  # the user's flag fixes the chunks
         timeline = comparison.evaluate(table, costs)
         found.append(((timeline.makespan, timeline.peak_activations), chosen))
     return min(found)[1] if found else None

@@ -28,7 +28,7 @@ _SETTINGS = (
     "params_dtype", "recompute_granularity", "overlap_grad_reduce", "overlap_param_gather",
     "use_distributed_optimizer", "sequence_parallel",
 )  # fmt: skip
-"""Arguments that may explain a time."""
+"""Arguments that may explain a duration."""
 
 _OF_TRACE = ("trace_interval", "trace_iterations", "trace_dir")
 
@@ -38,39 +38,40 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
     group.add_argument(
         "--trace",
         action="store_true",
-        help="Record what each rank does when, into benchmark/<run>/; see `megatron-ext aggregate` "
+        help="Record a timeline of each rank in benchmark/<run>/; see `megatron-ext aggregate` "
         "and `megatron-ext report`.",
     )
     group.add_argument(
         "--trace-interval",
         type=int,
         metavar="N",
-        help=f"Of --trace: every N iterations some are traced (default: {Tracing.interval}).",
+        help=f"With --trace: length of an interval, in iterations (default: {Tracing.interval}).",
     )
     group.add_argument(
         "--trace-iterations",
         type=int,
         metavar="K",
-        help="Of --trace: the first K of each interval (default: "
+        help="With --trace: record the first K iterations of each interval (default: "
         f"{Tracing().num_iterations}, or all of a shorter interval).",
     )
     group.add_argument(
         "--trace-dir",
         type=Path,
         metavar="DIR",
-        help="Of --trace: the folder of this run (default: by its sizes, in benchmark/).",
+        help="With --trace: output folder of this run (default: in benchmark/, named after the "
+        "run's sizes).",
     )
     group.add_argument(
         "--hang-timeout",
         type=float,
         metavar="SECONDS",
-        help="End the job when a training step makes no progress for so long, and say which rank "
-        "the others wait for (default: wait as long as the process groups do).",
+        help="End the job when a training step makes no progress for this long, and name the rank "
+        "that the others wait for (default: the process groups' time-out applies).",
     )
 
 
 def tracing(args: Namespace) -> Tracing | None:
-    """Return what `--trace` and its options say; None without it.
+    """Return the settings of `--trace`; None without it.
 
     Raises:
         ArgumentsError: The numbers are impossible, or `--trace` is missing.
@@ -89,11 +90,11 @@ def tracing(args: Namespace) -> Tracing | None:
 
 
 def run_of(args: Namespace, found: Active) -> session.Run:
-    """Return what a trace says about the run.
+    """Return the description of the run that a trace stores.
 
     Args:
-        args: As Megatron completed them.
-        found: The configuration in force.
+        args: Arguments that Megatron has completed.
+        found: The active configuration.
     """
     if found.config.tracing is None:
         return session.Run()
@@ -105,7 +106,7 @@ def run_of(args: Namespace, found: Active) -> session.Run:
 
 
 def _table(args: Namespace, found: Active) -> Schedule | None:
-    """Return the table of a full batch, Megatron's own where that is what runs."""
+    """Return the table of a full batch; that of Megatron's own schedule if it runs."""
     if found.pipeline is not None:
         return found.pipeline.full
     count = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
@@ -118,7 +119,7 @@ def _table(args: Namespace, found: Active) -> Schedule | None:
     try:
         return generate(base_table(chunks), pp, count, chunks)
     except ScheduleError:
-        return None  # Megatron runs what we have no table for
+        return None  # Megatron runs a schedule that we have no table for
 
 
 def _settings(args: Namespace, active: Active) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def _settings(args: Namespace, active: Active) -> dict[str, Any]:
     found.setdefault("pipeline_schedule", "Megatron's own")
     found["transport"] = found.get("pipeline_transport", "torch")
     pipeline = active.pipeline
-    if pipeline is not None:  # with what other flags imply
+    if pipeline is not None:  # includes settings that other flags imply
         found |= {"pipeline_schedule": pipeline.name, "transport": pipeline.transport}
         if pipeline.dynamic is not None:
             found["dpp_policy"] = pipeline.dynamic.policy

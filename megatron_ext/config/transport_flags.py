@@ -11,14 +11,14 @@ __all__ = ["add_flags", "transport_fields"]
 
 
 def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
-    """Add the flags that say what carries tensors."""
+    """Add the flags of the transport."""
     group.add_argument(
         "--pipeline-transport",
         choices=TRANSPORTS,
-        help="What carries tensors between pipeline ranks, also those of Megatron's own schedules: "
-        "torch.distributed, or shared memory of one host, TCP or RDMA, to which tensors of a GPU "
-        "get through pinned memory; auto takes for each pair of ranks the best that it has, which "
-        "on the GPUs of one host is torch.distributed unless --use-dpp is given (default: "
+        help="Transport between pipeline ranks, under Megatron's own schedules too: "
+        "torch.distributed, shared memory of one host, TCP or RDMA; over the last three, GPU "
+        "tensors go through pinned memory. auto picks the best for each pair of ranks: on the GPUs "
+        "of one host that is torch.distributed unless --use-dpp is given (default: "
         f"{TRANSPORTS[0]}; with --use-dpp: auto).",
     )
     group.add_argument(
@@ -26,31 +26,31 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
         nargs="+",
         metavar="ADDRESS",
         help="Addresses for --pipeline-transport auto, tcp and rdma: one for each node, in the "
-        "order of ranks, or one for each rank (default: those on the way to MASTER_ADDR).",
+        "order of ranks, or one for each rank (default: those on the route to MASTER_ADDR).",
     )
     group.add_argument(
         "--pipeline-device-path",
         choices=DEVICE_PATHS,
-        help="How tensors of a GPU get to ranks of the same host over --pipeline-transport shm or "
-        "auto: through pinned memory, or from GPU to GPU by CUDA IPC, which has to be possible "
-        f"between all of them (default: {DEVICE_PATHS[0]}).",
+        help="How GPU tensors reach ranks of the same host over --pipeline-transport shm or auto: "
+        "staged through pinned memory, or from GPU to GPU by CUDA IPC, which every pair of GPUs "
+        f"must support (default: {DEVICE_PATHS[0]}).",
     )
     group.add_argument(
         "--pipeline-checksum",
         action="store_true",
-        help="Give the bytes of each message over --pipeline-transport auto, shm, tcp or rdma a "
-        "checksum, so that faulty memory or a faulty network ends the job instead of changing it. "
-        "Costs about a copy at both ends. What messages say about themselves always has one.",
+        help="Checksum the bytes of each message over --pipeline-transport auto, shm, tcp or rdma, "
+        "so that faulty memory or a faulty network ends the job instead of changing its results. "
+        "Costs about a copy at both ends. Descriptors of messages always have a checksum.",
     )
 
 
 def _timeout_s(args: Namespace) -> float:
-    """Return how long a rank waits for one message: Megatron's own time-out of collectives."""
+    """Return the time-out of one message: Megatron's own time-out of collectives."""
     return 60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10)
 
 
 def transport_fields(args: Namespace) -> dict[str, Any]:
-    """Return the fields of a `PipelineConfig` about what carries tensors."""
+    """Return the fields of a `PipelineConfig` about the transport."""
     return {
         "transport": getattr(args, "pipeline_transport", None),
         "device_path": getattr(args, "pipeline_device_path", None) or DEVICE_PATHS[0],

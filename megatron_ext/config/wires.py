@@ -1,4 +1,4 @@
-"""Which transport `auto` means on the hosts of a job."""
+"""Decides whether `auto` selects torch.distributed or the native core."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _LOG = logging.getLogger(__name__)
 
 
 def torch_is_best(config: PipelineConfig, world_size: int) -> bool:
-    """Tell whether `auto` means torch.distributed: a static order between devices of one host.
+    """Return whether `auto` selects torch.distributed: a static order on devices of one host.
 
-    A schedule whose order is fixed needs nothing that torch.distributed lacks.
+    torch.distributed offers all that a schedule with a fixed order needs.
     """
     if config.wire != "auto" or config.dynamic is not None:
         return False
-    if config.device_path == "ipc" or config.checksums:  # which torch.distributed does not have
+    if config.device_path == "ipc" or config.checksums:  # torch.distributed has neither
         return False
     on_one_host = Environment.read().ranks_per_node(world_size) >= world_size
     if not (on_one_host and devices.current().reaches_peers):

@@ -69,12 +69,20 @@ def test_what_to_build(
 @pytest.mark.parametrize(
     ("settings", "sizes", "message"),
     [
-        ({"schedule": "zb-v"}, {"pipeline_ranks": 1}, "needs a pipeline, pipeline_ranks 1 is none"),
-        ({"schedule": "bitpipe"}, {"pipeline_ranks": 5}, "must be even and at least 4; take 4 or"),
-        ({"schedule": "bitpipe"}, {"num_microbatches": 7}, "do not divide among the two mirrored"),
-        ({"schedule": "zb-v"}, {"num_layers": 12}, "num_layers 12 do not divide into the 8 stages"),
+        (
+            {"schedule": "zb-v"},
+            {"pipeline_ranks": 1},
+            "needs a pipeline, pipeline_ranks 1 makes none",
+        ),
+        ({"schedule": "bitpipe"}, {"pipeline_ranks": 5}, "must be even and at least 4; use 4 or"),
+        ({"schedule": "bitpipe"}, {"num_microbatches": 7}, "must be even for the two mirrored"),
+        (
+            {"schedule": "zb-v"},
+            {"num_layers": 12},
+            "num_layers 12 must be a multiple of the 8 stages",
+        ),
         ({"schedule": "interleaved"}, {"num_microbatches": 6}, "take 4 or 8 micro-batches"),
-        ({"dynamic": DynamicOrder()}, {}, "need a seed of the run"),
+        ({"dynamic": DynamicOrder()}, {}, "need a seed; pass seed"),
         ({"disaggregation": megatron_ext.Disaggregation()}, {}, "knows both roles"),
         ({"device": "musa"}, {}, "device musa came after the cpu backend was armed"),
     ],

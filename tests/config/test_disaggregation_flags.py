@@ -39,14 +39,14 @@ def _no_job() -> Iterator[None]:
         (MERGED + PP2 + TP2, 8, ("(TP + 1) x PP = (2 + 1) x 2 = 6 for each replica of the model; "
          "start 6 or 12 processes")),
         (FBD + PP2 + "--pipeline-schedule zb-h1", 4, "it brings its own schedule"),
-        (FBD + PP2 + "--pipeline-device-path ipc", 4, "goes through the host; leave it out"),
+        (FBD + PP2 + "--pipeline-device-path ipc", 4, "go through the host; leave it out"),
         (FBD + PP2 + "--enable-bitpipe-schedule", 4, "it brings its own schedule"),
-        (MERGED + TP2 + MOE, 3, "shards of experts are not put together"),
-        (FBD + PP2 + MOE + EXPERT_BIAS, 4, "that bias is no weight and would stay behind"),
+        (MERGED + TP2 + MOE, 3, "shards of experts are not merged"),
+        (FBD + PP2 + MOE + EXPERT_BIAS, 4, "that bias is not a weight"),
         (FBD + PP2 + "--num-layers-per-virtual-pipeline-stage 1", 4, "each rank has one stage"),
         (FBD + PP2 + "--pipeline-model-parallel-layout Et|t|t|tL", 4, "the flags make 2"),
         (FBD + PP2 + "--fbd-activations ship", 4, "add --recompute-granularity full"),
-        (FBD + PP2 + SHIP + MTP, 4, "not those behind them"),
+        (FBD + PP2 + SHIP + MTP, 4, "not of those for multi-token prediction"),
         (MERGED + PP2 + TP2 + "--hidden-dropout 0.1", 6, "draws other masks than the shards"),
         ("--ignore-forward-tensor-parallel", 1, "but there are none; add --forward-backward"),
         ("--fbd-activations ship", 1, "but there are none; add --forward-backward"),
@@ -63,10 +63,10 @@ def test_what_is_refused(flags: str, world: int, rule: str) -> None:
 @pytest.mark.parametrize(
     ("dest", "value", "rule"),
     [
-        ("context_parallel_size", 2, "--context-parallel-size above 1: tensors are handed over"),
-        ("rerun_mode", "report_stats", "--rerun-mode report_stats: it runs each step again"),
-        ("full_validation", True, "backward ranks do not read that data; take --eval-iters"),
-        ("exit_signal_handler", True, "take --exit-interval or --train-iters"),
+        ("context_parallel_size", 2, "--context-parallel-size above 1: only tensor-parallel ranks"),
+        ("rerun_mode", "report_stats", "--rerun-mode report_stats: it reruns each step"),
+        ("full_validation", True, "backward ranks do not read that data; use --eval-iters"),
+        ("exit_signal_handler", True, "use --exit-interval or --train-iters"),
         ("use_torch_fsdp2", True, "use --use-distributed-optimizer to shard optimizer state"),
     ],
 )

@@ -44,18 +44,18 @@ REFUSED = {
     ),
     "transport": (
         PP4 + "--use-dpp --pipeline-transport torch", 4,
-        ["--use-dpp chooses by what has arrived, which torch.distributed cannot tell"],
+        ["--use-dpp chooses by which messages have arrived, which torch.distributed"],
     ),
     "one stage": ("--use-dpp", 1, ["--use-dpp needs a pipeline", "or leave --use-dpp out"]),
     "loss over replicas in a layer": (
         PP4 + "--use-dpp --num-experts 4 --moe-router-load-balancing-type global_aux_loss", 8,
         ["--use-dpp cannot run with --moe-router-load-balancing-type global_aux_loss",
-         "take aux_loss or seq_aux_loss"],
+         "use aux_loss or seq_aux_loss"],
     ),
     "twins gather": (
         PP4 + "--use-dpp --enable-bitpipe-schedule --use-distributed-optimizer "
         "--overlap-grad-reduce --overlap-param-gather", 4,
-        ["--use-dpp cannot run with --overlap-param-gather", "take --bitpipe-routing local"],
+        ["--use-dpp cannot run with --overlap-param-gather", "use --bitpipe-routing local"],
     ),
 }  # fmt: skip
 

@@ -25,17 +25,17 @@ from megatron_ext.schedules.representation.costs import Costs
         ({"schedule": "fbd"}, "schedule fbd needs processes of two roles"),
         ({"schedule": "zb-v", "options": {"order": "zb"}}, "zb-v has no option 'order'"),
         ({"schedule": "interleaved", "chunks": 1}, "at least 2 chunks, got 1"),
-        ({"schedule": "csv:x", "chunks": 2}, "schedule csv:x is what the file says"),
+        ({"schedule": "csv:x", "chunks": 2}, "schedule csv:x: the file fixes chunks"),
         ({"costs": Costs()}, "costs is for schedules of this package; add schedule"),
-        ({"transport": "pigeon"}, "transport 'pigeon' is none of torch, auto, shm, tcp, rdma"),
+        ({"transport": "pigeon"}, "transport 'pigeon' must be one of torch, auto, shm, tcp, rdma"),
         ({"dynamic": DynamicOrder(), "transport": "torch"}, "leave transport torch out"),
-        ({"node_ips": ("10.0.0.1",)}, "transport torch has none; take transport auto"),
-        ({"device_path": "ipc"}, "device_path ipc goes with shared memory, transport is torch"),
-        ({"device": "tpu"}, "device 'tpu' is none of auto"),
+        ({"node_ips": ("10.0.0.1",)}, "transport torch has none; use transport auto"),
+        ({"device_path": "ipc"}, "device_path ipc needs shared memory, transport is torch"),
+        ({"device": "tpu"}, "device 'tpu' must be one of auto"),
         ({"hang_timeout_s": 0.0}, "hang_timeout_s 0 must be a positive number of seconds"),
         ({"message_timeout_s": -1.0}, "message_timeout_s -1 must be a positive number"),
         ({"disaggregation": Disaggregation(), "schedule": "1f1b"}, "brings its own schedule"),
-        ({"disaggregation": Disaggregation(), "transport": "torch"}, "are two jobs; take auto"),
+        ({"disaggregation": Disaggregation(), "transport": "torch"}, "are two jobs; use auto"),
     ],
 )
 def test_what_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -55,7 +55,10 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], message: str) -> No
         ),
         (lambda: Tracing(interval=0), "interval 0 must be at least 1"),
         (lambda: Tracing(interval=3, iterations=4), "must be between 1 and interval 3"),
-        (lambda: Disaggregation(forward_device="auto"), "forward_device 'auto' is none of cuda"),
+        (
+            lambda: Disaggregation(forward_device="auto"),
+            "forward_device 'auto' must be one of cuda",
+        ),
     ],
 )
 def test_parts_check_themselves(make: Any, message: str) -> None:

@@ -111,7 +111,7 @@ def test_layers_that_cannot_be_split_are_refused(
     if not refused:
         check(args)
         return
-    with pytest.raises(ArgumentsError, match="but transformer_engine is too old; or take 1f1b"):
+    with pytest.raises(ArgumentsError, match="but transformer_engine is too old; or use 1f1b"):
         check(args)
 
 
@@ -235,7 +235,7 @@ def test_a_file_of_another_size_says_which_flags_fit(args: Namespace, tmp_path: 
     args.global_batch_size = 6
     assert choose(args, f"csv:{path}").schedule(6).rows == generate("zb-h1", 4, 6).rows
     args.pipeline_model_parallel_size = args.world_size = 2  # what was changed since is not undone
-    with pytest.raises(UserError, match="take --pipeline-model-parallel-size 4"):
+    with pytest.raises(UserError, match="use --pipeline-model-parallel-size 4"):
         choose(args, f"csv:{path}")
 
 

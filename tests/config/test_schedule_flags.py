@@ -217,7 +217,7 @@ REFUSED = {
     ),
     "option alone": (PP4 + "--bitpipe-order zb", 4, ["none was chosen"]),
     "transport without a pipeline": (
-        "--pipeline-transport shm", 1, ["--pipeline-model-parallel-size 1 has none; leave it out"],
+        "--pipeline-transport shm", 1, ["1 has no second rank; leave it out"],
     ),
     "transport for other groups": (
         PP4 + "--pipeline-transport shm --num-layers-per-virtual-pipeline-stage 2 "
@@ -225,22 +225,22 @@ REFUSED = {
         ["--pipeline-transport shm with 6 micro-batches", "take 4 or 8 micro-batches"],
     ),
     "addresses without a wire": (
-        PP4 + "--node-ips 10.0.0.1", 4, ["--pipeline-transport torch has none; take"],
+        PP4 + "--node-ips 10.0.0.1", 4, ["--pipeline-transport torch has none; use"],
     ),
     "costs alone": (PP4 + "--pipeline-costs 1,1,1", 4, ["add --pipeline-schedule NAME"]),
     "costs": (
         PP4 + "--pipeline-schedule zb-v --pipeline-costs 1,2", 4,
         ["--pipeline-costs: costs are three numbers", "'1,2'"],
     ),
-    "pp 1": ("--pipeline-schedule zb-v", 1, ["zb-v needs a pipeline", "take at least 2"]),
+    "pp 1": ("--pipeline-schedule zb-v", 1, ["zb-v needs a pipeline", "use at least 2"]),
     "pp 1, bitpipe": ("--enable-bitpipe-schedule", 1, ["bitpipe-schedule needs a pipeline"]),
     "odd": (
         "--pipeline-model-parallel-size 5 --enable-bitpipe-schedule", 5,
-        ["--pipeline-model-parallel-size 5 must be even", "take 4 or 6", "zb-v"],
+        ["--pipeline-model-parallel-size 5 must be even", "use 4 or 6", "zb-v"],
     ),
     "two mirrored": (
         "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe --global-batch-size 16", 2,
-        ["at least 4; take 4"],
+        ["at least 4; use 4"],
     ),
     "world": (PP4 + "--enable-bitpipe-schedule", 6, ["world size 6", "pipeline 4", "start 4"]),
     "few": (
@@ -266,15 +266,15 @@ REFUSED = {
     ),
     "chunks of a line": (
         PP4 + "--pipeline-schedule zb-h1 --num-virtual-stages-per-pipeline-rank 2", 4,
-        ["has one stage on each rank", "makes 2", "take --pipeline-schedule interleaved"],
+        ["has one stage on each rank", "makes 2", "use --pipeline-schedule interleaved"],
     ),
     "chunks of a v": (
         PP4 + "--pipeline-schedule zb-v --num-layers-per-virtual-pipeline-stage 2", 4,
-        ["by itself, which excludes --num-layers-per-virtual-pipeline-stage 2"],
+        ["which excludes --num-layers-per-virtual-pipeline-stage 2"],
     ),
     "one chunk": (
         PP4 + "--pipeline-schedule interleaved --num-layers-per-virtual-pipeline-stage 4", 4,
-        ["makes 1", "take --pipeline-schedule 1f1b"],
+        ["makes 1", "use --pipeline-schedule 1f1b"],
     ),
     "layout": (
         PP4 + "--pipeline-schedule zb-v --pipeline-model-parallel-layout Et*4|t*4|t*4|t*4L", 4,

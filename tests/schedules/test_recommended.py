@@ -157,11 +157,11 @@ def remedies_of(flags: str, message: str) -> list[str]:
         if told is not None:
             found += [changed(flags, f"{flag} {number}") for number in told.groups() if number]
             break
-    excluded = re.search(r"excludes (--\S+ \S+); leave it out, or take (--\S+ \S+)", message)
+    excluded = re.search(r"excludes (--\S+ \S+); leave it out, or use (--\S+ \S+)", message)
     if excluded is not None:
         found = [flags.replace(excluded[1], ""), changed(flags, excluded[2])]
     assert found, f"no remedy for {flags} in: {message}"
-    named = re.search(r", or (--pipeline-schedule \S+), which takes any", message)
+    named = re.search(r", or (--pipeline-schedule \S+), which accepts any", message)
     layout = re.search(r"for example --pipeline-model-parallel-layout '([^']+)'", message)
     if named is not None:
         found.append(changed(flags, named[1]))
@@ -171,9 +171,9 @@ def remedies_of(flags: str, message: str) -> list[str]:
 
 
 REMEDIES = (
-    ("--pipeline-model-parallel-size", r"must be even and at least 4; take (\d+)(?: or (\d+))?"),
-    ("--num-layers", r"not divide into .*take (?:--num-layers )?(\d+)(?: or (\d+))?"),
-    ("--global-batch-size", r"take --global-batch-size (\d+)(?: or (\d+))?"),
+    ("--pipeline-model-parallel-size", r"must be even and at least 4; use (\d+)(?: or (\d+))?"),
+    ("--num-layers", r"not divide into .*(?:take|use) (?:--num-layers )?(\d+)(?: or (\d+))?"),
+    ("--global-batch-size", r"use --global-batch-size (\d+)(?: or (\d+))?"),
 )
 """By flag: where a message says values that it may have."""
 
