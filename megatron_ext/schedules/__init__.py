@@ -1,14 +1,12 @@
 """Pipeline schedules as data: generated, validated, simulated and drawn.
 
-One `Schedule` is a list of actions for each rank. `generate` makes one by name, `validate` proves
-that it is correct, `simulate` says how long it takes and what it keeps in memory, `render` and
-`svg` draw it, `lower` adds the communication that follows from it. All of this imports the standard
-library only.
+A `Schedule` holds a list of actions for each rank. `generate` makes one by name, `validate` proves
+it correct, `simulate` computes its time and memory, `render` and `svg` draw it, and `lower` adds
+the communication. All of this imports the standard library only.
 
-Words: a *rank* is a process of the pipeline. The model is cut into *stages*; a rank holds one or
+Terms: a *rank* is a process of the pipeline. The model is split into *stages*; a rank holds one or
 more, its *chunks*. A step runs every *micro-batch* through all stages, forward and backward. With
-*twins* two mirrored pipelines share all ranks. The *bubble* is the time that the busiest rank
-waits.
+*twins* two mirrored pipelines share all ranks. The *bubble* is the idle time of the busiest rank.
 """
 
 from megatron_ext.schedules.generators.catalog import generate, register, registered

@@ -24,7 +24,11 @@ __all__ = ["compare", "evaluate", "figures", "table", "training_flags", "variant
 
 
 def evaluate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Check and simulate a schedule."""
+    """Check and simulate a schedule.
+
+    Raises:
+        ScheduleError: The table is wrong.
+    """
     check_actions(schedule)
     return simulate(schedule, costs)
 
@@ -37,21 +41,21 @@ def compare(
     chunks: int | None = None,
     options: Mapping[str, Mapping[str, Option]] | None = None,
 ) -> tuple[list[Timeline], list[str]]:
-    """Simulate one schedule, or with the name `all` every one that the sizes allow.
+    """Simulate one schedule, or with `all` every schedule that the sizes allow.
 
     Args:
         name: A registered schedule, `csv:FILE`, or `all`.
         pp: Ranks of the pipeline world.
         num_microbatches: Micro-batches of that world in one step.
-        costs: Times of actions and links.
-        chunks: Stages on each rank; with `all`, for the schedules that leave it open.
+        costs: Durations of actions and latencies of links.
+        chunks: Stages on each rank; with `all`, for schedules that leave their number open.
         options: Further options by the name of the schedule.
 
     Returns:
-        The simulations, the shortest first, and with `all` the reasons why others are left out.
+        The simulations, shortest first, and with `all` the reasons why others are left out.
 
     Raises:
-        ScheduleError: If the schedule, or with `all` every schedule, cannot be.
+        ScheduleError: The schedule, or with `all` every schedule, is impossible for these sizes.
     """
     options = options or {}
     if name != "all":
@@ -67,7 +71,7 @@ def compare(
                 left_out.append(str(error))
                 continue
             found.append(evaluate(schedule, costs))
-    reasons = list(dict.fromkeys(left_out))  # many have one
+    reasons = list(dict.fromkeys(left_out))  # variants share reasons
     if not found:
         raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(reasons))
     found.sort(key=lambda timeline: (timeline.makespan, timeline.peak_activations))
@@ -77,7 +81,7 @@ def compare(
 def variants(
     generator: Generator, chunks: int | None, chosen: Mapping[str, Option]
 ) -> list[dict[str, Option]]:
-    """What to show of one schedule; what the user chose is fixed."""
+    """Return the options of each variant of a schedule to show, with the user's choices fixed."""
     fixed = dict(chosen)
     if generator.free_chunks and chunks is not None:
         fixed["chunks"] = chunks
@@ -114,7 +118,7 @@ def _number(value: float) -> float | int:
 
 
 def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
-    """Return the flags that train with a schedule, made and simulated for given costs."""
+    """Return the training flags of a schedule for given costs."""
     if schedule.name.startswith(CSV_PREFIX):
         chosen = f"--pipeline-schedule {schedule.name}"
     else:

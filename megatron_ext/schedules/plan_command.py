@@ -1,4 +1,4 @@
-"""The subcommands `plan` and `plot`, which start at once: no torch and no Megatron is imported."""
+"""The subcommands `plan` and `plot`; they start fast, importing neither torch nor Megatron."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -33,7 +33,7 @@ _Subparsers = argparse._SubParsersAction
 
 
 def add_subcommand(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
-    """Register `plan` and `plot`; the parsed namespace carries what runs as its `run` attribute."""
+    """Register `plan` and `plot`; the parsed namespace's `run` attribute executes the command."""
     add_plan(subparsers)
     add_plot(subparsers)
 
@@ -57,7 +57,7 @@ def add_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--use-dpp",
         action="store_true",
-        help="also tell what a dynamic order would gain or lose over each table",
+        help="also show the gain or loss of a dynamic order over each table",
     )
     parser.set_defaults(run=_run_plan)
 
@@ -104,11 +104,15 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         "--costs",
         default="1,1,1",
         metavar="F,I,W",
-        help="times of forward, input gradient and weight gradient on 1/pp of the model "
-        "(default: 1,1,1)",
+        help="durations of forward, input gradient and weight gradient on 1/pp of the model, in "
+        "any consistent unit (default: 1,1,1)",
     )
     parser.add_argument(
-        "--comm", type=float, default=0.0, metavar="C", help="latency of a message (default: 0)"
+        "--comm",
+        type=float,
+        default=0.0,
+        metavar="C",
+        help="latency of a message, in the unit of --costs (default: 0)",
     )
 
 
@@ -123,14 +127,14 @@ def _costs(args: argparse.Namespace) -> Costs:
 
 
 def _options(args: argparse.Namespace) -> dict[str, dict[str, Option]]:
-    """What was said about each schedule, by its name."""
+    """Return the given options of each schedule, by its name."""
     said: dict[str, dict[str, Option]] = {}
     for destination, value in vars(args).items():
         name, _, key = destination.partition(" ")
         if key and value is not None:
             if not {name, "all"}.intersection(args.schedule):
                 named = ", ".join(args.schedule)
-                raise ScheduleError(f"--{name}-{key} is for {name}, not for {named}")
+                raise ScheduleError(f"--{name}-{key} is for {name}, not for {named}; leave it out")
             said.setdefault(name, {})[key] = value
     return said
 
@@ -140,17 +144,15 @@ def _check_sizes(args: argparse.Namespace) -> None:
         return
     for flag, value in (("--pp", args.pp), ("--microbatches", args.microbatches)):
         if value is None:
-            raise ScheduleError(f"{flag} is missing; only csv:FILE knows its own size")
+            raise ScheduleError(f"{flag} is missing; give it (only csv:FILE has its own size)")
         most = MAX_RANKS if flag == "--pp" else MAX_PASSES // min(max(args.pp, 1), MAX_RANKS)
         beside = "" if flag == "--pp" else f" for {args.pp} ranks"
         if value > most:
             raise ScheduleError(
-                f"{flag} {value} is more than can be planned{beside}; take at most {most}"
+                f"{flag} {value} is more than can be planned{beside}; use at most {most}"
             )
     if args.pp == 1:
-        raise ScheduleError(
-            "--pp 1 is no pipeline, so there is nothing to schedule; take 2 or more"
-        )
+        raise ScheduleError("--pp 1 is not a pipeline, there is nothing to schedule; use 2 or more")
 
 
 @contextmanager
@@ -194,7 +196,7 @@ def _print_notes(args: argparse.Namespace, timelines: list[Timeline]) -> None:
 
 
 def _print_dynamic(args: argparse.Namespace, timelines: list[Timeline]) -> None:
-    """Say for each table what `--use-dpp` would do to its time, and what is recommended."""
+    """Print for each table the gain of `--use-dpp`, and a recommendation."""
     print("\nwith --use-dpp, time of the table's own order over time of the dynamic one:")
     costs = _costs(args)
     width = max(len(timeline.schedule.label) for timeline in timelines)
@@ -240,7 +242,7 @@ def _file_text(timelines: list[Timeline], path: Path) -> str:
     if path.suffix == ".svg":
         return svg.draw(*timelines)
     if path.suffix not in (".csv", ".json"):
-        raise ScheduleError(f"{path}: unknown kind of file; take .svg, .csv or .json")
+        raise ScheduleError(f"{path}: unknown file type; use .svg, .csv or .json")
     if len(timelines) > 1:
         raise ScheduleError(f"{path} holds one schedule; name one, or draw several as .svg")
     [timeline] = timelines

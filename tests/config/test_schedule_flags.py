@@ -222,7 +222,7 @@ REFUSED = {
     "transport for other groups": (
         PP4 + "--pipeline-transport shm --num-layers-per-virtual-pipeline-stage 2 "
         "--global-batch-size 12", 4,
-        ["--pipeline-transport shm with 6 micro-batches", "take 4 or 8 micro-batches"],
+        ["--pipeline-transport shm with 6 micro-batches", "use 4 or 8 micro-batches"],
     ),
     "addresses without a wire": (
         PP4 + "--node-ips 10.0.0.1", 4, ["--pipeline-transport torch has none; use"],
@@ -230,7 +230,7 @@ REFUSED = {
     "costs alone": (PP4 + "--pipeline-costs 1,1,1", 4, ["add --pipeline-schedule NAME"]),
     "costs": (
         PP4 + "--pipeline-schedule zb-v --pipeline-costs 1,2", 4,
-        ["--pipeline-costs: costs are three numbers", "'1,2'"],
+        ["--pipeline-costs: costs must be three numbers", "'1,2'"],
     ),
     "pp 1": ("--pipeline-schedule zb-v", 1, ["zb-v needs a pipeline", "use at least 2"]),
     "pp 1, bitpipe": ("--enable-bitpipe-schedule", 1, ["bitpipe-schedule needs a pipeline"]),
@@ -310,7 +310,7 @@ def test_every_batch_of_a_ramp_up_is_checked() -> None:
     (message,) = run("upstream", (PP4.replace("16", "32") + ramping, 4))
     assert isinstance(message, str), "was accepted"
     assert "with 2 micro-batches (--global-batch-size 4" in message
-    assert "take 4 micro-batches" in message
+    assert "use 4 micro-batches" in message
 
 
 def test_mistakes_end_in_one_line(way: str) -> None:

@@ -88,7 +88,7 @@ def test_every_message_has_a_slot_and_one_sender(mode: str) -> None:
     [
         (0, 0, Action(0, "R", 0), "0R0 belongs to rank 3"),
         (3, 0, Action(0, "F", 0), "0F0 belongs to rank 0"),
-        (1, 0, Action(1, "F", 0), "backward ranks run it again"),
+        (1, 0, Action(1, "F", 0), "backward ranks recompute it"),
         (2, 0, Action(1, "B", 0), "1R0 has to run before it"),
         (0, 1, Action(0, "F", 0), "each action runs exactly once"),
     ],
@@ -116,7 +116,7 @@ def test_r_is_refused_where_forwards_and_backwards_share_a_rank() -> None:
 
 
 def test_odd_ranks_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="pp must be even, got 5; take 4 or 6"):
+    with pytest.raises(ScheduleError, match="pp must be even, got 5; use 4 or 6"):
         generate("fbd", 5, 4)
 
 

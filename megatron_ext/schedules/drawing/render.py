@@ -23,7 +23,7 @@ __all__ = ["caption", "cell_label", "grid", "picture", "slot_time"]
 
 
 def picture(timeline: Timeline, width: int = 100) -> str:
-    """Return caption, grid and legend, for a terminal of so many columns."""
+    """Return caption, grid and legend for a terminal of `width` columns."""
     return f"{caption(timeline)}\n{grid(timeline, width)}\n{_legend(timeline)}"
 
 
@@ -41,7 +41,7 @@ _MAX_CELLS = 1 << 20
 
 
 def check_drawable(timeline: Timeline) -> None:
-    """Refuse a picture with more columns than anybody could look at.
+    """Check that a picture has a reasonable number of columns.
 
     Raises:
         ScheduleError: It is too large.
@@ -50,8 +50,8 @@ def check_drawable(timeline: Timeline) -> None:
     columns = timeline.makespan / slot
     if columns * pp > _MAX_CELLS:
         raise ScheduleError(
-            f"{timeline.schedule.label} on {pp} ranks takes {columns:.3g} columns of {slot:g}, and "
-            f"at most {_MAX_CELLS // pp} can be drawn; take fewer micro-batches, or --costs that "
+            f"{timeline.schedule.label} on {pp} ranks needs {columns:.3g} columns of {slot:g}, and "
+            f"at most {_MAX_CELLS // pp} can be drawn; use fewer micro-batches, or --costs that "
             f"differ less"
         )
 
@@ -59,7 +59,7 @@ def check_drawable(timeline: Timeline) -> None:
 def _legend(timeline: Timeline) -> str:
     kinds = {action.kind for row in timeline.schedule.rows for action in row}
     names = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-    if not timeline.schedule.ships_activations:  # else it takes no time and is not seen
+    if not timeline.schedule.ships_activations:  # else it takes no time and is invisible
         names["R"] = "forward again"
     parts = [f"{kind} {name}" for kind, name in names.items() if kind in kinds]
     if _num_chunks(timeline.schedule) == 2:
@@ -71,7 +71,7 @@ def _legend(timeline: Timeline) -> str:
 
 
 def slot_time(timeline: Timeline) -> float:
-    """Return the time that one column stands for: that of the shortest action."""
+    """Return the duration of one column: that of the shortest action."""
     return min(
         end - start
         for starts, ends in zip(timeline.starts, timeline.ends, strict=True)
@@ -85,7 +85,7 @@ def _num_chunks(schedule: Schedule) -> int:
 
 
 def cell_label(schedule: Schedule, action: Action) -> str:
-    """Return what stands in an action's cell."""
+    """Return the text of an action's cell."""
     if _num_chunks(schedule) > 2:
         return str(action)
     text = f"{action.kind}{action.microbatch}"
@@ -93,7 +93,7 @@ def cell_label(schedule: Schedule, action: Action) -> str:
 
 
 def grid(timeline: Timeline, width: int = 100) -> str:
-    """Return the lines of all ranks; what is wider than `width` goes on in a further block."""
+    """Return the lines of all ranks, broken into blocks of at most `width` columns."""
     rows = _cells(timeline)
     rank_width = len(str(len(rows) - 1))
     columns = len(rows[0])
@@ -110,7 +110,7 @@ def grid(timeline: Timeline, width: int = 100) -> str:
 
 
 def _cells(timeline: Timeline) -> list[list[str]]:
-    """By rank: the characters of each column, all of one width."""
+    """Return the text of each cell, by rank and column, padded to equal width."""
     schedule = timeline.schedule
     slot = slot_time(timeline)
     check_drawable(timeline)

@@ -39,9 +39,9 @@ _STYLE_OF_R = """
 
 
 def draw(*timelines: Timeline) -> str:
-    """Return the picture: a lane for each rank, odd chunks pale, the second direction framed.
+    """Return an SVG: a lane for each rank, odd chunks pale, the second direction framed.
 
-    Several schedules stand below each other on one scale of time.
+    Several schedules are drawn below each other on the same time scale.
     """
     for timeline in timelines:
         check_drawable(timeline)
@@ -69,7 +69,7 @@ def draw(*timelines: Timeline) -> str:
 
 
 def _scale(timeline: Timeline) -> float:
-    """Pixels for one unit of time: about 1000 in all, and legible numbers in short actions."""
+    """Return pixels per unit of time: about 1000 in total, with legible numbers in actions."""
     slot = slot_time(timeline)
     return min(max(1000 / timeline.makespan, 9 / slot), 24 / slot)
 

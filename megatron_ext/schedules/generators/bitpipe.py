@@ -18,8 +18,8 @@ bitpipe order=paper: pp 4, m 4, makespan 14, bubble 2 (14.3 %), peak 4
 
 Bubble: (pp/2 - 1) max(Tf, Tb + Tw) for m = pp; (k + 1)(pp - 2)Tf / 2 for m = k pp at Tb + Tw = 2Tf.
 
-`order=zb` splits backwards and searches an order (greedy.py) with the same activations, for given
-costs: a table made for equal times and free links is much longer under others.
+`order=zb` splits backwards and searches for an order (greedy.py) with the same activations and for
+given costs: a table made for equal times and free links is much longer under other costs.
 
 bitpipe order=zb: pp 4, m 4, makespan 12.5, bubble 0.5 (4.0 %), peak 4
 0|F0 F1 .  F2 f2 F3 f3 f0 i0 f1 i1 i2 I2 i3 I3 I0 W0 I1 W1 W2 W3 w2 w3 w0 w1
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 def bubble(size: Size, costs: Costs) -> float | None:
-    """Return the bubble of either order, see above."""
+    """Return the bubble of either order; see the module."""
     pp, m = size.pp, size.num_microbatches
     if size.options["order"] == "paper":
         return _paper_bubble(pp, m, costs)
@@ -97,12 +97,12 @@ def bitpipe(
     """Return the table of one of BitPipe's two mirrored pipelines.
 
     Raises:
-        ScheduleError: If the paper's order does not fit the number of micro-batches.
+        ScheduleError: The paper's order does not fit the number of micro-batches.
     """
     if order == "paper" and num_microbatches % pp:
         raise ScheduleError(
             f"the paper's order runs micro-batches in units of pp = {pp}, got {num_microbatches}; "
-            f"take a multiple of {pp}, or --bitpipe-order zb, which takes any even number"
+            f"use a multiple of {pp}, or --bitpipe-order zb, which accepts any even number"
         )
     folded = placement.mirrored(placement.w(pp // 2), routing)
     if order == "paper":
@@ -120,7 +120,7 @@ def _paper_rows(pp: int, num_microbatches: int) -> Rows:
 
 
 def _paper_row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
-    """The published order of one rank, for which h - rank is the depth of its alternation."""
+    """Return the published order of one rank; h - rank is the depth of its alternation."""
     h = pp // 2
     near = (rank, 2 * pp - 1 - rank)
     far = (pp - 1 - rank, pp + rank)
@@ -134,7 +134,7 @@ def _paper_row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
 def _unit(
     near: tuple[int, int], far: tuple[int, int], first: int, h: int, rank: int
 ) -> list[tuple[int, int]]:
-    """(stage, micro-batch) of one pass over one unit of h micro-batches in each direction."""
+    """Return (stage, micro-batch) of a pass over one unit of h micro-batches per direction."""
     head, tail = range(first, first + h - rank), range(first + h - rank, first + h)
     early, late = range(first, first + rank), range(first + rank, first + h)
     order = [(near[0], i) for i in head]

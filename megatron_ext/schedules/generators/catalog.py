@@ -2,8 +2,8 @@
 
 A generator is a pure function `(pp, num_microbatches, **options) -> Schedule` in a module of
 `generators/`, decorated with `@register`; with `free_chunks` the number of chunks is a third
-argument, with `needs_costs` the costs are the last. That is all it takes: plan, plot and the tests
-of all schedules find it here. See docs/adding-a-schedule.md.
+argument, with `needs_costs` the costs are the last. Plan, plot and the tests of all schedules find
+it here; no other registration is needed. See docs/adding-a-schedule.md.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ __all__ = [
 CSV_PREFIX = "csv:"
 MAX_RANKS = 4096
 MAX_PASSES = 1 << 21
-"""Forwards of one table; some ten seconds, and a GB."""
+"""Forwards of one table: about ten seconds, and 1 GB."""
 MAX_SEARCHED_PASSES = 1 << 18
-"""The same where the table is searched."""
+"""Forwards of a table that a search makes."""
 
 Build = Callable[..., Schedule]
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a formula depends on besides costs."""
+    """The sizes that a formula depends on, besides costs."""
 
     pp: int
     num_microbatches: int
@@ -53,45 +53,45 @@ class Size:
 
 @dataclass(frozen=True)
 class Generator:
-    """A registered schedule and what is published about it. The tests hold every table to that."""
+    """A registered schedule and its published properties, which tests verify for every table."""
 
     name: str
     build: Build
     summary: str
     """One line for listings."""
     peak: Callable[[Size], float]
-    """Most activations on any rank, in Ma (memory.py); no table may keep more."""
+    """Upper bound on the activations of any rank, in Ma (memory.py)."""
     bubble: Callable[[Size, Costs], float | None] | None = None
-    """Makespan minus ideal for even stages and free links; None where no formula is known."""
+    """Makespan minus ideal for even stages and free links; None if no formula is known."""
     num_chunks: int = 1
-    """Stages on each rank, where the user does not say."""
+    """Default number of stages on each rank."""
     free_chunks: bool = False
-    """Whether the user may say another number, from 2."""
+    """Whether the user may choose another number, at least 2."""
     options: Mapping[str, tuple[Option, ...]] = field(default_factory=dict)
     """Values of each further option, the default first."""
     variants: tuple[Mapping[str, Option], ...] = ({},)
-    """Options (and `chunks`) of the rows that a comparison of all schedules shows."""
+    """Options (and `chunks`) of each row in a comparison of all schedules."""
     twins: int = 1
     """2: two mirrored pipelines share the ranks, each with half of the micro-batches."""
     needs_costs: bool = False
-    """Whether the table is made for given costs, which are then the generator's last argument."""
+    """Whether the table depends on costs, which are then the generator's last argument."""
     listed: bool = True
-    """Whether `--pipeline-schedule` takes it and comparisons of all schedules show it."""
+    """Whether `--pipeline-schedule` accepts it and comparisons of all schedules show it."""
     searches: Callable[[int, int], bool] = lambda _pp, _num_microbatches: False
-    """Whether the table of so many ranks and micro-batches is searched."""
+    """(ranks, micro-batches): whether a search makes the table."""
     flags: str | None = None
     """Training flags that select it, with `{chunks}`; None: `--pipeline-schedule NAME`."""
 
     @property
     def module(self) -> str:
-        """The module that explains it."""
+        """The module that documents it."""
         return self.build.__module__
 
     def complete(self, chunks: int | None, options: Mapping[str, Option]) -> dict[str, Option]:
-        """Return all options with their defaults filled in, after checking them.
+        """Check options and fill in the defaults.
 
         Raises:
-            ScheduleError: If there is no such option or value.
+            ScheduleError: An option or a value does not exist.
         """
         self._check_chunks(chunks)
         for key, value in options.items():
@@ -108,11 +108,13 @@ class Generator:
             return
         if not self.free_chunks:
             raise ScheduleError(
-                f"{self.name} always cuts the model into {self.num_chunks} stages for each rank, "
-                f"so --chunks {chunks} cannot be; leave --chunks out, or take interleaved"
+                f"{self.name} always splits the model into {self.num_chunks} stages for each rank, "
+                f"not --chunks {chunks}; leave --chunks out, or use interleaved"
             )
         if chunks is not None and chunks < 2:
-            raise ScheduleError(f"{self.name} needs at least 2 chunks, got {chunks}; or take 1f1b")
+            raise ScheduleError(
+                f"{self.name} needs at least 2 chunks, got {chunks}; use 2 or more, or 1f1b"
+            )
 
     def flag(self, key: str) -> str:
         """Return the flag of an option."""
@@ -131,21 +133,22 @@ class Generator:
 
 
 _GENERATORS: dict[str, Generator] = {}
-"""By name. Modules fill it while they are imported, those of this package and those of users."""
+"""By name. Modules register here at import, those of this package and those of users."""
 
 
 def register(name: str, **settings: Any) -> Callable[[Build], Build]:
-    """Return a decorator that enters a generator under a name.
+    """Return a decorator that registers a generator.
 
     Args:
-        name: As users write it: lower case with dashes.
+        name: The name for users: lower case with dashes.
         settings: The other fields of `Generator`.
     """
 
     def enter(build: Build) -> Build:
         if name in _GENERATORS:
             raise ScheduleError(
-                f"{name} is registered twice, by {_GENERATORS[name].module} and {build.__module__}"
+                f"{name} is registered twice, by {_GENERATORS[name].module} and "
+                f"{build.__module__}; rename one of them"
             )
         _GENERATORS[name] = Generator(name=name, build=build, **settings)
         return build
@@ -165,7 +168,7 @@ def registered(*, unlisted: bool = False) -> dict[str, Generator]:
     """Return the generators by name, in alphabetical order.
 
     Args:
-        unlisted: Also those that are no schedule of `--pipeline-schedule`.
+        unlisted: Whether to include those that `--pipeline-schedule` does not accept.
     """
     _load_generators()
     return {k: v for k, v in sorted(_GENERATORS.items()) if v.listed or unlisted}
@@ -175,12 +178,12 @@ def get(name: str) -> Generator:
     """Return a generator by name.
 
     Raises:
-        ScheduleError: If there is none; lists those that are.
+        ScheduleError: It does not exist; the message lists those that do.
     """
     known = registered(unlisted=True)
     if name not in known:
         raise ScheduleError(
-            f"there is no schedule {name!r}; take one of {', '.join(known)}, or {CSV_PREFIX}FILE"
+            f"there is no schedule {name!r}; use one of {', '.join(known)}, or {CSV_PREFIX}FILE"
         )
     return known[name]
 
@@ -193,29 +196,29 @@ def generate(
     costs: Costs = UNIT,
     **options: Option,
 ) -> Schedule:
-    """Return a schedule by name, or the one of a CSV file by `csv:FILE`.
+    """Return the table of a schedule, generated or loaded from a CSV file.
 
     Args:
         name: A registered name, or `csv:` and a path.
-        pp: Ranks of the pipeline world. A file knows its own; then this is compared with it.
-        num_microbatches: Micro-batches of that world in one step. Likewise.
-        chunks: Stages on each rank, where the schedule leaves that open.
-        costs: What to make the table for, where the generator searches one.
-        options: Those of the generator.
+        pp: Ranks of the pipeline world. A file has its own number, which must equal this.
+        num_microbatches: Micro-batches of that world in one step. The same holds for a file.
+        chunks: Stages on each rank, if the schedule leaves their number open.
+        costs: Durations that a generator with `needs_costs` optimises for.
+        options: Options of the generator.
 
     Raises:
-        ScheduleError: If the sizes are impossible; says the rule and what would work.
+        ScheduleError: The sizes are impossible; the message states the rule and sizes that work.
     """
     if name.startswith(CSV_PREFIX):
         from megatron_ext.schedules.representation import csv_io
 
         if chunks is not None or options:
-            raise ScheduleError(f"{name} is what the file says; leave chunks and options out")
+            raise ScheduleError(f"{name}: the file fixes chunks and options; leave them out")
         return csv_io.load(name.removeprefix(CSV_PREFIX), pp, num_microbatches)
     generator = get(name)
     complete = generator.complete(chunks, options)
     if pp is None or num_microbatches is None:
-        raise ScheduleError(f"{name} needs a number of ranks and a number of micro-batches")
+        raise ScheduleError(f"{name} needs pp and num_microbatches, one is missing; give both")
     for what, number in (("pp", pp), ("the number of micro-batches", num_microbatches)):
         if number < 1:
             raise ScheduleError(f"{what} must be at least 1, got {number}")
@@ -231,10 +234,10 @@ def generate(
 
 
 def _check_bounds(generator: Generator, pp: int, num_microbatches: int, chunks: int) -> None:
-    """Check that a table has a size that can be made, checked and simulated in seconds."""
+    """Check that a table can be generated, validated and simulated within seconds."""
     if pp > MAX_RANKS:
         raise ScheduleError(
-            f"a pipeline of {pp} ranks is longer than any that is planned for; take at most "
+            f"a pipeline of {pp} ranks is longer than the maximum of {MAX_RANKS}; use at most "
             f"{MAX_RANKS}"
         )
     passes = pp * chunks // generator.twins * (num_microbatches // generator.twins)
@@ -242,34 +245,34 @@ def _check_bounds(generator: Generator, pp: int, num_microbatches: int, chunks: 
     if passes > most:
         raise ScheduleError(
             f"{generator.name} with {pp} ranks, {chunks} stages on each and {num_microbatches} "
-            f"micro-batches is a table of {passes} forwards, and at most {most} are planned; take "
-            f"fewer micro-batches (from some 4 x pp on the bubble stays the same) or stages"
+            f"micro-batches is a table of {passes} forwards, more than the maximum of {most}; use "
+            f"fewer micro-batches (beyond about 4 x pp the bubble stays the same) or stages"
         )
 
 
 def _check_mirrored(name: str, pp: int, num_microbatches: int) -> None:
-    """Check what every schedule of two mirrored pipelines asks for; training asks for it too."""
+    """Check the sizes of a schedule of two mirrored pipelines; training has the same rule."""
     if pp < 4 or pp % 2:
         near = f"{pp - 1} or {pp + 1}" if pp > 4 else "4"
         raise ScheduleError(
             f"{name} mirrors two pipelines on one set of ranks, so pp must be even and at least "
-            f"4, got {pp}; take {near}, or zb-v, which takes any"
+            f"4, got {pp}; use {near}, or zb-v, which accepts any"
         )
     if num_microbatches % 2:
         raise ScheduleError(
             f"{name} runs half of the micro-batches in each direction, so their number must be "
-            f"even, got {num_microbatches}; take {num_microbatches + 1}"
+            f"even, got {num_microbatches}; use {num_microbatches + 1}"
         )
 
 
 def published_bubble(schedule: Schedule, costs: Costs) -> float | None:
-    """Return what the formula of a generated schedule says, or None where there is none."""
+    """Return the bubble by the published formula, in the unit of the costs; None without one."""
     bubble = get(schedule.name).bubble
     return None if bubble is None else bubble(_size(schedule), costs)
 
 
 def published_peak(schedule: Schedule) -> float:
-    """Return the bound on activations that is published for a generated schedule, in Ma."""
+    """Return the published bound on activations of a generated schedule, in Ma."""
     return get(schedule.name).peak(_size(schedule))
 
 

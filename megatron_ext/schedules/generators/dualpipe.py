@@ -54,12 +54,12 @@ def dualpipe(pp: int, num_microbatches: int) -> Schedule:
     """Return the table of one of DualPipe's two mirrored pipelines.
 
     Raises:
-        ScheduleError: If the micro-batches are fewer than 2 pp.
+        ScheduleError: There are fewer than 2 pp micro-batches.
     """
     if num_microbatches < 2 * pp:
         raise ScheduleError(
             f"dualpipe needs at least 2 * pp = {2 * pp} micro-batches, got {num_microbatches}; "
-            f"take {2 * pp} or more, or zb-v, which takes any number"
+            f"use {2 * pp} or more, or zb-v, which accepts any number"
         )
     h, each = pp // 2, num_microbatches // 2
     folded = placement.mirrored(placement.v(h), "twin")

@@ -2,7 +2,7 @@
 
 Forwards of one chunk and backwards of the other alternate, F B F B, so that an executor can overlap
 the communication of each with the computation of the other. Backwards are split in the transitions
-only. Here forward and backward are two actions, each with its result at its own end.
+only. Here forward and backward are two actions, and each has its result when it ends.
 
 Code: deepseek-ai/DualPipe; idea: DeepSeek-V3 technical report, 2024 (arXiv 2412.19437).
 
@@ -58,12 +58,12 @@ def dualpipe_v(pp: int, num_microbatches: int) -> Schedule:
     """Return the table of DualPipeV.
 
     Raises:
-        ScheduleError: If there are fewer than 2 pp micro-batches.
+        ScheduleError: There are fewer than 2 pp micro-batches.
     """
     if num_microbatches < 2 * pp:
         raise ScheduleError(
             f"dualpipe-v needs at least 2 * pp = {2 * pp} micro-batches, got {num_microbatches}; "
-            f"take {2 * pp} or more, or zb-v, which takes any number"
+            f"use {2 * pp} or more, or zb-v, which accepts any number"
         )
     rows = tuple(step_list(rank, pp, num_microbatches) for rank in range(pp))
     options = {"chunks": 2, "overlap": False}

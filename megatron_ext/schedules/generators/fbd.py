@@ -1,13 +1,13 @@
 """Forward/backward disaggregation: half of the ranks run forwards, the others backwards.
 
-Forward ranks 0 to p/2-1 hold the p/2 stages and keep nothing. Each sends its output to the next
-forward rank and to the backward rank of the next stage. Backward ranks p/2 to p-1 hold the stages
-in reverse. There R is the forward again, with a graph, and B the backward, so the activations of
-one micro-batch are alive. Nobody needs the last stage's output, so the last forward rank idles.
+Forward ranks 0 to p/2-1 hold the p/2 stages and keep no activations. Each sends its output to the
+next forward rank and to the backward rank of the next stage. Backward ranks p/2 to p-1 hold the
+stages in reverse. There R runs the forward again, with a graph, and B the backward, so activations
+of one micro-batch are alive. Nobody needs the last stage's output, so the last forward rank idles.
 
-With `activations=ship` a forward rank sends what it saved, the input of each layer, and B computes
-each layer again just before its backward; R takes no time. Then all forward ranks work, and a
-backward rank keeps a layer's activations instead of a stage's.
+With `activations=ship` a forward rank sends the saved input of each layer, and B recomputes each
+layer just before its backward; R takes no time. Then all forward ranks work, and a backward rank
+keeps the activations of one layer instead of a stage.
 
 Idea: the forward/backward disaggregating of MegatronApp.
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def bubble(size: Size, costs: Costs) -> float:
-    """Return (pp - 2)(Tf + Tb + Tw), and what the first micro-batch needs through all forwards."""
+    """Return (pp - 2)(Tf + Tb + Tw), plus pp Tf with `ship`."""
     through = costs.work * (size.pp - 2)
     return through + size.pp * costs.forward * (size.options["activations"] == "ship")
 
@@ -57,12 +57,16 @@ def peak(_size: Size) -> float:
     flags="--forward-backward-disaggregating",
 )
 def fbd(pp: int, num_microbatches: int, activations: str = "recompute") -> Schedule:
-    """Return the table of both roles: `pp` ranks, half of them for forwards."""
+    """Return the table of both roles: `pp` ranks, half of them for forwards.
+
+    Raises:
+        ScheduleError: pp is odd.
+    """
     if pp % 2:
         near = f"{pp - 1} or {pp + 1}" if pp > 1 else "2"
         raise ScheduleError(
             f"fbd has a forward rank and a backward rank for each stage, so pp must be even, got "
-            f"{pp}; take {near}"
+            f"{pp}; use {near}"
         )
     stages, microbatches = range(pp // 2), range(num_microbatches)
     working = stages if activations == "ship" else stages[:-1]

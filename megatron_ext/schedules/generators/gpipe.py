@@ -1,7 +1,7 @@
 """GPipe: every forward of the step, then every backward.
 
-The simplest pipeline, and the one that keeps the most: all micro-batches are alive when the last
-forward ends, so memory grows with their number.
+The simplest pipeline, and the one that needs the most memory: all micro-batches are alive when the
+last forward ends.
 
 Paper: Huang et al., GPipe, 2019 (arXiv 1811.06965).
 

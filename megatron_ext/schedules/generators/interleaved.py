@@ -36,7 +36,7 @@ def bubble(size: Size, costs: Costs) -> float:
 
 
 def peak(size: Size) -> float:
-    """Return what rank 0 keeps: (2(pp - 1) + (v - 1)pp + 1) / v, but never more than m."""
+    """Return min(m, (2(pp - 1) + (v - 1)pp + 1) / v), the peak of rank 0."""
     return min(
         (2 * (size.pp - 1) + (size.num_chunks - 1) * size.pp + 1) / size.num_chunks,
         size.num_microbatches,
@@ -57,16 +57,16 @@ def interleaved(pp: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """Return the table of interleaved 1F1B.
 
     Raises:
-        ScheduleError: If the micro-batches do not come in whole groups of pp.
+        ScheduleError: The number of micro-batches is not a multiple of pp.
     """
     if pp < 2:
-        raise ScheduleError("interleaved needs at least 2 ranks, got pp 1; take 1f1b")
+        raise ScheduleError("interleaved needs at least 2 ranks, got pp 1; use 1f1b")
     if num_microbatches % pp:
         lower = num_microbatches // pp * pp
         fitting = f"{lower} or {lower + pp}" if lower else f"{pp}"
         raise ScheduleError(
             f"interleaved sends micro-batches in groups of pp = {pp}, so their number must be a "
-            f"multiple of it, got {num_microbatches}; take {fitting} micro-batches, or 1f1b"
+            f"multiple of it, got {num_microbatches}; use {fitting} micro-batches, or 1f1b"
         )
     rows = tuple(_row(rank, pp, num_microbatches, num_chunks) for rank in range(pp))
     options = {"chunks": num_chunks}

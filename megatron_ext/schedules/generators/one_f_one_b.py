@@ -1,7 +1,7 @@
-"""1F1B: as soon as a micro-batch can go back it does, which frees its activations.
+"""1F1B: each micro-batch starts its backward as early as possible, which frees its activations.
 
-Rank r runs pp - 1 - r forwards ahead, then one forward and one backward in turn. The bubble is that
-of GPipe, but the activations are bounded by the depth of the pipeline. This is Megatron's schedule
+Rank r runs pp - 1 - r forwards ahead, then alternates one forward and one backward. The bubble is
+that of GPipe, but the depth of the pipeline bounds the activations. This is Megatron's schedule
 without interleaving.
 
 Paper: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, 2021 (arXiv 2006.09503).

@@ -14,7 +14,7 @@ __all__ = ["alternate", "expand"]
 def alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int
 ) -> tuple[Action, ...]:
-    """Return `warm_up` forwards, then one forward and one backward in turn, then the rest."""
+    """Return `warm_up` forwards, then forwards and backwards alternating, then the rest."""
     row = list(forwards[:warm_up])
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         row += (forward, backward)
@@ -26,9 +26,9 @@ def expand(phases: Iterable[tuple[str, int]], stages: Sequence[int]) -> tuple[Ac
     """Return the row that a list of phases describes.
 
     Args:
-        phases: Steps and how often they are repeated. A step names a kind and a chunk, as in
-            `F0 I1 W1`, and takes the next micro-batch that this kind of pass has not had on that
-            chunk; `W` alone takes the oldest I, of either chunk, that has no W yet.
+        phases: Steps and their number of repetitions. A step names a kind and a chunk, as in
+            `F0 I1 W1`, and runs the next micro-batch of this kind on that chunk; `W` alone runs
+            the W of the oldest pending I, of either chunk.
         stages: The stage of each chunk.
     """
     split = [([_parsed(step, stages) for step in steps.split()], n) for steps, n in phases]
@@ -51,7 +51,7 @@ def expand(phases: Iterable[tuple[str, int]], stages: Sequence[int]) -> tuple[Ac
 
 
 def _numbers(counters: Sequence[str], repeats: int, counts: Counter[str]) -> list[range]:
-    """Return what each step of a phase counts, and go on counting behind the phase."""
+    """Return the micro-batches of each step of a phase, and advance the counters past it."""
     strides, seen = Counter(counters), Counter[str]()
     numbers = []
     for counter in counters:
@@ -64,7 +64,7 @@ def _numbers(counters: Sequence[str], repeats: int, counts: Counter[str]) -> lis
 
 
 def _actions(stage: int, kind: Kind, microbatches: range) -> Iterator[Action]:
-    """Make one action for each micro-batch; tables of millions of them are made of these."""
+    """Make one action for each micro-batch, fast enough for tables of millions of actions."""
     return map(tuple.__new__, repeat(Action), zip(repeat(stage), repeat(kind), microbatches))
 
 

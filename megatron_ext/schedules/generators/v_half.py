@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def peak(size: Size) -> float:
-    """Return (pp + 2) / 2, half of 1F1B's and one more, but never more than m."""
+    """Return min((pp + 2) / 2, m)."""
     return min((size.pp + 2) / 2, size.num_microbatches)
 
 

@@ -1,7 +1,7 @@
 """ZB-H1: only the gradient of the input is urgent; that of the weights fills the bubble.
 
 1F1B with its backward split into I, which the previous stage waits for, and W, which nobody waits
-for. The order is 1F1B's; W runs when memory asks for it and at the end, where 1F1B idles.
+for. The order is 1F1B's; W runs when memory requires it, and at the end, where 1F1B idles.
 
 Paper: Qi et al., Zero Bubble Pipeline Parallelism, 2023 (arXiv 2401.10241).
 
@@ -54,7 +54,7 @@ def zb_h1(pp: int, num_microbatches: int) -> Schedule:
 
 
 def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
-    """1F1B's order, with a W after an I wherever memory needs one or no forward is left."""
+    """Return 1F1B's order, with a W after an I if memory requires it or no forward remains."""
     forwards = [Action(rank, "F", i) for i in range(num_microbatches)]
     inputs = [Action(rank, "I", i) for i in range(num_microbatches)]
     row: list[Action] = []

@@ -1,10 +1,10 @@
 """ZB-V: two chunks on each rank, laid out as a V, with split backwards.
 
-The model goes down the ranks and back up, so rank 0 holds the first and the last stage and the turn
-at the last rank is no message. Every rank keeps the same activations, and for m >= 2pp each rank
-works without a gap from its first to its last action: the bubble is the skewed start alone. With
-few micro-batches the published order has holes; then a table is searched (greedy.py), and the
-shorter of the two is taken.
+The model goes down the ranks and back up, so rank 0 holds the first and the last stage, and the
+turn at the last rank needs no message. Every rank keeps the same activations, and for m >= 2pp each
+rank works without a gap from its first to its last action: the bubble is the skewed start alone.
+With few micro-batches the published order has gaps; then the shorter of it and a searched table
+(greedy.py) is used.
 
 Paper: Qi et al., Zero Bubble Pipeline Parallelism, 2023 (arXiv 2401.10241), section 6.
 
@@ -91,14 +91,14 @@ def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
     below = pp - 1 - rank
     count = max(num_microbatches, 2 * pp - 1)
     phases = (
-        # Warm-up: down the V, then as many forwards as memory takes, then up.
+        # Warm-up: down the V, then as many forwards as memory allows, then up.
         ("F0", 2 * below + 1),
         ("F1 F0", rank),
         ("F1 I1 W1", below + 1),
         # Steady: no rank ever waits.
         ("F0 I0 W0 F1 I1 W1", count - 2 * pp + rank + 1),
         ("I0 W0 F1 I1 W1", below),
-        # Cool-down: what others wait for first, the remaining W last.
+        # Cool-down: the I that others wait for first, the remaining W last.
         ("I0 I1", rank),
         ("I0 W0", below + 1),
         ("W1", rank),

@@ -1,1 +1,1 @@
-"""What a schedule is: actions, placement, the messages that follow, and the proof that it ends."""
+"""Schedules as data: actions, placement, derived messages, and the proof that a table ends."""

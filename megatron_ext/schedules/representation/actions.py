@@ -1,7 +1,7 @@
-"""What a pipeline schedule consists of: actions, and one ordered list of them for each rank.
+"""A pipeline schedule: one ordered list of actions for each rank.
 
-Nothing here knows how an action is executed. Generators make schedules, passes and renderers read
-them, all with the standard library only.
+Nothing here depends on how an action is executed. Generators build schedules, passes and renderers
+read them, with the standard library only.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["KINDS", "Action", "Kind", "Option", "Row", "Schedule"]
 
 Kind = Literal["F", "B", "I", "W", "R"]
-"""F: forward. B: full backward. I: gradient of the input. W: of the weights (B = I + W). R: what
-makes a backward possible on a rank that did not run the forward (see `Schedule.disaggregated`)."""
+"""F: forward. B: full backward. I: gradient of the input. W: gradient of the weights (B = I + W).
+R: recomputation (or receipt) of activations on a backward rank (see `Schedule.disaggregated`)."""
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W", "R")
 
@@ -44,10 +44,10 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Return the action that a text such as `2F0` or `1I3` names.
+        """Parse the text form of an action, such as `2F0` or `1I3`.
 
         Raises:
-            ScheduleError: If the text is none of these.
+            ScheduleError: The text is not an action.
         """
         match = _ACTION.fullmatch(text.strip())
         if match is None:
@@ -60,26 +60,26 @@ class Action(NamedTuple):
 
 
 Row = tuple[Action, ...]
-"""The actions of one rank, in the order in which it runs them."""
+"""The actions of one rank, in execution order."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A static pipeline schedule: who computes what, in which order. Communication is derived.
+    """A static pipeline schedule: the computation of each rank, in order. Messages are derived.
 
-    A schedule whose placement has twins (BitPipe) is the table of one of two mirrored pipelines:
-    each runs half of the micro-batches, `unfold.py` gives the literal table of all ranks.
+    A schedule whose placement has twins (BitPipe) is the table of one of two mirrored pipelines.
+    Each runs half of the micro-batches; `unfold.py` gives the literal table of all ranks.
     """
 
     name: str
-    """As registered, for example `zb-v`; `csv:FILE` for a loaded table."""
+    """Registered name, for example `zb-v`; `csv:FILE` for a loaded table."""
     placement: Placement
     num_microbatches: int
     """Micro-batches of one pipeline in one step, numbered from 0."""
     rows: tuple[Row, ...]
-    """By pipeline rank."""
+    """One row for each pipeline rank."""
     options: Mapping[str, Option] = field(default_factory=dict)
-    """What distinguishes this table from others of its name, for example `{"chunks": 2}`."""
+    """Options that distinguish tables of one name, for example `{"chunks": 2}`."""
 
     @property
     def pp(self) -> int:
@@ -93,20 +93,20 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Stages that the model is cut into."""
+        """Stages that the model is split into."""
         return self.placement.num_stages
 
     @property
     def disaggregated(self) -> bool:
         """Whether forwards and backwards of a stage run on different ranks, which both hold it.
 
-        Then each backward has an R before it: the forward again, or taking over what was saved.
+        Then an R precedes each backward: it runs the forward again, or receives saved activations.
         """
         return self.placement.backward_rank_of is not None
 
     @property
     def ships_activations(self) -> bool:
-        """Whether forward ranks send what they saved, so that backwards recompute inside."""
+        """Whether forward ranks send layer inputs, from which backwards recompute each layer."""
         return self.disaggregated and self.options.get("activations") == "ship"
 
     @property
@@ -121,12 +121,12 @@ class Schedule:
 
     @property
     def label(self) -> str:
-        """Name and options for people, for example `bitpipe order=zb`."""
+        """Name and options for display, for example `bitpipe order=zb`."""
         return " ".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the table; ranks compare it at start-up to be sure that they run the same."""
+        """SHA-256 of the table; ranks compare it at start-up to verify that their tables agree."""
         sha = hashlib.sha256(repr((self.placement, self.num_microbatches)).encode())
         for row in self.rows:
             sha.update(",".join(map(str, row)).encode() + b"\n")

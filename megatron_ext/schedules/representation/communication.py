@@ -1,12 +1,11 @@
-"""Derives from a table what each action receives, sends and hands over.
+"""Derives the messages that each action of a table receives and sends.
 
-Generators place computation only. This pass adds the messages that each action needs and makes. A
-message has a name (kind, stage that needs it, micro-batch), so a receiver may take messages in any
-order and a send never waits for the order in which its peer receives. Where two stages that follow
-each other share a rank, the tensor is handed over and no message crosses ranks.
+Generators place computation only; this pass adds the messages. A message has a name (kind, stage
+that needs it, micro-batch), so a receiver may take messages in any order, and a send never waits
+for its peer's receive order. Between two consecutive stages on one rank the tensor stays local.
 
-Reductions of gradients are no messages: the executor starts that of a stage after its last action.
-`reduction_order` says in which order, which all data-parallel peers have to keep.
+Gradient reductions are not messages: the executor starts a stage's reduction after its last action.
+`reduction_order` gives the order, which all data-parallel peers must share.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class Transfer(NamedTuple):
     verb: Literal["RECV", "SEND", "LOCAL"]
     message: Message
     peer: int
-    """Rank of the same pipeline at the other end; in a `Program` of the runtime the global rank."""
+    """Pipeline rank at the other end; in a `Program` of the runtime the global rank."""
     to_twin: bool = False
-    """Whether that peer is the one of the mirrored pipeline instead."""
+    """Whether the peer belongs to the mirrored pipeline."""
 
     def __str__(self) -> str:
         """Return the form of torch.distributed.pipelining, where a SEND names the sending stage."""
@@ -47,28 +46,28 @@ class Transfer(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """One action and the messages around it, in the order in which the executor takes them."""
+    """One action and its messages, in the order in which the executor processes them."""
 
     action: Action
     awaits: tuple[Transfer, ...] = ()
     """Credits that it needs to begin."""
     inputs: tuple[Transfer, ...] = ()
-    """RECV or LOCAL; none where its input is the data, or the loss."""
+    """RECV or LOCAL; empty if its input is the data or the loss."""
     grants: tuple[Transfer, ...] = ()
-    """Credits that it gives away as soon as it has its inputs."""
+    """Credits that it grants as soon as it has its inputs."""
     outputs: tuple[Transfer, ...] = ()
     """SEND or LOCAL; none at the ends of the pipeline, and for W and R."""
 
 
 def exchanges(schedule: Schedule, rank: int, window: int | None = None) -> tuple[Exchange, ...]:
-    """Return what a rank exchanges, by position in its row.
+    """Return the exchanges of a rank, one for each action of its row.
 
     Args:
         schedule: The table.
-        rank: Of the pipeline.
-        window: In a disaggregated table: how many micro-batches the forward rank of a stage may be
-            ahead of the backward rank, which grants credit for one more with each that it begins.
-            None: any number, without credits.
+        rank: Pipeline rank.
+        window: In a disaggregated table: the number of micro-batches that a forward rank may run
+            ahead of the backward rank, which grants one more credit with each that it begins.
+            None: no limit and no credits.
     """
     return tuple(
         Exchange(
@@ -91,7 +90,7 @@ def lower(schedule: Schedule) -> tuple[tuple[Action | Transfer, ...], ...]:
 
 
 def _flat(exchange: Exchange) -> list[Action | Transfer]:
-    """A hand-over is listed once, where it is made."""
+    """List a local tensor once, as the output of its producer."""
     arriving = (transfer for transfer in exchange.inputs if transfer.verb == "RECV")
     return [*arriving, exchange.action, *exchange.outputs]
 
@@ -112,7 +111,7 @@ def _inputs(schedule: Schedule, action: Action) -> tuple[Transfer, ...]:
 
 
 def _inputs_again(schedule: Schedule, action: Action) -> tuple[Transfer, ...]:
-    """What R takes: the output of the stage before, or what the own stage's forward saved."""
+    """Inputs of R: the previous stage's output, or the layer inputs that its own F saved."""
     source = action.stage - (not schedule.ships_activations)
     if source < 0:
         return ()
@@ -137,7 +136,7 @@ def _outputs(schedule: Schedule, action: Action) -> tuple[Transfer, ...]:
 
 
 def _copies(schedule: Schedule, action: Action) -> tuple[Transfer, ...]:
-    """What a forward rank sends to a backward rank: its output, or in `ship` mode what it saved."""
+    """Messages to a backward rank: the output of F, or in `ship` mode the saved layer inputs."""
     target = action.stage + (not schedule.ships_activations)
     if target >= schedule.num_stages:
         return ()
@@ -163,15 +162,15 @@ def _grants(schedule: Schedule, action: Action, window: int | None) -> tuple[Tra
 
 
 def runs_forward(schedule: Schedule, stage: int) -> bool:
-    """Tell whether some rank runs the F of a stage.
+    """Return whether some rank runs the F of a stage.
 
-    Where backward ranks run forwards again nobody needs what the last stage's F would make.
+    If backward ranks recompute forwards, nobody needs the output of the last stage's F.
     """
     is_last = stage == schedule.num_stages - 1
     return not (schedule.disaggregated and is_last) or schedule.ships_activations
 
 
 def reduction_order(row: Row) -> tuple[int, ...]:
-    """Return the stages of a row in the order in which it completes their gradients."""
+    """Return the stages of a row in the order in which their gradients complete."""
     last_use = {action.stage: index for index, action in enumerate(row)}
     return tuple(sorted(last_use, key=last_use.__getitem__))

@@ -1,4 +1,4 @@
-"""What actions and messages cost: the input of the simulator."""
+"""Durations of actions and messages: the input of the simulator."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["UNIT", "Costs"]
 
 
 _SHORTEST, _LONGEST = 1e-9, 1e9
-"""Times between these can be added up for any table without a loss that shows."""
+"""Durations in this range sum up over any table without visible rounding errors."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Times, all in one unit of your choice; by default the forward of one device share is 1.
+    """Durations, in any consistent unit; by default the forward of one device share is 1.
 
     A device share is 1/pp of the model. A schedule that cuts the model into more than pp stages
     spends `forward * pp / num_stages` for the forward of one stage, and so on.
@@ -30,25 +30,25 @@ class Costs:
     weight: float = 1.0
     """Gradient of its weights, Tw."""
     latency: float = 0.0
-    """Time from the end of an action until another rank has what it made."""
+    """Time from the end of an action until another rank has its output."""
     bandwidth: float | None = None
-    """Messages that one link (ordered pair of ranks) carries per unit of time; None: any number.
-    Messages of one link follow each other, those of different links do not meet."""
+    """Messages per unit of time on one link (ordered pair of ranks); None: unlimited. Messages
+    queue on their link; different links are independent."""
     stage_scale: tuple[float, ...] = ()
-    """Factor on the times of each stage, for uneven stages; empty: all 1."""
+    """Factor on the durations of each stage, for uneven stages; empty: all 1."""
     jitter: float = 0.0
-    """Sigma of the log-normal factor (mean 1) on each action's time."""
+    """Sigma of the log-normal factor (mean 1) on each action's duration."""
     link_jitter: float = 0.0
     """Sigma of the log-normal factor (mean 1) on each message's latency."""
     seed: int = 0
-    """Of the jitter; the factor of an action depends on the seed and on the action only."""
+    """Seed of the jitter; the factor of an action depends on the seed and the action only."""
 
     def __post_init__(self) -> None:
         times = (self.forward, self.input, self.weight, *self.stage_scale)
         if not all(_SHORTEST <= time <= _LONGEST for time in times):
             raise ScheduleError(
-                f"times of actions must be positive, from {_SHORTEST:g} to {_LONGEST:g} in a unit "
-                f"of your choice, got {', '.join(f'{time:g}' for time in times)}"
+                f"times of actions must be positive, from {_SHORTEST:g} to {_LONGEST:g} in any "
+                f"consistent unit, got {', '.join(f'{time:g}' for time in times)}"
             )
         if not 0 <= self.latency <= _LONGEST:
             raise ScheduleError(
@@ -57,27 +57,30 @@ class Costs:
         if self.bandwidth is not None and not self.bandwidth > 0:
             raise ScheduleError(f"the bandwidth must be positive, got {self.bandwidth:g}")
         if self.jitter < 0 or self.link_jitter < 0:
-            raise ScheduleError("jitter is the sigma of a distribution and cannot be negative")
+            raise ScheduleError(
+                f"jitter must be 0 or more, got {min(self.jitter, self.link_jitter):g}; it is the "
+                "sigma of a distribution"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Costs:
-        """Return the costs that `F,I,W` or `F,I,W,latency` says, for example `1,1.2,0.8`.
+        """Parse `F,I,W` or `F,I,W,latency`, for example `1,1.2,0.8`.
 
         Raises:
-            ScheduleError: If the text is no such list of numbers, or a number is impossible.
+            ScheduleError: The text is not such a list of numbers, or a number is impossible.
         """
         try:
             forward, input_gradient, weight, *rest = map(float, text.split(","))
             (latency,) = rest or (0.0,)
         except ValueError:
             raise ScheduleError(
-                f"costs are three numbers F,I,W and perhaps a latency, for example 1,1.2,0.8 or "
-                f"1,1,1,0.1; got {text!r}"
+                f"costs must be three numbers F,I,W and optionally a latency, for example "
+                f"1,1.2,0.8 or 1,1,1,0.1; got {text!r}"
             ) from None
         return cls(forward, input_gradient, weight, latency=latency)
 
     def __str__(self) -> str:
-        """Return what `parse` reads."""
+        """Return the text form that `parse` accepts."""
         numbers = [self.forward, self.input, self.weight]
         if self.latency:
             numbers.append(self.latency)
@@ -90,11 +93,15 @@ class Costs:
 
     @property
     def work(self) -> float:
-        """All of the work on one device share for one micro-batch."""
+        """Total work on one device share for one micro-batch, Tf + Tb + Tw."""
         return self.forward + self.backward
 
     def durations(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """Return the time of each kind of action on each stage, without jitter."""
+        """Return the duration of each kind of action by stage, without jitter.
+
+        Raises:
+            ScheduleError: `stage_scale` does not have one factor for each stage.
+        """
         scales = self.stage_scale or (1.0,) * schedule.num_stages
         if len(scales) != schedule.num_stages:
             raise ScheduleError(
@@ -117,7 +124,7 @@ class Costs:
         return {kind: self._factors(self.jitter, kind, count) for kind in KINDS}
 
     def link_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """Return the jitter of each message by the action that makes it; B stands for I as well."""
+        """Return the jitter of each message by the action that sends it; B covers I as well."""
         count = schedule.num_stages * schedule.num_microbatches
         kinds: tuple[Kind, Kind] = ("F", "B")
         return {kind: self._factors(self.link_jitter, f"link {kind}", count) for kind in kinds}
@@ -130,4 +137,4 @@ class Costs:
 
 
 UNIT = Costs()
-"""Tf = Tb = Tw = 1 and links that cost nothing: the units of published bubble formulas."""
+"""Tf = Tb = Tw = 1 and free links: the units of published bubble formulas."""

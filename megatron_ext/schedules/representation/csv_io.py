@@ -1,9 +1,9 @@
 """Tables as CSV in the format of torch.distributed.pipelining: its files load here, ours there.
 
-One row for each pipeline rank, one action such as `2F0` in each cell. An empty cell is an idle
-slot, `(0F4;7B1)OVERLAP_F_B` a pair that torch overlaps: here its actions one after the other. Cells
-for communication and sharding (`SEND_F`, `RECV_B`, `UNSHARD`, `REDUCE_GRAD`, ...) are skipped,
-because all of that is derived from the computation. The placement follows from the rows.
+Each row is a pipeline rank, each cell an action such as `2F0`. An empty cell is an idle slot,
+`(0F4;7B1)OVERLAP_F_B` a pair that torch overlaps; here the two actions run in sequence. Cells for
+communication and sharding (`SEND_F`, `RECV_B`, `UNSHARD`, `REDUCE_GRAD`, ...) are skipped, because
+all of these are derived from the computation. The rows imply the placement.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def load(path: str, pp: int | None = None, num_microbatches: int | None = None) 
 
     Args:
         path: The file.
-        pp: Number of ranks that it has to be for, if that matters.
-        num_microbatches: Likewise.
+        pp: Number of ranks that it must have; None: any.
+        num_microbatches: Number of micro-batches that it must have; None: any.
 
     Raises:
-        ScheduleError: If the file cannot be read, is for other sizes, or is no correct schedule.
+        ScheduleError: The file cannot be read, has other sizes, or is not a correct schedule.
     """
     if not path:
         raise ScheduleError("csv: names no file; write csv:FILE")
@@ -51,7 +51,7 @@ def load(path: str, pp: int | None = None, num_microbatches: int | None = None) 
         text = read_text(Path(path), _MAX_BYTES)
     except OSError as error:
         raise ScheduleError(f"{path} cannot be read as a schedule: {error.strerror}") from error
-    except ValueError as error:  # no text, or a path that cannot be
+    except ValueError as error:  # not text, or an impossible path
         raise ScheduleError(f"{path} cannot be read as a schedule: {error}") from error
     try:
         schedule = loads(text, f"csv:{path}")
@@ -66,7 +66,7 @@ def loads(text: str, name: str) -> Schedule:
     """Return the schedule of a CSV text, not validated.
 
     Raises:
-        ScheduleError: If a cell is no action, or the rows give no placement of the stages.
+        ScheduleError: A cell is not an action, or the rows do not imply a placement of stages.
     """
     try:
         rows = tuple(
@@ -74,9 +74,9 @@ def loads(text: str, name: str) -> Schedule:
             for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1)
         )
     except csv.Error as error:
-        raise ScheduleError(f"it is no CSV: {error}") from error
+        raise ScheduleError(f"this is not CSV: {error}") from error
     if not any(rows):
-        raise ScheduleError("there is no action in it; write one row of actions for each rank")
+        raise ScheduleError("it contains no action; write one row of actions for each rank")
     _check_numbers(rows)
     count = 1 + max(action.microbatch for row in rows for action in row)
     return Schedule(name, _placement(rows), count, rows)
@@ -96,14 +96,14 @@ def _actions(cells: Iterable[str], line: int) -> Iterator[Action]:
 
 
 def _check_numbers(rows: tuple[Row, ...]) -> None:
-    """Refuse numbers that would take more memory to check than the file has actions."""
+    """Refuse numbers so large that checking them would need more memory than the file itself."""
     num_actions = sum(map(len, rows))
     for line, row in enumerate(rows, start=1):
         for action in row:
             if max(action.stage, action.microbatch) >= num_actions:
                 raise ScheduleError(
-                    f"row {line} runs {action}, but {num_actions} actions are too few for so many "
-                    f"stages or micro-batches, which are numbered from 0; is the file complete?"
+                    f"row {line} runs {action}, but {num_actions} actions are too few for that "
+                    f"many stages or micro-batches, numbered from 0; is the file complete?"
                 )
 
 
@@ -115,7 +115,7 @@ def _placement(rows: tuple[Row, ...]) -> Placement:
             if first != rank:
                 raise ScheduleError(
                     f"row {rank + 1} runs {action} as its action {index}, but stage "
-                    f"{action.stage} is on row {first + 1}; each stage lives on one rank"
+                    f"{action.stage} is on row {first + 1}; keep each stage on one row"
                 )
     missing = set(range(max(owner) + 1)) - set(owner)
     if missing:
@@ -130,11 +130,11 @@ def _check_size(schedule: Schedule, pp: int | None, num_microbatches: int | None
     if pp not in (None, schedule.pp):
         raise ScheduleError(
             f"it has {schedule.pp} rows, one for each rank, so it is for pp {schedule.pp} and not "
-            f"for pp {pp}; take --pp {schedule.pp} or another file"
+            f"for pp {pp}; use --pp {schedule.pp} or another file"
         )
     if num_microbatches not in (None, schedule.num_microbatches):
         count = schedule.num_microbatches
         raise ScheduleError(
-            f"it runs {count} micro-batches (0 to {count - 1}), not {num_microbatches}; take "
+            f"it runs {count} micro-batches (0 to {count - 1}), not {num_microbatches}; use "
             f"--microbatches {count} or another file"
         )

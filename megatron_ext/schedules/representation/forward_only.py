@@ -1,8 +1,8 @@
-"""The order of a step without backward: evaluation.
+"""The order of a forward-only step: evaluation.
 
-It depends on the placement only, so it exists for any number of micro-batches, also where the
-training schedule has rules about them. Each rank runs the deepest stage that has an input, so what
-has begun is finished first and few activations are under way.
+It depends on the placement only, so it exists for any number of micro-batches, even if the training
+schedule restricts them. Each rank runs the deepest stage that has an input, so micro-batches in
+flight finish first and few activations are alive.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["forward_only", "slots_for_forward"]
 def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
     """Return a table with the F of each stage and micro-batch, in ascending order on each stage.
 
-    It is the result of a run in which every stage takes one unit of time and messages take none,
-    so no rank waits in a circle.
+    The order comes from a simulated run in which every stage takes one unit of time and messages
+    take none, so it cannot deadlock.
     """
     rows: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
     ready: list[list[tuple[int, int]]] = [[] for _ in range(placement.num_ranks)]
@@ -44,10 +44,10 @@ def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
 
 
 def slots_for_forward(schedule: Schedule) -> int:
-    """Return how many messages on each edge are enough for the table to end.
+    """Return the number of slots on each edge with which the table ends.
 
-    No memory of activations bounds what is under way here, so senders wait for receivers; this says
-    with how many slots they never wait for each other in a circle.
+    No activation memory bounds the messages in flight here, so senders wait for receivers; with
+    this many slots they never deadlock.
     """
     slots = 2
     while not _ends(schedule, slots):

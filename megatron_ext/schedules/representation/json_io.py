@@ -1,4 +1,4 @@
-"""Tables as JSON, with what CSV has no place for: name, options, placement, twins and times."""
+"""Tables as JSON. Unlike CSV it holds name, options, placement, twins and times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def dumps(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
 
     Args:
         schedule: The table.
-        times: More rows beside those of the table, such as the `starts` and `ends` of a simulation.
+        times: Additional rows, such as the `starts` and `ends` of a simulation.
     """
     placement = schedule.placement
     content: dict[str, Any] = {
@@ -48,10 +48,10 @@ def _value(value: Any) -> str:
 
 
 def loads(text: str) -> Schedule:
-    """Return the schedule of a JSON text, not validated. Times are not read.
+    """Return the schedule of a JSON text, not validated; times are ignored.
 
     Raises:
-        ScheduleError: If it is not what `dumps` writes.
+        ScheduleError: The text does not have the format of `dumps`.
     """
     try:
         content = json.loads(text)

@@ -1,4 +1,4 @@
-"""Shows the place in a table that an error is about."""
+"""Marks the place of an error in a table."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["marked_row"]
 
 
 def marked_row(schedule: Schedule, rank: int, index: int, context: int = 5) -> str:
-    """Return a rank's actions around one of them, with that one in `>> <<`.
+    """Return the actions around one action of a rank, with that action in `>> <<`.
 
-    An index at the end of the row marks the end.
+    An index past the last action marks the end of the row.
     """
     row = [str(action) for action in schedule.rows[rank]]
     row.append("end")

@@ -1,7 +1,7 @@
-"""How much a table keeps alive, which follows from the order alone.
+"""The memory that a table needs, which follows from the order of actions alone.
 
-The activations of one stage and micro-batch live from the start of F to the end of B, or of W
-where the backward is split. What W needs after I is the *weight stash*. Both are counted in Ma:
+The activations of one stage and micro-batch live from the start of F to the end of B, or of W if
+the backward is split. The part that W needs after I is the *weight stash*. Both are counted in Ma:
 the activations of one micro-batch for 1/pp of the model, so one stage holds pp/num_stages of it.
 """
 
@@ -23,16 +23,16 @@ Edge = tuple[int, int, str]
 
 @dataclass(frozen=True)
 class Memory:
-    """What the ranks of a schedule keep alive at most, by rank, in Ma."""
+    """Peak memory of each rank, in Ma."""
 
     activations: tuple[float, ...]
     weight_stash: tuple[float, ...]
 
 
 def live_counts(row: Row) -> Iterator[int]:
-    """Yield, for each action of a row, the stages' activations that are alive while it runs."""
+    """Yield for each action of a row the activations (one stage, one micro-batch) then alive."""
     kinds = {kind for _, kind, _ in row}
-    if kinds == {"F"}:  # nothing is kept for a backward
+    if kinds == {"F"}:  # no backward needs them
         yield from [1] * len(row)
         return
     opens = "R" if "R" in kinds else "F"
@@ -57,16 +57,16 @@ def _stash_peak(row: Row) -> int:
 
 
 def activation_peaks(schedule: Schedule) -> tuple[float, ...]:
-    """Return the most activations alive on each rank of a schedule, in Ma."""
+    """Return the peak of activations on each rank of a schedule, in Ma."""
     share = schedule.pp / schedule.num_stages
     return tuple(share * _activation_peak(row) for row in schedule.rows)
 
 
 def _activation_peak(row: Row) -> int:
-    """Return the highest of `live_counts`, which is where something opens."""
+    """Return the maximum of `live_counts`, reached where an F or R begins."""
     kinds = [kind for _, kind, _ in row]
     found = set(kinds)
-    if found <= {"F"}:  # nothing is kept for a backward
+    if found <= {"F"}:  # no backward needs them
         return len(found)
     changes = {"F": 1, "R": 0, "B": -1, "I": 0, "W": -1}
     if "R" in found:
@@ -75,7 +75,7 @@ def _activation_peak(row: Row) -> int:
 
 
 def measure(schedule: Schedule) -> Memory:
-    """Return the peaks of a schedule."""
+    """Return the peak memory of a schedule."""
     share = schedule.pp / schedule.num_stages
     return Memory(
         activation_peaks(schedule),
@@ -84,12 +84,12 @@ def measure(schedule: Schedule) -> Memory:
 
 
 def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
-    """Return how many receive slots on each edge make sure that no send ever waits.
+    """Return the number of receive slots on each edge with which no send ever waits.
 
     An activation that its receiver has not used yet is still alive at its sender, and an unused
-    gradient belongs to an activation that is alive at its receiver. So the most activations that
-    are alive between F and B (or I), on the stages that an edge serves, are enough for either
-    direction, in whatever order the messages arrive.
+    gradient belongs to an activation that is alive at its receiver. So the peak of activations
+    alive between F and B (or I), on the stages that an edge serves, is enough for either direction,
+    in any order of arrival.
     """
     if schedule.disaggregated:
         return _slots_of_roles(schedule)
@@ -101,7 +101,7 @@ def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
 
 
 def _slots_of_roles(schedule: Schedule) -> Mapping[Edge, int]:
-    """Forwards do not wait for backwards, so all micro-batches may be under way on each edge."""
+    """Forwards do not wait for backwards, so all micro-batches may be in flight on each edge."""
     placement, ships = schedule.placement, schedule.ships_activations
     forwards, backwards = placement.rank_of, placement.backward_rank_of or ()
     working = forwards if ships else forwards[:-1]
@@ -113,7 +113,7 @@ def _slots_of_roles(schedule: Schedule) -> Mapping[Edge, int]:
 
 
 def _live_by_peer(schedule: Schedule, row: Row) -> dict[int, int]:
-    """Peak of activations between F and B (or I), by the rank that the stage's output goes to.
+    """Peak of activations between F and B (or I), by the rank that receives the stage's output.
 
     The twin of a rank counts as that rank itself.
     """

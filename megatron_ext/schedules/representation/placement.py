@@ -1,4 +1,4 @@
-"""Which rank holds which stage of the model.
+"""Placements: the rank of each stage of the model.
 
 | name   | stages on p ranks | stage s is on rank                        | first, last stage |
 |--------|-------------------|-------------------------------------------|-------------------|
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 Hop = Literal["local", "rank", "twin"]
-"""How a tensor gets from one stage to the next: not at all, to another rank, to the twin."""
+"""Where a stage's output goes: it stays on the rank, or moves to another rank or to the twin."""
 
 Routing = Literal["twin", "local"]
 
@@ -43,7 +43,7 @@ class Placement:
     With `twins == 2` a mirrored copy of the pipeline exists: rank r and its twin hold the same
     stages, so they are data-parallel peers, and each of the two pipelines runs half of the
     micro-batches. `twin_hops` are the stages whose output goes to the next stage on the twin
-    instead of the next stage on the same rank; by symmetry the twin's comes back in exchange.
+    instead of on the same rank; by symmetry, the twin sends its own output back.
     """
 
     name: str
@@ -53,16 +53,16 @@ class Placement:
     twins: int = 1
     twin_hops: frozenset[int] = frozenset()
     backward_rank_of: tuple[int, ...] | None = None
-    """Rank of each stage's backwards, where its forwards run on another rank."""
+    """Rank of each stage's backwards if its forwards run on another rank, else None."""
 
     @property
     def num_stages(self) -> int:
-        """Stages that the model is cut into."""
+        """Stages that the model is split into."""
         return len(self.rank_of)
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of each rank in ascending order; a position in it is a chunk number."""
+        """The stages of each rank in ascending order; the position is the chunk number."""
         stages: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for stage, rank in enumerate(self.rank_of):
             stages[rank].append(stage)
@@ -78,7 +78,7 @@ class Placement:
 
     @cached_property
     def hops(self) -> tuple[Hop, ...]:
-        """How the output of each stage but the last gets to the next stage."""
+        """The hop from each stage but the last to the next."""
         return tuple(map(self._hop, range(self.num_stages - 1)))
 
     def _hop(self, stage: int) -> Hop:
@@ -87,11 +87,11 @@ class Placement:
         return "local" if self.rank_of[stage] == self.rank_of[stage + 1] else "rank"
 
     def is_crossed(self, stage: int) -> bool:
-        """Tell whether a stage runs the micro-batches that began on the twin."""
+        """Return whether a stage runs the micro-batches that began on the twin."""
         return sum(hop < stage for hop in self.twin_hops) % 2 == 1
 
     def chunk_of(self, stage: int) -> int:
-        """Return the number of a stage among those of its rank."""
+        """Return the chunk number of a stage on its rank."""
         return self.stages_of[self.rank_of[stage]].index(stage)
 
 
@@ -101,26 +101,26 @@ def linear(num_ranks: int) -> Placement:
 
 
 def loop(num_ranks: int, num_chunks: int) -> Placement:
-    """Return Megatron's interleaving: `num_chunks` times around all ranks."""
+    """Return Megatron's interleaved placement: round-robin, `num_chunks` stages on each rank."""
     return Placement("loop", num_ranks, tuple(range(num_ranks)) * num_chunks)
 
 
 def v(num_ranks: int) -> Placement:
-    """Return the placement that goes down to the last rank and back to the first."""
+    """Return the placement from the first rank to the last and back."""
     down = tuple(range(num_ranks))
     return Placement("v", num_ranks, down + down[::-1])
 
 
 def w(num_ranks: int) -> Placement:
-    """Return the placement that goes down and back twice."""
+    """Return the placement of two `v` in sequence."""
     down = tuple(range(num_ranks))
     return Placement("w", num_ranks, (down + down[::-1]) * 2)
 
 
 def roles(num_ranks: int) -> Placement:
-    """Return the placement of forwards on the first half of the ranks and of backwards on the rest.
+    """Return the placement of forwards on the first half of the ranks and backwards on the second.
 
-    Backward ranks are those of the last to the first stage, so a micro-batch goes down and back.
+    Backward ranks hold the stages in reverse, so a micro-batch goes down the ranks and back.
     """
     down = tuple(range(num_ranks // 2))
     back = tuple(num_ranks - 1 - stage for stage in down)
@@ -130,9 +130,12 @@ def roles(num_ranks: int) -> Placement:
 def mirrored(placement: Placement, routing: Routing) -> Placement:
     """Return a folded placement (v or w) together with its twin.
 
-    With `routing="twin"` activations cross to the twin at the inner folds, where stages that
-    follow each other are on one rank: there the literal bidirectional pipeline goes straight on.
-    With `"local"` they stay, which saves these messages.
+    With `routing="twin"` activations cross to the twin at the inner folds, where consecutive stages
+    share a rank; a literal bidirectional pipeline continues straight there. With `"local"` they
+    stay, which saves these messages.
+
+    Raises:
+        ScheduleError: `routing` is neither.
     """
     if routing not in ("twin", "local"):
         raise ScheduleError(f"routing must be twin or local, got {routing!r}")
@@ -143,7 +146,7 @@ def mirrored(placement: Placement, routing: Routing) -> Placement:
 
 
 def recognised(rank_of: tuple[int, ...], num_ranks: int) -> Placement:
-    """Return the placement of a table that somebody else made, under its name if it has one."""
+    """Return the placement of a foreign table, under its usual name if it has one."""
     num_chunks, rest = divmod(len(rank_of), num_ranks)
     known = [v(num_ranks), w(num_ranks)]
     if rest == 0:

@@ -1,8 +1,8 @@
-"""Whether a table still ends if the receivers have only so many slots.
+"""Checks whether a table ends with a limited number of receive slots.
 
-Our transports give every edge the slots of `memory.slots_needed`, so no send waits. Where slots are
-fewer, a send waits until the receiver used an earlier message of the same edge and kind, and an
-acyclic table can deadlock. This is the symbolic run of `topological.py` with those waits added.
+Our transports give every edge the slots of `memory.slots_needed`, so no send waits. With fewer, a
+send waits until the receiver has used an earlier message of the same edge and kind, and an acyclic
+table can deadlock. This is the symbolic run of `topological.py` with these waits added.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ __all__ = ["check_slots"]
 
 
 def check_slots(schedule: Schedule, slots: int) -> None:
-    """Check that a table ends although each edge holds at most `slots` unused messages.
+    """Check that a table ends if each edge holds at most `slots` unused messages.
 
     Raises:
-        ScheduleError: If it gets stuck; says where each rank is and how many slots would do.
+        ScheduleError: It deadlocks; the message shows each rank's position and the number of slots
+            that suffices.
     """
     if schedule.disaggregated:
         raise ScheduleError(
@@ -44,7 +45,7 @@ def check_slots(schedule: Schedule, slots: int) -> None:
 
 
 class _BoundedRun:
-    """Positions of all ranks and the messages that were sent and not used yet."""
+    """Positions of all ranks, and the messages sent but not used yet."""
 
     def __init__(self, schedule: Schedule, slots: int) -> None:
         self.schedule = schedule
@@ -54,7 +55,7 @@ class _BoundedRun:
         self.arrived: set[tuple[int, str, int]] = set()
 
     def advance(self, rank: int) -> bool:
-        """Run a rank as far as it goes; return whether it went anywhere."""
+        """Run a rank as far as possible; return whether it made progress."""
         row, begin = self.schedule.rows[rank], self.position[rank]
         while self.position[rank] < len(row) and self._run(row[self.position[rank]]):
             self.position[rank] += 1

@@ -1,7 +1,7 @@
 """Splits every full backward of a table into I and W.
 
-The input gradient then leaves before the weight gradient is computed. In the table's own order that
-alone shortens a step; a dynamic policy (policies.py) also moves W to where the rank would wait.
+Each rank then sends the input gradient before it computes the weight gradient. That alone shortens
+a step in the table's own order; a dynamic policy (policies.py) also moves W into idle time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["split_backwards"]
 
 
 def split_backwards(schedule: Schedule) -> Schedule:
-    """Return the table with each B as I and W, one after the other; memory stays the same."""
+    """Return the table with each B replaced by I, W; memory stays the same."""
     return replace(schedule, rows=tuple(tuple(_split(row)) for row in schedule.rows))
 
 

@@ -1,8 +1,8 @@
-"""Runs a table symbolically: an order of all actions that respects data and every rank's list.
+"""Runs a table symbolically, to find an order that respects data edges and every rank's list.
 
-Each rank runs its list until it needs something that does not exist yet, and goes on when another
-rank made it. This is Kahn's algorithm over the data edges plus the order of each rank, where the
-ranks' lists take the place of general edges. If it gets stuck there is a cycle, which is told.
+Each rank runs its list until it needs an input that does not exist yet, and continues once another
+rank has produced it. This is Kahn's algorithm over the data edges plus the order of each rank. If
+it gets stuck there is a cycle, and the error shows it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Run = tuple[int, int, int]
 class _State:
     """Progress of the symbolic run.
 
-    An input key is `stage * num_microbatches + microbatch`, for gradients plus `grad_offset`, for
-    what a forward rank ships to the backward rank of the same stage plus twice that.
+    An input key is `stage * num_microbatches + microbatch`, plus `grad_offset` for gradients, plus
+    twice that for activations shipped to the backward rank of the same stage.
     """
 
     grad_offset: int
@@ -48,12 +48,12 @@ def _start(schedule: Schedule) -> _State:
 
 
 def execution_order(schedule: Schedule) -> list[Run]:
-    """Return all actions in an order in which one process could run them, as stretches of ranks.
+    """Return all actions in an order in which one process could run them, as runs of ranks.
 
-    The table must hold each action once, on its stage's rank (`validate.check_cover`).
+    The table must hold each action once, on its stage's rank (`validation.check_cover`).
 
     Raises:
-        ScheduleError: If ranks wait for each other in a circle; the message shows it.
+        ScheduleError: The ranks deadlock; the message shows the cycle.
     """
     state, takers = _start(schedule), _takers(schedule)
     runs: list[Run] = []
@@ -73,7 +73,7 @@ def execution_order(schedule: Schedule) -> list[Run]:
 def _advance(
     schedule: Schedule, state: _State, takers: tuple[list[_Ranks], list[_Ranks]], rank: int
 ) -> list[int]:
-    """Run a rank as far as it goes; return the ranks that waited for what it made."""
+    """Run a rank as far as possible; return the ranks that waited for its outputs."""
     m, last = schedule.num_microbatches, schedule.num_stages - 1
     row = schedule.rows[rank]
     areas = {"F": 0, "B": 1, "I": 1, "R": 2 * schedule.ships_activations}
@@ -99,7 +99,7 @@ def _advance(
 
 
 def _make(state: _State, key: int, takers: _Ranks) -> list[int]:
-    """Note that an input exists; return the ranks that waited for it."""
+    """Mark an input as present; return the ranks that waited for it."""
     state.ready[key] = 1
     woken = [rank for rank in takers if state.waiting[rank] == key]
     for rank in woken:
@@ -108,7 +108,7 @@ def _make(state: _State, key: int, takers: _Ranks) -> list[int]:
 
 
 def _takers(schedule: Schedule) -> tuple[list[_Ranks], list[_Ranks]]:
-    """By stage: the ranks that take its gradient, and those that take its input."""
+    """By stage: the ranks that need its gradient, and those that need its input."""
     placement = schedule.placement
     if placement.backward_rank_of is None:
         ranks: list[_Ranks] = [(rank,) for rank in placement.rank_of]
@@ -118,7 +118,7 @@ def _takers(schedule: Schedule) -> tuple[list[_Ranks], list[_Ranks]]:
 
 
 def _cycle_message(schedule: Schedule, position: list[int]) -> str:
-    """Follow who waits for whom until a rank comes up again."""
+    """Follow the waiting ranks until one repeats, and describe that cycle."""
     rank = next(r for r, row in enumerate(schedule.rows) if position[r] < len(row))
     chain: list[tuple[int, Action, Action]] = []
     while rank not in (link[0] for link in chain):
@@ -127,7 +127,7 @@ def _cycle_message(schedule: Schedule, position: list[int]) -> str:
         chain.append((rank, action, needed))
         rank = schedule.placement.rank_for(needed.stage, needed.kind)
     cycle = chain[[link[0] for link in chain].index(rank) :]
-    lines = ["the order of the ranks is cyclic, so these wait for each other for ever:"]
+    lines = ["the order of the ranks is cyclic, so these wait for each other forever:"]
     for rank, action, needed in cycle:
         peer = schedule.placement.rank_for(needed.stage, needed.kind)
         behind = schedule.rows[peer][position[peer]]

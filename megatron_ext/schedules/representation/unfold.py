@@ -1,9 +1,9 @@
-"""The literal rows of all ranks, for people.
+"""The literal rows of all ranks, for display.
 
-A schedule with twins is stored as the table of one of two mirrored pipelines on pp/2 ranks. Seen
-from outside it is a bidirectional pipeline on pp ranks: ranks r and pp-1-r hold the same stages and
-run the same list with the directions exchanged. Here the second direction's micro-batches get the
-numbers after those of the first.
+A schedule with twins is stored as the table of one of two mirrored pipelines on pp/2 ranks. From
+outside it is a bidirectional pipeline on pp ranks: ranks r and pp-1-r hold the same stages and run
+the same list with directions exchanged. Here the micro-batches of the second direction are numbered
+after those of the first.
 """
 
 from __future__ import annotations
@@ -42,6 +42,6 @@ def _literal_row(schedule: Schedule, rank: int) -> Row:
 
 
 def chunk_on_screen(schedule: Schedule, stage: int) -> int:
-    """Return which of its direction's chunks on its rank a stage is."""
+    """Return the chunk number of a stage within its direction on its rank."""
     placement = schedule.placement
     return stage // (schedule.pp if placement.twin_hops else placement.num_ranks)

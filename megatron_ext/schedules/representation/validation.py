@@ -1,8 +1,9 @@
-"""Proves that a table is a correct schedule, or shows the place where it is not.
+"""Proves that a table is a correct schedule, or shows where it is wrong.
 
 Every registered schedule, every loaded CSV and every start-up goes through `validate`. It takes
-milliseconds (about 1 us for an action) and covers what no run could: a table that passes computes
-each gradient exactly once, ends on every rank whatever the timing, and stays below the memory cap.
+milliseconds (about 1 us per action) and proves more than any run could: a table that passes
+computes each gradient exactly once, ends on every rank with any timing, and stays below the memory
+cap.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron_ext.schedules.representation.unfold import literal_rows
 
 __all__ = ["Report", "check_actions", "check_cover", "check_group_order", "validate"]
 
-# What was done for one stage and micro-batch, as a set of bits.
+# Actions done for one stage and micro-batch, as a bit set.
 _BIT = {"F": 1, "R": 1, "B": 2, "I": 4, "W": 8}
 _BEFORE = {"F": 0, "R": 0, "B": 1, "I": 1, "W": 1 | 4}
 _COMPLETE = (1 | 2, 1 | 4 | 8)
@@ -35,14 +36,14 @@ _COMPLETE = (1 | 2, 1 | 4 | 8)
 
 @dataclass(frozen=True)
 class Report:
-    """What validation found out about a correct table."""
+    """Properties of a correct table."""
 
     memory: Memory
     slots: Mapping[Edge, int]
-    """Receive slots for each edge with which no send ever waits."""
+    """Receive slots on each edge with which no send ever waits."""
     ascending: bool
-    """Whether each stage runs its backwards (and its W) in the order of the micro-batches. Then
-    gradients are summed in the order of a run without pipeline, so they are equal bit for bit."""
+    """Whether each stage runs its backwards (and its W) in the order of the micro-batches. If so,
+    gradients are summed in the same order as without a pipeline, and equal bit for bit."""
 
 
 def validate(
@@ -52,17 +53,17 @@ def validate(
     max_weight_stash: float | None = None,
     slots: int | None = None,
 ) -> Report:
-    """Check everything about a table that can be known before it runs.
+    """Check all properties of a table that are known before it runs.
 
     Args:
         schedule: The table.
-        max_activations: Most activations that a rank may keep, in Ma (see memory.py).
-        max_weight_stash: Most that a rank may keep for weight gradients only, in Ma.
-        slots: Receive slots that each edge has where sends wait for a free one. By default each
-            edge has as many as `Report.slots` says, so that none waits.
+        max_activations: Upper bound on the activations of a rank, in Ma (see memory.py).
+        max_weight_stash: Upper bound on the weight stash of a rank, in Ma.
+        slots: Receive slots on each edge, if sends wait for a free one. None: as many as
+            `Report.slots`, so that no send waits.
 
     Raises:
-        ScheduleError: If the table is wrong; the message marks the row and says what is right.
+        ScheduleError: The table is wrong; the message marks the place and states the rule.
     """
     check_actions(schedule)
     execution_order(schedule)
@@ -75,11 +76,11 @@ def validate(
 
 
 def check_actions(schedule: Schedule) -> None:
-    """Check everything but that no ranks wait for each other, which a simulation finds out.
+    """Check everything except deadlocks, which a simulation detects.
 
     Raises:
-        ScheduleError: An action is too much, missing, early or on a wrong rank, or twins reduce in
-            different orders.
+        ScheduleError: An action is duplicated, missing, too early or on the wrong rank, or twins
+            reduce in different orders.
     """
     check_cover(schedule)
     if schedule.placement.twins == 2:
@@ -90,7 +91,7 @@ def check_cover(schedule: Schedule) -> None:
     """Check that each rank computes exactly what its stages need: each action once, F first.
 
     Raises:
-        ScheduleError: At the first action that is too much, missing, early or on a wrong rank.
+        ScheduleError: At the first action that is duplicated, missing, too early or misplaced.
     """
     m, num_ranks = schedule.num_microbatches, schedule.placement.num_ranks
     if len(schedule.rows) != num_ranks:
@@ -99,7 +100,7 @@ def check_cover(schedule: Schedule) -> None:
             f"placement has {num_ranks} ranks; a table has one row for each rank"
         )
     done = bytearray(schedule.num_stages * m)
-    # Where roles differ a forward is no condition of what the same rank runs next.
+    # With two roles, a forward is not a precondition of later actions of the same rank.
     forwards = bytearray(len(done)) if schedule.disaggregated else done
     kinds = _kinds_of_stages(schedule)
     for rank, row in enumerate(schedule.rows):
@@ -125,7 +126,7 @@ def _check_forwards(schedule: Schedule, forwards: bytearray) -> None:
         if not ran and runs_forward(schedule, stage):
             raise ScheduleError(
                 f"rank {schedule.placement.rank_of[stage]} never runs {stage}F{microbatch}, which "
-                "others need; forward ranks run F of each micro-batch"
+                "others need; forward ranks must run F of each micro-batch"
             )
 
 
@@ -156,7 +157,7 @@ def _misplaced(schedule: Schedule, rank: int, index: int) -> str:
     if owner == rank and action.kind == "R":
         rule = "R is for ranks that run backwards only; this one runs F"
     elif owner == rank:
-        rule = f"nobody needs what {action} would make, because backward ranks run it again"
+        rule = f"nobody needs the output of {action}, because backward ranks recompute it"
     return f"{action} does not belong here: {rule}\n  {marked_row(schedule, rank, index)}"
 
 
@@ -164,7 +165,7 @@ def _unexpected(schedule: Schedule, rank: int, index: int, bits: int) -> str:
     action = schedule.rows[rank][index]
     if bits & _BIT[action.kind]:
         first = schedule.rows[rank].index(action)
-        rule = f"it ran as action {first} already; each action runs exactly once"
+        rule = f"it already ran as action {first}; each action runs exactly once"
     elif not bits & 1:
         opens: Kind = "R" if schedule.disaggregated else "F"
         rule = f"{action._replace(kind=opens)} has to run before it"
@@ -206,7 +207,7 @@ def _check_cap(schedule: Schedule, peaks: tuple[float, ...], cap: float | None, 
     index = _place_of_peak(schedule, rank) if what == "activations" else len(schedule.rows[rank])
     raise ScheduleError(
         f"rank {rank} of {schedule.label} keeps {peaks[rank]:g} {what} (in units of one "
-        f"micro-batch on 1/pp of the model), the cap is {cap:g}; allow {max(peaks):g}, or take a "
+        f"micro-batch on 1/pp of the model), the cap is {cap:g}; allow {max(peaks):g}, or use a "
         f"schedule that keeps less\n  {marked_row(schedule, rank, index)}"
     )
 
@@ -229,9 +230,9 @@ def _is_ascending(schedule: Schedule) -> bool:
 
 
 def _check_twins(schedule: Schedule) -> None:
-    """Twins hold the same stages and reduce their gradients together: in the same order.
+    """Check that twins, which hold the same stages, reduce gradients in the same order.
 
-    All other data-parallel peers run the very same row, which they make sure of by the digest.
+    All other data-parallel peers run the same row, which they verify by the digest.
     """
     orders = [
         [f"the reduction of stage {stage}" for stage in reduction_order(row)]
@@ -244,11 +245,11 @@ def _check_twins(schedule: Schedule) -> None:
 
 
 def check_group_order(group: str, members: Mapping[int, Sequence[object]]) -> None:
-    """Check that all members of a process group meet in its collectives in the same order.
+    """Check that all members of a process group run its collectives in the same order.
 
     Args:
-        group: Name for the message.
-        members: The collectives of each member, by rank, in its order.
+        group: Name of the group, for the error.
+        members: The collectives of each rank, in its order.
 
     Raises:
         ScheduleError: At the first position where two members differ.
@@ -263,5 +264,5 @@ def check_group_order(group: str, members: Mapping[int, Sequence[object]]) -> No
             if one != two:
                 raise ScheduleError(
                     f"{group}: collective {index} is {one} on rank {first_rank} and {two} on rank "
-                    f"{rank}; all members of a group must run its collectives in one order"
+                    f"{rank}; run all collectives of a group in the same order on all its members"
                 )

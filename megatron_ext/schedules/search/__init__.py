@@ -1,1 +1,1 @@
-"""Simulation of tables, policies that choose while a step runs, and searches for better orders."""
+"""Simulation of tables, policies of dynamic orders, and searches for better orders."""

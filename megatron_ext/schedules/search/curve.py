@@ -1,4 +1,4 @@
-"""The activation curve of what a rank has still to run, whatever it ran out of order."""
+"""The activation curve of a rank's remaining actions, after any out-of-order execution."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["Curve"]
 
 
 class Curve:
-    """Changes of a count by position, and how high their running sum gets.
+    """Changes of a count by position, and the maximum of their running sum.
 
-    A change that happened early is taken out of its place, which moves the whole curve behind it.
-    Both operations take O(log n): each node of a tree keeps the sum of the changes below it and the
-    highest running sum, at least 0, among them.
+    An action that runs early removes its change, which shifts the rest of the curve. Both
+    operations are O(log n): each node of a tree keeps the sum of the changes below it and the
+    maximum of their running sum, at least 0.
     """
 
     def __init__(self, changes: Sequence[int]) -> None:
@@ -26,7 +26,7 @@ class Curve:
             self._pull(node)
 
     def take(self, position: int) -> int:
-        """Take the change at a position out; return it."""
+        """Remove the change at a position, and return it."""
         node = position + self._size
         sums, tops = self._sum, self._top
         change = sums[node]
@@ -42,7 +42,7 @@ class Curve:
         return change
 
     def top(self, end: int) -> int:
-        """Return the highest running sum of the changes before a position, at least 0."""
+        """Return the maximum of the running sum before a position, at least 0."""
         node, top = end + self._size, 0
         sums, tops = self._sum, self._top
         while node > 1:

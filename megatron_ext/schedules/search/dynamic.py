@@ -1,7 +1,7 @@
-"""Simulates a step in which policies choose, event by event.
+"""Simulates a step in dynamic order, event by event.
 
 The counterpart of `simulate.py`, with the same costs: there the order is given and the times
-follow, here both are found together. The result is the timeline of the order that was run.
+follow; here policies choose the order as time advances. The result is the timeline of that order.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["simulate_dynamic"]
 
 
 class _Event(NamedTuple):
-    """Something that happens on a rank. Of those at one time, arrivals are noted first."""
+    """An event on a rank. At equal times, arrivals come first."""
 
     time: float
     chooses: bool
-    """Whether the rank looks for something to run; else a tensor arrives."""
+    """Whether the rank chooses an action; else a tensor arrives."""
     rank: int
     arrival: Message | None = None
     """(F or B, stage that needs it, micro-batch)."""
@@ -38,18 +38,18 @@ class _Event(NamedTuple):
 def simulate_dynamic(
     schedule: Schedule, policies: Callable[[int], Policy], costs: Costs = UNIT
 ) -> Timeline:
-    """Return when each action runs if every rank's policy chooses.
+    """Return the timeline of a step in which each rank's policy chooses the order.
 
     Args:
         schedule: The static table that the policies start from.
-        policies: Makes the policy of a rank.
-        costs: Times of actions and links.
+        policies: Factory of a rank's policy.
+        costs: Durations of actions and latencies of links.
 
     Returns:
-        A timeline whose schedule has the rows that were run.
+        A timeline; its schedule has the rows in the order in which they ran.
 
     Raises:
-        ScheduleError: The policies stopped before everything was run.
+        ScheduleError: The policies stopped before all actions had run.
     """
     return _Run(schedule, policies, costs).timeline()
 
@@ -81,7 +81,7 @@ class _Run:
         return Timeline(done, self._costs, tuple(starts), tuple(ends))
 
     def _wake(self, event: _Event) -> None:
-        """Let a rank that is free choose, once all that arrives now has been noted."""
+        """Let an idle rank choose, after all arrivals at this time."""
         rank, ends = event.rank, self._clock.ends[event.rank]
         if ends and ends[-1] > event.time:
             return
@@ -108,7 +108,7 @@ class _Run:
         heapq.heappush(self._events, _Event(self._clock.ends[rank][-1], True, rank))
 
     def _announce(self, action: Action, arrival: float) -> None:
-        """Tell the rank of the next stage when it gets what an action makes."""
+        """Schedule the arrival of an action's output on the rank of the next stage."""
         kind: MessageKind = "F" if action.kind == "F" else "B"
         stage = action.stage + (1 if kind == "F" else -1)
         target = self._schedule.placement.rank_of[stage]

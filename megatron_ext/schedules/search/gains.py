@@ -1,4 +1,4 @@
-"""What a dynamic order gains over the order of its table, by simulation."""
+"""Simulates the gain of a dynamic order over the order of its table."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ if TYPE_CHECKING:
 __all__ = ["Gains", "gains"]
 
 _LATE = 0.5
-"""Mean latency on links that are late at random (log-normal, sigma 1), in forwards."""
+"""Mean of the random latency of late links (log-normal, sigma 1), in forwards."""
 _DRAWS = 4
 NOTABLE = 0.005
-"""Times that differ by less count as equal."""
+"""Relative difference below which two times count as equal."""
 
 
 class Gains(NamedTuple):
-    """Time of the table's own order over that of the dynamic one; above 1 the dynamic is faster."""
+    """Makespan of the static order over that of the dynamic order; above 1, dynamic is faster."""
 
     quiet: float
     late: float
 
     @property
     def advice(self) -> str:
-        """Which of both to take."""
+        """Which of the two orders to use."""
         if self.quiet < 1 + NOTABLE:
             return "keep the table's order, unless messages are late"
         return "--use-dpp"
 
 
 def gains(schedule: Schedule, costs: Costs = UNIT, extra_activations: int = 1) -> Gains:
-    """Compare `--use-dpp` with a table as it is, on quiet and on late links.
+    """Compare `--use-dpp` with the static order of a table, on quiet and on late links.
 
     Args:
         schedule: The table.
-        costs: Times of actions; its latency, if it has one, is that of quiet links.
-        extra_activations: What the dynamic order may keep beyond the table's peak.
+        costs: Durations of actions; its latency, if any, applies to quiet links.
+        extra_activations: Micro-batches that the dynamic order may keep beyond the table's peak.
     """
     split = split_backwards(schedule)
     made = policies(

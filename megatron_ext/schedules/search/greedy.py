@@ -1,13 +1,13 @@
 """A greedy list scheduler for split backwards under a cap on activations.
 
-It fills the time line from the front. Whenever a rank is free it starts, among the actions whose
-inputs are there, the one of best priority: I before F before W, so that W fills gaps and otherwise
-runs only when the cap leaves nothing else. A search tries several limits on the micro-batches in
-flight and keeps the shortest table.
+It fills the timeline from the front. An idle rank starts the action of highest priority among those
+whose inputs have arrived: I before F before W, so that W fills gaps and otherwise runs only when
+the cap allows nothing else. A search tries several limits on the micro-batches in flight and keeps
+the shortest table.
 
-Where the cap holds most micro-batches of a step, but not all, that order lets the last few wait
-until I runs out, and they leave a hole at the end. There `Rule.forwards_first` runs F before I, and
-where the cap forbids F the W that makes room for it.
+If the cap allows most micro-batches of a step, but not all, that order delays the last few until no
+I remains, and they leave a gap at the end. For this case `Rule.forwards_first` runs F before I, and
+if the cap forbids F, the W that makes room for it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Rows = tuple[tuple[Action, ...], ...]
 Key = tuple[int, int, int]
 
 _MAX_PLACED = 2_000_000
-"""Actions that one search may place while it compares rules: some 20 seconds."""
+"""Actions that one search may place while it compares rules: about 20 seconds."""
 _PILOT_ROUNDS = 4
-"""So many micro-batches for each rank show how a limit does with more."""
+"""Micro-batches per rank that suffice to judge a limit for longer tables."""
 
 
 def _priority(action: Action) -> Key:
@@ -44,17 +44,17 @@ def _priority(action: Action) -> Key:
 
 
 _TICKS = 10**6
-"""Times are whole numbers of ticks, so many for a time of 1: sums stay exact."""
+"""Ticks per unit of time; times are whole ticks, so sums are exact."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What to schedule. All stages take the same time; of the costs, jitter is left out."""
+    """A scheduling problem. All stages take the same time; jitter is ignored."""
 
     placement: Placement
     num_microbatches: int
     cap: int
-    """Most stages' activations alive on one rank."""
+    """Upper bound on the activations (of one stage each) alive on one rank."""
     costs: Costs
 
     @property
@@ -67,7 +67,7 @@ class Problem:
 
     @property
     def delays(self) -> list[int]:
-        """Ticks from the end of a stage until the next one can start, by the lower of the two."""
+        """Ticks from the end of a stage to the start of the next, by the lower stage of the two."""
         latency = round(self.costs.latency * _TICKS)
         return [0 if hop == "local" else latency for hop in self.placement.hops]
 
@@ -81,29 +81,29 @@ class Problem:
 
 
 class Rule(NamedTuple):
-    """What one greedy run goes by."""
+    """The parameters of one greedy run."""
 
     limit: int | None = None
-    """Most micro-batches between first F and last I; None: any number."""
+    """Upper bound on the micro-batches between first F and last I; None: unlimited."""
     forwards_first: bool = False
-    """Whether F runs before I, and at the cap W as soon as some F waits for it."""
+    """Whether F runs before I, and W at the cap as soon as some F needs the room."""
 
 
 def search(problem: Problem, rules: Sequence[Rule]) -> Rows:
     """Return the shortest table that the greedy scheduler finds.
 
     Args:
-        problem: What to schedule.
-        rules: What to try; the first that reaches the bound ends the search.
+        problem: The scheduling problem.
+        rules: Rules to try; the first that reaches the lower bound ends the search.
 
     Raises:
-        ScheduleError: If the cap is too low for any table.
+        ScheduleError: The cap is too low for any table.
     """
     num_ranks = problem.placement.num_ranks
     surplus = max(0, problem.num_microbatches // num_ranks - _PILOT_ROUNDS) * num_ranks
     found = None
     if surplus:
-        # The pipeline is in its steady state long before: the limit that is best then stays best.
+        # The pipeline reaches its steady state long before: the best limit stays the best.
         pilot = replace(problem, num_microbatches=problem.num_microbatches - surplus)
         best = _best(pilot, rules)
         found = best and _best(problem, [best.rule])
@@ -129,20 +129,20 @@ def _best(problem: Problem, rules: Sequence[Rule]) -> _Attempt | None:
 
 
 def spread(first: int, last: int) -> list[int]:
-    """Return the numbers from first to last, or some ten of them where there are more."""
+    """Return the numbers from first to last, thinned out to about ten if there are more."""
     return list(range(first, last + 1, 1 + (last - first) // 12))
 
 
 Choice = tuple[int, Key, Action]
-"""(time, priority, action): from when it may start, or as chosen when it does."""
+"""(time, priority, action): the earliest start, or once chosen the actual start."""
 
 
 @dataclass
 class _Rank:
-    """One rank's time line so far and what it could do next.
+    """The timeline of one rank so far, and its candidates.
 
-    What became ready while the rank was busy waits in heaps by priority; `later` is what becomes
-    ready after it is free, which is little.
+    Actions that became ready while the rank was busy wait in heaps by priority; `later` holds the
+    few that become ready after the rank is free.
     """
 
     free: int = 0
@@ -152,7 +152,7 @@ class _Rank:
     weights: list[tuple[Key, Action]] = field(default_factory=list)
     forwards: list[tuple[Key, Action]] = field(default_factory=list)
     entries: list[tuple[Key, Action]] = field(default_factory=list)
-    """Forwards of the first stage, which the limit on micro-batches in flight may hold back."""
+    """Forwards of the first stage, which the limit on micro-batches in flight may delay."""
     choice: Choice | None = None
 
     def heap_of(self, action: Action) -> list[tuple[Key, Action]]:
@@ -162,7 +162,7 @@ class _Rank:
         return self.forwards if action.stage else self.entries
 
     def remove(self, choice: Choice) -> None:
-        """Take the chosen action out: it is in `later`, or the first of its heap."""
+        """Remove the chosen action, which is in `later` or at the top of its heap."""
         if choice in self.later:
             self.later.remove(choice)
         else:
@@ -189,7 +189,7 @@ class _Attempt:
         return max(rank.free for rank in self._ranks)
 
     def run(self) -> bool:
-        """Place all actions; return False if the cap made that impossible."""
+        """Place all actions; return False if the cap makes that impossible."""
         self._release(0, Action(0, "F", 0))
         stages, m = self._problem.placement.num_stages, self._problem.num_microbatches
         for _ in range(3 * stages * m):
@@ -204,7 +204,7 @@ class _Attempt:
         while self._starts:
             start, number = heappop(self._starts)
             choice = self._ranks[number].choice
-            if choice is not None and choice[0] == start:  # else it has chosen anew since
+            if choice is not None and choice[0] == start:  # else the rank has chosen again
                 return number
         return None
 
@@ -219,7 +219,7 @@ class _Attempt:
         self._choose(number)
 
     def _follow(self, rank: _Rank, action: Action) -> None:
-        """Release what an action makes possible."""
+        """Release the actions that an action enables."""
         stage, kind, microbatch = action
         now, last = rank.free, self._problem.placement.num_stages - 1
         if kind == "F":
@@ -247,7 +247,7 @@ class _Attempt:
         self._choose(number)
 
     def _choose(self, number: int) -> None:
-        """Find the best action that a rank can start first, and offer its start."""
+        """Choose the best action that a rank can start next, and queue its start."""
         rank = self._ranks[number]
         if any(time <= rank.free for time, _, _ in rank.later):
             for time, key, action in rank.later:

@@ -1,17 +1,17 @@
-"""How long a rank waits for the head of its table before it jumps over it.
+"""How long a rank waits for the head of its table before it runs a later action.
 
-A jump that fills a wait delays the head if that comes before the jump is over. Tables made for
-quiet links, such as zb-v, leave short waits only, often of a message's time, so that jumping at
-once makes them slower than they are. Two ways lose nothing:
+Running a later action while the head's input is in flight delays the head if the input arrives
+first. Tables made for quiet links, such as zb-v, have only short waits, often of one message
+latency, so jumping ahead immediately makes them slower. Two strategies avoid that loss:
 
-- W leaves its places and runs where nothing else can, as over tables whose backwards were split
-  afterwards. Over some tables (v-half, bitpipe) that gains more than the jumps lose.
-- A rank waits as long as it does in its table while nothing is late, and a little longer. Then
-  nothing is jumped over while nothing is late, and the step takes the time of the table. All waits
-  of a rank together are as long as its bubble in the table, and that little for each action.
+- W has no fixed place and runs when nothing else can, as in tables whose backwards were split
+  afterwards. For some tables (v-half, bitpipe) that gains more than the jumps lose.
+- A rank waits as long as in the simulated static order, plus a small margin. Then it never jumps
+  ahead while nothing is late, and the step takes the time of the table. The total wait of a rank is
+  its bubble in the table, plus the margin for each action.
 
-The second loses nothing whatever the table. Of those that do not, the one is taken that is faster
-if actions take a little more or less than they are said to. All of that is found by simulation.
+The second never loses. Among the strategies that lose nothing, simulation picks the one that is
+faster when durations vary a little.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 __all__ = ["policies", "quiet", "waits_of"]
 
 _QUIET_LATENCY = 0.05
-"""Of a message on a link that is never late, in forwards."""
+"""Latency of a message on a quiet link, in forwards."""
 _MARGIN = 0.05
-"""By so much a message may be later than simulated before it counts as late, in forwards."""
+"""Delay beyond the simulated arrival from which a message counts as late, in forwards."""
 _JITTER = 0.1
-"""Sigma of how much longer or shorter actions take than they are said to."""
+"""Sigma of the variation of durations."""
 _DRAWS = 3
 
 
 def quiet(costs: Costs = UNIT) -> Costs:
-    """Return the same costs where nothing is late; a latency, if they have one, stays."""
+    """Return the same costs without jitter; a latency, if any, stays."""
     latency = costs.latency or _QUIET_LATENCY * costs.forward
     return replace(costs, latency=latency, jitter=0.0, link_jitter=0.0)
 
@@ -63,18 +63,17 @@ def policies(
     weights_fill: bool = False,
     costs: Costs = UNIT,
 ) -> Callable[[int], Policy]:
-    """Return what makes the policy of a rank, for one step.
+    """Return the factory of a rank's policy, for one step.
 
     Args:
-        name: Of the policy.
+        name: Name of the policy.
         schedule: The table.
-        extra_activations: Of `activation_cap`.
-        weights_fill: Whether W has no place of its own in the table: it runs where nothing else
-            can.
-        costs: What the table is said to cost.
+        extra_activations: As for `activation_cap`.
+        weights_fill: Whether W has no fixed place in the table and runs when nothing else can.
+        costs: Durations that the table is simulated with.
 
     Raises:
-        ScheduleError: The table has another order of gradients than policies have (`readiness.py`).
+        ScheduleError: The table sums gradients in another order than policies (`readiness.py`).
     """
     if not validate(schedule).ascending:
         raise ScheduleError(
@@ -103,20 +102,20 @@ def policies(
     def loses_nothing(policy: Callable[[int], Policy]) -> bool:
         return simulate_dynamic(schedule, policy, calm).makespan <= static.makespan * (1 + 1e-9)
 
-    def time_if_varied(policy: Callable[[int], Policy]) -> float:
+    def time_with_jitter(policy: Callable[[int], Policy]) -> float:
         draws = (replace(calm, jitter=_JITTER, seed=seed) for seed in range(_DRAWS))
         return sum(simulate_dynamic(schedule, policy, these).makespan for these in draws)
 
-    kept = filter(loses_nothing, (filling, patiently))
-    return min(kept, key=time_if_varied, default=at_once)
+    candidates = filter(loses_nothing, (filling, patiently))
+    return min(candidates, key=time_with_jitter, default=at_once)
 
 
 def waits_of(static: Timeline, rank: int) -> Patience:
-    """Return how long a rank waits in its table, and a little longer.
+    """Return the waits of a rank in the static order, each with a small margin.
 
     Args:
-        static: The table while nothing is late.
-        rank: Of the pipeline.
+        static: Timeline of the table while nothing is late.
+        rank: Pipeline rank.
     """
     starts, ends = static.starts[rank], static.ends[rank]
     margin = _MARGIN * static.costs.forward

@@ -1,27 +1,27 @@
 """Dynamic schedules: which of the ready actions a rank runs next.
 
-A static table fixes the order in advance, so a late message stops its rank. A policy decides when
-the rank is free, by what has arrived. It is a pure object: the simulator and the executor drive the
-same one through `Progress.arrived`, `choose` and `finished`.
+A static table fixes the order in advance, so a late message stalls its rank. A policy decides
+whenever the rank is idle, by the messages that have arrived. It performs no I/O: the simulator and
+the executor drive the same object through `Progress.arrived`, `choose` and `finished`.
 
-`hint` follows a static table as long as that can go on. If the head of the table waits, it runs the
-first later action that is ready and keeps the activations of the whole remaining table below the
-cap. Where the policy made the W (`representation/split_backwards.py`), a W runs only if nothing
-else can. `patience.py` says how long a rank waits for the head first. The cap is the same on all
-ranks: the table's peak on its worst rank, plus what the user allows. Two properties follow:
+`hint` follows a static table as long as possible. If the head of the table waits, it runs the first
+later action that is ready and keeps the activation curve of the remaining table below the cap. If
+the W come from our own splitting (`representation/split_backwards.py`), a W runs only if nothing
+else can. `patience.py` decides how long a rank waits for the head first. The cap is the same on all
+ranks: the table's peak on its worst rank, plus the user's margin. Two properties follow:
 
 - Memory: no jump lifts any later point of the rank's activation curve above the cap.
-- It ends: take the unfinished action that comes first in an order of all actions that respects data
-  and table. All before it is done, so it is the head of its rank, its input exists, and a head is
-  always admissible.
+- Termination: take the first unfinished action in an order of all actions that respects data and
+  table. All actions before it are done, so it is the head of its rank, its input exists, and a head
+  is always admissible.
 
-A cap by rank, each its own peak of the table, would save nothing that counts: what all ranks have
-to have is what the worst one needs. But 1F1B and interleaved tables keep far less on the last ranks
-than on the first, so those could never run ahead of what waits.
+A separate cap for each rank, its own peak in the table, would save no memory that counts: every
+rank needs as much as the worst one. But 1F1B and interleaved tables keep far less on the last ranks
+than on the first, so the last ranks could never run ahead.
 
 `breadth-first` and `depth-first` are greedy rules without a table and without a bound on memory:
-forwards and backwards alternate, the first in the order of chunks, the second always what is
-deepest in the model. They need up to m activations, and are here to be compared with.
+forwards and backwards alternate, breadth-first in the order of chunks, depth-first with the deepest
+stage first. They need up to m activations and serve as a baseline.
 
 Idea of dynamic pipelines: MegatronApp's DPP (breadth-first). The table as a hint that bounds memory
 is ours; RRFP (arXiv 2605.18750) has a similar idea.
@@ -55,43 +55,43 @@ __all__ = [
 PolicyName = Literal["hint", "breadth-first", "depth-first"]
 
 _CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
-"""What an action does to the activations of its rank, in stages."""
+"""Change in the number of activations on the rank, by kind of action."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a rank waits for the head of its table; times in the unit of the table's costs."""
+    """How long a rank waits for the head of its table, in the unit of the table's costs."""
 
     waits: Sequence[float]
-    """By position of the head: from when the rank is free until it may jump over the head."""
+    """By position of the head: time from when the rank is idle until it may skip the head."""
     durations: Sequence[float]
-    """By position: what an action takes by these costs. Tells how long the unit is."""
+    """By position: duration of the action by these costs; calibrates the unit."""
 
 
 class Policy(Protocol):
-    """Chooses what one rank runs, for one step."""
+    """Chooses the actions of one rank, for one step."""
 
     progress: Progress
     patience: Patience | None
-    """None: it takes what is there."""
+    """None: it never waits for the head."""
 
     def wait(self) -> float:
-        """Return how long to wait for more before choosing, from when the rank became free."""
+        """Return how long to wait before choosing, measured from when the rank became idle."""
 
     def choose(self) -> int | None:
-        """Take the next action: its position in the rank's row, or None while nothing may run."""
+        """Choose the next action: its position in the rank's row, or None if none may run."""
 
 
 class Hint:
-    """The static table, with jumps over what waits.
+    """The order of the static table; runs later actions while the head waits.
 
     Args:
         schedule: The table.
-        rank: Of the pipeline.
-        cap: Most activations of stages that the rank may keep, at least the table's own peak there.
-        weights_fill: Whether W runs only where nothing else can. For tables in which W has no place
-            of its own.
-        patience: See `patience.py`; None: what waits is jumped over at once.
+        rank: Pipeline rank.
+        cap: Upper bound on the activations (of one stage each) that the rank may keep, at least the
+            table's own peak there.
+        weights_fill: Whether W has no fixed place in the table and runs when nothing else can.
+        patience: See `patience.py`; None: never wait for the head.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Hint:
         self._weights_fill = weights_fill
 
     def wait(self) -> float:
-        """Return how long the head of the table is waited for; nothing if it is ready."""
+        """Return how long to wait for the head of the table; 0 if it is ready."""
         if self.patience is None:
             return 0.0
         self._advance()
@@ -121,7 +121,7 @@ class Hint:
         return self.patience.waits[self._head]
 
     def choose(self) -> int | None:
-        """Take the head of the table, else the first later action that is ready and admissible."""
+        """Choose the head of the table, else the first ready and admissible later action."""
         self._advance()
         found = self._first()
         if found is None:
@@ -140,27 +140,27 @@ class Hint:
         best, weights, forwards = progress.backwards, progress.weights, progress.forwards
         if weights and not self._weights_fill and (not best or weights[0] < best[0]):
             best = weights
-        # Last, since only here the curve has to be asked.
+        # Last, because only forwards need a query of the curve.
         if forwards and (not best or forwards[0] < best[0]) and self._is_admissible(forwards[0]):
             best = forwards
         return best or weights or None
 
     def _is_admissible(self, index: int) -> bool:
-        """Tell whether a forward may run now: the rest of the table, one higher, must fit.
+        """Return whether a forward may run now: the curve before it, one higher, must fit.
 
-        What comes after it in the table is as high as before; so if the first ready forward does
-        not fit, no later one does.
+        Behind its position the curve is unchanged. So if the first ready forward does not fit, no
+        later one does.
         """
         return index == self._head or self.live + self._rest.top(index) + 1 <= self.cap
 
 
 class Greedy:
-    """Forwards and backwards in turn, the best by a fixed order; W where neither can run.
+    """Alternates forwards and backwards by a fixed preference; runs W when neither can run.
 
     Args:
-        schedule: A table, of which only the actions count, not their order.
-        rank: Of the pipeline.
-        depth_first: Whether the deepest forward goes first, instead of the first chunk's.
+        schedule: A table; only its actions matter, not their order.
+        rank: Pipeline rank.
+        depth_first: Whether the deepest forward comes first, instead of the first chunk's.
     """
 
     def __init__(self, schedule: Schedule, rank: int, *, depth_first: bool) -> None:
@@ -174,7 +174,7 @@ class Greedy:
         return 0.0
 
     def choose(self) -> int | None:
-        """Take the other kind than last time if one is ready."""
+        """Choose the other direction than last time if one is ready."""
         progress = self.progress
         turns = [progress.backwards, progress.forwards]
         if not self._backward_next:
@@ -187,10 +187,10 @@ class Greedy:
 
 
 def _reordered(schedule: Schedule, rank: int, depth_first: bool) -> Schedule:
-    """Return the schedule with the rank's row in the order of preference."""
+    """Return the schedule with the rank's row sorted by preference."""
 
     def preference(action: Action) -> tuple[int, int]:
-        # Backwards come back through the chunks, so what is first in one direction is last there.
+        # Backwards traverse the chunks in reverse, so the preference is reversed too.
         forward = action.kind == "F"
         deep = -action.stage if forward == depth_first else action.stage
         return deep, action.microbatch
@@ -201,11 +201,11 @@ def _reordered(schedule: Schedule, rank: int, depth_first: bool) -> Schedule:
 
 
 def activation_cap(schedule: Schedule, extra_activations: int = 0) -> int:
-    """Return how many activations of stages a rank may keep under `hint`, the same on all ranks.
+    """Return the cap of `hint`, in activations of one stage each, the same on all ranks.
 
     Args:
         schedule: The table.
-        extra_activations: Micro-batches on top of the table's peak, each on all stages of a rank.
+        extra_activations: Micro-batches beyond the table's peak, each on all stages of a rank.
     """
     peak = max(max(live_counts(row), default=0) for row in schedule.rows)
     return peak + extra_activations * max(map(len, schedule.placement.stages_of))
@@ -242,15 +242,15 @@ def make_policy(
     """Return the policy of one rank for one step.
 
     Args:
-        name: Of the policy.
+        name: Name of the policy.
         schedule: The table.
-        rank: Of the pipeline.
-        cap: Of `activation_cap`; greedy policies have none.
-        weights_fill: Whether W runs only where nothing else can.
+        rank: Pipeline rank.
+        cap: The result of `activation_cap`; greedy policies ignore it.
+        weights_fill: Whether W has no fixed place and runs when nothing else can.
 
     Raises:
-        ScheduleError: There is no such policy.
+        ScheduleError: The policy does not exist.
     """
     if name not in POLICIES:
-        raise ScheduleError(f"there is no policy {name!r}; take one of {', '.join(POLICIES)}")
+        raise ScheduleError(f"there is no policy {name!r}; use one of {', '.join(POLICIES)}")
     return POLICIES[name](schedule, rank, cap, weights_fill)

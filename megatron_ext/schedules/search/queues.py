@@ -1,15 +1,15 @@
-"""One order of all messages of a step, and the proof that ranks which keep it never block.
+"""A total order of all messages of a step, and the proof that ranks which follow it never block.
 
-NCCL and MCCL match nothing by name: the n-th send of a communicator meets its n-th receive. And a
-device may run all that its rank has started as one queue, in which a receive that was started too
-early stands before the very computation that its sender waits for (CUDA_DEVICE_MAX_CONNECTIONS=1
-makes it so, and with many streams it happens without).
+NCCL and MCCL match messages by order, not by name: the n-th send of a communicator meets its n-th
+receive. And a device may run everything that its rank has started as one queue, in which an early
+receive blocks the very computation that its sender waits for (CUDA_DEVICE_MAX_CONNECTIONS=1 forces
+this, and with many streams it can happen anyway).
 
-So all messages of a table get one order: by the time at which a simulated step sends them. A rank
-starts its receives between its sends as that order has them. Then nothing can block, even if each
-rank does one thing after the other and a send lasts until it was received: of all messages left the
-first in the order has both ends free. Collectives do not change that: their members run the same
-row, so they meet at the same place of it, and all replicas together block no more than one.
+So all messages of a table get one order, by the time at which a simulated step sends them. A rank
+starts its receives between its sends in that order. Then nothing can block, even if each rank works
+strictly in sequence and a send lasts until it is received: both ends of the first remaining message
+are free. Collectives do not change that: their members run the same row and meet at the same
+position, so all replicas together block no more than one.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ __all__ = ["Meeting", "MessageOrder", "Place", "Post", "check_meetings", "check_
 
 
 class Post(NamedTuple):
-    """Where in its row a rank starts a receive."""
+    """The position in a row at which the rank starts a receive."""
 
     transfer: Transfer
     before: int
-    """The action of the row that it comes before."""
+    """Position of the action that it precedes."""
     taken: bool
-    """Whether the inputs of that action are taken before."""
+    """Whether the rank receives the inputs of that action first."""
 
 
 class _Moment(NamedTuple):
-    """The place of a message in the order of all."""
+    """The position of a message in the total order."""
 
     time: float
     message: Message
     answers: bool
-    """Twins swap messages of one name at one time: the leading one's goes first."""
+    """Twins swap messages of the same name at the same time; the leader's comes first."""
 
 
 class MessageOrder:
     """The order of the messages of a validated table, from the point of view of each rank."""
 
     def __init__(self, schedule: Schedule) -> None:
-        # With plain costs: those of a user may be so far apart that times are equal.
+        # Unit costs: a user's may differ so widely that times coincide.
         timeline = simulate(schedule)
         self._starts, self._ends = timeline.starts, timeline.ends
         self.exchanges: list[tuple[Exchange, ...]] = []
@@ -70,8 +70,8 @@ class MessageOrder:
         """Return the receives of a rank in their order.
 
         Args:
-            rank: Of the pipeline.
-            leads: Of two twins, whether this one sends before it receives.
+            rank: Pipeline rank.
+            leads: Whether this one of two twins sends before it receives.
         """
         starts = self._starts[rank]
         left = [
@@ -91,7 +91,7 @@ class MessageOrder:
 
     @staticmethod
     def _left(exchange: Exchange, end: float, *, leads: bool) -> _Moment:
-        """When an action ends and its result leaves."""
+        """Return the moment when an action ends and its result leaves."""
         for sent in _sent(exchange):
             return _Moment(end, sent.message, sent.to_twin and not leads)
         return _Moment(end, Message("B", -1, -1), False)
@@ -102,7 +102,7 @@ def _sent(exchange: Exchange) -> list[Transfer]:
 
 
 Place = tuple[int, int]
-"""(twin, rank of the pipeline)."""
+"""(twin, pipeline rank)."""
 
 
 class Meeting(NamedTuple):
@@ -122,7 +122,7 @@ def programs(schedule: Schedule) -> dict[Place, list[Meeting]]:
     """Return the messages of each rank of both twins, in the order in which it starts them.
 
     Raises:
-        ScheduleError: An action would take a message before its receive was started.
+        ScheduleError: An action needs a message before the rank starts its receive.
     """
     order = MessageOrder(schedule)
     return {
@@ -149,7 +149,8 @@ def _program(order: MessageOrder, place: Place) -> list[Meeting]:
         for needed in exchange.inputs:
             if needed.verb == "RECV" and needed.message not in coming:
                 raise ScheduleError(
-                    f"{exchange.action} of rank {rank} needs what no receive brings"
+                    f"{exchange.action} of rank {rank} needs {needed.message}, but no receive "
+                    "brings it; use --pipeline-transport auto"
                 )
         start(index, taken=True)
         started += [_meeting(sent, place) for sent in _sent(exchange)]
@@ -164,23 +165,23 @@ def _meeting(transfer: Transfer, place: Place) -> Meeting:
 
 
 def check_queues(schedule: Schedule) -> None:
-    """Check that a table ends although each rank runs all that it starts as one queue.
+    """Check that a table ends even if each rank runs everything that it starts as one queue.
 
     Raises:
-        ScheduleError: Two ranks wait for each other; says where.
+        ScheduleError: Ranks deadlock; the message says where.
     """
     check_meetings(schedule.label, programs(schedule))
 
 
 def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> None:
-    """Check that ranks come to their end if each waits at every message for its other end.
+    """Check that all ranks finish if both ends of every message wait for each other.
 
     Args:
-        label: Of the table, for the message.
+        label: Name of the table, for the error.
         programs: By rank: its messages in its order.
 
     Raises:
-        ScheduleError: Some wait for ever; says for what.
+        ScheduleError: Some ranks wait forever; the message says for what.
     """
     done = dict.fromkeys(programs, 0)
     todo = list(programs)
@@ -198,7 +199,7 @@ def check_meetings(label: str, programs: Mapping[Place, Sequence[Meeting]]) -> N
         raise ScheduleError(
             f"{label} blocks where messages are matched by their order: "
             + "; ".join(map(str, stuck[:4]))
-            + "; take --pipeline-transport auto"
+            + "; use --pipeline-transport auto"
         )
 
 

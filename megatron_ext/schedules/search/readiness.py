@@ -1,10 +1,11 @@
-"""What one rank may run now: the bookkeeping under every dynamic policy.
+"""Tracks the ready actions of one rank: the bookkeeping under every dynamic policy.
 
-An action is *ready* when all that it needs exists: F its input, B and I the forward of its own rank
-and the gradient of its output, W its I. On top of that the backwards of a stage, and its W, become
-ready in the order of the micro-batches only. That fixes the order in which gradients are summed, so
-the result has the bits of the static table whatever arrives first. Forwards of the last stage keep
-the order of the table: some losses are averaged over replicas, which have to meet there.
+An action is *ready* when its inputs exist: for F its input, for B and I the forward of the same
+rank and the gradient of the output, for W its I. In addition, the backwards of a stage, and its W,
+become ready only in the order of the micro-batches. That fixes the order in which gradients are
+summed, so the result equals that of the static table bit for bit, whatever arrives first. Forwards
+of the last stage keep the order of the table: some losses are averaged over replicas, which must
+meet there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["Progress"]
 class Progress:
     """The ready actions of one rank, as positions in its row of the static table.
 
-    Three heaps, since policies choose by kind: forwards, backwards (B and I) and weights.
+    Policies choose by kind, so there are three heaps: forwards, backwards (B and I) and weights.
     """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
@@ -38,11 +39,11 @@ class Progress:
         self.backwards: list[int] = []
         self.weights: list[int] = []
         self._missing = [0] * len(self.row)
-        """By position: how many tensors and actions it waits for."""
+        """By position: the number of tensors and actions that it waits for."""
         self._enables: list[list[int]] = [[] for _ in self.row]
-        """By position: what waits for it on this rank."""
+        """By position: the actions of this rank that wait for it."""
         self._takers: dict[Message, int] = {}
-        """By message, activation or gradient: the position of what takes it."""
+        """By message, activation or gradient: the position of the action that needs it."""
         self._heap_of = [self._heap(action.kind) for action in self.row]
         self._connect(schedule.num_stages - 1)
         for index, missing in enumerate(self._missing):
@@ -53,7 +54,7 @@ class Progress:
         return {"F": self.forwards, "W": self.weights}.get(kind, self.backwards)
 
     def _connect(self, last_stage: int) -> None:
-        """Find out what waits for what."""
+        """Build the dependencies between actions."""
         position = {action: index for index, action in enumerate(self.row)}
         for index, (stage, kind, microbatch) in enumerate(self.row):
             if kind == "W":
@@ -74,18 +75,18 @@ class Progress:
         self._missing[after] += 1
 
     def arrived(self, message: Message) -> None:
-        """Note that a stage got its activation or the gradient of its output, all parts of it."""
+        """Record the arrival of an activation or gradient, with all its parts."""
         self._supply(self._takers[message])
 
     def finished(self, index: int) -> None:
-        """Note that an action has run, which may make others of this rank ready."""
+        """Record that an action has run, which may make others of this rank ready."""
         self.done[index] = 1
         self.left -= 1
         for after in self._enables[index]:
             self._supply(after)
 
     def is_ready(self, index: int) -> bool:
-        """Tell whether an action may run, or has run."""
+        """Return whether an action may run, or has run."""
         return not self._missing[index]
 
     def _supply(self, index: int) -> None:
@@ -95,7 +96,7 @@ class Progress:
 
 
 def _in_turn(row: Sequence[Action], last_stage: int) -> Iterator[list[int]]:
-    """Yield the positions of what has to run one after the other, B and I of a stage as one."""
+    """Yield positions of actions that must run in sequence; B and I of a stage share one."""
     turns: dict[tuple[int, str], list[int]] = defaultdict(list)
     for index in sorted(range(len(row)), key=lambda i: row[i].microbatch):
         stage, kind, _ = row[index]

@@ -1,8 +1,8 @@
-"""Runs every rank's list of actions as soon as its inputs are there, and notes the times.
+"""Runs every rank's actions as soon as their inputs exist, and records the times.
 
-Each rank is a coroutine: it runs its list until it needs something that nobody has made yet, and is
-resumed when it is there. Tables of millions of actions go through this loop, so what it needs for
-each action lies in local variables.
+Each rank is a generator: it runs its list until it needs an input that does not exist yet, and
+resumes when it does. Tables of millions of actions go through this loop, so everything it needs for
+an action is in local variables.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["Replay"]
 class Replay:
     """One step of a table.
 
-    When something is there is kept by `area + stage * num_microbatches + microbatch`. The areas
-    are: inputs of stages, gradients of their outputs, and what R needs where roles differ.
+    The key of a tensor's arrival time is `area + stage * num_microbatches + microbatch`. The areas
+    are: inputs of stages, gradients of their outputs, and inputs of R in disaggregated tables.
 
     Args:
-        clock: Takes the times of all actions.
+        clock: Receives the times of all actions.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -36,11 +36,11 @@ class Replay:
         self._there: list[float | None] = [None] * ((3 if schedule.disaggregated else 2) * count)
         data = [0.0] * m
         self._there[:m] = data
-        self._there[2 * count - m : 2 * count] = data  # the loss makes its own gradient
+        self._there[2 * count - m : 2 * count] = data  # the loss produces its own gradient
         if schedule.disaggregated and not schedule.ships_activations:
             self._there[2 * count : 2 * count + m] = data  # R of the first stage reads the data
         self._awaited: dict[int, int] = {}
-        """By what is not there yet: the rank that waits for it."""
+        """By missing tensor: the rank that waits for it."""
         self._ready = list(range(len(schedule.rows)))[::-1]
         self._steps = {
             kind: [(*_areas(kind, stage, schedule), time) for stage, time in enumerate(times)]
@@ -48,10 +48,10 @@ class Replay:
         }
 
     def run(self) -> None:
-        """Run all ranks to their ends.
+        """Run all ranks to completion.
 
         Raises:
-            ScheduleError: They wait for each other in a circle; the message shows it.
+            ScheduleError: They deadlock; the message shows the cycle.
         """
         ranks = [self._rank(rank) for rank in range(len(self._clock.schedule.rows))]
         while self._ready:
@@ -61,7 +61,7 @@ class Replay:
             raise AssertionError(f"{self._clock.schedule.label} stopped, but has an order")
 
     def _rank(self, rank: int) -> Iterator[None]:
-        """Run the list of a rank; yields where it has to wait."""
+        """Run the list of a rank; yield when it must wait."""
         clock, there, awaited, ready = self._clock, self._there, self._awaited, self._ready
         steps, factors, links = self._steps, clock.factors, clock.links
         m, sends = clock.schedule.num_microbatches, clock.schedule.disaggregated
@@ -92,7 +92,7 @@ class Replay:
                     ready.append(awaited.pop(made))
 
     def _to_backward_rank(self, stage: int, key: int, end: float) -> None:
-        """Note when what R needs is there: the input of the next stage, or what was shipped."""
+        """Record when the input of R arrives: the next stage's input or shipped activations."""
         schedule = self._clock.schedule
         target, made = stage, key
         if not schedule.ships_activations:
@@ -106,9 +106,9 @@ class Replay:
 
 
 def _areas(kind: Kind, stage: int, schedule: Schedule) -> tuple[int, int]:
-    """Return where the first micro-batch of an action finds what it needs, and leaves its result.
+    """Return the keys of the input and the output of an action for micro-batch 0.
 
-    -1: it needs nothing of another action, or makes nothing for another one.
+    -1: it needs no input from another action, or produces none for another.
     """
     m, last = schedule.num_microbatches, schedule.num_stages - 1
     gradients = (last + 1) * m

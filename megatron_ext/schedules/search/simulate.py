@@ -1,9 +1,9 @@
-"""Simulates a table: when each action runs, how long the step takes, what is alive when.
+"""Simulates a table: the time of each action, the makespan of the step, and the activations alive.
 
-Every rank runs its list in order; an action starts as soon as the rank is free and everything that
-it needs has arrived. A full backward hands its input gradient on at its end, a split one at the end
-of I. Activations are held from the start of F to the end of B or W. Times are in the unit of the
-costs, activations in Ma (memory.py). Megatron and torch are not involved.
+Every rank runs its list in order; an action starts as soon as the rank is idle and its inputs have
+arrived. A full backward sends its input gradient when it ends, a split one at the end of I.
+Activations are alive from the start of F to the end of B or W. Times are in the unit of the costs,
+activations in Ma (memory.py). Needs neither Megatron nor torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Clock", "Links", "Timeline", "simulate"]
 
 @dataclass(frozen=True)
 class Timeline:
-    """The outcome of a simulation. Rows are those of the schedule: with twins, of one pipeline."""
+    """The result of a simulation. Rows match the schedule's: with twins, those of one pipeline."""
 
     schedule: Schedule
     costs: Costs
@@ -40,7 +40,7 @@ class Timeline:
 
     @cached_property
     def ideal(self) -> float:
-        """The work of the busiest rank: the makespan if it never waited."""
+        """The work of the busiest rank: the makespan without any wait."""
         return max(map(_total, self.starts, self.ends))
 
     @property
@@ -50,7 +50,7 @@ class Timeline:
 
     @property
     def bubble_ratio(self) -> float:
-        """Share of the makespan that is bubble."""
+        """Bubble as a fraction of the makespan."""
         return self.bubble / self.makespan if self.makespan else 0.0
 
     @property
@@ -61,18 +61,18 @@ class Timeline:
 
     @cached_property
     def peak_activations_per_rank(self) -> tuple[float, ...]:
-        """Most activations alive on each rank of the world (both twins), in Ma."""
+        """Peak of activations on each rank of the world (both twins), in Ma."""
         peaks = activation_peaks(self.schedule)
         return peaks + peaks[::-1] if self.schedule.placement.twins == 2 else peaks
 
     @property
     def peak_activations(self) -> float:
-        """Most activations alive on any rank, in Ma."""
+        """Peak of activations on any rank, in Ma."""
         return max(self.peak_activations_per_rank)
 
     @property
     def messages(self) -> int:
-        """Tensors that cross ranks in one step, activations and gradients, all ranks together."""
+        """Total number of activations and gradients that cross ranks in one step."""
         if self.schedule.disaggregated:
             return sum(
                 isinstance(step, Transfer) and step.verb == "SEND"
@@ -84,19 +84,19 @@ class Timeline:
 
 
 def _total(starts: list[float], ends: list[float]) -> float:
-    """Return how long a rank computes."""
+    """Return the total compute time of a rank."""
     return sum(map(sub, ends, starts), 0.0)
 
 
 def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
-    """Return when each action of a table runs that holds each action once (`check_cover`).
+    """Return the timeline of a table.
 
     Args:
-        schedule: The table; see `validate.validate`.
-        costs: Times of actions and links.
+        schedule: A table that holds each action once (`validation.check_cover`).
+        costs: Durations of actions and latencies of links.
 
     Raises:
-        ScheduleError: If the ranks wait for each other in a circle.
+        ScheduleError: The ranks deadlock.
     """
     clock = Clock(schedule, costs)
     Replay(clock).run()
@@ -104,7 +104,7 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
 
 
 class Clock:
-    """What each rank did when, and how long everything takes."""
+    """Start and end times of each rank's actions, and all durations."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule = schedule
@@ -115,7 +115,7 @@ class Clock:
         self.links = Links(schedule, costs)
 
     def run_action(self, rank: int, action: Action, now: float) -> float | None:
-        """Run one action whose inputs are there; return when the next stage has what it makes."""
+        """Run one action with its inputs present; return when its output reaches the next stage."""
         stage, kind, microbatch = action
         key = stage * self.schedule.num_microbatches + microbatch
         end = now + self._time(kind, stage, key)
@@ -133,7 +133,7 @@ class Clock:
 
 
 class Links:
-    """When what leaves a stage is there."""
+    """Arrival times of messages."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._placement = schedule.placement
@@ -144,13 +144,13 @@ class Links:
         self.free_of_charge = not costs.latency and costs.bandwidth is None
 
     def arrival(self, kind: Kind, stage: int, key: int, end: float) -> float:
-        """Return when the next stage has what an action makes, or the one before its gradient.
+        """Return when the output of an action reaches the next (gradients: previous) stage.
 
         Args:
-            kind: Of the action.
-            stage: Of the action.
-            key: Of the action, `stage * num_microbatches + microbatch`.
-            end: When it ended.
+            kind: Kind of the action.
+            stage: Stage of the action.
+            key: `stage * num_microbatches + microbatch` of the action.
+            end: Time at which it ended.
         """
         placement = self._placement
         target = stage + 1 if kind == "F" else stage - 1
@@ -160,7 +160,7 @@ class Links:
         return self._carried("F" if kind == "F" else "B", link, key, end)
 
     def to_backward_rank(self, stage: int, target: int, key: int, end: float) -> float:
-        """Return when what a forward rank sends is at the backward rank of a stage."""
+        """Return when a message of a forward rank reaches the backward rank of a stage."""
         placement = self._placement
         link = placement.rank_for(stage, "F"), placement.rank_for(target, "R")
         return self._carried("F", link, key, end)

@@ -111,12 +111,12 @@ def _edit(row: int, old: str, new: str) -> Callable[[str], str]:
         (lambda text: text.replace("0F0,0F1", "0F1,0F0", 1), (4, 6), None),
         (lambda text: text, (8, 6), ["for pp 4 and not for pp 8", "--pp 4"]),
         (lambda text: text, (4, 8), ["runs 6 micro-batches", "--microbatches 6"]),
-        (lambda text: "", (None, None), ["no action in it"]),
+        (lambda text: "", (None, None), ["contains no action"]),
         (lambda text: text.replace("1F", "5F"), (None, None), ["no row runs stage 4"]),
         (_edit(0, "0F4", "999999999F4"), (None, None), ["row 1 runs 999999999F4", "48 actions"]),
         (_edit(0, "0F4", "0F999999999"), (None, None), ["row 1 runs 0F999999999", "complete?"]),
         (_edit(0, "0F4", "0F" + "9" * 5000), (None, None), ["row 1, cell ", "is not an action"]),
-        (_edit(0, "0F4", "x" * 200_000), (None, None), ["it is no CSV", "limit"]),
+        (_edit(0, "0F4", "x" * 200_000), (None, None), ["this is not CSV", "limit"]),
     ],
 )  # fmt: skip
 def test_damaged_files(

@@ -117,7 +117,7 @@ def _rows(*rows: str) -> tuple[tuple[Action, ...], ...]:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (("0F0 0B0 0B0", "1F0 1B0"), "0B0 cannot run here: it ran as action 1 already"),
+        (("0F0 0B0 0B0", "1F0 1B0"), "0B0 cannot run here: it already ran as action 1"),
         (("0B0 0F0", "1F0 1B0"), "0B0 cannot run here: 0F0 has to run before it"),
         (("0F0 0W0 0I0", "1F0 1B0"), "0W0 cannot run here: 0I0 has to run before it"),
         (("0F0 0B0 0I0", "1F0 1B0"), "either one B or one I and one W on a stage, not both"),
@@ -140,7 +140,7 @@ def test_a_cycle_is_shown_in_full() -> None:
     rows = _rows("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", "2F0 2B0 2F1 2B1")
     message = _message(replace(generate("1f1b", 3, 2), rows=rows))
     assert message.splitlines() == [
-        "the order of the ranks is cyclic, so these wait for each other for ever:",
+        "the order of the ranks is cyclic, so these wait for each other forever:",
         "  0B0 of rank 0 needs 1B0, which is behind 1F1",
         "  rank 0, action 1: 0F0 >>0B0<< 0F1 0B1",
         "  1F1 of rank 1 needs 0F1, which is behind 0B0",

@@ -145,7 +145,7 @@ def test_splitting_keeps_memory_and_sends_sooner() -> None:
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="take one of hint, breadth-first, depth-first"):
+    with pytest.raises(ScheduleError, match="use one of hint, breadth-first, depth-first"):
         make_policy("clever", generate("1f1b", 2, 2), 0, 2)  # type: ignore[arg-type]
 
 

@@ -123,6 +123,6 @@ def test_ranks_that_wait_for_each_other_are_found() -> None:
         check_meetings("crossed", {(0, 0): [down, up], (0, 1): [up, down]})
     assert "crossed blocks where messages are matched by their order" in str(raised.value)
     assert "rank 0 sends" in str(raised.value)
-    assert "take --pipeline-transport auto" in str(raised.value)
+    assert "use --pipeline-transport auto" in str(raised.value)
     with pytest.raises(ScheduleError, match="one end"):
         check_meetings("one end", {(0, 0): [down], (0, 1): []})
