@@ -50,7 +50,7 @@ def _no_job() -> Iterator[None]:
         (MERGED + PP2 + TP2 + "--hidden-dropout 0.1", 6, "draws other masks than the shards"),
         ("--ignore-forward-tensor-parallel", 1, "but there are none; add --forward-backward"),
         ("--fbd-activations ship", 1, "but there are none; add --forward-backward"),
-        ("--pipeline-schedule fbd " + PP2, 2, "take --forward-backward-disaggregating"),
+        ("--pipeline-schedule fbd " + PP2, 2, "use --forward-backward-disaggregating"),
     ],
 )  # fmt: skip
 def test_what_is_refused(flags: str, world: int, rule: str) -> None:

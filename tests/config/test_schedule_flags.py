@@ -213,7 +213,7 @@ REFUSED = {
     "two names": (PP4 + "--enable-bitpipe-schedule --pipeline-schedule zb-v", 4, ["leave one"]),
     "foreign option": (
         PP4 + "--pipeline-schedule zb-v --bitpipe-order zb", 4,
-        ["--bitpipe-order is for bitpipe, and zb-v was chosen"],
+        ["--bitpipe-order is for bitpipe, but zb-v was chosen"],
     ),
     "option alone": (PP4 + "--bitpipe-order zb", 4, ["none was chosen"]),
     "transport without a pipeline": (
