@@ -1,8 +1,8 @@
-"""Device backends: `cpu`, `cuda` and `musa`, and which one this process uses.
+"""Device backends `cpu`, `cuda` and `musa`, and the one of this process.
 
-The choice is made once, before upstream is imported, from `MEGATRON_EXT_DEVICE` or from
-`--device-backend` (`config/early.py`); `auto` takes the first whose software stack is there.
-The modules of this package are the only ones that spell devices and collective backends.
+The process selects once, before the import of upstream, from `MEGATRON_EXT_DEVICE` or
+`--device-backend` (`config/early.py`); `auto` picks the first whose software stack is installed.
+Only modules of this package name devices and collective backends.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _State = TypeVar("_State")
 
 @dataclass
 class _Process:
-    """What this process holds."""
+    """The state of this process."""
 
     device: Device | None = None
     states: dict[type, object] = field(default_factory=dict)
-    """What the functions of the device keep, by its class."""
+    """State of the device's functions, by class."""
     immortal: list[object] = field(default_factory=list)
 
 
@@ -53,13 +53,13 @@ _PROCESS = _Process()
 
 
 def requested(argv: Sequence[str] | None = None) -> str:
-    """Return the name that the user asked for, or `auto` (`config/early.py`).
+    """Return the name that the user requested, or `auto` (`config/early.py`).
 
     Args:
         argv: The command line; `sys.argv` if left out.
 
     Raises:
-        DeviceError: The name is none of `CHOICES`.
+        DeviceError: The name is not one of `CHOICES`.
     """
     from megatron_ext.config.early import requested_device
 
@@ -73,7 +73,7 @@ def requested(argv: Sequence[str] | None = None) -> str:
 
 
 def select(name: str) -> Device:
-    """Return the backend of a name; `auto` takes the first that can run of cuda, musa, cpu.
+    """Return a backend by name; `auto` picks the first of cuda, musa and cpu that can run.
 
     Raises:
         DeviceError: The name is unknown, or the backend cannot run here; the message says why.
@@ -111,7 +111,7 @@ def take(name: str) -> Device:
 
 
 def on_cuda() -> bool:
-    """Tell whether this process computes on what upstream was written for."""
+    """Return whether this process computes on CUDA, the device that upstream is written for."""
     return current().name == "cuda"
 
 
@@ -122,14 +122,14 @@ def reset() -> None:
 
 
 def state(kind: type[_State]) -> _State:
-    """Return the one instance of a class that belongs to the device; made at the first call."""
+    """Return the device's only instance of a class; the first call constructs it."""
     if kind not in _PROCESS.states:
         _PROCESS.states[kind] = kind()
     return cast("_State", _PROCESS.states[kind])
 
 
 def keep_for_ever(what: object) -> None:
-    """Keep something that torch knows by its address."""
+    """Keep an object alive until the process exits, because torch holds its address."""
     _PROCESS.immortal.append(what)
 
 

@@ -1,4 +1,4 @@
-"""What a device backend is: a name, a collective backend, a table of redirects and some rules.
+"""The interface of a device backend: a name, a collective backend, redirects and rules.
 
 Upstream is written for one kind of device and spells it everywhere: `torch.cuda.current_device()`,
 `device="cuda"`, `tensor.cuda()`, `backend="nccl"`. A backend makes that spelling mean its own
@@ -54,8 +54,8 @@ class Rule:
     """A combination of upstream arguments that the backend cannot run.
 
     Args:
-        refuses: Tells from parsed arguments whether the combination is asked for. Reads arguments
-            with `getattr(args, name, default)`: a YAML configuration may lack any of them.
+        refuses: Whether parsed arguments request the combination. It reads arguments with
+            `getattr(args, name, default)`, because a YAML configuration may lack any of them.
         message: Value, rule and remedy.
     """
 
@@ -64,88 +64,86 @@ class Rule:
 
 
 class TimingEvent(Protocol):
-    """A mark in the stream of a device: everything that was queued before it is done."""
+    """A mark in a device stream; it completes after all work queued before it."""
 
     def record(self) -> None:
         """Put the mark into the current stream."""
         ...
 
     def elapsed_time(self, end: Any) -> float:
-        """Return the milliseconds from this mark to another; both must have been passed."""
+        """Return the milliseconds from this mark to another; both must have completed."""
         ...
 
 
 class Copied(Protocol):
-    """The end of a copy."""
+    """The completion of a copy."""
 
     def wait(self) -> None:
-        """Sleep until the copy is done; by any thread.
+        """Sleep until the copy is done; callable from any thread.
 
         Raises:
-            RuntimeError: The device failed, in this copy or in something before it.
+            RuntimeError: The device failed, in this copy or in earlier work.
         """
         ...
 
 
 class Copies(Protocol):
-    """Copies between host and device that run beside what the device computes.
+    """Copies between host and device that overlap with computation.
 
-    Both kinds only begin when they are called, and name their end. Until then the source has to
-    stay as it is, and the copy means nothing to anybody but the device itself.
+    Both directions are asynchronous and return a completion. Until it is reached, the source must
+    not change, and only work on the device may use the copy.
     """
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copied]:
-        """Copy a contiguous device tensor once everything is done that was queued before."""
+        """Copy a contiguous device tensor after all work queued before."""
         ...
 
     def to_device(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copied]:
-        """Copy a host tensor; what is queued after this call finds it done."""
+        """Copy a host tensor; work queued after this call sees the copy."""
         ...
 
     def pin(self, address: int, num_bytes: int) -> bool:
-        """Make host memory known to the device, for faster copies; whole pages.
+        """Register host memory (whole pages) with the device, for asynchronous copies.
 
         Returns:
-            Whether it worked. If not, copies from there work as well, but the caller waits for
-            them; that is logged here.
+            Whether it succeeded. If not, this logs a warning, and copies from there block.
         """
         ...
 
     def unpin(self, address: int) -> None:
-        """Take `pin` back, before the memory goes."""
+        """Undo `pin`, before the memory is freed."""
         ...
 
 
 @dataclass
 class SharedBuffer:
-    """Memory of a device that its owner writes to and one other process reads."""
+    """Device memory that its owner writes and one other process reads."""
 
     num_bytes: int
     handle: bytes
     """Opaque bytes for the other process: for its `open`, or for the owner's `attach`."""
     address: int
     storage: torch.UntypedStorage
-    """Of the same bytes. Does not own them."""
+    """A non-owning view of the same bytes."""
     used: Any
-    """Event of this process: it has written, or read."""
+    """Event of this process: its last write or read is done."""
     used_there: Any = None
-    """The same of the other process, from the time that this one knows of it."""
+    """The same event of the other process, once this process has opened it."""
 
 
 class Sharing(Protocol):
-    """Memory of one device that processes of one host hand to each other.
+    """Device memory shared between processes of one host.
 
-    Owner and reader take turns, and tell each other when: after `push` the owner tells the reader,
-    which does `pull` and tells the owner, which may do `push` again. Neither call waits: each makes
-    the device wait for what the other process gave its own device to do. Whatever the driver
-    refuses is a RuntimeError with its words.
+    Owner and reader take turns: after `push` the owner notifies the reader, which calls `pull` and
+    notifies the owner, which may `push` again. Neither call blocks: each makes its device wait for
+    the work of the other. Errors of the driver raise RuntimeError with the driver's text.
     """
 
     name: str
-    """What the device is called in all processes of the host."""
+    """Name of the device, valid in all processes of the host."""
 
     def why_unreachable(self, name: str) -> str | None:
-        """Say why this process cannot read the memory of a device, or return None if it can."""
+        """Return why this process cannot read the memory of a device, or None if it can."""
         ...
 
     def make(self, num_bytes: int) -> SharedBuffer:
@@ -153,73 +151,73 @@ class Sharing(Protocol):
         ...
 
     def open(self, handle: bytes) -> SharedBuffer:
-        """Map what another process made."""
+        """Map a buffer of another process."""
         ...
 
     def attach(self, buffer: SharedBuffer, handle: bytes) -> None:
-        """Make an own buffer wait for its reader from now on, by the handle that `open` made."""
+        """Make writes to an own buffer wait for its reader, by the handle that `open` created."""
         ...
 
     def push(self, buffer: SharedBuffer, tensor: torch.Tensor) -> None:
-        """Copy a tensor into an own buffer, after all that was queued before; it may be dropped."""
+        """Copy a tensor into an own buffer after all queued work; the caller may free it."""
         ...
 
     def pull(
         self, buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Copy a tensor out of the buffer of another process; what is queued later finds it."""
+        """Copy a tensor out of another process's buffer; work queued later sees it."""
         ...
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until the copies of this process are done; False if that took too long."""
+        """Wait until the copies of this process are done; return False on time-out."""
         ...
 
     def free(self, buffer: SharedBuffer) -> None:
-        """Give up an own buffer that no other process has mapped any more."""
+        """Free an own buffer that no other process has mapped any more."""
         ...
 
     def unmap(self, buffer: SharedBuffer) -> None:
-        """Let go of the buffer of another process."""
+        """Unmap the buffer of another process."""
         ...
 
 
 class Device(Protocol):
-    """A device backend. Instances are stateless: making one starts nothing and imports no torch."""
+    """A device backend. Instances are stateless; the constructor does not import torch."""
 
     name: str
-    """How the user names it: `cpu`, `cuda` or `musa`."""
+    """Name for users: `cpu`, `cuda` or `musa`."""
 
     distributed_backend: str
     """Backend name for `torch.distributed.init_process_group`."""
 
     reaches_peers: bool
-    """Whether this backend moves tensors between devices of one host past the host's memory."""
+    """Whether this backend moves tensors between devices of one host without host memory."""
 
     environment: Mapping[str, tuple[str, str]]
-    """Environment variable -> (value, reason), set at arming where the user has not set it."""
+    """Environment variable -> (value, reason), set at arming unless the user has set it."""
 
     argument_defaults: Mapping[str, tuple[object, str]]
-    """Upstream argument (dest) -> (value, reason). Becomes the parser's default; a user's explicit
-    contrary flag is refused with the reason, except for `distributed_backend`, which is corrected
+    """Upstream argument (dest) -> (value, reason). Becomes the parser's default. An explicit flag
+    with another value is refused with the reason, except `distributed_backend`, which is corrected
     with a logged notice."""
 
     def missing(self) -> str | None:
-        """Say why this machine cannot run the backend (with the remedy), or `None` if it can.
+        """Return why this machine cannot run the backend (with a remedy), or `None` if it can.
 
-        Looks at the software stack, not at present hardware, where the two differ.
+        If they differ, the software stack decides, not the hardware.
         """
         ...
 
     def redirects(self) -> Iterable[Redirect]:
-        """List what the backend redirects. May import torch (and the device's own package)."""
+        """List the backend's redirects. May import torch and the device's own package."""
         ...
 
     def argument_errors(self, args: Any) -> list[str]:
-        """List what is wrong with parsed upstream arguments on this device; empty if nothing is."""
+        """Return the mistakes in parsed upstream arguments on this device; empty if none."""
         ...
 
     def torch_device(self, local_rank: int = 0) -> torch.device:
-        """Return the device that a process with this local rank computes on."""
+        """Return the device of the process with this local rank."""
         ...
 
     def bind(self, local_rank: int) -> None:
@@ -227,19 +225,19 @@ class Device(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait until everything queued on the current device is done."""
+        """Wait until all work queued on the current device is done."""
         ...
 
     def peak_memory_bytes(self) -> int:
-        """Return the most memory that this process has held on the device so far."""
+        """Return the peak memory of this process on the device so far."""
         ...
 
     def timing_event(self) -> TimingEvent | None:
-        """Return a new mark for the device's stream; `None` where the host computes itself."""
+        """Return a new mark for the device's stream; `None` if the device is the host."""
         ...
 
     def copies(self, device: torch.device) -> Copies | None:
-        """Return what copies between the host and a device; `None` if it is the host itself.
+        """Return the copier between host and device; `None` if the device is the host.
 
         Args:
             device: One that `torch_device` returned.
@@ -247,12 +245,12 @@ class Device(Protocol):
         ...
 
     def sharing(self, device: torch.device) -> Sharing:
-        """Return what shares the memory of a device with other processes of this host.
+        """Return the means to share device memory with other processes of this host.
 
         Args:
             device: One that `torch_device` returned.
 
         Raises:
-            DeviceError: There is no such thing here; says why.
+            DeviceError: The device cannot share memory; the message says why.
         """
         ...

@@ -1,7 +1,7 @@
-"""Copies between host and device beside the computation, for devices with streams and events.
+"""Copies between host and device that overlap with computation, on devices with streams.
 
-Written once against the interface that `torch.cuda` defines and torch_musa mirrors. What devices
-differ in is how host memory that somebody else allocated is registered with their driver.
+Written against the interface that `torch.cuda` defines and torch_musa mirrors. Devices differ only
+in how they register foreign host memory with their driver.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HostRegister:
-    """The two calls of a driver's runtime that pin host memory, and give it up again."""
+    """The two calls of a driver's runtime that pin and unpin host memory."""
 
     register: Callable[[int, int, int], Any]
-    """Takes address, bytes and flags; returns the error code, 0 for success."""
+    """(address, bytes, flags) -> error code, 0 for success."""
     unregister: Callable[[int], Any]
 
 
 @dataclass(frozen=True)
 class _Copied:
-    """The end of a copy."""
+    """The completion of a copy."""
 
     event: Any
     runtime: Any
@@ -42,12 +42,12 @@ class _Copied:
 
 
 class StreamCopies:
-    """Copies that each direction does in a stream of its own.
+    """Copies with a separate stream for each direction.
 
     Args:
         runtime: `torch.cuda`, or a module with the same interface.
-        device: Where device tensors are, with its index.
-        host_register: How memory is pinned; None where the runtime has no such call.
+        device: The device, with its index.
+        host_register: How to pin memory; None if the runtime has no such call.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class StreamCopies:
         self._up = runtime.Stream(device)
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Copied]:
-        """Begin a copy to pinned memory, ordered after all that the current stream was given.
+        """Start a copy to pinned memory, ordered after all work of the current stream.
 
-        The memory comes from torch's allocator of pinned memory, which uses it again.
+        The memory comes from torch's caching allocator of pinned memory.
 
         Args:
-            tensor: Contiguous. To be kept, unwritten, until the copy is done.
+            tensor: Contiguous. The caller keeps it, unchanged, until the copy is done.
         """
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._down.wait_stream(self._runtime.current_stream(self._device))
@@ -74,13 +74,14 @@ class StreamCopies:
         return host, self._mark(self._down)
 
     def to_device(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Copied]:
-        """Begin a copy to the device; the current stream goes on when it is done.
+        """Start a copy to the device; the current stream waits for it.
 
-        The copy waits for nothing that the device computes: the memory belongs to the stream of
-        the copy, and the current stream is made known to the allocator as its user.
+        The copy itself waits for no computation: its stream owns the memory, and the allocator
+        learns that the current stream uses it.
 
         Args:
-            tensor: To be kept, unwritten, until the copy is done. Read at once if it is not pinned.
+            tensor: The caller keeps it, unchanged, until the copy is done. If it is not pinned,
+                the copy blocks.
         """
         with self._runtime.stream(self._up):
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
@@ -92,11 +93,11 @@ class StreamCopies:
         return copy, copied
 
     def pin(self, address: int, num_bytes: int) -> bool:
-        """Register host memory, so that copies from it run beside everything else."""
+        """Register host memory, so that copies from it are asynchronous."""
         if self._host_register is None:
             _log.warning(
-                "the runtime of %s cannot register host memory: what arrives is copied to the "
-                "device while its rank waits",
+                "the runtime of %s cannot register host memory: messages are copied to the "
+                "device while their rank waits",
                 self._device.type,
             )
             return False
@@ -105,24 +106,24 @@ class StreamCopies:
             self._forget_error()
             _log.warning(
                 "%d bytes of shared memory cannot be registered with %s (error %d of its driver): "
-                "what arrives is copied to the device while its rank waits",
+                "messages are copied to the device while their rank waits",
                 num_bytes, self._device, code,
             )  # fmt: skip
         return code == 0
 
     def unpin(self, address: int) -> None:
-        """Take back what `pin` did."""
+        """Undo `pin`."""
         assert self._host_register is not None, "nothing was pinned"
         self._host_register.unregister(address)
 
     def _mark(self, stream: Any) -> _Copied:
-        # blocking: who waits for the event sleeps, where by default it would spin.
+        # blocking: a thread that waits for the event sleeps; by default it would spin.
         event = stream.record_event(self._runtime.Event(blocking=True))
         return _Copied(event, self._runtime, self._device)
 
     def _forget_error(self) -> None:
-        """Run a kernel, whose launch reports what the driver remembers of the last call."""
+        """Clear the driver's last error by launching a kernel, which reports it."""
         try:
             torch.zeros(1, device=self._device)
         except RuntimeError as error:
-            _log.debug("of the driver: %s", error)
+            _log.debug("cleared an error of the driver: %s", error)

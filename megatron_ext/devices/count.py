@@ -1,4 +1,4 @@
-"""How many accelerators this machine has, without importing torch."""
+"""Counts the accelerators of this machine without importing torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES")
 
 
 def count_devices(directory: Path = Path("/dev")) -> int:
-    """Return the number of accelerators that the drivers show, or that the environment leaves.
+    """Return the number of accelerators that the drivers show, or that the environment allows.
 
     Args:
-        directory: Where device files are.
+        directory: Directory of device files.
     """
     for name in VISIBLE_DEVICES:
         visible = os.environ.get(name)

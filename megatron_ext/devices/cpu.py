@@ -1,9 +1,8 @@
 """The host as a device: the whole of Megatron on CPUs, with gloo collectives.
 
-Upstream asserts CUDA in its first line. Its questions to `torch.cuda` and its spellings of a device
-are answered by `megatron_ext/compat/`. What upstream can only do on a GPU is either off by default
-(`argument_defaults`) or refused with its reason (`argument_rules`). Meant for laptops, CI and
-tests, not for speed.
+Upstream asserts CUDA in its first line. `megatron_ext/compat/` redirects its calls of `torch.cuda`
+and its device names. Features that need a GPU are off by default (`argument_defaults`) or refused
+with the reason (`argument_rules`). Meant for laptops, CI and tests, not for speed.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _WORKER = Rule(
 
 
 def argument_rules() -> tuple[Rule, ...]:
-    """Return what upstream cannot do on the host, whatever Megatron is installed."""
+    """Return the combinations of arguments that upstream cannot run on the host."""
     return (*TRANSFORMER_ENGINE_ONLY, *CUDA_ONLY, _GLOO, _WORKER)
 
 
@@ -81,7 +80,7 @@ class CpuDevice:
         return None
 
     def redirects(self) -> Iterator[Redirect]:
-        """List everything that makes `torch.cuda` and its spellings mean the host."""
+        """List the redirects that make `torch.cuda` and its names mean the host."""
         from megatron_ext import compat
 
         yield from compat.cpu_redirects()
@@ -109,13 +108,14 @@ class CpuDevice:
         return compat.peak_rss_bytes()
 
     def timing_event(self) -> None:
-        """Return none: what the host's clock says is what the device did."""
+        """Return None: the host's clock measures the device."""
 
     def copies(self, _device: torch.device) -> None:
-        """Return none: the device is the host."""
+        """Return None: the device is the host."""
 
     def sharing(self, _device: torch.device) -> Sharing:
         """Refuse: processes share the memory of the host without it."""
         raise DeviceError(
-            "the memory of the host needs no way past the host; leave --pipeline-device-path out"
+            "--pipeline-device-path ipc bypasses host memory, but the device cpu is the host; "
+            "leave it out"
         )

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: what upstream is written for, so nothing is redirected."""
+"""NVIDIA GPUs, which upstream is written for; nothing is redirected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CudaDevice:
     argument_defaults: Mapping[str, tuple[object, str]] = {}
 
     def missing(self) -> str | None:
-        """Ask torch: a CUDA build and at least one visible GPU are needed."""
+        """Check for a CUDA build of torch and at least one visible GPU."""
         import torch
 
         if torch.version.cuda is None and torch.version.hip is None:
@@ -93,7 +93,7 @@ class CudaDevice:
 
         if torch.version.cuda is None:
             raise DeviceError(
-                "memory of AMD's GPUs is not shared between processes here; take "
+                "--pipeline-device-path ipc does not support AMD GPUs; use "
                 "--pipeline-device-path staged"
             )
         library = f"libcudart.so.{torch.version.cuda.partition('.')[0]}"
@@ -101,7 +101,7 @@ class CudaDevice:
 
 
 def why_idle() -> str | None:
-    """Say why a CUDA build of torch uses no GPU, in torch's words; None for another build."""
+    """Return why a CUDA build of torch uses no GPU, in torch's words; None for other builds."""
     import torch
 
     if (torch.version.cuda is None and torch.version.hip is None) or torch.cuda.is_available():

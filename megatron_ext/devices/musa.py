@@ -1,7 +1,7 @@
 """Moore Threads GPUs: `torch.cuda` means `torch.musa`, "cuda" means "musa" and NCCL means MCCL.
 
-The stack is recognised by `torch.version.musa`, not by a GPU that is present, so that a machine
-without one (CI, a login node) can parse arguments and list patches.
+`torch.version.musa` identifies the stack, not a present GPU, so a machine without one (CI, a login
+node) can parse arguments and list patches.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ class MusaDevice:
         return None
 
     def redirects(self) -> Iterator[Redirect]:
-        """List what makes upstream's spelling mean MUSA, or what torchada leaves of it."""
+        """List the redirects from CUDA names to MUSA, without those that torchada makes."""
         from megatron_ext import compat
 
         yield from compat.musa_redirects()
 
     def argument_errors(self, args: Any) -> list[str]:
-        """Refuse what needs NVIDIA's libraries, or a Transformer Engine that is not there."""
+        """Refuse features that need NVIDIA's libraries or a missing Transformer Engine."""
         rules = CUDA_ONLY + ((_GROUPED_GEMM,) if _has_te() else TRANSFORMER_ENGINE_ONLY)
         return [rule.message for rule in rules if rule.refuses(args)]
 
@@ -123,7 +123,7 @@ class MusaDevice:
         return event
 
     def copies(self, device: torch.device) -> Copies:
-        """Copy in streams; host memory is registered where torch_musa has a call for it."""
+        """Copy in streams; register host memory if torch_musa has a call for it."""
         from megatron_ext.devices.copies import HostRegister, StreamCopies
 
         runtime = _musa().musart()

@@ -1,6 +1,6 @@
 """Combinations of upstream's arguments that only NVIDIA GPUs, or only Transformer Engine, can run.
 
-Shared by the backends that are not CUDA. Every message says what is refused, why, and what to do.
+Shared by the backends other than CUDA. Every message names the flag, the reason and the remedy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["CUDA_ONLY", "TRANSFORMER_ENGINE_ONLY", "flag"]
 
 
 def flag(dest: str) -> Callable[[Any], bool]:
-    """Make a `Rule.refuses` that looks at one switch."""
+    """Return a `Rule.refuses` that tests one switch."""
     return lambda args: bool(getattr(args, dest, False))
 
 
@@ -67,7 +67,7 @@ CUDA_ONLY = (
         "--use-distributed-optimizer to shard optimizer state",
     ),
 )
-"""What only NVIDIA's GPUs and libraries can do."""
+"""Features of NVIDIA's GPUs and libraries."""
 
 TRANSFORMER_ENGINE_ONLY = (
     Rule(
@@ -83,8 +83,10 @@ TRANSFORMER_ENGINE_ONLY = (
         flag("moe_permute_fusion"),
         "--moe-permute-fusion is a Transformer Engine kernel; leave it out",
     ),
-    Rule(flag("tp_comm_overlap"), "--tp-comm-overlap is a Transformer Engine feature"),
+    Rule(
+        flag("tp_comm_overlap"), "--tp-comm-overlap is a Transformer Engine feature; leave it out"
+    ),
     Rule(flag("fp8"), "FP8 needs Transformer Engine and a GPU; use --bf16"),
     Rule(flag("fp4"), "FP4 needs Transformer Engine and a GPU; use --bf16"),
 )
-"""What upstream can do with Transformer Engine only."""
+"""Features that upstream offers only with Transformer Engine."""

@@ -1,12 +1,11 @@
-"""Memory of a device that two processes of one host use: one writes, the other reads.
+"""Device memory shared by two processes of one host: one writes, the other reads.
 
-Torch can share its own allocations in one way only, which is private and keeps a count of users in
-a file under /dev/shm that outlives a killed process. So buffers come from the allocator of the
-device's runtime and are exported by its calls (`cudaIpcGetMemHandle` and others; torch_musa's
-runtime has the same under `musa`). The driver frees them with their last user, and torch's
-expandable segments, which cannot be exported, make no difference. What is ordered between the two
-devices is ordered by events of both processes, as in TensorPipe's channel for CUDA IPC: nobody
-waits on the host.
+Torch's own way to share its allocations is private and keeps a reference count in a file under
+/dev/shm that outlives a killed process. So buffers come from the allocator of the device's runtime,
+which also exports them (`cudaIpcGetMemHandle` and others; torch_musa's runtime has the same under
+`musa`). The driver frees them with their last user, and torch's expandable segments, which cannot
+be exported, do not matter. Events of both processes order the work of the two devices, as in
+TensorPipe's channel for CUDA IPC: no host thread waits.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from megatron_ext.errors import DeviceError
 __all__ = ["RuntimeSharing"]
 
 _HANDLE_BYTES = 64
-"""Of a buffer, and of an event: the same in all versions of both runtimes."""
+"""Size of the handle of a buffer or event, the same in all versions of both runtimes."""
 
 _BLOCK_BYTES = 2 << 20
-"""Smaller allocations may share a block of the driver, all of which would be exported."""
+"""Smaller allocations may share a driver block, and an export covers the whole block."""
 
 _OPEN_FROM_PEERS = 1  # cudaIpcMemLazyEnablePeerAccess
 _NAME_BYTES = 32
@@ -50,12 +49,12 @@ class RuntimeSharing:
 
     Args:
         runtime: `torch.cuda`, or a module with the same interface.
-        device: Of this process, with its index.
+        device: Device of this process, with its index.
         library: File name of the runtime's library, which torch has loaded.
-        prefix: What the names of its functions begin with.
+        prefix: Prefix of the names of its functions.
 
     Raises:
-        DeviceError: There is no such library, or it lacks a function.
+        DeviceError: The library does not exist or lacks a function.
     """
 
     def __init__(self, runtime: Any, device: torch.device, library: str, prefix: str) -> None:
@@ -69,7 +68,7 @@ class RuntimeSharing:
         self.name = name.value.decode()
 
     def why_unreachable(self, name: str) -> str | None:
-        """Ask the runtime for the device of that name and whether this one can read its memory."""
+        """Return why this device cannot read the memory of the named one, or None if it can."""
         index = ctypes.c_int()
         try:
             self._call("DeviceGetByPCIBusId", ctypes.byref(index), name.encode())
@@ -84,7 +83,7 @@ class RuntimeSharing:
         return None
 
     def make(self, num_bytes: int) -> SharedBuffer:
-        """Allocate and export; what torch keeps for later is given back if it has to be."""
+        """Allocate and export a buffer; if memory is short, free torch's cache first."""
         num_bytes = -(-max(num_bytes, 1) // _BLOCK_BYTES) * _BLOCK_BYTES
         address, handle = ctypes.c_void_p(), _Handle()
         arguments = ctypes.byref(address), ctypes.c_size_t(num_bytes)
@@ -103,7 +102,7 @@ class RuntimeSharing:
         return self._buffer(num_bytes, head + written.ipc_handle(), address, written)
 
     def open(self, handle: bytes) -> SharedBuffer:
-        """Map what another process made, on this process's device."""
+        """Map a buffer of another process on this process's device."""
         (num_bytes,) = struct.unpack_from("<Q", handle)
         memory, written = handle[8 : 8 + _HANDLE_BYTES], handle[8 + _HANDLE_BYTES :]
         address = ctypes.c_void_p()
@@ -124,7 +123,7 @@ class RuntimeSharing:
             buffer.used_there = self._runtime.Event.from_ipc_handle(self._device, handle)
 
     def push(self, buffer: SharedBuffer, tensor: torch.Tensor) -> None:
-        """Copy into a buffer in a stream of its own."""
+        """Copy into a buffer in a separate stream."""
         tensor = tensor.detach().to(self._device).contiguous()
         with self._runtime.device(self._device):
             self._out.wait_stream(self._runtime.current_stream(self._device))
@@ -139,7 +138,7 @@ class RuntimeSharing:
     def pull(
         self, buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Copy out of a buffer in a stream of its own, for which the current one waits."""
+        """Copy out of a buffer in a separate stream; the current stream waits for it."""
         with self._runtime.device(self._device):
             self._in.wait_event(buffer.used_there)
             with self._runtime.stream(self._in):
@@ -165,11 +164,11 @@ class RuntimeSharing:
         return not thread.is_alive()
 
     def free(self, buffer: SharedBuffer) -> None:
-        """Give the memory of an own buffer back."""
+        """Free the memory of an own buffer."""
         self._call("Free", ctypes.c_void_p(buffer.address))
 
     def unmap(self, buffer: SharedBuffer) -> None:
-        """Let go of a buffer of another process."""
+        """Unmap a buffer of another process."""
         self._call("IpcCloseMemHandle", ctypes.c_void_p(buffer.address))
 
     def _buffer(
@@ -200,14 +199,14 @@ def _tensor(buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype) ->
 
 
 def _load(library: str, prefix: str) -> tuple[dict[str, Callable[..., int]], Callable[[int], str]]:
-    """Find the functions of a runtime, and what tells the meaning of their codes."""
+    """Find the functions of a runtime, and the function that describes error codes."""
     try:
         loaded = ctypes.CDLL(library)
         functions = {name: getattr(loaded, prefix + name) for name in _CALLS}
         text = getattr(loaded, f"{prefix}GetErrorString")
     except (OSError, AttributeError) as error:
         raise DeviceError(
-            f"memory of devices cannot be shared between processes: {error}; take "
+            f"device memory cannot be shared between processes: {error}; use "
             f"--pipeline-device-path staged"
         ) from error
     text.restype = ctypes.c_char_p

@@ -1,7 +1,6 @@
 """The disaggregated job that this process is part of.
 
-`config/roles.py` makes it. Patches and trainers ask `current`: None means that nothing of this
-package part takes part.
+`config/roles.py` creates it. Patches and trainers query `current`; None: disaggregation is off.
 """
 
 from __future__ import annotations
@@ -23,30 +22,30 @@ __all__ = ["Job", "current", "has_role"]
 
 @dataclass(frozen=True)
 class Job:
-    """What the flags and the rank of this process say."""
+    """A disaggregated job, as seen from this process."""
 
     ranks: RankMap
     rank: int
     """Global rank of this process."""
     activations: Activations
     timeout_s: float
-    """How long a process waits for another before it gives up."""
+    """Time-out for one process waiting for another."""
     sequence_parallel: bool = False
-    """Whether tensor-parallel ranks share activations out along the sequence."""
+    """Whether activations are split along the sequence over tensor-parallel ranks."""
     message_bytes: int = 1 << 20
-    """Most that goes from stage to stage at once."""
+    """Size of the largest message between stages."""
     wire: Wire = "auto"
-    """What carries tensors between processes."""
+    """Wire of tensors between processes."""
     node_ips: tuple[str, ...] = ()
-    """Addresses of the nodes for that, where they are not found out."""
+    """Addresses of the nodes; empty: detected."""
     checksums: bool = False
     """Whether the bytes of messages carry a checksum."""
     gathers_late: bool = False
-    """Whether replicas share the update of weights out, and gather them in their next forward."""
+    """Whether each replica updates a shard of the weights and gathers in the next forward."""
 
     @property
     def place(self) -> Place:
-        """What this process does."""
+        """Role and position of this process."""
         return self.ranks.place(self.rank)
 
     @property
@@ -61,23 +60,23 @@ class Job:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether each replica sends forward ranks a share of the weights, not all to its own."""
+        """Whether each replica sends its shard of the weights to the forward ranks of all."""
         return self.gathers_late and self.ranks.dp > 1
 
     @property
     def weight_partners(self) -> list[Place]:
-        """Processes of the other role that weights are exchanged with, replica by replica."""
+        """Processes of the other role that exchange weights with this one, replica by replica."""
         place, ranks = self.place, self.ranks
         replicas = range(ranks.dp) if self.shares_weights else [place.dp]
         return [twin for replica in replicas for twin in ranks.twins(place._replace(dp=replica))]
 
     @property
     def window(self) -> int:
-        """Micro-batches that a forward rank may be ahead of the backward rank of its stage.
+        """Micro-batches that a forward rank may run ahead of the backward rank of its stage.
 
-        What it has sent of them waits in memory. Where all stages take the same time, fewer than
-        two for each stage are enough to lose no time by it, in either mode and for any number of
-        tensor-parallel ranks that a forward rank stands in for.
+        Their messages wait in memory. With equal stages, fewer than two for each stage are enough
+        to lose no time, in either mode and for any number of tensor-parallel ranks that a forward
+        rank replaces.
         """
         return 2 * self.ranks.pp
 
@@ -92,9 +91,9 @@ class Job:
         return generate("fbd", 2 * self.ranks.pp, num_microbatches, activations=self.activations)
 
     def peers(self, position: int) -> list[int]:
-        """Return the global ranks of a row of the table that this process exchanges tensors with.
+        """Return the global ranks in a row of the table that exchange tensors with this process.
 
-        One of this replica, or all tensor-parallel ranks that a merged forward rank stands in for.
+        One rank of this replica, or all tensor-parallel ranks that a merged forward rank replaces.
         """
         pp, merged = self.ranks.pp, self.ranks.merged
         role: Role = "forward" if position < pp else "backward"
@@ -109,12 +108,12 @@ class Job:
 
 
 def current() -> Job | None:
-    """Return the job of the configuration in force; None: forwards and backwards share ranks."""
+    """Return the job of the active configuration; None: forwards and backwards share ranks."""
     found = active()
     return None if found is None else found.job
 
 
 def has_role(role: Role) -> bool:
-    """Tell whether this process has a role of a disaggregated job."""
+    """Return whether this process has a given role in a disaggregated job."""
     job = current()
     return job is not None and job.role == role

@@ -1,8 +1,7 @@
 """Connects a process of a disaggregated job with its neighbours of both roles.
 
-The executor sends and receives over its transport, `wire`; new weights and what the roles tell each
-other between steps go over the same. Wires carry what is in the host's memory, so roles may compute
-on different devices.
+The executor, the transfer of new weights and the exchanges between steps share one transport,
+`wire`. Messages go through host memory, so roles may compute on different devices.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ if TYPE_CHECKING:
 __all__ = ["RoleLink"]
 
 _NOTICED_S = 2.0
-"""By then the death of a neighbour is known."""
+"""Time within which the death of a neighbour is detected."""
 
 
 class RoleLink:
-    """What one process sends to and receives from the processes next to it.
+    """The connections of one process to its neighbours.
 
     Args:
-        job: Whose table it is.
-        device: Where this process computes.
+        job: The disaggregated job.
+        device: The device of this process.
 
     Raises:
-        TransportError: A neighbour does not come, or cannot be reached by the wire.
+        TransportError: A neighbour does not connect, or the wire cannot reach it.
     """
 
     def __init__(self, job: Job, device: torch.device) -> None:
@@ -55,10 +54,10 @@ class RoleLink:
         self.wire.begin(expected, slots)
 
     def recv_from(self, rank: int, message: Message) -> torch.Tensor:
-        """Return a tensor of a global rank, on the device of this process.
+        """Receive a tensor from a global rank, onto the device of this process.
 
         Raises:
-            TransportError: It did not come in time, or the peer is gone; names both processes.
+            TransportError: It did not arrive in time, or the peer is gone; names both processes.
         """
         try:
             return self.wire.recv(rank, message, self._job.timeout_s).to(self._device)
@@ -68,7 +67,7 @@ class RoleLink:
             ) from error
 
     def name_of(self, rank: int | None) -> str:
-        """Return what error messages call a global rank; None: this one."""
+        """Return the name of a global rank for error messages; None: this process."""
         place = self._job.place if rank is None else self._job.ranks.place(rank)
         number = self._job.rank if rank is None else rank
         return (
@@ -77,10 +76,10 @@ class RoleLink:
 
     @contextmanager
     def explaining_failures(self) -> Iterator[None]:
-        """Find out whose death makes torch.distributed fail inside the block, which names no rank.
+        """Name the dead neighbour if torch.distributed, which names no rank, fails in the block.
 
         Raises:
-            TransportError: A neighbour has died; names it.
+            TransportError: A neighbour has died; the message names it.
         """
         try:
             yield
@@ -94,11 +93,11 @@ class RoleLink:
             raise
 
     def close(self) -> None:
-        """Tell the neighbours that this process has ended as it should."""
+        """Tell the neighbours that this process has succeeded."""
         self.wire.close()
 
     def abort(self, reason: str) -> None:
-        """Give the job up, and tell the neighbours why."""
+        """Abort the job, and tell the neighbours why."""
         self.wire.abort(reason)
 
 
@@ -115,7 +114,7 @@ def _open(job: Job, device: torch.device) -> Transport:
         wire=job.wire,
         node_ips=job.node_ips,
         rendezvous_host=environment.rendezvous_host,
-        slots=job.window + 2,  # a message may stay in its slot while it is computed with
+        slots=job.window + 2,  # a message may stay in its slot while computation uses it
         slot_bytes=job.message_bytes,
         timeout_s=job.timeout_s,
         checksums=job.checksums,
@@ -126,10 +125,10 @@ def _open(job: Job, device: torch.device) -> Transport:
 
 
 def _neighbours(job: Job) -> list[int]:
-    """Return everybody that messages are exchanged with, the same from both sides.
+    """Return the global ranks of all neighbours; the relation is symmetric.
 
-    Those are the stages next to this one of either role, and the same stage of the other role.
-    Weights may come from all replicas.
+    Neighbours are the adjacent stages of both roles, and the same stage of the other role. Weights
+    may come from all replicas.
     """
     place, ranks = job.place, job.ranks
     found = {ranks.rank(twin) for twin in job.weight_partners}

@@ -1,4 +1,4 @@
-"""Which process of a disaggregated job does what: a pure function of its rank.
+"""Maps the rank of a process in a disaggregated job to its role and position.
 
 Tensor-parallel ranks are innermost, then the two roles, then data-parallel replicas, then pipeline
 stages. So the two roles of one part of the model are neighbours, the last process of the job is a
@@ -24,7 +24,7 @@ ROLES: tuple[Role, Role] = ("forward", "backward")
 
 
 class Place(NamedTuple):
-    """What one process does."""
+    """Role and position of one process."""
 
     role: Role
     dp: int
@@ -37,15 +37,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class RankMap:
-    """All processes of a job. Their ranks in it are global ranks; each role counts its own, too."""
+    """All processes of a job, by global rank; each role also numbers its own."""
 
     tp: int
     """Tensor-parallel size of the backward ranks."""
     pp: int
     dp: int
-    """Replicas of the model; each is held by forward ranks and by backward ranks."""
+    """Replicas of the model; forward ranks and backward ranks hold one copy each."""
     merged: bool = False
-    """Whether one forward rank stands in for all tensor-parallel ranks of its stage."""
+    """Whether one forward rank replaces all tensor-parallel ranks of its stage."""
 
     @property
     def num_ranks(self) -> int:
@@ -57,11 +57,11 @@ class RankMap:
         return 1 if self.merged and role == "forward" else self.tp
 
     def role_size(self, role: Role) -> int:
-        """Return how many processes have a role."""
+        """Return the number of processes with a role."""
         return self.role_tp(role) * self.pp * self.dp
 
     def place(self, rank: int) -> Place:
-        """Return what the process of a global rank does."""
+        """Return role and position of a global rank."""
         block, offset = divmod(rank, self.role_tp("forward") + self.tp)
         pp, dp = divmod(block, self.dp)
         if offset < self.role_tp("forward"):
@@ -69,7 +69,7 @@ class RankMap:
         return Place("backward", dp, pp, offset - self.role_tp("forward"))
 
     def rank(self, place: Place) -> int:
-        """Return the global rank of the process that does something."""
+        """Return the global rank of a role and position."""
         forwards = self.role_tp("forward")
         block = place.pp * self.dp + place.dp
         before = forwards if place.role == "backward" else 0
@@ -88,7 +88,7 @@ class RankMap:
 
 
 def rank_map(world_size: int, *, tp: int, pp: int, merged: bool) -> RankMap:
-    """Return the map of a job of so many processes.
+    """Return the map of a job with `world_size` processes.
 
     Args:
         world_size: Processes of the whole job.
@@ -97,7 +97,7 @@ def rank_map(world_size: int, *, tp: int, pp: int, merged: bool) -> RankMap:
         merged: Whether the forward ranks of a tensor-parallel group are one process.
 
     Raises:
-        ArgumentsError: That number of processes cannot be dealt out; names numbers that can.
+        ArgumentsError: The number of processes does not fit; the message names numbers that do.
     """
     ranks_of_replica = (tp + 1 if merged else 2 * tp) * pp
     replicas, rest = divmod(world_size, ranks_of_replica)
@@ -105,7 +105,7 @@ def rank_map(world_size: int, *, tp: int, pp: int, merged: bool) -> RankMap:
         rule = f"(TP + 1) x PP = ({tp} + 1) x {pp}" if merged else f"2 x TP x PP = 2 x {tp} x {pp}"
         near = [n * ranks_of_replica for n in (replicas, replicas + 1) if n]
         raise ArgumentsError(
-            f"{world_size} processes were started, but --forward-backward-disaggregating needs "
+            f"the job has {world_size} processes, but --forward-backward-disaggregating needs "
             f"{rule} = {ranks_of_replica} for each replica of the model"
             f"{'' if merged else ' (an even data-parallel size, which it halves)'}; start "
             f"{' or '.join(map(str, near))} processes, or change a parallel size"

@@ -1,12 +1,12 @@
 """Computes the actions of a disaggregated table: F on forward ranks, R and B on backward ranks.
 
-A forward rank runs its F without a graph and sends what it makes to both roles. A backward rank
-runs R, which gives it the graph of one micro-batch, and then B, so it keeps no more than that.
+A forward rank runs its F without a graph and sends its outputs to both roles. A backward rank runs
+R, which builds the graph of one micro-batch, and then B, so it keeps the graph of one micro-batch.
 
-A forward rank may be `Job.window` micro-batches ahead of the backward rank of its stage, which
-grants credit for one more with each that it begins. That bounds whatever waits on any process:
-backwards of neighbouring stages are one micro-batch apart, and nobody overtakes the forwards. Nor
-can it lock: the credit for a micro-batch needs nothing but earlier ones.
+A forward rank may run `Job.window` micro-batches ahead of the backward rank of its stage, which
+grants one more credit with each that it begins. That bounds the messages waiting on any process:
+backwards of neighbouring stages are one micro-batch apart, and nobody overtakes the forwards. It
+cannot deadlock either: the credit for a micro-batch depends only on earlier ones.
 """
 
 from __future__ import annotations
@@ -38,23 +38,26 @@ __all__ = ["BackwardCompute", "ForwardCompute", "RoleEnds"]
 
 @dataclass(frozen=True)
 class RoleEnds:
-    """Who is at the other end of the transfers of a role, and what goes there."""
+    """The peers of a role's transfers, and the shapes of the messages."""
 
     job: Job
     shape: tuple[int, ...]
-    """Of what goes from stage to stage here: `[s, b, h]`."""
+    """Shape of activations and gradients between stages: `[s, b, h]`."""
     dtype: torch.dtype
     num_layers: int | None
-    """Transformer layers of this stage, where what they make is shipped; None: it is not."""
+    """Transformer layers of this stage if their outputs are shipped, else None."""
 
     leads: bool = True
 
     def ranks(self, transfer: Transfer) -> Sequence[int]:
-        """Return global ranks: a merged forward rank faces all tensor-parallel backward ranks."""
+        """Return global ranks; a merged forward rank has all tensor-parallel ranks as peers."""
         return self.job.peers(transfer.peer)
 
     def forms(self, kind: MessageKind) -> Sequence[Form]:
-        """Return what arrives: shipped activations are `[layers, s, b, h]`, then the generators."""
+        """Return the forms of incoming messages: activations or gradients `[s, b, h]`.
+
+        Shipped activations are `[layers, s, b, h]`, followed by generator states if there are any.
+        """
         if kind == "C":
             return [Form(None, torch.uint8)]
         if self.num_layers is None or kind == "B" or self.job.role == "forward":
@@ -65,13 +68,13 @@ class RoleEnds:
         return [shipped, Form(None, torch.uint8)] if self._ships_generators() else [shipped]
 
     def num_sent(self, transfer: Transfer) -> int:
-        """Return 1, or 2 where the states of random generators travel beside activations."""
+        """Return 1, or 2 if the states of random generators accompany activations."""
         ships = self.num_layers is not None and transfer.message.kind == "F"
         to_backward = transfer.peer >= self.job.ranks.pp
         return 2 if ships and to_backward and self._ships_generators() else 1
 
     def _ships_generators(self) -> bool:
-        """Whether their states before each layer come; a layout may leave a stage without any."""
+        """Return whether generator states are shipped; a stage may have no layers."""
         return randomness.enabled() and bool(self.num_layers)
 
 
@@ -79,9 +82,9 @@ class ForwardCompute:
     """Computes F of a forward rank.
 
     Args:
-        job: What the process is part of.
-        compute: Of its stage.
-        layers: Of the stage, if their inputs are shipped.
+        job: The disaggregated job.
+        compute: The compute of its stage.
+        layers: The layers of the stage if their inputs are shipped, else None.
     """
 
     def __init__(self, job: Job, compute: StageCompute, layers: Layers | None) -> None:
@@ -93,7 +96,7 @@ class ForwardCompute:
     def run(
         self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
     ) -> Tensors:
-        """Run F; return its output for the next forward rank and what backward ranks get."""
+        """Run F; return the tensors for the next forward rank, then those for backward ranks."""
         stage, _, microbatch = action
         with self._saving() as saved, torch.no_grad(), _drawn(action):
             [made] = self._compute.forward(stage, microbatch, inputs or [None], is_first=is_first)
@@ -104,13 +107,13 @@ class ForwardCompute:
         return results if self._is_last_stage else results + self._shares(made, 0)
 
     def saved_tensors(self, stage: int, microbatch: int) -> None:
-        """Return nothing: forwards keep no graph."""
+        """Return None: forwards keep no graph."""
 
     def release(self, outputs: Tensors) -> None:
-        """Do nothing: nobody keeps outputs but the transport."""
+        """Do nothing: only the transport keeps outputs."""
 
     def unfinished(self) -> list[str]:
-        """Return nothing."""
+        """Return the unfinished work of the stage's compute."""
         return self._compute.unfinished()
 
     def _saving(self) -> AbstractContextManager[Saved]:
@@ -119,9 +122,9 @@ class ForwardCompute:
         return self._layers.saving(with_generators=randomness.enabled())
 
     def _shipped(self, inputs: Tensors, made: torch.Tensor | None, saved: Saved) -> Tensors:
-        """Return the input of the stage and what its layers made of it, as far as it is needed.
+        """Return the stage's input and its layers' outputs, as far as backward ranks need them.
 
-        A first stage without layers has neither: what it sends is empty.
+        A first stage without layers has neither and sends an empty tensor.
         """
         tensors = [tensor for tensor in inputs if tensor is not None]
         tensors += saved.outputs if self._is_last_stage else saved.outputs[:-1]
@@ -135,11 +138,11 @@ class ForwardCompute:
 
     @property
     def _num_shards(self) -> int:
-        """Tensor-parallel backward ranks that this rank stands in for."""
+        """Tensor-parallel backward ranks that this rank serves."""
         return self._job.ranks.tp if self._job.ranks.merged else 1
 
     def _shares(self, tensor: torch.Tensor, sequence_dim: int) -> Tensors:
-        """Return what each tensor-parallel backward rank needs of a tensor."""
+        """Return the part of a tensor for each tensor-parallel backward rank."""
         if self._num_shards > 1 and self._job.sequence_parallel:
             return [*tensor.chunk(self._num_shards, sequence_dim)]
         return [tensor] * self._num_shards
@@ -149,8 +152,8 @@ class BackwardCompute:
     """Computes R and B of a backward rank.
 
     Args:
-        compute: Of its stage.
-        layers: Of the stage, if their inputs are shipped.
+        compute: The compute of its stage.
+        layers: The layers of the stage if their inputs are shipped, else None.
     """
 
     def __init__(self, compute: StageCompute, layers: Layers | None) -> None:
@@ -161,7 +164,7 @@ class BackwardCompute:
     def run(
         self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
     ) -> Tensors:
-        """Run B as any rank does; run R as a forward of what arrived."""
+        """Run B as on any rank; run R as a forward from the received tensors."""
         if action.kind != "R":
             return self._compute.run(action, inputs, is_first=is_first, progress=progress)
         if self._layers is None:
@@ -180,11 +183,11 @@ class BackwardCompute:
     def _forward(self, action: Action, inputs: Tensors, *, is_first: bool) -> None:
         forward = action._replace(kind="F")
         outputs = self._compute.run(forward, inputs, is_first=is_first, progress=None)
-        if action.stage < self._last_stage:  # as if they had been sent: the graph is what matters
+        if action.stage < self._last_stage:  # only the graph is needed, as after a send
             self._compute.release(outputs)
 
     def _replay(self, action: Action, inputs: Tensors, num_layers: int, *, is_first: bool) -> None:
-        """Make the graph of a forward from what was shipped: `[layers, s, b, h]`."""
+        """Build the graph of a forward from shipped activations, `[layers, s, b, h]`."""
         packed, *states = inputs
         assert packed is not None
         given: Tensors = [packed[0].clone()] if action.stage else []
@@ -194,13 +197,13 @@ class BackwardCompute:
             self._forward(action, given, is_first=is_first)
         if replay.num_replayed != num_layers:
             raise MegatronExtError(
-                f"{action} computed layers whose outputs were shipped: only "
-                f"{replay.num_replayed} of {num_layers} were taken over"
+                f"{action} recomputed layers although their outputs were shipped: it reused only "
+                f"{replay.num_replayed} of {num_layers}; use --fbd-activations recompute"
             )
 
 
 def _drawn(action: Action) -> AbstractContextManager[None]:
-    """Draw the random numbers of a forward in training, though it has no graph."""
+    """Draw the same random numbers as a forward with a graph."""
     if not randomness.enabled():
         return nullcontext()
     return microbatch_rng(randomness.iteration(), action.stage, action.microbatch)

@@ -1,9 +1,9 @@
-"""What forward ranks save of a micro-batch, in one message, and backwards that start from it.
+"""Ships layer inputs from forward ranks in one message, and replays them on backward ranks.
 
-With full uniform recomputation a backward needs the input of each layer and nothing else. A forward
-rank has them all, so its backward rank need not run the stage's forward: it builds the graph with
-the layers' outputs at hand, and each layer is computed when its backward runs, as recomputation
-always does. Where there is dropout the generators' states of each layer travel, too.
+With full uniform recomputation a backward needs only the input of each layer. A forward rank has
+them all, so its backward rank need not run the stage's forward: it builds the graph from the
+shipped outputs of the layers, and computes each layer when its backward runs, as recomputation
+always does. With dropout, the generator states of each layer are shipped too.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["Layers", "Replay", "Saved", "current_replay", "replaying"]
 
 
 class Saved:
-    """What a forward rank keeps of one forward."""
+    """Tensors of one forward that a forward rank keeps for shipping."""
 
     def __init__(self, *, with_generators: bool) -> None:
         self.outputs: list[torch.Tensor] = []
-        """Of each layer."""
+        """Output of each layer, `[s, b, h]`."""
         self.generators: list[torch.Tensor] = []
-        """Before each layer, if they matter."""
+        """Generator states before each layer, uint8, if needed."""
         self.with_generators = with_generators
 
 
@@ -41,7 +41,7 @@ class Layers:
         chunk: The model of this rank, in its wrappers.
 
     Raises:
-        ScheduleError: The model has no such layers, or several blocks of them.
+        ScheduleError: The model does not have exactly one block of transformer layers.
     """
 
     def __init__(self, chunk: torch.nn.Module) -> None:
@@ -49,7 +49,7 @@ class Layers:
         if len(blocks) != 1:
             raise ScheduleError(
                 f"--fbd-activations ship needs a model with one block of transformer layers, this "
-                f"one has {len(blocks)}; take --fbd-activations recompute"
+                f"one has {len(blocks)}; use --fbd-activations recompute"
             )
         self._layers = list(blocks[0].layers)
         self._saved: Saved | None = None
@@ -58,14 +58,14 @@ class Layers:
         return len(self._layers)
 
     def watch(self) -> None:
-        """Hook the layers, so that `saving` works."""
+        """Register the hooks that `saving` needs."""
         for layer in self._layers:
             layer.register_forward_pre_hook(self._before)
             layer.register_forward_hook(self._after)
 
     @contextmanager
     def saving(self, *, with_generators: bool) -> Iterator[Saved]:
-        """Keep what layers make inside of the block."""
+        """Keep the outputs of layers that run inside the block."""
         self._saved = saved = Saved(with_generators=with_generators)
         try:
             yield saved
@@ -85,23 +85,23 @@ class Replay:
     """The layers' outputs of one micro-batch on a backward rank.
 
     Args:
-        outputs: Of each layer; may lack the last one's, which nobody looks at where another stage
-            follows.
-        generators: States before each layer, or nothing.
+        outputs: Output of each layer, `[s, b, h]`; may lack the last one, which nobody reads if
+            another stage follows.
+        generators: Generator states before each layer; None without dropout.
     """
 
     def __init__(
         self, outputs: Iterable[torch.Tensor], generators: Iterable[torch.Tensor] | None = None
     ) -> None:
         self.num_replayed = 0
-        """Layers that were not computed so far."""
+        """Layers replayed so far."""
         self._outputs = iter(outputs)
         self._generators = None if generators is None else iter(generators)
 
     def instead_of(
         self, function: Callable[..., Any], hidden_states: torch.Tensor
     ) -> Callable[..., Any]:
-        """Return a layer's function that computes only where a graph is wanted, in its backward."""
+        """Return a replacement of a layer's function that computes only in its backward."""
         self.num_replayed += 1
         output = next(self._outputs, None)
         if output is None:
@@ -112,27 +112,27 @@ class Replay:
         def computed_later(*inputs: Any) -> Any:
             if torch.is_grad_enabled():
                 return function(*inputs)
-            return output, inputs[2]  # with what the block hands on beside
+            return output, inputs[2]  # the block passes on a second value
 
         return computed_later
 
 
 @dataclass
 class _Now:
-    """What is replayed at this moment under a configuration."""
+    """The replay in progress."""
 
     replay: Replay | None = None
 
 
 def current_replay() -> Replay | None:
-    """Return what checkpointed layers are replayed from, if they are."""
+    """Return the replay in progress, or None."""
     found = active()
     return None if found is None else found.state(_Now).replay
 
 
 @contextmanager
 def replaying(replay: Replay) -> Iterator[None]:
-    """Let checkpointed layers take their outputs from what was shipped, inside of the block."""
+    """Make checkpointed layers return shipped outputs inside the block."""
     now = required().state(_Now)
     now.replay = replay
     try:
@@ -142,7 +142,7 @@ def replaying(replay: Replay) -> Iterator[None]:
 
 
 def _flat_generators() -> torch.Tensor:
-    """The states of all generators of Megatron, in one row of bytes."""
+    """Return the states of all of Megatron's generators as one uint8 row."""
     host, device, tracked = random._get_all_rng_states()
     return torch.cat([host, device.cpu(), *(tracked[name].cpu() for name in sorted(tracked))])
 

@@ -1,8 +1,8 @@
-"""One training step of one role: what runs in place of Megatron's schedules.
+"""One training step of one role; replaces Megatron's schedules.
 
 Contract: `forward_backward_pipelining_without_interleaving` of
 `megatron/core/pipeline_parallel/schedules.py`. A forward rank runs the F of its row without a graph
-and sends what it makes to both roles; a backward rank runs the R and B of its own.
+and sends its outputs to both roles; a backward rank runs the R and B of its row.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ __all__ = ["forward_backward", "link_of_this_rank", "step_done", "weights_s"]
 
 @dataclass
 class _Runtime:
-    """What lasts from step to step."""
+    """State that lasts from step to step."""
 
     job: Job
     link: RoleLink
     sender: WeightSender | None
     receiver: WeightReceiver | None
     layers: Layers | None
-    """Those of this stage, where their inputs are shipped."""
+    """Layers of this stage if their inputs are shipped, else None."""
     tables: dict[int, Table] = field(default_factory=dict)
     """By number of micro-batches."""
     due: int = 1
-    """Transfers of weights that a forward rank has not taken yet; the first makes roles equal."""
+    """Transfers of weights that a forward rank has not received yet; the first syncs the roles."""
 
 
 @dataclass
 class _Kept:
-    """What is kept under a configuration."""
+    """State under a configuration."""
 
     runtime: _Runtime | None = None
 
@@ -67,16 +67,16 @@ class _Kept:
 
 
 def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
-    """Run one step of this process' role; keywords as of Megatron's own schedules.
+    """Run one step of this process's role, with the keywords of Megatron's own schedules.
 
     Evaluation needs no roles: forward ranks run it among themselves.
 
     Args:
         stock: Megatron's own schedule.
-        call: What it takes.
+        call: Its keyword arguments.
 
     Returns:
-        What the loss function reported, by micro-batch; empty where no loss is computed.
+        The reports of the loss function by micro-batch; empty on ranks that compute no loss.
     """
     model = call["model"]
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
@@ -109,11 +109,11 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
 
 
 def _run(runtime: _Runtime, call: dict[str, Any], chunks: list[torch.nn.Module]) -> StageCompute:
-    """Run the row of the table that this process has, once."""
+    """Run this process's row of the table once."""
     job, config, count = runtime.job, get_model_config(chunks[0]), call["num_microbatches"]
     groups = default_groups()
     table = _table(runtime, count)
-    handed_over = Call(
+    step_call = Call(
         forward_step_func=call["forward_step_func"],
         data=[MicrobatchData(i) for i in _as_list(call["data_iterator"])],
         chunks=chunks,
@@ -124,7 +124,7 @@ def _run(runtime: _Runtime, call: dict[str, Any], chunks: list[torch.nn.Module])
         collect_non_loss_data=bool(call.get("collect_non_loss_data")),
         first_val_step=call.get("first_val_step"),
     )
-    compute = StageCompute(handed_over, table)
+    compute = StageCompute(step_call, table)
     shape, layers = _shape(config, groups, call), runtime.layers
     ends = RoleEnds(job, shape, config.pipeline_dtype, None if layers is None else len(layers))
     sync: GradientSync | NoSync = NoSync()
@@ -132,8 +132,8 @@ def _run(runtime: _Runtime, call: dict[str, Any], chunks: list[torch.nn.Module])
     role: Compute = ForwardCompute(job, compute, layers)
     if job.role == "backward":
         role = BackwardCompute(compute, layers)
-        everything = bool(call.get("force_all_reduce"))
-        sync = GradientSync(config, chunks, table, force_all_reduce=everything)
+        force = bool(call.get("force_all_reduce"))
+        sync = GradientSync(config, chunks, table, force_all_reduce=force)
         parameters = ParameterSync(config, chunks, table)
     with sync:
         Executor(
@@ -164,7 +164,7 @@ def _table(runtime: _Runtime, num_microbatches: int) -> Table:
 
 
 def step_done(chunks: Sequence[torch.nn.Module], *, updated: bool) -> None:
-    """Bring new weights on their way; to be called after each training step on every rank.
+    """Start the transfer of new weights; every rank calls this after each training step.
 
     Args:
         chunks: The model of this rank, in its wrappers.
@@ -178,15 +178,15 @@ def step_done(chunks: Sequence[torch.nn.Module], *, updated: bool) -> None:
 
 
 def link_of_this_rank(chunks: Sequence[torch.nn.Module]) -> RoleLink:
-    """Return the link, opened at the first use; forward ranks take new weights over first."""
+    """Return the link, opened at first use; forward ranks receive pending weights first."""
     return _ready(chunks).link
 
 
 def weights_s() -> float:
-    """Return what a transfer of new weights cost this process so far, on average.
+    """Return the average time in seconds that a transfer of new weights took so far.
 
-    On a forward rank that is the time from the news that there are new weights until they are here,
-    on a backward rank the time until it can go on.
+    On a forward rank this is the time from the announcement of new weights to their arrival, on a
+    backward rank the time until training continues.
     """
     runtime = required().state(_Kept).runtime
     assert runtime is not None
@@ -196,7 +196,7 @@ def weights_s() -> float:
 
 
 def _ready(chunks: Sequence[torch.nn.Module]) -> _Runtime:
-    """Return the runtime, made at the first use, once forward ranks have the latest weights."""
+    """Return the runtime, created at first use, after forward ranks have the latest weights."""
     job, kept = current(), required().state(_Kept)
     assert job is not None
     runtime = kept.runtime
@@ -233,7 +233,7 @@ def _as_list(iterators: Any) -> list[Any]:
 
 
 def _shape(config: Any, groups: Any, call: dict[str, Any]) -> tuple[int, ...]:
-    """Shape of what goes from stage to stage: `[s, b, h]`."""
+    """Return the shape of activations between stages: `[s, b, h]`."""
     length = call.get("decoder_seq_length") or call["seq_length"]
     divisor = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
     return (length // divisor, call["micro_batch_size"], config.hidden_size)

@@ -1,6 +1,6 @@
-"""What the two roles tell each other beside tensors, in the words of a training loop.
+"""Exchanges between the two roles besides tensors, for training loops.
 
-To be called on every rank of a disaggregated job.
+Every rank of a disaggregated job must call these functions.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _PROGRESS = (
 
 
 def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Let forward ranks go on where the checkpoint ends that backward ranks have loaded.
+    """Resume forward ranks from the checkpoint that backward ranks have loaded.
 
     Args:
-        counters: Of the training, by the names of Megatron's arguments, and maybe others.
+        counters: Counters of the training, by the names of Megatron's arguments; may hold others.
 
     Returns:
-        Those of the backward ranks; nothing in an ordinary job.
+        The counters of the backward ranks; empty in an ordinary job.
     """
     if current() is None:
         return {}
@@ -49,11 +49,11 @@ def shared_progress(counters: Mapping[str, Any]) -> dict[str, Any]:
 def share_evaluation(
     chunks: Sequence[torch.nn.Module], losses: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Bring the losses of an evaluation, which forward ranks run, to the backward ranks, which log.
+    """Send the losses of an evaluation from forward ranks, which run it, to the ranks that log.
 
     Args:
         chunks: The model of this rank, in its wrappers.
-        losses: On forward ranks what the last stage found.
+        losses: On forward ranks, the losses of the last stage.
 
     Returns:
         The losses, in fp32 on the host.

@@ -1,13 +1,13 @@
-"""Brings new weights from backward ranks, which train them, to forward ranks.
+"""Transfers new weights from backward ranks, which train them, to forward ranks.
 
-After each optimizer step a backward rank says whether it updated its weights (with loss scaling it
-may have skipped the step) and sends them in buckets; sends return at once, so the next forwards and
-the loading of data overlap with them. A forward rank takes them before its next forward. The first
-transfer makes both roles equal, whatever they were initialised or loaded with.
+After each optimizer step a backward rank announces whether it updated its weights (with loss
+scaling it may have skipped the step) and sends them in buckets. Sends are asynchronous, so the next
+forwards and the loading of data overlap with them. A forward rank receives them before its next
+forward. The first transfer synchronises both roles, whatever they were initialised or loaded with.
 
-Where replicas gather each other's weights only in their next forward (the distributed optimizer
-with --overlap-param-gather), nobody waits for that: each replica sends the share that it updated to
-the forward ranks of all replicas, and they put the buckets of Megatron's gradient buffers together.
+If replicas gather weights only in their next forward (the distributed optimizer with
+--overlap-param-gather), the transfer does not wait for that: each replica sends its updated shard
+to the forward ranks of all replicas, which assemble the buckets of Megatron's gradient buffers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["WeightReceiver", "WeightSender"]
 
 _BUCKET_BYTES = 32 << 20
 _LAYOUT = 1
-"""Part of the first message that says how shared buckets are filled."""
+"""Part number of the first message, which describes the layout of sharded buckets."""
 
 
 def _message(job: Job, number: int, part: int = 0) -> Message:
@@ -43,9 +43,9 @@ class _Weight(NamedTuple):
     name: str
     parameter: torch.nn.Parameter
     num_shards: int
-    """Backward ranks that hold it in parts, for one forward rank with the whole."""
+    """Backward ranks that hold parts of it, for one forward rank with the whole."""
     gated: bool
-    """Whether it holds two matrices, so that each shard has a part of both."""
+    """Whether it fuses two matrices, so that each shard has a part of both."""
 
     @property
     def numel(self) -> int:
@@ -58,14 +58,14 @@ class _Placed(NamedTuple):
 
     weight: _Weight
     start: int
-    """Its first element, counted in one message."""
+    """Index of its first element within one message."""
 
 
 _Bucket = list[_Placed]
 
 
 def _weights(job: Job, chunks: Sequence[torch.nn.Module]) -> Iterator[_Weight]:
-    """Yield the weights of a stage; the same in the same order for either role."""
+    """Yield the weights of a stage, in the same order for both roles."""
     merged = job.ranks.merged and job.role == "forward"
     num_shards = job.ranks.tp if merged else 1
     for module in unwrap_model(list(chunks)):
@@ -77,7 +77,7 @@ def _weights(job: Job, chunks: Sequence[torch.nn.Module]) -> Iterator[_Weight]:
 
 
 def _portions(weights: Iterable[_Weight]) -> Iterator[_Bucket]:
-    """Yield weights of one dtype, some megabytes each; the same portions for either role."""
+    """Yield buckets of weights of one dtype, up to 32 MiB each, the same for both roles."""
     bucket: _Bucket = []
     size = 0
     for weight in weights:
@@ -93,11 +93,11 @@ def _portions(weights: Iterable[_Weight]) -> Iterator[_Bucket]:
 
 
 _Layout = list[list[tuple[str, int]]]
-"""By bucket, the names of weights and where each begins."""
+"""By bucket: the names of weights and their first elements."""
 
 
 def _shared_buckets(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[Any, Any]]:
-    """Yield Megatron's buckets, of which each replica updates a share, and the buffer of each."""
+    """Yield Megatron's buffers and buckets; each replica updates a shard of every bucket."""
     for chunk in chunks:
         assert isinstance(chunk, DistributedDataParallel)
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -108,7 +108,7 @@ def _layout(chunks: Sequence[torch.nn.Module]) -> _Layout:
     modules = unwrap_model(list(chunks))
     names = {p: name for module in modules for name, p in module.named_parameters()}
     return [
-        # Not `param_to_index`: that leaves out how weights are aligned.
+        # Not `param_to_index`: that ignores the alignment of weights.
         [(names[p], buffer.param_index_map[p][0] - bucket.offset) for p in bucket.params_list]
         for buffer, bucket in _shared_buckets(chunks)
     ]
@@ -118,8 +118,8 @@ class WeightSender:
     """The side of a backward rank.
 
     Args:
-        job: Whose weights they are.
-        link: To the forward ranks with the same weights.
+        job: The disaggregated job.
+        link: Connection to the forward ranks with the same weights.
         chunks: The model of this rank, in its wrappers.
     """
 
@@ -131,14 +131,14 @@ class WeightSender:
         self._targets = [job.ranks.rank(place) for place in job.weight_partners]
         self.num_transfers = 0
         self.busy_s = 0.0
-        """Time for which new weights kept this process, so far."""
+        """Total time that this process spent on sending weights."""
         if job.shares_weights:
             layout = bytearray(json.dumps(_layout(chunks)).encode())
             link.begin([], 1)
             self._isend(torch.frombuffer(layout, dtype=torch.uint8), _message(job, 0, _LAYOUT))
 
     def send(self, *, updated: bool) -> None:
-        """Send the weights, or that they are what they were."""
+        """Send the weights, or the message that they are unchanged."""
         begin_s = time.perf_counter()
         self._link.begin([], 1)
         self._isend(torch.tensor([updated], dtype=torch.uint8), _message(self._job, 0))
@@ -154,10 +154,10 @@ class WeightSender:
         for target in self._targets:
             self._link.wire.isend(tensor, target, message)
 
-    # Copies in both: the next optimizer step may come before they have left.
+    # Both copy: the next optimizer step may begin before the tensors are sent.
 
     def _whole(self) -> Iterator[torch.Tensor]:
-        """Yield each bucket, once this replica knows what the others updated."""
+        """Yield each bucket, after gathering the updates of the other replicas."""
         for chunk in self._chunks:
             if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
@@ -165,7 +165,7 @@ class WeightSender:
             yield torch.cat([placed.weight.parameter.detach().reshape(-1) for placed in bucket])
 
     def _shares(self) -> Iterator[torch.Tensor]:
-        """Yield what this replica updated of each bucket."""
+        """Yield this replica's updated shard of each bucket."""
         ranks = self._job.ranks
         for _, bucket in _shared_buckets(self._chunks):
             share = bucket.param_data.view(-1).chunk(ranks.dp)[self._job.place.dp]
@@ -176,8 +176,8 @@ class WeightReceiver:
     """The side of a forward rank.
 
     Args:
-        job: Whose weights they are.
-        link: To the backward ranks with the same weights, or parts of them.
+        job: The disaggregated job.
+        link: Connection to the backward ranks with the same weights, or parts of them.
         chunks: The model of this rank, in its wrappers.
     """
 
@@ -189,25 +189,25 @@ class WeightReceiver:
         self._buckets = self._filled(weights) if job.shares_weights else list(_portions(weights))
         self.num_transfers = 0
         self.busy_s = 0.0
-        """Time from the news that there are new weights until they were here, so far."""
+        """Total time from the announcements of new weights to their arrival."""
 
     def _filled(self, weights: Sequence[_Weight]) -> list[_Bucket]:
-        """Ask backward ranks, whose layouts are the same, how they fill their buckets."""
+        """Receive the layout of the buckets, the same on all backward ranks."""
         message = _message(self._job, 0, _LAYOUT)
         self._link.begin(
             [Expected(source, message, None, torch.uint8) for source in self._sources], 1
         )
-        [told, *_] = [self._link.recv_from(source, message) for source in self._sources]
-        layout: _Layout = json.loads(told.cpu().numpy().tobytes())
+        [encoded, *_] = [self._link.recv_from(source, message) for source in self._sources]
+        layout: _Layout = json.loads(encoded.cpu().numpy().tobytes())
         by_name = {weight.name: weight for weight in weights}
         return [[_Placed(by_name[name], start) for name, start in bucket] for bucket in layout]
 
     def receive(self) -> None:
-        """Wait for the weights of the next step, if there are new ones, and take them over."""
+        """Wait for the weights of the next step, and load them if they are new."""
         self._link.begin([self._expected(rank, 0, torch.uint8) for rank in self._sources], 1)
-        said = [self._link.recv_from(rank, _message(self._job, 0)) for rank in self._sources]
+        flags = [self._link.recv_from(rank, _message(self._job, 0)) for rank in self._sources]
         begin_s = time.perf_counter()
-        if any(bool(updated) for updated in said):
+        if any(bool(updated) for updated in flags):
             self._link.begin(
                 [
                     self._expected(rank, number, bucket[0].weight.parameter.dtype)
@@ -224,10 +224,10 @@ class WeightReceiver:
         self.busy_s += time.perf_counter() - begin_s
 
     def _by_shard(self, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Put what replicas sent together to a whole bucket of each tensor-parallel shard."""
+        """Assemble the shards of all replicas into one bucket for each tensor-parallel rank."""
         if not self._job.shares_weights:
             return parts
-        num_shards = len(parts) // self._job.ranks.dp  # replicas come one after the other
+        num_shards = len(parts) // self._job.ranks.dp  # parts are ordered by replica
         return [torch.cat(list(parts[shard::num_shards])) for shard in range(num_shards)]
 
     def _expected(self, twin: int, number: int, dtype: torch.dtype) -> Expected:

@@ -1,9 +1,9 @@
-"""Makes a job of Megatron's own out of the processes of one role.
+"""Turns the processes of one role into an ordinary Megatron job.
 
-torch.distributed in each process knows the processes of its role only. So the backward ranks are
-an ordinary job of Megatron's, with data-parallel groups, optimizer, gradient norm, checkpoints and
-logs of their own, and the forward ranks are a second one. What goes from role to role, tensors and
-the few values below, goes through the store that all processes share.
+torch.distributed in each process knows only the processes of its role. So the backward ranks form
+an ordinary Megatron job with its own data-parallel groups, optimizer, gradient norm, checkpoints
+and logs, and the forward ranks form a second one. All processes share one store: transports find
+each other in it, and the few values below travel through it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _PAUSE_S = 0.5
 
 @dataclass
 class _World:
-    """What processes of both roles share under a configuration."""
+    """State that processes of both roles share under a configuration."""
 
     store: Store | None = None
-    handed: dict[str, int] = field(default_factory=dict)
-    """Values that were handed over so far, by their name."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Number of values exchanged so far, by name."""
 
 
 def join(backend: str) -> None:
     """Find all processes of the job, then start torch.distributed among those of one role.
 
     Args:
-        backend: Of torch.distributed.
+        backend: Backend of torch.distributed.
     """
     job = _job()
     timeout = timedelta(seconds=job.timeout_s)
@@ -67,32 +67,33 @@ def shared_store() -> Store:
 
 
 def beat() -> None:
-    """Tell those who wait for an evaluation that it goes on."""
+    """Signal progress to the ranks that wait for an evaluation."""
     job = _job()
     if job.role_rank == job.ranks.role_size(job.role) - 1:
         shared_store().add(_BEATS, 1)
 
 
 def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object]) -> Any:
-    """Bring a small value from the last process of one role to all processes of the other.
+    """Send a small value from the last process of one role to all processes of the other.
 
     Both roles call it equally often, in the same order for each `what`.
 
     Args:
-        what: Name for the value and for error messages.
-        value: What the last process of the giving role has, as JSON knows it; ignored elsewhere.
-        to: The role that takes it.
+        what: Name of the value, also for error messages.
+        value: The value on the last process of the sending role, JSON-serialisable; ignored
+            elsewhere.
+        to: The receiving role.
         pause: Waits some seconds, and raises an error if another process has died.
 
     Returns:
-        The value, on processes of the taking role; what was given on the others.
+        The sent value on the receiving role; the argument `value` on the other.
 
     Raises:
-        TransportTimeout: The other role has neither given the value nor shown any sign of life.
+        TransportTimeout: The other role has neither sent the value nor signalled progress.
     """
     job, store = _job(), shared_store()
-    handed = required().state(_World).handed
-    number = handed[what] = handed.get(what, 0) + 1
+    counts = required().state(_World).counts
+    number = counts[what] = counts.get(what, 0) + 1
     key = f"{_PREFIX}/{what}/{number}"
     if job.role != to:
         if job.role_rank == job.ranks.role_size(job.role) - 1:
@@ -103,7 +104,7 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
         if left_s <= 0:
             raise TransportTimeout(
                 f"{job.role} rank {job.rank} waited {job.timeout_s:g} s for the {what} of the "
-                "other role, which did nothing meanwhile"
+                "other role, which made no progress; see the logs of its ranks"
             )
         pause(_PAUSE_S)
         left_s -= _PAUSE_S
@@ -114,7 +115,7 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
 
 
 def leave() -> None:
-    """Wait for all processes of the job, so that the one with the store is not gone too early."""
+    """Wait for all processes of the job, so that the host of the store does not exit too early."""
     job, store = _job(), shared_store()
     store.add(f"{_PREFIX}/left", 1)
     if store.add(f"{_PREFIX}/left", 0) == job.ranks.num_ranks:

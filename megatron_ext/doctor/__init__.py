@@ -1,5 +1,5 @@
-"""Says whether a machine, or every host of a hostfile, is fit to train, and what to do if not.
+"""Checks whether a machine, or every host of a hostfile, is fit to train, and names remedies.
 
-The command is `megatron-ext doctor`. Each check is a function that returns `Finding`s: what it
-found, whether that is good, and the remedy if it is not.
+The command is `megatron-ext doctor`. Each check is a function that yields `Finding`s: an
+observation, a level, and a remedy if something is wrong.
 """

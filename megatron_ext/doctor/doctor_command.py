@@ -35,7 +35,7 @@ def add_subcommand(subparsers: _Subparsers) -> None:
     parser.add_argument("--json", action="store_true", help="as a JSON list of objects")
     add_hosts(parser)
     group = parser.add_argument_group(
-        "sizes of a run", "With all of them also the memory of the transport's arenas."
+        "sizes of a run", "With all of them, also check the memory of the transport's arenas."
     )
     group.add_argument("--schedule", default="1f1b", metavar="NAME", help="default: 1f1b")
     group.add_argument("--pp", type=count, metavar="P", help="ranks of the pipeline")
@@ -50,7 +50,7 @@ def add_subcommand(subparsers: _Subparsers) -> None:
 
 
 def findings(args: argparse.Namespace) -> Iterator[Finding]:
-    """Run all checks that the flags ask for, one after the other."""
+    """Run all checks that the flags select, in sequence."""
     from megatron_ext.doctor import hosts, machine, software
     from megatron_ext.launch.start import ssh_of
 
@@ -72,7 +72,7 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _sizes(args: argparse.Namespace) -> Any:
-    """The sizes that were given, or None if none was.
+    """Return the given sizes, or None if there are none.
 
     Raises:
         LaunchError: Some are missing.
@@ -97,7 +97,7 @@ def _sizes(args: argparse.Namespace) -> Any:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    """A plan that starts nothing: it is only asked whether it could.
+    """Return a plan for checks only; it starts nothing.
 
     Raises:
         LaunchError: Something is wrong with the hostfile.
@@ -118,8 +118,8 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what all checks found; return 1 if one of them failed."""
-    # Mistakes are told at once.
+    """Print the findings of all checks; return 1 if one of them failed."""
+    # Report mistakes in the flags before any check runs.
     sizes = _sizes(args)
     if sizes is not None:
         generate(sizes.schedule, sizes.pp, sizes.num_microbatches)

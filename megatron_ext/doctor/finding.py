@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Finding:
     """One line of the report."""
 
     level: Level
-    """FAIL: training as asked for cannot work. WARN: it can, but not as well as it could."""
+    """FAIL: the requested training cannot work. WARN: it works, with a disadvantage."""
     check: str
-    """What was looked at, in two or three words."""
+    """The subject of the check, in two or three words."""
     found: str
     remedy: str = ""
-    """What to do; empty where nothing is wrong."""
+    """What to do; empty if nothing is wrong."""
 
     def __str__(self) -> str:
         remedy = f"; {self.remedy}" if self.remedy else ""
@@ -33,7 +33,7 @@ def ok(check: str, found: str) -> Finding:
 
 
 def warn(check: str, found: str, remedy: str) -> Finding:
-    """Return a finding that costs speed or comfort."""
+    """Return a finding that costs speed or convenience."""
     return Finding("WARN", check, found, remedy)
 
 

@@ -18,12 +18,12 @@ __all__ = ["check_hosts"]
 
 
 def check_hosts(plan: Plan, ssh: Ssh, timeout_s: float) -> Iterator[Finding]:
-    """Ask every host what it is, as a launch would, and start nothing.
+    """Run the preflight checks of a launch on every host, without starting anything.
 
     Args:
-        plan: A plan with a command that needs no torchrun.
+        plan: A plan whose command needs no torchrun.
         ssh: How to reach the hosts.
-        timeout_s: When to give up on those that do not answer.
+        timeout_s: Time-out for hosts that do not answer.
     """
     answers = asyncio.run(_ask(plan, ssh, timeout_s))
     names = [node.host.name for node in plan.nodes]

@@ -35,7 +35,7 @@ _SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written to
 
 
 def check_shared_memory(path: Path = _SHM) -> Iterator[Finding]:
-    """Look at the size of /dev/shm, which data loaders and NCCL use (our own arenas do not)."""
+    """Check the size of /dev/shm, which data loaders and NCCL use (our own arenas do not)."""
     name = f"shared memory {path}"
     try:
         usage = shutil.disk_usage(path)
@@ -51,7 +51,7 @@ def check_shared_memory(path: Path = _SHM) -> Iterator[Finding]:
 
 
 def check_memlock(limit_bytes: int | None = None) -> Iterator[Finding]:
-    """Look at how much memory a process may lock, which RDMA needs to do.
+    """Check how much memory a process may lock; RDMA needs locked memory.
 
     Args:
         limit_bytes: The soft limit; by default that of this process.
@@ -68,7 +68,7 @@ def check_memlock(limit_bytes: int | None = None) -> Iterator[Finding]:
 
 
 def check_rdma() -> Iterator[Finding]:
-    """Try what a link over RDMA needs, down to a queue pair."""
+    """Try every step of an RDMA link, down to a queue pair."""
     from megatron_ext.transport.rdma_probe import probe, witness_differences
 
     try:
@@ -91,7 +91,7 @@ def check_rdma() -> Iterator[Finding]:
 
 
 def check_ports(port: int = _DEFAULT_PORT) -> Iterator[Finding]:
-    """Try to listen on torchrun's usual port, and on any."""
+    """Try to listen on torchrun's default port, and on any free one."""
     for wanted in (port, 0):
         what = f"port {wanted}" if wanted else "any port"
         try:
@@ -105,7 +105,7 @@ def check_ports(port: int = _DEFAULT_PORT) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What decides how much memory the arenas of a run take."""
+    """The sizes of a run that determine the memory of its arenas."""
 
     schedule: str
     pp: int
@@ -119,8 +119,8 @@ class Sizes:
 def slots_per_peer(sizes: Sizes) -> dict[int, dict[int, int]]:
     """Return rank -> peer -> slots of the arena between them, as a run opens it.
 
-    Every pair gets the room that the busiest one needs, twice: what is under way, and as much to be
-    kept by the receiver.
+    Every pair gets twice the slots that the busiest one needs: one half for messages in flight, the
+    other for messages that the receiver keeps.
     """
     schedule = generate(sizes.schedule, sizes.pp, sizes.num_microbatches)
     by_pair: dict[frozenset[int], int] = defaultdict(int)
@@ -134,17 +134,17 @@ def slots_per_peer(sizes: Sizes) -> dict[int, dict[int, int]]:
 
 
 def arena_bytes(sizes: Sizes) -> int:
-    """Return the most memory that the arenas of one rank take."""
+    """Return the upper bound on the memory of one rank's arenas, in bytes."""
     message = sizes.seq_length * sizes.micro_batch_size * sizes.hidden_size * sizes.bytes_per_value
     pages = math.ceil(message / resource.getpagesize()) * resource.getpagesize()
     return max((sum(peers.values()) * pages for peers in slots_per_peer(sizes).values()), default=0)
 
 
 def check_arenas(sizes: Sizes, ranks_here: int | None = None) -> Iterator[Finding]:
-    """Compare the memory that the transport's arenas take with what is available.
+    """Compare the memory of the transport's arenas with the available memory.
 
     Args:
-        sizes: Of the run.
+        sizes: The sizes of the run.
         ranks_here: Ranks on this machine; by default one whole pipeline.
     """
     name = "transport arenas"
@@ -156,7 +156,9 @@ def check_arenas(sizes: Sizes, ranks_here: int | None = None) -> Iterator[Findin
         f"ranks; {_mib(available)} are available"
     )
     if each * ranks > available:
-        remedy = "lower the micro-batch size, or take --pipeline-transport torch, which has none"
+        remedy = (
+            "lower the micro-batch size, or use --pipeline-transport torch, which has no arenas"
+        )
         yield fail(name, found, remedy)
     elif each * ranks > available // 2:
         yield warn(name, found, "more than half of the memory goes to messages")

@@ -46,7 +46,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def _check_core() -> Finding:
-    """Say which release of Megatron is here, and whether it can be used with this Python."""
+    """Check the installed release of Megatron, and whether it supports this Python."""
     name, supported = "megatron-core", releases.SUPPORTED
     try:
         releases.check_core()
@@ -56,7 +56,7 @@ def _check_core() -> Finding:
     assert release is not None
     if sys.version_info[:2] < releases.oldest_python(release):
         needed = ".".join(map(str, releases.oldest_python(release)))
-        remedy = f"take Python {needed}, or pip install 'megatron-core>=0.16,<0.17'"
+        remedy = f"use Python {needed}, or pip install 'megatron-core>=0.16,<0.17'"
         return fail(name, f"{core}, which needs Python {needed} or later", remedy)
     if releases.is_newer_than_known(release):
         shown = f"{core} is newer than this package knows ({supported})"
@@ -65,10 +65,9 @@ def _check_core() -> Finding:
 
 
 def check_requirements() -> Iterator[Finding]:
-    """Compare what is installed with what this package and megatron-core ask for.
+    """Compare installed packages with the requirements of this package and of megatron-core.
 
-    Nothing is said of those that fit, nor of torch and megatron-core, which have lines of their
-    own.
+    Packages that fit yield nothing; torch and megatron-core have separate checks.
     """
     from packaging.requirements import Requirement  # torch and megatron-core need it too
 
@@ -90,7 +89,7 @@ def _extras(package: str) -> tuple[str, ...]:
 
 
 def _misfit(package: str, asked: Requirement, extras: tuple[str, ...]) -> Iterator[Finding]:
-    """Say what is wrong with a package that another asks for."""
+    """Yield a finding if a requirement is missing or does not fit."""
     from packaging.version import Version
 
     marker = asked.marker
@@ -149,7 +148,7 @@ def check_patches() -> Iterator[Finding]:
     try:
         releases.check_core()
     except MegatronExtError:
-        return  # `check_versions` has said it
+        return  # `check_versions` has reported it
     try:
         absent = listing.import_targets()
     except (ImportError, MegatronExtError) as error:
@@ -183,7 +182,7 @@ def check_native() -> Iterator[Finding]:
 
 
 def check_device() -> Iterator[Finding]:
-    """Say which device backend a run would take here."""
+    """Report the device backend that a run would use here."""
     from megatron_ext.devices.count import count_devices
 
     try:
@@ -202,7 +201,7 @@ def check_device() -> Iterator[Finding]:
 
 
 def _unused(count: int) -> Finding | None:
-    """Say what keeps training from an accelerator, if there is one or torch was built for one.
+    """Explain why training does not use an accelerator that exists or that torch was built for.
 
     Args:
         count: Devices that the drivers show.

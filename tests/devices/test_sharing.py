@@ -17,7 +17,7 @@ from megatron_ext.errors import DeviceError
 def test_a_library_that_cannot_share_is_named(library: str, reason: str) -> None:
     with pytest.raises(DeviceError, match=reason) as refused:
         RuntimeSharing(torch.cuda, torch.device("cuda", 0), library, "cuda")
-    assert "take --pipeline-device-path staged" in str(refused.value)
+    assert "use --pipeline-device-path staged" in str(refused.value)
 
 
 def test_the_host_needs_no_sharing() -> None:
