@@ -1,8 +1,8 @@
-"""What only machines without a GPU, with a MUSA GPU or without Transformer Engine need.
+"""Support for machines without a GPU, with a MUSA GPU or without Transformer Engine.
 
-Rows of the registry, stand-ins for modules, and translations of `torch.cuda`: none of it takes part
-where NVIDIA's GPUs and Transformer Engine are there. The rest of the package comes in by this door
-alone (an import contract says so), so what is behind it can be read, and left out, by itself.
+Registry rows, stand-ins for modules, and translations of `torch.cuda`; all inactive on NVIDIA GPUs
+with Transformer Engine. The rest of the package imports only this module (an import contract
+enforces it), so the modules behind it can be read, or skipped, separately.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ def rows() -> list[Patch]:
 
 
 def cpu_redirects() -> Iterable[Redirect]:
-    """List what makes upstream's spelling of CUDA mean the host."""
+    """List the redirects from CUDA names to the host."""
     from megatron_ext.compat import on_host
 
     return on_host.redirects()
 
 
 def musa_redirects() -> Iterable[Redirect]:
-    """List what makes upstream's spelling of CUDA mean MUSA, or what torchada leaves of it."""
+    """List the redirects from CUDA names to MUSA, without those that torchada makes."""
     from megatron_ext.compat import on_musa
 
     return on_musa.redirects()
 
 
 def batch_invariant_stand_in() -> Path:
-    """Return the module that takes the place of Megatron's Triton kernels where Triton is not."""
+    """Return the module that replaces Megatron's Triton kernels if Triton is not installed."""
     return Path(__file__).with_name("no_triton.py")
 
 
 def peak_rss_bytes() -> int:
-    """Return the peak of the resident memory of this process."""
+    """Return the peak resident memory of this process, in bytes."""
     from megatron_ext.compat import host
 
     return host.peak_rss_bytes()

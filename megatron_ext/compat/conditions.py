@@ -1,4 +1,4 @@
-"""When patches act: the few questions that more than one table asks, each cheap enough per call."""
+"""Conditions of patches that several tables share, each cheap enough to evaluate per call."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["off_cuda", "on_cpu", "without_te"]
 
 @cache
 def without_te() -> bool:
-    """Tell whether Transformer Engine is not installed."""
+    """Return whether Transformer Engine is missing."""
     return find_spec("transformer_engine") is None
 
 
 def off_cuda() -> bool:
-    """Tell whether this process computes on something else than a CUDA device."""
+    """Return whether this process computes on a device other than CUDA."""
     return not devices.on_cuda()
 
 
 def on_cpu() -> bool:
-    """Tell whether this process computes on the host."""
+    """Return whether this process computes on the host."""
     return devices.current().name == "cpu"

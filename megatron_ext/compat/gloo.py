@@ -1,12 +1,12 @@
-"""What gloo lacks to stand in for NCCL under Megatron.
+"""Makes gloo replace NCCL under Megatron.
 
-torch gives each group of gloo two worker threads, and both write the name of the collective that
-they have finished into one string of the group, without a lock (`ProcessGroupGloo::runLoop`, torch
-2.13). A name of 16 characters or more lives on the heap, as those of coalesced collectives do: two
-of them that end at the same moment free the same memory, and the process dies later, somewhere
-else. The distributed optimizer gathers parameters that way, and models of several chunks have
-several such gathers under way. So groups get one worker, which takes collectives in the order of
-their calls; that order is the same on all ranks in any case.
+torch gives each gloo group two worker threads, and both write the name of the collective that they
+have finished into one string of the group, without a lock (`ProcessGroupGloo::runLoop`, torch
+2.13). A name of 16 characters or more lives on the heap, as those of coalesced collectives do: if
+two of them end at the same moment, both free the same memory, and the process crashes later,
+somewhere else. The distributed optimizer gathers parameters that way, and models of several chunks
+have several such gathers in flight. So groups get one worker, which runs collectives in the order
+of their calls; that order is the same on all ranks anyway.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _one_worker(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _options(timeout: timedelta | None = None) -> Any:
-    """Make the options that torch makes for itself, but for the number of threads."""
+    """Return torch's default options, with a single thread."""
     from torch.distributed import ProcessGroupGloo
 
     gloo: Any = ProcessGroupGloo

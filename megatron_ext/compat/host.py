@@ -1,8 +1,8 @@
 """Streams, events, random numbers and memory counters of the host, in the shape of `torch.cuda`'s.
 
-On the host every operation is finished when its call returns. So all streams are one, waiting is
-nothing, and an event is a point in time: its `elapsed_time` is a real measurement. The "device"
-generator is torch's default generator. Memory is what the operating system says this process holds.
+On the host every operation is finished when its call returns. So all streams are one, waits are
+no-ops, and an event is a point in time: its `elapsed_time` is a real measurement. The "device"
+generator is torch's default generator. Memory counters report the operating system's figures.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Event:
         self.recorded_s: float | None = None
 
     def record(self, _stream: Any = None) -> None:
-        """Take the time: everything issued before is done."""
+        """Record the time: all work issued before is done."""
         self.recorded_s = time.perf_counter()
 
     def elapsed_time(self, end: Event) -> float:
@@ -63,7 +63,7 @@ class Event:
         return (end.recorded_s - self.recorded_s) * 1e3
 
     def query(self) -> bool:
-        """Tell whether the recorded work is done: on the host it always is."""
+        """Return whether the recorded work is done: on the host always."""
         return True
 
     def synchronize(self) -> None:
@@ -90,7 +90,7 @@ class Stream:
         return event
 
     def query(self) -> bool:
-        """Tell whether all work is done: on the host it always is."""
+        """Return whether all work is done: on the host always."""
         return True
 
     def synchronize(self) -> None:
@@ -204,11 +204,11 @@ def peak_rss_bytes() -> int:
 
 
 def reset_peak_rss() -> None:
-    """Start the peak anew at the present memory, where the kernel lets a process do that."""
+    """Reset the peak to the present memory, if the kernel allows it."""
     try:
         _CLEAR_REFS.write_text(_RESET_PEAK_RSS)
     except OSError:
-        return  # the peak stays that of the whole life of the process, which is still true
+        return  # the peak then covers the whole life of the process, which is still correct
 
 
 def memory_stats() -> defaultdict[str, int]:

@@ -15,7 +15,7 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 _NOTICE = "CPU RNG state changed"
 _PARALLEL_STATE = "megatron.core.parallel_state"
 
-# What upstream's reset forgets: it would go on naming ranks and groups that are no more.
+# Upstream's reset omits these; they would keep naming ranks and groups that no longer exist.
 _FORGOTTEN = (
     "_DATA_PARALLEL_GLOBAL_RANKS",
     "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP",
@@ -36,7 +36,7 @@ class _WithoutNotice(logging.Filter):
     """Drops the notice while the patches are active; everything else passes."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Tell whether the record is wanted."""
+        """Return whether to keep the record."""
         return not (REGISTRY.active and on_cpu() and str(record.msg).startswith(_NOTICE))
 
 
@@ -44,13 +44,13 @@ _FILTER = _WithoutNotice()
 
 
 def _quieten(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Filter the notice out from the first tracker on."""
+    """Install the filter with the first tracker."""
     logging.getLogger(_RANDOM).addFilter(_FILTER)  # adds it once
     call(*args, **kwargs)
 
 
 def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Destroy every group that upstream created and merely drops."""
+    """Destroy every group that upstream created; upstream only drops them."""
     from torch import distributed
 
     state = sys.modules[_PARALLEL_STATE]
@@ -68,10 +68,10 @@ def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
 
 
 def _move_to_host(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Move any tensor to the host, and make it an array where that was asked for.
+    """Move any tensor to the host, and convert it to an array if requested.
 
-    Upstream's function does both for CUDA tensors only; a tensor that is on the host already, or on
-    another accelerator, comes back as it was, and the dispatcher then fails to use it as an array.
+    Upstream's function does both for CUDA tensors only; a tensor on the host or on another
+    accelerator comes back unchanged, and the dispatcher then fails to use it as an array.
     """
     import torch
 
@@ -85,11 +85,11 @@ def _move_to_host(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
 
 
 def _nothing(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
-    """Do nothing instead."""
+    """Do nothing in place of the original."""
 
 
 def _no_fuser(_original: Any) -> Any:
-    """Make a decorator that changes nothing; Megatron's own one has a name that has to stay."""
+    """Return a decorator that changes nothing; Megatron's own has a name that must stay."""
 
     def leave(function: Any) -> Any:
         return function
@@ -103,23 +103,23 @@ PATCHES = (
         target=f"{_RANDOM}:CudaRNGStatesTracker.__init__",
         fn=_quieten,
         when=on_cpu,
-        reason="each use of the device's generator is reported as a change of the host's, which "
-        "on the host are one",
+        reason="reports each use of the device's generator as a change of the host's; on the host "
+        "they are the same",
     ),
     Patch(
         id="parallel_state.destroy_groups",
         target=f"{_PARALLEL_STATE}:destroy_model_parallel",
         fn=_destroy_all_groups,
         when=off_cuda,
-        reason="the groups are dropped but not destroyed; with gloo each keeps its threads, and "
+        reason="drops groups without destroying them; with gloo each keeps its threads, and "
         "repeated initialisation stalls the host",
     ),
     Patch(
         id="moe.tensor_to_host",
         target="megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
         fn=_move_to_host,
-        reason="as_numpy is honoured for CUDA tensors only, so the all-to-all dispatcher gets a "
-        "tensor where it needs an array: TypeError",
+        reason="honours as_numpy for CUDA tensors only, so the all-to-all dispatcher gets a "
+        "tensor instead of an array: TypeError",
     ),
     Patch(
         id="training_init.fused_kernels",
@@ -144,6 +144,6 @@ PATCHES = (
         kind="replace",
         fn=_nothing,
         when=off_cuda,
-        reason="warms up fused functions that are not compiled here",
+        reason="warms up fused functions that nothing compiles here",
     ),
 )

@@ -1,7 +1,7 @@
-"""Everything that makes `torch.cuda` and its spellings mean the host.
+"""The redirects that make `torch.cuda` and its device names mean the host.
 
-What upstream asks of `torch.cuda` is answered by the host (see `host`), every device that it spells
-is the CPU (see `translate`), and every process group is a gloo group.
+The host answers calls of `torch.cuda` (see `host`), every CUDA device name means the CPU (see
+`translate`), and every process group is a gloo group.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["redirects"]
 
-_ASKED = "answers for the host what upstream asks of a GPU"
-_NO_WORK = "on the host there is nothing to do for it"
-_NO_ACCELERATOR = "the host is none, though a CUDA build of torch says that it has one"
+_ASKED = "answers for the host in place of a GPU"
+_NO_WORK = "has nothing to do on the host"
+_NO_ACCELERATOR = "the host is not an accelerator, though a CUDA build of torch reports one"
 
 _ASKED_OF_BOTH = (
     "current_stream",
@@ -43,7 +43,7 @@ _ASKED_OF_BOTH = (
 
 
 def redirects() -> Iterator[Redirect]:
-    """List them all."""
+    """List all redirects of the host."""
     yield from _namespace()
     yield from _accelerator()
     yield from spelling_redirects("cpu")
@@ -53,7 +53,7 @@ def redirects() -> Iterator[Redirect]:
 
 
 def _answers() -> dict[str, Callable[[Any], object]]:
-    """Return what the host answers for the functions and classes of `torch.cuda`, by name."""
+    """Return the host's replacements for functions and classes of `torch.cuda`, by name."""
     import torch
 
     return {
@@ -88,7 +88,7 @@ def _answers() -> dict[str, Callable[[Any], object]]:
         "seed_all": returning(None),
         "set_rng_state": calling(_set_rng_state),
         "set_rng_state_all": to(lambda states: _set_rng_state(states[0])),
-        # torch queues a call until CUDA is there, which here means for ever: restored random
+        # torch queues a call until CUDA is initialised, which never happens here: restored random
         # number states would silently be lost.
         "_lazy_call": to(lambda function, **_kwargs: function()),
         "_lazy_init": returning(None),
@@ -112,7 +112,7 @@ def _namespace() -> Iterator[Redirect]:
     for kind in ("BFloat16", "Byte", "Double", "Float", "Half", "Int", "Long"):
         answers[f"{kind}Tensor"] = to(getattr(torch, f"{kind}Tensor"))
     for name, make in answers.items():
-        if not hasattr(torch.cuda, name):  # younger than the oldest torch we support
+        if not hasattr(torch.cuda, name):  # newer than the oldest supported torch
             continue
         yield Redirect(f"torch.cuda:{name}", make, _ASKED)
     for name in ("get_rng_state", "set_rng_state"):
@@ -124,10 +124,10 @@ def _namespace() -> Iterator[Redirect]:
 
 
 def _accelerator() -> Iterator[Redirect]:
-    """List the redirects of `torch.accelerator`, which torch itself asks.
+    """List the redirects of `torch.accelerator`, which torch itself calls.
 
-    The CUDA build of torch names CUDA there, also without a GPU, and believes the answer of
-    `torch.cuda.is_available`, which is ours.
+    The CUDA build of torch names CUDA there even without a GPU, and trusts
+    `torch.cuda.is_available`, which we have redirected.
     """
     import torch
 
@@ -141,13 +141,13 @@ def _accelerator() -> Iterator[Redirect]:
         yield Redirect(f"torch.accelerator:{name}", make, _NO_ACCELERATOR)
     host_device = returning(torch.device("cpu"))
     yield Redirect("torch._C:_get_accelerator", host_device, _NO_ACCELERATOR)
-    # Whoever does not ask first, because torch.cuda is available, gets what torch.cuda answers.
+    # Code that skips the check, because torch.cuda is available, gets the answers of torch.cuda.
     asked = {name: answers[name] for name in _ASKED_OF_BOTH}
     asked["current_device_index"] = answers["current_device"]
     asked["device_index"] = calling(host.DeviceContext)
     asked |= dict.fromkeys(("empty_cache", "set_device_index", "synchronize"), returning(None))
     for name, make in asked.items():
-        if hasattr(torch.accelerator, name):  # some are younger than torch 2.7
+        if hasattr(torch.accelerator, name):  # some are newer than torch 2.7
             yield Redirect(f"torch.accelerator:{name}", make, _ASKED)
 
 

@@ -1,9 +1,9 @@
-"""What makes upstream's spelling of CUDA mean MUSA, or what torchada leaves of that.
+"""The redirects from CUDA names to MUSA, without those that torchada makes.
 
-torch_musa mirrors the interface of `torch.cuda` under `torch.musa`, so most redirects are found by
-comparing the two modules; the rest fills in what torch_musa leaves out (NVTX) or does differently.
-Where torchada (the vendor's own translation layer) is installed, `torch.cuda` is its business: one
-owner only, and this module adds just what torchada leaves to the caller.
+torch_musa mirrors the interface of `torch.cuda` under `torch.musa`, so comparing the two modules
+yields most redirects; the others add what torch_musa lacks (NVTX) or does differently. If torchada
+(the vendor's own translation layer) is installed, it owns `torch.cuda`, and this module adds only
+what torchada leaves to the caller.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SAME = "torch_musa offers the same under torch.musa"
 
 
 def redirects() -> Iterator[Redirect]:
-    """List them all."""
+    """List all redirects of MUSA."""
     cuda_to_musa = translate.translator("musa", indexed=True)
     yield from translate.spelling_redirects("musa")
     yield from _completions(cuda_to_musa)
@@ -53,9 +53,9 @@ def _musa() -> Any:
 
 
 def _torchada() -> ModuleType | None:
-    """Load torchada if it is installed; importing it is what makes it translate.
+    """Import torchada if it is installed; the import activates its translation.
 
-    What it needs to know is in the environment of `MusaDevice`.
+    The environment of `MusaDevice` configures it.
     """
     if find_spec("torchada") is None:
         _LOG.info("torch.cuda means torch.musa: redirected by megatron_ext")
@@ -67,9 +67,9 @@ def _torchada() -> ModuleType | None:
 
 
 def _namespace(cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
-    """List every name of `torch.cuda` that torch_musa has as well.
+    """List the redirects of every name of `torch.cuda` that torch_musa has too.
 
-    torch_musa refuses `torch.device("cuda")` as an argument, so that is translated.
+    torch_musa refuses `torch.device("cuda")` as an argument, so redirects translate it.
     """
     import torch
 
@@ -94,30 +94,30 @@ def _namespace(cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
     yield Redirect(
         "torch.cuda:default_generators",
         to(_Generators()),
-        "torch_musa makes its generators when the device is first used, and not before",
+        "torch_musa creates its generators only at the first use of the device",
     )
 
 
 def _completions(cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
-    """List what neither torch_musa nor torchada does as upstream expects of `torch.cuda`."""
+    """List the functions of `torch.cuda` that neither torch_musa nor torchada provides as such."""
     import torch
 
     musa = _musa()
     yield Redirect(
         "torch.cuda:is_available",
         calling(musa.is_available),
-        "upstream asserts it first of all; torchada leaves it at False",
+        "upstream asserts it at start-up; torchada leaves it at False",
     )
     yield Redirect(
         "torch.cuda:get_device_properties",
         to(lambda device=None: musa.get_device_properties(cuda_to_musa(device))),
-        "upstream asks about the current device by leaving the argument out, torch_musa wants it",
+        "upstream omits the argument for the current device, torch_musa requires it",
     )
     yield Redirect(
         "torch.nn:Module._apply",
         _keep_attributes,
-        "torch makes new parameters when it moves host parameters to a device of this kind, and "
-        "upstream's marks on them (sequence_parallel, shared, ...) would be lost",
+        "torch creates new parameters when it moves host parameters to a device of this kind, and "
+        "upstream's attributes on them (sequence_parallel, shared, ...) would be lost",
     )
     if hasattr(torch.cuda, "device_memory_used"):
         yield Redirect(
@@ -128,10 +128,10 @@ def _completions(cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
 
 
 def _keep_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Carry what was attached to parameters over to those that take their place.
+    """Copy the attributes of parameters to their replacements.
 
-    CUDA parameters are moved by exchanging their data, so that they stay the same objects. torch
-    does not allow that between the host and a device that is registered from outside.
+    torch moves CUDA parameters by exchanging their data, so they stay the same objects. It does not
+    support that between the host and a device registered by an extension.
     """
 
     @functools.wraps(original)
@@ -154,7 +154,7 @@ def _device_memory_used(device: Any) -> int:
 
 
 class _Generators:
-    """`torch.cuda.default_generators`: looked up on use, because they appear with the first use."""
+    """`torch.cuda.default_generators`, looked up lazily: torch_musa creates them at first use."""
 
     def __getitem__(self, index: Any) -> Any:
         musa = _musa()

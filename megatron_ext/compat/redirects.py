@@ -1,4 +1,4 @@
-"""Small parts that redirect tables are made of."""
+"""Building blocks of redirect tables."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["answering", "calling", "nvtx_redirects", "returning", "to"]
 
 
 def to(value: Any) -> Callable[[Any], object]:
-    """Make a `Redirect.make` that ignores the original."""
+    """Return a `Redirect.make` that yields `value`."""
     return lambda _original: value
 
 
 def calling(function: Callable[..., Any]) -> Callable[[Any], object]:
-    """Make a `Redirect.make` whose function passes everything on to `function`.
+    """Return a `Redirect.make` whose function forwards to `function`.
 
-    Each redirect gets a function of its own, so that undoing it knows the copies that others made,
-    also where `function` serves several redirects or has a name elsewhere.
+    Each redirect gets a distinct function, so that undo recognises its copies elsewhere even if
+    `function` serves several redirects or is bound to other names.
     """
 
     def make(_original: Any) -> object:
@@ -35,7 +35,7 @@ def calling(function: Callable[..., Any]) -> Callable[[Any], object]:
 
 
 def answering(function: Callable[[], Any]) -> Callable[[Any], object]:
-    """Make a `Redirect.make` whose function calls `function`, whatever it is asked."""
+    """Return a `Redirect.make` whose function calls `function` and ignores its arguments."""
 
     def make(original: Any) -> object:
         def answer(*_args: Any, **_kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ def answering(function: Callable[[], Any]) -> Callable[[Any], object]:
 
 
 def returning(result: Any) -> Callable[[Any], object]:
-    """Make a `Redirect.make` whose function answers `result`, whatever it is asked."""
+    """Return a `Redirect.make` whose function returns `result` and ignores its arguments."""
     return answering(lambda: result)
 
 

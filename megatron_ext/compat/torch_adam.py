@@ -1,9 +1,9 @@
-"""Rows for the distributed optimizer with torch's Adam, which it has without TE and Apex.
+"""Rows for the distributed optimizer with torch's Adam, its fallback without TE and Apex.
 
 torch's Adam keeps a `step` tensor for each parameter, TE's and Apex's one for each group. Upstream
 handles that in `state_dict` and `load_state_dict`, but no checkpoint survives the round trip:
-saving asserts, loading raises, and where it does not, all parameters share one `step` tensor, which
-each of them increments. All of these rows are needed to resume.
+saving asserts, loading raises, or all parameters share one `step` tensor, which each of them
+increments. Resuming needs all of these rows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def _torch_adam() -> bool:
 
 
 def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Create the state of an optimizer that has not stepped, as the loader's template needs it.
+    """Create the state of an optimizer before its first step, for the loader's template.
 
-    Upstream's own creation of it gives the moments only, as TE's Adam has them.
+    Upstream creates only the moments, as for TE's Adam.
     """
     import torch
 
@@ -43,8 +43,8 @@ def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) 
     """Load without recording gradients, then give each parameter its own `step`.
 
     fp32 parameters are leaves that require gradients, and upstream copies into views of them. The
-    groups say how many steps were done; the tensors of the default (`dp_reshardable`) format are
-    those of the loader's template.
+    groups hold the number of steps; in the default format (`dp_reshardable`) the per-parameter
+    tensors are only those of the loader's template.
     """
     import torch
 
@@ -79,16 +79,16 @@ PATCHES = (
         target=f"{_MODULE}:DistributedOptimizer.state_dict",
         fn=_initialize_state,
         when=_torch_adam,
-        reason="state_dict asserts one common step, but the loader asks for it before the first "
-        "step, when torch's Adam has no state",
+        reason="asserts one common step, but the loader calls it before the first step, when "
+        "torch's Adam has no state",
     ),
     Patch(
         id="optimizer.load_own_steps",
         target=f"{_MODULE}:DistributedOptimizer.load_state_dict",
         fn=_load_with_own_steps,
         when=_torch_adam,
-        reason="loading copies into leaves that require gradients (RuntimeError) and puts one step "
-        "tensor into all states, which every parameter then increments (wrong bias correction)",
+        reason="copies into leaves that require gradients (RuntimeError) and puts one step tensor "
+        "into all states, which every parameter then increments (wrong bias correction)",
     ),
     Patch(
         id="optimizer.step_of_reshardable",

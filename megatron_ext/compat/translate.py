@@ -1,9 +1,9 @@
-"""Redirects that make torch's own spelling of a CUDA device mean another device.
+"""Redirects that make torch's names of CUDA devices mean another device.
 
-Upstream creates tensors with `device="cuda"`, moves them with `.cuda()`, asks `tensor.type()` for
-`"torch.cuda.HalfTensor"` and opens groups with `backend="nccl"`. The tables here are shared by all
-backends that are not CUDA; each passes a `Translator` that says what a device spelled by upstream
-means there. Every other device, and every call without one, is passed on untouched.
+Upstream creates tensors with `device="cuda"`, moves them with `.cuda()`, compares `tensor.type()`
+with `"torch.cuda.HalfTensor"` and opens groups with `backend="nccl"`. All backends other than CUDA
+share these tables; each passes a `Translator` that maps upstream's device names to its own. Calls
+with another device, or without one, pass through unchanged.
 
 Factories and `Tensor.to` are on the hot path: their redirect is one dictionary look-up and one call
 (about 0.2 us), not a wrapt proxy.
@@ -40,7 +40,7 @@ _NEW = ("empty", "empty_strided", "full", "ones", "tensor", "zeros")
 def translator(kind: str, *, indexed: bool) -> Translator:
     """Build the translator onto a device type.
 
-    An integer names an accelerator by torch's own convention, so it is translated as well.
+    By torch's convention an integer names an accelerator, so integers are translated too.
 
     Args:
         kind: torch's name of the device type, such as `cpu`.
@@ -90,7 +90,7 @@ def translated_argument(function: Callable[..., Any], translate: Translator) -> 
 def translated_class(base: type, translate: Translator) -> type:
     """Translate the parameter `device` of a class's constructor.
 
-    The result makes instances of `base`, and takes all of those, whoever made them, for its own.
+    The result constructs instances of `base`, and `isinstance` accepts every instance of `base`.
     """
 
     class Spelled(type):
@@ -103,12 +103,12 @@ def translated_class(base: type, translate: Translator) -> type:
 
 
 def tensor_redirects(translate: Translator, *, pinning: bool) -> Iterator[Redirect]:
-    """List the redirects of everything in torch that takes the device of a tensor.
+    """List the redirects of all torch functions that accept the device of a tensor.
 
     Args:
-        translate: Meaning of the devices that upstream spells.
+        translate: Maps upstream's device names.
         pinning: Whether host memory can be pinned for the device; if not, requests to pin are
-            dropped (they only promise faster copies).
+            ignored (they only promise faster copies).
     """
 
     def factory(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,7 +140,7 @@ def tensor_redirects(translate: Translator, *, pinning: bool) -> Iterator[Redire
 
 
 def spelling_redirects(kind: str) -> Iterator[Redirect]:
-    """List the redirects of questions and modes that take or give a device type by its name.
+    """List the redirects of functions that accept or return a device type by its name.
 
     Args:
         kind: torch's name of the device type in use.
@@ -150,11 +150,11 @@ def spelling_redirects(kind: str) -> Iterator[Redirect]:
         _translated_type,
         "upstream compares type names, such as torch.cuda.HalfTensor, with the device's prefix",
     )
-    if kind != "cpu":  # the host is no accelerator, and no tensor claims to be where it is not
+    if kind != "cpu":  # the host is not an accelerator, and no tensor misreports its device
         yield Redirect(
             "torch:Tensor.is_cuda",
             lambda original: _translated_is_cuda(original, kind),
-            "upstream asks it to find out whether a tensor is on the device in use",
+            "upstream uses it to test whether a tensor is on the device in use",
         )
     yield Redirect(
         "torch.amp.autocast_mode:autocast.__init__",
@@ -166,12 +166,12 @@ def spelling_redirects(kind: str) -> Iterator[Redirect]:
             yield Redirect(
                 f"{module}:{function}",
                 lambda original: _translated_device_type(original, kind),
-                "autograd functions of upstream are made for the device type that it spells",
+                "upstream declares its autograd functions for the device type that it spells",
             )
 
 
 def collective_redirects(backend: str) -> Iterator[Redirect]:
-    """List the redirects that open process groups with `backend` where upstream says NCCL."""
+    """List the redirects that open process groups with `backend` instead of NCCL."""
     for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
         for function, default in (("init_process_group", backend), ("new_group", None)):
             yield Redirect(
@@ -184,8 +184,8 @@ def collective_redirects(backend: str) -> Iterator[Redirect]:
 def _factory_targets() -> list[str]:
     """Find every torch function and tensor method that creates a tensor from a `device` keyword.
 
-    torch keeps that list itself, for `with torch.device(...)`. Asking for it also fills its cache
-    with the original functions, which that feature compares by identity.
+    torch itself keeps this list, for `with torch.device(...)`. Reading it also fills its cache with
+    the original functions, which that feature compares by identity.
     """
     import torch
     from torch.utils._device import _device_constructors
@@ -215,9 +215,9 @@ def _translated_factory(
         return original(*args, **kwargs)
 
     operator = _builtins._find_builtin(original)
-    if operator is not None:  # torch.jit.script knows its functions by identity
+    if operator is not None:  # torch.jit.script identifies functions by address
         _builtins._register_builtin(factory, operator)
-        devices.keep_for_ever(factory)  # torch.jit knows it by its address
+        devices.keep_for_ever(factory)
     return factory
 
 
@@ -254,7 +254,7 @@ def _cuda_method(translate: Translator) -> Callable[..., Any]:
 
 
 def _translated_type(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Answer upstream in its own spelling; everybody else gets the true name of the type."""
+    """Return CUDA type names to upstream, and true type names to other callers."""
 
     @functools.wraps(original)
     def type_(self: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +273,7 @@ def _translated_type(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _translated_is_cuda(original: Any, kind: str) -> property:
-    """Answer upstream whether a tensor is on the device in use; everybody else gets the truth."""
+    """Tell upstream whether a tensor is on the device in use, and other callers the truth."""
 
     def is_cuda(self: Any) -> bool:
         caller = sys._getframe(1).f_globals.get("__name__", "")
@@ -285,13 +285,13 @@ def _translated_is_cuda(original: Any, kind: str) -> property:
 
 
 def _translated_device_type(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """Translate the argument `device_type`, given by name or in the first place."""
+    """Translate the argument `device_type`, given by keyword or as the first argument."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("device_type") == "cuda":
             kwargs["device_type"] = kind
-        elif "cuda" in args[:2]:  # after `self`, where there is one
+        elif "cuda" in args[:2]:  # after `self` in methods
             args = tuple(kind if value == "cuda" else value for value in args)
         return original(*args, **kwargs)
 
@@ -317,10 +317,10 @@ def _pin_memory(tensor: Any, *_args: Any, **_kwargs: Any) -> Any:
 def _translated_group(
     original: Callable[..., Any], *, backend: str, default: str | None
 ) -> Callable[..., Any]:
-    """Replace the backend where NCCL is meant; `default` stands for a backend left out.
+    """Replace the backend NCCL; `default` replaces a missing one.
 
-    Options of a NCCL group and the CUDA device that it would be bound to mean nothing to another
-    backend and are left out with it.
+    Options of an NCCL group and its CUDA device have no meaning for another backend and are
+    dropped.
     """
     signature = inspect.signature(original)
 

@@ -1,7 +1,7 @@
-"""Rows for machines without Transformer Engine: Megatron's own layers in the places of TE's.
+"""Rows for machines without Transformer Engine: Megatron's own layers in place of TE's.
 
-Megatron tests that it can be imported without Transformer Engine, and hardly more. Each of these
-rows lets something run that upstream means to support and that fails.
+Upstream hardly tests more than the import without Transformer Engine. Each of these rows repairs a
+feature that upstream intends to support and that fails.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def _none(_original: Any) -> None:
 
 
 def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Let multi-latent attention state the widths of its key and value heads.
+    """Let multi-latent attention specify the widths of its key and value heads.
 
-    The key's width is that of the query and follows from the tensors; the value's determines the
+    The key's width equals the query's and follows from the tensors. The value's determines the
     width of the output, which upstream derives from `kv_channels`.
     """
     kwargs = dict(kwargs)
@@ -44,18 +44,18 @@ def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -
 
 
 def _local_spec(_original: Any) -> Any:
-    """Let the script's default be Megatron's own layers, the only ones that are there."""
+    """Make Megatron's own layers the script's default; there are no others here."""
     specs = sys.modules[_BERT_SPECS]
     _LOG.info("BERT's default layers are Megatron's own: Transformer Engine is not installed")
     return specs.bert_layer_local_spec
 
 
 def _norm_with_sequence_parallel(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Build torch's norm although the sequence is split.
+    """Build torch's norm for a split sequence.
 
-    A norm acts on each token, so a split sequence is no obstacle; only the gradients of its
-    parameters have to be summed over the tensor-parallel group. `finalize_model_grads` does that
-    for parameters that are marked.
+    A norm acts on each token, so it can run on a split sequence; only the gradients of its
+    parameters must be summed over the tensor-parallel group. `finalize_model_grads` does that for
+    parameters marked `sequence_parallel`.
     """
     config = kwargs.get("config", args[1] if len(args) > 1 else None)
     if config is None or not config.sequence_parallel:
@@ -73,7 +73,7 @@ def _norm_with_sequence_parallel(call: Call, _instance: Any, args: Args, kwargs:
 
 
 def _without_fp8(call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
-    """Say that nothing is in FP8; upstream's default says the contrary."""
+    """Pass `fp8=None`; upstream's default False counts as FP8."""
     call(fp8=None)
 
 
@@ -108,7 +108,7 @@ PATCHES = (
         fn=_local_spec,
         creates=True,
         when=without_te,
-        reason="pretrain_bert.py imports this name in any case, and without Transformer Engine the "
+        reason="pretrain_bert.py always imports this name, and without Transformer Engine the "
         "module's __getattr__ raises ImportError",
     ),
     Patch(
@@ -119,7 +119,7 @@ PATCHES = (
         creates=True,
         when=without_te,
         until="0.17",
-        reason="the router asks `te_general_gemm is not None`, but the name is bound only where "
+        reason="the router tests `te_general_gemm is not None`, but the name is bound only if "
         "Transformer Engine is installed: NameError",
     ),
     Patch(
@@ -134,7 +134,7 @@ PATCHES = (
         target="megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
         fn=_without_fp8,
         when=without_te,
-        reason="it asks `fp8 is not None` of a default that is False, and then calls Transformer "
-        "Engine, installed or not: --recompute-modules layernorm ends in a NameError",
+        reason="tests `fp8 is not None`, but the default is False, so it always calls Transformer "
+        "Engine: --recompute-modules layernorm ends in a NameError",
     ),
 )
