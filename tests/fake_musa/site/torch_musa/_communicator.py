@@ -7,6 +7,7 @@ the operation.
 """
 
 import atexit
+import contextlib
 import os
 import queue
 import threading
@@ -48,11 +49,8 @@ class Communicator:
         if len(ranks) > 1:
             keys = {one: f"communicator/{key}/{one}" for one in ranks}
             store.set(keys[rank], "here")
-            torch.ops.fake_musa.host_state(f"waits for the other ranks of communicator {name}")
-            try:
+            with host_waits_for(f"the other ranks of communicator {name}"):
                 store.wait(list(keys.values()), timeout)
-            finally:
-                torch.ops.fake_musa.host_state("")
         threading.Thread(target=self._work, name=f"mccl {name}", daemon=True).start()
 
     def submit(self, operations):
@@ -123,6 +121,19 @@ class QueuedWork(dist.Work):
         future = torch.futures.Future()
         future.set_result(None)
         return future
+
+
+@contextlib.contextmanager
+def host_waits_for(what):
+    """Let a report of a standstill say what the host waits for."""
+    if not torch.ops.fake_musa.is_async():
+        yield
+        return
+    torch.ops.fake_musa.host_state(f"waits for {what}")
+    try:
+        yield
+    finally:
+        torch.ops.fake_musa.host_state("")
 
 
 def join_board(store, rank, size):

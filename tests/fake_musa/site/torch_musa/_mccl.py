@@ -81,9 +81,10 @@ class ProcessGroupMCCL(dist.ProcessGroup):
         self._name = name
         self._store = store
         self._timeout = timeout
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._communicators = {}
         self._batch = None
+        with _communicator.host_waits_for(f"the other ranks of group {name}"):
+            self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         if _is_async():
             _communicator.join_board(store, rank, size)
 

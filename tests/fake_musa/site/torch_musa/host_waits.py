@@ -20,7 +20,7 @@ _OUTSIDE_OF = tuple(
 )
 
 # Of this package: calls that name a CUDA device go through these.
-_TRANSLATIONS = ("megatron_ext/devices/translate.py", "megatron_ext/devices/redirects.py")
+_TRANSLATIONS = tuple(f"{os.sep}megatron_ext{os.sep}{part}" for part in ("compat", "patches"))
 
 
 def by_line():
@@ -45,7 +45,7 @@ def _line():
 
 
 def _is_outside(path):
-    return path.startswith(_OUTSIDE_OF) or path.endswith(_TRANSLATIONS)
+    return path.startswith(_OUTSIDE_OF) or any(part in path for part in _TRANSLATIONS)
 
 
 def _count(what):
