@@ -1,0 +1,83 @@
+"""Builds the documentation as a site: python website/build.py, into build/website/site.
+
+Pages keep their places, so that links which work in the repository work on the site. What a page
+links to and is no page is copied; what is not there stays a broken link, which ends the build.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_ext.schedules import comparison
+from megatron_ext.schedules.drawing import svg
+from megatron_ext.schedules.representation.costs import Costs
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGES = ("*.md", "docs/*.md", "examples/*.md", "examples/*/*.md")
+RANKS = (2, 4, 8)
+MICROBATCHES_PER_RANK = (1, 2, 4)
+LATENCIES = (0.0, 0.25)
+
+
+def gather(target: Path) -> None:
+    """Write everything that the generator of the site reads, into a new folder."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(REPOSITORY / "website/pages", target)
+    pages = sorted(path for pattern in PAGES for path in REPOSITORY.glob(pattern))
+    for path in dict.fromkeys([*pages, *_linked(pages)]):
+        copy = target / path.relative_to(REPOSITORY)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+    data, pictures = _explorer()
+    folder = target / "explorer"
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps(data), encoding="utf-8")
+    for name, picture in pictures.items():
+        (folder / name).write_text(picture, encoding="utf-8")
+
+
+def _linked(pages: list[Path]) -> Iterator[Path]:
+    """Yield the files that pages link to and that are no pages: pictures, sources."""
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#:\s]+)", page.read_text(encoding="utf-8")):
+            path = (page.parent / target).resolve()
+            if path.is_file() and path.suffix != ".md" and path.is_relative_to(REPOSITORY):
+                yield path
+
+
+def _explorer() -> tuple[list[dict[str, object]], dict[str, str]]:
+    """Return what `megatron-ext plan` says for a grid of sizes, and a picture of each schedule."""
+    data: list[dict[str, object]] = []
+    pictures = {}
+    for pp, factor, latency in itertools.product(RANKS, MICROBATCHES_PER_RANK, LATENCIES):
+        timelines, _ = comparison.compare("all", pp, pp * factor, Costs(1, 1, 1, latency=latency))
+        for timeline in timelines:
+            name = f"{len(pictures)}.svg"
+            pictures[name] = svg.draw(timeline)
+            data.append({
+                **comparison.figures(timeline),
+                "latency": latency,
+                "flags": comparison.training_flags(timeline.schedule, timeline.costs),
+                "picture": name,
+            })  # fmt: skip
+    return data, pictures
+
+
+def main() -> int:
+    """Build the site; return the exit code of its generator."""
+    project = REPOSITORY / "build/website"
+    gather(project / "pages")
+    shutil.copy(REPOSITORY / "website/mkdocs.yml", project)
+    command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
+    return subprocess.run(command, cwd=project, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
