@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-__all__ = ["HOST_KINDS", "Message", "MessageKind"]
+__all__ = ["HEADER", "Message", "MessageKind"]
 
-MessageKind = Literal["F", "B", "C", "D", "W"]
+MessageKind = Literal["F", "B", "C", "D", "W", "P", "G"]
 """F: an activation. B: the gradient of one. C: a credit, which lets a rank run one more micro-batch
-ahead. D: a decision of the rank that leads others. W: weights, and news about them."""
+ahead. D: a decision of the rank that leads others. W: weights, and news about them. P: tensors that
+a stage published on routes. G: their gradients."""
 
-HOST_KINDS: frozenset[MessageKind] = frozenset(("C", "D"))
-"""Kinds that the host acts on: their tensors never go to a device."""
+HEADER = 7
+"""The part of F and P that says what the tensors of a hand-over are."""
+
+_HOST_KINDS: frozenset[MessageKind] = frozenset(("C", "D"))
 
 
 class Message(NamedTuple):
@@ -24,13 +27,18 @@ class Message(NamedTuple):
     kind: MessageKind
     stage: int
     """F, B: the stage that needs it. C: the one that may begin a micro-batch. W: the one whose
-    weights they are. D: 0."""
+    weights they are. P, G: the one that made it. D: 0."""
     microbatch: int
     """D: the number of the decision in the step. W: 0 says whether weights follow, n is their n-th
     bucket."""
     part: int = 0
-    """F, B: which tensor of one hand-over it is, where stages exchange several. W: 1 for the layout
-    of the buckets."""
+    """F, B: which tensor of one hand-over it is, where stages exchange several; F, P: `HEADER` for
+    what says how to read them. W: 1 for the layout of the buckets."""
+
+    @property
+    def for_host(self) -> bool:
+        """Whether the host acts on it: its tensor never goes to a device."""
+        return self.kind in _HOST_KINDS or (self.part == HEADER and self.kind in ("F", "P"))
 
     def __str__(self) -> str:
         """Return what an error message calls it."""
@@ -39,6 +47,10 @@ class Message(NamedTuple):
             return f"the activation that stage {stage} needs for micro-batch {microbatch}"
         if kind == "B":
             return f"the gradient that stage {stage} needs for micro-batch {microbatch}"
+        if kind == "P":
+            return f"what stage {stage} published for micro-batch {microbatch}"
+        if kind == "G":
+            return f"the gradient of routes from stage {stage} for micro-batch {microbatch}"
         if kind == "C":
             return f"the credit of stage {stage} for micro-batch {microbatch}"
         if kind == "D":

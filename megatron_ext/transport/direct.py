@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import torch
 
 from megatron_ext.errors import MessageMismatch, TransportError
-from megatron_ext.messages import HOST_KINDS
 from megatron_ext.transport.dtypes import CODE_OF, DTYPE_OF
 
 if TYPE_CHECKING:
@@ -129,22 +128,18 @@ class DirectTransport:
         """Start a step. What arrives through the host says where tensors are."""
         self._host.begin(
             [
-                item
-                if item.message.kind in HOST_KINDS
-                else item._replace(shape=None, dtype=torch.uint8)
+                item if item.message.for_host else item._replace(shape=None, dtype=torch.uint8)
                 for item in expected
             ],
             slots,
         )
         self._expected = {
-            (item.source, item.message): item
-            for item in expected
-            if item.message.kind not in HOST_KINDS
+            (item.source, item.message): item for item in expected if not item.message.for_host
         }
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         """Send a tensor; it is copied when the device has computed it."""
-        if message.kind in HOST_KINDS:
+        if message.for_host:
             self._host.isend(tensor, target, message)
             return
         peer, code = self._peers.get(target), CODE_OF.get(tensor.dtype)
@@ -170,7 +165,7 @@ class DirectTransport:
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         """Return a tensor on the device; what the device does with it waits for the copy."""
         text = self._host.recv(source, message, timeout_s)
-        if message.kind in HOST_KINDS:
+        if message.for_host:
             return text
         expected = self._expected.pop((source, message))
         number, shape, dtype, handle = _parsed(text)

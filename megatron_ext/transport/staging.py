@@ -22,7 +22,6 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_ext.errors import TransportError, TransportTimeout
-from megatron_ext.messages import HOST_KINDS
 from megatron_ext.transport.dtypes import plain
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ class StagedTransport:
             tensor = self._host.recv(source, message, timeout_s)
         except TransportError as error:
             self._raise(error)
-        if message.kind in HOST_KINDS:
+        if message.for_host:
             return tensor
         copy, copied = self._copies.to_device(tensor)
         self._releases.after(copied, _nothing, tensor)

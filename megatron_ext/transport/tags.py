@@ -8,7 +8,7 @@ from megatron_ext.messages import Message, MessageKind
 __all__ = ["NOTE", "NUM_STEPS", "Tags"]
 
 # A tag is, from the highest bit: kind 3, part 3, stage 11, micro-batch 24, step 23.
-_KINDS: dict[MessageKind, int] = {"F": 0, "B": 1, "C": 2, "D": 3, "W": 4}
+_KINDS: dict[MessageKind, int] = {"F": 0, "B": 1, "C": 2, "D": 3, "W": 4, "P": 5, "G": 6}
 _MAX_PARTS, _MAX_STAGES, _MAX_MICROBATCHES = 1 << 3, 1 << 11, 1 << 24
 
 NUM_STEPS = 1 << 23

@@ -31,11 +31,14 @@ from megatron_ext.transport.dtypes import plain
 from megatron_ext.transport.pairs import Pair, groups_of_pairs
 
 if TYPE_CHECKING:
-    from megatron_ext.messages import Message
+    from megatron_ext.messages import Message, MessageKind
 
 __all__ = ["Channel", "TorchTransport"]
 
 _MAX_DIMS = 7
+
+_KINDS: tuple[MessageKind, ...] = ("F", "B", "P", "G")
+"""What this wire carries."""
 
 
 class Channel(NamedTuple):
@@ -249,13 +252,14 @@ class TorchTransport:
         """31 bits: two steps apart, the same tag is free again. Never 0, which others use."""
         if not self._matches_tags:
             return 0
-        if message.stage >= 1 << 10 or message.microbatch >= 1 << 15 or message.part >= 4:
+        if message.stage >= 1 << 9 or message.microbatch >= 1 << 14 or message.part >= 8:
             raise TransportError(
-                f"{message} has no tag: there are at most 1024 stages, 32768 micro-batches and 4 "
+                f"{message} has no tag: there are at most 512 stages, 16384 micro-batches and 8 "
                 f"tensors in one hand-over"
             )
-        tag = ((message.microbatch << 10 | message.stage) << 2 | message.part) << 3
-        return tag | (message.kind == "B") << 2 | is_header << 1 | self._step & 1 | 1 << 30
+        tag = ((message.microbatch << 9 | message.stage) << 3 | message.part) << 2
+        tag |= _KINDS.index(message.kind)
+        return tag << 2 | is_header << 1 | self._step & 1 | 1 << 30
 
     def _header(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim > _MAX_DIMS:

@@ -115,7 +115,7 @@ def _misuse() -> None:
         transport.poll(0)
     with pytest.raises(TransportError, match="was never received"):
         transport.begin([], slots=1)
-    with pytest.raises(TransportError, match="at most 1024 stages"):
+    with pytest.raises(TransportError, match="at most 512 stages"):
         transport.isend(_value(key), peer, Message("F", 2000, 0))
     with pytest.raises(TransportError, match="shapes do not travel"):
         TorchTransport(
