@@ -17,6 +17,7 @@ from megatron_ext.errors import ScheduleError
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.placement import Placement
+    from megatron_ext.schedules.representation.route_plan import Route
 
 __all__ = ["KINDS", "Action", "Kind", "Option", "Row", "Schedule"]
 
@@ -80,6 +81,8 @@ class Schedule:
     """One row for each pipeline rank."""
     options: Mapping[str, Option] = field(default_factory=dict)
     """Options that distinguish tables of one name, for example `{"chunks": 2}`."""
+    routes: tuple[Route, ...] = ()
+    """Tensors of the model that skip stages (`route_plan.py`)."""
 
     @property
     def pp(self) -> int:
@@ -128,6 +131,8 @@ class Schedule:
     def digest(self) -> str:
         """SHA-256 of the table; ranks compare it at start-up to verify that their tables agree."""
         sha = hashlib.sha256(repr((self.placement, self.num_microbatches)).encode())
+        if self.routes:
+            sha.update(repr(self.routes).encode())
         for row in self.rows:
             sha.update(",".join(map(str, row)).encode() + b"\n")
         return sha.hexdigest()

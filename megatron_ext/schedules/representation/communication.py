@@ -13,9 +13,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron_ext.messages import Message
+from megatron_ext.schedules.representation.route_plan import plan_routes
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Action, Row, Schedule
+    from megatron_ext.schedules.representation.route_plan import Plan
 
 __all__ = [
     "Exchange",
@@ -52,11 +54,12 @@ class Exchange(NamedTuple):
     awaits: tuple[Transfer, ...] = ()
     """Credits that it needs to begin."""
     inputs: tuple[Transfer, ...] = ()
-    """RECV or LOCAL; empty if its input is the data or the loss."""
+    """RECV or LOCAL: from a neighbouring stage, if there is one; then what routes bring."""
     grants: tuple[Transfer, ...] = ()
     """Credits that it grants as soon as it has its inputs."""
     outputs: tuple[Transfer, ...] = ()
-    """SEND or LOCAL; none at the ends of the pipeline, and for W and R."""
+    """SEND or LOCAL: for the stage after or before, if there is one; then what routes take. None
+    for W and R."""
 
 
 def exchanges(schedule: Schedule, rank: int, window: int | None = None) -> tuple[Exchange, ...]:
@@ -69,15 +72,34 @@ def exchanges(schedule: Schedule, rank: int, window: int | None = None) -> tuple
             ahead of the backward rank, which grants one more credit with each that it begins.
             None: no limit and no credits.
     """
+    plan = plan_routes(schedule.routes, schedule.placement) if schedule.routes else None
     return tuple(
         Exchange(
             action,
             _awaits(schedule, action, window),
-            _inputs(schedule, action),
+            _inputs(schedule, action) + _routed(schedule, plan, action, "RECV"),
             _grants(schedule, action, window),
-            _outputs(schedule, action),
+            _outputs(schedule, action) + _routed(schedule, plan, action, "SEND"),
         )
         for action in schedule.rows[rank]
+    )
+
+
+def _routed(
+    schedule: Schedule, plan: Plan | None, action: Action, verb: Literal["RECV", "SEND"]
+) -> tuple[Transfer, ...]:
+    """Return the messages of routes around an action."""
+    if plan is None:
+        return ()
+    receives = verb == "RECV"
+    return tuple(
+        Transfer(
+            verb,
+            hop.message(action.microbatch),
+            schedule.placement.rank_of[hop.stage if receives else hop.taker],
+            hop.to_twin,
+        )
+        for hop in (plan.hops_in(action) if receives else plan.hops_out(action))
     )
 
 

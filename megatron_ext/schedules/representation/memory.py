@@ -12,21 +12,25 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+from megatron_ext.schedules.representation.route_plan import plan_routes, routed_peaks
+
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Row, Schedule
 
 __all__ = ["Edge", "Memory", "activation_peaks", "live_counts", "measure", "slots_needed"]
 
 Edge = tuple[int, int, str]
-"""(sending rank, receiving rank, kind F or B); equal ranks: to the twin."""
+"""(sending rank, receiving rank, kind of message); equal ranks: to the twin."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory of each rank, in Ma."""
+    """Peak memory of each rank, in Ma unless said otherwise."""
 
     activations: tuple[float, ...]
     weight_stash: tuple[float, ...]
+    routed: tuple[int, ...] = ()
+    """Tensors of routes that are kept for their takers, in tensors; empty without routes."""
 
 
 def live_counts(row: Row) -> Iterator[int]:
@@ -80,6 +84,7 @@ def measure(schedule: Schedule) -> Memory:
     return Memory(
         activation_peaks(schedule),
         tuple(share * _stash_peak(row) for row in schedule.rows),
+        routed_peaks(schedule) if schedule.routes else (),
     )
 
 
@@ -97,7 +102,29 @@ def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
     for rank, row in enumerate(schedule.rows):
         for peer, peak in _live_by_peer(schedule, row).items():
             slots[rank, peer, "F"] = slots[peer, rank, "B"] = peak
+    if schedule.routes:
+        _add_slots_of_routes(schedule, slots)
     return dict(sorted(slots.items()))
+
+
+def _add_slots_of_routes(schedule: Schedule, slots: dict[Edge, int]) -> None:
+    """A tensor that waits for its taker is of a micro-batch that is alive in its publisher.
+
+    A gradient that waits is of one that is alive in the stage that takes it.
+    """
+    live = {s: max(_live_of(row, s)) for row in schedule.rows for s in {a.stage for a in row}}
+    rank_of = schedule.placement.rank_of
+    for hops in plan_routes(schedule.routes, schedule.placement).sent.values():
+        for hop in hops:
+            edge = (rank_of[hop.stage], rank_of[hop.taker], hop.kind)
+            alive = live[hop.stage if hop.kind == "P" else hop.taker]
+            slots[edge] = slots.get(edge, 0) + alive
+
+
+def _live_of(row: Row, stage: int) -> Iterator[int]:
+    """Yield how many micro-batches are between F and B, or I, of a stage, after each action."""
+    changes = {"F": 1, "B": -1, "I": -1}
+    return accumulate(changes.get(kind, 0) if s == stage else 0 for s, kind, _ in row)
 
 
 def _slots_of_roles(schedule: Schedule) -> Mapping[Edge, int]:

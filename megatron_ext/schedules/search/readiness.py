@@ -74,8 +74,20 @@ class Progress:
         self._enables[before].append(after)
         self._missing[after] += 1
 
+    def require(self, action: Action, message: Message) -> None:
+        """Let an action wait for one message more; before anything is chosen.
+
+        Args:
+            action: One that waits for its activation or its gradient anyway.
+            message: What it needs besides.
+        """
+        index = self.row.index(action)
+        assert self._missing[index], f"{action} may have been chosen already"
+        self._takers[message] = index
+        self._missing[index] += 1
+
     def arrived(self, message: Message) -> None:
-        """Record the arrival of an activation or gradient, with all its parts."""
+        """Record the arrival of a message that an action needs, with all its parts."""
         self._supply(self._takers[message])
 
     def finished(self, index: int) -> None:

@@ -1,0 +1,207 @@
+"""Tensors that skip stages: made in one, used in any later one, without passing those between.
+
+A route is one name with the stage that publishes it and those that take it. Forwards, the tensor
+goes from its publisher to each rank with takers once, whatever number of them is there. Backwards
+the gradient goes from the last taker to the one before, which adds its own, and so on down to the
+publisher. So takers add up in descending order of stages, as the backward of an unpipelined model
+reaches them, and the sum has the same bits wherever stages are. A sum for each rank would save
+messages where a rank has several takers, and would depend on the placement.
+
+Routes order nothing that a table does not order already: a taker's forward comes after that of its
+publisher through the stages between, and backwards come in the opposite order. So a table that ends
+without routes ends with them, if each comes from an earlier stage.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.messages import Message
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.representation.actions import Action, Row, Schedule
+    from megatron_ext.schedules.representation.placement import Placement
+
+_Key = TypeVar("_Key")
+_Item = TypeVar("_Item")
+
+__all__ = ["Hop", "Plan", "Route", "connect", "plan_routes", "routed_peaks"]
+
+
+class Route(NamedTuple):
+    """A tensor that is made in one stage and used in later ones."""
+
+    name: str
+    source: int
+    """The stage that publishes it."""
+    takers: tuple[int, ...]
+    """The stages that take it, ascending."""
+
+    @property
+    def links(self) -> Iterator[tuple[int, int]]:
+        """Yield whom each gradient goes to: (taker, the one before it or the publisher)."""
+        return pairwise((*reversed(self.takers), self.source))
+
+
+def connect(
+    publishes: Sequence[Iterable[str]], takes: Sequence[Iterable[str]]
+) -> tuple[Route, ...]:
+    """Return the routes of a model, by name.
+
+    Args:
+        publishes: By stage: the names that it publishes.
+        takes: By stage: the names that it takes.
+
+    Raises:
+        ScheduleError: A name has several publishers or none, is taken by nobody, or too early.
+    """
+    sources: dict[str, int] = {}
+    for stage, names in enumerate(publishes):
+        for name in names:
+            if name in sources:
+                raise ScheduleError(
+                    f"stages {sources[name]} and {stage} both publish the route {name!r}; give "
+                    f"each tensor a name of its own"
+                )
+            sources[name] = stage
+    takers: dict[str, list[int]] = {name: [] for name in sources}
+    for stage, names in enumerate(takes):
+        for name in names:
+            if name not in sources:
+                raise ScheduleError(
+                    f"stage {stage} takes the route {name!r}, which no stage publishes; publish it "
+                    f"in this stage or an earlier one"
+                )
+            if stage < sources[name]:
+                raise ScheduleError(
+                    f"stage {stage} takes the route {name!r}, which stage {sources[name]} "
+                    f"publishes; a route leads to its own stage or a later one"
+                )
+            takers[name].append(stage)
+    for name, source in sources.items():
+        if not takers[name]:
+            raise ScheduleError(
+                f"stage {source} publishes the route {name!r}, which no stage takes; leave it out"
+            )
+    return tuple(Route(name, sources[name], tuple(takers[name])) for name in sorted(sources))
+
+
+class Hop(NamedTuple):
+    """A message of routes: what one stage sends to another rank for one micro-batch."""
+
+    kind: Literal["P", "G"]
+    stage: int
+    """The one that sends."""
+    taker: int
+    """The one that receives: the first of its rank to run that needs any of the tensors."""
+    names: tuple[str, ...]
+    """The routes whose tensors it has, sorted."""
+    to_twin: bool
+
+    def message(self, microbatch: int) -> Message:
+        """Return its name for a micro-batch."""
+        return Message(self.kind, self.stage, microbatch)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Whom each stage exchanges the tensors of routes with, and how long it keeps them."""
+
+    sent: Mapping[tuple[str, int], tuple[Hop, ...]]
+    """By kind of message and stage that sends: in the order in which it does."""
+    received: Mapping[tuple[str, int], tuple[Hop, ...]]
+    """By kind of message and stage that receives."""
+    dropped: Mapping[tuple[str, int], tuple[str, ...]]
+    """By F or B, and stage: what its rank needs no more after that F of an evaluation, or B."""
+
+    def hops_out(self, action: Action) -> tuple[Hop, ...]:
+        """Return what an action sends."""
+        return self.sent.get((_MESSAGES.get(action.kind, ""), action.stage), ())
+
+    def hops_in(self, action: Action) -> tuple[Hop, ...]:
+        """Return what an action receives."""
+        return self.received.get((_MESSAGES.get(action.kind, ""), action.stage), ())
+
+
+_MESSAGES = {"F": "P", "B": "G", "I": "G"}
+"""By kind of action: the messages of routes that it sends and receives."""
+
+_Place = tuple[int, bool]
+"""(rank, whether the twin's micro-batches run there)."""
+
+
+@cache
+def plan_routes(routes: tuple[Route, ...], placement: Placement) -> Plan:
+    """Work out the messages of routes under a placement. What stays on its rank needs none."""
+    places = [_place(placement, stage) for stage in range(placement.num_stages)]
+    ends: dict[tuple[Literal["P", "G"], int, _Place], dict[str, list[int]]] = defaultdict(dict)
+    for route in routes:
+        source = route.source
+        for taker in route.takers:
+            if places[taker] != places[source]:
+                ends["P", source, places[taker]].setdefault(route.name, []).append(taker)
+        for taker, before in route.links:
+            if places[taker] != places[before]:
+                ends["G", taker, places[before]].setdefault(route.name, []).append(before)
+    sent = defaultdict[tuple[str, int], list[Hop]](list)
+    received = defaultdict[tuple[str, int], list[Hop]](list)
+    for (kind, stage, place), takers in sorted(ends.items()):
+        first = (min if kind == "P" else max)(end for each in takers.values() for end in each)
+        hop = Hop(kind, stage, first, tuple(sorted(takers)), place[1] != places[stage][1])
+        sent[kind, stage].append(hop)
+        received[kind, first].append(hop)
+    dropped = defaultdict[tuple[str, int], list[str]](list)
+    for route, users in _users(routes, placement):
+        dropped["F", max(users)].append(route.name)
+        dropped["B", min(users)].append(route.name)
+    return Plan(_fixed(sent), _fixed(received), _fixed(dropped))
+
+
+def routed_peaks(schedule: Schedule) -> tuple[int, ...]:
+    """Return the most tensors of routes that each rank of a schedule keeps for its takers."""
+    keeps: dict[int, int] = defaultdict(int)
+    ends: dict[tuple[str, int], int] = defaultdict(int)
+    for _, users in _users(schedule.routes, schedule.placement):
+        keeps[min(users)] += 1
+        ends["F", max(users)] += 1
+        ends["B", min(users)] += 1
+    return tuple(_peak(row, keeps, ends) for row in schedule.rows)
+
+
+def _peak(row: Row, keeps: Mapping[int, int], ends: Mapping[tuple[str, int], int]) -> int:
+    trains = any(kind != "F" for _, kind, _ in row)
+    live = peak = 0
+    for stage, kind, _ in row:
+        if kind == "F":
+            live += keeps.get(stage, 0)
+            peak = max(peak, live)
+        if kind in ("B", "I") or (kind == "F" and not trains):
+            live -= ends.get(("F" if kind == "F" else "B", stage), 0)
+    return peak
+
+
+def _users(
+    routes: Sequence[Route], placement: Placement
+) -> Iterator[tuple[Route, tuple[int, ...]]]:
+    """Yield each route with the stages of each place that keeps its tensor for takers there."""
+    for route in routes:
+        at: dict[_Place, list[int]] = defaultdict(list)
+        for stage in (route.source, *route.takers):
+            at[_place(placement, stage)].append(stage)
+        for stages in at.values():
+            if stages != [route.source]:
+                yield route, tuple(stages)
+
+
+def _place(placement: Placement, stage: int) -> _Place:
+    return placement.rank_of[stage], placement.is_crossed(stage)
+
+
+def _fixed(groups: Mapping[_Key, list[_Item]]) -> dict[_Key, tuple[_Item, ...]]:
+    return {key: tuple(items) for key, items in groups.items()}
