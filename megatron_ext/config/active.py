@@ -26,6 +26,7 @@ __all__ = [
     "count_transport",
     "is_folded",
     "pipeline",
+    "process_state",
     "required",
     "transport_only",
 ]
@@ -78,6 +79,8 @@ class _Process:
     configuration: Active | None = None
     num_transports: Counter[str] = field(default_factory=Counter)
     """Transports opened so far, by label, under any configuration."""
+    states: dict[type, object] = field(default_factory=dict)
+    """State of features that models use with and without a configuration."""
 
 
 _PROCESS = _Process()
@@ -99,6 +102,17 @@ def required() -> Active:
     found = _PROCESS.configuration
     assert found is not None, "no active configuration; call prepare or megatron_ext.configure"
     return found
+
+
+def process_state(kind: type[_State]) -> _State:
+    """Return the one instance of a class in this process, whatever configuration is in force.
+
+    Args:
+        kind: Made without arguments at the first call.
+    """
+    if kind not in _PROCESS.states:
+        _PROCESS.states[kind] = kind()
+    return cast("_State", _PROCESS.states[kind])
 
 
 def count_transport(label: str) -> int:

@@ -27,6 +27,13 @@ class ModelBuild:
     """Data-parallel replicas that Megatron sees on the pipeline ranks: 1, or 2 if mirrored."""
     num_microbatches: int
     """Micro-batches of one such replica in one step."""
+    stages_of: tuple[tuple[int, ...], ...]
+    """By pipeline rank in Megatron's eyes: the stages that its chunks are."""
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that the model is cut into."""
+        return sum(map(len, self.stages_of))
 
     @property
     def num_chunks(self) -> int:
@@ -90,6 +97,7 @@ def build_of(
         pipeline_model_parallel_layout=layout,
         replicas=pipeline.twins,
         num_microbatches=pipeline.num_microbatches,
+        stages_of=placement.stages_of,
     )
 
 

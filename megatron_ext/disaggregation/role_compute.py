@@ -65,13 +65,13 @@ class RoleEnds:
         place, num_stages = self.job.place, self.job.ranks.pp
         made = max(0, self.num_layers - (place.pp < num_stages - 1))
         shipped = Form(((place.pp > 0) + made, *self.shape), self.dtype)
-        return [shipped, Form(None, torch.uint8)] if self._ships_generators() else [shipped]
+        return [shipped, Form(None, torch.uint8, 1)] if self._ships_generators() else [shipped]
 
-    def num_sent(self, transfer: Transfer) -> int:
-        """Return 1, or 2 if the states of random generators accompany activations."""
+    def parts(self, transfer: Transfer) -> Sequence[int]:
+        """Return 0, and 1 if the states of random generators accompany activations."""
         ships = self.num_layers is not None and transfer.message.kind == "F"
         to_backward = transfer.peer >= self.job.ranks.pp
-        return 2 if ships and to_backward and self._ships_generators() else 1
+        return range(2 if ships and to_backward and self._ships_generators() else 1)
 
     def _ships_generators(self) -> bool:
         """Return whether generator states are shipped; a stage may have no layers."""

@@ -20,6 +20,8 @@ from megatron_ext.disaggregation.role_compute import BackwardCompute, ForwardCom
 from megatron_ext.disaggregation.ship import Layers
 from megatron_ext.disaggregation.weights import WeightReceiver, WeightSender
 from megatron_ext.disaggregation.worlds import beat
+from megatron_ext.errors import ScheduleError
+from megatron_ext.routes import Declared, declared
 from megatron_ext.schedules.representation.validation import validate
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
 from megatron_ext.schedules.runtime.executor import Compute, Executor
@@ -201,6 +203,7 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> _Runtime:
     assert job is not None
     runtime = kept.runtime
     if runtime is None:
+        _refuse_trees(chunks)
         link = RoleLink(job, device_of(chunks))
         forward = job.role == "forward"
         kept.runtime = runtime = _Runtime(
@@ -217,6 +220,19 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> _Runtime:
             runtime.receiver.receive()
         runtime.due = 0
     return runtime
+
+
+def _refuse_trees(chunks: Sequence[torch.nn.Module]) -> None:
+    """Refuse models whose stages hand on more than one tensor.
+
+    Raises:
+        ScheduleError: This one does.
+    """
+    if any(declared(chunk) != Declared() for chunk in chunks):
+        raise ScheduleError(
+            "the model declares routes or boundaries, but forward and backward ranks exchange one "
+            "tensor [s, b, h] for each stage; leave --forward-backward-disaggregating out"
+        )
 
 
 def _shipped_layers(job: Job, chunks: Sequence[torch.nn.Module]) -> Layers | None:

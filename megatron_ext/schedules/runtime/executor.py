@@ -98,7 +98,7 @@ class Executor:
     name_of: Callable[[int | None], str]
     """Gives the name of a global rank for error messages; None: of this one."""
     observers: Sequence[Observer] = ()
-    _handed: dict[Message, Tensors] = field(default_factory=dict, init=False)
+    _handed: dict[Message, torch.Tensor | None] = field(default_factory=dict, init=False)
     """Tensors between two stages of this rank."""
     _remaining: dict[int, int] = field(init=False)
     """By stage: number of actions that have not run yet."""
@@ -160,18 +160,17 @@ class Executor:
             self.gradients.after(stage)
 
     def _inputs(self, exchange: Exchange) -> Tensors:
-        inputs = exchange.inputs
-        if not inputs:
-            return []
-        if inputs[0].verb == "LOCAL":
-            return self._take(exchange.action, inputs[0].message)
-        return [self._receive(exchange, transfer) for transfer in inputs]
+        return [
+            self._take(exchange.action, transfer.message)
+            if transfer.verb == "LOCAL"
+            else self._receive(exchange, transfer)
+            for transfer in exchange.inputs
+        ]
 
-    def _take(self, action: Action, message: Message) -> Tensors:
-        tensors = self._handed.pop(message, None)
-        if tensors is None:
+    def _take(self, action: Action, message: Message) -> torch.Tensor | None:
+        if message not in self._handed:
             raise MegatronExtError(f"{action} cannot run before {message} was handed over")
-        return tensors
+        return self._handed.pop(message)
 
     def _receive(self, exchange: Exchange, transfer: Transfer) -> torch.Tensor:
         try:
@@ -188,23 +187,23 @@ class Executor:
         outputs = exchange.outputs
         if not outputs:
             return
-        if outputs[0].verb == "LOCAL":
-            self._hand_over(outputs[0].message, tensors)
-        else:
-            for transfer, tensor in zip(outputs, tensors, strict=True):
+        for transfer, tensor in zip(outputs, tensors, strict=True):
+            if transfer.verb == "LOCAL":
+                self._hand_over(transfer.message, tensor)
+            else:
                 assert tensor is not None
                 self.transport.isend(tensor, transfer.peer, transfer.message)
         if exchange.action.kind == "F":
             self.compute.release(tensors)
 
-    def _hand_over(self, message: Message, tensors: Tensors) -> None:
-        """Keep tensors for the next stage of this rank.
+    def _hand_over(self, message: Message, tensor: torch.Tensor | None) -> None:
+        """Keep a tensor for the next stage of this rank.
 
         An activation is cut off its graph, so that its gradient is what the stage before gets back.
         """
-        if message.kind == "F":
-            tensors = [tensor if tensor is None else tensor.detach() for tensor in tensors]
-        self._handed[message] = tensors
+        if message.kind == "F" and tensor is not None:
+            tensor = tensor.detach()
+        self._handed[message] = tensor
         self.order.handed(message)
 
     def _check_complete(self) -> None:

@@ -67,7 +67,7 @@ class PolicyOrder:
     table: Table
     transport: Transport
     num_parts: Mapping[str, int]
-    """By kind of message (F, B): tensors of one hand-over."""
+    """By kind of message: tensors of one hand-over."""
     followers: Sequence[int]
     """Global ranks that run what is chosen here."""
     timeout_s: float
@@ -89,6 +89,10 @@ class PolicyOrder:
             TransportTimeout: Nothing that could be run came in time.
         """
         progress, number = self.policy.progress, 0
+        for exchange in self.table.exchanges:
+            for transfer in exchange.inputs:
+                if transfer.message.kind in ("P", "G"):  # which no policy has to know
+                    progress.require(exchange.action, transfer.message)
         while progress.left:
             index = self._choose()
             position = self.table.positions[progress.row[index]]
@@ -105,7 +109,7 @@ class PolicyOrder:
 
     def handed(self, message: Message) -> None:
         """Make what needs the tensor ready."""
-        self.policy.progress.arrived(message)
+        self._note([message])
 
     def _choose(self) -> int:
         free_s = time.perf_counter()
@@ -126,7 +130,7 @@ class PolicyOrder:
 
     def _note(self, messages: Sequence[Message]) -> None:
         for part in messages:
-            assert part.kind in ("F", "B"), "a leader receives no decisions"
+            assert part.kind != "D", "a leader receives no decisions"
             message, number = part._replace(part=0), self.num_parts[part.kind]
             if number > 1:
                 self._parts[message] = self._parts.get(message, 0) + 1

@@ -7,9 +7,11 @@ names of messages depend on the table and on the shapes only, which stay from st
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch.distributed as dist
 
 from megatron_ext.transport.base import Expected
 
@@ -35,11 +37,23 @@ class Peers:
     """By rank of the pipeline."""
     twin: int | None = None
     """The rank that holds the same stages in the mirrored pipeline."""
+    mirrored: Sequence[int] = ()
+    """By rank of the mirrored pipeline, where routes lead to others of it than the twin."""
+
+    def with_mirrored(self, group: dist.ProcessGroup) -> Peers:
+        """Return these with the ranks of the mirrored pipeline. Collective over this one."""
+        if self.twin is None:
+            return self
+        ranks = [0] * group.size()
+        dist.all_gather_object(ranks, self.twin, group=group)
+        return replace(self, mirrored=tuple(ranks))
 
     def of(self, transfer: Transfer) -> int:
         """Return who is at the other end of a transfer."""
         if not transfer.to_twin:
             return self.pipeline[transfer.peer]
+        if self.mirrored:
+            return self.mirrored[transfer.peer]
         assert self.twin is not None
         return self.twin
 
@@ -50,6 +64,8 @@ class Form(NamedTuple):
     shape: tuple[int, ...] | None
     """None: only the sender knows it."""
     dtype: torch.dtype
+    part: int = 0
+    """Of its message."""
 
 
 class Ends(Protocol):
@@ -63,10 +79,10 @@ class Ends(Protocol):
         """Return the global ranks at the other end."""
 
     def forms(self, kind: MessageKind) -> Sequence[Form]:
-        """Return what arrives here under one name of a message, by part."""
+        """Return what arrives here for one transfer of a kind, in the order in which it does."""
 
-    def num_sent(self, transfer: Transfer) -> int:
-        """Return how many tensors a SEND moves, for each rank at the other end."""
+    def parts(self, transfer: Transfer) -> Sequence[int]:
+        """Return the parts that a SEND or LOCAL moves, for each rank at the other end."""
 
 
 @dataclass(frozen=True)
@@ -91,20 +107,20 @@ class PipelineEnds:
 
     def forms(self, kind: MessageKind) -> Sequence[Form]:
         """Return what arrives: the tensors of one hand-over."""
-        return [Form(shape, self.dtype) for shape in self.shapes[kind]]
+        return [Form(shape, self.dtype, i) for i, shape in enumerate(self.shapes[kind])]
 
-    def num_sent(self, transfer: Transfer) -> int:
-        """Return the number of tensors; what is sent forward has the shapes of its gradients."""
-        return len(self.shapes["B" if transfer.message.kind == "F" else "F"])
+    def parts(self, transfer: Transfer) -> Sequence[int]:
+        """Return the numbers of the tensors; what goes forward has the shapes of its gradients."""
+        return range(len(self.shapes["B" if transfer.message.kind == "F" else "F"]))
 
 
 @dataclass(frozen=True)
 class Program:
     """The exchanges of one rank by position in the table, and the messages that arrive.
 
-    A peer is a global rank here, and each transfer one tensor, hand-overs aside: where a transfer
-    of the table has several ranks at its other end, or several tensors, all ranks get the first
-    tensor one after the other, then the second.
+    A peer is a global rank here, and each transfer one tensor: where a transfer of the table has
+    several ranks at its other end, or several tensors, all ranks get the first tensor one after the
+    other, then the second.
     """
 
     exchanges: tuple[Exchange, ...]
@@ -125,9 +141,9 @@ def make_program(table: Table, ends: Ends) -> Program:
     else:
         turns = _turns(table, resolved, leads=ends.leads)
     expected = (
-        Expected(rank, transfer.message._replace(part=part), *form, after)
+        Expected(rank, transfer.message._replace(part=form.part), form.shape, form.dtype, after)
         for transfer, after in turns
-        for part, form in enumerate(ends.forms(transfer.message.kind))
+        for form in ends.forms(transfer.message.kind)
         for rank in ends.ranks(transfer)
     )
     return Program(resolved, tuple(expected))
@@ -168,12 +184,13 @@ def _resolved(exchange: Exchange, ends: Ends) -> Exchange:
 
 def _each(transfers: Sequence[Transfer], ends: Ends) -> Iterator[Transfer]:
     for transfer in transfers:
-        if transfer.verb == "LOCAL":
-            yield transfer
-            continue
-        is_sent = transfer.verb == "SEND"
-        number = ends.num_sent(transfer) if is_sent else len(ends.forms(transfer.message.kind))
-        for part in range(number):
+        parts = ends.parts(transfer)
+        if transfer.verb == "RECV":
+            parts = [form.part for form in ends.forms(transfer.message.kind)]
+        for part in parts:
             message = transfer.message._replace(part=part)
+            if transfer.verb == "LOCAL":
+                yield transfer._replace(message=message)
+                continue
             for rank in ends.ranks(transfer):
                 yield transfer._replace(message=message, peer=rank, to_twin=False)

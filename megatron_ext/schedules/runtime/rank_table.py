@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from megatron_ext.config.sized_pipeline import Pipeline
     from megatron_ext.schedules.representation.actions import Action, Schedule
+    from megatron_ext.schedules.representation.memory import Edge
+    from megatron_ext.schedules.representation.route_plan import Route
 
 __all__ = ["Table", "check_agreement", "make_table"]
 
@@ -101,7 +103,14 @@ class Table:
         return peak
 
 
-def make_table(pipeline: Pipeline, num_microbatches: int, rank: int, *, backward: bool) -> Table:
+def make_table(
+    pipeline: Pipeline,
+    num_microbatches: int,
+    rank: int,
+    *,
+    backward: bool,
+    routes: tuple[Route, ...] = (),
+) -> Table:
     """Generate and validate the table for a number of micro-batches.
 
     Raises:
@@ -109,9 +118,18 @@ def make_table(pipeline: Pipeline, num_microbatches: int, rank: int, *, backward
     """
     if not backward:
         schedule = forward_only(pipeline.placement, num_microbatches)
-        return Table(schedule, rank, slots_for_forward(schedule))
-    schedule = pipeline.schedule(num_microbatches)
-    return Table(schedule, rank, max(validate(schedule).slots.values(), default=1))
+        slots = slots_for_forward(schedule) + (num_microbatches if routes else 0)
+        return Table(replace(schedule, routes=routes), rank, slots)
+    schedule = replace(pipeline.schedule(num_microbatches), routes=routes)
+    return Table(schedule, rank, _most_on_an_edge(validate(schedule).slots))
+
+
+def _most_on_an_edge(slots: Mapping[Edge, int]) -> int:
+    """Return how many messages one rank may have under way to another, in one direction."""
+    by_pair: Counter[tuple[int, int, bool]] = Counter()
+    for (source, target, kind), count in slots.items():
+        by_pair[source, target, kind in ("F", "P")] += count
+    return max(by_pair.values(), default=1)
 
 
 def check_agreement(

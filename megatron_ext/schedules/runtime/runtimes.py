@@ -20,6 +20,11 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.runtime.agreement import Agreement, agree
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
 from megatron_ext.schedules.runtime.connect import open_transport
+from megatron_ext.schedules.runtime.declared_trees import (
+    TreeSteps,
+    agree_trees,
+    channels_of_routes,
+)
 from megatron_ext.schedules.runtime.executor import Executor
 from megatron_ext.schedules.runtime.groups import channels_of
 from megatron_ext.schedules.runtime.local_devices import device_of
@@ -27,6 +32,7 @@ from megatron_ext.schedules.runtime.measured import Measured, StepMeasure, in_wo
 from megatron_ext.schedules.runtime.microbatches import MicrobatchData, TwinExchange
 from megatron_ext.schedules.runtime.ordering import LedOrder, Order, PolicyOrder, TableOrder
 from megatron_ext.schedules.runtime.program import (
+    Ends,
     Peers,
     PipelineEnds,
     Program,
@@ -36,6 +42,7 @@ from megatron_ext.schedules.runtime.program import (
 from megatron_ext.schedules.runtime.rank_table import Table, check_agreement, make_table
 from megatron_ext.schedules.runtime.split import split_backward
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
+from megatron_ext.schedules.runtime.tree_compute import Forms, TreeEnds
 from megatron_ext.trace.session_observer import observed_transport, observers
 from megatron_ext.transport.pairs import groups_of_pairs
 
@@ -65,10 +72,12 @@ class Runtime:
     """Who decides; None: every rank runs the order of the table."""
     exchange: TwinExchange | None
     """Where micro-batches of the twin are run."""
+    trees: TreeSteps | None
+    """For stages that hand on more than one tensor."""
     measured: Measured = field(default_factory=Measured)
     _tables: dict[tuple[int, bool], Table] = field(default_factory=dict)
-    _programs: dict[int, tuple[Table, Shapes, Program]] = field(default_factory=dict)
-    """By identity of the table: the last one made for it, and for which shapes."""
+    _programs: dict[int, tuple[Table, Ends, Program]] = field(default_factory=dict)
+    """By identity of the table: the last one made for it, and for which ends."""
 
     def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:
         """Return the data of each chunk by micro-batch."""
@@ -84,7 +93,10 @@ class Runtime:
         key = (num_microbatches, backward)
         if key not in self._tables:
             rank = self.groups.pp.rank()
-            table = make_table(self.pipeline, num_microbatches, rank, backward=backward)
+            routes = () if self.trees is None else self.trees.declared.routes
+            table = make_table(
+                self.pipeline, num_microbatches, rank, backward=backward, routes=routes
+            )
             members = [self.groups.pp, self.groups.dp_cp, self.groups.tp]
             check_agreement(table, members, self.device)
             self._tables[key] = table
@@ -98,7 +110,10 @@ class Runtime:
         split = split_backward()
         for stage, chunk in zip(stages, call.chunks, strict=True):
             split.register_modules(stage, chunk)
+        forms = None if self.trees is None else self.trees.forms(call, shapes)
         compute = StageCompute(call, table, num_inputs=len(shapes["F"]))
+        if forms is not None and self.trees is not None:
+            compute = self.trees.compute(call, table, forms)
         # What evaluation does is no part of the measurement.
         measured = Measured() if call.forward_only else self.measured
         gradients = GradientSync(call.config, call.chunks, table, force_all_reduce=force_all_reduce)
@@ -107,8 +122,8 @@ class Runtime:
             listening += observers(compute)
         executor = Executor(
             table=table,
-            program=self._program(table, shapes, call.config.pipeline_dtype),
-            order=self._order(table, call, shapes),
+            program=self._program(table, shapes, call.config.pipeline_dtype, forms),
+            order=self._order(table, call, shapes, forms),
             compute=compute,
             gradients=gradients,
             parameters=ParameterSync(call.config, call.chunks, table),
@@ -124,6 +139,8 @@ class Runtime:
             split.clear()
             self.transport.abort(str(error))
             raise
+        if forms is not None:
+            forms.step_done()
         return compute
 
     def _name_of(self, rank: int | None) -> str:
@@ -132,26 +149,34 @@ class Runtime:
             return f"rank {dist.get_rank()} (pipeline rank {self.groups.pp.rank()})"
         return f"rank {rank}"
 
-    def _program(self, table: Table, shapes: Shapes, dtype: torch.dtype) -> Program:
+    def _program(
+        self, table: Table, shapes: Shapes, dtype: torch.dtype, forms: Forms | None
+    ) -> Program:
         """Return what is known of a step before it; shapes may change from step to step."""
+        ends: Ends = PipelineEnds(self.peers, shapes, dtype, table.rank)
+        if forms is not None:
+            ends = TreeEnds(self.peers, forms.agreed, table.rank)
         _, known, program = self._programs.get(id(table), (table, None, None))
-        if program is None or known != shapes:
-            program = make_program(table, PipelineEnds(self.peers, shapes, dtype, table.rank))
-            self._programs[id(table)] = table, shapes, program
+        if program is None or known != ends:
+            program = make_program(table, ends)
+            self._programs[id(table)] = table, ends, program
         return program
 
-    def _order(self, table: Table, call: Call, shapes: Shapes) -> Order:
+    def _order(self, table: Table, call: Call, shapes: Shapes, forms: Forms | None) -> Order:
         """Return what decides about the order; evaluation keeps the table's, which is shortest."""
         agreement, timeout_s = self.agreement, self.pipeline.timeout_s
         if agreement is None or call.forward_only:
             return TableOrder(table)
         if agreement.leader != dist.get_rank():
             return LedOrder(table, self.transport, agreement.leader, timeout_s)
+        num_parts = {kind: len(tensors) for kind, tensors in shapes.items()}
+        if forms is not None:
+            num_parts = forms.num_parts
         return PolicyOrder(
             self.pipeline.policy(call.num_microbatches, table.rank),
             table,
             self.transport,
-            {kind: len(tensors) for kind, tensors in shapes.items()},
+            num_parts,
             agreement.followers,
             timeout_s,
         )
@@ -189,8 +214,13 @@ def runtime_of(
     placement = pipeline.placement
     _check_fit(pipeline, placement, groups, chunks)
     device = device_of(chunks)
+    trees = agree_trees(chunks, placement, groups.pp, shapes_travel=None in shapes["F"])
     peers = Peers(dist.get_process_group_ranks(groups.pp), _twin() if pipeline.twins == 2 else None)
     channels = channels_of(placement, groups.pp.rank(), peers)
+    if trees is not None:
+        peers = peers.with_mirrored(groups.pp)
+        channels += channels_of_routes(trees.declared.routes, placement, groups.pp.rank(), peers)
+        shapes = {"F": [None], "B": [None]}
     agreement = None
     if pipeline.dynamic is not None:
         agreement = _agreement(placement, groups, iterators, peers)
@@ -199,7 +229,7 @@ def runtime_of(
         open_transport(pipeline, device, channels, shapes, config.pipeline_dtype)
     )
     exchange = _exchange(pipeline, peers, groups.pp.rank())
-    made = Runtime(pipeline, groups, device, transport, peers, agreement, exchange)
+    made = Runtime(pipeline, groups, device, transport, peers, agreement, exchange, trees)
     runtimes[id(groups.pp)] = made
     return made
 

@@ -1,0 +1,90 @@
+"""What the stages of a model declare, brought together: trees that they hand on, and routes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from megatron_ext.routes import Declared, RouteStore, declared
+from megatron_ext.schedules.representation.route_plan import connect, plan_routes
+from megatron_ext.schedules.runtime.tree_compute import Forms, TreeCompute, Trees
+from megatron_ext.transport.torch_dist import Channel
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_ext.schedules.representation.placement import Placement
+    from megatron_ext.schedules.representation.route_plan import Route
+    from megatron_ext.schedules.runtime.compute import Call
+    from megatron_ext.schedules.runtime.program import Peers, Shapes
+    from megatron_ext.schedules.runtime.rank_table import Table
+
+__all__ = ["TreeSteps", "agree_trees", "channels_of_routes"]
+
+
+@dataclass
+class TreeSteps:
+    """The steps of a model whose stages hand on trees."""
+
+    declared: Trees
+    _forms: dict[tuple[bool, str], Forms] = field(default_factory=dict)
+    """For training and evaluation, and each size of micro-batches."""
+
+    def forms(self, call: Call, shapes: Shapes) -> Forms:
+        """Return the forms of hand-overs in steps of this kind."""
+        return self._forms.setdefault((call.forward_only, str(shapes)), Forms(self.declared.varies))
+
+    def compute(self, call: Call, table: Table, forms: Forms) -> TreeCompute:
+        """Return what computes one step."""
+        store = RouteStore(dict(self.declared.declared))
+        return TreeCompute(call, table, forms=forms, store=store, trees=self.declared)
+
+
+def agree_trees(
+    chunks: Sequence[torch.nn.Module],
+    placement: Placement,
+    group: dist.ProcessGroup,
+    *,
+    shapes_travel: bool,
+) -> TreeSteps | None:
+    """Bring together what stages declare; None if none does. Collective over a pipeline.
+
+    Args:
+        chunks: Of this rank.
+        placement: Of all stages.
+        group: The ranks of the pipeline.
+        shapes_travel: Whether lengths change (`--variable-seq-lengths`).
+
+    Raises:
+        ScheduleError: The routes do not fit together; on every rank.
+    """
+    stages = placement.stages_of[group.rank()]
+    mine = dict(zip(stages, map(declared, chunks), strict=True))
+    everybody: list[dict[int, Declared]] = [{} for _ in range(group.size())]
+    dist.all_gather_object(everybody, mine, group=group)
+    by_stage = {stage: said for each in everybody for stage, said in sorted(each.items())}
+    if all(said == Declared() for said in by_stage.values()):
+        return None
+    ordered = [by_stage[stage] for stage in range(placement.num_stages)]
+    routes = connect([each.publishes for each in ordered], [each.takes for each in ordered])
+    varies = shapes_travel or any(said.boundary == "varies" for said in ordered)
+    return TreeSteps(Trees(routes, by_stage, varies))
+
+
+def channels_of_routes(
+    routes: tuple[Route, ...], placement: Placement, rank: int, peers: Peers
+) -> list[Channel]:
+    """Return the queues of routes that this rank has an end of."""
+    me, channels = peers.pipeline[rank], set()
+    for hops in plan_routes(routes, placement).sent.values():
+        for hop in hops:
+            source, target = placement.rank_of[hop.stage], placement.rank_of[hop.taker]
+            there = peers.mirrored if hop.to_twin else peers.pipeline
+            if source == rank:
+                channels.add(Channel(me, there[target], hop.kind))
+            if target == rank:
+                channels.add(Channel(there[source], me, hop.kind))
+    return sorted(channels)

@@ -1,0 +1,311 @@
+"""Computes the actions of models whose stages hand on trees of tensors, or have routes.
+
+What a stage returns becomes the root of one backward (`trees.joined`), and what it gets becomes
+leaves, so Megatron's own `forward_step` and `backward_step` run as for one tensor. A hand-over is
+one message of bytes, whatever is in it; a header goes before it until its form is agreed. Tensors
+that need no gradient get none, and no byte of one travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.messages import HEADER
+from megatron_ext.schedules.representation.route_plan import plan_routes
+from megatron_ext.schedules.runtime.compute import StageCompute
+from megatron_ext.schedules.runtime.local_devices import device_of
+from megatron_ext.schedules.runtime.program import Form
+from megatron_ext.schedules.runtime.trees import Leaf, TreeForm, flatten, joined, pack, unpack
+
+if TYPE_CHECKING:
+    from megatron_ext.messages import MessageKind
+    from megatron_ext.routes import Batch, Declared, RouteStore
+    from megatron_ext.schedules.representation.actions import Action
+    from megatron_ext.schedules.representation.communication import Transfer
+    from megatron_ext.schedules.representation.route_plan import Hop, Route
+    from megatron_ext.schedules.runtime.compute import Tensors
+    from megatron_ext.schedules.runtime.program import Peers
+    from megatron_ext.schedules.runtime.split import Progress
+
+__all__ = ["Forms", "TreeCompute", "TreeEnds", "Trees"]
+
+
+@dataclass(frozen=True)
+class Trees:
+    """What the stages of a model declare, all of them together."""
+
+    routes: tuple[Route, ...]
+    declared: Mapping[int, Declared]
+    """By stage."""
+    varies: bool
+    """Whether forms of hand-overs may change from one micro-batch to the next."""
+
+
+@dataclass
+class Forms:
+    """The forms of this rank's hand-overs: agreed in the first step, if they do not change.
+
+    Both ends of each hand-over see the same headers in the same step, so nobody has to be asked.
+    """
+
+    varies: bool
+    agreed: bool = False
+    _sent: dict[tuple[str, int, int], TreeForm] = field(default_factory=dict)
+    """By kind of message, stage that sends, and stage that receives."""
+    _received: dict[tuple[str, int], TreeForm] = field(default_factory=dict)
+    """By kind of message and stage of its name."""
+
+    @property
+    def num_parts(self) -> dict[str, int]:
+        """By kind of message: tensors of one hand-over."""
+        with_header = 1 if self.agreed else 2
+        return {"F": with_header, "P": with_header, "B": 1, "G": 1}
+
+    def step_done(self) -> None:
+        """Note that a step is complete on this rank: it has sent and received every form."""
+        self.agreed = not self.varies
+
+    def headers(self, key: tuple[str, int, int], form: TreeForm, what: str) -> list[torch.Tensor]:
+        """Return what has to travel with a hand-over of this form, if anything.
+
+        Raises:
+            ScheduleError: It is another one than agreed.
+        """
+        if not self.varies:
+            known = self._sent.setdefault(key, form)
+            if known != form:
+                raise ScheduleError(
+                    f"{what} is {form}, and was {known} in an earlier micro-batch; declare "
+                    f'boundary="varies" where the model is built (routes.declare)'
+                )
+        return [] if self.agreed else [form.header()]
+
+    def read(self, key: tuple[str, int], inputs: Iterator[torch.Tensor | None]) -> TreeForm:
+        """Return the form of the hand-over whose bytes come next."""
+        if self.agreed:
+            return self._received[key]
+        header = next(inputs)
+        assert header is not None
+        form = self._received[key] = TreeForm.of_header(header)
+        return form
+
+
+@dataclass(frozen=True)
+class TreeEnds:
+    """Who is at the other end of the transfers of such a table, and what goes there."""
+
+    peers: Peers
+    forms_agreed: bool
+    rank: int
+    """Of this process in the pipeline."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank, of two twins, sends before it receives: the lower global rank."""
+        return self.peers.twin is None or self.peers.pipeline[self.rank] < self.peers.twin
+
+    def ranks(self, transfer: Transfer) -> Sequence[int]:
+        """Return the one global rank at the other end."""
+        return (self.peers.of(transfer),)
+
+    def forms(self, kind: MessageKind) -> Sequence[Form]:
+        """Return what arrives: bytes, and what they are unless that is agreed."""
+        return [Form(None, torch.uint8, part) for part in self._parts(kind)]
+
+    def parts(self, transfer: Transfer) -> Sequence[int]:
+        """Return the parts of a hand-over; gradients have the form of what they belong to."""
+        return self._parts(transfer.message.kind)
+
+    def _parts(self, kind: MessageKind) -> tuple[int, ...]:
+        return (0,) if self.forms_agreed or kind in ("B", "G") else (HEADER, 0)
+
+
+class _End(NamedTuple):
+    """What the backward of a micro-batch needs to know of its forward."""
+
+    leaves: tuple[Leaf, ...]
+    """What the stage handed on and gets a gradient for."""
+    gradients: list[torch.Tensor | None]
+    """Filled before the backward: of these, then of what the stage published."""
+    num_published: int
+
+
+@dataclass
+class TreeCompute(StageCompute):
+    """Runs the actions of one step on the chunks of this rank."""
+
+    forms: Forms = field(kw_only=True)
+    store: RouteStore = field(kw_only=True)
+    trees: Trees = field(kw_only=True)
+    _ends: dict[tuple[int, int], _End] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        """Look up what stays the same all step long."""
+        schedule = self.table.schedule
+        self._plan = plan_routes(schedule.routes, schedule.placement)
+        self._device = device_of(self.call.chunks)
+        self._last_stage = schedule.num_stages - 1
+
+    def run(
+        self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
+    ) -> Tensors:
+        """Run an action as the executor asks for it (`executor.Compute`)."""
+        stage, kind, microbatch = action
+        if kind == "W":
+            self.weights(stage, microbatch, progress)
+            return []
+        if kind == "F":
+            return self._run_forward(action, iter(inputs), is_first=is_first)
+        return self._run_backward(action, iter(inputs))
+
+    def release(self, outputs: Tensors) -> None:
+        """Do nothing: what went away are bytes, which nobody else has."""
+
+    def _run_forward(
+        self, action: Action, inputs: Iterator[torch.Tensor | None], *, is_first: bool
+    ) -> Tensors:
+        stage, _, microbatch = action
+        batch = self._batch(stage, microbatch)
+        tree = None
+        leaves: list[torch.Tensor] = []
+        if stage > 0:
+            form, tensors = self._received("F", stage, microbatch, inputs)
+            leaves = [t for t, leaf in zip(tensors, form.leaves, strict=True) if leaf.requires_grad]
+            tree = form.tree(tensors)
+        for hop in self._plan.hops_in(action):
+            form, tensors = self._received("P", hop.stage, microbatch, inputs)
+            self.store.receive(batch, form.tree(tensors))
+        with self.store.running(stage, batch):
+            [made] = self.forward(stage, microbatch, [tree], is_first=is_first)
+        self.store.check_forward(stage)
+        outputs = self._finish_forward(action, leaves, made)
+        for hop in self._plan.hops_out(action):
+            values = self.store.values(batch, hop.names)
+            outputs += self._bytes_of(values, ("P", stage, hop.taker), microbatch)
+        self._forget_after_forward(stage, microbatch)
+        return outputs
+
+    def _finish_forward(
+        self, action: Action, leaves: list[torch.Tensor], made: object
+    ) -> list[torch.Tensor | None]:
+        """Make one root of what a stage made; return what goes to the next one."""
+        stage, _, microbatch = action
+        is_last = stage == self._last_stage
+        if not self.call.forward_only:
+            tensors: list[torch.Tensor] = []
+            if not is_last:
+                tensors, _ = flatten(made, self._what(stage, microbatch), gradients=True)
+                tensors = [tensor for tensor in tensors if tensor.requires_grad]
+            origins = self.store.origins(self._batch(stage, microbatch), self._published(stage))
+            self._root(stage, microbatch, leaves, tensors, origins)
+        return [] if is_last else self._bytes_of(made, ("F", stage, stage + 1), microbatch)
+
+    def _root(
+        self,
+        stage: int,
+        microbatch: int,
+        leaves: list[torch.Tensor],
+        tensors: list[torch.Tensor],
+        origins: list[torch.Tensor],
+    ) -> None:
+        """Put the root of the backward in the place of the stage's output."""
+        _, outputs = self._live[stage, microbatch]
+        gradients: list[torch.Tensor | None] = []
+        if stage < self._last_stage:
+            roots = [*tensors, *origins]
+            outputs = [joined(roots, gradients) if roots else torch.zeros(())]
+        self._live[stage, microbatch] = (list(leaves), outputs)
+        looks = tuple(Leaf(tuple(t.shape), t.dtype, True) for t in tensors)
+        self._ends[stage, microbatch] = _End(looks, gradients, len(origins))
+
+    def _run_backward(self, action: Action, inputs: Iterator[torch.Tensor | None]) -> Tensors:
+        stage, kind, microbatch = action
+        batch = self._batch(stage, microbatch)
+        end = self._ends.pop((stage, microbatch))
+        of_root: Tensors = [None]
+        if stage < self._last_stage:
+            what = self._what(stage, microbatch)
+            end.gradients.extend(self._gradients(inputs, end.leaves, what))
+            end.gradients.extend([None] * end.num_published)
+            of_root = [torch.zeros((), device=self._device)]
+        for hop in self._plan.hops_in(action):
+            self._take_gradients(hop, batch, inputs)
+        with self.store.running(stage, batch):
+            found = self.backward(stage, microbatch, of_root, split=kind == "I")
+        outputs: Tensors = []
+        if stage > 0:
+            outputs.append(pack([grad for grad in found if grad is not None], self._device))
+        for hop in self._plan.hops_out(action):
+            names = self.store.with_gradient(batch, hop.names)
+            outputs.append(pack(self.store.pop_gradients(batch, names), self._device))
+        self._forget(stage, microbatch, "B")
+        return outputs
+
+    def _take_gradients(
+        self, hop: Hop, batch: Batch, inputs: Iterator[torch.Tensor | None]
+    ) -> None:
+        names = self.store.with_gradient(batch, hop.names)
+        leaves = [self.store.look(batch, name) for name in names]
+        what = f"the gradient of routes {', '.join(names)} from stage {hop.stage}"
+        gradients = self._gradients(inputs, leaves, what)
+        self.store.put_gradients(batch, dict(zip(names, gradients, strict=True)))
+
+    def _received(
+        self, kind: str, stage: int, microbatch: int, inputs: Iterator[torch.Tensor | None]
+    ) -> tuple[TreeForm, list[torch.Tensor]]:
+        form = self.forms.read((kind, stage), inputs)
+        what = f"what stage {stage} gets" if kind == "F" else f"what stage {stage} published"
+        packed = next(inputs)
+        assert packed is not None
+        tensors = unpack(packed, form.leaves, f"{what} for micro-batch {microbatch}")
+        for tensor, leaf in zip(tensors, form.leaves, strict=True):
+            tensor.requires_grad_(leaf.requires_grad)
+        return form, tensors
+
+    @staticmethod
+    def _gradients(
+        inputs: Iterator[torch.Tensor | None], leaves: Sequence[Leaf], what: str
+    ) -> list[torch.Tensor]:
+        packed = next(inputs)
+        assert packed is not None
+        return unpack(packed, leaves, f"the gradient of {what}")
+
+    def _bytes_of(
+        self, tree: object, key: tuple[str, int, int], microbatch: int
+    ) -> list[torch.Tensor | None]:
+        """Return the messages of a hand-over: header, unless its form is agreed, and bytes."""
+        what = self._what(key[1], microbatch)
+        tensors, form = flatten(tree, what, gradients=not self.call.forward_only)
+        return [*self.forms.headers(key, form, what), pack(tensors, self._device)]
+
+    def _forget_after_forward(self, stage: int, microbatch: int) -> None:
+        if self.call.forward_only:
+            self._forget(stage, microbatch, "F")
+            return
+        kept = self._plan.dropped.get(("B", stage), ())
+        names = [name for name in self._published(stage) if name not in kept]
+        self.store.release(self._batch(stage, microbatch), names)
+
+    def _forget(self, stage: int, microbatch: int, kind: str) -> None:
+        """Drop what this rank needs no more after F of an evaluation, or after B."""
+        names = set(self._published(stage))
+        if kind == "F":  # other stages of this rank may take some
+            names.difference_update(self._plan.dropped.get(("B", stage), ()))
+        names.update(self._plan.dropped.get((kind, stage), ()))
+        self.store.forget(self._batch(stage, microbatch), sorted(names))
+
+    def _batch(self, stage: int, microbatch: int) -> Batch:
+        """Name a micro-batch; those of the twin have the same numbers."""
+        return microbatch, self.table.schedule.placement.is_crossed(stage)
+
+    def _published(self, stage: int) -> tuple[str, ...]:
+        return self.trees.declared[stage].publishes
+
+    @staticmethod
+    def _what(stage: int, microbatch: int) -> str:
+        return f"what stage {stage} hands on for micro-batch {microbatch}"
