@@ -1,0 +1,111 @@
+"""What the models here have in common: a cut into stages, layers of megatron.core, fixed weights.
+
+A stage is a plain module. Megatron gives it what the stage before handed on by `set_input_tensor`,
+and hands on what its `forward` returns. Weights follow from their names, so that a model is the
+same however it is cut.
+"""
+
+import zlib
+
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import build_module
+
+WIDTH, LENGTH, BATCH, VOCABULARY = 16, 8, 2, 32
+MASK = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+
+
+class Stage(torch.nn.Module):
+    """One stage of a model: its first part has the embedding, its last one the loss.
+
+    Args:
+        config: Megatron's, with `num_layers`.
+        number: Of the stage.
+        num_stages: Of the model.
+    """
+
+    def __init__(self, config, number, num_stages):
+        super().__init__()
+        self.config, self.number = config, number
+        self.is_first, self.is_last = number == 0, number == num_stages - 1
+        # What Megatron's steps ask a model for.
+        self.model_type, self.share_embeddings_and_output_weights = None, False
+        self.pre_process, self.post_process = self.is_first, self.is_last
+        self.received = None
+        self.numbers = self.layers_of(number, num_stages, config.num_layers)
+        self.layers = torch.nn.ModuleDict(self.build())
+        if self.is_first:
+            self.embedding = torch.nn.Embedding(VOCABULARY, config.hidden_size)
+        if self.has_head(number, num_stages):
+            self.head = linear(config, config.hidden_size, VOCABULARY)
+        fill(self)
+
+    @staticmethod
+    def layers_of(number, num_stages, num_layers):
+        """Return the numbers of a stage's layers."""
+        return range(number * num_layers // num_stages, (number + 1) * num_layers // num_stages)
+
+    @staticmethod
+    def has_head(number, num_stages):
+        """Tell whether a stage makes the logits."""
+        return number == num_stages - 1
+
+    def build(self):
+        """Return the layers of this stage, by name."""
+        return {str(number): transformer_layer(self.config, number) for number in self.numbers}
+
+    def set_input_tensor(self, tensors):
+        """Take what the stage before handed on; Megatron calls it."""
+        self.received = tensors[0]
+
+    def tokens(self, sample):
+        """Return a micro-batch's tokens, embedded: [s, b, h]."""
+        return self.embedding(sample["text"][:-1])
+
+    def loss(self, hidden, sample):
+        """Return the loss of a micro-batch, a scalar."""
+        return self.loss_of(self.head(hidden)[0], sample["text"][1:])
+
+    @staticmethod
+    def loss_of(logits, labels):
+        """Return the mean cross-entropy of logits [s, b, v] for labels [s, b]."""
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def transformer_layer(config, number, spec=None):
+    """Build one of megatron.core's transformer layers; the stage knows where in the model it is."""
+    spec = spec or gpt_layer_specs.get_gpt_layer_local_spec()
+    alone = TransformerConfig(
+        num_layers=config.num_layers, hidden_size=config.hidden_size, hidden_dropout=0.0,
+        num_attention_heads=config.num_attention_heads, attention_dropout=0.0,
+    )  # fmt: skip
+    return build_module(spec, config=alone, layer_number=number + 1)
+
+
+def linear(config, rows, columns):
+    """Build a linear layer whose weight gradient zero-bubble schedules postpone."""
+    return ColumnParallelLinear(
+        rows, columns, config=config, init_method=torch.nn.init.zeros_, bias=False
+    )
+
+
+def fill(module):
+    """Give each weight values that follow from its name."""
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if weight.dim() > 1:
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
+
+
+def sample(number):
+    """Return the data of one micro-batch."""
+    generator = torch.Generator().manual_seed(number)
+    shape = LENGTH + 1, BATCH
+    return {
+        "text": torch.randint(VOCABULARY, shape, generator=generator),
+        "source": torch.randint(VOCABULARY, shape, generator=generator),
+        "image": torch.randn(LENGTH, BATCH, WIDTH, generator=generator),
+    }
