@@ -56,15 +56,22 @@ def _one_worker(original: Callable[..., None]) -> Callable[..., None]:
     def initialize(
         group: ProcessGroupGloo, store: Any, rank: int, size: int, *last: Any, **named: Any
     ) -> None:
-        given = (*last, *named.values())  # a timeout, options, or neither
-        made = given if given and not isinstance(given[0], timedelta) else (_options(*given),)
-        original(group, store, rank, size, *made)
+        own = "options" in named or (last and not isinstance(last[0], timedelta))
+        if own:
+            original(group, store, rank, size, *last, **named)
+        else:
+            original(group, store, rank, size, _options(*last, **named))
 
     return initialize
 
 
-def _options(timeout: timedelta | None = None) -> Any:
-    """Return torch's default options, with a single thread."""
+def _options(timeout: timedelta | None = None, enable_reconfigure: bool = False) -> Any:
+    """Return torch's default options, with a single thread.
+
+    Args:
+        timeout: Of collectives.
+        enable_reconfigure: From torch 2.15 on: whether ranks may come and go.
+    """
     from torch.distributed import ProcessGroupGloo
 
     gloo: Any = ProcessGroupGloo
@@ -78,4 +85,6 @@ def _options(timeout: timedelta | None = None) -> Any:
     options._threads = 1
     if timeout is not None:
         options._timeout = timeout
+    if enable_reconfigure:
+        options.enable_reconfigure = True
     return options

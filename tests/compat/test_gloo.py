@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from megatron_ext.compat import gloo
 from tests.ranks import run_ranks
 
 _STRESS_S = 20.0
@@ -52,6 +53,15 @@ def options_of_a_caller_are_kept() -> None:
     assert positional.options._timeout == timedelta(seconds=5)
     assert positional.options._threads == 1
     assert dist.ProcessGroupGloo(dist.HashStore(), rank=0, size=1).options._threads == 1
+
+
+def test_torch_since_2_15_hands_over_what_older_ones_do_not_know() -> None:
+    made: list[tuple[Any, ...]] = []
+    initialize = gloo._one_worker(lambda *args: made.append(args))
+    initialize(None, "store", 0, 2, timeout=timedelta(seconds=5), enable_reconfigure=False)
+    [(_, store, rank, size, options)] = made
+    assert (store, rank, size) == ("store", 0, 2)
+    assert (options._threads, options._timeout) == (1, timedelta(seconds=5))
 
 
 def undone() -> None:
