@@ -1,8 +1,7 @@
-"""Everything that this package changes in others: tables of patches, and the registry behind them.
+"""All changes to other packages: tables of patches, and their registry.
 
-A table is a module with a tuple `PATCHES`; importing one imports neither torch nor Megatron. To add
-a patch, add it to the table of its upstream area. To add a table, write the module and name it
-here.
+A table is a module with a tuple `PATCHES`; importing it imports neither torch nor Megatron. Add a
+patch to the table of its upstream area. For a new table, write the module and list it here.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ TABLES = (
 
 
 def rows() -> list[Patch]:
-    """Return the rows of all tables and those behind the door of `compat`, for all releases."""
+    """Return the rows of all tables, including those of `compat`, for all releases."""
     tables = (import_module(f"{__name__}.{name}").PATCHES for name in TABLES)
     return [*(patch for table in tables for patch in table), *compat.rows()]
 
@@ -53,7 +52,7 @@ def arm() -> None:
 def disarm() -> None:
     """Restore every original, the environment and the import hooks. Idempotent.
 
-    An observation (`--trace`, `--hang-timeout`) ends: nobody tells it of steps any more.
+    This ends an observation (`--trace`, `--hang-timeout`), which no longer hears of steps.
     """
     from megatron_ext.patches import device
     from megatron_ext.trace import session

@@ -1,11 +1,11 @@
 """Finds the copies of a name that other modules made with `from x import y`, by identity.
 
-A sweep by name would miss renamed copies and hit strangers that share the name, so objects are
-compared. What cannot be found this way: default arguments, closures, partials, bound methods.
+A sweep by name would miss renamed copies and hit unrelated objects of the same name, so it compares
+identities. It cannot find default arguments, closures, partials and bound methods.
 
-Undoing has to tell a copy of a replacement from an object that had names of its own before:
-`torch.cuda.FloatTensor` becomes `torch.FloatTensor` on the host, and that name must stay. So such
-objects are put back only where this module put them (`Copy`), all others wherever they are found.
+Undo must distinguish a copy of a replacement from an object that had other names before:
+`torch.cuda.FloatTensor` becomes `torch.FloatTensor` on the host, and that name must stay. So undo
+restores such objects only where this module put them (`Copy`), and all others everywhere.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 __all__ = ["Copy", "bound_objects", "replace_aliases", "restore_aliases"]
 
-# Never touched when patching: ourselves (we keep originals on purpose), torch's own internals (they
-# must keep calling what they were written for) and the proxies' library.
+# Never touched when patching: our own modules (they keep originals on purpose), torch's internals
+# (they must keep calling the originals) and the library of the proxies.
 _UNTOUCHED = frozenset({"megatron_ext", "torch", "wrapt"})
 
 _Table = dict[int, tuple[Any, Any]]
@@ -27,7 +27,7 @@ _Table = dict[int, tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class Copy:
-    """A name of another module that was rebound with the name that it is a copy of."""
+    """A name of another module that was rebound because it is a copy of a patched name."""
 
     names: dict[str, Any]
     name: str
@@ -35,13 +35,13 @@ class Copy:
     new: Any
 
     def restore(self) -> None:
-        """Bind the name to what it was, unless somebody else has rebound it since."""
+        """Restore the old binding, unless other code has rebound the name since."""
         if self.names.get(self.name) is self.new:
             self.names[self.name] = self.old
 
 
 def bound_objects() -> set[int]:
-    """Return the ids of all objects that modules of others bind to a name."""
+    """Return the ids of all objects that other packages' modules bind to a name."""
     return {
         id(value)
         for module, names in _modules()
@@ -54,10 +54,10 @@ def replace_aliases(pairs: Iterable[tuple[Any, Any]]) -> list[Copy]:
     """Replace objects by others wherever a loaded module binds them to any name.
 
     Args:
-        pairs: `(old, new)`, old objects being functions, methods or classes.
+        pairs: `(old, new)`; old objects are functions, methods or classes.
 
     Returns:
-        The names that were rebound.
+        The rebound names.
     """
     table = _table(pairs)
     spaces = (names for name, names in _modules() if name.partition(".")[0] not in _UNTOUCHED)
@@ -65,15 +65,15 @@ def replace_aliases(pairs: Iterable[tuple[Any, Any]]) -> list[Copy]:
 
 
 def restore_aliases(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Undo `replace_aliases`, also where others have copied a replacement meanwhile.
+    """Undo `replace_aliases`, including copies of replacements that other code has made since.
 
-    That includes modules of torch that were imported in between, and attributes of their classes
-    (torch's compiler keeps functions of `torch.cuda` in classes). Only our own modules are left
-    alone: the replacements are theirs.
+    This covers torch modules imported in between, and attributes of their classes (torch's compiler
+    keeps functions of `torch.cuda` in classes). Only our own modules, which own the replacements,
+    stay unchanged.
 
     Args:
-        pairs: `(replacement, original)`; replacements that nobody else had a name for. One that
-            stands for several originals is left alone.
+        pairs: `(replacement, original)`, for replacements that had no name elsewhere before. A
+            replacement of several originals is skipped.
     """
     table = _table(_unambiguous(list(pairs)))
     for name, names in _modules() if table else ():

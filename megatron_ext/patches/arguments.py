@@ -1,7 +1,7 @@
-"""Patches on `megatron.training.arguments`: our flags, the device's defaults, the rules for both.
+"""Patches on `megatron.training.arguments`: our flags, the device's defaults, and their rules.
 
 Upstream parses up to three times in one process (in-process restart and checkpoint tools parse
-again), so nothing here may depend on being called once.
+again), so nothing here may rely on a single call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MODULE = "megatron.training.arguments"
 
 
 def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
-    """Add our flags to a parser that has upstream's, and set what the device in use needs.
+    """Add our flags to a parser with upstream's flags, and set the device's defaults.
 
     Args:
         parser: Upstream's parser, or the embedded trainer's, with all upstream flags in place.
@@ -52,9 +52,9 @@ def _add_flags(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Argume
 
 
 def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespace:
-    """Check ours first, then upstream's, whose assertions are about what the user typed.
+    """Check our flags first, then upstream's.
 
-    A schedule rewrites some of that in between: it is hosted under other sizes than it has.
+    In between, a schedule rewrites some arguments, because Megatron hosts it under other sizes.
     """
     from megatron_ext.config import prepared_arguments
     from megatron_ext.patches.registry import REGISTRY
@@ -65,16 +65,16 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
     try:
         validated: Namespace = call(*args, **kwargs)
     except (AssertionError, ArithmeticError, ValueError) as error:
-        raise ArgumentsError(f"Megatron-LM refused the arguments: {_told(error)}") from error
+        raise ArgumentsError(f"Megatron-LM refused the arguments: {_message_of(error)}") from error
     prepared_arguments.check(validated)
     _show_patches(validated)
     return validated
 
 
-def _told(error: Exception) -> str:
-    """Return an error's message, or the line that raised it where upstream gave none.
+def _message_of(error: Exception) -> str:
+    """Return an error's message, or the line that raised it if upstream gave none.
 
-    A division by a size of zero says too little by itself.
+    A division by zero gets both, because its message alone says too little.
     """
     place = traceback.extract_tb(error.__traceback__)[-1]
     line = f"{place.line} ({Path(place.filename).name}:{place.lineno})"
@@ -98,13 +98,13 @@ PATCHES = (
         target=f"{_MODULE}:add_megatron_arguments",
         fn=_add_flags,
         feature="arguments",
-        reason="adds the flags of megatron_ext and the defaults that the device in use needs",
+        reason="lacks the flags of megatron_ext and the defaults of the device in use",
     ),
     Patch(
         id="arguments.validate",
         target=f"{_MODULE}:validate_args",
         fn=_validate,
         feature="arguments",
-        reason="refuses flags that exclude each other or the device, before anything is started",
+        reason="does not know which flags exclude each other, a schedule or the device",
     ),
 )

@@ -1,8 +1,8 @@
-"""Arms the device: its redirects become registry patches, its environment needs are met.
+"""Arms the device: turns its redirects into registry patches and sets its environment variables.
 
-Called just before `megatron.core` is first executed, because `tensor_parallel/random.py` copies
-names of `torch.cuda` while it is imported. Called later, the registry's sweep by identity mends the
-copies.
+This runs just before the first execution of `megatron.core`, because `tensor_parallel/random.py`
+copies names of `torch.cuda` at import. If it runs later, the registry's sweep by identity repairs
+the copies.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class _Done:
-    """What was done for the device of this process."""
+    """The changes made for the device of this process."""
 
     redirects: list[Patch] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that were set."""
+    """Environment variables that `arm` has set."""
 
 
 def arm() -> Device:
-    """Select the device of this process and register what it redirects. Idempotent.
+    """Select the device of this process and register its redirects. Idempotent.
 
     Raises:
-        DeviceError: The device that was asked for is unknown or cannot run here.
+        DeviceError: The requested device is unknown or cannot run here.
     """
     device, done = devices.current(), devices.state(_Done)
     for variable, (value, _reason) in device.environment.items():
@@ -52,14 +52,14 @@ def arm() -> Device:
 
 
 def disarm() -> None:
-    """Forget the device: originals come back, and the next `arm()` selects anew."""
+    """Reset the device: restore the originals; the next `arm()` selects again."""
     REGISTRY.remove([patch.id for patch in devices.state(_Done).redirects])
     restore_environment()
     devices.reset()
 
 
 def restore_environment() -> None:
-    """Take out of the environment what `arm` put there, and what nobody has changed since."""
+    """Remove the environment variables that `arm` has set, unless other code changed them since."""
     environment = devices.state(_Done).environment
     for variable, value in environment.items():
         if os.environ.get(variable) == value:

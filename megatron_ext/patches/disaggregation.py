@@ -1,8 +1,8 @@
 """Patches for jobs whose forward and backward passes run in different processes.
 
-Each role is a job of Megatron's own (`disaggregation/worlds.py`), so little is left: how processes
-find each other, what a training step is for either role, who evaluates and who logs. All of these
-act only with --forward-backward-disaggregating.
+Each role is an ordinary Megatron job (`disaggregation/worlds.py`), so few patches remain: how
+processes find each other, the training step of each role, evaluation and logging. All of them act
+only with --forward-backward-disaggregating.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _given(call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Kwargs:
 
 
 def _join(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Start torch.distributed among the processes of one role; upstream finds it started."""
+    """Start torch.distributed among the processes of one role, before upstream would."""
     from megatron_ext import devices
     from megatron_ext.disaggregation import worlds
 
@@ -65,7 +65,7 @@ def _roles(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _without_gradients(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Build the model of a forward rank: nothing in it is trained."""
+    """Build the model of a forward rank, without trainable parameters."""
     given = _given(call, args, kwargs)
     [provider] = [name for name in _PROVIDERS if name in given]
     provide = given[provider]
@@ -86,7 +86,7 @@ def _share_progress(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
 
 
 def _forward_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run a step without an optimizer; whether it counted is known by the backward ranks."""
+    """Run a step without an optimizer; backward ranks know whether the step was skipped."""
     from megatron_ext.disaggregation.step import step_done
 
     given = _given(call, args, kwargs)
@@ -112,7 +112,7 @@ def _send_weights(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     return results
 
 
-def _tell_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def _send_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     from megatron_ext.disaggregation.trainer import share_evaluation
 
     losses, *others = call(*args, **kwargs)
@@ -120,14 +120,14 @@ def _tell_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return losses, *others
 
 
-def _ask_for_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Let the forward ranks evaluate, and log what they found."""
+def _receive_losses(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Receive the losses of the evaluation that forward ranks run, for the log."""
     from megatron_ext.disaggregation.trainer import share_evaluation
 
     given = _given(call, args, kwargs)
     arguments = sys.modules["megatron.training"].get_args()
     rounds = given.get("eval_iters") or arguments.eval_iters
-    # From 0.18 on evaluations may have a batch size of their own.
+    # Since 0.18 evaluations may have a separate batch size.
     batch = getattr(arguments, "eval_global_batch_size", None) or arguments.global_batch_size
     arguments.consumed_valid_samples += rounds * batch
     return share_evaluation(given["model"], {}), None, False
@@ -157,7 +157,7 @@ def _leave(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _silent(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
-    """Print nothing: the backward ranks say it."""
+    """Print nothing: the backward ranks print it."""
 
 
 def _same_flag(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -180,7 +180,7 @@ PATCHES = (
         "processes",
         "megatron.training.initialize:_initialize_distributed",
         _join,
-        "takes all processes for one job; forward and backward ranks are a job each",
+        "treats all processes as one job; forward and backward ranks are two jobs",
     ),
     _patch(
         "schedule",
@@ -199,7 +199,7 @@ PATCHES = (
         "model_of_builders",
         "megatron.training.models.dist_utils:unimodal_build_distributed_models",
         _without_gradients,
-        "as disaggregation.model, where a builder makes the model",
+        "as disaggregation.model, for models made by a builder",
         when=_on_forward_rank,
         since="0.19",
     ),
@@ -207,7 +207,7 @@ PATCHES = (
         "progress",
         f"{_TRAINING}:setup_model_and_optimizer",
         _share_progress,
-        "reads a checkpoint on every rank; forward ranks get what they need from backward ranks",
+        "reads a checkpoint on every rank; forward ranks get its counters from backward ranks",
     ),
     _patch(
         "forward_step",
@@ -221,20 +221,20 @@ PATCHES = (
         "weights",
         f"{_TRAINING}:train_step",
         _send_weights,
-        "keeps new weights to itself; forward ranks need them",
+        "does not send new weights; forward ranks need them",
         when=_on_backward_rank,
     ),
     _patch(
         "evaluate",
         f"{_TRAINING}:evaluate",
-        _tell_losses,
-        "the losses of an evaluation are needed where they are logged, on backward ranks",
+        _send_losses,
+        "returns the losses of an evaluation on forward ranks; backward ranks log them",
         when=_on_forward_rank,
     ),
     _patch(
         "evaluation",
         f"{_TRAINING}:evaluate",
-        _ask_for_losses,
+        _receive_losses,
         "evaluates on every rank; forward ranks alone are enough",
         kind="replace",
         when=_on_backward_rank,
@@ -272,13 +272,13 @@ PATCHES = (
         "layers",
         "megatron.core.tensor_parallel.random:checkpoint",
         _replay_layer,
-        "runs a layer to know its output, which --fbd-activations ship has brought",
+        "runs a layer for its output, which --fbd-activations ship has already delivered",
         when=_replays,
     ),
     _patch(
         "end",
         "megatron.training.one_logger_utils:finish",
         _leave,
-        "is the last thing before a process ends, at --exit-interval too; the roles end together",
+        "is the last call before exit, at --exit-interval too; both roles shut down here",
     ),
 )

@@ -16,8 +16,8 @@ _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 def _start_without_main(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Start the queue's process without the training script.
 
-    A spawned process first imports the main script of its parent, where that has a file. The
-    process behind this queue needs nothing of it.
+    A spawned process first imports its parent's main script if that is a file. The process behind
+    this queue does not need it.
     """
     names = vars(sys.modules["__main__"])
     path = names.pop("__file__", None)
@@ -35,7 +35,7 @@ PATCHES = tuple(
         fn=_start_without_main,
         required=False,
         reason="the process behind the queue imports the training script, which takes seconds, "
-        "and fails where the script needs `python -m megatron_ext` to find Megatron",
+        "and fails if the script needs `python -m megatron_ext` to find Megatron",
         since=since,
         until=until,
     )

@@ -1,10 +1,10 @@
 """The drift guard: is an upstream function still the one that a patch was written for?
 
-`fingerprints/MINOR.json` holds, for one minor release of Megatron, the hash of every file that has
-targets, and the hash and signature of each target. A file that is equal as a whole needs no closer
-look, which keeps importing fast. Otherwise the targets themselves are compared, by source tokens
-without comments, docstrings, layout and the annotations of the signature, so that a harmless edit
-does not matter. A release that is newer than all of them is compared with the newest.
+`fingerprints/MINOR.json` holds, for one minor release of Megatron, the hash of every file with
+targets, and the hash and signature of each target. A file with an equal hash needs no closer look,
+which keeps imports fast. Otherwise the guard compares the targets themselves, by source tokens
+without comments, docstrings, layout and annotations, so harmless edits do not matter. A release
+newer than all fingerprints is compared with the newest.
 """
 
 from __future__ import annotations
@@ -62,28 +62,28 @@ def policy() -> Literal["error", "warn", "ignore"]:
     """Return what to do about drift: `MEGATRON_EXT_DRIFT`, by default `error`.
 
     Raises:
-        UserError: The variable holds anything else.
+        UserError: The variable has another value.
     """
     value = os.environ.get("MEGATRON_EXT_DRIFT", "error")
     if value not in {"error", "warn", "ignore"}:
-        raise UserError(f"MEGATRON_EXT_DRIFT is {value!r}; it takes error, warn or ignore")
+        raise UserError(f"MEGATRON_EXT_DRIFT is {value!r}; use error, warn or ignore")
     return value  # type: ignore[return-value]
 
 
 def is_missing(mismatch: UpstreamMismatch) -> bool:
-    """Whether a mismatch is a target that does not exist."""
+    """Return whether the mismatch is a missing target."""
     return mismatch.found.startswith(_NOTHING)
 
 
 def refuses(mismatch: UpstreamMismatch | None) -> bool:
-    """Whether a mismatch stops the patches of its target. A missing target always does."""
+    """Return whether a mismatch disables its target's patches; a missing target always does."""
     if mismatch is None:
         return False
     return policy() == "error" or is_missing(mismatch)
 
 
 def version() -> str:
-    """Return the version of the Megatron that is imported or would be."""
+    """Return the version of the Megatron that is, or would be, imported."""
     return releases.core_version() or "(none)"
 
 
@@ -93,7 +93,7 @@ def missing(target: str, detail: str) -> UpstreamMismatch:
 
 
 def missing_module(target: str) -> UpstreamMismatch | None:
-    """Return the mismatch of a target whose module is not there, though its package is."""
+    """Return the mismatch of a target whose module is missing although its package exists."""
     name = target.partition(":")[0]
     package = name.rpartition(".")[0]
     if name in sys.modules or package not in sys.modules or find_spec(name) is not None:
@@ -102,7 +102,7 @@ def missing_module(target: str) -> UpstreamMismatch | None:
 
 
 def tell(mismatches: Sequence[UpstreamMismatch], release: releases.Release | None) -> None:
-    """Say on one rank, in one line, on which Megatron a run starts that nobody has tested."""
+    """Log one line, on one rank, about a run on an untested Megatron."""
     if os.environ.get("RANK", "0") != "0":
         return
     if mismatches and policy() == "warn":
@@ -178,10 +178,10 @@ def _unannotated(signature: inspect.Signature) -> inspect.Signature:
 
 
 def _tokens(source: str) -> list[str]:
-    """Return the strings of the tokens that carry meaning, equal on every Python.
+    """Return the strings of all significant tokens, equal on every Python.
 
-    Token types are numbered differently from one Python to the next, and an f-string is one token
-    up to 3.11 and a run of them afterwards, so only strings are kept and runs are joined again.
+    Token types have different numbers in each Python, and an f-string is one token up to 3.11 and
+    several afterwards. So this keeps only strings, and joins the parts of f-strings.
     """
     lines = source.splitlines(keepends=True)
     strings: list[str] = []
@@ -209,7 +209,7 @@ def _slice(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> st
 
 
 def _without_annotations(strings: list[str]) -> list[str]:
-    """Drop the annotations of the first function's header; what stands in defaults is kept.
+    """Drop the annotations of the first function's header, but keep defaults.
 
     Between the brackets of the parameters a colon begins an annotation, unless a default has begun,
     and a comma, an equals sign or the closing bracket ends it; an arrow begins that of the result.

@@ -1,7 +1,7 @@
-"""Patches that check, during the first steps, that features do what they are for.
+"""Patches that verify the effect of features during the first steps.
 
-What is checked, and why that is needed, is in `megatron_ext/effects.py`. They sit at other places
-than the patches whose effect they look at.
+`megatron_ext/effects.py` holds the checks and their reasons. They run at other places than the
+patches whose effect they verify.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["PATCHES"]
 
 _TRAINING = "megatron.training.training"
 _STEPS = 2
-"""After so many steps nothing new can come up: the copies were filled, and updated once."""
+"""Number of steps to check: by then tied copies have been filled, and updated once."""
 
 
 @dataclass
 class _Progress:
-    """How much was looked at under a configuration."""
+    """Progress of the checks under a configuration."""
 
     steps: int = 0
     """Training steps."""
@@ -31,7 +31,7 @@ class _Progress:
 
 
 def _looked_at() -> _Progress | None:
-    """Return the progress, if there is anything to look at: a schedule, a transport or roles."""
+    """Return the progress if there is anything to check: a schedule, a transport or roles."""
     found = active.active()
     if found is None or not (found.job or found.pipeline or found.transport_only):
         return None
@@ -49,7 +49,7 @@ def _is_not_logged() -> bool:
 
 
 def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return the schedule such that its first training steps are looked at."""
+    """Return the schedule with checks around its first training steps."""
     schedule = call(*args, **kwargs)
 
     @functools.wraps(schedule)
@@ -85,14 +85,14 @@ def _before(chunks: list[Any], step: int) -> None:
 
 
 def _explain(error: Exception) -> None:
-    """Raise what is behind the error of a loss without labels, if that is what it is."""
+    """Replace the error of a loss without labels by its cause."""
     chosen = active.pipeline()
     if chosen is not None and chosen.is_folded and "placement.batch" not in REGISTRY.acted:
         raise effects.labels_missing(chosen) from error
 
 
 def _logged(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Look at what is logged first."""
+    """Check the first line of the log."""
     found = active.required()
     found.state(_Progress).logged = True
     chosen, messages = found.pipeline, found.transport_only
@@ -127,8 +127,8 @@ PATCHES = (
         when=_is_due,
         order=-20,
         feature="effects",
-        reason="looks at the first steps: tied copies are equal, forward ranks are frozen, weight "
-        "gradients wait, the last stage has labels",
+        reason="does not verify in the first steps that tied copies are equal, forward ranks "
+        "frozen, weight gradients postponed and labels present on the last stage",
     ),
     Patch(
         id="effects.logged",
@@ -137,7 +137,7 @@ PATCHES = (
         when=_is_not_logged,
         order=-20,
         feature="effects",
-        reason="looks at the first line that is logged: the table ran, and the loss has arrived",
+        reason="does not verify at the first log line that the table ran and the loss arrived",
     ),
     Patch(
         id="effects.gloo",
@@ -146,6 +146,6 @@ PATCHES = (
         when=_gloo_is_off,
         order=-20,
         feature="effects",
-        reason="looks at the groups: those that the device's defaults switch off are not there",
+        reason="does not verify that the groups which the device's defaults switch off are absent",
     ),
 )

@@ -1,8 +1,8 @@
-"""Patches for pipelines that end on the rank where they began (V and W placements).
+"""Patches for pipelines that end on the rank where they begin (V and W placements).
 
-Upstream's first and last stage are on different ranks, and it asks by rank which is which. All of
-these act only while a schedule with such a placement is in force, together with its runtime:
-upstream's own schedules cannot run under them.
+Upstream assumes first and last stage on different ranks, and identifies them by rank. These patches
+act only while a schedule with such a placement is active, together with its runtime: upstream's own
+schedules cannot run under them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHECKPOINTING = "megatron.training.checkpointing"
 
 
 def _place_layers(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Parse a layout string for the placement in force, unless it is for another pipeline."""
+    """Parse a layout string for the active placement, unless it is for another pipeline."""
     from megatron_ext.schedules.runtime.layout import placed_layout
 
     parsed = call(*args, **kwargs)
@@ -64,7 +64,7 @@ def _first_rank_of_pipeline(_call: Call, _instance: Any, _args: Args, _kwargs: K
 
 
 def _embed_on_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Let the embedding groups be the first rank alone, whatever the script says."""
+    """Make the first rank the only member of the embedding groups, whatever the script says."""
 
     def first(ranks: list[int]) -> list[int]:
         return ranks[:1]
@@ -89,7 +89,7 @@ def _tie(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _share_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Bring a training step's losses, the first of its results, to the rank that logs."""
+    """Send a training step's losses, its first result, to the rank that logs."""
     from megatron_ext.schedules.runtime.folded import share_losses, share_mtp_losses
 
     losses, *others = call(*args, **kwargs)
@@ -98,7 +98,7 @@ def _share_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _share_evaluation(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Bring the losses of an evaluation to the rank that logs; None: the time was up."""
+    """Send the losses of an evaluation to the rank that logs; None: the time limit was reached."""
     from megatron_ext.schedules.runtime.folded import share_losses
 
     losses, *others = call(*args, **kwargs)
@@ -108,14 +108,14 @@ def _share_evaluation(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
 def _whole_batch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Give all tensor-parallel ranks all fields.
 
-    Upstream sends those of the first stage to a rank that has it and those of the last stage to
-    others, without asking which chunk it is for; stages with MTP get both.
+    Upstream sends the fields of the first stage to a rank that holds it, else those of the last
+    stage, regardless of the chunk; stages with MTP get both.
     """
     return call(*args[:1], **{**kwargs, "mtp_on_this_rank": True})
 
 
 def _check_optimizer_state(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Refuse to read optimizer state that is cut along the gradient buffers of other stages."""
+    """Refuse optimizer state that is sharded along the gradient buffers of other stages."""
     optimizer = args[2] if len(args) > 2 else kwargs["optimizer"]
     options = kwargs.get("optim_sd_kwargs") or {}
     if optimizer is not None and options.get("is_loading"):
@@ -139,7 +139,7 @@ def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
 
 
 def _check_format(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Refuse checkpoints that name tensors by rank and chunk instead of by layer."""
+    """Refuse checkpoints that identify tensors by rank and chunk instead of by layer."""
     loaded = call(*args, **kwargs)
     kind = loaded[3]
     if kind is not None and kind.name != "GLOBAL":
@@ -168,7 +168,7 @@ PATCHES = (
         "layers",
         f"{_LAYOUT}:PipelineParallelLayerLayout.from_str",
         _place_layers,
-        "layouts deal stages out round and round; this one puts them where the placement says",
+        "places the stages of a layout round-robin; V and W place them differently",
     ),
     _patch(
         "is_pp_last_stage",
@@ -181,7 +181,7 @@ PATCHES = (
         "get_pp_last_rank",
         f"{_STAGES}:get_pp_last_rank",
         _first_rank,
-        "the number of tokens is broadcast from the rank with the last stage",
+        "broadcasts the number of tokens from the last rank; the first has the last stage",
         kind="replace",
     ),
     _patch(
@@ -202,8 +202,8 @@ PATCHES = (
         "embedding_groups",
         f"{_STATE}:initialize_model_parallel",
         _embed_on_first_rank,
-        "the group of the ranks with a copy of the embedding names the last rank, which has none: "
-        "the first would wait for it for ever",
+        "puts the last rank, which has no copy of the embedding, into the embedding group: the "
+        "first would wait for it forever",
     ),
     _patch(
         "tied_gradients",
@@ -216,15 +216,15 @@ PATCHES = (
         "tied_weights",
         f"{_TRAINING}:get_model",
         _tie,
-        "the copy of a tied embedding is filled from another rank, but both are on one: it would "
-        "stay zero",
+        "fills the copy of a tied embedding from another rank, but both are on one: it would stay "
+        "zero",
     ),
     _patch(
         "tied_weights_of_builders",
         "megatron.training.models.dist_utils:"
         "prepare_existing_model_chunks_for_distributed_training",
         _tie,
-        "as placement.tied_weights, where a builder makes the model",
+        "as placement.tied_weights, for models made by a builder",
         since="0.19",
     ),
     _patch(
@@ -244,7 +244,7 @@ PATCHES = (
             "batch",
             f"{module}:get_batch_on_this_tp_rank",
             _whole_batch,
-            "sends tensor-parallel ranks the fields of the first stage only, where a rank has both",
+            "sends tensor-parallel ranks only the fields of the first stage if a rank holds both",
             **releases,
         )
         for module, releases in (
@@ -257,19 +257,19 @@ PATCHES = (
         "megatron.core.dist_checkpointing.strategies.fully_parallel:"
         "distribute_main_replicas_with_precomputed_distribution",
         _save_once,
-        "deals tensors out to replicas by name: a rank with both copies of a tied embedding would "
-        "save two, which is refused",
+        "assigns tensors to replicas by name: a rank with both copies of a tied embedding would "
+        "save two, which fails",
     ),
     _patch(
         "checkpoint_format",
         f"{_CHECKPOINTING}:_load_base_checkpoint",
         _check_format,
-        "reads files of formats that tell layers by rank: other layers would be loaded",
+        "reads formats that identify layers by rank, and would load the wrong layers",
     ),
     _patch(
         "optimizer_state",
         f"{_CHECKPOINTING}:generate_state_dict",
         _check_optimizer_state,
-        "looks at the parallel sizes only: optimizer state of other stages would be loaded",
+        "checks the parallel sizes only, and would load optimizer state of other stages",
     ),
 )

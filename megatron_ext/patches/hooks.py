@@ -1,19 +1,18 @@
-"""Import hooks: where Megatron's packages come from, and what has to happen just before the first.
+"""Import hooks: locate Megatron's packages, and run a callback just before the first one.
 
-wrapt's hooks fire *after* a module was executed. The device redirect must be in place *before*
-`megatron.core` is, because it copies names of `torch.cuda` while it is imported. A finder at the
-front of `sys.meta_path` is asked for a module just before its execution: the right moment.
+wrapt's hooks fire *after* a module has executed. The device redirects must be in place *before*
+`megatron.core` executes, because it copies names of `torch.cuda` at import. Python queries a finder
+at the front of `sys.meta_path` just before a module executes, which is the right moment.
 
-The same finder settles which Megatron is used. `megatron` is a namespace package, so
-`megatron.core` of the installed wheel and `megatron.training` of a source tree merge (from 0.17 on
-the wheel has one too; a tree's own scripts get their own). A full tree
-on `PYTHONPATH` would also bring its own `megatron.core`, without the compiled dataset helpers; the
-finder takes `megatron.core` from the wheel where there is one. `sys.path` stays as the user set it.
+The same finder decides which Megatron is used. `megatron` is a namespace package, so
+`megatron.core` of the installed wheel and `megatron.training` of a source tree merge (since 0.17
+the wheel has one too; a tree's own scripts get their own). A full tree on `PYTHONPATH` would also
+bring its own `megatron.core`, without the compiled dataset helpers; the finder prefers the
+`megatron.core` of the wheel. `sys.path` stays as the user set it.
 
-Last, `megatron.training` imports one module of Triton kernels, used only by
-`--batch-invariant-mode`, unconditionally. CPU and some MUSA builds of torch come without Triton;
-there the finder serves a stand-in (`compat/no_triton.py`), which has the same functions and says
-what they need when they are called.
+Finally, `megatron.training` unconditionally imports a module of Triton kernels that only
+`--batch-invariant-mode` uses. CPU and some MUSA builds of torch lack Triton; for them the finder
+serves a stand-in (`compat/no_triton.py`) with the same functions, which raise an error when called.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class _MegatronFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return where one of Megatron's packages is; None leaves the others to Python."""
+        """Return the location of one of Megatron's packages; None defers to Python."""
         if fullname == "megatron.core":
             if not self._armed:
                 self._armed = True
@@ -71,12 +70,12 @@ class _MegatronFinder(MetaPathFinder):
 
 
 class _ScriptFinder(MetaPathFinder):
-    """Finds the modules beside upstream's scripts, after everything on `sys.path` was tried."""
+    """Finds the modules beside upstream's scripts, after all entries of `sys.path`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return where one of upstream's top-level modules is, or None."""
+        """Return the location of one of upstream's top-level modules, or None."""
         if fullname not in _TREE_SCRIPTS:
             return None
         tree = upstream.find_tree()
@@ -92,8 +91,8 @@ def install(before_core: Callable[[], None]) -> None:
     """Hook the import of Megatron. Idempotent.
 
     Args:
-        before_core: Called once, just before `megatron.core` is first executed; at once where that
-            has happened already.
+        before_core: Called once, just before `megatron.core` first executes; immediately if it
+            already has.
     """
     if _installed():
         return
@@ -105,6 +104,6 @@ def install(before_core: Callable[[], None]) -> None:
 
 
 def remove() -> None:
-    """Take the finders out again; modules already imported stay where they came from."""
+    """Remove the finders; modules already imported are unaffected."""
     for finder in _installed():
         sys.meta_path.remove(finder)

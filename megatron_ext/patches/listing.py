@@ -1,4 +1,4 @@
-"""How the patches are shown: as text, as Markdown for the documentation, and as a check."""
+"""Lists the patches: as text, as Markdown for the documentation, and as a check."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LOG = logging.getLogger(__name__)
 
 
 def import_targets() -> list[str]:
-    """Import every module that has patches, so that their state can be looked at.
+    """Import every module with patches, so that their state can be listed.
 
-    Megatron warns meanwhile of kernels that are not installed. That is for trainings, not for us.
+    This silences Megatron's warnings about missing kernels, which matter only for training.
 
     Returns:
-        The modules that are not there: `megatron.training` without a Megatron-LM tree, for example.
+        The missing modules, for example `megatron.training` without a Megatron-LM tree.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -98,9 +98,9 @@ def markdown_table(rows: Iterable[Row]) -> str:
 
 
 def problems(rows: Iterable[Row]) -> list[str]:
-    """Return one line for each patch that drifted, is refused or was overwritten by others.
+    """Return one line for each patch that drifted, is refused or was overwritten by other code.
 
-    A patch whose target may be absent is none, nor is one of a package that is not there at all.
+    Patches whose target may be absent, or whose package is missing, do not count.
     """
     found = []
     for row in rows:

@@ -38,8 +38,8 @@ PATCHES = (
         target="megatron.core.optimizer.distrib_optimizer:"
         "DistributedOptimizer.sharded_param_state_fully_reshardable",
         fn=_keep_padding_of_buckets,
-        reason="states are gathered without the padding between buckets but read at places that "
-        "count it: behind a padded bucket (tied embeddings have their own) parameters are saved "
+        reason="gathers states without the padding between buckets but reads them at offsets that "
+        "include it: behind a padded bucket (tied embeddings have their own) it saves parameters "
         "with parts of their neighbours",
     ),
 )

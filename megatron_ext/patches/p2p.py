@@ -56,7 +56,7 @@ PATCHES = (
         fn=_in_steps,
         when=_has_messages_of_ours,
         feature="transport",
-        reason="a transport is told at the start of a step what will arrive in it",
+        reason="does not announce the messages of a step, which a transport needs at its start",
     ),
     Patch(
         id="pipeline.messages",
@@ -64,6 +64,6 @@ PATCHES = (
         fn=_over_ours,
         when=_has_messages_of_ours,
         feature="transport",
-        reason="carries the tensors of Megatron's own schedules over --pipeline-transport",
+        reason="sends over torch.distributed only, not over --pipeline-transport",
     ),
 )

@@ -1,7 +1,7 @@
-"""What a patch is, and the one place in another package that patches share.
+"""Patches as data, and their targets in the running process.
 
-A `Patch` is a row of a table: data. A `Site` is its target in the running process: what was there,
-what is there now, and how to put it back.
+A `Patch` is a row of a table. A `Site` is its target, which several patches may share: the
+original, the present value, and how to restore the original.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 MISSING = object()
-"""Stands for an attribute that is not there; None is a value like any other."""
+"""Represents a missing attribute; None is a regular value."""
 
 State = Literal["pending", "installed", "skipped", "absent", "refused", "off", "other release"]
-"""absent: the target is missing, and nothing that is in use needs it."""
+"""absent: the target is missing, and no feature in use needs it."""
 
 
 def always() -> bool:
@@ -63,24 +63,24 @@ class Patch:
     installed, returns the new value (original is None with `creates`)."""
     kind: Literal["wrap", "replace", "set"] = "wrap"
     when: Callable[[], bool] = always
-    """wrap, replace: asked at each call. set: asked once, when the target's module is there."""
+    """wrap, replace: evaluated at each call. set: evaluated once, when the module is loaded."""
     order: int = 0
     """Place among the wraps of a target: lower is further out."""
     feature: str = "core"
-    """What the patch belongs to, for listings."""
+    """The feature that the patch belongs to, for listings."""
     conflicts: tuple[str, ...] = ()
     """Ids that may not be active together with this patch."""
     requires: tuple[str, ...] = ()
-    """Ids that have to be registered too."""
+    """Ids that must be registered too."""
     creates: bool = False
-    """set: the name does not exist upstream (and the reason says why it has to)."""
+    """set: the name does not exist upstream (the reason explains why it must)."""
     since: str | None = None
     """First minor release that the row is for, such as `0.17`; None: from the oldest on."""
     until: str | None = None
     """First minor release that it is not for any more; None: to the newest."""
     required: bool = True
-    """Whether a missing target is an error where the patch would act. Not for conveniences, and not
-    where the effect is asserted by other means (`megatron_ext/effects.py`)."""
+    """Whether a missing target is an error if the patch would act. False for conveniences, and if
+    other checks assert the effect (`megatron_ext/effects.py`)."""
 
     @property
     def module(self) -> str:
@@ -102,14 +102,14 @@ class Patch:
         return f"before {self.until}" if self.until else ""
 
     def is_for(self, release: Release | None) -> bool:
-        """Tell whether the row is for a release; only rows for all are where none is known."""
+        """Return whether the row is for a release; without a known release, only rows for all."""
         first, end = self._bounds
         if release is None:
             return (first, end) == _ALL
         return first <= release < end
 
     def overlaps(self, other: Patch) -> bool:
-        """Tell whether both rows are for some release."""
+        """Return whether some release is covered by both rows."""
         (first, end), (others_first, others_end) = self._bounds, other._bounds
         return first < others_end and others_first < end
 
@@ -129,7 +129,7 @@ _ALL: tuple[Release, Release] = ((0, 0), (1 << 30, 0))
 def _release(text: str) -> Release:
     release = parse_release(text)
     if release is None:
-        raise ValueError(f"{text!r} is no release; write it as 0.17")
+        raise ValueError(f"{text!r} is not a release; write it as 0.17")
     return release
 
 
@@ -171,7 +171,7 @@ class Row:
 
 @dataclass
 class Site:
-    """One target: its patches and, once installed, what was there and what is there now."""
+    """One target: its patches and, once installed, the original and the present value."""
 
     target: str
     patches: list[Patch] = field(default_factory=list)
@@ -190,15 +190,15 @@ class Site:
 
     @property
     def first(self) -> Patch:
-        """The patch that made the site; a `set` patch is the only one of its site."""
+        """The first patch of the site; a `set` patch is the only one of its site."""
         return self.patches[0]
 
     @property
     def spreads(self) -> bool:
         """Whether other modules' copies of the name change with it.
 
-        Not for constants (None stands in every module), and not where the target itself is a copy
-        of another module's name: then only this copy is meant.
+        Not for constants (every module binds None), and not if the target itself is a copy of
+        another module's name: then only this copy changes.
         """
         defined_in = getattr(self.original, "__module__", None) or self.first.module
         here = defined_in == self.first.module or self.first.module.partition(".")[0] == "torch"
@@ -226,7 +226,7 @@ class Site:
         self.installed = value
 
     def restore(self) -> None:
-        """Put the original back, unless somebody else has replaced the attribute since."""
+        """Restore the original, unless other code has replaced the attribute since."""
         if isinstance(self.installed, PatchPoint):
             wrapt.unwrap_object(self.parent, self.attribute, self.installed, missing_ok=True)
         elif self.intact():

@@ -1,17 +1,17 @@
 """The patch registry: every change that this package makes to another package, in one place.
 
-A `Patch` says what is changed, why and when. The registry installs patches right after the patched
-module was first executed, before anybody could copy the name (`from x import y`), so that no alias
-of the original survives. Two mechanisms, chosen by `Patch.kind`:
+A `Patch` defines what changes, why and when. The registry installs patches right after the patched
+module first executes, before other code can copy the name (`from x import y`), so no alias of the
+original survives. `Patch.kind` selects one of two mechanisms:
 
 * `wrap` and `replace` put exactly one `PatchPoint` (a wrapt proxy) on a function or method. At each
   call it builds the chain of the patches that are active *now*: at most one replacement, innermost,
   and the wraps around it by `(order, id)`. No active patch: the original runs.
 * `set` assigns a value once. It is for constants and for functions too hot for a proxy.
 
-`deactivate()` puts every original back, in its own module and in every module that had copied the
-name meanwhile. What it cannot reach (default arguments, closures, partials) still acts like the
-original, because a patch point asks the registry at each call whether it is active.
+`deactivate()` restores every original, in its own module and in every module that has copied the
+name since. References that it cannot reach (default arguments, closures, partials) still act like
+the original, because a patch point checks at each call whether the registry is active.
 
 The technique (post-import hooks, transparent proxies) is wrapt's; see its documentation on monkey
 patching for the background.
@@ -59,8 +59,8 @@ class Registry:
     """All patches of a process; use the module's `REGISTRY`.
 
     Args:
-        release: Of the Megatron whose rows apply; by default the installed one, asked for when the
-            first row is registered.
+        release: The Megatron release whose rows apply; by default the installed one, determined
+            when the first row is registered.
     """
 
     def __init__(self, release: releases.Release | None = None) -> None:
@@ -95,11 +95,11 @@ class Registry:
     # -- registering and switching ---------------------------------------------------------------
 
     def register(self, patches: Iterable[Patch]) -> None:
-        """Add patches; where the registry is active they are armed at once.
+        """Add patches; an active registry arms them immediately.
 
         Raises:
-            ValueError: An id is taken for a release that both rows are for, a `requires` is
-                unknown, or a `set` shares its target.
+            ValueError: Two rows for the same release share an id, a `requires` is unknown, or a
+                `set` shares its target.
         """
         new = list(patches)
         for patch in new:
@@ -128,7 +128,7 @@ class Registry:
         site.patches.append(patch)
 
     def remove(self, ids: Iterable[str]) -> None:
-        """Undo and forget patches (a device that is changed, a test that ends)."""
+        """Undo and remove patches (another device, the end of a test)."""
         doomed = set(ids)
         sites = [s for s in self._sites.values() if any(p.id in doomed for p in s.patches)]
         self._uninstall(sites)
@@ -155,7 +155,7 @@ class Registry:
     # -- installing ------------------------------------------------------------------------------
 
     def _arm(self, modules: set[str]) -> None:
-        """Install into the modules that are loaded and hook the others' import."""
+        """Install into loaded modules, and hook the import of the others."""
         loaded = {name for name in modules if is_loaded(name)}
         self._install(loaded, late=True)
         for name in modules - loaded - self._hooked:
@@ -169,7 +169,7 @@ class Registry:
             self._install({name}, late=False)
 
     def _install(self, modules: set[str], *, late: bool) -> None:
-        """Install all sites of some loaded modules; when late, mend copies of the names as well."""
+        """Install all sites of some loaded modules; when late, repair copies of the names too."""
         wanted = [
             site
             for site in self._sites.values()
@@ -196,7 +196,7 @@ class Registry:
             )
 
     def _install_site(self, site: Site) -> bool:
-        """Install one site; a mismatch is kept for `raise_mismatches`: imports must not fail."""
+        """Install one site; keep a mismatch for `raise_mismatches`: imports must not fail."""
         site.mismatch = None
         try:
             self._resolve(site)
@@ -285,9 +285,9 @@ class Registry:
         return sorted(rows, key=lambda row: (row.feature, row.id, row.releases))
 
     def mismatches(self) -> list[UpstreamMismatch]:
-        """Return what differs from the release at the targets of patches that would act now.
+        """Return the mismatches at targets of patches that would act now.
 
-        A missing target, or module, counts where a patch that requires it would act.
+        A missing target or module counts if a patch that requires it would act.
         """
         found = []
         for site in self._sites.values():
@@ -302,12 +302,12 @@ class Registry:
     def raise_mismatches(self) -> None:
         """Refuse to start a run on a Megatron that active patches were not written for.
 
-        With `MEGATRON_EXT_DRIFT=warn` one rank says in one line what differs. The same rank says
-        once that a release is newer than all that are known, where all patches in use still fit.
+        With `MEGATRON_EXT_DRIFT=warn` one rank logs one line about the differences. The same rank
+        logs once that a release is newer than all known ones, if all patches in use still fit.
 
         Raises:
             UpstreamMismatch: The first of `mismatches()`, unless `MEGATRON_EXT_DRIFT` allows it.
-            UserError: The variable holds something else, also where there is no mismatch.
+            UserError: The variable has an invalid value, even without a mismatch.
         """
         drift.policy()
         mismatches = self.mismatches()
@@ -346,7 +346,7 @@ def _check_conflicts(target: str, active: list[Patch]) -> None:
     if len(replacements) > 1:
         raise PatchConflict(
             f"{target} has {len(replacements)} active replacements, {', '.join(replacements)}; at "
-            f"most one may be: switch all but one of these features off"
+            f"most one is allowed: switch off all but one of these features"
         )
     ids = {patch.id for patch in active}
     for patch in active:

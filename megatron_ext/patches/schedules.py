@@ -1,4 +1,4 @@
-"""Patches by which chosen schedules run, and data and random numbers belong to micro-batches."""
+"""Patches that run the chosen schedule, and tie data and random numbers to micro-batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _is_stock_and_draws_by_microbatch() -> bool:
 
 
 def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run a forward of Megatron's own schedules, whose chunks are placed in turns."""
+    """Run a forward of Megatron's own schedules, which place chunks round-robin."""
     from megatron.core import parallel_state
 
     from megatron_ext.schedules.runtime.rng import rng_of_this_step
@@ -55,10 +55,10 @@ def _begin_iteration(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> 
 
 
 def _log_statistics(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Train, then say how the steps went.
+    """Train, then log statistics of the steps.
 
-    Megatron ends the process in there (`--exit-interval`), and so may anybody else, on one rank
-    only: on that way out no rank may wait for another.
+    Megatron may end the process inside (`--exit-interval`), and so may other code, on a single
+    rank: on that path no rank may wait for another.
     """
     from megatron_ext.schedules.runtime.runtimes import log_own_statistics, log_statistics
 
@@ -72,7 +72,7 @@ def _log_statistics(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> A
 
 
 def _skip_batches(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Let the batches of an iteration go by on this rank; nobody is sent any."""
+    """Skip the batches of an iteration on this rank, without communication."""
     training = sys.modules["megatron.training.training"]
     given = args[0] if args else kwargs["data_iterator"]
     iterators = given if isinstance(given, list) else [given]
@@ -91,7 +91,7 @@ PATCHES = (
         kind="replace",
         when=_is_chosen,
         feature="schedules",
-        reason="runs the table of --pipeline-schedule; without that flag Megatron's own schedules",
+        reason="runs Megatron's own schedules only, not the table of --pipeline-schedule",
     ),
     Patch(
         id="schedules.microbatch_rng",
@@ -99,7 +99,7 @@ PATCHES = (
         fn=_draw_by_microbatch,
         when=_is_stock_and_draws_by_microbatch,
         feature="schedules",
-        reason="dropout follows the order of computation; with --microbatch-rng Megatron's own "
+        reason="dropout depends on the order of computation; with --microbatch-rng Megatron's own "
         "schedules draw the same masks as all others",
     ),
     Patch(
@@ -108,16 +108,16 @@ PATCHES = (
         fn=_begin_iteration,
         when=_draws_by_microbatch,
         feature="schedules",
-        reason="random numbers of a micro-batch depend on the training step, which schedules are "
-        "not told",
+        reason="does not pass the number of the training step to schedules, which need it to seed "
+        "a micro-batch",
     ),
     Patch(
         id="schedules.skipped_iterations",
         target="megatron.training.training:dummy_train_step",
         fn=_skip_batches,
         kind="replace",
-        reason="takes batches from one iterator, but ranks with several chunks have a list of "
-        "them, and those in the middle none: --iterations-to-skip ended the training",
+        reason="reads batches from one iterator, but ranks with several chunks have a list of "
+        "them, and middle ranks none: --iterations-to-skip would end the training",
     ),
     Patch(
         id="schedules.measured",
@@ -125,7 +125,7 @@ PATCHES = (
         fn=_log_statistics,
         when=_is_chosen,
         feature="schedules",
-        reason="says at the end of the training how much of it was idle, and out of the table's "
+        reason="does not log at the end of training how much of it was idle or out of the table's "
         "order",
     ),
 )

@@ -1,6 +1,6 @@
 """Patches that let schedules compute the gradients of weights after those of inputs.
 
-Those on layers act inside `SplitBackward.defer` only, which the executor opens for schedules that
+Patches on layers act only inside `SplitBackward.defer`, which the executor opens for schedules that
 split the backward.
 """
 
@@ -21,9 +21,9 @@ _SPLIT = "megatron_ext.schedules.runtime.split"
 
 
 def _record() -> Any:
-    """Return where weight gradients go now; None outside of `SplitBackward.defer`.
+    """Return the present target of deferred weight gradients; None outside `SplitBackward.defer`.
 
-    The runtime is not imported for the question: without it nothing is split.
+    This does not import the runtime: if it is not loaded, nothing is split.
     """
     split, found = sys.modules.get(_SPLIT), active.active()
     return None if split is None or found is None else found.state(split.SplitBackward).record
@@ -34,14 +34,14 @@ def _splitting() -> bool:
 
 
 def _linear(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Leave the weight's gradient of a linear layer for later."""
+    """Defer the weight gradient of a linear layer."""
     from megatron_ext.schedules.runtime import weight_gradients
 
     return weight_gradients.linear(call, _record(), *args, **kwargs)
 
 
 def _embedding(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Mark the weight, which the output layer of the same stage may use too."""
+    """Mark a weight that the output layer of the same stage may share."""
     from megatron_ext.schedules.runtime.weight_gradients import mark_embedding
 
     mark_embedding(instance.weight)
@@ -49,13 +49,13 @@ def _embedding(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _splits() -> bool:
-    """Tell whether the schedule in force splits backwards."""
+    """Return whether the active schedule splits backwards."""
     pipeline = active.pipeline()
     return pipeline is not None and pipeline.full.splits_backward
 
 
 def _config(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Refuse what cannot be split, and prepare the layers that split themselves."""
+    """Refuse layers that cannot be split, and prepare those with built-in support."""
     from megatron_ext.schedules.runtime.split import prepare_config, why_not
 
     call(*args, **kwargs)
@@ -70,7 +70,7 @@ def _has_grouped_gemm() -> bool:
 
 
 def _grouped_ops(original: Any) -> Any:
-    """Return the library's operations with a product that can leave the weights for later."""
+    """Return the library's operations with a product that can defer weight gradients."""
 
     def gmm(*args: Any, **kwargs: Any) -> Any:
         record = _record()
@@ -91,8 +91,8 @@ PATCHES = (
         fn=_linear,
         when=_splitting,
         feature="schedules",
-        reason="the backward of a linear layer computes both gradients at once; schedules without "
-        "bubbles need that of the weight later",
+        reason="computes both gradients of a linear layer at once; zero-bubble schedules need that "
+        "of the weight later",
     ),
     Patch(
         id="split_backward.embedding",
@@ -100,8 +100,8 @@ PATCHES = (
         fn=_embedding,
         when=_splitting,
         feature="schedules",
-        reason="the gradient of a weight that is embedding and output layer at once is one sum, "
-        "which cannot be split",
+        reason="a weight shared by embedding and output layer has one summed gradient, which "
+        "cannot be split",
     ),
     Patch(
         id="split_backward.grouped_experts",
@@ -111,7 +111,7 @@ PATCHES = (
         when=_has_grouped_gemm,
         until="0.17",
         feature="schedules",
-        reason="the library's product of grouped experts computes both gradients at once",
+        reason="computes both gradients of grouped experts at once",
     ),
     Patch(
         id="split_backward.config",
@@ -119,7 +119,7 @@ PATCHES = (
         fn=_config,
         when=_splits,
         feature="schedules",
-        reason="layers of Transformer Engine are built for postponed weight gradients only if the "
-        "configuration says so, which it may not say when it is made",
+        reason="builds layers of Transformer Engine for deferred weight gradients only if the "
+        "configuration says so, which its constructor does not allow",
     ),
 )

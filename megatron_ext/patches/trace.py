@@ -1,7 +1,8 @@
-"""Patches that tell the recorder and the watchdog what Megatron does, while there are any.
+"""Patches that report Megatron's actions to the recorder and the watchdog.
 
-Steps begin where the schedule is called and end after the optimizer. Actions of our own schedules
-tell about themselves (`megatron_ext/trace/session_observer.py`); those of Megatron's are seen here.
+A step begins with the call of the schedule and ends after the optimizer. Our own schedules report
+their actions themselves (`megatron_ext/trace/session_observer.py`); these patches observe
+Megatron's.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _sees_megatrons_steps() -> bool:
 
 
 def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return the schedule such that each call of it for training is a step."""
+    """Return the schedule with each training call recorded as a step."""
     from megatron_ext.trace import session
 
     schedule = call(*args, **kwargs)
@@ -78,7 +79,7 @@ def _update(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         result = observer.run("optimizer", "the optimizer step", lambda: call(*args, **kwargs))
     finally:
         observer.in_optimizer = False
-    if disaggregation.current() is None:  # there, the transfer of weights still belongs to it
+    if disaggregation.current() is None:  # with roles, the transfer of weights is part of it
         observer.end_step()
     return result
 
@@ -90,7 +91,7 @@ def _has_table() -> bool:
 
 
 def _scalars(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Write ours at the iterations at which Megatron logs, with its writers."""
+    """Write our scalars when Megatron logs, with its writers."""
     from megatron.training import global_vars
 
     from megatron_ext.trace import scalars
@@ -124,7 +125,7 @@ PATCHES = (
         when=_is_observing,
         order=-10,
         feature="trace",
-        reason="tells --trace and --hang-timeout where training steps begin",
+        reason="does not report the begin of training steps to --trace and --hang-timeout",
     ),
     Patch(
         id="trace.forward",
@@ -132,7 +133,7 @@ PATCHES = (
         fn=_forward,
         when=_sees_megatrons_steps,
         feature="trace",
-        reason="records the forwards of Megatron's own schedules",
+        reason="does not record the forwards of Megatron's own schedules for --trace",
     ),
     Patch(
         id="trace.backward",
@@ -140,7 +141,7 @@ PATCHES = (
         fn=_backward,
         when=_sees_megatrons_steps,
         feature="trace",
-        reason="records the backwards of Megatron's own schedules",
+        reason="does not record the backwards of Megatron's own schedules for --trace",
     ),
     Patch(
         id="trace.reduction",
@@ -148,7 +149,7 @@ PATCHES = (
         fn=_reduction,
         when=_is_observing,
         feature="trace",
-        reason="records the reduction of gradients at the end of a step",
+        reason="does not record the reduction of gradients at the end of a step for --trace",
     ),
     Patch(
         id="trace.scalars",
@@ -156,7 +157,7 @@ PATCHES = (
         fn=_scalars,
         when=_has_table,
         feature="trace",
-        reason="writes bubble, traffic and order to Megatron's TensorBoard and W&B writers",
+        reason="does not write bubble, traffic and order to its TensorBoard and W&B writers",
     ),
     *(
         Patch(
@@ -165,7 +166,7 @@ PATCHES = (
             fn=_update,
             when=_is_observing,
             feature="trace",
-            reason="records the optimizer's part of a step, which ends with it",
+            reason="does not record the optimizer's part of a step for --trace",
         )
         for name in _OPTIMIZERS
     ),
