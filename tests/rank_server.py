@@ -71,6 +71,9 @@ def receive(stream: BinaryIO) -> Any:
 
 def preload() -> None:
     """Import what every rank needs."""
+    from tests.mutations.run_mutant import install_from_environment
+
+    install_from_environment()
     import pytest  # noqa: F401
     import torch  # noqa: F401
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_ext.transport import pairs, torch_dist  # noqa: F401  (mutants are looked for there)
 from tests.fake_musa.queued import queued
-from tests.schedules.runtime.capture import GPT, PP2, PP4, train
+from tests.ranks import run_ranks
+from tests.schedules.runtime.capture import GPT, PP2, PP4, run_here, train
 from tests.schedules.runtime.test_equality import UNCLIPPED, VPP2, assert_equal, stock
 
 pytestmark = pytest.mark.usefixtures("emulated_musa")
@@ -40,3 +42,73 @@ def test_every_schedule_over_its_communicators(schedule: str, connections: int) 
     assert found.tables[0].split()[0] == schedule.split(maxsplit=1)[0]
     assert found.transports == ["TorchTransport"]
     assert_equal(found, stock(4, _FLAGS + theirs))
+
+
+def _waits_in_steps(argv: list[str]) -> list[dict[tuple[str, str, str], int]]:
+    """Train; return for each step what made the host wait between its first and last action."""
+    from torch_musa import host_waits
+
+    from megatron_ext.schedules.runtime import entry
+
+    found = []
+
+    class CountingExecutor(entry.Executor):
+        def run(self) -> None:
+            host_waits.reset()
+            super().run()
+            found.append(host_waits.by_line())
+
+    entry.Executor = CountingExecutor  # type: ignore[misc]  # this process is a rank and ends
+    run_here("gpt", argv)
+    return found
+
+
+_WAYS = {
+    "torch": "--pipeline-transport torch ",
+    "ipc": "--pipeline-transport shm --pipeline-device-path ipc ",
+    "staged": "--pipeline-transport shm --pipeline-device-path staged ",
+    "tcp": "--pipeline-transport tcp ",
+}
+
+
+@pytest.mark.parametrize("way", ["torch", "ipc"])
+def test_the_host_never_waits_in_a_step_of_a_table(way: str) -> None:
+    flags = f"{_FLAGS}{PP2}--pipeline-schedule zb-h1 {_WAYS[way]}"
+    flags += "--no-check-for-nan-in-loss-and-grad "
+    for steps in run_ranks(2, _waits_in_steps, flags.split(), device="musa", env=queued()):
+        assert steps == [{}] * 2
+
+
+_ORDERS = {
+    "zb-v": "--pipeline-schedule zb-v ",
+    "dynamic": "--pipeline-schedule zb-h1 --use-dpp ",
+    "Megatron's own": "",
+}
+
+
+@pytest.mark.parametrize("connections", [1, 8])
+@pytest.mark.parametrize("way", ["ipc", "staged", "tcp"])
+@pytest.mark.parametrize("order", _ORDERS)
+def test_other_ways_between_devices(order: str, way: str, connections: int) -> None:
+    env = queued(connections=connections, jitter_us=100, seed=connections)
+    found = train(4, f"{_FLAGS}{PP4}{_ORDERS[order]}{_WAYS[way]}", device="musa", env=env)
+    taken = "DirectTransport" if way == "ipc" else "StagedTransport"
+    assert found.transports == [taken]
+    assert_equal(found, stock(4, _FLAGS + PP4))
+
+
+@pytest.mark.parametrize("activations", ["recompute", "ship"])
+@pytest.mark.parametrize("connections", [1, 8])
+def test_disaggregation(activations: str, connections: int) -> None:
+    flags = f"{_FLAGS}{PP2}--forward-backward-disaggregating --fbd-activations {activations} "
+    env = queued(connections=connections, jitter_us=100, seed=connections)
+    assert_equal(train(4, flags, device="musa", env=env), stock(2, _FLAGS + PP2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("way", ["torch", "ipc"])
+def test_delays_of_many_seeds(way: str, seed: int) -> None:
+    env = queued(jitter_us=300, kernel_us=5, copy_us=20, seed=seed)
+    found = train(4, f"{_FLAGS}{PP4}--pipeline-schedule zb-v {_WAYS[way]}", device="musa", env=env)
+    assert_equal(found, stock(4, _FLAGS + PP4))

@@ -2,11 +2,13 @@
 
     python -m tests.mutations.run_mutant NUMBER
 
-The exit status is that of pytest: 1 says that a test has failed.
+The exit status is that of pytest: 1 says that a test has failed. Ranks that tests start
+(`tests.ranks`) have the change as well.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -17,9 +19,15 @@ from types import CodeType
 
 import pytest
 
+from tests.mutations.device_mutants import DEVICE_MUTANTS
 from tests.mutations.mutants import MUTANTS, Mutant
 
+__all__ = ["ALL_MUTANTS", "install_from_environment"]
+
 _ROOT = Path(__file__).parents[2]
+_VARIABLE = "MEGATRON_EXT_TEST_MUTANT"
+
+ALL_MUTANTS = (*MUTANTS, *DEVICE_MUTANTS)
 
 
 class _Loader(SourceFileLoader):
@@ -56,10 +64,18 @@ class _Finder(MetaPathFinder):
         return spec_from_file_location(fullname, self._loader.path, loader=self._loader)
 
 
+def install_from_environment() -> None:
+    """Change the package in a process that tests of a mutant start, and nothing in others."""
+    number = os.environ.get(_VARIABLE)
+    if number is not None:
+        sys.meta_path.insert(0, _Finder(ALL_MUTANTS[int(number)]))
+
+
 def main() -> int:
     """Run the tests of a mutant."""
-    mutant = MUTANTS[int(sys.argv[1])]
-    sys.meta_path.insert(0, _Finder(mutant))
+    mutant = ALL_MUTANTS[int(sys.argv[1])]
+    os.environ[_VARIABLE] = sys.argv[1]
+    install_from_environment()
     quiet = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:randomly"]
     status = pytest.main([*quiet, *(str(_ROOT / test) for test in mutant.tests)])
     assert mutant.module in sys.modules, "the tests never import what is changed"

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutations.mutants import MUTANTS
+from tests.mutations.run_mutant import ALL_MUTANTS
 
 _ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(MUTANTS)), ids=[mutant.name for mutant in MUTANTS])
+@pytest.mark.parametrize(
+    "number", range(len(ALL_MUTANTS)), ids=[mutant.name for mutant in ALL_MUTANTS]
+)
 def test_a_mutant_is_caught(number: int, tmp_path: Path) -> None:
     """Run from an empty folder: hypothesis remembers what failed, and that is of no use here."""
     command = [sys.executable, "-m", "tests.mutations.run_mutant", str(number)]

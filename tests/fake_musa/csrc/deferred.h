@@ -317,6 +317,12 @@ class DeferredCall {
 inline bool needs_contents(const c10::OperatorHandle& op, const Stack& stack) {
     const std::string_view name = op.schema().name();
     if (takes_cpu_indices(name)) {
+        // Of one value under a mask torch makes a `masked_fill`; where it comes from Python it is
+        // on the host for CUDA.
+        const auto given = arguments(op, stack);
+        if (given.size() > 3 && given[2].toTensor().numel() == 1 && !given[3].toBool()) {
+            return false;
+        }
         for (const auto& index : arguments(op, stack)[1].toOptionalTensorVector()) {
             if (index && index->defined() &&
                 (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte)) {

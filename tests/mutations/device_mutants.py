@@ -1,0 +1,130 @@
+"""Faults that only a device shows that runs behind its host; on a GPU each hangs or lies."""
+
+from __future__ import annotations
+
+from tests.mutations.mutants import Mutant
+
+__all__ = ["DEVICE_MUTANTS"]
+
+_SHARING = "megatron_ext.devices.sharing"
+_COPIES = "megatron_ext.devices.copies"
+_TORCH = "megatron_ext.transport.torch_dist"
+_QUEUED = "tests/transport/test_queued.py::test_nothing_is_read_or_freed_too_early"
+_ONE_WAY = "tests/transport/test_queued.py::test_a_buffer_is_used_again_when_its_reader_has_read"
+_SCHEDULES = "tests/devices/test_queued_schedules.py::test_every_schedule_over_its_communicators"
+
+
+def _on(way: str, *late: str) -> tuple[str, ...]:
+    return tuple(f"{_QUEUED}[{way}-{what}]" for what in late)
+
+
+DEVICE_MUTANTS = (
+    Mutant(
+        "a push does not wait for what computes its tensor",
+        _SHARING,
+        "            self._out.wait_stream(self._runtime.current_stream(self._device))\n",
+        "",
+        _on("ipc", "kernels"),
+    ),
+    Mutant(
+        "a push does not wait for the reader of its buffer",
+        _SHARING,
+        "                self._out.wait_event(buffer.used_there)\n",
+        "                pass\n",
+        (f"{_ONE_WAY}[ipc]",),
+    ),
+    Mutant(
+        "a pushed tensor is freed before the push has read it",
+        _SHARING,
+        "            tensor.record_stream(self._out)\n",
+        "",
+        _on("ipc", "copies"),
+    ),
+    Mutant(
+        "a push is not told to the reader's device",
+        _SHARING,
+        "            self._out.record_event(buffer.used)\n",
+        "",
+        _on("ipc", "copies of rank 0", "copies"),
+    ),
+    Mutant(
+        "a pull does not wait for the push",
+        _SHARING,
+        "            self._in.wait_event(buffer.used_there)\n",
+        "",
+        _on("ipc", "copies of rank 0", "copies"),
+    ),
+    Mutant(
+        "a pull is not told to the writer's device",
+        _SHARING,
+        "            self._in.record_event(buffer.used)\n",
+        "",
+        (f"{_ONE_WAY}[ipc]",),
+    ),
+    Mutant(
+        "nothing waits for a pull",
+        _SHARING,
+        "            current.wait_stream(self._in)\n",
+        "",
+        _on("ipc", "copies"),
+    ),
+    Mutant(
+        "a pulled tensor is freed before it was read",
+        _SHARING,
+        "            copy.record_stream(current)\n",
+        "",
+        _on("ipc", "kernels"),
+    ),
+    Mutant(
+        "a copy to the host does not wait for what computes its tensor",
+        _COPIES,
+        "        self._down.wait_stream(self._runtime.current_stream(self._device))\n",
+        "",
+        _on("shm", "kernels"),
+    ),
+    Mutant(
+        "nothing waits for a copy to the device",
+        _COPIES,
+        "        current.wait_event(copied.event)\n",
+        "",
+        _on("shm", "copies"),
+    ),
+    Mutant(
+        "a tensor that arrived is freed before it was read",
+        _COPIES,
+        "        copy.record_stream(current)\n",
+        "",
+        _on("shm", "kernels"),
+    ),
+    Mutant(
+        "a message leaves before it was copied to the host",
+        _COPIES,
+        "            self.event.synchronize()\n",
+        "            pass\n",
+        _on("shm", "copies"),
+    ),
+    Mutant(
+        "nothing waits for a receive",
+        _TORCH,
+        "        if timeout_s is None or not self._matches_tags:\n            work.wait()\n",
+        "        if timeout_s is None or not self._matches_tags:\n            pass\n",
+        _on("torch", "anything", "copies of rank 0"),
+    ),
+    Mutant(
+        "receives are started two calls early",
+        _TORCH,
+        "self._waiting[0].after <= self._calls:",
+        "self._waiting[0].after <= self._calls + 2:",
+        (f"{_SCHEDULES}[1f1b-1]",),
+    ),
+    Mutant(
+        "the two ranks of a pair make their group alone",
+        "megatron_ext.transport.pairs",
+        "        group = dist.new_group(sorted(pair), timeout=timedelta(seconds=timeout_s))\n"
+        "        if pair in mine:\n",
+        "        if pair not in mine:\n            continue\n"
+        "        group = dist.new_group(sorted(pair), use_local_synchronization=True)\n"
+        "        if True:\n",
+        (f"{_SCHEDULES}[1f1b-1]",),
+    ),
+)

@@ -1,0 +1,157 @@
+"""Tensors of a device that runs behind the host: late kernels and copies, memory used again soon.
+
+A wait or a `record_stream` that the code forgets reads poison here (`tests/fake_musa/README.md`);
+`tests/mutations` removes them one by one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext import devices
+from megatron_ext.devices import copies, sharing  # noqa: F401  (mutants are looked for there)
+from megatron_ext.messages import Message
+from megatron_ext.transport.base import Expected, Transport
+from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
+from megatron_ext.transport.native_transport import NativeTransport
+from megatron_ext.transport.staging import staged
+from megatron_ext.transport.torch_dist import Channel, TorchTransport
+from tests.fake_musa.queued import queued
+from tests.ranks import run_ranks
+from tests.transport.native_ranks import store
+
+pytestmark = pytest.mark.usefixtures("native", "emulated_musa")
+
+_LONG_S = 60.0
+_SHAPE = (64, 32)
+_NUM_MESSAGES = 12
+
+_LATE = {
+    "kernels": ("kernel_us=3000", "kernel_us=3000"),
+    "copies": ("copy_us=8000", "copy_us=8000"),
+    "copies of rank 0": ("copy_us=8000", "copy_us=1"),
+    "anything": ("jitter_us=300,seed=1", "jitter_us=300,seed=2"),
+}
+"""What is late: the cost of either rank."""
+
+
+def _open(way: str, me: int) -> Transport:
+    device = devices.current()
+    device.bind(me)
+    here = device.torch_device(me)
+    if way == "torch":
+        dist.init_process_group("nccl")
+        assert dist.group.WORLD is not None
+        pair = [Channel(one, 1 - one, kind) for one in range(2) for kind in "FB"]
+        return TorchTransport(dist.group.WORLD, here, pair, timeout_s=_LONG_S)
+    host = NativeTransport(
+        store(), me, [1 - me], run_id="queued", device=torch.device("cpu"), slots=4,
+        wire="tcp" if way == "tcp" else "shm",
+        slot_bytes=NOTE_BYTES if way == "ipc" else 4 * _SHAPE[0] * _SHAPE[1],
+    )  # fmt: skip
+    if way == "ipc":
+        return DirectTransport(host, device.sharing(here), me, timeout_s=_LONG_S)
+    return staged(host, device.copies(here), timeout_s=_LONG_S)
+
+
+def _overwrite(device: torch.device) -> None:
+    """Use the memory again that was freed last."""
+    torch.full(_SHAPE, -5.0, device=device)
+
+
+def _exchange(way: str, costs: Sequence[str]) -> list[str]:
+    """Send what kernels compute, compute with what arrives, keep nothing; return what is wrong."""
+    me = int(os.environ["RANK"])
+    os.environ["FAKE_MUSA_COST"] = costs[me]  # read at the first use of the device
+    transport, peer = _open(way, me), 1 - me
+    device = torch.device("cuda", me)
+    base = torch.arange(float(_SHAPE[0] * _SHAPE[1]), device=device).view(_SHAPE)
+    wrong = []
+    for step in range(2):
+        found = []
+        keys = [Message("F", 0, number) for number in range(_NUM_MESSAGES)]
+        # One sends before it receives, the other after; wires whose order counts need to know.
+        expected = [
+            Expected(peer, key, _SHAPE, torch.float32, 2 * number + 1 - me)
+            for number, key in enumerate(keys)
+        ]
+        transport.begin(expected, _NUM_MESSAGES)
+
+        def send(key: Message, step: int = step) -> None:
+            tensor = base * (1 + key.microbatch) + 100 * step + me
+            transport.isend(tensor, peer, key)
+            del tensor
+            _overwrite(device)
+
+        def take(key: Message, found: list[torch.Tensor] = found) -> None:
+            tensor = transport.recv(peer, key, _LONG_S)
+            found.append(tensor * 2)
+            del tensor
+            _overwrite(device)
+
+        for key in keys:
+            for act in (take, send) if me else (send, take):
+                act(key)
+        transport.flush(_LONG_S)
+        for key, tensor in zip(keys, found, strict=True):
+            right = 2 * (base.cpu() * (1 + key.microbatch) + 100 * step + peer)
+            if not torch.equal(tensor.cpu(), right):
+                wrong.append(f"{key} of step {step}: {tensor.cpu()[0, :4].tolist()}")
+    transport.close()
+    return wrong
+
+
+@pytest.mark.parametrize("late", _LATE)
+@pytest.mark.parametrize("way", ["ipc", "shm", "tcp", "torch"])
+def test_nothing_is_read_or_freed_too_early(way: str, late: str) -> None:
+    found = run_ranks(2, _exchange, way, _LATE[late], device="musa", env=queued())
+    assert found == [[], []]
+
+
+def _one_way(way: str) -> list[str]:
+    """Send to a rank whose device takes messages long after its host."""
+    me = int(os.environ["RANK"])
+    os.environ["FAKE_MUSA_COST"] = "copy_us=1" if me else "copy_us=20000"
+    transport, peer = _open(way, me), 1 - me
+    device = torch.device("cuda", me)
+    base = torch.arange(float(_SHAPE[0] * _SHAPE[1]), device=device).view(_SHAPE)
+    keys = [Message("F", 0, number) for number in range(6)]
+    permits = [Message("C", 0, number) for number in range(6)]
+    if me:
+        transport.begin([Expected(peer, one, (0,), torch.uint8) for one in permits], 1)
+        for key, credit in zip(keys, permits, strict=True):
+            transport.isend(base * (1 + key.microbatch), peer, key)
+            transport.recv(peer, credit, _LONG_S)
+        transport.flush(_LONG_S)
+        transport.close()
+        return []
+    found = []
+    transport.begin([Expected(peer, key, _SHAPE, torch.float32) for key in keys], 1)
+    for key, credit in zip(keys, permits, strict=True):
+        found.append(transport.recv(peer, key, _LONG_S))
+        transport.isend(torch.empty(0, dtype=torch.uint8), peer, credit)
+    transport.flush(_LONG_S)
+    wrong = [
+        f"{key}: {tensor.cpu()[0, :4].tolist()}"
+        for key, tensor in zip(keys, found, strict=True)
+        if not torch.equal(tensor.cpu(), base.cpu() * (1 + key.microbatch))
+    ]
+    transport.close()
+    return wrong
+
+
+@pytest.mark.parametrize("way", ["ipc", "shm", "tcp"])
+def test_a_buffer_is_used_again_when_its_reader_has_read(way: str) -> None:
+    assert run_ranks(2, _one_way, way, device="musa", env=queued()) == [[], []]
+
+
+@pytest.mark.parametrize("way", ["ipc", "shm", "tcp", "torch"])
+def test_one_queue_for_everything(way: str) -> None:
+    costs = ("jitter_us=100,seed=5", "jitter_us=100,seed=6")
+    env = queued(connections=1)
+    assert run_ranks(2, _exchange, way, costs, device="musa", env=env) == [[], []]
