@@ -1,6 +1,6 @@
-"""What each rank did when: recorded while a run trains, put together and explained afterwards.
+"""Timelines of all ranks: recorded during training, merged and explained afterwards.
 
-`recorder.py` writes one file for each rank, `aggregate.py` makes one Chrome trace of them,
-`report.py` a page, `forecast.py` predicts other schedules from them. Reading imports the standard
-library only, so that these commands start at once, on any machine.
+`recorder.py` writes one file for each rank, `aggregate.py` merges them into one Chrome trace,
+`report.py` makes a page, and `forecast.py` predicts other schedules. Reading imports the standard
+library only, so these commands start fast, on any machine.
 """

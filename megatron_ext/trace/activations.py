@@ -1,7 +1,7 @@
 """Counts the activations that a forward keeps for its backward, by reading its graph.
 
 Hooks for saved tensors would be simpler, but with them a backward sees copies of the parameters,
-without what Megatron has attached to them.
+without the attributes that Megatron sets on them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["kept_bytes"]
 
 
 def kept_bytes(outputs: Iterable[torch.Tensor | None], model: torch.nn.Module) -> int:
-    """Return the bytes of the storages that the graph of some outputs keeps, without weights."""
+    """Return the bytes of all storages that the graph of the outputs keeps, without weights."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     found: dict[int, int] = {}
     for node in _nodes(output.grad_fn for output in outputs if output is not None):
@@ -39,7 +39,7 @@ def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
 
 
 def _saved(node: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a node keeps: attributes of torch's own, a tuple of all others."""
+    """Yield the tensors that a node keeps: attributes of torch's nodes, a tuple of custom ones."""
     names = [name for name in dir(node) if name.startswith("_saved_")]
     for name in names or ["saved_tensors"]:
         value = getattr(node, name, None)

@@ -1,8 +1,8 @@
-"""Makes one Chrome trace of the traces of all ranks, for ui.perfetto.dev or chrome://tracing.
+"""Merges the traces of all ranks into one Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
-A row for each rank, arrows from each send to its receive. Every file is read twice, an iteration at
-a time: once for the clocks and the figures, once to be written. Several processes share the files,
-and what they write is put together at the end, so memory does not grow with the run.
+It has a row for each rank and arrows from sends to receives. Each file is read twice, one iteration
+after the other: first for clocks and figures, then for the output. Several processes share the
+files and concatenate their outputs at the end, so memory does not grow with the run.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Run:
-    """The traces of a run: their files, what a first pass found in each, and their clocks."""
+    """The traces of a run: their files, the survey of each, and their clocks."""
 
     directory: Path
     files: Sequence[TraceFile]
     surveys: Sequence[RankSurvey]
     alignment: Alignment
     notes: Sequence[str]
-    """What is missing or damaged, in words."""
+    """Notes about missing or damaged traces."""
 
     @property
     def begin_ns(self) -> int:
@@ -73,7 +73,7 @@ def read_run(directory: Path | str) -> Run:
     """Read the traces of a run once.
 
     Raises:
-        DataError: There is no trace in the directory.
+        DataError: The directory contains no trace.
     """
     directory = Path(directory)
     files, notes = open_run(directory)
@@ -99,7 +99,7 @@ def read_run(directory: Path | str) -> Run:
 
 
 def aggregated_name(directory: Path) -> Path:
-    """Return where the Chrome trace of a run goes, `NAME/NAME-aggregated.json`."""
+    """Return the path of a run's Chrome trace, `NAME/NAME-aggregated.json`."""
     return directory / f"{directory.resolve().name}-aggregated.json"
 
 
@@ -121,7 +121,7 @@ def write_chrome_trace(run: Run, output: Path) -> int:
 
 
 def _merge(parts: Iterator[Path], merged: IO[bytes]) -> int:
-    """Make one list of the events of all ranks; return its number of bytes."""
+    """Write one list of the events of all ranks; return its number of bytes."""
     size = merged.write(b"[\n")
     for index, part in enumerate(parts):
         size += merged.write(b",\n" if index else b"") + part.stat().st_size
@@ -132,13 +132,13 @@ def _merge(parts: Iterator[Path], merged: IO[bytes]) -> int:
 
 
 def _for_each(task: Callable[[TraceFile], _T], files: Sequence[TraceFile]) -> Iterator[_T]:
-    """Run a task on every file, in as many processes as there are cores; in the order of files."""
+    """Run a task on every file, with a process for each core; results keep the order of files."""
     size = sum(file.path.stat().st_size for file in files)
     workers = min(len(files), len(os.sched_getaffinity(0)), 16)
     if workers < 2 or size < 16 << 20:
         yield from map(task, files)
         return
-    # Records form no cycles, and looking for some takes a third of the time.
+    # Records form no cycles, and the cycle collector would take a third of the time.
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, context, initializer=gc.disable) as pool:
         yield from pool.map(task, files)
@@ -183,8 +183,8 @@ def _names(header: Header) -> list[dict[str, Any]]:
 class _Templates:
     """Writes the events of one rank.
 
-    All that distinguishes two spans of the same action in two iterations is when they were, so the
-    text of the rest is made once.
+    Two spans of the same action in two iterations differ only in their times, so the other text is
+    formatted once.
     """
 
     def __init__(self, header: Header, ranks: frozenset[int]) -> None:
@@ -219,7 +219,7 @@ class _Templates:
                 yield arrow % (iteration.number, until_us)
 
     def _bar(self, span: Span) -> str:
-        """Text with gaps for the begin of the span and its length."""
+        """Return the text of a span, with placeholders for its begin and length."""
         colour = _COLOURS.get(span.name)
         painted = f',"cname":"{colour}"' if colour else ""
         assert isinstance(span.attributes, Attributes)
@@ -230,9 +230,9 @@ class _Templates:
         return text.replace("%", "%%") + ',"ts":%.3f,"dur":%.3f}'
 
     def _arrow(self, span: Span) -> str:
-        """Text of the end of an arrow, with gaps for iteration and time, if the other end is there.
+        """Return the text of one end of an arrow, with placeholders for iteration and time.
 
-        Otherwise nothing.
+        Empty if the other end is missing.
         """
         key = message_key(self._rank, 0, span) if span.name in ("send", "receive") else None
         if key is None or not self._ranks.issuperset((key.source, key.target)):
@@ -245,7 +245,7 @@ class _Templates:
 
 
 def _title(span: Span) -> str:
-    """Return what stands on a bar: `forward 3`, `wait for rank 2`."""
+    """Return the label of a bar: `forward 3`, `wait for rank 2`."""
     name, about = span.name, span.attributes
     if name == "wait":
         return f"wait for rank {about['on']}" if "on" in about else f"wait: {about.get('cause')}"

@@ -1,10 +1,10 @@
-"""Puts the clocks of different hosts in agreement.
+"""Aligns the clocks of different hosts.
 
-Ranks of one host share a clock. Between two clocks, messages tell: one that was sent at `s` on the
-sender's clock and was there at `r` on the receiver's says that the receiver's is ahead by at most
-`r - s`. The smallest such difference in each direction bounds the offset from both sides; half-way
-between is the estimate, as in NTP. Hosts that exchange no messages are related through others that
-do, and failing that through the time since 1970 that each rank noted when it began.
+Ranks of one host share a clock. Messages relate two clocks: if one was sent at `s` on the sender's
+clock and arrived at `r` on the receiver's, the receiver's is ahead by at most `r - s`. The smallest
+such difference in each direction bounds the offset from both sides; the midpoint is the estimate,
+as in NTP. Hosts that exchange no messages are related through others that do, or else through the
+time since 1970 that each rank recorded at its start.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Alignment", "align"]
 
 @dataclass(frozen=True)
 class Alignment:
-    """What to add to the times of each clock, in nanoseconds, and how sure that is."""
+    """Offset to add to the times of each clock, in nanoseconds, with its uncertainty."""
 
     offset_ns: Mapping[str, int]
     error_ns: Mapping[str, int | None]

@@ -1,8 +1,8 @@
-"""Finds the ranks and links that hold a run up.
+"""Finds slow ranks and links.
 
-A rank is slow if an action takes it longer than the same action takes most others: stages differ,
-so ranks are compared with those that hold the same stage, and where a stage has one rank only, with
-the mean of all stages. A link is slow if its messages are longer under way than those of most.
+A rank is slow if its actions take longer than the same actions on most others. Stages differ, so a
+rank is compared with those of the same stage; if a stage has only one rank, with the mean of all
+stages. A link is slow if its messages take longer than those of most links.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Finding", "LinkSpeed", "Thresholds", "detect", "link_speeds", "slown
 
 @dataclass(frozen=True)
 class Thresholds:
-    """From when on something is called slow."""
+    """Thresholds for slow ranks and links."""
 
     rank: float = 1.2
     """Times the median of the ranks that are compared with each other."""
@@ -32,7 +32,7 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something slow: which, and by how much."""
+    """A slow rank or link, with its factor."""
 
     what: str
     factor: float
@@ -65,7 +65,7 @@ class LinkSpeed:
 
 
 def detect(run: Run, thresholds: Thresholds) -> list[Finding]:
-    """Return what is slow, the worst first."""
+    """Return slow ranks and links, worst first."""
     found = [
         Finding(f"rank {rank}", factor, thresholds.rank)
         for rank, factor in slowness(run.surveys).items()

@@ -1,9 +1,10 @@
-"""Predicts the step of every schedule and policy for a model that was traced under one of them.
+"""Predicts the step time of every schedule and policy from a trace under one of them.
 
-What the trace gives: the time of each stage's actions, of the messages, of all that a step does
-outside of its pipeline, the memory of the ranks, and what a forward keeps. What is assumed: the
-model can be cut into other stages evenly (the work of a measured stage is spread over its part of
-the model), backwards that were not split are halved, and memory other than activations stays.
+The trace gives the durations of each stage's actions, of messages and of the part of a step outside
+its pipeline, the memory of the ranks, and the activations that a forward keeps. The prediction
+assumes that the model splits evenly into other stages (the work of a measured stage is spread over
+its part of the model), that the halves of an unsplit backward take equally long, and that memory
+other than activations stays the same.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ if TYPE_CHECKING:
 __all__ = ["Forecast", "Prediction", "forecast", "table"]
 
 _SEEDS = 5
-"""Simulated steps with different jitter, of which the mean counts."""
+"""Number of simulated steps with different jitter; their mean is the prediction."""
 _QUIET = 0.01
-"""Jitter below this changes nothing that counts."""
+"""Jitter below this is negligible."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one schedule would do."""
+    """The prediction for one schedule."""
 
     label: str
     flags: str
     step_s: float
     bubble_ratio: float
     memory_bytes: int | None
-    """Of the rank that needs most; None: the trace does not tell."""
+    """Memory of the rank that needs most; None: unknown from the trace."""
     bounds_memory: bool = True
     """Whether ranks keep no more activations than the table; else up to all micro-batches, and
     how many depends on who is late."""
@@ -73,7 +74,7 @@ class Forecast:
     measured_s: float
     """The step that was traced, median."""
     measured: str
-    """What was traced, as predictions name it."""
+    """The traced schedule, named as in predictions."""
     notes: list[str]
     shared_cpus: str | None = None
     """What had to be shared in the traced run, in words; None: no rank waited for a CPU."""
@@ -99,17 +100,17 @@ def forecast(directory: Path, memory_gb: float | None = None) -> Forecast:
 
     Args:
         directory: The folder of the run.
-        memory_gb: What a rank may use at most, in units of 2**30 bytes; None: any.
+        memory_gb: Upper bound on the memory of a rank, in units of 2**30 bytes; None: no bound.
 
     Raises:
-        DataError: The trace does not hold what a prediction needs.
+        DataError: The trace lacks data that a prediction needs.
         ScheduleError: No schedule fits.
     """
     run = read_run(directory)
     schedule = load_schedule(directory)
     if schedule is None:
         raise DataError(
-            f"{directory} has no schedule.json, so nothing says which action is which; trace a run "
+            f"{directory} has no schedule.json, which identifies the actions; trace a run "
             f"with pipeline parallelism"
         )
     notes = list(run.notes)
@@ -144,7 +145,7 @@ def forecast(directory: Path, memory_gb: float | None = None) -> Forecast:
 
 
 def _shared_cpus(run: Run) -> str | None:
-    """Say where ranks that compute on CPUs had fewer of them than ranks, if anywhere."""
+    """Return a note if ranks that compute on CPUs had fewer CPUs than ranks, else None."""
     ranks: dict[str, int] = defaultdict(int)
     cpus: dict[str, set[str]] = defaultdict(set)
     for survey in run.surveys:
@@ -160,7 +161,7 @@ def _shared_cpus(run: Run) -> str | None:
 
 
 def _pipelines(measured: Schedule) -> Iterator[Pipeline]:
-    """Yield everything that training could be told for the ranks and micro-batches of a run."""
+    """Yield every configuration that fits the ranks and micro-batches of a run."""
     seen: set[tuple[object, ...]] = set()
     for generator in registered().values():
         count = measured.total_microbatches // generator.twins
@@ -174,7 +175,7 @@ def _pipelines(measured: Schedule) -> Iterator[Pipeline]:
             )
             yield Pipeline(config, measured.pp, count)
             for policy in POLICIES:
-                # All but hint have an order of their own, whatever the table.
+                # All policies but hint ignore the order of the table.
                 where = policy, generator.num_chunks if chunks is None else chunks, generator.twins
                 if policy == DynamicOrder.policy or where not in seen:
                     seen.add(where)
@@ -183,7 +184,7 @@ def _pipelines(measured: Schedule) -> Iterator[Pipeline]:
 
 
 def _check_halves(measured: Schedule, pipeline: Pipeline) -> None:
-    """Refuse two mirrored pipelines where the micro-batches of the run are no two halves."""
+    """Refuse two mirrored pipelines if the run has an odd number of micro-batches."""
     total = measured.total_microbatches
     if total % pipeline.twins:
         raise ScheduleError(
@@ -196,7 +197,7 @@ def _predict(measured: _Measured, pipeline: Pipeline) -> Prediction:
     """Simulate a pipeline with the costs of the trace.
 
     Raises:
-        ScheduleError: It cannot be for these sizes.
+        ScheduleError: The schedule is impossible for these sizes.
     """
     layers, stages = measured.num_layers, pipeline.placement.num_stages
     if layers is not None and stages != measured.schedule.num_stages and layers % stages:
@@ -247,7 +248,7 @@ def _simulate(pipeline: Pipeline, costs: Costs) -> Timeline:
 
 
 def _relative(costs: StageCosts, pp: int) -> Costs:
-    """Return the costs that `--pipeline-costs` can say, with a forward of 1."""
+    """Return the costs in the form of `--pipeline-costs`, with a forward of 1."""
     whole = costs.costs(pp, pp)
     ratios = (time / whole.forward for time in (whole.input, whole.weight, whole.latency))
     input_gradient, weight, latency = (float(f"{ratio:.3g}") for ratio in ratios)

@@ -1,4 +1,4 @@
-"""Follows who waits for whom across ranks, to the one that holds all others up. Pure."""
+"""Follows the waits across ranks to the rank that blocks all others. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["RankState", "Verdict", "explain"]
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank says that it does."""
+    """The reported state of a rank."""
 
     rank: int
     what: str
@@ -37,7 +37,7 @@ class RankState:
         return cls(**found)
 
     def __str__(self) -> str:
-        """Return what the rank says in one line."""
+        """Return the state in one line."""
         return f"rank {self.rank} {self._doing()} for {self.since_s:.1f} s{self.place}"
 
     def _doing(self) -> str:
@@ -49,13 +49,13 @@ class RankState:
 
     @property
     def place(self) -> str:
-        """Return where the training thread is, after a comma, if that is known."""
+        """Return the position of the training thread after a comma, or nothing if unknown."""
         return f", at {self.where}" if self.where else ""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why nothing goes on."""
+    """The cause of a hang."""
 
     chain: str
     """`rank 2 waits for 5B3 of rank 3, which ...`"""
@@ -75,9 +75,9 @@ def explain(states: Mapping[int, RankState], num_ranks: int, start: int) -> Verd
     """Follow the waits from a rank to the one that waits for nobody.
 
     Args:
-        states: By rank; a rank that is missing said nothing.
-        num_ranks: Of the job.
-        start: Where to begin.
+        states: By rank; missing ranks did not answer.
+        num_ranks: Ranks of the job.
+        start: The rank to begin with.
     """
     path, parts = [start], []
     while True:
@@ -106,7 +106,7 @@ def explain(states: Mapping[int, RankState], num_ranks: int, start: int) -> Verd
 def _next(
     state: RankState, states: Mapping[int, RankState], num_ranks: int
 ) -> Sequence[tuple[int, str]]:
-    """Whom a rank waits for: those first that said nothing, then those that wait themselves."""
+    """Return the ranks that a rank waits for: silent ones first, then those that wait too."""
     if state.collective:
         others = [rank for rank in range(num_ranks) if rank != state.rank]
         absent = [

@@ -1,7 +1,7 @@
-"""The schedule that a traced run followed, and what its actions and messages cost.
+"""The schedule of a traced run, and the measured costs of its actions and messages.
 
-The table lies beside the traces as `schedule.json`. Costs are medians: of each action on each
-stage, together with what the runtime does around it, and of the time that messages are under way.
+The table is beside the traces, as `schedule.json`. Costs are medians: of each action on each stage,
+including the runtime's overhead, and of the latency of messages.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _resample(times: Sequence[float], count: int) -> tuple[float, ...]:
 
 
 def load_schedule(directory: Path) -> Schedule | None:
-    """Return the table of a run, None if none was written.
+    """Return the table of a run, or None if the run wrote none.
 
     Raises:
         DataError: The file is damaged or of impossible size.
@@ -108,9 +108,9 @@ def load_schedule(directory: Path) -> Schedule | None:
 
 
 def measured_costs(run: Run, schedule: Schedule) -> StageCosts:
-    """Return what the actions of a run cost.
+    """Return the measured costs of a run's actions.
 
-    Where backwards were not split, their time is halved between input and weight gradient.
+    The time of an unsplit backward is divided equally between input and weight gradient.
 
     Raises:
         DataError: The actions of some stage were not traced.
@@ -149,6 +149,6 @@ def measured_costs(run: Run, schedule: Schedule) -> StageCosts:
 
 
 def planned(run: Run, schedule: Schedule) -> Timeline:
-    """Return the table of a run, simulated with what was measured; times in seconds."""
+    """Return the table of a run, simulated with measured costs; times in seconds."""
     costs = measured_costs(run, schedule).costs(schedule.pp, schedule.num_stages)
     return comparison.evaluate(schedule, costs)

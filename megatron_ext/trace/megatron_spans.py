@@ -1,7 +1,7 @@
 """Forwards and backwards of Megatron's own schedules as spans.
 
-Megatron says which micro-batch and chunk a forward is of. For a backward it says only which output
-it starts from, so forwards leave a note under their output.
+Megatron passes micro-batch and chunk to a forward. A backward gets only the output that it starts
+from, so forwards record micro-batch and chunk under the identity of their output.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["backward", "forward"]
 
 
 def forward(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run Megatron's `forward_step`, as a span if a training step is under way."""
+    """Run Megatron's `forward_step`, as a span if a training step is in progress."""
     observer = session.current()
     assert observer is not None
     if not observer.activity.is_watched:
@@ -39,7 +39,7 @@ def forward(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def backward(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run Megatron's `backward_step`, as a span if a training step is under way."""
+    """Run Megatron's `backward_step`, as a span if a training step is in progress."""
     observer = session.current()
     assert observer is not None
     if not observer.activity.is_watched:
@@ -50,7 +50,7 @@ def backward(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _identity(output: Any) -> int:
-    """Megatron wraps a single output into a list and takes it out again; the tensor stays."""
+    """Return the tensor itself: Megatron wraps a single output into a list and unwraps it again."""
     return id(output[0] if isinstance(output, list) else output)
 
 

@@ -36,7 +36,7 @@ _SPANS = re.compile(
 
 
 def decode(text: str) -> Any:
-    """Return what a JSON text says, None if it says nothing."""
+    """Decode a JSON text; None if it is not valid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -56,7 +56,7 @@ class Iteration:
     """Fields of the closing record; empty if the iteration was cut off."""
 
     def close(self, record: dict[str, Any]) -> None:
-        """Take over the numbers of the closing record."""
+        """Apply the fields of the closing record."""
         self.end = {key: value for key, value in record.items() if type(value) is int}
         self.duration_ns = max(self.duration_ns, self.end.get("duration_wall", 0))
 
@@ -166,7 +166,7 @@ def _opened(record: Any, clock_ns: int | None = None) -> Iteration | None:
 
 
 class Attributes(dict[str, Any]):
-    """What is known about a span, and the same as the inside of a JSON object."""
+    """The attributes of a span, also as the text inside a JSON object."""
 
     def __init__(self, content: dict[str, Any], text: str) -> None:
         super().__init__(content)
@@ -185,7 +185,7 @@ class _AttributeCache(dict[tuple[str, str], Attributes | None]):
 
 
 def _repaired(part: str, clock_ns: int, attributes: _AttributeCache) -> tuple[list[Iteration], int]:
-    """Read whatever records there are; returns the number of those that are of no use."""
+    """Read all records; return the number of unusable ones."""
     records, damaged = _records(part)
     found: list[Iteration] = []
     begins: dict[str, list[int]] = defaultdict(list)
@@ -202,7 +202,7 @@ def _repaired(part: str, clock_ns: int, attributes: _AttributeCache) -> tuple[li
 
 
 def _records(text: str) -> tuple[list[Any], int]:
-    """Decode all records at once, or line by line where some are damaged."""
+    """Decode all records at once, or line by line if some are damaged."""
     text = text.strip().removeprefix("[").removesuffix("]").strip(", \r\n")
     whole = decode(f"[{text}]")
     if isinstance(whole, list):
@@ -218,7 +218,7 @@ def _add(
     begins: dict[str, list[int]],
     attributes: _AttributeCache,
 ) -> bool:
-    """Add a record to its iteration; tells whether it was of use."""
+    """Add a record to its iteration; return whether it was usable."""
     match record:
         case {"name": "iteration"}:
             iteration.close(record)

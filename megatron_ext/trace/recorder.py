@@ -1,8 +1,8 @@
-"""Records the spans of one rank into its trace file while a run trains.
+"""Records the spans of one rank into its trace file during training.
 
-Nothing is written while an iteration runs, unless it has very many spans: they are kept in a list
-of bounded length and written at the end of the iteration, with one call. On a device that computes
-beside the host, begin and end are events in the device's stream, read when all of them are over.
+The recorder collects the spans of an iteration in a list of bounded length and writes them with one
+call at its end; only iterations with very many spans write earlier. On asynchronous devices, begin
+and end are events in the device's stream, read when all of them have completed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["DeviceClock", "HostClock", "Recorder", "Sampling", "check_writable"]
 
 _LOG = logging.getLogger(__name__)
 WAIT_NS = 20_000
-"""From this time on, a receive that had to wait has a span of its own for that."""
+"""Shortest wait of a receive that gets a separate span."""
 MAX_KEPT = 20_000
 """Spans that are kept before they are written in the middle of an iteration."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -55,11 +55,11 @@ class Sampling:
 
 @contextmanager
 def check_writable(path: Path) -> Iterator[None]:
-    """Turn the errors of a file that cannot be made into the user's.
+    """Translate errors in creating a file.
 
     Raises:
         UserError: The file can never be written.
-        OSError: There is no room for it at this moment; its `filename` is the path.
+        OSError: The disk is full at present; `filename` is the path.
     """
     try:
         yield
@@ -76,7 +76,7 @@ class HostClock:
     """Moments of the host, on the clock that all processes of a host share."""
 
     def begin(self) -> int:
-        """Start an iteration; return when that was, in nanoseconds."""
+        """Start an iteration; return its begin in nanoseconds."""
         return time.monotonic_ns()
 
     def stamp(self) -> int:
@@ -89,10 +89,10 @@ class HostClock:
 
 
 class DeviceClock:
-    """Moments in the stream of a device: when what was queued before is done.
+    """Moments in the stream of a device: the completion of all work queued before.
 
     Args:
-        device: One that has timing events.
+        device: A device with timing events.
     """
 
     def __init__(self, device: Device) -> None:
@@ -126,8 +126,8 @@ class DeviceClock:
 class Recorder:
     """The trace of one rank.
 
-    The file is made at the first iteration, when the ranks of the groups are known. When there is
-    no room for more, the trace ends with a warning, and training goes on.
+    The first iteration creates the file, when the ranks of the groups are known. If the disk is
+    full, the trace ends with a warning and training continues.
     """
 
     directory: Callable[[], tuple[Path, Header]]
@@ -157,7 +157,7 @@ class Recorder:
     )
 
     def begin_iteration(self) -> None:
-        """Start the next iteration; ends the one before if nobody has."""
+        """Start the next iteration; end the previous one if it is still open."""
         self.end_iteration()
         if self._index < 0:
             self._number = self.first_iteration() - 1
@@ -199,15 +199,15 @@ class Recorder:
         about: Mapping[str, Any],
         size_bytes: int,
     ) -> None:
-        """Record a receive, and what of it was waiting if that was more than its fixed cost.
+        """Record a receive, with a separate span for its wait if that exceeds the fixed cost.
 
         Args:
-            begin: When the message was asked for.
-            end: When it was there.
-            waited_ns: How much of that the transport slept.
+            begin: Begin of the receive.
+            end: End of the receive.
+            waited_ns: Time that the transport slept meanwhile.
             source: Global rank of the sender.
-            about: Which message it is.
-            size_bytes: Of the message.
+            about: The message.
+            size_bytes: Size of the message.
         """
         arrived = begin
         if waited_ns >= WAIT_NS:
@@ -217,7 +217,7 @@ class Recorder:
         self.add("receive", arrived, {"from": source, **about, "bytes": size_bytes}, end)
 
     def connected(self, wires: Mapping[int, str]) -> None:
-        """Note what carries the messages of peers, for the next iteration that is written.
+        """Set the wires to peers, for the next iteration that is written.
 
         Args:
             wires: By global rank.
@@ -226,7 +226,7 @@ class Recorder:
 
     @contextmanager
     def span(self, name: str, **attributes: Any) -> Iterator[None]:
-        """Record what runs inside; nothing while no iteration is traced."""
+        """Record the block as a span, if an iteration is being traced."""
         if not self.active:
             yield
             return
@@ -268,7 +268,7 @@ class Recorder:
             self._file = None
 
     def _open(self) -> bool:
-        """Make the file; False if there is no room for it."""
+        """Create the file; return False if the disk is full."""
         try:
             directory, header = self.directory()
             path = directory / file_name(header.data, header.pipeline, header.tensor)
@@ -283,7 +283,7 @@ class Recorder:
         return not self._ended
 
     def _put(self, lines: Iterable[str]) -> None:
-        """Append lines to the file, or give up."""
+        """Append lines to the file; end the trace on failure."""
         assert self._file is not None
         try:
             self._file.writelines(lines)
@@ -292,7 +292,7 @@ class Recorder:
             self._give_up(Path(self._file.name), error)
 
     def _give_up(self, path: Path, error: OSError) -> None:
-        """End the trace: a full disk is no reason to end the training."""
+        """End the trace; a full disk must not end the training."""
         remedy = "this rank traces nothing more, and training goes on"
         _LOG.warning("--trace: %s", cannot_write(path, error, remedy))
         self._ended, self.active = True, False
@@ -303,7 +303,7 @@ class Recorder:
                 file.close()
 
     def _write(self, closing: Mapping[str, int]) -> None:
-        """Append what is kept; with the closing fields, the end of the iteration too."""
+        """Append the kept spans and, with closing fields, the end of the iteration."""
         kept, self._kept = self._kept, []
         begins = self.clock.resolve([begin for _, begin, _, _ in kept], self._begin_ns)
         ends = self.clock.resolve([end for _, _, end, _ in kept], self._begin_ns)

@@ -1,13 +1,13 @@
-"""The trace file of one rank: its name, its records and how they are spelled.
+"""The trace file of one rank: its name, its records and their format.
 
 The layout is that of MegatronApp's DPP, so that its tools read these files too:
 
     benchmark/data-2-pipeline-4-tensor-1-dpp-True/benchmark-data-0-pipeline-3-tensor-0.json
 
-A file is a JSON list with one record on each line. A record `run` comes first and says which rank
-this is and what it runs. Each traced iteration is a record `iteration` of phase B, the spans, and a
-record `iteration` of phase E. A span is a pair of records of phases B and E with the nanoseconds
-since the begin of the iteration as `rel_ts`; what is known about it stands in the second one.
+A file is a JSON list with one record on each line. The first record, `run`, identifies the rank and
+the run. Each traced iteration is a record `iteration` of phase B, the spans, and a record
+`iteration` of phase E. A span is a pair of records of phases B and E with the nanoseconds since the
+begin of the iteration as `rel_ts`; the second one holds its attributes.
 
     [{"name":"run","ph":"M","args":{"format":1,"rank":3,...}}
     ,{"name":"iteration","ph":"B","pad_before":81123,"iteration":7,"at_ns":5120081123}
@@ -15,8 +15,8 @@ since the begin of the iteration as `rel_ts`; what is known about it stands in t
     ,{"name":"forward","ph":"E","rel_ts":9120,"microbatch":0,"model_chunk":0,"stage":3,"pp_rank":3}
     ,{"name":"iteration","ph":"E","duration_wall":99120,"duration_cuda":0,"memory_bytes":123456}
 
-Lines are only ever appended, so that a file can be read at any time; the closing bracket is written
-at the end of the run.
+The recorder only appends lines, so a file is readable at any time; it writes the closing bracket at
+the end of the run.
 """
 
 from __future__ import annotations

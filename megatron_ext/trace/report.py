@@ -1,8 +1,8 @@
-"""Makes the page that explains a traced run: one HTML file that needs nothing else.
+"""Makes the page that explains a traced run: one self-contained HTML file.
 
 The page holds the figures of all steps and the spans of a few: the median step, the slowest one,
-and the planned one. Its size is bounded: spans too short to be seen are joined. All text from the
-traces is data (JSON without `<`), and becomes text of the page, never markup.
+and the planned one. Its size is bounded: spans too short to be visible are merged. All text from
+the traces is data (JSON without `<`) and becomes text of the page, never markup.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def page(run: Run) -> str:
         "heat": [_heat_row(run, index) for index in range(min(len(run.surveys), _MAX_RANKS))],
         "causes": _causes(total, len(run.surveys)),
         "links": _links(run),
-        "links_note": "Under way: from the begin of a send to the end of its receive, median of "
-        "the messages that were waited for.",
+        "links_note": "Under way: from the begin of a send to the end of its receive; median of "
+        "the messages that a rank waited for.",
         "slow": [
             [finding.what, f"{finding.factor:.2f}", f"{finding.threshold:g}"]
             for finding in detect(run, thresholds)[:_MAX_ROWS]
@@ -83,7 +83,7 @@ def page(run: Run) -> str:
         "settings": _settings(run),
     }
     text = json.dumps(content, separators=(",", ":"))
-    # What could end the script element, or begin a comment in it, is spelled as an escape.
+    # Escapes everything that could end the script element or begin a comment in it.
     text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     return template.replace("@DATA@", text)
@@ -131,7 +131,7 @@ def _rank(run: Run, index: int) -> _Row:
 
 
 def _heat_row(run: Run, index: int) -> list[float]:
-    """Idle shares of a rank's steps, averaged where there are more than the page has columns."""
+    """Return the idle shares of a rank's steps, averaged if there are more than page columns."""
     steps = run.surveys[index].steps
     width = -(-len(steps) // _MAX_COLUMNS) or 1
     groups = [steps[first : first + width] for first in range(0, len(steps), width)]
@@ -225,7 +225,7 @@ def _timeline(run: Run, number: int, title: str) -> _Row:
 
 
 def _row(label: str, spans: list[Span], shift_ns: int, finest_ns: int) -> _Row:
-    """Return the bars of a rank; what is shorter than `finest_ns` is joined with what follows."""
+    """Return the bars of a rank; spans shorter than `finest_ns` merge with the next one."""
     bars: list[list[Any]] = []
     for span in sorted(spans, key=lambda span: span.begin_ns):
         kind = _KINDS.get(span.name)

@@ -20,7 +20,7 @@ def open_run(directory: Path | str) -> tuple[list[TraceFile], list[str]]:
     """Return the files of a run by global rank, and what is wrong with it in words.
 
     Raises:
-        DataError: There is no such directory, or no trace in it.
+        DataError: The directory does not exist or contains no trace.
     """
     directory = Path(directory)
     found: list[TraceFile] = []
@@ -64,7 +64,7 @@ def find_files(directory: Path) -> list[Path]:
 
 
 def _missing(files: list[TraceFile]) -> list[str]:
-    """Say which ranks of the world left no file."""
+    """Return a note about ranks of the world without a file."""
     data, pipeline, tensor = max(file.header.sizes for file in files)
     there = {(h.data, h.pipeline, h.tensor) for h in (file.header for file in files)}
     count = data * pipeline * tensor - len(there)
@@ -72,7 +72,7 @@ def _missing(files: list[TraceFile]) -> list[str]:
 
 
 def _header(path: Path) -> Header | str:
-    """Read the first record, or say why it is none.
+    """Read the first record, or return what is wrong with it.
 
     A file of MegatronApp has no such record; the names of file and folder say enough.
     """
@@ -85,7 +85,7 @@ def _header(path: Path) -> Header | str:
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
     if not start.startswith(b"["):
-        return "it is no trace, it does not begin with ["
+        return "it is not a trace, it does not begin with ["
     line = start[1:].lstrip().partition(b"\n")[0]
     record = decode(line.rstrip(b",] \r").decode("utf-8", "replace"))
     match record:

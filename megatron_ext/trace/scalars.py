@@ -1,9 +1,9 @@
 """Bubble, traffic and order of the steps since the last log line, for TensorBoard and W&B.
 
-Every rank counts anyway what its steps did; at each log line the counts of all ranks are summed, by
-one reduction of a few numbers. That is an additional collective, so only runs that ask for it have
-it: with `--trace`, or with a writer. Only for schedules of this package: of Megatron's own, nobody
-knows what is waiting and what is work.
+Every rank counts the work of its steps anyway; at each log line one reduction of a few numbers sums
+the counts of all ranks. That is an additional collective, so only runs with `--trace` or a writer
+have it. It covers schedules of this package only: under Megatron's own, waiting cannot be told from
+work.
 """
 
 from __future__ import annotations
@@ -59,22 +59,22 @@ class Scalars:
 
 
 def are_asked_for(settings: Mapping[str, Any]) -> bool:
-    """Tell whether anybody gets the scalars.
+    """Return whether the scalars have a destination.
 
     Args:
-        settings: Of Megatron, by name; those of writers are the same on all ranks.
+        settings: Megatron's settings by name; those of writers are the same on all ranks.
     """
     traces = active.required().config.tracing is not None
     return traces or any(settings.get(name) for name in _WRITERS)
 
 
 def report(iteration: int, writer: Any, wandb: Any) -> None:
-    """Write the scalars, and a line where this rank logs to a terminal. Collective over all ranks.
+    """Write the scalars, and a line if this rank logs to a terminal. Collective over all ranks.
 
     Args:
-        iteration: That the log line is about.
-        writer: TensorBoard's, on the rank that has one.
-        wandb: The run of W&B, on the rank that has one.
+        iteration: Iteration of the log line.
+        writer: TensorBoard's writer, on the rank that has one.
+        wandb: The W&B run, on the rank that has one.
     """
     import torch.distributed as dist
 
@@ -93,7 +93,7 @@ def report(iteration: int, writer: Any, wandb: Any) -> None:
 
 
 def since_last() -> Scalars | None:
-    """Sum the counts of all ranks since the last call; None if no step was run."""
+    """Sum the counts of all ranks since the last call; None if no step ran."""
     import torch
     import torch.distributed as dist
 

@@ -1,7 +1,7 @@
-"""The observation of this process: its recorder and its watchdog, if there are any.
+"""The observation of this process: its recorder and its watchdog, if enabled.
 
-`start` is called when the arguments are known. As long as nobody observes, `current` is None and
-nothing of this package takes part in training.
+Call `start` when the arguments are known. Without observation `current` is None, and this package
+takes no part in training.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Run", "Session", "close", "current", "is_observing", "is_tracing", "
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a trace says about the run that it is of."""
+    """The description of a run in its trace."""
 
     schedule: Schedule | None = None
     """The table of a full batch; None: there is no pipeline, or no table of it."""
@@ -75,7 +75,7 @@ class Session:
             self.recorder.end_iteration()
 
     def run(self, what: str, collective: str, call: Callable[[], Any]) -> Any:
-        """Run something that all ranks of some groups take part in, as a span of this name."""
+        """Run a collective operation as a span of this name."""
         self.activity.now(f"is in {collective}", collective=collective)
         if self.recorder is None:
             return call()
@@ -104,10 +104,10 @@ class _Observation:
 
 
 def start(run: Run) -> None:
-    """Observe this process as the configuration in force says; what observed it before ends.
+    """Observe this process as the active configuration says; end any earlier observation.
 
     Args:
-        run: What a trace is of.
+        run: Description of the run, for its trace.
     """
     close()
     configuration = active.required()
@@ -130,12 +130,12 @@ def current() -> Session | None:
 
 
 def is_observing() -> bool:
-    """Tell whether anybody observes this process."""
+    """Return whether this process is observed."""
     return current() is not None
 
 
 def is_tracing() -> bool:
-    """Tell whether an iteration is being recorded at this moment."""
+    """Return whether an iteration is being recorded."""
     found = current()
     return found is not None and found.recorder is not None and found.recorder.active
 
@@ -163,7 +163,7 @@ def _recorder(run: Run, sampling: Sampling) -> Recorder:
 
 
 def _identity(run: Run) -> tuple[Path, Header]:
-    """Return the folder of the run and who this rank is; Megatron's groups are there by now."""
+    """Return the folder of the run and the identity of this rank; needs Megatron's groups."""
     import torch.distributed as dist
     from megatron.core import parallel_state as groups
 
@@ -207,7 +207,7 @@ def _identity(run: Run) -> tuple[Path, Header]:
 
 
 def _write_schedule(table: Schedule | None, directory: Path) -> None:
-    """Leave the table of the run beside the traces, Megatron's own where that is what runs."""
+    """Write the table of the run beside the traces; that of Megatron's own schedule if it runs."""
     from megatron_ext.schedules.representation import json_io
     from megatron_ext.trace.measured_costs import SCHEDULE_FILE
 
@@ -220,7 +220,7 @@ def _write_schedule(table: Schedule | None, directory: Path) -> None:
 
 
 def _boot() -> str:
-    """Return what distinguishes the clock of this host, since it was booted, from all others."""
+    """Return the identity of this host's clock since its boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Tells the recorder and the watchdog of this process what executor and transport do."""
+"""Reports the actions of executor and transport to this process's recorder and watchdog."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["observed_transport", "observers"]
 
 
 def observers(compute: StageCompute) -> list[Observer]:
-    """Return who listens to the actions of a training step: the session of this process, if any."""
+    """Return the observers of a training step's actions: the session of this process, if any."""
     found = session.current()
     return [] if found is None else [_ActionObserver(found, compute)]
 
 
 def observed_transport(transport: Transport) -> Transport:
-    """Return a transport whose messages the session of this process hears of, if there is one."""
+    """Return a transport that reports its messages to the session of this process, if any."""
     found = session.current()
     if found is None:
         return transport
@@ -40,7 +40,7 @@ def observed_transport(transport: Transport) -> Transport:
 
 
 class _ActionObserver(Observer):
-    """Notes the actions of one step."""
+    """Observes the actions of one step."""
 
     def __init__(self, observing: session.Session, compute: StageCompute) -> None:
         self._activity = observing.activity
@@ -52,13 +52,13 @@ class _ActionObserver(Observer):
         self._began: Any = None
 
     def begin_action(self, action: Action) -> None:
-        """Note what runs from now on."""
+        """Report the action that begins."""
         self._activity.now(f"runs {action}")
         recorder = self._recorder
         self._began = recorder.stamp() if recorder is not None and recorder.active else None
 
     def end_action(self, position: int, action: Action) -> None:
-        """Record the span of an action, and what the first forward of a stage keeps."""
+        """Record the span of an action, and the activations of a stage's first forward."""
         recorder = self._recorder
         if recorder is None or self._began is None:
             return
@@ -81,21 +81,21 @@ class _ActionObserver(Observer):
 
 
 class _MessageObserver(TransportObserver):
-    """Notes the messages of one transport, in and between steps."""
+    """Observes the messages of one transport, in and between steps."""
 
     def __init__(self, observing: session.Session) -> None:
         self._activity = observing.activity
         self._recorder = observing.recorder
         self._outstanding: dict[Message, int] = {}
-        """By message: who sends what has not arrived yet."""
+        """By outstanding message: its sender."""
         self._began: Any = None
 
     def begin_messages(self, expected: Sequence[Expected]) -> None:
-        """Note what will arrive."""
+        """Register the expected messages."""
         self._outstanding = {item.message: item.source for item in expected}
 
     def begin_send(self, message: Message, target: int) -> None:
-        """Note that the rank may wait for room."""
+        """Report that the rank may wait for room."""
         self._begin(f"sends {made_by(message)} to rank {target}", [(target, "room")])
 
     def end_send(self, message: Message, target: int, num_bytes: int) -> None:
@@ -121,7 +121,7 @@ class _MessageObserver(TransportObserver):
         self._activity.now("goes on")
 
     def begin_wait(self, what: WaitsFor) -> None:
-        """Note what would end the wait."""
+        """Report the events that would end the wait."""
         if what == "slot":
             self._begin("waits until what it sent is taken")
             return

@@ -19,7 +19,7 @@ _MAX_LINES = 16
 
 @dataclass(frozen=True)
 class Figures:
-    """What the steps of one or more ranks have in common; times in nanoseconds."""
+    """Summary of the steps of one or more ranks; times in nanoseconds."""
 
     step_ns: float
     """Median time of an iteration."""
@@ -43,7 +43,7 @@ class Figures:
 
 
 def figures(surveys: Iterable[RankSurvey]) -> Figures:
-    """Sum up the steps of some ranks, without the first step of each, which warms up."""
+    """Summarise the steps of some ranks, without each rank's first step, which warms up."""
     steps = [step for survey in surveys for step in survey.complete_steps]
     if not steps:
         return Figures(0, 0, 0, {}, 0, 0, 0, 0)

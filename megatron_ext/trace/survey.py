@@ -1,7 +1,7 @@
-"""What one pass over the trace of a rank finds out: times by cause, costs, links, message stamps.
+"""The survey of one rank's trace: times by cause, costs, links and message stamps, in one pass.
 
-A survey has a bounded size whatever the trace is, so that the surveys of all ranks fit in memory
-and can be made by several processes.
+The size of a survey is bounded, so the surveys of all ranks fit in memory, and several processes
+can make them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Link", "MessageKey", "RankSurvey", "Sample", "Step", "survey"]
 
 MAX_STEPS = 20_000
-"""Iterations that a survey keeps one by one; further ones are left out of it."""
+"""Number of iterations that a survey keeps separately; it ignores further ones."""
 _MAX_SAMPLED_ITERATIONS = 16
 _MAX_STAMPS = 20_000
 
@@ -108,7 +108,7 @@ class Link:
 
 @dataclass
 class RankSurvey:
-    """Everything that is to be known about one rank."""
+    """The survey of one rank."""
 
     path: Path
     header: Header
@@ -133,7 +133,7 @@ class RankSurvey:
 
     @property
     def complete_steps(self) -> list[Step]:
-        """The steps but for the first, which warms up, if there are more."""
+        """All steps except the first, which warms up; if there is only one, that step."""
         return self.steps[1:] or self.steps
 
 

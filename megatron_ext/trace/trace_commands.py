@@ -1,4 +1,4 @@
-"""The subcommands `aggregate` and `report`, and `plan --from-trace`; nothing heavy is imported."""
+"""The subcommands `aggregate` and `report`, and `plan --from-trace`, with light imports only."""
 
 # ruff: noqa: T201 - commands report on stdout and stderr
 
@@ -26,7 +26,7 @@ def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
-    """Let the subcommand `plan`, which is there already, take measured costs."""
+    """Add the flags for measured costs to the existing subcommand `plan`."""
     parser = subparsers.choices["plan"]
     parser.add_argument(
         "--from-trace",
@@ -39,7 +39,7 @@ def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         "--memory-gb",
         type=_gigabytes,
         metavar="G",
-        help="with --from-trace: leave out what needs more memory on a rank, in GiB",
+        help="with --from-trace: leave out schedules that need more memory on a rank, in GiB",
     )
     parser.set_defaults(run=_run_plan, run_simulated=parser.get_default("run"))
 
@@ -69,8 +69,8 @@ def _add_aggregate(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
 
     parser = subparsers.add_parser(
         "aggregate",
-        help="make one Chrome trace of the traces of all ranks",
-        description="Puts the traces of a run together, with a row for each rank and arrows from "
+        help="merge the traces of all ranks into one Chrome trace",
+        description="Merges the traces of a run, with a row for each rank and arrows from "
         "sends to receives, for ui.perfetto.dev or chrome://tracing.",
     )
     parser.add_argument(
@@ -86,7 +86,7 @@ def _add_aggregate(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="where to (default: NAME-aggregated.json in the folder of the run)",
+        help="output file (default: NAME-aggregated.json in the folder of the run)",
     )
     parser.add_argument(
         "--detect", action="store_true", help="also name slow ranks and links; exit code 1 if any"
@@ -122,7 +122,7 @@ def _add_report(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="where to (default: report.html in the folder of the run)",
+        help="output file (default: report.html in the folder of the run)",
     )
     parser.set_defaults(run=_run_report)
 
@@ -131,14 +131,14 @@ def _gigabytes(text: str) -> float:
     with suppress(ValueError):
         if 0 < float(text) < float("inf"):
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number above 0")
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a number above 0")
 
 
 def _factor(text: str) -> float:
     with suppress(ValueError):
         if 1 < float(text) < float("inf"):
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number above 1")
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a number above 1")
 
 
 def _run_aggregate(args: argparse.Namespace) -> int:

@@ -1,10 +1,10 @@
 """Ends a job that hangs, with the name of the rank that holds it up.
 
-A thread of each rank looks whether the training thread goes on. Where it does not for long enough,
-the rank raises an alarm in the store through which the job found together; all ranks then say
-there what they do, and the first to have raised it follows who waits for whom (`hang.py`), prints
-that once, and leaves the verdict to the others. Each rank ends with it: as an error in its
-training thread if that can still be reached, else by ending the process.
+A thread of each rank checks whether the training thread makes progress. If it does not for the
+time-out, the rank raises an alarm in the job's store. All ranks then publish their state there; the
+first that raised the alarm follows the waits (`hang.py`), prints the result once, and publishes the
+verdict. Each rank ends with it: by an error in its training thread if that still responds, else by
+ending the process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Watchdog"]
 _LOG = logging.getLogger(__name__)
 _PREFIX = "megatron_ext/hang"
 _ANSWER_S = 5.0
-"""How long ranks have to say what they do, and how long an error has to end a process."""
+"""Time for ranks to publish their state, and time for an error to end a process."""
 _SIGNAL = signal.SIGRTMIN + 7
 """Wakes the training thread out of a system call; nothing else uses it."""
 
@@ -50,9 +50,9 @@ class Watchdog:
     _old_handler: Any = field(default=None, init=False)
 
     def start(self) -> None:
-        """Begin to watch the calling thread; nothing if it is watched already.
+        """Start to watch the calling thread; do nothing if it is watched already.
 
-        The process groups must be there. Must be called from the main thread.
+        Call it from the main thread, after the process groups exist.
         """
         if self._thread is not None:
             return
@@ -66,7 +66,7 @@ class Watchdog:
         job = disaggregation.current()
         if job is not None:  # torch.distributed knows the ranks of one role
             default, rank, num_ranks = shared_store(), job.rank, job.ranks.num_ranks
-        store = default.clone()  # a connection of its own: the other may be waiting
+        store = default.clone()  # a separate connection: the other may be blocked
         store.set_timeout(timedelta(seconds=_ANSWER_S))
         self._training = threading.get_ident()
         self._old_handler = signal.signal(_SIGNAL, self._raise)
@@ -89,7 +89,7 @@ class Watchdog:
             signal.signal(_SIGNAL, self._old_handler or signal.SIG_DFL)
 
     def _watch(self, store: Any, rank: int, num_ranks: int) -> None:
-        """Look at the training thread from time to time, and at the alarm of the others."""
+        """Check the training thread periodically, and the alarm of the others."""
         period_s = min(5.0, self.timeout_s / 4)
         seen, since_s = -1, time.monotonic()
         while not self._stop.wait(period_s):
@@ -102,7 +102,7 @@ class Watchdog:
                 elif not store.check([f"{_PREFIX}/alarm"]):
                     continue
                 self._verdict = self._ask(store, rank, num_ranks)
-            except RuntimeError as error:  # the store's, whose process may be the one that is gone
+            except RuntimeError as error:  # from the store, whose process may have died
                 if not stuck:
                     continue
                 state = self._state(rank)
@@ -113,7 +113,7 @@ class Watchdog:
             return
 
     def _ask(self, store: Any, rank: int, num_ranks: int) -> Verdict:
-        """Say what this rank does, hear what the others do, and agree on why nothing goes on."""
+        """Publish the state of this rank, collect the others', and agree on the cause."""
         mine = self._state(rank)
         _LOG.error("%s", mine)
         store.set(f"{_PREFIX}/state/{rank}", mine.dumps())
@@ -150,7 +150,7 @@ class Watchdog:
         )
 
     def _raise(self, _number: int, _frame: FrameType | None) -> None:
-        """Run in the training thread, as soon as that runs Python again."""
+        """Runs in the training thread as soon as that executes Python again."""
         if self._verdict is not None:
             raise HangError(self._verdict.message)
 
@@ -166,7 +166,7 @@ class Watchdog:
 
 
 def _place(frame: FrameType) -> str:
-    """Return the innermost line that is neither torch's nor of this package's trace."""
+    """Return the innermost line outside torch and this package's `trace`."""
     found: FrameType | None = frame
     while found is not None:
         name = found.f_code.co_filename
