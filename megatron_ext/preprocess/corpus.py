@@ -1,4 +1,4 @@
-"""Reading text corpora: which documents are in a file, in batches small enough to hand to workers.
+"""Reads text corpora: the documents of a file, in batches small enough to send to workers.
 
 A corpus file is one of
 
@@ -54,16 +54,16 @@ class Batch:
 
 
 def kind_of(path: Path) -> Kind:
-    """What a file holds, by its name.
+    """Return the kind of a file by its name.
 
     Raises:
-        DataError: If the name ends in none of the supported suffixes.
+        DataError: The name has no supported suffix.
     """
     inner = path.with_suffix("") if path.suffix == ".gz" else path
     kind = _KINDS.get(inner.suffix)
     if kind is None:
         raise DataError(
-            f"{path}: unknown kind of input; its name has to end in "
+            f"{path}: unknown kind of input; its name must end in "
             f"{', '.join(_KINDS)}, or one of these followed by .gz"
         )
     return kind
@@ -76,12 +76,12 @@ def check_inputs(paths: Sequence[Path]) -> int:
         The size of all files together, in bytes, as stored.
 
     Raises:
-        DataError: If a file is missing, is not a regular file or is of unknown kind.
+        DataError: A file is missing, is not a regular file or is of unknown kind.
     """
     total_bytes = 0
     for path in paths:
         if not path.exists():
-            raise DataError(f"{path}: no such file; --input takes the files of the corpus")
+            raise DataError(f"{path}: no such file; give the files of the corpus with --input")
         if not path.is_file():
             raise DataError(f"{path}: not a regular file; name the files themselves ({path}/*)")
         kind_of(path)
@@ -98,16 +98,16 @@ def read_batches(
 ) -> Iterator[Batch]:
     """Yields the documents of all files, in order, in batches of about `batch_bytes`.
 
-    Only one batch is held at a time: memory is bounded by `batch_bytes` plus the longest document.
+    It holds one batch, so memory is bounded by `batch_bytes` plus the longest document.
 
     Args:
         paths: Files that passed `check_inputs`.
         txt_documents: What one document is in a `.txt` file.
         batch_bytes: A batch is closed as soon as it holds this many bytes.
-        on_read: Told, before each batch, how many bytes (as stored) were read since last time.
+        on_read: Called before each batch with the bytes (as stored) read since the last call.
 
     Raises:
-        DataError: If a file cannot be read or decompressed.
+        DataError: A file cannot be read or decompressed.
     """
     for path in paths:
         kind = kind_of(path)

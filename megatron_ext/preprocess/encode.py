@@ -1,9 +1,9 @@
-"""Turning batches of documents into token ids, in this process or in worker processes.
+"""Encodes batches of documents as token ids, in this process or in worker processes.
 
-Workers come from a fork server that has imported megatron.core once, so that each costs
-milliseconds and none is forked from a process with threads. At most two batches for each worker are
-in flight, and results are taken in the order of the input: memory is bounded and the output does
-not depend on the number of workers.
+A fork server that has imported megatron.core once starts the workers, so each costs milliseconds
+and none is forked from a process with threads. At most two batches per worker are in flight, and
+results keep the order of the input: memory is bounded, and the output does not depend on the number
+of workers.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _BATCHES_IN_FLIGHT_PER_WORKER = 2
 
 @dataclass(frozen=True)
 class EncoderOptions:
-    """What an encoder does with a document.
+    """Options of an encoder.
 
     Args:
         tokenizer: The tokenizer's flags, see `tokenizer.add_tokenizer_arguments`.
-        json_keys: Which values of a JSON document are encoded. Plain text counts as the first.
+        json_keys: Values of a JSON document to encode. Plain text counts as the first.
         append_eod: Whether the end-of-document token ends each document that is not empty.
         split_sentences: Whether text is split into sentences.
     """
@@ -62,10 +62,10 @@ class Encoder:
     """Encodes documents with one tokenizer.
 
     Args:
-        options: What to do with each document.
+        options: How to encode each document.
 
     Raises:
-        DataError: If the tokenizer cannot be built, or lacks the end-of-document token asked for.
+        DataError: The tokenizer cannot be built, or lacks the requested end-of-document token.
     """
 
     def __init__(self, options: EncoderOptions) -> None:
@@ -78,8 +78,8 @@ class Encoder:
         """Encodes every document of `batch`.
 
         Raises:
-            DataError: If a document is not valid UTF-8 or JSON, lacks a key, or cannot be
-                tokenized; names the file and the line.
+            DataError: A document is not valid UTF-8 or JSON, lacks a key, or cannot be tokenized;
+                the message names file and line.
         """
         return [self._encode_document(batch, line, raw) for line, raw in batch.documents]
 
@@ -89,8 +89,8 @@ class Encoder:
             return {key: self._encode_value(value) for key, value in values.items()}
         except json.JSONDecodeError as error:
             problem = (
-                f"not valid JSON ({error.msg} at column {error.colno}); each line has to be one "
-                f"whole JSON object"
+                f"not valid JSON ({error.msg} at column {error.colno}); each line must be one "
+                f"complete JSON object"
             )
             raise DataError(f"{batch.source}:{line}: {problem}") from error
         except UnicodeDecodeError as error:
@@ -131,8 +131,8 @@ def encode_batches(
     """Encodes batches in order, with `num_workers` processes (1: in this one).
 
     Raises:
-        DataError: As `Encoder.encode`; nothing further is encoded.
-        LaunchError: If a worker process dies.
+        DataError: As `Encoder.encode`; encoding stops.
+        LaunchError: A worker process died.
     """
     if num_workers == 1:
         yield from map(encoder.encode, batches)
@@ -154,8 +154,8 @@ def encode_batches(
             yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise LaunchError(
-            f"one of the {num_workers} preprocessing workers ended before its time (out of "
-            f"memory?); retry with fewer --workers"
+            f"one of the {num_workers} preprocessing workers exited early (out of memory?); "
+            f"retry with fewer --workers"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -243,7 +243,7 @@ def _check_range(ids: Sequence[int], dtype: type[np.number[Any]]) -> None:
     limit = np.iinfo(dtype).max  # type: ignore[type-var]
     if ids and (min(ids) < 0 or max(ids) > limit):
         raise DataError(
-            f"token ids reach from {min(ids)} to {max(ids)}, the vocabulary allows 0 to {limit}; "
+            f"token ids range from {min(ids)} to {max(ids)}, the vocabulary allows 0 to {limit}; "
             f"check --vocab-size"
         )
 

@@ -1,7 +1,7 @@
-"""Tokenizers of GPT-2 and BERT from vocabulary files of this machine, without any network.
+"""Tokenizers of GPT-2 and BERT from local vocabulary files, without network access.
 
-megatron.core's builder asks huggingface.co for these types whatever files it is given, and takes
-the merges from there. Here the files make a folder that Hugging Face's library loads.
+For these types megatron.core's builder always contacts huggingface.co, and downloads the merges
+even if it gets files. This module arranges the files as a folder that Hugging Face's library loads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOCAL_TYPES = {
         tuple(f"<extra_id_{index}>" for index in range(100)),
     ),
 }
-"""Types whose vocabulary can be given as files."""
+"""Tokenizer types that accept vocabulary files."""
 
 
 def check_local(args: argparse.Namespace) -> None:
@@ -49,7 +49,7 @@ def check_local(args: argparse.Namespace) -> None:
     if kind is None:
         if args.legacy_tokenizer:
             raise DataError(
-                f"--legacy-tokenizer is for {', '.join(LOCAL_TYPES)}, and the type is "
+                f"--legacy-tokenizer is for {', '.join(LOCAL_TYPES)}, but the type is "
                 f"{args.tokenizer_type}; leave it out"
             )
         return
@@ -61,7 +61,7 @@ def check_local(args: argparse.Namespace) -> None:
 
 
 def build_local(args: argparse.Namespace) -> Any | None:
-    """Build the tokenizer of a vocabulary that is given as files; None if it is not.
+    """Build the tokenizer from given vocabulary files; None if there are none.
 
     Args:
         args: Namespace with upstream's tokenizer flags; `--legacy-tokenizer` adds the special
@@ -89,7 +89,7 @@ def build_local(args: argparse.Namespace) -> Any | None:
 
 
 def _lay_out(args: argparse.Namespace, kind: _Kind, folder: Path) -> None:
-    """Lay out the files as those of a model are."""
+    """Arrange the files like those of a model."""
     for name, target in kind.files.items():
         (folder / target).symlink_to(Path(getattr(args, name)).resolve())
     length = 1024 if kind.model_type == "gpt2" else 512

@@ -1,4 +1,4 @@
-"""Writing Megatron's indexed datasets so that they appear whole or not at all."""
+"""Writes Megatron's indexed datasets atomically: complete or not at all."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def output_paths(prefix: str, keys: Sequence[str], level: str) -> dict[str, tupl
 class DatasetWriter:
     """Writes one indexed dataset for each key, through megatron.core's builder.
 
-    A context manager. Data goes to temporary files beside the final ones; a normal exit renames
-    them into place, any exception removes them. The index goes last and an index that is replaced
-    goes first, so a reader never finds an index that does not belong to its data.
+    A context manager. It writes temporary files beside the final ones; a normal exit renames them
+    into place, any exception removes them. It places the new index last and removes an old index
+    first, so a reader never finds an index that does not match its data.
 
     Args:
         paths: Final files, see `output_paths`.
-        dtype: Type of the token ids on disk.
+        dtype: dtype of the token ids on disk.
         overwrite: Whether existing files may be replaced.
 
     Raises:
-        DataError: On entry, if a file exists and may not be replaced, or the directory is missing
-            or cannot be written to.
+        DataError: On entry: a file exists and may not be replaced, or the directory is missing or
+            not writable.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ def check_outputs(paths: dict[str, tuple[Path, Path]], *, overwrite: bool) -> No
                 f"(mkdir -p {path.parent})"
             )
         if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise DataError(f"--output-prefix: directory {path.parent} is not writable")
-        if path.exists() and not (files.is_replaceable(path) and os.access(path, os.W_OK)):
             raise DataError(
-                f"{path} is no file that this user can replace; give another --output-prefix"
+                f"--output-prefix: directory {path.parent} is not writable; give another prefix"
             )
+        if path.exists() and not (files.is_replaceable(path) and os.access(path, os.W_OK)):
+            raise DataError(f"{path} cannot be replaced by this user; give another --output-prefix")
         if path.exists() and not overwrite:
             raise DataError(f"{path} exists; give --overwrite to replace it, or another prefix")

@@ -1,4 +1,4 @@
-"""What the fork server imports once, so that no worker has to."""
+"""The modules that the fork server imports once for all workers."""
 
 import warnings
 

@@ -57,7 +57,7 @@ def add_subcommand(subparsers: argparse._SubParsersAction[argparse.ArgumentParse
         "--txt-documents",
         choices=("file", "paragraph"),
         default="file",
-        help="what one document is in a .txt file: all of it (default), or what stands between "
+        help="one document of a .txt file: the whole file (default), or each block between "
         "blank lines",
     )
     group.add_argument(
@@ -75,8 +75,8 @@ def add_subcommand(subparsers: argparse._SubParsersAction[argparse.ArgumentParse
     group.add_argument(
         "--split-sentences",
         action="store_true",
-        help="store every sentence by itself, as BERT needs it (rules for English; JSON values may "
-        "also be lists of sentences)",
+        help="store every sentence separately, as BERT needs it (rules for English; JSON values "
+        "may also be lists of sentences)",
     )
     group.add_argument(
         "--workers",
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         The exit code: 0, or 130 after Ctrl-C (128 + SIGTERM after a termination request).
 
     Raises:
-        DataError: If an input, the output or the tokenizer is not usable; nothing is left behind.
+        DataError: An input, the output or the tokenizer is unusable; no partial output remains.
     """
     start_s = time.monotonic()
     total_bytes = check_inputs(args.input)
@@ -155,7 +155,7 @@ def _preprocess(
             )
         if progress.tokens == 0:
             raise DataError(
-                f"{', '.join(map(str, args.input))}: no text found, so there is nothing to write"
+                f"{', '.join(map(str, args.input))}: no text found; give files with text"
             )
     _print_summary(paths, progress, encoder, num_empty, time.monotonic() - start_s)
 
@@ -183,13 +183,13 @@ def _check_keys(keys: list[str], inputs: list[Path]) -> None:
         raise DataError(f"{named}: a key becomes part of a file name; rename it in the input")
     texts = [path for path in inputs if kind_of(path) == "text"]
     if len(keys) > 1 and texts:
-        raise DataError(f"{named}: {texts[0]} has no keys; encode .txt files in a run of their own")
+        raise DataError(f"{named}: {texts[0]} has no keys; encode .txt files in a separate run")
 
 
 def _num_workers(requested: int | None, total_bytes: int) -> int:
     if requested is not None:
         if requested < 1:
-            raise DataError(f"--workers {requested}: at least 1 is needed, which is this process")
+            raise DataError(f"--workers {requested} must be at least 1; 1 is this process")
         return requested
     num_cores = len(os.sched_getaffinity(0))
     return max(1, min(num_cores, total_bytes // _MIN_BYTES_PER_WORKER))

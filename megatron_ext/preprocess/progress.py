@@ -1,4 +1,4 @@
-"""Telling how far preprocessing is: a bar on a terminal, a line every few seconds elsewhere."""
+"""Reports the progress of preprocessing: a bar on a terminal, else a line every few seconds."""
 
 # ruff: noqa: T201 - a command reports on stderr
 

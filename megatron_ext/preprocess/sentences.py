@@ -1,6 +1,6 @@
-"""Splitting English text into sentences by rule, for BERT's sentence-pair objective.
+"""Splits English text into sentences by rule, for BERT's sentence-pair objective.
 
-Upstream uses NLTK with a model that has to be downloaded. This splitter needs nothing: a sentence
+Upstream uses NLTK with a model to download. This splitter has no dependencies: a sentence
 ends at `.`, `!` or `?` (and closing quotes or brackets) when white space and something that looks
 like the start of a sentence follow, unless the word before the dot is a known abbreviation or a
 single initial; a blank line always ends one. For other languages, or for a better splitter, give
@@ -26,8 +26,8 @@ def split_sentences(text: str) -> list[str]:
     """Splits `text` into its sentences.
 
     Returns:
-        The sentences in order, without surrounding white space; none of them empty. Joined, they
-        hold every character of `text` that is not white space.
+        The non-empty sentences in order, without surrounding white space. Joined, they hold every
+        character of `text` except white space.
     """
     sentences: list[str] = []
     start = 0

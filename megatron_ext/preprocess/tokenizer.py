@@ -1,6 +1,6 @@
 """Tokenizers by upstream's names and flags, built by megatron.core's own builder.
 
-`ByteLevelTokenizer` is the one addition: megatron.core has the class, but its builder has no name
+`ByteLevelTokenizer` is the only addition: megatron.core has the class, but its builder has no name
 for it. Every UTF-8 byte is a token, so it needs no file and no download; id 0 ends a document.
 """
 
@@ -70,12 +70,12 @@ def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--legacy-tokenizer",
         action="store_true",
-        help="special tokens as upstream's legacy GPT-2 and BERT tokenizers have them",
+        help="add the special tokens of upstream's legacy GPT-2 and BERT tokenizers",
     )
 
 
 def build_tokenizer(args: argparse.Namespace) -> Any:
-    """Builds the tokenizer that the flags describe.
+    """Builds the tokenizer of the flags.
 
     Args:
         args: Namespace with the flags of `add_tokenizer_arguments`.
@@ -84,8 +84,7 @@ def build_tokenizer(args: argparse.Namespace) -> Any:
         A megatron.core tokenizer: `tokenize(text)`, `detokenize(ids)`, `vocab_size`, `eod`.
 
     Raises:
-        DataError: If a file is missing, a flag that the type needs was left out, or the tokenizer
-            library refuses.
+        DataError: A file or a required flag is missing, or the tokenizer library fails.
     """
     _check(args)
     try:
@@ -153,5 +152,5 @@ def _build(args: argparse.Namespace) -> Any:
 
 
 def build_named(args: argparse.Namespace) -> Any:
-    """Build a tokenizer of one of upstream's types, from local files alone where they are given."""
+    """Build a tokenizer of one of upstream's types, from local files only if they are given."""
     return build_local(args) or signatures.build_tokenizer(args)

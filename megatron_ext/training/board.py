@@ -1,4 +1,4 @@
-"""TensorBoard's files. A disk that fills up costs the scalars and not the training."""
+"""TensorBoard's files. A full disk ends the scalars, not the training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["make_writer"]
 logger = logging.getLogger(__name__)
 
 _FIRST_BYTES = 4096
-"""Room that a folder must have for a new file of events."""
+"""Free space that a folder needs for a new event file."""
 
 
 def make_writer(args: Namespace) -> SummaryWriter | None:
@@ -52,14 +52,14 @@ def make_writer(args: Namespace) -> SummaryWriter | None:
 
 
 def _try_out(folder: Path) -> None:
-    """Write a file that vanishes."""
+    """Write a temporary file."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(_FIRST_BYTES))
 
 
 class _UntilFull:
-    """Writes TensorBoard's records until that fails; then warns once, and drops the others."""
+    """Writes TensorBoard's records until a write fails; then warns once and drops the rest."""
 
     def __init__(self, records: Any, folder: Path) -> None:
         self._records = records
@@ -85,5 +85,5 @@ class _UntilFull:
             getattr(self._records, method)(*data)
         except OSError as error:
             self._failed = True
-            remedy = "training goes on without scalars; make room, or give another"
+            remedy = "training continues without scalars; make room, or give another"
             logger.warning("--tensorboard-dir %s", cannot_write(self._folder, error, remedy))

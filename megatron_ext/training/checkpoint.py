@@ -1,4 +1,4 @@
-"""Checkpoints that upstream's script loads, and loading those that it wrote.
+"""Saves and loads checkpoints in upstream's format.
 
 Format `torch_dist` with upstream's directory layout and state-dict keys (`megatron/training/
 checkpointing.py`). Weights load under any parallel sizes, and so does optimizer state; that of the
@@ -75,7 +75,7 @@ _MODEL_ARGUMENTS = """
     swiglu normalization add_bias_linear position_embedding_type multi_latent_attention num_experts
     moe_ffn_hidden_size mtp_num_layers untie_embeddings_and_output_weights
 """.split()  # noqa: SIM905
-# What decides how gradient buffers, and optimizer state along them, are cut.
+# Arguments that determine how gradient buffers, and optimizer state along them, are sharded.
 _STAGE_ARGUMENTS = """
     tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
     pipeline_model_parallel_layout
@@ -85,17 +85,17 @@ _COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_
 
 
 def check_save_directory(path: str) -> None:
-    """Check that checkpoints can be written below `path`, without making anything.
+    """Check that checkpoints can be written below `path`, without creating anything.
 
-    Every rank asks at the same time, so trying it out would be a race.
+    All ranks check at the same time, so a trial write would be a race.
 
     Raises:
-        DataError: It cannot be made or written.
+        DataError: The directory cannot be created or written.
     """
     target = Path(path).absolute()
     nearest = next(one for one in (target, *target.parents) if one.exists())
     if not nearest.is_dir():
-        raise DataError(f"--save {path} cannot be made: {nearest} is no directory; give another")
+        raise DataError(f"--save {path} cannot be made: {nearest} is not a directory; give another")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise DataError(f"--save {path} cannot be written by this user; give another")
 
@@ -110,7 +110,7 @@ def save_checkpoint(
     """Write `args.save/iter_NNNNNNN`, then point the tracker file at it. Collective.
 
     Raises:
-        DataError: It cannot be written; the tracker file still points at the one before.
+        DataError: It cannot be written; the tracker file still points at the previous checkpoint.
     """
     root = Path(args.save)
     target = root / f"iter_{iteration:07d}"
@@ -150,7 +150,7 @@ def _writing(target: Path) -> Iterator[None]:
 
     When a rank cannot write its part, all ranks raise, and the first knows why.
     """
-    remedy = "make room, or give another --save; the checkpoint before is as it was"
+    remedy = "make room, or give another --save; the previous checkpoint is intact"
     try:
         yield
     except OSError as error:
@@ -171,14 +171,14 @@ def load_checkpoint(
 ) -> int:
     """Load the latest checkpoint below `args.load`. Collective.
 
-    Sets the consumed samples of `args`. With `--finetune` only weights are taken over.
+    Sets the consumed samples of `args`. With `--finetune` it loads only the weights.
 
     Returns:
-        The iteration to go on from: 0 if there is no checkpoint yet, or with `--finetune`.
+        The iteration to continue from: 0 without a checkpoint, or with `--finetune`.
 
     Raises:
-        DataError: The checkpoint is missing (where it was required), unreadable, of another model,
-            or has optimizer state that these parallel sizes cannot take.
+        DataError: The checkpoint is missing (if required), unreadable, of another model, or has
+            optimizer state that does not fit these parallel sizes.
     """
     with agreed():
         source = _latest(args)
@@ -219,13 +219,13 @@ def load_checkpoint(
 
 @contextmanager
 def _same_plan(source: Path) -> Iterator[None]:
-    """Turn megatron.core's refusal of another plan of learning rates into the user's error."""
+    """Translate megatron.core's refusal of another learning-rate schedule."""
     try:
         yield
     except AssertionError as error:
         raise DataError(
-            f"{source}: {reason_of(error)}; give --override-opt-param-scheduler to take the flags, "
-            "or --use-checkpoint-opt-param-scheduler to take what it was saved with"
+            f"{source}: {reason_of(error)}; give --override-opt-param-scheduler to use the flags, "
+            "or --use-checkpoint-opt-param-scheduler to use the saved settings"
         ) from error
 
 
@@ -260,9 +260,7 @@ def _latest(args: Namespace) -> Path | None:
     tracker = root / _TRACKER
     if not tracker.is_file():
         if args.exit_on_missing_checkpoint:
-            raise DataError(
-                f"--load {root}: no {_TRACKER} there; give the directory that --save had"
-            )
+            raise DataError(f"--load {root}: no {_TRACKER} there; give the directory of --save")
         if dist.get_rank() == 0:
             logger.warning("--load %s: no checkpoint there yet, starting from random weights", root)
         return None
@@ -284,7 +282,7 @@ def _check_metadata(source: Path) -> None:
 
 
 def _opening(path: Path, load: Callable[..., _T], *args: Any) -> _T:
-    """Call a function that reads one file of a checkpoint; its errors are the user's."""
+    """Call a function that reads one file of a checkpoint; translate its errors."""
     try:
         return load(*args)
     except _UNREADABLE as error:
@@ -295,7 +293,7 @@ def _opening(path: Path, load: Callable[..., _T], *args: Any) -> _T:
 
 
 def _reading(source: Path, load: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """Call a function of megatron.core that reads a checkpoint; its errors are the user's."""
+    """Call a function of megatron.core that reads a checkpoint; translate its errors."""
     try:
         return load(*args)
     except _UNREADABLE as error:
@@ -304,14 +302,14 @@ def _reading(source: Path, load: Callable[..., dict[str, Any]], *args: Any) -> d
             cause, _ = next(iter(error.failures.values()))
         raise DataError(
             f"{source} cannot be read into this model: {reason_of(cause)}; compare the flags with "
-            "those that it was trained with, or give another if it is damaged"
+            "those of the run that saved it, or give another if it is damaged"
         ) from error
 
 
 def _parts(
     args: Namespace, saved: Namespace, metadata: dict[str, Any], source: Path
 ) -> tuple[bool, bool]:
-    """Tell whether optimizer and random numbers are taken over, once what was saved fits."""
+    """Return whether to load optimizer and random numbers, after checking that they fit."""
     if args.finetune:
         return False, False
     _check_same_model(args, saved, source)
@@ -331,20 +329,20 @@ def _check_same_model(args: Namespace, saved: Namespace, source: Path) -> None:
     ]
     if other:
         raise DataError(
-            f"{source} is of another model: {', '.join(other)}; give the flags that it was "
-            "trained with, or another --load"
+            f"{source} is of another model: {', '.join(other)}; give the flags of the run that "
+            "saved it, or another --load"
         )
 
 
 def _check_optimizer_fits(
     args: Namespace, saved: Namespace, metadata: dict[str, Any], source: Path
 ) -> None:
-    """Optimizer state that is cut along gradient buffers fits where the buffers are cut alike."""
+    """Check optimizer state sharded along gradient buffers: it fits only identical buffers."""
     kind = metadata.get(_OPTIMIZER_TYPE)
     if kind in DistributedOptimizer.checkpoint_fully_reshardable_formats:
         return
     there, here = ([getattr(one, n, None) for n in _STAGE_ARGUMENTS] for one in (saved, args))
-    # Saved under a schedule that folds the pipeline it would be reshardable.
+    # A schedule that folds the pipeline saves it in reshardable form.
     if kind is None or there != here or is_folded():
         raise DataError(
             f"{source}: its optimizer state fits only the stages that it was saved with, (TP, PP, "
@@ -355,7 +353,7 @@ def _check_optimizer_fits(
 
 
 def _rng_state(args: Namespace) -> ShardedObject:
-    """Collect every generator's state, keyed as upstream keys it: by stage and tensor rank."""
+    """Collect every generator's state under upstream's keys: stage and tensor rank."""
     states = [
         {
             "random_rng_state": random.getstate(),

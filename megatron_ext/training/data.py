@@ -1,8 +1,8 @@
 """Tokenizers, datasets and data loaders: the same samples in the same order as upstream's script.
 
 Follows the dataset providers of `pretrain_gpt.py` and `pretrain_bert.py`, and
-`megatron/training/datasets/data_samplers.py`. Datasets are looked at before they are used, so that
-a damaged one is named.
+`megatron/training/datasets/data_samplers.py`. Checks datasets before use, so that errors name a
+damaged one.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ __all__ = [
 ]
 
 _CHECKED_AT_ONCE = 1 << 20
-"""Entries of an index that are compared in memory."""
+"""Number of index entries to compare in memory."""
 
 DataIterator: TypeAlias = "Iterator[Any] | list[Iterator[Any] | None] | None"
 
 
 class Iterators(NamedTuple):
-    """What one rank reads. None where it reads nothing; a list with one entry for each chunk."""
+    """The data of one rank: None if it reads nothing; a list with one entry for each chunk."""
 
     train: DataIterator
     valid: DataIterator
@@ -78,7 +78,7 @@ def build_tokenizer(args: Namespace) -> Any:
     Types are upstream's, plus ByteLevelTokenizer: every byte is a token, no file is needed.
 
     Raises:
-        DataError: A file that the tokenizer needs was not given or is not there.
+        DataError: A file that the tokenizer needs was not given or does not exist.
     """
     kind = args.tokenizer_type
     check_local(args)
@@ -88,7 +88,7 @@ def build_tokenizer(args: Namespace) -> Any:
         if path is None:
             raise DataError(f"--tokenizer-type {kind} needs {name}: give its path")
         if kind != "HuggingFaceTokenizer" and not Path(path).is_file():
-            raise DataError(f"{name} {path}: there is no such file")
+            raise DataError(f"{name} {path}: there is no such file; correct the path")
     if kind == "NullTokenizer" and args.vocab_size is None:
         raise DataError("--tokenizer-type NullTokenizer needs --vocab-size: give the largest id")
     try:
@@ -121,7 +121,7 @@ def check_indexed_dataset(prefix: str) -> tuple[int, int]:
                 "a .bin file, for example as `megatron-ext preprocess` wrote them"
             )
     try:
-        # Not through IndexedDataset: one that could not be made complains when it is let go.
+        # Not IndexedDataset: if its constructor fails, its destructor complains.
         index = _IndexReader(f"{prefix}.idx", multimodal=False)
     except (ArithmeticError, AssertionError, LookupError, ValueError, struct.error) as error:
         reason = str(error) or "its counts contradict each other"
@@ -139,7 +139,7 @@ def check_indexed_dataset(prefix: str) -> tuple[int, int]:
 
 
 def _first_contradiction(index: Any) -> str | None:
-    """Name the first entry of an index that does not follow from the one before it."""
+    """Return the first entry of an index that contradicts its predecessor, in words."""
     lengths, pointers = index.sequence_lengths, index.sequence_pointers
     if pointers[0] != 0:
         return "sequence 0 is not at the beginning"
@@ -161,7 +161,7 @@ def _first_contradiction(index: Any) -> str | None:
 
 
 def dataset_config(args: Namespace, model: Model, tokenizer: Any) -> BlendedMegatronDatasetConfig:
-    """Make the configuration of the datasets that the flags name, once their files are checked.
+    """Check the files of the datasets, and make their configuration.
 
     Raises:
         DataError: A dataset is missing or damaged, or the flags about data contradict each other.
@@ -190,7 +190,7 @@ def build_iterators(
     Collective: rank 0 builds dataset indices first.
 
     Raises:
-        DataError: A dataset is used up, or its indices cannot be kept.
+        DataError: A dataset is exhausted, or its indices cannot be stored.
     """
     stages: Sequence[int | None] = range(args.virtual_pipeline_model_parallel_size or 0) or [None]
     chunks = [_chunk_iterators(args, model, config, datasets, stage) for stage in stages]
@@ -235,7 +235,7 @@ def _chunk_iterators(
 
 
 def fields_read(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> list[str]:
-    """Tell which fields a stage of GPT reads: the first, the last, and those of MTP read any."""
+    """Return the fields that a stage of GPT reads; only the first, the last and MTP stages do."""
     where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     predicts = mtp_on_this_rank(config, vp_stage=vp_stage)
     fields = []
@@ -254,7 +254,7 @@ def _loader(args: Namespace, dataset: Any, consumed: int) -> Any:
     if consumed >= len(dataset):
         raise DataError(
             f"{consumed} samples were consumed of a dataset of {len(dataset)}: train for more "
-            "iterations than the checkpoint has, or give --finetune to start its data anew"
+            "iterations than the checkpoint has, or give --finetune to restart the data"
         )
     return torch.utils.data.DataLoader(
         dataset,

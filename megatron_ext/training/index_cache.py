@@ -1,7 +1,7 @@
-"""Datasets whose indices are kept on a disk, which may be full or of somebody else.
+"""Builds datasets whose indices are cached on a disk, which may be full or not writable.
 
-megatron.core lets rank 0 write the indices while the others wait in a barrier, which they never
-leave if rank 0 fails. Here the ranks agree on how that went.
+In megatron.core rank 0 writes the indices while the others wait in a barrier, which they never
+leave if rank 0 fails. Here the ranks agree on the outcome.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class IndexedBuilder(BlendedMegatronDatasetBuilder):
         """Return the datasets of training, validation and test.
 
         Raises:
-            DataError: The indices cannot be written, on rank 0 or where another rank looks for
-                them. No part of them is left.
+            DataError: The indices cannot be written on rank 0, or another rank does not find
+                them. No partial index remains.
         """
         built: list[Any] = []
         for is_first in (True, False):
@@ -68,14 +68,14 @@ class IndexedBuilder(BlendedMegatronDatasetBuilder):
     def build_generic_dataset(
         dataset: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any
     ) -> Any:
-        """Make one dataset where it is wanted; `build` lets the ranks take turns."""
+        """Build one dataset if this rank needs it; `build` lets the ranks take turns."""
         del synchronize_ranks
         return dataset(*args) if is_built_on_rank() else None
 
 
 @contextmanager
 def _keeping_indices(config: BlendedMegatronDatasetConfig) -> Iterator[None]:
-    """Turn a failure to keep indices into the user's error, and remove what was half written."""
+    """Translate a failure to write indices, and remove partial files."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,7 @@
-"""Processes, groups and random numbers, in the state in which upstream's script starts a model.
+"""Initialises processes, groups and random numbers as upstream's script does.
 
-Follows `megatron/training/initialize.py`. Bit-equality with it needs more than the same seeds:
-whatever draws from the default generator between seeding and building the model has to draw the
-same.
+Follows `megatron/training/initialize.py`. Bit-equality needs more than equal seeds: between seeding
+and the construction of the model, all draws from the default generator must be the same.
 """
 
 from __future__ import annotations
@@ -83,11 +82,11 @@ def initialize(args: Namespace, model: Model, config: TransformerConfig) -> None
 def agreed() -> Iterator[None]:
     """Turn a `UserError` of any rank inside the block into the same error on every rank.
 
-    Without it a rank that finds, say, a file missing on its host would leave the others waiting in
-    their next collective until that times out. Collective itself.
+    Otherwise a rank that misses, say, a file on its host would leave the others waiting in their
+    next collective until its time-out. This is a collective itself.
 
     Raises:
-        UserError: The error of the lowest rank that had one; only rank 0 tells the user.
+        UserError: The error of the lowest rank that had one; only rank 0 reports it.
     """
     error: UserError | None = None
     try:
@@ -127,10 +126,10 @@ def _initialize_groups(args: Namespace, model: Model, config: TransformerConfig)
 
 
 def _warm_up_fused_functions(args: Namespace) -> None:
-    """Let the just-in-time compiler see the fused functions with and without gradients.
+    """Warm up the fused functions of the just-in-time compiler, with and without gradients.
 
-    The numbers drawn here come out of the default generator, from which position embeddings and
-    routers are initialised afterwards: shapes, counts and order are upstream's for that reason.
+    The warm-up draws from the default generator, which later initialises position embeddings and
+    routers. So shapes, counts and order are upstream's.
     """
     device = devices.current().torch_device(args.local_rank)
     seq_length = args.seq_length

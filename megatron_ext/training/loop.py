@@ -84,7 +84,7 @@ def build_optimizer(
 
 @dataclass
 class Trainer:
-    """Everything that one run consists of, and the loop over it."""
+    """The objects of one training run, and its loop."""
 
     args: Namespace
     config: TransformerConfig
@@ -98,7 +98,7 @@ class Trainer:
     """Whether forward passes gather the parameters that the distributed optimizer updated."""
 
     def __post_init__(self) -> None:
-        """Hand the schedules what they call around the backward pass."""
+        """Set the functions that schedules call around the backward pass."""
         args, config, chunks = self.args, self.config, self.chunks
         self._gathering = args.overlap_param_gather
         config.grad_scale_func = self.optimizer.scale_loss
@@ -123,7 +123,7 @@ class Trainer:
                 self._evaluate(iterator, f"iteration {iteration} on {what} set", iteration)
 
     def _train(self, iteration: int) -> tuple[int, bool]:
-        """Run training steps; tells the iteration reached and whether that was the last one."""
+        """Run training steps; return the iteration reached and whether it was the last one."""
         args = self.args
         for chunk in self.chunks:
             chunk.train()
@@ -189,7 +189,7 @@ class Trainer:
         )
 
     def _maximum(self, value: float | None) -> float | None:
-        """Share a value of some model-parallel ranks with all of them; None if no rank has it."""
+        """Share a value of some model-parallel ranks with all; None if no rank has it."""
         found = self._reduce(-1.0 if value is None else float(value), dist.ReduceOp.MAX)
         return None if found == -1.0 else found
 
@@ -237,7 +237,7 @@ class Trainer:
         return totals
 
     def _gather(self, on: bool, *, param_sync: bool = True) -> None:
-        """Let forward passes gather updated parameters, or gather all now and no more."""
+        """Enable the gather of updated parameters in forwards, or disable it and gather now."""
         if on == self._gathering:
             return
         self._gathering = on

@@ -26,7 +26,7 @@ __all__ = ["main"]
 def main(model: Model, argv: Sequence[str]) -> None:
     """Train a model as upstream's script would with the same flags.
 
-    Runs in every process of the job; RANK, WORLD_SIZE and LOCAL_RANK tell them apart, as `torchrun`
+    Every process of the job calls this; RANK, WORLD_SIZE and LOCAL_RANK identify it, as `torchrun`
     sets them. A job of one process needs no launcher.
 
     Args:
@@ -34,8 +34,8 @@ def main(model: Model, argv: Sequence[str]) -> None:
         argv: Upstream's flags and ours, without the name of a script.
 
     Raises:
-        UserError: The flags, the data or the checkpoint cannot be used. Before the processes are
-            connected every one of them raises it, afterwards rank 0 alone does.
+        UserError: The flags, the data or the checkpoint are unusable. Before the processes are
+            connected all of them raise it, afterwards only rank 0.
         SystemExit: On the other ranks in the latter case, with code 2.
     """
     args = parse(model, argv)

@@ -1,4 +1,4 @@
-"""GPT and BERT out of megatron.core, wrapped for mixed and data-parallel training.
+"""GPT and BERT from megatron.core, wrapped for mixed precision and data parallelism.
 
 Follows `gpt_builders.py`, `pretrain_bert.py` and `get_model` of `megatron/training/training.py`.
 """
@@ -36,7 +36,7 @@ _Config = TypeVar("_Config")
 
 
 def fill(config: type[_Config], args: Namespace, **renamed: Any) -> _Config:
-    """Make a dataclass of megatron.core from the arguments that have the names of its fields."""
+    """Make a dataclass of megatron.core from the arguments named like its fields."""
     names = (field.name for field in fields(config))  # type: ignore[arg-type]
     return config(**{name: getattr(args, name) for name in names if hasattr(args, name)} | renamed)
 

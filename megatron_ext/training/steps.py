@@ -64,7 +64,7 @@ def gpt_batch(
     data_iterator: Iterator[Any] | None,
     vp_stage: int | None,
 ) -> dict[str, torch.Tensor]:
-    """Fetch the fields that this stage reads; one tensor-parallel rank reads for the others."""
+    """Fetch the fields of this stage; one tensor-parallel rank reads and broadcasts them."""
     fields = fields_read(args, config, vp_stage)
     if not fields:
         return {}
@@ -136,7 +136,7 @@ def _bert_step(
 def _bert_loss(
     loss_mask: torch.Tensor, is_random: torch.Tensor, output: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Mean over the masked positions, plus the loss of the sentence-order head."""
+    """Return the mean over the masked positions, plus the loss of the sentence-order head."""
     lm_losses, order_logits = output
     lm_loss = torch.sum(lm_losses.float().view(-1) * loss_mask.reshape(-1)) / loss_mask.sum()
     sop_loss = torch.nn.functional.cross_entropy(

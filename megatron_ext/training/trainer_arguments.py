@@ -1,8 +1,9 @@
-"""From a command line to arguments that hang together, or to one `ArgumentsError`.
+"""Turns a command line into consistent arguments, or raises one `ArgumentsError`.
 
-The result is an `argparse.Namespace` with upstream's names, because upstream's checkpoints carry
-such a namespace and read it back. What upstream derives in `megatron/training/arguments.py` is
-derived here under the same names; what it asserts is an error here with value, rule and remedy.
+The result is an `argparse.Namespace` with upstream's names, because upstream's checkpoints store
+such a namespace and read it back. It derives the same values as upstream's
+`megatron/training/arguments.py`; upstream's assertions are errors here, with value, rule and
+remedy.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _REQUIRED = (
     "--micro-batch-size",
     "--lr",
 )
-# Flags that count something, of which there has to be one at least.
+# Counts that must be at least 1.
 _COUNTS = (
     *(flag for flag in _REQUIRED if flag != "--lr"),
     "--global-batch-size",
@@ -65,7 +66,7 @@ _COUNTS = (
     "--ddp-num-buckets",
     "--distributed-timeout-minutes",
 )
-# Those of which there may be none.
+# Counts that may be 0.
 _COUNTS_OR_ZERO = ("--eval-interval", "--eval-iters", "--exit-interval", "--num-workers")
 # Flags of which at most one may be given.
 _EXCLUSIVE = (
@@ -82,7 +83,7 @@ _EXCLUSIVE = (
 
 
 class _Parser(ArgumentParser):
-    """A parser whose errors are `ArgumentsError`, so that every rank fails in the same way."""
+    """A parser that raises `ArgumentsError`, so every rank fails in the same way."""
 
     def error(self, message: str) -> NoReturn:
         raise ArgumentsError(f"{message} (--help lists all flags of the embedded trainer)")
@@ -124,7 +125,7 @@ def parse(model: Model, argv: Sequence[str], environ: Mapping[str, str] = os.env
 def _refuse_unknown(parser: ArgumentParser, unknown: list[str]) -> NoReturn:
     flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
     if not flags:
-        raise ArgumentsError(f"no flag takes these words: {' '.join(unknown)}")
+        raise ArgumentsError(f"unexpected words: {' '.join(unknown)}; put them after a flag")
     near = difflib.get_close_matches(flags[0], parser._option_string_actions, n=1, cutoff=0.8)
     hint = f" Did you mean {near[0]}?" if near else ""
     raise ArgumentsError(
@@ -140,7 +141,7 @@ def _require(condition: object, message: str) -> None:
 
 
 def _divides(value: int, what: str, by: int, by_what: str, remedy: str = "change one") -> None:
-    _require(value % by == 0, f"{what} = {value} does not divide by {by_what} = {by}: {remedy}")
+    _require(value % by == 0, f"{what} = {value} is not a multiple of {by_what} = {by}: {remedy}")
 
 
 def _given(args: Namespace, flag: str) -> Any:
@@ -166,7 +167,7 @@ def _check_together(args: Namespace) -> None:
 
 
 def _rules(args: Namespace) -> Iterator[tuple[object, str]]:
-    """List conditions, with what to say where one does not hold."""
+    """List conditions, each with the error to raise if it does not hold."""
     yield args.mock_data or args.data_path, "no data: give --data-path or --mock-data"
     yield args.train_iters or args.train_samples, "give --train-iters or --train-samples"
     unit, other = ("samples", "iters") if args.train_samples else ("iters", "samples")
@@ -210,7 +211,7 @@ def _rules(args: Namespace) -> Iterator[tuple[object, str]]:
 
 
 def _complete(args: Namespace) -> None:
-    """Derive what was not given, and check sizes that must divide, in upstream's order."""
+    """Derive missing values, and check divisibility, in upstream's order."""
     _parallel_sizes(args)
     _pipeline_split(args)
     _precision(args)
@@ -233,7 +234,7 @@ def _parallel_sizes(args: Namespace) -> None:
     )
     _require(
         world and world % (tp * pp) == 0,
-        f"{world} process(es), but one copy of the model takes tensor {tp} x pipeline {pp} = "
+        f"{world} process(es), but one copy of the model needs tensor {tp} x pipeline {pp} = "
         f"{tp * pp}: start a multiple (torchrun --nproc-per-node {tp * pp}) or lower a size",
     )
     args.data_parallel_size = world // (tp * pp)

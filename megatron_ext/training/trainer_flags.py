@@ -1,10 +1,9 @@
 """The flags of the embedded trainer: upstream's names, defaults and choices.
 
 Flags that mirror a field of one of megatron.core's dataclasses are generated from it (type,
-choices, default, and the spelling that the field's `argparse_meta` asks for), so that they follow
-the installed core. Flags that upstream defines outside core are listed by shape. Meanings are
-upstream's throughout; the idea of generating is upstream's too
-(`megatron/training/argument_utils.py`).
+choices, default, and the spelling in the field's `argparse_meta`), so they follow the installed
+core. Flags that upstream defines outside core are listed by shape. All meanings are upstream's, and
+so is the idea of generating flags (`megatron/training/argument_utils.py`).
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ _STORING: dict[str, tuple[str, bool]] = {
 
 
 def add_flags(parser: ArgumentParser, local_rank: int) -> None:
-    """Add every flag that the embedded trainer understands to `parser`."""
+    """Add all flags of the embedded trainer to `parser`."""
     for config, names in _FROM_CORE.items():
         _add_fields(parser.add_argument_group(config.__name__), config, names.split())
     group = parser.add_argument_group("training", "Names, defaults and meanings are upstream's.")
@@ -184,7 +183,7 @@ def _add_fields(group: _ArgumentGroup, config: type, names: list[str]) -> None:
 
 
 def _from_field(field: Field[Any]) -> tuple[list[str], dict[str, Any]]:
-    """Turn a dataclass field into what `add_argument` takes: option strings and keywords."""
+    """Turn a dataclass field into the arguments of `add_argument`: option strings and keywords."""
     default = field.default if field.default_factory is MISSING else field.default_factory()
     options: dict[str, Any] = {"dest": field.name, "default": default, **_kind(field.type)}
     spelled = field.name.replace("_", "-")
@@ -199,7 +198,7 @@ def _from_field(field: Field[Any]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _kind(annotation: Any) -> dict[str, Any]:
-    """Give `type`, `choices` and `nargs` of an annotated field; `Optional` means its inner type."""
+    """Return `type`, `choices` and `nargs` of an annotated field; `Optional` is unwrapped."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         return _kind(next(kind for kind in inner if kind is not types.NoneType))

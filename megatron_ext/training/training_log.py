@@ -1,6 +1,6 @@
-"""What a run tells: upstream's lines on standard output and upstream's TensorBoard tags.
+"""The log of a run: upstream's lines on standard output and upstream's TensorBoard tags.
 
-The last rank reports, because it holds the loss. Format of `training_log` and
+The last rank reports, because it has the loss. Format of `training_log` and
 `evaluate_and_print_results` of `megatron/training/training.py`.
 """
 
@@ -57,7 +57,7 @@ class Reporter:
     first: bool = True
 
     def step(self, iteration: int, result: StepResult) -> None:
-        """Take in one step, and print a line after the first and after each log interval."""
+        """Add one step; print a line after the first and after each log interval."""
         args = self.args
         self._accumulate(result)
         self._write_scalars(iteration, result)
@@ -90,7 +90,7 @@ class Reporter:
             self.totals[key] = self.totals.get(key, torch.zeros_like(loss)) + loss
 
     def _print_line(self, iteration: int, result: StepResult) -> None:
-        """The first step of a run is printed on its own, but still counts for its interval."""
+        """Print the first step of a run separately; it still counts for its interval."""
         args, reset = self.args, not self.first
         seconds = self.clock.elapsed(barrier=True, reset=reset) / (self.advanced + self.skipped)
         learning_rate = math.nan if result.learning_rate is None else result.learning_rate
@@ -161,7 +161,7 @@ class Reporter:
 
 
 def say(line: str) -> None:
-    """Print a line on the last rank, but on no forward rank: those say nothing."""
+    """Print a line on the last rank, except on forward ranks, which stay silent."""
     if disaggregation.has_role("forward"):
         return
     if dist.get_rank() == dist.get_world_size() - 1:

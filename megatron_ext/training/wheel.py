@@ -1,8 +1,8 @@
-"""`pretrain_gpt.py` on the wheel's own `megatron.training`, where no Megatron-LM tree is.
+"""`pretrain_gpt.py` on the wheel's own `megatron.training`, without a Megatron-LM tree.
 
-From 0.17 on the wheel holds upstream's training loop, but not the script that tells it which model
-to build, what a step is and which data to read. That is all that stands here. For what upstream's
-script can do beside pretraining on text, the script itself is needed (`refuse`).
+Since 0.17 the wheel contains upstream's training loop, but not the script that defines the model,
+the step and the data. This module replaces that script for pretraining on text; its other features
+need the script itself (`refuse`).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def refuse(args: Namespace) -> None:
-    """Refuse what only upstream's own script can do.
+    """Refuse settings that only upstream's own script supports.
 
     Raises:
         ArgumentsError: One line for each setting.
@@ -110,7 +110,7 @@ def refuse(args: Namespace) -> None:
         raise ArgumentsError(
             "\n".join(
                 f"--{name.replace('_', '-')} needs upstream's own pretrain_gpt.py, which the wheel "
-                "does not bring: run `megatron-ext upstream fetch`, or set MEGATRON_LM_PATH"
+                "lacks: run `megatron-ext upstream fetch`, or set MEGATRON_LM_PATH"
                 for name in asked
             )
         )
@@ -207,7 +207,7 @@ def _config() -> Any:
 def _step(
     data_iterator: Iterator[Any] | None, chunk: torch.nn.Module, return_schedule_plan: bool = False
 ) -> tuple[Any, Callable[..., Any]]:
-    """Fetch a micro-batch and run a chunk on it, or plan to."""
+    """Fetch a micro-batch and run a chunk on it, or return the chunk's schedule plan."""
     args = get_args()
     batch = gpt_batch(args, _config(), data_iterator, get_attr_wrapped_model(chunk, "vp_stage"))
     if batch and args.context_parallel_size > 1:
@@ -224,7 +224,7 @@ def _step(
 def _loss(
     args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum a micro-batch's losses, and let upstream's rerun machine judge the sum."""
+    """Sum a micro-batch's losses, and validate the sum with upstream's rerun machine."""
     loss, tokens, report = sum_losses(loss_mask, output)
     machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
@@ -251,7 +251,7 @@ def _loss(
 
 
 def _datasets(samples: Sequence[int], vp_stage: int | None = None) -> Any:
-    """Build the datasets for training, validation and test, where this rank reads them."""
+    """Build the datasets for training, validation and test that this rank reads."""
     args = get_args()
 
     def built_here() -> bool:

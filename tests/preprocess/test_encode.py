@@ -83,9 +83,9 @@ def test_text_that_the_tokenizer_cannot_take_is_named() -> None:
     made = encoder("NullTokenizer", "--vocab-size", "1000")
     with pytest.raises(DataError, match=r"^corpus\.jsonl:7: .*invalid literal"):
         made.encode(batch(b"1 2 x", kind="text"))
-    with pytest.raises(DataError, match=r"ids reach from 1 to 70000, the vocabulary allows"):
+    with pytest.raises(DataError, match=r"ids range from 1 to 70000, the vocabulary allows"):
         made.encode(batch(b"1 70000", kind="text"))
-    with pytest.raises(DataError, match=r"ids reach from -1 to 5"):
+    with pytest.raises(DataError, match=r"ids range from -1 to 5"):
         made.encode(batch(b"-1 5", kind="text"))
 
 

@@ -74,6 +74,6 @@ def test_links_are_followed_and_stay_links(tmp_path: Path) -> None:
 
 def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p_text_document.bin")
-    with pytest.raises(DataError, match=r"document\.bin is no file that this user can replace"):
+    with pytest.raises(DataError, match=r"document\.bin cannot be replaced by this user"):
         write(tmp_path / "p", 5, overwrite=True)
     assert (tmp_path / "p_text_document.bin").is_fifo()

@@ -228,7 +228,7 @@ def test_a_killed_worker_is_reported(tmp_path: Path, running: subprocess.Popen[s
     os.kill(workers_of(running.pid)[0], signal.SIGKILL)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 2
-    assert "preprocessing workers ended before its time" in errors
+    assert "preprocessing workers exited early" in errors
     assert list(tmp_path.iterdir()) == []
 
 

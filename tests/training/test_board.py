@@ -38,7 +38,7 @@ def test_training_goes_on_without_scalars(tmp_path: Path) -> None:
     assert "Traceback" not in log
     [line] = [line for line in log.splitlines() if "cannot be written" in line]
     assert f"--tensorboard-dir {tmp_path} cannot be written: " in line
-    assert "training goes on" in line
+    assert "training continues" in line
     assert losses(run.logs) == losses(train("").logs)
     steps = [step for step, _ in written_scalars(tmp_path)["lm loss"]]
     assert steps == list(range(1, len(steps) + 1))

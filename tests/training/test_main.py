@@ -85,7 +85,7 @@ def test_a_finished_run_can_be_started_again(tmp_path: Path) -> None:
         pytest.param(
             1,
             f"{MOCK}--save {__file__}/save --save-interval 1",
-            [f"--save {__file__}/save", "is no directory"],
+            [f"--save {__file__}/save", "is not a directory"],
             id="no save",
         ),
         pytest.param(

@@ -35,7 +35,7 @@ REFUSED = {
     "unsupported": (MOCK + "--sft", 1, ["--sft: not among", "megatron-ext upstream fetch"]),
     "dropped": (MOCK + "--rampup-batch-size 2 2 8", 1, ["--rampup-batch-size: not among"]),
     "misspelt": (MOCK + "--tensor-model-paralel-size 2", 2, ["--tensor-model-parallel-size?"]),
-    "stray": (MOCK + "and more", 1, ["no flag takes these words: and more"]),
+    "stray": (MOCK + "and more", 1, ["unexpected words: and more"]),
     "type": (MOCK + "--hidden-size nine", 1, ["--hidden-size", "nine"]),
     "choice": (MOCK + "--ckpt-format torch", 1, ["--ckpt-format", "torch_dist"]),
     "missing": (MOCK.replace("--num-layers 4", ""), 1, ["--num-layers is missing"]),
