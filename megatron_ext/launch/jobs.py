@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext import files
 from megatron_ext.errors import LaunchError, line_of
-from megatron_ext.launch import process, protocol, runs
+from megatron_ext.launch import process, protocol, runs, slurm
 from megatron_ext.launch.connection import Connection, ConnectionLost
 from megatron_ext.launch.hostfile import Host
 from megatron_ext.launch.ssh import Ssh, explain
@@ -39,6 +39,11 @@ class _Run:
         self.plan = runs.load_plan(args.run_id)
         self.nodes: list[dict[str, Any]] = self.plan["nodes"]
         self._ssh = Ssh.parse(args.ssh_cmd)
+        job = self.plan.get("slurm_job")
+        if job is not None:
+            # What is left after a job are files, which its hosts share with this machine.
+            self._ssh, running = slurm.Srun(job=job), slurm.state(job) == "RUNNING"
+            self.nodes = [{**node, "local": not running} for node in self.nodes]
         self._timeout_s: float = args.timeout
 
     def launcher(self) -> Process | None:
@@ -111,8 +116,16 @@ def _print_all(answers: list[Any], text: Callable[[int, Any], str]) -> int:
 
 
 def _stop(args: argparse.Namespace) -> int:
+    if _waits(args.run_id):
+        slurm.cancel(args.run_id)
+        print("Slurm's job is cancelled, before it started")
+        return 0
     run = _Run(args)
     grace_s = run.plan["grace_s"] if args.grace is None else args.grace
+    if _submitted(args.run_id):
+        slurm.end(args.run_id, 2 * grace_s + args.timeout)
+        print(f"Slurm's job {args.run_id} has ended")
+        return 0
     launcher = run.launcher()
     if launcher is not None:
         process.send(launcher, signal.SIGTERM)
@@ -136,7 +149,21 @@ def _stop(args: argparse.Namespace) -> int:
     return code
 
 
+def _submitted(run_id: str) -> bool:
+    """Whether a run is a job that `launch --slurm` submitted."""
+    return (runs.runs_root() / f"slurm-{runs.check_run_id(run_id)}.sh").exists()
+
+
+def _waits(run_id: str) -> bool:
+    """Whether a run is a job that Slurm has not started."""
+    started = (runs.run_dir(run_id) / "plan.json").exists()
+    return _submitted(run_id) and not started and slurm.state(run_id) is not None
+
+
 def _status(args: argparse.Namespace) -> int:
+    if _waits(args.run_id):
+        print(f"Slurm's job {args.run_id}: {slurm.state(args.run_id)}, nothing runs yet")
+        return 0
     run = _Run(args)
     print(f"launcher: {'runs' if run.launcher() else 'ended'}")
     outcome = runs.load_result(args.run_id)

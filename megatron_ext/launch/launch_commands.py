@@ -21,9 +21,10 @@ def add_subcommands(subparsers: _Subparsers) -> None:
     parser = subparsers.add_parser(
         "launch",
         help="start a training job on the hosts of a hostfile",
-        usage="megatron-ext launch --hostfile FILE [options] -- SCRIPT.py FLAGS...",
-        description="Starts torchrun on every host through ssh, shows the logs, and ends the job "
-        "on all hosts as soon as one part of it fails or Ctrl-C is pressed.",
+        usage="megatron-ext launch [--hostfile FILE | --slurm OPTIONS] [options] -- SCRIPT.py "
+        "FLAGS...",
+        description="Starts torchrun on every host, through ssh or Slurm's srun, shows the logs, "
+        "and ends the job on all hosts as soon as one part of it fails or Ctrl-C is pressed.",
     )
     add_hosts(parser)
     _add_job(parser)
@@ -66,6 +67,12 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("job")
+    group.add_argument(
+        "--slurm",
+        metavar="OPTIONS",
+        help="submit it to Slurm with these options of sbatch, such as '--nodes 2'; inside an "
+        "allocation neither this nor a hostfile is needed",
+    )
     group.add_argument(
         "--nproc", type=int, metavar="N", help="processes on each host (default: slots, or devices)"
     )
@@ -143,7 +150,7 @@ def _add_jobs(subparsers: _Subparsers) -> None:
 
 def _add_job_command(subparsers: _Subparsers, name: str, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=text + ".")
-    parser.add_argument("run_id", metavar="RUN_ID", help="as launch printed it")
+    parser.add_argument("run_id", metavar="RUN_ID", help="as launch printed it, or Slurm's job id")
     parser.add_argument("--ssh-cmd", default="ssh", metavar="COMMAND", help="as for launch")
     parser.add_argument("--timeout", type=_seconds, default=60.0, metavar="S", help="for each host")
     parser.set_defaults(run=_run_job_command)
@@ -168,7 +175,7 @@ def count(text: str) -> int:
 def _run_launch(args: argparse.Namespace) -> int:
     from megatron_ext.launch import start
 
-    return start.run(args)
+    return start.run(args, sys.argv[1:])
 
 
 def _run_job_command(args: argparse.Namespace) -> int:

@@ -113,6 +113,8 @@ class Plan:
     """Twice this and a little is how long a job goes on after a failure: first the peers of the
     host end, then the other hosts."""
     silence_s: float = 60.0
+    slurm_job: str | None = None
+    """The Slurm job whose allocation it runs in."""
 
     @property
     def world_size(self) -> int:
@@ -268,6 +270,7 @@ class Plan:
         """Return what `stop`, `status`, `logs` and `collect` need; values of variables stay out."""
         return {
             "run_id": self.run_id,
+            "slurm_job": self.slurm_job,
             "command": list(self.command),
             "workdir": self.workdir,
             "python": self.python,

@@ -65,6 +65,8 @@ class Ssh:
 
 
 _MEANINGS = {
+    r"Invalid job id|Unable to confirm allocation|Access/permission denied": "Slurm starts nothing "
+    "for you in this job; it has ended or is somebody else's (squeue --me)",
     r"Permission denied": "ssh needs a password or a key that it does not have, and cannot ask; "
     "set one up (ssh-copy-id {host}) or load it (ssh-add)",
     r"Host key verification failed|authenticity of host": "ssh does not know its host key; log in "

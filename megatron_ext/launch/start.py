@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from megatron_ext.errors import LaunchError
-from megatron_ext.launch import hostfile, preflight, process, push, runs
+from megatron_ext.launch import hostfile, preflight, process, push, runs, slurm
 from megatron_ext.launch.display import Display
 from megatron_ext.launch.plan import Node, Plan, add_computed_flags
 from megatron_ext.launch.ssh import Ssh
@@ -72,19 +73,29 @@ def nodes_of(args: argparse.Namespace, nproc: int | None = None) -> tuple[Node, 
     Raises:
         LaunchError: There is no hostfile, or something is wrong with it.
     """
-    if args.hostfile is None:
-        raise LaunchError("--hostfile is missing; write one host on a line, `localhost` will do")
-    hosts = hostfile.select(hostfile.read(args.hostfile), args.include, args.exclude)
+    job = _allocation(args)
+    if args.hostfile is None and job is None:
+        raise LaunchError(
+            "--hostfile is missing; write one host on a line, `localhost` will do; or start inside "
+            "an allocation of Slurm's, or with --slurm '--nodes 2'"
+        )
+    known = hostfile.read(args.hostfile) if job is None else slurm.hosts(os.environ)
+    hosts = hostfile.select(known, args.include, args.exclude)
     if nproc is not None and not 1 <= nproc <= hostfile.MAX_SLOTS:
         raise LaunchError(f"--nproc is {nproc}; it is a number from 1 to {hostfile.MAX_SLOTS}")
     return tuple(
         Node(
             host,
             nproc=(len(host.devices) if host.devices else nproc or host.slots or 0),
-            local=is_this_machine(host),
+            local=job is None and is_this_machine(host),
         )
         for host in hosts
     )
+
+
+def _allocation(args: argparse.Namespace) -> str | None:
+    """The id of the Slurm job whose hosts are used: a hostfile goes before it."""
+    return slurm.job_of(os.environ) if args.hostfile is None else None
 
 
 def ssh_of(args: argparse.Namespace) -> Ssh:
@@ -93,6 +104,9 @@ def ssh_of(args: argparse.Namespace) -> Ssh:
     Raises:
         LaunchError: The command is empty or has an open quote.
     """
+    job = _allocation(args)
+    if job is not None:
+        return slurm.Srun(job=job)
     return Ssh.parse(args.ssh_cmd, max(1, min(10, int(args.preflight_timeout))))
 
 
@@ -110,13 +124,11 @@ def _environment(args: argparse.Namespace) -> dict[str, str]:
     return variables
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
-    """Return the plan that the flags describe; numbers of processes may still be open.
-
-    Raises:
-        LaunchError: Something is missing or contradictory.
-    """
-    words = args.command_words[1:] if args.command_words[:1] == ["--"] else args.command_words
+def _command(args: argparse.Namespace) -> list[str]:
+    """The script and its flags, or with `--per-node` any command."""
+    words: list[str] = (
+        args.command_words[1:] if args.command_words[:1] == ["--"] else args.command_words
+    )
     if not words:
         raise LaunchError(
             "nothing to run; name a script after --, as in `-- pretrain_gpt.py --num-layers 8`"
@@ -126,6 +138,16 @@ def make_plan(args: argparse.Namespace) -> Plan:
             f"{words[0]} is no Python script; torchrun needs one (SCRIPT.py), or run any command "
             f"once on each host with --per-node"
         )
+    return words
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """Return the plan that the flags describe; numbers of processes may still be open.
+
+    Raises:
+        LaunchError: Something is missing or contradictory.
+    """
+    words = _command(args)
     if args.master_port is not None and not 1 <= args.master_port <= 65535:
         raise LaunchError(f"--master-port is {args.master_port}; it is a port from 1 to 65535")
     if args.log_dir is not None and not Path(args.log_dir).is_absolute():
@@ -134,7 +156,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
     if args.per_node:
         nodes = tuple(replace(node, nproc=1) for node in nodes)
     plan = Plan(
-        run_id=runs.check_run_id(args.run_id) if args.run_id else runs.new_run_id(),
+        run_id=runs.check_run_id(args.run_id) if args.run_id else _new_run_id(_allocation(args)),
+        slurm_job=_allocation(args),
         nodes=nodes,
         command=tuple(words),
         workdir=_workdir(),
@@ -148,6 +171,13 @@ def make_plan(args: argparse.Namespace) -> Plan:
     )
     plan.check(allow_uneven=args.allow_uneven)
     return plan
+
+
+def _new_run_id(job: str | None) -> str:
+    """That of the Slurm job for the first run in it."""
+    if job is None:
+        return runs.new_run_id()
+    return f"{job}-{runs.new_run_id()}" if (runs.run_dir(job) / "plan.json").exists() else job
 
 
 def _workdir() -> str:
@@ -177,12 +207,18 @@ def _shown_ranks(text: str, world_size: int) -> list[int]:
     return sorted(ranks)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run `launch`.
+
+    Args:
+        args: Its flags.
+        words: The same as they were typed, for a machine that runs them later.
 
     Raises:
         LaunchError: The job cannot be started as asked; nothing of it runs.
     """
+    if args.slurm is not None and slurm.job_of(os.environ) is None:
+        return _submit(args, words)
     plan = make_plan(args)
     ssh = ssh_of(args)
     if args.dry_run:
@@ -199,6 +235,21 @@ def run(args: argparse.Namespace) -> int:
     if all(node.nproc for node in plan.nodes):
         _shown_ranks(args.show, _completed(plan, args).world_size)
     return asyncio.run(_launch(plan, args, ssh))
+
+
+def _submit(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Hand this launch to Slurm, which starts it again inside an allocation."""
+    if args.hostfile is not None:
+        raise LaunchError("--slurm and --hostfile are both given; Slurm chooses the hosts")
+    command = _command(args)
+    own = [word for word in words[: -len(args.command_words)] if word not in ("--dry-run", "--")]
+    script = slurm.batch_script(args.slurm, [*own, "--", *command], _workdir())
+    if args.dry_run:
+        print(script, end="")
+        return 0
+    job = slurm.submit(script)
+    _say(f"job {job} is submitted; `megatron-ext status {job}` shows it, `stop {job}` ends it")
+    return 0
 
 
 def _show_own_log() -> None:

@@ -112,21 +112,26 @@ def cluster(directory: Path) -> Iterator[Cluster]:
     namespaces = (f"{prefix}-a", f"{prefix}-b", f"{prefix}-c")
     servers: list[subprocess.Popen[bytes]] = []
     try:
-        _make_network(namespaces)
+        make_network(namespaces)
         config = _make_keys(directory)
         servers = [_start_sshd(directory, namespaces[i], ADDRESSES[i]) for i in range(2)]
         made = Cluster(directory, namespaces, f"ssh -F {config}")
         wait_until(lambda: all(_answers(made, address) for address in ADDRESSES), 20)
         yield made
     finally:
-        for name in namespaces:
-            pids = _run("ip", "netns", "pids", name, check=False).stdout.split()
-            for pid in map(int, pids):
-                with_suppressed_kill(pid)
+        remove_network(namespaces)
         for server in servers:
             server.wait(10)
-        for name in namespaces:
-            _run("ip", "netns", "del", name, check=False)
+
+
+def remove_network(namespaces: Sequence[str]) -> None:
+    """Remove namespaces with everything that runs in them."""
+    for name in namespaces:
+        pids = _run("ip", "netns", "pids", name, check=False).stdout.split()
+        for pid in map(int, pids):
+            with_suppressed_kill(pid)
+    for name in namespaces:
+        _run("ip", "netns", "del", name, check=False)
 
 
 def with_suppressed_kill(pid: int) -> None:
@@ -137,7 +142,7 @@ def with_suppressed_kill(pid: int) -> None:
         return
 
 
-def _make_network(namespaces: Sequence[str]) -> None:
+def make_network(namespaces: Sequence[str]) -> None:
     """Connect two namespaces with a bridge in the third."""
     for name in namespaces:
         _run("ip", "netns", "add", name)

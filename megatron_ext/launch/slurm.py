@@ -1,0 +1,175 @@
+"""Slurm instead of ssh and a hostfile: hosts from the allocation, agents started by srun.
+
+Inside an allocation srun takes the place of ssh, and everything else stays as it is: the same
+agents, preflight and supervision. Outside of one a batch script that says the same `launch` is
+submitted. The id of the Slurm job is that of the run, so `status`, `logs`, `stop` and `collect`
+take it, from any machine that shares the directory of runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.errors import LaunchError
+from megatron_ext.launch import runs
+from megatron_ext.launch.hostfile import Host
+from megatron_ext.launch.ssh import Ssh
+
+__all__ = ["Srun", "batch_script", "cancel", "end", "hosts", "job_of", "state", "submit"]
+
+_TIMEOUT_S = 60
+_POLL_S = 0.5  # Slurm tells nobody when a job ends
+
+
+@dataclass(frozen=True)
+class Srun(Ssh):
+    """How commands run on the hosts of an allocation: as steps beside those that run already."""
+
+    job: str = ""
+
+    def argv(self, host: Host, remote: Sequence[str]) -> list[str]:
+        """Return the command that runs `remote` once on a host, with all that the job has there."""
+        return [
+            "srun", "--jobid", self.job, "--overlap", "--nodes=1", "--ntasks=1",
+            f"--nodelist={host.name}", "--cpu-bind=none", "--mem=0", "--export=ALL",
+            "--unbuffered", "--quiet", *remote,
+        ]  # fmt: skip
+
+
+def job_of(environment: Mapping[str, str]) -> str | None:
+    """Return the id of the allocation that this process is in, or None."""
+    return environment.get("SLURM_JOB_ID") or None
+
+
+def hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
+    """Return the hosts of the allocation, in Slurm's order, with their addresses.
+
+    One task on a host says nothing about processes: its devices are counted then.
+
+    Raises:
+        LaunchError: Slurm does not say which they are.
+    """
+    names = _ask("scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")).split()
+    shown = _ask("scontrol", "--oneliner", "show", "node", ",".join(names))
+    addresses = dict(re.findall(r"NodeName=(\S+) .*?NodeAddr=(\S+)", shown))
+    tasks = _tasks(environment.get("SLURM_TASKS_PER_NODE", ""), len(names))
+    return tuple(
+        Host(name, slots=count if count > 1 else None, addr=addresses.get(name))
+        for name, count in zip(names, tasks, strict=True)
+    )
+
+
+def _tasks(text: str, num_hosts: int) -> list[int]:
+    """Return the tasks of each host, which Slurm writes as `2(x3),1`."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts if len(counts) == num_hosts else [1] * num_hosts
+
+
+def state(job: str) -> str | None:
+    """Return the state of a job, such as PENDING or RUNNING; None once Slurm forgot it.
+
+    Raises:
+        LaunchError: Slurm does not answer.
+    """
+    try:
+        return _ask("squeue", "--noheader", "--format=%T", "--jobs", job).strip() or None
+    except LaunchError as error:
+        if "Invalid job id" in str(error):
+            return None
+        raise
+
+
+def cancel(job: str) -> None:
+    """End a job that does not run yet.
+
+    Raises:
+        LaunchError: It may not be: it is somebody else's, or gone.
+    """
+    _ask("scancel", job)
+
+
+def end(job: str, timeout_s: float) -> None:
+    """Ask the launcher of a submitted job to stop it in order, and wait for the end of the job.
+
+    Raises:
+        LaunchError: It may not be ended: it is somebody else's; or it takes longer.
+    """
+    if state(job) == "RUNNING":
+        _ask("scancel", "--batch", "--signal=TERM", job)
+    deadline = time.monotonic() + timeout_s
+    while (now := state(job)) in ("RUNNING", "COMPLETING"):
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"Slurm's job {job} is {now} after {timeout_s:g} s; `scancel {job}` ends it at once"
+            )
+        time.sleep(_POLL_S)
+
+
+def batch_script(options: str, arguments: Sequence[str], workdir: str) -> str:
+    """Return the script that starts this launch inside an allocation.
+
+    Args:
+        options: What the user tells sbatch, `--nodes 2 --time 1:00:00`.
+        arguments: Those of `megatron-ext`, without `--slurm`.
+        workdir: Where it starts.
+
+    Raises:
+        LaunchError: The options have an open quote, or no number of nodes.
+    """
+    try:
+        words = shlex.split(options)
+    except ValueError as error:
+        raise LaunchError(f"--slurm {options!r}: {error}; close the quote") from None
+    if not any(re.match(r"-N|--nodes\b", word) for word in words):
+        raise LaunchError(f"--slurm {options!r} has no number of nodes; write --slurm '--nodes 2'")
+    log = runs.runs_root() / "slurm-%j.log"
+    own = ["--job-name=megatron-ext", f"--output={log}", f"--chdir={workdir}", "--no-requeue"]
+    start = [sys.executable, "-m", "megatron_ext", *arguments]
+    return f"#!/bin/bash\n#SBATCH {shlex.join([*own, *words])}\nexec {shlex.join(start)}\n"
+
+
+def submit(script: str) -> str:
+    """Submit a batch script; return the id of the job, and keep the script beside its log.
+
+    Raises:
+        LaunchError: Slurm refuses it.
+    """
+    root = runs.runs_root()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        job = _ask("sbatch", "--parsable", text=script).strip().partition(";")[0]
+        (root / f"slurm-{job}.sh").write_text(script, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(
+            f"{root} cannot be written: {error.strerror}; set MEGATRON_EXT_RUNS to "
+            f"another directory"
+        ) from None
+    return job
+
+
+def _ask(*command: str, text: str | None = None) -> str:
+    """Run one of Slurm's commands and return what it prints."""
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
+            env={**os.environ, "LC_ALL": "C"},
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise LaunchError(
+            f"there is no {command[0]}; load Slurm's commands, or use --hostfile"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{command[0]} did not answer within {_TIMEOUT_S} s") from None
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or ["it said nothing"]
+        raise LaunchError(f"{command[0]} failed (exit code {done.returncode}): {said[-1]}")
+    return done.stdout

@@ -1,0 +1,197 @@
+"""Launching with Slurm: a real one of two nodes, and without it what is submitted."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.launch import slurm as ours
+from tests.commands import run_package
+from tests.launch.cluster import ADDRESSES, wait_until
+from tests.launch.slurm_cluster import Slurm, slurm, why_not
+from tests.launch.test_cluster import LLAMA, WAITING
+from tests.ranks import losses
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(f"needs a Slurm: {reason}")
+    directory = tmp_path_factory.mktemp("slurm")
+    (directory / "waiting.py").write_text(WAITING)
+    (directory / "failing.py").write_text(
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1': sys.exit('this rank gives up')\n"
+        "time.sleep(300)\n"
+    )
+    with slurm(directory) as made:
+        yield made
+
+
+def allocated(cluster: Slurm, options: str, *words: str) -> tuple[int, str]:
+    """Run `megatron-ext WORDS` inside an allocation, as a user would type it there."""
+    return cluster.run("salloc", "--quiet", *options.split(), *cluster.ours(*words))
+
+
+def submitted(cluster: Slurm, options: str, *words: str) -> str:
+    """Submit `megatron-ext launch WORDS`; return the id of the job."""
+    code, output = cluster.run(*cluster.ours("launch", "--slurm", options, *words))
+    assert code == 0, output
+    [job] = re.findall(r"^megatron-ext: job (\d+) is submitted", output, re.MULTILINE)
+    return job
+
+
+def is_gone(cluster: Slurm, job: str) -> bool:
+    nodes = cluster.left_on(0) + cluster.left_on(1)
+    return not nodes and ours_state(cluster, job) is None
+
+
+def ours_state(cluster: Slurm, job: str) -> str | None:
+    code, output = cluster.run("squeue", "--noheader", "--format=%T", "--jobs", job)
+    return (output.strip() or None) if code == 0 else None
+
+
+def log_of(cluster: Slurm, job: str) -> str:
+    path = cluster.directory / "runs" / f"slurm-{job}.log"
+    return path.read_text() if path.exists() else ""
+
+
+@pytest.mark.slow
+def test_llama3_trains_in_an_allocation_that_says_all_about_its_hosts(cluster: Slurm) -> None:
+    flags = [*LLAMA.split(), "--use-dpp", "--pipeline-transport", "tcp"]
+    launch = ["launch", "--embedded", "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags]
+    code, output = allocated(cluster, "--nodes 2 --ntasks-per-node 2", *launch)
+    assert code == 0, output
+    assert "2 hosts, 4 ranks: TP 1, PP 2, CP 1, DP 2; 8 samples in a step" in output
+    assert len(losses(output)) == 3
+    assert "[n2:3]" in output  # the last rank tells the loss
+    assert f"--node-ips {' '.join(ADDRESSES)}" in allocated(
+        cluster, "--nodes 2 --ntasks-per-node 2", *launch[:1], "--dry-run", *launch[1:]
+    )[1].replace("'", "")
+    [job] = re.findall(r"run (\d+):", output)
+    code, status = cluster.run(*cluster.ours("status", job))
+    assert code == 0, status
+    assert "n1: agent gone, 0 processes, ended with 0" in status
+    assert "n2: agent gone, 0 processes, ended with 0" in status
+    assert is_gone(cluster, job)
+
+
+def test_a_submitted_job_is_seen_and_stopped_by_its_id(cluster: Slurm) -> None:
+    words = ["--nproc", "1", "--", "waiting.py"]
+    job = submitted(cluster, "--nodes 2", *words)
+    wait_until(lambda: log_of(cluster, job).count("] pid ") == 2, 60)
+    code, status = cluster.run(*cluster.ours("status", job))
+    assert (code, status.count("agent runs, 2 processes")) == (0, 2), status
+    code, logs = cluster.run(*cluster.ours("logs", job, "--rank", "1"))
+    assert code == 0
+    assert re.search(r"# n2:.*\npid \d+", logs), logs
+    code, stopped = cluster.run(*cluster.ours("stop", job))
+    assert code == 0, stopped
+    wait_until(lambda: is_gone(cluster, job), 30)
+    code, collected = cluster.run(*cluster.ours("collect", job))
+    assert code == 0, collected
+    assert len(list((cluster.directory / f"collected-{job}").glob("*.tar.gz"))) == 2
+
+
+def test_scancel_leaves_nothing_behind(cluster: Slurm) -> None:
+    job = submitted(cluster, "--nodes 2", "--nproc", "1", "--", "waiting.py", "--stubborn")
+    wait_until(lambda: log_of(cluster, job).count("] pid ") == 2, 60)
+    cluster.ask("scancel", job)
+    wait_until(lambda: is_gone(cluster, job), 60)
+
+
+def test_the_first_failure_is_the_exit_code_of_the_job(cluster: Slurm) -> None:
+    code, output = allocated(
+        cluster, "--nodes 2", "launch", "--nproc", "1", "--show", "all", "--", "failing.py"
+    )
+    assert code == 1, output
+    assert "this rank gives up" in output
+    assert "failed first: n2: rank 1 ended with exit code 1" in output
+    wait_until(lambda: not cluster.left_on(0) + cluster.left_on(1), 30)
+
+
+def test_a_job_that_waits_is_shown_and_cancelled(cluster: Slurm) -> None:
+    job = submitted(cluster, "--nodes 2 --hold", "--nproc", "1", "--", "waiting.py")
+    code, status = cluster.run(*cluster.ours("status", job))
+    assert (code, status) == (0, f"Slurm's job {job}: PENDING, nothing runs yet\n")
+    code, output = cluster.run(*cluster.ours("stop", job))
+    assert code == 0, output
+    wait_until(lambda: ours_state(cluster, job) is None, 30)
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "message"),
+    [
+        (
+            "--nodes 2 --partition nowhere",
+            (),
+            "sbatch failed (exit code 1): sbatch: error: Batch job submission failed: Invalid part",
+        ),
+        ("--time 5", (), "--slurm '--time 5' has no number of nodes; write --slurm '--nodes 2'"),
+        ("--nodes 2", ("--hostfile", "hosts"), "--slurm and --hostfile are both given"),
+    ],
+)
+def test_what_slurm_refuses_is_one_line(
+    cluster: Slurm, options: str, words: tuple[str, ...], message: str
+) -> None:
+    code, output = cluster.run(
+        *cluster.ours("launch", "--slurm", options, *words, "--", "waiting.py")
+    )
+    assert code == 2
+    assert output.startswith(f"megatron-ext: error: {message}"), output
+    assert output.count("\n") == 1
+
+
+def test_an_allocation_that_is_too_small_is_one_line(cluster: Slurm) -> None:
+    flags = ["--pipeline-model-parallel-size", "4"]
+    code, output = allocated(
+        cluster, "--nodes 1 --ntasks-per-node 2", "launch", "--embedded", "--",
+        "pretrain_gpt.py", *flags,
+    )  # fmt: skip
+    assert code == 2
+    assert output == (
+        "megatron-ext: error: 2 ranks cannot be cut into replicas of 4 (TP 1 x PP 4 x CP 1); "
+        "change the hosts, --nproc, or the parallel sizes\n"
+    )
+
+
+def test_what_is_submitted_starts_the_same_launch(tmp_path: Path) -> None:
+    done = run_package(
+        "launch", "--slurm", "--nodes 2 --comment 'a b'", "--nproc", "8", "--dry-run", "--",
+        "pretrain_gpt.py", "--data-path", "a b",
+        MEGATRON_EXT_RUNS=str(tmp_path), SLURM_JOB_ID="",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, options, start = done.stdout.splitlines()
+    assert first == "#!/bin/bash"
+    assert options.endswith("--nodes 2 --comment 'a b'")
+    assert f"--output={tmp_path}/slurm-%j.log" in options
+    assert start == (
+        f"exec {sys.executable} -m megatron_ext launch --slurm '--nodes 2 --comment '\"'\"'a b'"
+        "\"'\"'' --nproc 8 -- pretrain_gpt.py --data-path 'a b'"
+    )
+    assert subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "num_hosts", "counts"),
+    [("2(x3),1", 4, [2, 2, 2, 1]), ("8", 1, [8]), ("", 2, [1, 1]), ("4(x2)", 3, [1, 1, 1])],
+)
+def test_tasks_of_hosts(text: str, num_hosts: int, counts: list[int]) -> None:
+    assert ours._tasks(text, num_hosts) == counts
+
+
+def test_without_slurms_commands_the_remedy_is_said(tmp_path: Path) -> None:
+    done = run_package("launch", "--slurm", "--nodes 2", "--", "a.py",
+                       PATH=str(tmp_path), SLURM_JOB_ID="", MEGATRON_EXT_RUNS=str(tmp_path),
+                       )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.strip() == (
+        "megatron-ext: error: there is no sbatch; load Slurm's commands, or use --hostfile"
+    )
