@@ -188,11 +188,6 @@ class _Published:
     repeated: bool = False
     """Whether recomputation published it again, and so has to take its gradient."""
 
-    @property
-    def has_publisher(self) -> bool:
-        """Whether something here has to take its gradient."""
-        return self.origin is not None or self.repeated
-
 
 class RouteStore:
     """The published tensors of this rank.
@@ -355,8 +350,14 @@ class RouteStore:
                 found.value = found.value.new_empty(0).requires_grad_(wants)
 
     def _check_gradient_taken(self, name: str, found: _Published) -> None:
-        if found.takers.value is None or not found.has_publisher:
+        if found.takers.value is None:
             return
+        if found.origin is None and not found.repeated:
+            raise ScheduleError(
+                f"{self._where(name)}: its takers have a gradient, but it was published without a "
+                f"graph; publish it outside of torch.no_grad(), and of layers that are recomputed "
+                f"and whose output leads nowhere"
+            )
         raise ScheduleError(
             f"{self._where(name)}: its gradient did not reach the publisher; go on with what "
             f"publish returns: x = routes.publish({name!r}, x)"

@@ -143,6 +143,16 @@ def test_a_gradient_that_does_not_reach_a_recomputed_publisher() -> None:
         routes.publish("x", torch.ones(2, requires_grad=True) * 2)
 
 
+def test_a_gradient_for_what_was_published_without_a_graph() -> None:
+    with torch.no_grad():
+        routes.publish("x", torch.ones(2))
+    taken = routes.take("x")
+    assert taken is not None
+    taken.sum().backward()
+    with pytest.raises(ScheduleError, match="was published without a graph"):
+        routes.publish("x", torch.ones(2))
+
+
 @pytest.mark.parametrize(
     ("keywords", "says"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,61 +20,68 @@ from tests.ranks import run_ranks
 from . import toy
 from .random_stages import RandomStage, alone
 
+if TYPE_CHECKING:
+    from megatron_ext.config.tables import Pipeline
+
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "gpipe", "dualpipe-v")
+STEPS = 5
+"""Of each model; one is an evaluation, and forms are agreed after the first."""
 
 
 def _random_steps(first: int, number: int) -> int:
-    """Run random steps; return how many gradients of weights were compared."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    pp, checked = int(os.environ["WORLD_SIZE"]), 0
-    toy.start(pp)
+    """Run random models; return how many gradients of weights were compared."""
+    toy.start(int(os.environ["WORLD_SIZE"]))
+    checked = 0
     for seed in range(first, first + number):
-        draw = random.Random(seed)
-        name, wire = draw.choice(SCHEDULES), draw.choice(("shm", "tcp", "torch"))
-        m, varies = 2 * pp * draw.randint(1, 2), draw.random() < 0.5
-        settings: dict[str, Any] = {"transport": wire}
-        if draw.random() < 0.4:
-            policy = draw.choice(list(POLICIES))
-            settings = {
-                "dynamic": DynamicOrder(policy=policy),
-                "transport": draw.choice(("shm", "tcp")),
-            }
-        pipeline = make_pipeline(name, pp, m, message_timeout_s=60.0, **settings)
+        pipeline = _random_pipeline(random.Random(seed))
         use(pipeline, seed=1)
         placement = pipeline.placement
-        own, config = placement.stages_of[dist.get_rank()], toy.config()
+        config = toy.config()
         chunks = [
-            RandomStage(config, seed, stage, placement.num_stages, varies=varies) for stage in own
+            RandomStage(config, seed, stage, placement.num_stages)
+            for stage in placement.stages_of[dist.get_rank()]
         ]
-        for step in range(2):  # the second with forms that are agreed
+        m = pipeline.num_microbatches
+        expected = alone(seed, placement.num_stages, m)
+        for step in range(STEPS):
             megatron_ext.begin_iteration(step)
+            what = f"seed {seed}, step {step}: {pipeline.name} {pipeline.config}, m {m}"
+            if step == 2:
+                with torch.no_grad():
+                    _check(chunks, _step(chunks, m, forward_only=True), expected, what)
+                continue
             for chunk in chunks:
                 chunk.zero_grad()
-            losses = get_forward_backward_func()(
-                forward_step_func=_forward_step,
-                data_iterator=[iter(range(m)) for _ in chunks],
-                model=chunks,
-                num_microbatches=m,
-                seq_length=1,
-                micro_batch_size=1,
-            )
-            expected, gradients = alone(seed, placement.num_stages, m, varies=varies)
-            what = f"seed {seed}, step {step}: {name} {settings} m {m} varies {varies}"
-            if placement.num_stages - 1 in own:
-                assert losses == expected, what
-            for stage, chunk in zip(own, chunks, strict=True):
-                for weight, gradient in zip(chunk.weights, gradients[stage], strict=True):
-                    if weight.grad is None and gradient is None:
-                        continue
-                    # What is handed on and not used gets a gradient of zeros.
-                    zeros = torch.zeros_like(weight)
-                    found, wanted = (zeros if g is None else g for g in (weight.grad, gradient))
-                    assert torch.equal(found, wanted), f"{what}, stage {stage}"
-                    checked += bool(wanted.any())
+            losses = _step(chunks, m)
+            checked += _check(chunks, losses, expected, what)
         dist.barrier()
         clear_configuration()
     return checked
+
+
+def _random_pipeline(draw: random.Random) -> Pipeline:
+    pp = dist.get_world_size()
+    name, m = draw.choice(SCHEDULES), 2 * pp * draw.randint(1, 2)
+    settings: dict[str, Any] = {"transport": draw.choice(("shm", "tcp", "torch"))}
+    if draw.random() < 0.4:
+        dynamic = DynamicOrder(policy=draw.choice(list(POLICIES)))
+        settings = {"dynamic": dynamic, "transport": draw.choice(("shm", "tcp"))}
+    return make_pipeline(name, pp, m, message_timeout_s=60.0, **settings)
+
+
+def _step(chunks: list[RandomStage], m: int, **keywords: Any) -> list[float]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    losses: list[float] = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=[iter(range(m)) for _ in chunks],
+        model=chunks,
+        num_microbatches=m,
+        seq_length=1,
+        micro_batch_size=1,
+        **keywords,
+    )
+    return losses
 
 
 def _forward_step(microbatches: Any, stage: RandomStage) -> Any:
@@ -82,7 +89,31 @@ def _forward_step(microbatches: Any, stage: RandomStage) -> Any:
     return made, lambda loss: (loss, loss.item())
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_bits_of_one_process(ranks: int) -> None:
-    for checked in run_ranks(ranks, _random_steps, 0, 12, timeout_s=300):
-        assert checked > 20
+def _check(chunks: list[RandomStage], losses: list[float], expected: Any, what: str) -> int:
+    checked = 0
+    for chunk in chunks:
+        if chunk.number == chunk.num_stages - 1:
+            assert losses == expected[0], what
+        for weight, gradient in zip(chunk.weights, expected[1][chunk.number], strict=True):
+            if weight.grad is None and gradient is None:
+                continue
+            # What is handed on and not used gets a gradient of zeros.
+            zeros = torch.zeros_like(weight)
+            found, wanted = (zeros if g is None else g for g in (weight.grad, gradient))
+            assert torch.equal(found, wanted), f"{what}, stage {chunk.number}"
+            checked += bool(wanted.any())
+    return checked
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number"),
+    [
+        (2, 50),
+        (4, 50),
+        pytest.param(4, 1000, marks=pytest.mark.slow),
+        pytest.param(8, 200, marks=pytest.mark.slow),
+    ],
+)
+def test_bits_of_one_process(ranks: int, number: int) -> None:
+    for checked in run_ranks(ranks, _random_steps, 0, number, timeout_s=60 + 6 * number):
+        assert checked > number

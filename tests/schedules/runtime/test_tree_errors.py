@@ -1,0 +1,137 @@
+"""Models that break what they declare: one line on every rank, and nobody waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from megatron_ext import routes
+from tests.pipelines import make_pipeline, use
+from tests.ranks import start_ranks
+
+from . import toy
+
+M = 4
+
+
+class _Stage(torch.nn.Module):
+    """A stage of two that goes wrong at its second micro-batch."""
+
+    def __init__(self, config: Any, number: int, mistake: str) -> None:
+        super().__init__()
+        self.config, self.number, self.mistake = config, number, mistake
+        self.model_type, self.vp_stage, self.received = None, None, None
+        self.weight = torch.nn.Parameter(torch.eye(3))
+        self.calls = 0
+        if number == 0:
+            routes.declare(self, publishes=["x"], boundary="fixed")
+        else:
+            routes.declare(self, takes=["x"])
+
+    def set_input_tensor(self, tensors: list[Any]) -> None:
+        self.received = tensors[0]
+
+    def forward(self, microbatch: int) -> Any:
+        wrong = self.mistake if microbatch == 1 else ""
+        if self.number == 1:
+            if wrong != "never taken":
+                routes.take("y" if wrong == "undeclared" else "x")
+            return (self.received["x"] @ self.weight).square().sum()
+        data = torch.ones(2, 3, requires_grad=True)
+        made: torch.Tensor = checkpoint(self._layer, data, wrong, use_reentrant=True)
+        if wrong == "another tree":
+            return {"x": made, "more": made}
+        return {"x": made, "more": {1}} if wrong == "a set" else {"x": made}
+
+    def _layer(self, data: torch.Tensor, wrong: str) -> torch.Tensor:
+        made = data @ self.weight
+        self.calls += 1
+        if wrong == "not published":
+            return made
+        if wrong == "recomputed otherwise" and torch.is_grad_enabled():
+            routes.publish("x", made[:1])
+            return made
+        if wrong == "published twice":
+            routes.publish("x", made)
+        published = routes.publish("x", made)
+        return made * 2 if wrong == "gradient lost" or published is None else published
+
+
+def _break(mistake: str) -> None:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    toy.start(2)
+    use(make_pipeline("1f1b", 2, M, transport="shm", message_timeout_s=30.0))
+    get_forward_backward_func()(
+        forward_step_func=lambda data, stage: (stage(next(data)), lambda x: (x, x.item())),
+        data_iterator=iter(range(M)),
+        model=_Stage(toy.config(), dist.get_rank(), mistake),
+        num_microbatches=M,
+        seq_length=1,
+        micro_batch_size=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        ("never taken", "stage 1, micro-batch 1, route 'x': declared, and never taken"),
+        ("undeclared", "stage 1, micro-batch 1, route 'y': not declared; call routes.declare"),
+        ("not published", "stage 0, micro-batch 1, route 'x': declared, and not published"),
+        ("published twice", "stage 0, micro-batch 1, route 'x': published twice in one forward"),
+        (
+            "recomputed otherwise",
+            "route 'x': published (2, 3) of torch.float32 in forward and (1, 3) of torch.float32",
+        ),
+        ("gradient lost", "stage 0, micro-batch 1, route 'x': its gradient did not reach"),
+        (
+            "another tree",
+            "for micro-batch 1 is [float32 2x3, float32 2x3], and was [float32 2x3] in an earlier",
+        ),
+        ("a set", "what stage 0 hands on for micro-batch 1 holds a set; a stage may hand on"),
+    ],
+)
+def test_every_rank_says_what_is_wrong(mistake: str, says: str) -> None:
+    begin_s = time.monotonic()
+    ended = start_ranks(2, _break, mistake, timeout_s=60)
+    assert ended.exit_codes == [1, 1], ended.describe()
+    assert time.monotonic() - begin_s < 30, "nobody waits for a time-out"
+    for log in ended.logs:
+        assert says in log.splitlines()[-1]
+
+
+def _declare(declare: Callable[[torch.nn.Module, int], None]) -> None:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    toy.start(2)
+    use(make_pipeline("1f1b", 2, M, transport="shm"))
+    stage = toy.Stage(toy.config(), dist.get_rank(), None)
+    declare(stage, stage.number)
+    get_forward_backward_func()(
+        forward_step_func=toy.forward_step,
+        data_iterator=toy.samples(M),
+        model=stage,
+        num_microbatches=M,
+        seq_length=toy.LENGTH,
+        micro_batch_size=toy.BATCH,
+    )
+
+
+def _backwards(stage: torch.nn.Module, number: int) -> None:
+    if number == 0:
+        routes.declare(stage, takes=["x"])
+    else:
+        routes.declare(stage, publishes=["x"])
+
+
+def test_a_route_to_an_earlier_stage() -> None:
+    ended = start_ranks(2, _declare, _backwards, timeout_s=60)
+    assert ended.exit_codes == [1, 1]
+    for log in ended.logs:
+        assert "stage 0 takes the route 'x', which stage 1 publishes" in log.splitlines()[-1]
