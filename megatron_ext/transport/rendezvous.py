@@ -10,6 +10,7 @@ more than compared, until it has.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -33,8 +34,8 @@ _MAX_CALLS = 3
 """How often a rank says who it is to a peer that does not know it: the bytes may be damaged."""
 _RING_S = 1.0
 """How long telling a peer that this rank has given up may take."""
-_GAVE_UP = b"gave up: "
-"""Published instead of an address."""
+_GAVE_UP = b"gave up "
+"""Published instead of an address, with the reason and the secrets of those that it is for."""
 _BACKLOG = 128
 """Connections that may wait while this process still calls others, besides those of peers."""
 
@@ -71,26 +72,28 @@ class _Rendezvous:
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self._mine = mine
-        self._called: dict[int, tuple[str, Address]] = {}
-        """Wire and address of the peers that were called."""
+        self._known: dict[int, Address] = {}
+        self._called: dict[int, str] = {}
+        """The wires over which peers were called."""
 
     def run(self, peers: Iterable[int], ip: str | None) -> dict[int, Connection]:
         """Connect to all; the lower rank of each pair is the one that calls."""
         higher = sorted(peer for peer in peers if peer > self._rank)
         lower = {peer for peer in peers if peer < self._rank}
-        try:
-            return self._connect_all(higher, lower, ip)
-        except TransportError as error:
-            self._give_up(str(error))
-            raise
-
-    def _connect_all(
-        self, higher: list[int], lower: set[int], ip: str | None
-    ) -> dict[int, Connection]:
-        made: dict[int, Connection] = {}
-        with ExitStack() as open_until_done, ExitStack() as closed_on_failure:
+        with ExitStack() as open_until_done:
             listeners = self._listen(open_until_done, len(lower), ip)
             self._store.set(f"{self._prefix}{self._rank}", self._mine.dumps())
+            try:
+                return self._meet(higher, lower, listeners)
+            except TransportError as error:
+                self._give_up(str(error))  # before others see that nobody listens any more
+                raise
+
+    def _meet(
+        self, higher: list[int], lower: set[int], listeners: list[socket.socket]
+    ) -> dict[int, Connection]:
+        made: dict[int, Connection] = {}
+        with ExitStack() as closed_on_failure:
             closed_on_failure.callback(_close_all, made)
             for peer in sorted(lower):  # what cannot be is told by both sides
                 choose_wire(self._rank, self._mine, peer, self._address(peer))
@@ -105,13 +108,15 @@ class _Rendezvous:
         return made
 
     def _give_up(self, reason: str) -> None:
-        """Tell those that were called, and perhaps did not understand, to wait no longer."""
-        if not self._called:
+        """Tell those that this rank knows why, and ring those that it called and that may wait."""
+        if not self._known:
             return
-        self._store.set(f"{self._prefix}{self._rank}", _GAVE_UP.decode() + reason)
-        for peer, (wire, address) in self._called.items():
+        note = {"reason": reason, "to": [address.secret for address in self._known.values()]}
+        self._store.set(f"{self._prefix}{self._rank}", _GAVE_UP.decode() + json.dumps(note))
+        for peer, wire in self._called.items():
             with suppress(OSError, TransportError):  # it has ended, too
-                self._connected(wire, peer, address, _RING_S, f"{self._rank} gave up\n").close()
+                ring = f"{self._rank} gave up\n"
+                self._connected(wire, peer, self._known[peer], _RING_S, ring).close()
 
     def _listen(self, stack: ExitStack, num_lower: int, ip: str | None) -> list[socket.socket]:
         unix = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -138,21 +143,24 @@ class _Rendezvous:
 
     def _address(self, peer: int) -> Address:
         try:
-            text = self._store.get(f"{self._prefix}{peer}")
+            while (text := self._store.get(f"{self._prefix}{peer}")).startswith(_GAVE_UP):
+                note = json.loads(text.removeprefix(_GAVE_UP))
+                if self._mine.secret in note["to"]:
+                    raise TransportError(f"rank {peer} gave up connecting: {note['reason']}")
+                self._left_s(f"rank {peer} to listen")  # it was one of an earlier run
+                time.sleep(_RETRY_S)
         except RuntimeError as error:  # the store's own errors, time-outs among them
             raise TransportError(
                 f"rank {peer} did not publish an address for rank {self._rank}: {error}"
             ) from error
-        if text.startswith(_GAVE_UP):
-            reason = text.removeprefix(_GAVE_UP).decode()
-            raise TransportError(f"rank {peer} gave up connecting: {reason}")
         try:
-            return Address.parse(text)
+            self._known[peer] = address = Address.parse(text)
         except ValueError as error:
             raise TransportError(
                 f"the address of rank {peer} cannot be read ({error}); install the same "
                 f"megatron_ext for all ranks"
             ) from error
+        return address
 
     def _call(self, peer: int) -> Connection:
         """Connect and introduce ourselves. An address may be one of an earlier run: ask again."""
@@ -160,7 +168,7 @@ class _Rendezvous:
             address = self._address(peer)
             wire, why = choose_wire(self._rank, self._mine, peer, address)
             left_s = self._left_s(f"rank {peer} to listen")
-            self._called[peer] = wire, address
+            self._called[peer] = wire
             try:
                 link = self._connected(wire, peer, address, left_s, self._hello(address))
             except (ConnectionError, BlockingIOError):  # the latter: its queue is full
@@ -246,6 +254,7 @@ class _Rendezvous:
             call = self._called_again(peer, call)
         if self._read_answer(peer, call.socket):
             return call
+        self._address(peer)  # perhaps it says why
         raise self._turned_away(peer)
 
     def _called_again(self, peer: int, call: Connection) -> Connection:
@@ -254,6 +263,7 @@ class _Rendezvous:
         try:
             link = self._connected(call.wire, peer, address, left_s, self._hello(address))
         except OSError as error:
+            self._address(peer)
             raise self._turned_away(peer) from error
         return call._replace(socket=link)
 

@@ -9,12 +9,16 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING
 
 import pytest
 
 from megatron_ext.errors import TransportError
 from megatron_ext.transport import reception
-from megatron_ext.transport.rendezvous import connect_peers
+from megatron_ext.transport.rendezvous import _Rendezvous, connect_peers
+
+if TYPE_CHECKING:
+    from megatron_ext.transport.address import Address
 
 _PREFIX = "mext/run/addr/"
 
@@ -241,39 +245,44 @@ def test_whoever_does_not_know_the_secret_is_turned_away(store, caplog) -> None:
     close_all(links)
 
 
-class DamagingStore(MemoryStore):
-    """A store from which rank 0 reads a secret of rank 1 with a bit flipped, the first times.
-
-    So its hello is what one looks like that was damaged on its way.
-    """
-
-    def __init__(self, num_damaged: int) -> None:
-        super().__init__()
-        self.num_damaged = num_damaged
-
-    def get(self, key: str) -> bytes:
-        value = super().get(key)
-        caller = threading.current_thread().name
-        if caller != "rank 0_0" or key != f"{_PREFIX}1" or self.num_damaged == 0:
-            return value
-        self.num_damaged -= 1
-        address = json.loads(value)
-        return json.dumps({**address, "secret": "?" + address["secret"][1:]}).encode()
-
-
 @pytest.mark.parametrize("wire", ["shm", "tcp"])
-@pytest.mark.parametrize("num_damaged", [2, 1000], ids=["once", "always"])
-def test_a_damaged_hello_is_said_again_and_no_rank_waits_for_it(wire, num_damaged) -> None:
-    store = DamagingStore(num_damaged)
-    with ThreadPoolExecutor(1, "rank 0") as pool_0, ThreadPoolExecutor(1, "rank 1") as pool_1:
+@pytest.mark.parametrize("num_damaged", [1, 1000], ids=["once", "always"])
+def test_a_damaged_hello_is_said_again_and_no_rank_waits_for_it(
+    store, monkeypatch, wire, num_damaged
+) -> None:
+    said = []
+    hello_of = _Rendezvous._hello
+
+    def damaged(self: _Rendezvous, address: Address) -> str:
+        said.append(hello_of(self, address))
+        return said[-1].replace(" ", " ?", 1) if len(said) <= num_damaged else said[-1]
+
+    monkeypatch.setattr(_Rendezvous, "_hello", damaged)
+    with ThreadPoolExecutor(2) as pool:
         ranks = [
-            pool.submit(connect, store, rank, [1 - rank], wire=wire, timeout_s=1e6)
-            for rank, pool in enumerate((pool_0, pool_1))
+            pool.submit(connect, store, rank, [1 - rank], wire=wire, timeout_s=100)
+            for rank in range(2)
         ]
-        errors = [rank.exception(timeout=100) for rank in ranks]
+        errors = [rank.exception(timeout=50) for rank in ranks]
     if num_damaged == 1000:
         assert "rank 1 turned rank 0 away" in str(errors[0])
         assert "rank 0 gave up connecting: rank 1 turned rank 0 away" in str(errors[1])
     else:
         assert errors == [None, None]
         close_all([rank.result() for rank in ranks])
+
+
+def test_what_a_former_run_gave_up_for_is_nothing_to_this_one(store) -> None:
+    """Rank 1 gives up for want of rank 0, and both are started again under the same name."""
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(connect, store, 1, [0], timeout_s=0.1)
+        address = json.loads(store.get(f"{_PREFIX}1"))
+        store.set(f"{_PREFIX}0", json.dumps({**address, "secret": "0"}))
+        assert "rank 1 waited 0.1 s" in str(waiting.exception(timeout=100))
+        assert store.values[f"{_PREFIX}1"].startswith(b"gave up ")
+        calling = pool.submit(connect, store, 0, [1])
+        with pytest.raises(FutureTimeout):
+            calling.result(timeout=0.3)
+        links = [pool.submit(connect, store, 1, [0]).result(), calling.result()]
+    assert sorted(map(list, links)) == [[0], [1]]
+    close_all(links)
