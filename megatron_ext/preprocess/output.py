@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import files
@@ -15,7 +14,7 @@ from megatron_ext.errors import DataError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["DatasetWriter", "check_outputs", "output_paths"]
+__all__ = ["check_outputs", "datasets", "output_paths"]
 
 
 def output_paths(prefix: str, keys: Sequence[str], level: str) -> dict[str, tuple[Path, Path]]:
@@ -26,12 +25,15 @@ def output_paths(prefix: str, keys: Sequence[str], level: str) -> dict[str, tupl
     }
 
 
-class DatasetWriter:
-    """Writes one indexed dataset for each key, through megatron.core's builder.
+@contextmanager
+def datasets(
+    paths: dict[str, tuple[Path, Path]], dtype: type[np.number[Any]], *, overwrite: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Yield megatron.core's builder of an indexed dataset for each key.
 
-    A context manager. It writes temporary files beside the final ones; a normal exit renames them
-    into place, any exception removes them. It places the new index last and removes an old index
-    first, so a reader never finds an index that does not match its data.
+    Writes temporary files beside the final ones; a normal exit renames them into place, any
+    exception removes them. It places the new index last and removes an old index first, so a reader
+    never finds an index that does not match its data.
 
     Args:
         paths: Final files, see `output_paths`.
@@ -42,77 +44,36 @@ class DatasetWriter:
         DataError: On entry: a file exists and may not be replaced, or the directory is missing or
             not writable.
     """
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    def __init__(
-        self,
-        paths: dict[str, tuple[Path, Path]],
-        dtype: type[np.number[Any]],
-        *,
-        overwrite: bool = False,
-    ) -> None:
-        self._paths = paths
-        self._dtype = dtype
-        self._overwrite = overwrite
-        self._stack = contextlib.ExitStack()
-        self._scratch: dict[Path, Path] = {}
-        self._builders: dict[str, Any] = {}
-
-    def __enter__(self) -> DatasetWriter:
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-        check_outputs(self._paths, overwrite=self._overwrite)
-        with contextlib.ExitStack() as stack:
-            for key, (bin_path, idx_path) in self._paths.items():
-                for path in (idx_path, bin_path):  # the index is put into place last
-                    self._scratch[path] = stack.enter_context(files.replacing(path))
-                bin_name = str(self._scratch[bin_path])
-                self._builders[key] = IndexedDatasetBuilder(bin_name, dtype=self._dtype)
-            self._stack = stack.pop_all()
-        return self
-
-    def add(self, key: str, ids: np.ndarray[Any, Any], lengths: list[int]) -> None:
-        """Appends one document to the dataset of `key`.
-
-        Args:
-            key: One of the keys of `paths`.
-            ids: Token ids of the whole document, shape (sum(lengths),).
-            lengths: Number of ids of each sentence.
-        """
-        self._builders[key].add_document(ids, lengths)
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if exc_type is None:
-            with self._stack:
-                self._commit()
-            return
-        self._close()
-        self._stack.__exit__(exc_type, exc, traceback)
-
-    def _commit(self) -> None:
+    check_outputs(paths, overwrite=overwrite)
+    with ExitStack() as stack:
+        scratch = {
+            path: stack.enter_context(files.replacing(path))
+            for bin_path, idx_path in paths.values()
+            for path in (idx_path, bin_path)  # the index is put into place last
+        }
+        builders = {
+            key: IndexedDatasetBuilder(str(scratch[bin_path]), dtype=dtype)
+            for key, (bin_path, _) in paths.items()
+        }
         try:
-            for key, (_, idx_path) in self._paths.items():
-                self._builders[key].finalize(str(self._scratch[idx_path]))
+            yield builders
+            for key, (_, idx_path) in paths.items():
+                builders[key].finalize(str(scratch[idx_path]))
         finally:
-            self._close()
-        for _, idx_path in self._paths.values():
+            for builder in builders.values():
+                with suppress(OSError):  # the disk is full: there is nothing to save
+                    builder.data_file.close()
+        for _, idx_path in paths.values():
             idx_path.resolve().unlink(missing_ok=True)
-
-    def _close(self) -> None:
-        for builder in self._builders.values():
-            with contextlib.suppress(OSError):  # the disk is full: there is nothing to save
-                builder.data_file.close()
 
 
 def check_outputs(paths: dict[str, tuple[Path, Path]], *, overwrite: bool) -> None:
     """Refuses outputs that exist or cannot be written, before any work is done.
 
     Raises:
-        DataError: See `DatasetWriter`.
+        DataError: See `datasets`.
     """
     for path in (path for pair in paths.values() for path in pair):
         if not path.parent.is_dir():

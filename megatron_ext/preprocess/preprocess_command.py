@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megatron_ext.errors import DataError
 from megatron_ext.preprocess.corpus import check_inputs, kind_of, read_batches
-from megatron_ext.preprocess.output import DatasetWriter, check_outputs, output_paths
-from megatron_ext.preprocess.progress import ProgressReporter
+from megatron_ext.preprocess.output import check_outputs, datasets, output_paths
 from megatron_ext.preprocess.tokenizer import add_tokenizer_arguments
 
 if TYPE_CHECKING:
     from megatron_ext.preprocess.encode import Encoder
+    from megatron_ext.preprocess.progress import ProgressReporter
 
 __all__ = ["add_subcommand", "run"]
 
@@ -124,6 +124,7 @@ def _preprocess(
         encode_batches,
         start_fork_server,
     )
+    from megatron_ext.preprocess.progress import reporting
 
     if num_workers > 1:
         start_fork_server()  # imports in the background while this process does the same
@@ -135,8 +136,8 @@ def _preprocess(
     )
     encoder = Encoder(options)
     with (
-        DatasetWriter(paths, encoder.dtype, overwrite=args.overwrite) as writer,
-        ProgressReporter(total_bytes) as progress,
+        datasets(paths, encoder.dtype, overwrite=args.overwrite) as builders,
+        reporting(total_bytes) as progress,
     ):
         batches = read_batches(
             args.input,
@@ -148,7 +149,7 @@ def _preprocess(
         for documents in encode_batches(batches, encoder, num_workers):
             for document in documents:
                 for key, (ids, lengths) in document.items():
-                    writer.add(key, ids, lengths)
+                    builders[key].add_document(ids, lengths)
                 num_empty += not any(lengths for _, lengths in document.values())
             progress.encoded(
                 len(documents), sum(len(ids) for doc in documents for ids, _ in doc.values())

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from megatron_ext.errors import DataError
-from megatron_ext.preprocess.output import DatasetWriter, output_paths
+from megatron_ext.preprocess.output import datasets, output_paths
 
 
 def write(prefix: Path, value: int, *, overwrite: bool = False, fail: bool = False) -> None:
     paths = output_paths(str(prefix), ["text"], "document")
-    with DatasetWriter(paths, np.uint16, overwrite=overwrite) as writer:
-        writer.add("text", np.full(3, value, dtype=np.uint16), [1, 2])
+    with datasets(paths, np.uint16, overwrite=overwrite) as builders:
+        builders["text"].add_document(np.full(3, value, dtype=np.uint16), [1, 2])
         if fail:
             raise KeyboardInterrupt
 
