@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
-import re
 import shutil
 import socket
-import struct
 import sys
 import time
+from importlib import metadata
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.launch import protocol
+from megatron_ext.transport.address import source_address
 
-__all__ = ["code_hash", "installed_version", "interface_of", "look", "source_address", "versions"]
-
-_SIOCGIFADDR = 0x8915
+__all__ = ["code_hash", "installed_version", "interface_of", "look", "versions"]
 
 
 def look(
@@ -69,20 +69,7 @@ def versions() -> dict[str, str]:
 
 
 def installed_version(distribution: str) -> str:
-    """Return the version of a distribution, without importing it, or `not installed`.
-
-    The names of the directories say it; only where none fits the slower library is asked.
-    """
-    pattern = re.compile(re.sub("[-_.]", "[-_.]", distribution) + r"-([^-]+)\.dist-info", re.I)
-    for folder in dict.fromkeys(sys.path):
-        try:
-            names = os.listdir(folder or ".")  # noqa: PTH208 - hot
-        except OSError:
-            continue
-        for match in filter(None, map(pattern.fullmatch, names)):
-            return match[1]
-    from importlib import metadata
-
+    """Return the version of a distribution, without importing it, or `not installed`."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -133,38 +120,11 @@ def _address(peer: str) -> protocol.Message:
     return {"address": address, "interface": interface_of(address)}
 
 
-def source_address(peer: str) -> str:
-    """Return the address of this host that a connection to a peer would come from.
-
-    No packet is sent. This is what the routes say; the first network card may be anything.
-
-    Raises:
-        OSError: The peer's name cannot be resolved, or no route leads there.
-    """
-    found = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)
-    family, kind, protocol_number, _, target = found[0]
-    with socket.socket(family, kind, protocol_number) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
-
-
 def interface_of(address: str) -> str | None:
     """Return the network interface that has an address, or None."""
-    import ipaddress
-
-    wanted = ipaddress.ip_address(address.partition("%")[0])
-    if wanted.version == 6:
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            number, *_, name = line.split()
-            if int(number, 16) == int(wanted):
-                return name
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        for _, name in socket.if_nameindex():
-            try:
-                packed = fcntl.ioctl(control, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:
-                continue  # no IPv4 address
-            if packed[20:24] == wanted.packed:
-                return name
+    wanted, families = ip_address(address.partition("%")[0]), {socket.AF_INET, socket.AF_INET6}
+    for name, found in psutil.net_if_addrs().items():
+        mine = (each.address.partition("%")[0] for each in found if each.family in families)
+        if wanted in map(ip_address, mine):
+            return str(name)
     return None

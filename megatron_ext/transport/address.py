@@ -15,7 +15,15 @@ from typing import Literal
 from megatron_ext.errors import TransportError
 from megatron_ext.version import __version__
 
-__all__ = ["WIRES", "Address", "Wire", "choose_wire", "node_address"]
+__all__ = [
+    "WIRES",
+    "Address",
+    "Wire",
+    "address_towards",
+    "choose_wire",
+    "node_address",
+    "source_address",
+]
 
 Wire = Literal["auto", "shm", "tcp", "rdma"]
 WIRES: tuple[Wire, ...] = ("auto", "shm", "tcp", "rdma")
@@ -197,12 +205,23 @@ def address_towards(host: str) -> str:
         TransportError: No way leads there.
     """
     try:
-        family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing
-            return str(probe.getsockname()[0])
+        return source_address(host)
     except OSError as error:
         raise TransportError(
             f"no address of this host leads to {host} ({error}); name the addresses of the hosts "
             f"with --node-ips"
         ) from error
+
+
+def source_address(peer: str) -> str:
+    """Return the address of this host that a connection to a peer would come from.
+
+    No packet is sent. This is what the routes say; the first network card may be anything.
+
+    Raises:
+        OSError: The peer's name cannot be resolved, or no route leads there.
+    """
+    family, kind, _, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
