@@ -53,27 +53,27 @@ _MODULE_OF = {
     "Tracing": "megatron_ext.config.pipeline_config",
     "configure": "megatron_ext.config.programs",
 }
-"""What is imported when it is first asked for."""
+"""Names that are imported at first use."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import what few programs need."""
+    """Import rarely used names at first use."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULE_OF[name]), name)
 
 
 def activate() -> None:
-    """Arm all patches; those of modules that are imported already apply now. Idempotent."""
+    """Arm all patches; modules already imported are patched now. Idempotent."""
     from megatron_ext import patches
 
     patches.arm()
 
 
 def deactivate() -> None:
-    """Restore what was changed: attributes, their copies, import hooks, environment variables.
+    """Restore all changes: attributes, their copies, import hooks, environment variables.
 
-    The active configuration ends with it.
+    This also ends the active configuration.
     """
     from megatron_ext import patches
     from megatron_ext.config.active import clear_configuration
@@ -83,17 +83,17 @@ def deactivate() -> None:
 
 
 def deconfigure() -> None:
-    """End what `configure` put in force: Megatron's own schedules run again."""
+    """End the active configuration: Megatron's own schedules run again."""
     from megatron_ext.config.active import clear_configuration
 
     clear_configuration()
 
 
 def begin_iteration(number: int) -> None:
-    """Note which training step begins, where random numbers are drawn by micro-batch.
+    """Set the number of the training step that begins, for random numbers by micro-batch.
 
     Args:
-        number: Counted over the whole training, resumed or not.
+        number: The step, counted over all resumed runs.
     """
     from megatron_ext.config import randomness
 

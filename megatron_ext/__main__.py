@@ -11,7 +11,7 @@ _USAGE = "usage: python -m megatron_ext [--embedded] SCRIPT.py FLAGS... | COMMAN
 
 
 def main() -> int:
-    """Run a script or a subcommand, by what the first argument is."""
+    """Run a script or a subcommand, depending on the first argument."""
     arguments = sys.argv[1:]
     embedded = arguments[:1] == ["--embedded"]
     if embedded:
@@ -25,8 +25,8 @@ def main() -> int:
 
 
 def _record(script: str, argv: list[str], *, embedded: bool) -> int:
-    """Run a script so that torchrun can show which rank failed first and how."""
-    process.die_with_parent()  # where `megatron-ext launch` started it
+    """Run a script so that torchrun can show which rank failed first, and how."""
+    process.die_with_parent()  # if `megatron-ext launch` started it
     from torch.distributed.elastic.multiprocessing.errors import record
 
     return record(runner.run)(script, argv, embedded=embedded) or 0

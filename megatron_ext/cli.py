@@ -1,7 +1,7 @@
-"""The `megatron-ext` command: one subcommand for each thing that is not training itself.
+"""The `megatron-ext` command: a subcommand for each task other than training.
 
-Each `_add_*` registers a subcommand and names its `_run_*`, which returns an exit code. Imports of
-torch and Megatron stay inside those, so that `--help` and errors are immediate.
+Each `_add_*` registers a subcommand and its `_run_*`, which returns an exit code. Only those import
+torch and Megatron, so `--help` and errors are immediate.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Subparsers = Any  # argparse._SubParsersAction is private
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors show long values shortened."""
+    """A parser whose errors shorten long values."""
 
     def error(self, message: str) -> NoReturn:
         super().error(line_of(message))
@@ -59,8 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     parser = _Parser(
         prog="megatron-ext",
-        description="Better pipelines for an unmodified Megatron-LM. Training itself is started "
-        "with `torchrun ... -m megatron_ext pretrain_gpt.py FLAGS`.",
+        description="Better pipelines for an unmodified Megatron-LM. Start training with "
+        "`torchrun ... -m megatron_ext pretrain_gpt.py FLAGS`.",
     )
     parser.add_argument("--version", action="version", version=f"megatron_ext {__version__}")
     subparsers: _Subparsers = parser.add_subparsers(
@@ -78,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_patches(subparsers: _Subparsers) -> None:
-    parser = subparsers.add_parser("patches", help="show or check what is patched in Megatron")
+    parser = subparsers.add_parser("patches", help="show or check the patches on Megatron")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     show = actions.add_parser("list", help="show every patch, its state and its reason")
     show.add_argument("--all", action="store_true", help="also each name redirected in torch")
@@ -95,7 +95,7 @@ def _add_upstream(subparsers: _Subparsers) -> None:
     parser = subparsers.add_parser("upstream", help="get, find or check the Megatron-LM tree")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     fetch = actions.add_parser("fetch", help="clone Megatron-LM at the wheel's release, verified")
-    fetch.add_argument("--path", type=Path, help="where to (default: below ~/.cache)")
+    fetch.add_argument("--path", type=Path, help="destination (default: below ~/.cache)")
     fetch.add_argument("--url", default=upstream.URL, help="the repository or a mirror of it")
     fetch.set_defaults(run=_run_upstream_fetch)
     path = actions.add_parser("path", help="print the tree that would be used")
@@ -117,7 +117,7 @@ def _run_patches_list(args: argparse.Namespace) -> int:
     else:
         print(listing.text_table(rows, redirects=args.all))
         if absent:
-            print(f"not there, so pending: {', '.join(absent)}")
+            print(f"missing, so pending: {', '.join(absent)}")
     return 0
 
 
@@ -186,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; by default those of the process.
 
     Returns:
-        The exit code: 0, 1 for a check that found something, 2 for a mistake of the user.
+        The exit code: 0; 1 for a check with findings; 2 for a mistake of the user.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(arguments)
@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("megatron-ext: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output went away (`| head`): nothing is wrong.
+        # The reader of our output has exited (`| head`), which is not an error.
         sys.stderr.close()
         return 0
     except OSError as error:

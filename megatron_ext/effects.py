@@ -1,9 +1,9 @@
-"""What features have to bring about, checked while the first steps run.
+"""Checks during the first steps that features have their intended effect.
 
-A patch can be in place and do nothing, because Megatron does not call its target any more. No
-comparison of functions shows that, and losses go on falling. So each feature whose loss would be
-silent is checked by what it is for: that copies of a tied embedding are equal, that the loss is
-where it is logged, and so on. A check that fails is an `EffectMissing`, which names the patch.
+A patch can be in place without effect, because Megatron no longer calls its target. No comparison
+of functions shows that, and losses keep falling. So each feature that could fail silently is
+checked by its effect: copies of a tied embedding are equal, the loss arrives on the rank that logs,
+and so on. A failed check raises `EffectMissing`, which names the patch.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def check_tied(pipeline: Pipeline, chunks: Sequence[torch.nn.Module], *, step: i
 
     Args:
         pipeline: The schedule.
-        chunks: Of this rank.
-        step: Steps since the start: before the first the copy was filled, later it was updated.
+        chunks: Model chunks of this rank.
+        step: Steps since the start: 0 checks the initial copy, later ones its updates.
     """
     from megatron_ext.schedules.runtime.folded import differing_copies
 
@@ -78,8 +78,8 @@ def check_split(pipeline: Pipeline, chunks: Sequence[torch.nn.Module], *, record
 
     Args:
         pipeline: A schedule that splits backwards.
-        chunks: Of this rank.
-        recorded: Whether any gradient was left.
+        chunks: Model chunks of this rank.
+        recorded: Whether any gradient was deferred.
     """
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -132,10 +132,10 @@ def check_frozen(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def check_gloo(*, off: bool) -> None:
-    """Check that there are no gloo groups beside those of the device.
+    """Check that there are no gloo groups besides those of the device.
 
     Args:
-        off: Whether the device's defaults say so.
+        off: Whether the device's defaults disable them.
     """
     from megatron.core import parallel_state
 

@@ -1,7 +1,7 @@
-"""One exception tree for everything the package can refuse or fail at.
+"""The exception tree of the package.
 
-Every message gives the value, the rule and the remedy. `UserError` and its children are mistakes
-that the user can mend; the command line prints them in one line and exits with code 2. The others
+Every message gives the value, the rule and the remedy. `UserError` and its subclasses are mistakes
+that the user can fix; the command line prints them in one line and exits with code 2. The others
 are failures of the machine or of upstream, and keep their traceback.
 """
 
@@ -46,7 +46,7 @@ class MegatronExtError(Exception):
 
 
 class UserError(MegatronExtError):
-    """Something the user asked for cannot be done; the message says what would work."""
+    """A request of the user is impossible; the message says what would work."""
 
 
 class ArgumentsError(UserError):
@@ -58,7 +58,7 @@ class DataError(UserError):
 
 
 class DeviceError(UserError):
-    """A device backend was asked for that this machine or this torch does not have."""
+    """The requested device backend is not available on this machine or in this torch."""
 
 
 class ScheduleError(UserError):
@@ -66,11 +66,11 @@ class ScheduleError(UserError):
 
 
 class LaunchError(UserError):
-    """A job could not be started as asked, or one of its processes ended before its time."""
+    """A job could not be started, or one of its processes exited early."""
 
 
 class HangError(MegatronExtError):
-    """No rank makes progress any more; names the one that the others wait for."""
+    """No rank makes progress; the message names the one that the others wait for."""
 
 
 class PatchConflict(MegatronExtError):
@@ -78,12 +78,12 @@ class PatchConflict(MegatronExtError):
 
 
 class EffectMissing(MegatronExtError):
-    """A feature that was asked for does not do what it is for: Megatron goes another way.
+    """A requested feature has no effect, because Megatron takes another code path.
 
     Args:
-        feature: What the user asked for.
-        effect: What has to be so.
-        found: What is so instead.
+        feature: The requested feature.
+        effect: Its intended effect.
+        found: The observed effect.
         patch: Id of the patch that should have acted.
         installed: Version of Megatron.
         tested: The version that the feature was tested with.
@@ -96,9 +96,9 @@ class EffectMissing(MegatronExtError):
         self.effect = effect
         self.patch = patch
         super().__init__(
-            f"{feature}: {effect}, but {found}; the patch {patch} should have seen to it (see "
+            f"{feature}: {effect}, but {found}; the patch {patch} should ensure this (see "
             f"`megatron-ext patches list`). Megatron {installed} is installed; leave {feature} "
-            f"out, or take the version that it was tested with: pip install megatron-core=={tested}"
+            f"out, or use the version that it was tested with: pip install megatron-core=={tested}"
         )
 
 
@@ -111,23 +111,23 @@ class TransportTimeout(TransportError):
 
 
 class PeerDied(TransportError):
-    """A process that messages are exchanged with ended without a farewell."""
+    """A peer exited without closing its connection."""
 
 
 class PeerAborted(TransportError):
-    """A process that messages are exchanged with gave up; the message repeats its reason."""
+    """A peer aborted; the message repeats its reason."""
 
 
 class PeerClosed(TransportError):
-    """A process that messages are exchanged with ended in order, but too early."""
+    """A peer closed its connection in order, but too early."""
 
 
 class MessageMismatch(TransportError):
-    """A message has another shape or dtype than the schedule says."""
+    """The shape or dtype of a message differs from the schedule."""
 
 
 def shortened(text: str, limit: int = _MAX_WORD) -> str:
-    """Return text with the middle left out if it has more characters than the limit."""
+    """Return the text, with its middle left out if it exceeds the limit of characters."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -135,9 +135,9 @@ def shortened(text: str, limit: int = _MAX_WORD) -> str:
 
 
 def line_of(message: object) -> str:
-    """Return a message as it may be printed, whatever users or files put into it.
+    """Return a message in printable form, whatever its parts contain.
 
-    Long words are shortened, and characters that would steer a terminal are written as escapes.
+    Shortens long words, and escapes control characters of terminals.
     """
     words = re.sub(rf"\S{{{_MAX_WORD + 1},}}", lambda match: shortened(match[0]), str(message))
     text = shortened(words, _MAX_LINE)
@@ -153,7 +153,7 @@ def leave_telling_to_another() -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why something failed, in one short line, also where the error itself has no text."""
+    """Return the reason of a failure in one short line, even if the error has no text."""
     if isinstance(error, EOFError):
         return "it ends too early"
     if isinstance(error, OSError) and error.strerror:

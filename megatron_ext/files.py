@@ -1,4 +1,4 @@
-"""Writes the files that a user names: whole or not at all, following links, into devices."""
+"""Writes the files that a user names: atomically, following links, or into devices."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ __all__ = ["cannot_write", "is_replaceable", "replacing", "scratch_folder", "wri
 
 
 def is_replaceable(path: Path) -> bool:
-    """Tell whether a file can be replaced by a new one.
+    """Return whether a new file can replace this one.
 
-    Devices and pipes cannot, nor files in a folder that accepts no new ones: they are written into.
+    Devices and pipes cannot be replaced, nor files in a folder that accepts no new ones; they are
+    written in place.
 
     Raises:
-        OSError: Links lead in a circle, or through a folder that may not be searched.
+        OSError: Links form a cycle, or pass through a folder that may not be searched.
     """
     try:
         mode = path.stat().st_mode
@@ -31,15 +32,15 @@ def is_replaceable(path: Path) -> bool:
 
 @contextmanager
 def scratch_folder(path: Path) -> Iterator[Path]:
-    """Make a temporary folder for intermediate files, on the same disk as the output.
+    """Create a temporary folder for intermediate files, on the same disk as the output.
 
-    For an output that is written into it is the usual place of temporary files.
+    For an output that is written in place, use the system's temporary folder.
 
     Args:
         path: The file that the user has named.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The folder cannot be created.
     """
     beside = Path(os.path.realpath(path)).parent if is_replaceable(path) else None
     with tempfile.TemporaryDirectory(prefix=".part-", dir=beside) as folder:
@@ -48,9 +49,9 @@ def scratch_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write; afterwards it replaces the file, or what a link leads to.
+    """Yield a temporary path to write, which then replaces the file, or the target of a link.
 
-    If the block raises, the file stays as it was. Devices and pipes are yielded themselves.
+    If the block raises, the file is unchanged. Devices and pipes are yielded themselves.
 
     Args:
         path: The file that the user has named.
@@ -76,12 +77,12 @@ def write_text(path: Path, text: str) -> None:
     """Replace a file by this text, in UTF-8 and with these line ends.
 
     Raises:
-        OSError: It cannot be written; what was there is still there.
+        OSError: It cannot be written; the old content is intact.
     """
     with replacing(path) as scratch:
         scratch.write_text(text, encoding="utf-8", newline="")
 
 
 def cannot_write(path: Path, error: OSError, remedy: str) -> str:
-    """Return the line that says that a file cannot be written, why, and what would help."""
+    """Return an error line for a file that cannot be written, with reason and remedy."""
     return f"{path} cannot be written: {error.strerror or error}; {remedy}"

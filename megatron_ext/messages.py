@@ -1,7 +1,7 @@
-"""What names a message between ranks, from the table to the wire.
+"""The name of a message between ranks, from the table to the wire.
 
-The tables of `megatron_ext/schedules` derive messages and the transports carry them; neither may
-import the other, so the name that they share stands here, on the standard library alone.
+The tables of `megatron_ext/schedules` derive messages, and the transports carry them. Neither may
+import the other, so their shared name is defined here, with the standard library only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Message(NamedTuple):
         return self.kind in _HOST_KINDS or (self.part == HEADER and self.kind in ("F", "P"))
 
     def __str__(self) -> str:
-        """Return what an error message calls it."""
+        """Return its name for error messages."""
         kind, stage, microbatch, part = self
         if kind == "F":
             return f"the activation that stage {stage} needs for micro-batch {microbatch}"

@@ -42,7 +42,7 @@ Release = tuple[int, int]
 
 
 class Reference(NamedTuple):
-    """What a minor release is tested with."""
+    """The versions that a minor release is tested with."""
 
     version: str
     """Of the wheel."""
@@ -66,13 +66,13 @@ _TRAINING_SINCE: Release = (0, 17)
 
 
 def parse_release(version: str) -> Release | None:
-    """Return major and minor of a version, or None where it has none."""
+    """Return major and minor number of a version, or None if it has none."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else None
 
 
 def written_version(core: Path) -> str | None:
-    """Return the version that the sources of `megatron/core` say, read without importing them."""
+    """Return the version in the sources of `megatron/core`, without importing them."""
     try:
         text = (core / "package_info.py").read_text()
     except OSError:
@@ -85,8 +85,8 @@ def written_version(core: Path) -> str | None:
 def installed_core() -> Path | None:
     """Return the `megatron/core` directory of the installed distribution, or None.
 
-    None also where `megatron-core` was installed from a tree in editable form: then Python's own
-    search finds it.
+    None also for an editable installation of `megatron-core` from a tree: Python's own search finds
+    it then.
     """
     try:
         distribution = metadata.distribution("megatron-core")
@@ -97,7 +97,7 @@ def installed_core() -> Path | None:
 
 
 def core_version() -> str | None:
-    """Return the version of the `megatron.core` that is imported or would be; None without one."""
+    """Return the version of the `megatron.core` that is, or would be, imported, or None."""
     info = sys.modules.get("megatron.core.package_info")
     if info is not None:
         return str(info.__version__)
@@ -113,10 +113,10 @@ def installed_release() -> Release | None:
 
 
 def reference(release: Release | None = None) -> Reference:
-    """Return what a release is compared with: its own reference, or that of the nearest known.
+    """Return the reference of a release: its own, or that of the nearest known release.
 
     Args:
-        release: By default the installed one; without any, the oldest.
+        release: By default the installed one; if there is none, the oldest.
     """
     release = release or installed_release() or _OLDEST
     older = [known for known in REFERENCES if known <= release]
@@ -124,29 +124,29 @@ def reference(release: Release | None = None) -> Reference:
 
 
 def is_newer_than_known(release: Release | None) -> bool:
-    """Tell whether nobody has tested this package on a release: it is younger than the package."""
+    """Return whether a release is newer than all releases that this package was tested on."""
     return release is not None and release > _NEWEST
 
 
 def has_training() -> bool:
-    """Tell whether the installed wheel brings `megatron.training`."""
+    """Return whether the installed wheel contains `megatron.training`."""
     core = installed_core()
     return core is not None and (core.parent / "training" / "__init__.py").is_file()
 
 
 def oldest_python(release: Release) -> tuple[int, int]:
-    """Return the oldest Python that the wheels of a release take."""
+    """Return the oldest Python that the wheels of a release support."""
     return (3, 12) if release >= _TRAINING_SINCE else (3, 10)
 
 
 def check_core() -> None:
-    """Refuse a megatron-core that cannot do, before it is imported.
+    """Refuse an unsupported megatron-core before its import.
 
-    One that is newer than all references passes: its functions are compared with those that the
-    patches were written for, when they are loaded.
+    A release newer than all references passes: when its functions are loaded, they are compared
+    with those that the patches were written for.
 
     Raises:
-        UserError: There is none, or another package has its name.
+        UserError: It is not installed, or another package has its name.
         UpstreamMismatch: It is older than the range.
     """
     package = shadowing_package()

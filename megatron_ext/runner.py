@@ -1,10 +1,10 @@
-"""Starts a training script: upstream's own where a tree is, and what stands in where none is.
+"""Starts a training script: upstream's own if there is a tree, else a replacement.
 
-Without a tree `pretrain_gpt.py` is `megatron_ext/training/wheel.py` on the wheel's own
-`megatron.training`, and for 0.16, whose wheel has none, the embedded trainer.
+Without a tree, `pretrain_gpt.py` means `megatron_ext/training/wheel.py` on the wheel's own
+`megatron.training`, or for 0.16, whose wheel has none, the embedded trainer.
 
-The script's file is run unmodified, as `__main__`, with the patches armed first. Errors that the
-user can mend end in one line and exit code 2.
+The runner arms the patches and then runs the script's file unmodified, as `__main__`. Errors that
+the user can fix end in one line and exit code 2.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class Start:
 
 
 def choose(script: str, *, embedded: bool = False) -> Start:
-    """Decide what a script's name stands for; runs and imports nothing.
+    """Resolve a script's name, without running or importing anything.
 
     Args:
         script: A path, or the name of a script of Megatron-LM.
-        embedded: Take the embedded trainer even where a tree is.
+        embedded: Whether to use the embedded trainer even if there is a tree.
 
     Raises:
-        UserError: There is no such file, and no tree or embedded trainer to take it from.
-        UpstreamMismatch: The tree is of another version than the pin.
+        UserError: The file does not exist, and no tree or embedded trainer provides it.
+        UpstreamMismatch: The version of the tree differs from the installed megatron-core.
     """
     path, name = Path(script), Path(script).name
     model = _WITHOUT_TREE.get(name)
@@ -142,7 +142,7 @@ def _execute(start: Start, argv: Sequence[str]) -> None:
 
 
 def _require_patches() -> None:
-    """Refuse what stands in where its flags would be taken and would change nothing."""
+    """Refuse to run a replacement of upstream's script if our flags would have no effect."""
     if os.environ.get("MEGATRON_EXT_DISABLE", "0") == "1":
         raise UserError(
             "MEGATRON_EXT_DISABLE=1 switches off what stands in for upstream's script; unset it, "
@@ -179,7 +179,7 @@ def _is_upstreams_need(error: ModuleNotFoundError) -> bool:
 
 
 def _remedy(package: str) -> str:
-    """Return what brings a package that Megatron-LM imports."""
+    """Return how to install a package that Megatron-LM imports."""
     requirements = metadata.requires("megatron-ext") or []
     brought = [line for line in requirements if line.endswith(('"upstream"', "'upstream'"))]
     if any(re.match(rf"{re.escape(package)}\b", line) for line in brought):
@@ -203,7 +203,7 @@ def _explain(error: BaseException) -> int:
 
 
 def _show_log(name: str, level: int, stream: TextIO) -> None:
-    """Write what a logger and those below it say to a stream, as bare lines."""
+    """Write the records of a logger and its children to a stream, as bare lines."""
     logger = logging.getLogger(name)
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -217,12 +217,12 @@ def run(script: str, argv: Sequence[str], *, embedded: bool = False) -> int:
     Args:
         script: A path, or the name of a script of Megatron-LM.
         argv: The script's own arguments.
-        embedded: Take the embedded trainer even where a tree is.
+        embedded: Whether to use the embedded trainer even if there is a tree.
 
     Returns:
-        The exit code. Errors that are not ours come out as they are, with their traceback.
+        The exit code. Errors of other packages propagate with their traceback.
     """
-    # Not basicConfig: upstream calls it itself, and that does nothing once the root has a handler.
+    # Not basicConfig: upstream calls it, and it has no effect once the root has a handler.
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     _show_log("megatron_ext", level, sys.stderr)
     try:

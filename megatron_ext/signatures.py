@@ -1,8 +1,8 @@
-"""What functions of Megatron take in the installed release, looked up once for each.
+"""Adapts calls to the signatures of Megatron's functions in the installed release.
 
-Releases differ in keywords, names and places of what we call. Which it is here is asked of the
-functions themselves, not of a version: a release that moves something back, or a patched one, is
-served alike. Nothing of Megatron is imported before it is asked for.
+Releases differ in the keywords, names and modules of the functions that we call. This module
+inspects the functions themselves, not the version, so it also handles a patched release or one that
+reverts a change. It imports nothing of Megatron before the first use.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def parameters(place: str) -> tuple[str, ...]:
 
 
 def attribute(name: str, *modules: str) -> Any:
-    """Return an attribute of the first module that is there and has it.
+    """Return an attribute of the first module that exists and has it.
 
     Args:
-        name: Of the attribute.
-        modules: Where it is in one release or another, newest first.
+        name: Name of the attribute.
+        modules: Candidate modules of all releases, newest first.
 
     Raises:
-        ImportError: None has it.
+        ImportError: No module has it.
     """
     for module in modules:
         if _exists(module) and hasattr(import_module(module), name):
@@ -67,14 +67,14 @@ def _exists(module: str) -> bool:
 def backward_step(
     inputs: Any, outputs: Any, gradients: Any, model_type: Callable[[], Any], config: Any
 ) -> Any:
-    """Run Megatron's `backward_step`, which takes the type of the model in 0.16 only.
+    """Run Megatron's `backward_step`, which accepts the type of the model only in 0.16.
 
     Args:
-        inputs: What the stage got.
-        outputs: What it made of it.
-        gradients: Of the outputs.
-        model_type: Asked only where it is wanted.
-        config: The model's.
+        inputs: Inputs of the stage, `[s, b, h]`.
+        outputs: Outputs of the stage.
+        gradients: Gradients of the outputs.
+        model_type: Returns the type of the model; called only if needed.
+        config: Configuration of the model.
     """
     step = import_module(_SCHEDULES).backward_step
     if _takes_model_type():
@@ -183,10 +183,10 @@ _RENAMED = {"enable_gloo_process_groups": ("use_gloo_process_groups",)}
 
 
 def flag_destination(name: str, known: Collection[str]) -> str | None:
-    """Return what a flag's destination is called in the installed release, or None.
+    """Return the name of a flag's destination in the installed release, or None.
 
     Args:
-        name: As in 0.16.
+        name: Its name in 0.16.
         known: All destinations of a parser, or all attributes of parsed arguments.
     """
     return next((found for found in (name, *_RENAMED.get(name, ())) if found in known), None)

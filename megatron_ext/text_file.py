@@ -1,4 +1,4 @@
-"""Reads text files that a user names: regular ones, of bounded size."""
+"""Reads text files named by the user: regular files of bounded size."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["read_text"]
 def read_text(path: Path, max_bytes: int) -> str:
     """Return the text of a regular file.
 
-    A pipe that nobody writes to would be waited for without end, and a device never ends.
+    Reading a pipe without a writer would block forever, and a device never ends.
 
     Raises:
         OSError: It cannot be read; `strerror` says why.
-        UnicodeDecodeError: It is no text.
+        UnicodeDecodeError: It is not text.
     """
-    # Without O_NONBLOCK, opening a pipe waits for somebody who writes to it.
+    # Without O_NONBLOCK, opening a pipe blocks until it has a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:  # noqa: PTH123 - of a descriptor
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(0, "it is a directory", str(path))
         if not stat.S_ISREG(mode):
-            raise OSError(0, "it is no regular file, but a pipe or a device", str(path))
+            raise OSError(0, "it is not a regular file, but a pipe or a device", str(path))
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise OSError(0, f"it has more than {max_bytes >> 20} MiB", str(path))

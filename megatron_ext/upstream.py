@@ -1,8 +1,8 @@
 """The Megatron-LM tree: upstream's scripts, and for 0.16 `megatron.training` too.
 
-The wheel from the package index holds `megatron.core`, from 0.17 on `megatron.training` as well,
-and no script. Scripts come from a source tree of the same release. This module is the only one that
-knows how to find, fetch and check that tree; it imports nothing of Megatron.
+The wheel from the package index contains `megatron.core` (since 0.17 `megatron.training` too), but
+no scripts. Scripts come from a source tree of the same release. Only this module finds, fetches and
+checks that tree; it imports nothing of Megatron.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _how_to_get() -> str:
 
 @dataclass(frozen=True)
 class TreeStatus:
-    """What a Megatron-LM tree is: its version, and its commit where it is a git checkout."""
+    """The state of a Megatron-LM tree: its version, and its commit if it is a git checkout."""
 
     path: Path
     version: str
@@ -86,11 +86,11 @@ def use_tree(path: Path) -> None:
 def find_tree() -> Path | None:
     """Return the Megatron-LM tree to use, or None.
 
-    In this order: the tree of the script that runs (`use_tree`), `MEGATRON_LM_PATH`, the entries of
-    `sys.path` (which holds `PYTHONPATH`), and the place where `fetch` puts one.
+    In this order: the tree of the running script (`use_tree`), `MEGATRON_LM_PATH`, the entries of
+    `sys.path` (which includes `PYTHONPATH`), and the destination of `fetch`.
 
     Raises:
-        UserError: `MEGATRON_LM_PATH` is set and is no Megatron-LM tree.
+        UserError: `MEGATRON_LM_PATH` is set, but is not a Megatron-LM tree.
     """
     named = os.environ.get("MEGATRON_LM_PATH")
     if named:
@@ -110,8 +110,8 @@ def require_tree() -> Path:
     """Return the tree to use, of a supported version.
 
     Raises:
-        UserError: There is none.
-        UpstreamMismatch: It is of another version.
+        UserError: No tree was found.
+        UpstreamMismatch: Its version is not supported.
     """
     tree = find_tree()
     if tree is None:
@@ -124,10 +124,10 @@ def require_tree() -> Path:
 
 
 def check_tree(tree: Path) -> None:
-    """Refuse a tree of another release than megatron-core's: its scripts would not fit.
+    """Refuse a tree whose release differs from megatron-core's: its scripts would not fit.
 
     Raises:
-        UpstreamMismatch: It is of another release, or of none that is supported.
+        UpstreamMismatch: Its release differs, or is not supported.
     """
     version = tree_version(tree)
     release, installed = parse_release(version), releases.installed_release()
@@ -151,7 +151,7 @@ def check_tree(tree: Path) -> None:
 
 
 def tree_version(tree: Path) -> str:
-    """Return the version that a tree says it has, read without importing it."""
+    """Return the version in a tree's sources, without importing them."""
     return releases.written_version(tree / "megatron" / "core") or "unknown"
 
 
@@ -180,13 +180,13 @@ def _git(tree: Path, *arguments: str) -> str | None:
 
 
 def fetch(destination: Path | None = None, url: str = URL) -> Path:
-    """Put a shallow clone of Megatron-LM in place, at the installed release's tag, verified.
+    """Make a shallow, verified clone of Megatron-LM at the installed release's tag.
 
-    The clone is made beside the destination and renamed at the end, so that a broken transfer
-    leaves nothing behind. A tree that is there already and is the wanted one is kept.
+    It clones beside the destination and renames at the end, so a broken transfer leaves nothing
+    behind. An existing tree at the right tag is kept.
 
     Args:
-        destination: Where to; by default `cache_dir()`.
+        destination: Destination folder; by default `cache_dir()`.
         url: The repository, or a mirror of it.
 
     Returns:
@@ -229,7 +229,7 @@ def fetch(destination: Path | None = None, url: str = URL) -> Path:
 
 
 def _keep(target: Path) -> Path:
-    problems = tree_status(target).problems if is_tree(target) else ["it is no Megatron-LM tree"]
+    problems = tree_status(target).problems if is_tree(target) else ["it is not a Megatron-LM tree"]
     if problems:
         raise UserError(
             f"{target} exists but is not Megatron-LM {releases.reference().tag}: "

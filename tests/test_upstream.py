@@ -132,7 +132,7 @@ def test_fetch_puts_the_pinned_commit_in_place_once(
 
 def test_fetch_keeps_away_from_a_directory_that_is_something_else(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    with pytest.raises(UserError, match="it is no Megatron-LM tree"):
+    with pytest.raises(UserError, match="it is not a Megatron-LM tree"):
         upstream.fetch(tmp_path / "mine")
 
 

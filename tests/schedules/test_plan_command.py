@@ -135,7 +135,7 @@ def test_a_csv_needs_no_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path
         ("plot zb-v --pp 4 --microbatches 8 --costs 1e-9,1e9,1", ["--costs that differ less"]),
         ("plan --pp 4 --microbatches 8 --costs 1e308,1,1", ["from 1e-09 to 1e+09"]),
         ("plan --pp 4 --microbatches 8 --comm 1e308", ["up to 1e+09"]),
-        ("plan --schedule csv:/dev/zero", ["it is no regular file, but a pipe or a device"]),
+        ("plan --schedule csv:/dev/zero", ["it is not a regular file, but a pipe or a device"]),
         ("plan --schedule csv:/nowhere.csv", ["/nowhere.csv cannot be read"]),
         ("plan --schedule csv:x.csv --chunks 2", ["csv:x.csv: the file fixes chunks"]),
         (

@@ -32,7 +32,7 @@ def _lost(ranks: int, flags: str, *ids: str) -> str:
         line
         for log in ended.logs
         for line in log.splitlines()
-        if "megatron_ext: error:" in line and "should have seen to it" in line
+        if "megatron_ext: error:" in line and "should ensure this" in line
     ]
     assert told, ended.describe()
     assert all(patch in told[0] for patch in ids[:1]), told[0]
