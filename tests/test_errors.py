@@ -14,11 +14,11 @@ HUGE = "x" * 1_000_000
 
 
 def test_long_words_are_shortened_and_their_length_is_told() -> None:
-    line = line_of(f"node:1: {HUGE!r} is no host; write NAME")
+    line = line_of(f"node:1: {HUGE!r} is not a host; write NAME")
     assert len(line) < 400
     assert line.startswith("node:1: 'xxx")
     assert "(1000002 characters)" in line
-    assert line.endswith("xxx' is no host; write NAME")
+    assert line.endswith("xxx' is not a host; write NAME")
 
 
 def test_long_lines_are_shortened() -> None:

@@ -1,4 +1,4 @@
-"""Starts a training job on every host of a hostfile, watches it, and ends it as a whole.
+"""Starts a training job on every host of a hostfile, monitors it, and ends it as a whole.
 
     megatron-ext launch --hostfile hosts.txt -- pretrain_gpt.py FLAGS
 

@@ -1,14 +1,15 @@
-"""The program on each host that runs its part of a job, and never lets it outlive the launcher.
+"""The program on each host that runs its part of a job, and ends it with the launcher.
 
-It gets its work as one message on standard input and answers with what it found on this host
-(`probe`). Told to start, it runs torchrun in a session of its own, follows the logs and reports
-how it ended. As long as the job runs, standard input stays open: its end means that the launcher is
-gone. On that, on a signal, on a message to stop or when the launcher falls silent, the job gets
-SIGTERM, and after the grace every process of it that is left is killed.
+It receives its work as one message on standard input and answers with the findings of this host
+(`probe`). On the start message it runs torchrun in a separate session, follows the logs and reports
+the result. Standard input stays open while the job runs; end of file means that the launcher has
+exited. Then, or on a signal, on a stop message, or if the launcher falls silent, the job gets
+SIGTERM, and after the grace period every remaining process is killed.
 
     python -m megatron_ext.launch.agent
 
-The main thread only decides and kills; whatever may block on a connection is the forwarder's.
+The main thread only decides and kills; the forwarder does everything that may block on a
+connection.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _FORWARD_S = 0.05
 _ALIVE_S = 2.0
 _TAIL_LINES = 50
 _GOODBYE_S = 5.0
-_CANNOT_START = 127  # as a shell says it
+_CANNOT_START = 127  # as in a shell
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -52,7 +53,7 @@ class Forwarder:
         self._thread.start()
 
     def close(self, message: protocol.Message) -> None:
-        """Send the rest of the logs and a last message; gives up on a launcher that reads not."""
+        """Send the rest of the logs and a last message; times out if the launcher stops reading."""
         self._last_message = message
         self._closing.set()
         self._thread.join(_GOODBYE_S)
@@ -75,7 +76,7 @@ class Forwarder:
             self._logs.close()
 
     def _send_logs(self, *, final: bool) -> bool:
-        """Send at most one chunk of each file; tell whether there was any."""
+        """Send at most one chunk of each file; return whether there was any."""
         found = False
         for chunk in self._logs.read(final=final):
             found = True
@@ -87,9 +88,9 @@ class Agent:
     """One host's part of one job.
 
     Args:
-        request: What the launcher asked for (`plan.Plan.request`).
-        reader: Where further messages come from.
-        output: Descriptor to answer on.
+        request: The launcher's request (`plan.Plan.request`).
+        reader: Source of further messages.
+        output: Descriptor for answers.
     """
 
     def __init__(self, request: dict[str, Any], reader: protocol.Reader, output: int) -> None:
@@ -138,7 +139,7 @@ class Agent:
         return 0
 
     def _enter(self) -> str | None:
-        """Enter the work directory; say what is wrong."""
+        """Enter the work directory; return an error or None."""
         workdir = self._request["workdir"]
         try:
             os.chdir(workdir)
@@ -147,20 +148,20 @@ class Agent:
         return None
 
     def _make_log_dir(self) -> str | None:
-        """Make the directory of the logs, and leave word there of who runs; say what is wrong."""
+        """Create the log directory and record this agent there; return an error or None."""
         try:
             self._log_dir.mkdir(parents=True)
             self._owns_log_dir = True
             entry = {**self._me, "run_id": self._run_id, "node": self._node}
             runs.write_json(self._log_dir / "agent.json", entry)
         except FileExistsError:
-            return f"{self._log_dir} is the directory of another run"
+            return f"{self._log_dir} belongs to another run"
         except OSError as error:
             return f"logs cannot be written to {self._log_dir}: {error.strerror}"
         return None
 
     def _await_start(self) -> protocol.Message | None:
-        """Wait for the message that starts the job; None if it is called off."""
+        """Wait for the message that starts the job; None if it is cancelled."""
         with selectors.DefaultSelector() as selector:
             selector.register(0, selectors.EVENT_READ)
             selector.register(self._wakeup, selectors.EVENT_READ)
@@ -185,7 +186,7 @@ class Agent:
             process.AGENT_PID: str(agent_pid),
         }
         if "MEGATRON_EXT_DISABLE" not in self._request["env"]:
-            environment.pop("MEGATRON_EXT_DISABLE", None)  # it is there for this program
+            environment.pop("MEGATRON_EXT_DISABLE", None)  # meant for the agent only
         if hello.get("interface"):
             environment.setdefault("GLOO_SOCKET_IFNAME", hello["interface"])
         with (self._log_dir / self._own_log()).open("wb") as log:
@@ -223,7 +224,7 @@ class Agent:
                         self._on_signals(os.read(self._wakeup, 64))
                     elif not self._on_input():
                         selector.unregister(0)
-                        self._stop("the launcher went away")
+                        self._stop("the launcher exited")
                 self._check_time()
         return code
 
@@ -256,11 +257,11 @@ class Agent:
         self._heard_at = time.monotonic()
         while (message := self._reader.take()) is not None:
             if message["op"] == "stop":
-                self._stop("the launcher said so", message["grace_s"])
+                self._stop("the launcher requested it", message["grace_s"])
         return True
 
     def _stop(self, reason: str, grace_s: float | None = None) -> None:
-        """Ask the job to end, and set the time after which it is made to; 0 s is now."""
+        """Send SIGTERM to the job, and set the deadline for SIGKILL; 0 s means now."""
         assert self._child is not None
         if grace_s is None:
             grace_s = self._request["grace_s"]
@@ -271,7 +272,7 @@ class Agent:
             self._child.send_signal(signal.SIGTERM)
 
     def _end_everything(self) -> None:
-        """Kill whatever is left of the job; what is forked meanwhile is found in the next round."""
+        """Kill the remaining processes of the job; another round catches those forked meanwhile."""
         for _ in range(5):
             left = process.descendants(os.getpid()) | process.marked(
                 self._run_id, self._node, self._me["start"]
@@ -290,7 +291,7 @@ class Agent:
         }
 
     def _report(self, code: int, first_rank: int) -> protocol.Message:
-        """How the job ended here."""
+        """Return how the job ended on this host."""
         ended = self._ended(code)
         if code == 0 or self._stop_reason is not None:
             return ended
@@ -315,7 +316,7 @@ def send(fd: int, message: protocol.Message, payload: bytes | None = None) -> No
     """Write a whole message to a blocking descriptor.
 
     Raises:
-        OSError: The other side is gone.
+        OSError: The peer has closed its end.
     """
     data = memoryview(protocol.encode(message, payload))
     while data:
@@ -323,8 +324,8 @@ def send(fd: int, message: protocol.Message, payload: bytes | None = None) -> No
 
 
 def main() -> int:
-    """Do what the message on standard input asks for."""
-    # Nobody else may write between messages: what libraries print goes to standard error.
+    """Execute the request on standard input."""
+    # Only messages may go to standard output: output of libraries goes to standard error.
     output = os.dup(1)
     os.dup2(2, 1)
     reader = protocol.Reader(0)

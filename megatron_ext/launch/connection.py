@@ -22,13 +22,13 @@ _CLOSE_S = 5.0
 
 
 class ConnectionLost(Exception):
-    """The agent's end is gone, or never came up; carries what was said instead."""
+    """The agent exited or never started; the message holds the last output."""
 
 
 def agent_command(python: str) -> list[str]:
     """Return the command that runs an agent on a host with the same files as this one.
 
-    Where this package runs from a checkout, the agent is taken from the same path if that exists.
+    If this package runs from a checkout, the agent comes from the same path if that exists.
     """
     root = Path(__file__).resolve().parents[2]
     variables = ["MEGATRON_EXT_DISABLE=1"]
@@ -38,15 +38,15 @@ def agent_command(python: str) -> list[str]:
 
 
 class Connection:
-    """A running agent: messages in both directions, and what else its process prints.
+    """A running agent: messages in both directions, and other output of its process.
 
-    Made by `open`. One task reads, another one may write.
+    `open` creates it. One task reads, and another may write.
     """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self.noise: deque[str] = deque(maxlen=_NOISE_LINES)
-        """The last lines that were no messages: of ssh, login scripts, the agent's own errors."""
+        """The last lines other than messages: from ssh, login scripts, or errors of the agent."""
         self._stderr = asyncio.create_task(self._read_stderr())
 
     @classmethod
@@ -63,7 +63,7 @@ class Connection:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 limit=protocol.MAX_LINE_BYTES,
-                start_new_session=True,  # Ctrl-C is for the launcher, which tells the agents
+                start_new_session=True,  # Ctrl-C goes to the launcher, which stops the agents
             )
         except OSError as error:
             raise ConnectionLost(f"{argv[0]} cannot be started: {error.strerror}") from None
@@ -71,7 +71,7 @@ class Connection:
 
     @classmethod
     async def to(cls, host: Host, *, local: bool, python: str, ssh: Ssh) -> Connection:
-        """Start an agent on a host, or without ssh on this one."""
+        """Start an agent on a host, without ssh if it is this one."""
         command = agent_command(python)
         return await cls.open(command if local else ssh.argv(host, command))
 
@@ -81,7 +81,7 @@ class Connection:
         return self._process.returncode
 
     async def send(self, message: protocol.Message) -> None:
-        """Send a message; if the agent is gone nothing happens here, `receive` tells."""
+        """Send a message; if the agent has exited, `receive` reports it."""
         assert self._process.stdin is not None
         with suppress(ConnectionError):
             self._process.stdin.write(protocol.encode(message))
@@ -91,7 +91,7 @@ class Connection:
         """Wait for the next message and the bytes that belong to it.
 
         Raises:
-            ConnectionLost: There will be none.
+            ConnectionLost: The connection has ended.
         """
         assert self._process.stdout is not None
         while True:
@@ -102,14 +102,14 @@ class Connection:
                     size = message.get("bytes", 0)
                     return message, await self._process.stdout.readexactly(size)
             except (ValueError, asyncio.IncompleteReadError):
-                line = b""  # not one of ours, or it died while it wrote
+                line = b""  # not one of our agents, or it died during the write
             if not line:
                 await self._ended()
                 raise ConnectionLost(self.noise[-1] if self.noise else "the connection ended")
             self.noise.append(line.decode(errors="replace").rstrip())
 
     async def _ended(self) -> None:
-        """Wait for the exit code and the last words, for a short time."""
+        """Wait briefly for the exit code and the last output."""
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._process.wait(), _CLOSE_S)
             await asyncio.wait_for(asyncio.shield(self._stderr), _CLOSE_S)

@@ -1,7 +1,7 @@
-"""Shows the logs of all hosts, each line with where it comes from, in bounded memory.
+"""Shows the logs of all hosts, each line with its source, in bounded memory.
 
-A thread writes, because a terminal or a pipe may take nothing for as long as it likes. If it takes
-nothing for long, lines are left out and counted; they are in the files on the hosts.
+A thread writes, because a terminal or a pipe may block for any time. If it blocks for long, lines
+are dropped and counted; the files on the hosts still have them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _CLOSE_S = 5.0
 
 
 class Display:
-    """Where the lines of a job are shown.
+    """The display of a job's log lines.
 
     Args:
-        output: A binary stream; stays the caller's.
+        output: A binary stream; the caller closes it.
     """
 
     def __init__(self, output: BinaryIO) -> None:
@@ -38,7 +38,7 @@ class Display:
         self._thread.start()
 
     async def show(self, prefix: str, data: bytes) -> None:
-        """Show whole lines, or leave them out if the display takes nothing for a second."""
+        """Show whole lines, or drop them if the display blocks for a second."""
         mark = f"[{prefix}] ".encode()
         text = mark + data[:-1].replace(b"\n", b"\n" + mark) + b"\n"
         waited_s = 0.0
@@ -50,7 +50,7 @@ class Display:
             waited_s += 0.02
 
     def _put(self, text: bytes) -> bool:
-        """Queue text if there is room for it, or nobody to read it."""
+        """Queue text if there is room, or if the reader has exited."""
         with self._changed:
             if self._broken:
                 return True
@@ -73,14 +73,14 @@ class Display:
                 self._output.write(text)
                 self._output.flush()
             except (OSError, ValueError):
-                # The reader of our output went away (`| head`): the job goes on.
+                # The reader of our output has exited (`| head`): the job continues.
                 with self._changed:
                     self._broken = True
             with self._changed:
                 self._num_bytes -= len(text)
 
     def close(self) -> None:
-        """Write what is left; gives up on a display that takes nothing."""
+        """Write the rest; times out if the display blocks."""
         with self._changed:
             self._closing = True
             self._changed.notify()

@@ -1,10 +1,10 @@
-"""torchrun with a report that a program can read, and a bound on how long it takes to end.
+"""torchrun with a machine-readable report, and a bound on the time that it takes to end.
 
     python -m megatron_ext.launch.elastic REPORT.json GRACE_S TORCHRUN_FLAGS SCRIPT ...
 
-Which rank failed first, and how, torchrun itself tells as a drawing in its log. And when a rank
-has failed it asks the others of its host to end, and waits half a minute for those that do not
-listen before it says anything: here they are killed after the grace. The rest is torchrun's own.
+torchrun itself reports the first failed rank as a drawing in its log. And after a failure it sends
+SIGTERM to the other ranks of its host and waits half a minute for them before it reports: here they
+are killed after the grace period. Everything else is torchrun's own.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _KILLING = ("os.kill", "os.killpg")
 
 @contextmanager
 def _bounded_end(grace_s: float) -> Iterator[None]:
-    """Kill what is left below this process when the grace since its first signal is over.
+    """Kill remaining children when the grace period after this process's first signal ends.
 
-    torchrun has no such setting, and no hook where it begins to end its ranks; but it sends them
-    signals, and of those the interpreter tells. Python has no way to take its hook out again; when
-    the block is left it does nothing any more.
+    torchrun has no such setting, and no hook when it begins to stop its ranks. But it sends them
+    signals, which Python's audit hook sees. An audit hook cannot be removed; after the block it has
+    no effect.
     """
     killer = threading.Timer(grace_s, lambda: process.end(process.descendants(os.getpid())))
     killer.daemon = True
@@ -79,4 +79,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # all workers are gone; taking torch apart would only delay the report
+    os._exit(code)  # all workers have exited; torch's shutdown would only delay the report

@@ -1,4 +1,4 @@
-"""The hostfile: one host on a line, as plain as a list of addresses.
+"""The hostfile: one host on each line, in the simplest case a list of addresses.
 
     # comment
     node1
@@ -24,7 +24,7 @@ from megatron_ext.text_file import read_text
 __all__ = ["Host", "parse", "read", "select"]
 
 MAX_SLOTS = 1024
-"""More processes than this on one host is a typing mistake."""
+"""Upper bound on the processes of a host; larger numbers are typing mistakes."""
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 _USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
@@ -38,7 +38,7 @@ class Host:
     """One line of a hostfile."""
 
     name: str
-    """What ssh connects to: a name, an alias of the ssh configuration, or an address."""
+    """Destination of ssh: a name, an alias of the ssh configuration, or an address."""
     slots: int | None = None
     """Processes on this host; None: as many as it has devices."""
     addr: str | None = None
@@ -50,7 +50,7 @@ class Host:
     rdma: tuple[str, ...] = ()
     """Addresses of its RDMA interfaces."""
     type: str | None = None
-    """A word of the user's own, shown in plans."""
+    """A free-form word that plans show."""
     env: tuple[tuple[str, str], ...] = ()
     """Environment variables of its processes."""
     devices: tuple[int, ...] | None = None
@@ -58,7 +58,7 @@ class Host:
 
     @property
     def address(self) -> str:
-        """What other hosts connect to."""
+        """The address that other hosts connect to."""
         return self.addr or self.name
 
 
@@ -69,7 +69,7 @@ def read(path: Path) -> tuple[Host, ...]:
     """Parse a hostfile from disk.
 
     Raises:
-        LaunchError: It cannot be read, is no text, or `parse` refuses it.
+        LaunchError: It cannot be read, is not text, or is malformed (see `parse`).
     """
     try:
         text = read_text(path, _MAX_BYTES).removeprefix("\ufeff")
@@ -79,7 +79,7 @@ def read(path: Path) -> tuple[Host, ...]:
         ) from None
     except UnicodeDecodeError:
         raise LaunchError(
-            f"the hostfile {path} is no text (UTF-8); write one host on a line"
+            f"the hostfile {path} is not text (UTF-8); write one host on a line"
         ) from None
     return parse(text, str(path))
 
@@ -92,11 +92,11 @@ def parse(text: str, source: str = "hostfile") -> tuple[Host, ...]:
         source: Its name, for errors.
 
     Raises:
-        LaunchError: A line is malformed, a host stands twice, or there is none at all.
+        LaunchError: A line is malformed, a host is listed twice, or there are no hosts.
     """
     hosts: list[Host] = []
     lines: dict[object, int] = {}
-    # Not splitlines(): that also splits at characters that are no line ends in a file.
+    # Not splitlines(): it also splits at characters that do not end a line in a file.
     for number, line in enumerate(re.split(r"\r\n|\n|\r", text), 1):
         words = line.partition("#")[0].split()
         if not words:
@@ -105,12 +105,12 @@ def parse(text: str, source: str = "hostfile") -> tuple[Host, ...]:
             host = _host(words)
         except ValueError as error:
             raise LaunchError(f"{source}:{number}: {error}") from None
-        # Names know no case; and two ssh servers of one address may be two containers.
+        # Host names are case-insensitive; two ssh ports of one address may be two containers.
         for known in (host.name.lower(), (host.address.lower(), host.port)):
             first = lines.setdefault(known, number)
             if first != number:
                 raise LaunchError(
-                    f"{source}:{number}: host {host.name} stands in line {first} already; name "
+                    f"{source}:{number}: host {host.name} is already in line {first}; name "
                     f"each host once and give it more processes with slots=N"
                 )
         hosts.append(host)
@@ -123,7 +123,7 @@ def _host(words: list[str]) -> Host:
     match = _HOST.fullmatch(words[0])
     if match is None:
         raise ValueError(
-            f"{words[0]!r} is no host; write NAME, NAME:SLOTS, or an IPv6 address in brackets"
+            f"{words[0]!r} is not a host; write NAME, NAME:SLOTS, or an IPv6 address in brackets"
         )
     if match["ipv6"] is not None:
         name = _address("the address in brackets", match["ipv6"])
@@ -131,7 +131,7 @@ def _host(words: list[str]) -> Host:
         name = match["name"]
         if not _NAME.fullmatch(name):
             raise ValueError(
-                f"{name!r} is no name of a host; letters, digits, dots, dashes and underscores are"
+                f"{name!r} is not a host name; use letters, digits, dots, dashes and underscores"
             )
     host = Host(name)
     if match["slots"] is not None:
@@ -143,7 +143,7 @@ def _host(words: list[str]) -> Host:
 
 
 def _with_key(host: Host, word: str, seen: set[str]) -> Host:
-    """The host with one `key=value` added."""
+    """Return the host with one `key=value` added."""
     key, equals, value = word.partition("=")
     if not equals:
         raise ValueError(f"expected key=value after the host, found {word!r}; keys are {_KEY_LIST}")
@@ -153,7 +153,7 @@ def _with_key(host: Host, word: str, seen: set[str]) -> Host:
     if key.startswith("env."):
         name = key[len("env.") :]
         if not _VARIABLE.fullmatch(name) or "\0" in value:
-            raise ValueError(f"{word!r} sets no environment variable; write env.NAME=VALUE")
+            raise ValueError(f"{word!r} names no environment variable; write env.NAME=VALUE")
         return replace(host, env=(*host.env, (name, value)))
     if key not in _KEYS:
         raise ValueError(f"unknown key {key!r}; keys are {_KEY_LIST}")
@@ -164,13 +164,13 @@ def _with_key(host: Host, word: str, seen: set[str]) -> Host:
 
 def _slots(key: str, text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,4}", text) or not 1 <= int(text) <= MAX_SLOTS:
-        raise ValueError(f"{key} is {text!r}; it is a number of processes from 1 to {MAX_SLOTS}")
+        raise ValueError(f"{key} is {text!r}; it must be a number of processes, 1 to {MAX_SLOTS}")
     return int(text)
 
 
 def _port(key: str, text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= 65535:
-        raise ValueError(f"{key} is {text!r}; it is a port from 1 to 65535")
+        raise ValueError(f"{key} is {text!r}; it must be a port from 1 to 65535")
     return int(text)
 
 
@@ -178,7 +178,7 @@ def _address(key: str, text: str) -> str:
     try:
         return str(ipaddress.ip_address(text))
     except ValueError:
-        raise ValueError(f"{key} is {text!r}; it is an IP address") from None
+        raise ValueError(f"{key} is {text!r}; it must be an IP address") from None
 
 
 def _addresses(key: str, text: str) -> tuple[str, ...]:
@@ -188,7 +188,7 @@ def _addresses(key: str, text: str) -> tuple[str, ...]:
 def _matching(pattern: re.Pattern[str], meaning: str) -> Callable[[str, str], str]:
     def convert(key: str, text: str) -> str:
         if not pattern.fullmatch(text):
-            raise ValueError(f"{key} is {text!r}; it is {meaning}")
+            raise ValueError(f"{key} is {text!r}; it must be {meaning}")
         return text
 
     return convert
@@ -217,12 +217,12 @@ def select(
         exclude: Not these hosts; with `:0,2` not these devices of one, which then needs `slots`.
 
     Raises:
-        LaunchError: Both are given, an entry is malformed or names no host or device that there
-            is, or nothing is left.
+        LaunchError: Both are given, an entry is malformed or names an unknown host or device, or
+            no host remains.
     """
     chosen = tuple(hosts)
     if include is not None and exclude is not None:
-        raise LaunchError("--include and --exclude are both given; say it with one of them")
+        raise LaunchError("--include and --exclude are both given; use one of them")
     if include is not None:
         wanted = _filters("--include", include, chosen)
         chosen = tuple(
@@ -239,7 +239,7 @@ def select(
 
 
 def _filters(flag: str, text: str, hosts: tuple[Host, ...]) -> dict[str, tuple[int, ...]]:
-    """Host -> devices that a filter names (none: the whole host)."""
+    """Return host -> devices that a filter names (none: the whole host)."""
     known = {host.name: host for host in hosts}
     found: dict[str, tuple[int, ...]] = {}
     for part in text.split("@"):

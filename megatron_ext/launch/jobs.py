@@ -1,6 +1,6 @@
-"""What `stop`, `status`, `logs` and `collect` do with a job, by its run id.
+"""The commands `stop`, `status`, `logs` and `collect` for a job, by its run id.
 
-They read the plan that `launch` wrote on this machine, and ask an agent on each host.
+They read the plan that `launch` wrote on this machine, and query an agent on each host.
 """
 
 # ruff: noqa: T201 - commands report on stdout and stderr
@@ -47,7 +47,7 @@ class _Run:
         self._timeout_s: float = args.timeout
 
     def launcher(self) -> Process | None:
-        """The launcher, if it still runs."""
+        """The launcher's process, if it still runs."""
         return process.recorded(runs.run_dir(self.plan["run_id"]) / "launcher.json")
 
     def request(self, index: int, op: str, **values: Any) -> protocol.Message:
@@ -104,7 +104,7 @@ class _Run:
 
 
 def _print_all(answers: list[Any], text: Callable[[int, Any], str]) -> int:
-    """Print a line or more for each host; return 1 if one could not be asked."""
+    """Print the lines of each host; return 1 if one did not answer."""
     failed = 0
     for index, answer in enumerate(answers):
         if isinstance(answer, LaunchError):
@@ -132,7 +132,7 @@ def _stop(args: argparse.Namespace) -> int:
         deadline = time.monotonic() + grace_s + 5
         while process.alive(launcher) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-    # Also after an orderly end: nothing may be left, and asking shows that.
+    # Also after an orderly end, to show that no process is left.
     answers = run.ask_all("stop", grace_s=grace_s)
 
     def text(index: int, answer: dict[str, Any]) -> str:
@@ -174,7 +174,7 @@ def _status(args: argparse.Namespace) -> int:
     def text(index: int, answer: dict[str, Any]) -> str:
         host = run.nodes[index]["host"]
         if not answer["known"]:
-            return f"{host}: knows nothing of this run"
+            return f"{host}: has no record of this run"
         state = f"{host}: agent {'runs' if answer['agent'] else 'gone'}, "
         state += f"{answer['processes']} processes"
         ended = answer["ended"]

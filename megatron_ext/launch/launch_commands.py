@@ -1,6 +1,6 @@
 """The flags of `launch`, `stop`, `status`, `logs` and `collect`.
 
-What they do is imported when it runs, so that every command of this package starts at once.
+Their implementations are imported when they run, so every command of this package starts fast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Subparsers = Any  # argparse._SubParsersAction is private
 
 
 def add_subcommands(subparsers: _Subparsers) -> None:
-    """Register `launch` and what is done with its jobs later: stop, status, logs, collect."""
+    """Register `launch` and the commands for its jobs: stop, status, logs, collect."""
     parser = subparsers.add_parser(
         "launch",
         help="start a training job on the hosts of a hostfile",
@@ -48,13 +48,13 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
         "--ssh-cmd",
         default="ssh",
         metavar="COMMAND",
-        help="the ssh program and options of your own (default: ssh)",
+        help="the ssh program, with further options (default: ssh)",
     )
     group.add_argument(
         "--python",
         default=sys.executable,
         metavar="PATH",
-        help="Python on the hosts (default: the path of this one)",
+        help="path of Python on the hosts (default: the path of this one)",
     )
     group.add_argument(
         "--preflight-timeout",
@@ -96,17 +96,17 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         help="an environment variable of all processes; may be repeated",
     )
     group.add_argument(
-        "--embedded", action="store_true", help="the embedded trainer even where a tree is"
+        "--embedded", action="store_true", help="use the embedded trainer even if there is a tree"
     )
     group.add_argument(
         "--per-node",
         action="store_true",
-        help="run a command once on each host, without torchrun: to prepare or to look around",
+        help="run a command once on each host, without torchrun, for set-up or inspection",
     )
     group.add_argument(
         "--push", action="store_true", help="copy the work directory to the hosts first"
     )
-    group.add_argument("--run-id", metavar="ID", help="a name for this run (default: its time)")
+    group.add_argument("--run-id", metavar="ID", help="name of this run (default: from the time)")
     group.add_argument(
         "--grace",
         type=_seconds,
@@ -125,27 +125,29 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "--show",
         default="0,last",
         metavar="RANKS",
-        help="whose output is shown: all, or ranks as in 0,3,last (default: 0,last); the full logs "
-        "stay on the hosts",
+        help="ranks whose output to show: all, or a list such as 0,3,last (default: 0,last); the "
+        "full logs stay on the hosts",
     )
     group.add_argument(
         "--log-dir",
         metavar="DIR",
-        help="where the logs go on every host (default: ~/.local/state/megatron_ext/runs)",
+        help="log directory on every host (default: ~/.local/state/megatron_ext/runs)",
     )
 
 
 def _add_jobs(subparsers: _Subparsers) -> None:
     stop = _add_job_command(subparsers, "stop", "stop a launched job, exactly that one")
-    stop.add_argument("--grace", type=_seconds, metavar="S", help="seconds before killing it")
-    _add_job_command(subparsers, "status", "show what runs of a launched job, host by host")
+    stop.add_argument("--grace", type=_seconds, metavar="S", help="seconds until it is killed")
+    _add_job_command(subparsers, "status", "show the processes of a launched job, host by host")
     logs = _add_job_command(subparsers, "logs", "show the end of a job's logs, from every host")
     logs.add_argument("--rank", type=int, metavar="R", help="of this rank (default: torchrun's)")
     logs.add_argument("--lines", type=count, default=20, metavar="N", help="default: 20")
     collect = _add_job_command(
         subparsers, "collect", "fetch logs and traces of a job from all hosts"
     )
-    collect.add_argument("--to", type=Path, metavar="DIR", help="where to (default: collected-ID)")
+    collect.add_argument(
+        "--to", type=Path, metavar="DIR", help="destination (default: collected-ID)"
+    )
 
 
 def _add_job_command(subparsers: _Subparsers, name: str, text: str) -> argparse.ArgumentParser:
@@ -161,15 +163,15 @@ def _seconds(text: str) -> float:
     with suppress(ValueError):
         if 0 <= float(text) < 1e9:
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0")
+    raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, 0 or more")
 
 
 def count(text: str) -> int:
-    """Return a number of things, for argparse."""
+    """Parse a positive integer, for argparse."""
     with suppress(ValueError):
         if 1 <= int(text) < 10**9:
             return int(text)
-    raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number from 1 to {10**9 - 1}")
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a number from 1 to {10**9 - 1}")
 
 
 def _run_launch(args: argparse.Namespace) -> int:

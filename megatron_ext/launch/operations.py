@@ -1,7 +1,8 @@
-"""What an agent does for a job that another agent runs or ran on the same host.
+"""Operations of an agent on a job that another agent runs or ran on the same host.
 
-Stop it, tell how it is, show the end of its logs, pack its files. Each finds the job through the
-file that its agent wrote, and acts only on processes that this file and the job's mark identify.
+They stop it, report its state, show the end of its logs, or pack its files. Each finds the job
+through the file that its agent wrote, and acts only on processes that this file and the job's mark
+identify.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def log_dir(request: dict[str, Any]) -> Path:
 
 
 def forget(directory: Path) -> None:
-    """Remove the traces of a job that was called off before it started, and nothing else."""
+    """Remove only the files of a job that was cancelled before it started."""
     with suppress(OSError):
         (directory / "agent.json").unlink(missing_ok=True)
         directory.rmdir()
@@ -46,12 +47,12 @@ def forget(directory: Path) -> None:
 
 
 def running_agent(directory: Path) -> Process | None:
-    """Return the agent that runs the job of a directory, or None if it is gone."""
+    """Return the agent that runs the job of a directory, or None if it has exited."""
     return process.recorded(directory / "agent.json")
 
 
 def answer(request: dict[str, Any], reply: Reply) -> None:
-    """Do what is asked and reply once, or in several pieces that end with `done`."""
+    """Execute the request and reply once, or in several pieces that end with `done`."""
     operations = {"stop": _stop, "status": _status, "tail": _tail, "pack": _pack}
     operations[request["op"]](request, log_dir(request), reply)
 

@@ -1,6 +1,6 @@
-"""From hosts and options to one command for each host: pure, so that it can be shown and tested.
+"""Turns hosts and options into one command for each host, in pure functions.
 
-World size, data-parallel size, batch size and addresses are computed here; nobody types them.
+It computes world size, data-parallel size, batch size and addresses; users do not give them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["BETWEEN_HOSTS", "Node", "Parallel", "Plan", "add_computed_flags", "flag_value"]
 
 BETWEEN_HOSTS = ("auto", "tcp", "rdma")
-"""Values of `--pipeline-transport` that connect hosts by addresses of their own."""
+"""Values of `--pipeline-transport` that need `--node-ips` between hosts."""
 
 DEFAULT_PORT = 29500
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S104 - refused
@@ -33,14 +33,14 @@ class Node:
 
     host: Host
     nproc: int
-    """Processes on it; 0 as long as only the host itself knows."""
+    """Processes on it; 0 until the host has counted its devices."""
     local: bool
     """Whether it is the launcher's own machine, which needs no ssh."""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """How the training flags cut the model."""
+    """The parallel sizes in the training flags."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -53,7 +53,7 @@ class Parallel:
         """Read it from training flags.
 
         Raises:
-            LaunchError: A size is no positive number.
+            LaunchError: A size is not a positive number.
         """
         return cls(
             tensor=_size(flags, "--tensor-model-parallel-size"),
@@ -81,11 +81,11 @@ class Parallel:
         """Return how often a number of ranks holds the model.
 
         Raises:
-            LaunchError: It is no multiple.
+            LaunchError: It is not a multiple of the replica size.
         """
         if world_size % self.replica_size:
             raise LaunchError(
-                f"{world_size} ranks cannot be cut into replicas of {self.replica_size} (TP "
+                f"{world_size} ranks cannot be divided into replicas of {self.replica_size} (TP "
                 f"{self.tensor} x PP {self.pipeline} x CP {self.context}); change the hosts, "
                 f"--nproc, or the parallel sizes"
             )
@@ -110,8 +110,8 @@ class Plan:
     embedded: bool = False
     log_root: str | None = None
     grace_s: float = 5.0
-    """Twice this and a little is how long a job goes on after a failure: first the peers of the
-    host end, then the other hosts."""
+    """Grace period. After a failure a job ends within about twice this time: first the peers on the
+    same host, then the other hosts."""
     silence_s: float = 60.0
     slurm_job: str | None = None
     """The Slurm job whose allocation it runs in."""
@@ -134,7 +134,7 @@ class Plan:
         """Return the plan with the numbers of devices that the hosts found filled in.
 
         Raises:
-            LaunchError: A host without `slots` has none.
+            LaunchError: A host without `slots` has no devices.
         """
         nodes = []
         for node, count in zip(self.nodes, counts, strict=True):
@@ -150,7 +150,7 @@ class Plan:
         """Refuse a plan that cannot run.
 
         Raises:
-            LaunchError: Hosts have different numbers of processes, or share no address space.
+            LaunchError: Hosts have different numbers of processes, or cannot reach each other.
         """
         counts = {node.nproc for node in self.nodes if node.nproc}
         if len(counts) > 1 and not allow_uneven and not self.per_node:
@@ -234,7 +234,7 @@ class Plan:
         }
 
     def dry_run(self) -> str:
-        """Return the command of each host, to be run by hand where there is no ssh."""
+        """Return the command of each host, to run by hand if there is no ssh."""
         port = self.master_port or DEFAULT_PORT
         parts = []
         for index, node in enumerate(self.nodes):
@@ -294,8 +294,8 @@ class Plan:
 def add_computed_flags(plan: Plan, num_microbatches: int | None) -> Plan:
     """Return the plan with the training flags that follow from its hosts added.
 
-    `--global-batch-size` if the number of micro-batches was given; `--node-ips` if the script asks
-    for a transport that connects hosts by addresses of their own.
+    `--global-batch-size` if the number of micro-batches was given; `--node-ips` if the script
+    requests a transport that needs addresses.
 
     Raises:
         LaunchError: The ranks do not fit the parallel sizes, or the batch is given twice.
@@ -347,12 +347,12 @@ def _size(flags: Sequence[str], name: str) -> int:
     if text is None:
         return 1
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise LaunchError(f"{name} is {text!r}; it is a number from 1")
+        raise LaunchError(f"{name} is {text!r}; it must be a positive integer")
     return int(text)
 
 
 def _quoted(word: str) -> str:
-    """Quote a word for bash, so that printing it shows it and does not steer the terminal."""
+    """Quote a word for bash, with control characters of terminals escaped."""
     if word.isprintable():
         return shlex.quote(word)
     plain = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_=+/.,: "

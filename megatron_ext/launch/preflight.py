@@ -1,7 +1,7 @@
 """Asks all hosts at once whether the job can run there, before any process of it is started.
 
-Every agent tells what it found (`probe.look`); `judge` compares. The connections stay open and
-become those of the job: nothing is logged in to twice.
+Every agent reports its findings (`probe.look`); `judge` compares them. The connections stay open
+for the job, so there is only one login on each host.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["MIN_FREE_BYTES", "ask_all", "call_off", "judge", "meet", "warnings"]
 MIN_FREE_BYTES = 64 << 20
 """Less free space than this for the logs of a host is an error."""
 MAX_SKEW_S = 5.0
-"""More difference between clocks than this is worth a warning: log lines cannot be compared."""
+"""Difference of clocks that triggers a warning, because log lines cannot be compared then."""
 _CALL_OFF_S = 2.0
 
 
 async def meet(
     plan: Plan, ssh: Ssh, timeout_s: float
 ) -> tuple[list[Connection], list[dict[str, Any]]]:
-    """Start an agent on every host, hear what each found, and judge it.
+    """Start an agent on every host, collect the findings, and judge them.
 
     Args:
         plan: The job.
@@ -43,7 +43,7 @@ async def meet(
         The connections and the findings, by host.
 
     Raises:
-        LaunchError: A host cannot take part; one line for each. No agent is left.
+        LaunchError: A host cannot take part; one line for each. No agent is left running.
     """
     connections: list[Connection | None] = [None] * len(plan.nodes)
     try:
@@ -66,7 +66,7 @@ async def meet(
 async def ask_all(
     plan: Plan, ssh: Ssh, timeout_s: float, connections: list[Connection | None]
 ) -> list[dict[str, Any] | str]:
-    """Start an agent on every host and hear what each found.
+    """Start an agent on every host and collect the findings.
 
     Args:
         plan: The job.
@@ -105,7 +105,7 @@ async def ask_all(
 
 
 async def call_off(connections: Sequence[Connection | None]) -> None:
-    """End all agents that came up."""
+    """End all agents that have started."""
     await asyncio.gather(*(each.close(_CALL_OFF_S) for each in connections if each is not None))
 
 
@@ -129,7 +129,7 @@ def _trouble(
 
 
 def judge(plan: Plan, findings: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what is wrong with the hosts of a plan, one line for each problem."""
+    """Return the problems of a plan's hosts, one line each."""
     names = [node.host.name for node in plan.nodes]
     old = [
         f"{name}: its megatron_ext ({found['versions']['megatron_ext']}) speaks another protocol; "
@@ -158,7 +158,7 @@ def judge(plan: Plan, findings: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _differences(names: list[str], values: list[str], what: str, remedy: str) -> list[str]:
-    """One line for each host whose value is not that of most of them."""
+    """Return one line for each host whose value differs from that of most hosts."""
     if len(set(values)) == 1:
         return []
     usual = Counter(values).most_common(1)[0][0]
@@ -171,14 +171,14 @@ def _differences(names: list[str], values: list[str], what: str, remedy: str) ->
 
 
 def _problems_of(plan: Plan, index: int, found: dict[str, Any]) -> list[str]:
-    """What one host alone is wrong about."""
+    """Return the problems of a single host."""
     problems = []
     if found["log_error"] is not None:
-        problems.append(f"{found['log_error']}; take another --run-id or --log-dir, or make room")
+        problems.append(f"{found['log_error']}; use another --run-id or --log-dir, or make room")
     elif found["free_bytes"] < MIN_FREE_BYTES:
         problems.append(
             f"only {found['free_bytes'] >> 20} MiB are free for logs in {found['log_dir']}; make "
-            f"room ({MIN_FREE_BYTES >> 20} MiB at least), or take another --log-dir"
+            f"room ({MIN_FREE_BYTES >> 20} MiB at least), or use another --log-dir"
         )
     if found["script_error"] is not None:
         problems.append(f"{found['script_error']}; --push copies the work directory there")
@@ -202,7 +202,7 @@ def _problems_of(plan: Plan, index: int, found: dict[str, Any]) -> list[str]:
 
 
 def warnings(plan: Plan, findings: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what is odd but does not stop the job."""
+    """Return warnings that do not stop the job."""
     return [
         f"{node.host.name}: its clock is {found['ahead_s']:+.0f} s off this machine's"
         for node, found in zip(plan.nodes, findings, strict=True)

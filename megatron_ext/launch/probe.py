@@ -1,4 +1,4 @@
-"""What an agent finds on its host before anything is started; `preflight` judges it."""
+"""The findings of an agent on its host before anything starts; `preflight` judges them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ __all__ = ["code_hash", "installed_version", "interface_of", "look", "versions"]
 def look(
     request: dict[str, Any], log_dir: Path, workdir_error: str | None, log_error: str | None
 ) -> protocol.Message:
-    """Return everything that the launcher wants to know of this host.
+    """Return the findings of this host for the launcher.
 
     Args:
-        request: The agent's work. Its environment and directory are in force already.
-        log_dir: Where the logs will go.
-        workdir_error: Why the work directory cannot be used.
-        log_error: Why that directory cannot be used.
+        request: The agent's work; its environment and directory are already set.
+        log_dir: Directory of the logs.
+        workdir_error: Why the work directory cannot be used, or None.
+        log_error: Why the log directory cannot be used, or None.
     """
     found: protocol.Message = {
         "kind": "hello",
@@ -60,7 +60,7 @@ def look(
 
 
 def versions() -> dict[str, str]:
-    """Return what has to be the same on every host."""
+    """Return the versions that must be equal on every host."""
     found = {
         "python": ".".join(map(str, sys.version_info[:3])),
         "megatron_ext": f"files {code_hash()}",
@@ -87,7 +87,7 @@ def code_hash() -> str:
 
 
 def _script(request: dict[str, Any]) -> tuple[str | None, str | None]:
-    """What is wrong with the script here, and its hash if it is a file."""
+    """Return an error about the script here, and its hash if it is a file."""
     words: list[str] = request["command"]
     if request["per_node"]:
         missing = shutil.which(words[0]) is None
@@ -104,7 +104,7 @@ def _script(request: dict[str, Any]) -> tuple[str | None, str | None]:
 
 
 def _port(wanted: int | None) -> tuple[int | None, str | None]:
-    """The port for the rendezvous of all ranks: the wanted one, or one that is free."""
+    """Return the port for the rendezvous of all ranks: the requested one, or a free one."""
     try:
         with socket.create_server(("", wanted or 0)) as server:
             return server.getsockname()[1], None

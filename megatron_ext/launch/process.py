@@ -1,10 +1,10 @@
-"""Processes of a job: who they are, and how to end all of them and nothing else.
+"""Identifies the processes of a job, and ends exactly those.
 
-A process is known by its id *and* its start time, because ids are used again; psutil sees to that
-within one process, `record` between several. Those of a job are the descendants of its agent, and
-whoever carries the mark that the agent put into the environment: torchrun makes each rank the
-leader of a process group of its own, so killing groups would leave ranks behind, and a process that
-was orphaned is in no tree. Linux only (`prctl`).
+A process is identified by its id *and* its start time, because the system reuses ids; psutil
+handles that within one process, `record` between several. The processes of a job are the
+descendants of its agent, and all that carry the mark which the agent put into the environment:
+torchrun makes each rank the leader of its own process group, so killing groups would leave ranks
+behind, and an orphaned process is in no tree. Linux only (`prctl`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 RUN_ID = "MEGATRON_EXT_RUN_ID"
-"""Environment variable of every process of a job: which one."""
+"""Environment variable of every process of a job: the run id."""
 NODE = "MEGATRON_EXT_NODE"
 """Environment variable of every process of a job: the rank of its host."""
 AGENT_PID = "MEGATRON_EXT_AGENT_PID"
@@ -76,13 +76,13 @@ def alive(process: Process) -> bool:
 
 
 def send(process: Process, number: int) -> None:
-    """Send a signal to a process, if it is still there."""
+    """Send a signal to a process, if it still exists."""
     with suppress(psutil.Error):
         process.send_signal(number)
 
 
 def descendants(root: int) -> set[Process]:
-    """Return all processes below one, that one left out."""
+    """Return all descendants of a process."""
     with suppress(psutil.Error):
         return set(filter(alive, Process(root).children(recursive=True)))
     return set()
@@ -94,7 +94,7 @@ def marked(run_id: str, node: int, since: float = 0.0) -> set[Process]:
     Args:
         run_id: The job.
         node: The rank of the host.
-        since: None that started before this, in seconds since 1970, is looked at.
+        since: Ignore processes that started before this time, in seconds since 1970.
     """
     found = set()
     for process in psutil.process_iter():
@@ -108,10 +108,10 @@ def marked(run_id: str, node: int, since: float = 0.0) -> set[Process]:
 
 
 def end(processes: Iterable[Process], *, timeout_s: float = 5.0) -> set[Process]:
-    """Kill processes and wait until they are gone.
+    """Kill processes and wait until they have exited.
 
     Returns:
-        Those that are still there after the time, as a process in an uninterruptible wait is.
+        Those that remain after the time-out, such as processes in an uninterruptible wait.
     """
     left = set(filter(alive, processes))
     for process in left:
@@ -124,19 +124,19 @@ def end(processes: Iterable[Process], *, timeout_s: float = 5.0) -> set[Process]
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all descendants whose own parent dies, so that none leaves the tree."""
+    """Adopt all orphaned descendants, so that none leaves the tree."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(agent_pid: int | None = None) -> None:
-    """Be killed as soon as the parent of this process ends, however it ends.
+    """Have the kernel kill this process as soon as its parent ends, for whatever reason.
 
-    Called first thing in torchrun's process and in each rank of a launched job; elsewhere it does
-    nothing. A parent that ended before this call is noticed: the chain from here up to the job's
-    agent must be unbroken.
+    torchrun's process and each rank of a launched job call this first; elsewhere it does nothing.
+    It also detects a parent that ended before the call: the chain from here up to the job's agent
+    must be unbroken.
 
     Args:
-        agent_pid: The agent; by default the one that the environment names, if any.
+        agent_pid: The agent; by default the one named in the environment, if any.
     """
     if agent_pid is None:
         agent_pid = int(os.environ.get(AGENT_PID, "0"))

@@ -1,8 +1,8 @@
-"""How launcher and agent talk: JSON lines over standard input and output, some with bytes after.
+"""The protocol between launcher and agent: JSON lines over standard input and output.
 
 A message is one line: a mark, then a JSON object. If the object has `bytes`, that many raw bytes
-follow, so that logs cost nothing to wrap. Login scripts and ssh may write to the same stream before
-the agent does: lines without the mark are noise, kept for error messages.
+follow, so logs need no encoding. Login scripts and ssh may write to the same stream before the
+agent does: lines without the mark are noise, kept for error messages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VERSION = 1
 
 MARK = b"\x1emegatron-ext "
 MAX_LINE_BYTES = 1 << 20
-"""Longest line either side accepts: a whole command with its environment stays far below."""
+"""Longest line that either side accepts; a command with its environment is far shorter."""
 
 Message = dict[str, Any]
 
@@ -54,9 +54,9 @@ class Reader:
         self._buffer = b""
 
     def fill(self) -> bool:
-        """Read what is there, or wait for something; False at the end of the stream.
+        """Read available bytes, blocking if there are none; return False at the end of the stream.
 
-        A line longer than `MAX_LINE_BYTES` counts as the end: the peer is not one of ours.
+        A line longer than `MAX_LINE_BYTES` counts as the end: the peer does not speak our protocol.
         """
         data = os.read(self._fd, 1 << 16)
         self._buffer += data

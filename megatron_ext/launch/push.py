@@ -80,7 +80,7 @@ async def push(plan: Plan, ssh: Ssh, timeout_s: float) -> int:
         The number of bytes sent to each.
 
     Raises:
-        LaunchError: A host cannot take them; one line for each.
+        LaunchError: A host cannot receive them; one line for each.
     """
     archive = await asyncio.to_thread(pack, directories(plan))
     remote = [node.host for node in plan.nodes if not node.local]

@@ -1,4 +1,4 @@
-"""Runs by their id: where a launched job keeps its plan, its result and its logs."""
+"""Runs by their id: the files of a launched job's plan, result and logs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def runs_root() -> Path:
-    """Return where runs are kept on this host: `MEGATRON_EXT_RUNS`, else below ~/.local/state."""
+    """Return the folder of runs on this host: `MEGATRON_EXT_RUNS`, else below ~/.local/state."""
     named = os.environ.get("MEGATRON_EXT_RUNS")
     if named:
         return Path(named).expanduser().absolute()
@@ -59,19 +59,19 @@ def runs_root() -> Path:
 
 
 def new_run_id() -> str:
-    """Return an id that sorts by time and that no other job has."""
+    """Return a unique id that sorts by time."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
 
 
 def check_run_id(run_id: str) -> str:
-    """Return a run id that the user gave.
+    """Check a run id that the user gave, and return it.
 
     Raises:
-        LaunchError: It cannot be one: it becomes a directory's name on every host.
+        LaunchError: It cannot be the name of a directory on every host.
     """
     if not _RUN_ID.fullmatch(run_id):
         raise LaunchError(
-            f"{run_id!r} is no run id; letters, digits, dots, dashes and underscores are, up to 64"
+            f"{run_id!r} is not a run id; use up to 64 letters, digits, dots, dashes, underscores"
         )
     return run_id
 
@@ -90,7 +90,7 @@ def load_plan(run_id: str) -> dict[str, Any]:
     """Return what `launch` wrote about a run.
 
     Raises:
-        LaunchError: There is no such run on this machine.
+        LaunchError: The run does not exist on this machine.
     """
     path = run_dir(run_id) / "plan.json"
     try:
@@ -108,7 +108,7 @@ def load_plan(run_id: str) -> dict[str, Any]:
         or plan["run_id"] != run_id
         or not all(_has(node, _NODE) for node in plan["nodes"])
     ):
-        raise LaunchError(f"{path} is no plan of a run; launch of this version has to write it")
+        raise LaunchError(f"{path} is not a plan of this version; launch the run again")
     return dict(plan)
 
 
@@ -126,12 +126,12 @@ def load_result(run_id: str) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError) as error:
         raise LaunchError(f"{path} cannot be read: {reason_of(error)}; delete it") from None
     if not _has(result, _RESULT):
-        raise LaunchError(f"{path} is no result of a run; delete it")
+        raise LaunchError(f"{path} is not a result of a run; delete it")
     return dict(result)
 
 
 def _has(found: Any, wanted: dict[str, tuple[type, ...]]) -> bool:
-    """Tell whether JSON is an object with at least these values, of these types."""
+    """Return whether JSON is an object with at least these values, of these types."""
     return isinstance(found, dict) and all(
         name in found and type(found[name]) in types and "\0" not in str(found[name])
         for name, types in wanted.items()

@@ -1,6 +1,6 @@
-"""How a host is reached: the system's ssh, as a list of arguments, and what its failures mean.
+"""Builds ssh commands, and explains their failures.
 
-The user's own ssh configuration, agent and jump hosts apply. Nothing is asked interactively.
+The user's own ssh configuration, agent and jump hosts apply. ssh never prompts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Ssh:
     """How to run commands on hosts."""
 
     command: tuple[str, ...] = ("ssh",)
-    """The ssh program, with options of the user's own (`--ssh-cmd`)."""
+    """The ssh program, with the user's options (`--ssh-cmd`)."""
     connect_timeout_s: int = 10
 
     @classmethod
@@ -82,16 +82,16 @@ _MEANINGS = {
     r"No such file or directory|not found": "the Python of this machine is not there; install it, "
     "or name another with --python PATH",
 }
-"""What ssh and the login shell say -> what it means, and what to do."""
+"""Pattern in the output of ssh or the login shell -> explanation and remedy."""
 
 
 def explain(host: str, code: int | None, stderr: Sequence[str]) -> str:
-    """Say in one line why an agent did not come up on a host, and what to do.
+    """Explain in one line why an agent did not start on a host, with a remedy.
 
     Args:
-        host: Its name.
-        code: Exit code of the connection, None if it was given up.
-        stderr: What was printed, last line last.
+        host: Name of the host.
+        code: Exit code of the connection; None after a time-out.
+        stderr: Printed lines, in order.
     """
     text = "\n".join(stderr)
     said = next((line.strip() for line in reversed(stderr) if line.strip()), "it said nothing")

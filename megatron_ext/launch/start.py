@@ -1,4 +1,4 @@
-"""What `launch` does: from its flags to a plan, from the plan to a job that ended."""
+"""Implements `launch`: from flags to a plan, and from the plan to a finished job."""
 
 
 # ruff: noqa: T201 - commands report on stdout and stderr
@@ -42,15 +42,15 @@ _NOT_FORWARDED = (
 _DEFAULTS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "OMP_NUM_THREADS": "1",
-    # Every rank would warn of kernels that are not installed and of deprecated calls in Megatron.
+    # Every rank would warn about missing kernels and deprecated calls in Megatron.
     "PYTHONWARNINGS": "ignore",
 }
 
 
 def is_this_machine(host: hostfile.Host) -> bool:
-    """Whether a host is the machine that this runs on, so that no ssh is needed.
+    """Return whether a host is this machine, which needs no ssh.
 
-    Only addresses and own names are looked at: nothing is resolved, and no network card guessed.
+    It compares addresses and names of this machine, without name resolution.
     """
     if host.name in ("localhost", socket.gethostname()):
         return True
@@ -71,18 +71,18 @@ def nodes_of(args: argparse.Namespace, nproc: int | None = None) -> tuple[Node, 
     """Return the hosts that the flags name.
 
     Raises:
-        LaunchError: There is no hostfile, or something is wrong with it.
+        LaunchError: The hostfile is missing or malformed.
     """
     job = _allocation(args)
     if args.hostfile is None and job is None:
         raise LaunchError(
             "--hostfile is missing; write one host on a line, `localhost` will do; or start inside "
-            "an allocation of Slurm's, or with --slurm '--nodes 2'"
+            "a Slurm allocation, or with --slurm '--nodes 2'"
         )
     known = hostfile.read(args.hostfile) if job is None else slurm.hosts(os.environ)
     hosts = hostfile.select(known, args.include, args.exclude)
     if nproc is not None and not 1 <= nproc <= hostfile.MAX_SLOTS:
-        raise LaunchError(f"--nproc is {nproc}; it is a number from 1 to {hostfile.MAX_SLOTS}")
+        raise LaunchError(f"--nproc is {nproc}; it must be from 1 to {hostfile.MAX_SLOTS}")
     return tuple(
         Node(
             host,
@@ -94,12 +94,12 @@ def nodes_of(args: argparse.Namespace, nproc: int | None = None) -> tuple[Node, 
 
 
 def _allocation(args: argparse.Namespace) -> str | None:
-    """The id of the Slurm job whose hosts are used: a hostfile goes before it."""
+    """Return the id of the Slurm job to run on; None if there is a hostfile."""
     return slurm.job_of(os.environ) if args.hostfile is None else None
 
 
 def ssh_of(args: argparse.Namespace) -> Ssh:
-    """Return how the flags say that hosts are reached.
+    """Return the ssh settings of the flags.
 
     Raises:
         LaunchError: The command is empty or has an open quote.
@@ -119,13 +119,13 @@ def _environment(args: argparse.Namespace) -> dict[str, str]:
     for assignment in args.env:
         name, equals, value = assignment.partition("=")
         if not equals or not name.isidentifier():
-            raise LaunchError(f"--env {assignment!r} is no NAME=VALUE; write for example --env A=1")
+            raise LaunchError(f"--env {assignment!r} must be NAME=VALUE, for example --env A=1")
         variables[name] = value
     return variables
 
 
 def _command(args: argparse.Namespace) -> list[str]:
-    """The script and its flags, or with `--per-node` any command."""
+    """Return the script and its flags, or with `--per-node` any command."""
     words: list[str] = (
         args.command_words[1:] if args.command_words[:1] == ["--"] else args.command_words
     )
@@ -135,21 +135,21 @@ def _command(args: argparse.Namespace) -> list[str]:
         )
     if not args.per_node and not words[0].endswith(".py"):
         raise LaunchError(
-            f"{words[0]} is no Python script; torchrun needs one (SCRIPT.py), or run any command "
-            f"once on each host with --per-node"
+            f"{words[0]} is not a Python script; torchrun needs one (SCRIPT.py), or run any "
+            f"command once on each host with --per-node"
         )
     return words
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Return the plan that the flags describe; numbers of processes may still be open.
+    """Return the plan of the flags; numbers of processes may still be open.
 
     Raises:
         LaunchError: Something is missing or contradictory.
     """
     words = _command(args)
     if args.master_port is not None and not 1 <= args.master_port <= 65535:
-        raise LaunchError(f"--master-port is {args.master_port}; it is a port from 1 to 65535")
+        raise LaunchError(f"--master-port is {args.master_port}; it must be from 1 to 65535")
     if args.log_dir is not None and not Path(args.log_dir).is_absolute():
         raise LaunchError(f"--log-dir {args.log_dir} is relative; hosts need an absolute path")
     nodes = nodes_of(args, args.nproc)
@@ -184,11 +184,11 @@ def _workdir() -> str:
     try:
         return str(Path.cwd())
     except FileNotFoundError:
-        raise LaunchError("the work directory was removed; change to one that is there") from None
+        raise LaunchError("the work directory was removed; change to one that exists") from None
 
 
 def _completed(plan: Plan, args: argparse.Namespace) -> Plan:
-    """The plan with all numbers known: checked, and with computed flags."""
+    """Return the complete plan: checked, with all numbers and computed flags."""
     plan.check(allow_uneven=args.allow_uneven)
     return plan if plan.per_node else add_computed_flags(plan, args.num_microbatches)
 
@@ -201,7 +201,7 @@ def _shown_ranks(text: str, world_size: int) -> list[int]:
         rank = world_size - 1 if word == "last" else int(word) if word.isdecimal() else -1
         if not 0 <= rank < world_size:
             raise LaunchError(
-                f"--show names {word!r}; say all, or ranks from 0 to {world_size - 1} and last"
+                f"--show names {word!r}; use all, or ranks from 0 to {world_size - 1} and last"
             )
         ranks.add(rank)
     return sorted(ranks)
@@ -211,11 +211,11 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run `launch`.
 
     Args:
-        args: Its flags.
-        words: The same as they were typed, for a machine that runs them later.
+        args: The flags.
+        words: The command line as typed, for a batch job that runs it later.
 
     Raises:
-        LaunchError: The job cannot be started as asked; nothing of it runs.
+        LaunchError: The job cannot be started; no process of it runs.
     """
     if args.slurm is not None and slurm.job_of(os.environ) is None:
         return _submit(args, words)
@@ -231,7 +231,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
         print(_completed(plan, args).dry_run(), end="")
         return 0
     _show_own_log()
-    # Problems that need no host are told before any is asked.
+    # Run local checks before contacting hosts.
     if all(node.nproc for node in plan.nodes):
         _shown_ranks(args.show, _completed(plan, args).world_size)
     return asyncio.run(_launch(plan, args, ssh))
@@ -300,11 +300,11 @@ async def _supervised(
     finally:
         await asyncio.to_thread(display.close)
         if display.left_out:
-            _say(f"{display.left_out} lines were not shown, because nobody took them in time")
+            _say(f"{display.left_out} lines were not shown, because the output was blocked")
 
 
 def _record(plan: Plan) -> Path:
-    """Write what later commands need to know of this run."""
+    """Write the files of this run that later commands read."""
     directory = runs.run_dir(plan.run_id)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -329,4 +329,4 @@ def _tell(plan: Plan, outcome: Outcome) -> None:
     elif outcome.stopped_by is not None:
         _say(f"stopped by {outcome.stopped_by}; {logs}")
     else:
-        _say(f"run {plan.run_id} ended well; {logs}")
+        _say(f"run {plan.run_id} succeeded; {logs}")

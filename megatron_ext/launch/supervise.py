@@ -1,8 +1,8 @@
-"""Runs a planned job: starts it on all hosts, watches it, and ends it everywhere as one.
+"""Runs a planned job: starts it on all hosts, monitors it, and ends it everywhere as one.
 
-The first failure is reported with host, rank, exit code and last lines; all other hosts are then
-stopped. One signal stops the job in order, a second one at once. `Outcome.code` is what the command
-exits with: that of the first failure, 128 + n after signal n, 255 for a host that was lost.
+It reports the first failure with host, rank, exit code and last lines, and stops all other hosts.
+One signal stops the job in order, a second one immediately. `Outcome.code` is the exit code of the
+command: that of the first failure, 128 + n after signal n, 255 for a lost host.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Failure:
 
     host: str
     what: str
-    """What ended: `rank 3`, `torchrun`, `the command`, `the agent`."""
+    """The failed part: `rank 3`, `torchrun`, `the command`, `the agent`."""
     code: int
     """Exit code, negative for a signal, as Python counts."""
     at: float
@@ -85,11 +85,11 @@ class Job:
     """A job whose agents have answered and wait for the start.
 
     Args:
-        plan: What runs where, with every number of processes known.
-        connections: To the agents, by host.
-        findings: What the agents found, by host.
-        display: Where logs go.
-        ssh: How hosts are reached, to look after one whose connection is lost.
+        plan: The plan, with every number of processes known.
+        connections: Connections to the agents, by host.
+        findings: Findings of the agents, by host.
+        display: Display of the logs.
+        ssh: How to reach hosts, to check one whose connection is lost.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class Job:
         self._outcome = Outcome()
 
     async def run(self, show: Sequence[int]) -> Outcome:
-        """Start the job and see it to its end.
+        """Start the job and run it to its end.
 
         Args:
-            show: Global ranks whose output is shown.
+            show: Global ranks whose output to show.
         """
         self._watch_signals()
         await asyncio.gather(*(self._start(i, show) for i in range(len(self._connections))))
@@ -146,7 +146,7 @@ class Job:
             _logger.warning("%s: stops the job; once more kills it", number.name)
             self._outcome.code = 128 + number
             self._stop_now.set()
-        else:  # it is being stopped already, by a signal or because it failed
+        else:  # the job is already stopping, after a signal or a failure
             self._last_order = asyncio.ensure_future(self._tell_all({"op": "stop", "grace_s": 0}))
 
     async def _start(self, index: int, show: Sequence[int]) -> None:
@@ -178,7 +178,7 @@ class Job:
         await self._tell_all({"op": "stop", "grace_s": self._plan.grace_s})
 
     async def _follow(self, index: int) -> None:
-        """Hear what a host has to say until its part of the job has ended."""
+        """Process the messages of a host until its part of the job has ended."""
         connection, host = self._connections[index], self._plan.nodes[index].host.name
         try:
             while True:
@@ -213,7 +213,7 @@ class Job:
         self._fail(Failure(host, what, code, at, tuple(tail), note))
 
     async def _on_lost(self, index: int, how: str) -> None:
-        """Deal with an agent that is gone: see that its job is gone, too, and say what died."""
+        """Handle a lost agent: ensure that its part of the job has ended, and report what died."""
         host = self._plan.nodes[index].host.name
         at = time.time()
         said = [line for line in self._connections[index].noise if line.strip()]
@@ -245,7 +245,7 @@ class Job:
 
     def _fail(self, failure: Failure) -> None:
         if self._stopped_by is not None:
-            return  # it ended as it was told to
+            return  # it ended on our request
         self._failures.append(failure)
         self._stop_now.set()
 
@@ -261,8 +261,8 @@ class Job:
 def first_failure(failures: Sequence[Failure]) -> Failure:
     """Return the failure that explains the others.
 
-    Ranks fail of the loss of another rank within milliseconds, on other hosts, whose clocks differ.
-    A process that a signal ended did not fail of that, nor did an agent that died.
+    Other ranks fail within milliseconds after the loss of a rank, on hosts whose clocks differ. A
+    process ended by a signal, or an agent that died, did not fail for that reason.
     """
 
     def key(failure: Failure) -> tuple[int, float]:
@@ -278,7 +278,7 @@ async def ask_agent(
     """Send one request to a new agent on a host and return its answer.
 
     Raises:
-        ConnectionLost: The host cannot be reached, or the agent said nothing.
+        ConnectionLost: The host cannot be reached, or the agent did not answer.
     """
     node = plan.nodes[index]
     connection = await Connection.to(node.host, local=node.local, python=plan.python, ssh=ssh)

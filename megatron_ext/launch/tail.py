@@ -1,8 +1,7 @@
-"""Follows the log files of the ranks and hands their new lines on.
+"""Follows the log files of the ranks and forwards new lines.
 
-Ranks write straight into files on their own host, which stay complete whatever happens to the
-launcher: nobody's terminal can hold a rank up, and what is not read yet waits on the disk, not in
-memory.
+Ranks write directly to files on their own host, which stay complete whatever happens to the
+launcher: a blocked terminal cannot delay a rank, and unread lines wait on disk, not in memory.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Chunk(NamedTuple):
     """New lines of one file."""
 
     source: str
-    """Whose they are: a global rank, or nothing for a command."""
+    """Their source: a global rank, or empty for a command."""
     data: bytes
     """Whole lines, with their ends."""
 
@@ -54,7 +53,7 @@ class _Follower:
         return Chunk(self._source, notice + (lines if lines.endswith(b"\n") else lines + b"\n"))
 
     def _skip(self) -> bytes:
-        """Leave out old bytes if there are too many; return a line that says so."""
+        """Skip old bytes if there are too many; return a line about the gap."""
         behind = os.fstat(self._file.fileno()).st_size - self._file.tell()
         if behind <= MAX_BEHIND_BYTES:
             return b""
@@ -73,7 +72,7 @@ class LogFiles:
     Args:
         directory: The directory of this job on this host.
         first_rank: Global rank of its first process.
-        local_ranks: The processes whose lines are handed on.
+        local_ranks: The processes whose lines to forward.
         plain: File name -> source, of further files.
     """
 
@@ -93,10 +92,10 @@ class LogFiles:
         self._followers: list[_Follower] = []
 
     def read(self, *, final: bool = False) -> Iterator[Chunk]:
-        """Yield what is new in each file, at most `CHUNK_BYTES` of each.
+        """Yield the new lines of each file, at most `CHUNK_BYTES` each.
 
         Args:
-            final: The processes have ended, so that a line without an end is a line.
+            final: Whether the processes have ended, so an unterminated line is complete.
         """
         self._look_for_files()
         for follower in self._followers:
@@ -117,7 +116,7 @@ class LogFiles:
 
 
 def rank_pattern(local_rank: int, stream: str) -> str:
-    """Return where torchrun puts the output of a rank, below the directory of the job."""
+    """Return the pattern of torchrun's output files of a rank, below the job's directory."""
     return f"ranks/*/attempt_0/{local_rank}/{stream}.log"
 
 

@@ -191,7 +191,7 @@ def test_whatever_is_killed_all_of_it_ends_and_a_neighbour_does_not(
         if victim == "launcher":
             status = hosts.run("status", run_id, "--ssh-cmd", hosts.ssh).stdout
             assert "launcher: ended" in status
-            assert status.count("(the launcher went away)") == 2, status
+            assert status.count("(the launcher exited)") == 2, status
         else:
             assert died[victim] in text
             assert job.returncode == {"agent": 255, "torchrun": 137, "rank": 137}[victim]

@@ -51,24 +51,24 @@ def test_every_key() -> None:
     [
         ("", "hosts names no host; write one host on a line"),
         ("# only a comment\n", "names no host"),
-        ("a\nb\na\n", "hosts:3: host a stands in line 1 already"),
-        ("a\nA", "hosts:2: host A stands in line 1 already"),
-        ("10.0.0.1\nb addr=10.0.0.1", "hosts:2: host b stands in line 1 already"),
-        ("a slots=0", "hosts:1: slots is '0'; it is a number of processes from 1 to"),
+        ("a\nb\na\n", "hosts:3: host a is already in line 1"),
+        ("a\nA", "hosts:2: host A is already in line 1"),
+        ("10.0.0.1\nb addr=10.0.0.1", "hosts:2: host b is already in line 1"),
+        ("a slots=0", "hosts:1: slots is '0'; it must be a number of processes"),
         ("a slots=two", "slots is 'two'"),
         ("a slots=99999", "slots is '99999'"),
         ("a:x", "slots is 'x'"),
         ("a:4 slots=4", "slots is given twice for a"),
-        ("a port=0", "port is '0'; it is a port from 1 to 65535"),
+        ("a port=0", "port is '0'; it must be a port from 1 to 65535"),
         ("a port=99999", "port is '99999'"),
-        ("a addr=b", "addr is 'b'; it is an IP address"),
+        ("a addr=b", "addr is 'b'; it must be an IP address"),
         ("a rdma=10.0.0.1,", "rdma is ''"),
-        ("a user=-oProxyCommand=x", "it is the name of a user"),
-        ("-oProxyCommand=x", "is no name of a host"),
+        ("a user=-oProxyCommand=x", "it must be the name of a user"),
+        ("-oProxyCommand=x", "is not a host name"),
         ("a slot=3", "unknown key 'slot'; keys are slots, addr"),
         ("a 4", "expected key=value after the host, found '4'"),
-        ("a env.=1", "sets no environment variable"),
-        ("fe80::1", "is no host; write NAME, NAME:SLOTS, or an IPv6 address in brackets"),
+        ("a env.=1", "names no environment variable"),
+        ("fe80::1", "is not a host; write NAME, NAME:SLOTS, or an IPv6 address in brackets"),
         ("[10.0.0]", "the address in brackets is '10.0.0'"),
     ],
 )
@@ -158,7 +158,7 @@ def test_files_that_are_no_hostfile(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="cannot be read: Is a directory"):
         read(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00a")
-    with pytest.raises(LaunchError, match="is no text"):
+    with pytest.raises(LaunchError, match="is not text"):
         read(tmp_path / "binary")
     (tmp_path / "marked").write_bytes(b"\xef\xbb\xbfa\n")
     assert names(read(tmp_path / "marked")) == ["a"]

@@ -70,18 +70,18 @@ def in_other_words(done: subprocess.CompletedProcess[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("hosts", "words", "message"),
     [
-        ("a\na", ("--", "job.py"), "hosts:2: host a stands in line 1 already"),
+        ("a\na", ("--", "job.py"), "hosts:2: host a is already in line 1"),
         ("a slots=x", ("--", "job.py"), "hosts:1: slots is 'x'"),
         ("", ("--", "job.py"), "hosts names no host"),
         ("a:1", (), "nothing to run; name a script after --"),
-        ("a:1", ("--", "hostname"), "hostname is no Python script"),
+        ("a:1", ("--", "hostname"), "hostname is not a Python script"),
         ("a:1\nb:2", ("--", "job.py"), "different numbers of processes (a 1, b 2)"),
-        ("a:1", ("--", "job.py", *SIZES.split()), "1 ranks cannot be cut into replicas of 2"),
+        ("a:1", ("--", "job.py", *SIZES.split()), "1 ranks cannot be divided into replicas of 2"),
         ("a:1", ("--show", "5", "--", "job.py"), "--show names '5'"),
-        ("a:1", ("--env", "=1", "--", "job.py"), "--env '=1' is no NAME=VALUE"),
+        ("a:1", ("--env", "=1", "--", "job.py"), "--env '=1' must be NAME=VALUE"),
         ("a:1", ("--nproc", "0", "--", "job.py"), "--nproc is 0"),
         ("a", ("--dry-run", "--", "job.py"), "cannot count the devices of a"),
-        ("a:1", ("--run-id", "../x", "--", "job.py"), "'../x' is no run id"),
+        ("a:1", ("--run-id", "../x", "--", "job.py"), "'../x' is not a run id"),
         ("a:1", ("--log-dir", "logs", "--", "job.py"), "--log-dir logs is relative"),
     ],
 )  # fmt: skip
@@ -122,7 +122,7 @@ def test_numbers_that_are_none(flag: str, value: str, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as end:
         cli.main(["launch", flag, value, "--", "job.py"])
     assert end.value.code == 2
-    assert f"argument {flag}: {value!r} is no number" in capsys.readouterr().err
+    assert f"argument {flag}: {value!r} must be a number" in capsys.readouterr().err
 
 
 def test_every_host_that_cannot_take_part_gets_a_line_with_the_remedy(tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_a_run_id_belongs_to_one_run() -> None:
     assert launch("a", "--per-node", "--run-id", "r4", "--", "true").returncode == 0
     [line] = in_other_words(launch("a", "--per-node", "--run-id", "r4", "--", "true"))
     assert "a: " in line
-    assert "is the directory of another run" in line
+    assert "belongs to another run" in line
     assert Path("runs/r4/000-a/agent.json").exists()
     Path("broken").write_text("no program")
     Path("broken").chmod(0o755)

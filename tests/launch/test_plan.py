@@ -66,7 +66,7 @@ def test_the_ranks_of_a_replica(flags: str, replica: int) -> None:
     assert parallel.replica_size == replica
     assert parallel.data_parallel(4 * replica) == 4
     if replica > 1:
-        with pytest.raises(LaunchError, match="cannot be cut into replicas"):
+        with pytest.raises(LaunchError, match="cannot be divided into replicas"):
             parallel.data_parallel(4 * replica + 1)
 
 
