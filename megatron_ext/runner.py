@@ -43,7 +43,7 @@ _FOR_BERT = "Megatron has BERT up to 0.17: pip install 'megatron-core>=0.16,<0.1
 
 @dataclass(frozen=True)
 class Start:
-    """What will run: a script's file, or what stands in for one of upstream's."""
+    """The program to run: a script's file, or the replacement of an upstream script."""
 
     script: Path | None
     model: Literal["gpt", "bert"] | None

@@ -116,14 +116,14 @@ def default_groups() -> Any:
 
 
 def is_multi_module(groups: Any) -> bool:
-    """Tell whether groups are those of several models in one job, each with its own pipeline."""
+    """Return whether the groups belong to several models in one job, each with a pipeline."""
     module = import_module("megatron.core.process_groups_config")
     kind = getattr(module, "MultiModuleProcessGroupCollection", None)
     return kind is not None and isinstance(groups, kind)
 
 
 def mtp_on_this_rank(config: Any, *, vp_stage: int | None) -> bool:
-    """Tell whether a chunk of this rank has layers of multi-token prediction.
+    """Return whether a chunk of this rank has layers of multi-token prediction.
 
     Args:
         config: The model's.

@@ -73,13 +73,13 @@ def cache_dir() -> Path:
 
 
 def is_tree(path: Path) -> bool:
-    """Whether a directory is a Megatron-LM source tree; site-packages has no scripts."""
+    """Return whether a directory is a Megatron-LM source tree; site-packages has no scripts."""
     training = path / "megatron" / "training" / "__init__.py"
     return training.is_file() and (path / "pretrain_gpt.py").is_file()
 
 
 def use_tree(path: Path) -> None:
-    """Make a tree the one of this process: the tree that a script to run lies in."""
+    """Use the tree that contains the script to run, for this whole process."""
     os.environ["MEGATRON_LM_PATH"] = str(path.resolve())  # processes that this one starts see it
 
 

@@ -105,7 +105,7 @@ def required() -> Active:
 
 
 def process_state(kind: type[_State]) -> _State:
-    """Return the one instance of a class in this process, whatever configuration is in force.
+    """Return this process's only instance of a class, independent of the configuration.
 
     Args:
         kind: Made without arguments at the first call.

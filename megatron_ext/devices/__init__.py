@@ -116,7 +116,7 @@ def on_cuda() -> bool:
 
 
 def reset() -> None:
-    """Forget the selection, so that the next `current()` decides anew."""
+    """Reset the selection, so that the next `current()` selects again."""
     _PROCESS.device = None
     _PROCESS.states.clear()
 

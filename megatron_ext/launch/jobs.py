@@ -64,7 +64,7 @@ class _Run:
         }
 
     def on_all(self, ask: Callable[[int, Connection], Awaitable[Any]]) -> list[Any | LaunchError]:
-        """Connect to every host at once; return what `ask` returned, or why it could not."""
+        """Connect to all hosts at once; return the result of `ask`, or the error, for each."""
 
         async def one(index: int) -> Any:
             node = self.nodes[index]

@@ -78,7 +78,7 @@ class Parallel:
         return tensor * self.pipeline
 
     def data_parallel(self, world_size: int) -> int:
-        """Return how often a number of ranks holds the model.
+        """Return the number of model replicas on a number of ranks.
 
         Raises:
             LaunchError: It is not a multiple of the replica size.
@@ -167,7 +167,7 @@ class Plan:
                 )
 
     def environment(self, index: int) -> dict[str, str]:
-        """Return the variables that the job gets on a host, besides those of its own login."""
+        """Return the variables that the job gets on a host, in addition to those of the login."""
         host = self.nodes[index].host
         variables = {**self.env, **dict(host.env)}
         if host.devices is not None:

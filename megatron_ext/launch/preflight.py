@@ -37,7 +37,7 @@ async def meet(
     Args:
         plan: The job.
         ssh: How to reach hosts.
-        timeout_s: When to give up on those that did not answer.
+        timeout_s: Time-out for hosts that do not answer.
 
     Returns:
         The connections and the findings, by host.
@@ -71,12 +71,12 @@ async def ask_all(
     Args:
         plan: The job.
         ssh: How to reach hosts.
-        timeout_s: When to give up on those that did not answer.
-        connections: One place for each host; filled as soon as there is one, so that the caller can
-            close them whatever happens.
+        timeout_s: Time-out for hosts that do not answer.
+        connections: A list with one place for each host, filled as connections open, so that the
+            caller can always close them.
 
     Returns:
-        What each host found, or why it did not answer, with the remedy.
+        The findings of each host, or why it did not answer, with the remedy.
     """
 
     async def ask(index: int) -> dict[str, Any]:

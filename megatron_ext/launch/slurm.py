@@ -1,9 +1,8 @@
 """Slurm instead of ssh and a hostfile: hosts from the allocation, agents started by srun.
 
-Inside an allocation srun takes the place of ssh, and everything else stays as it is: the same
-agents, preflight and supervision. Outside of one a batch script that says the same `launch` is
-submitted. The id of the Slurm job is that of the run, so `status`, `logs`, `stop` and `collect`
-take it, from any machine that shares the directory of runs.
+Inside an allocation srun replaces ssh; agents, preflight and supervision are the same. Outside one,
+`launch` submits a batch script with the same command. The Slurm job id is the run id, so `status`,
+`logs`, `stop` and `collect` accept it, on any machine that shares the directory of runs.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from megatron_ext.launch.ssh import Ssh
 __all__ = ["Srun", "batch_script", "cancel", "end", "hosts", "job_of", "state", "submit"]
 
 _TIMEOUT_S = 60
-_POLL_S = 0.5  # Slurm tells nobody when a job ends
+_POLL_S = 0.5  # Slurm sends no notification when a job ends
 
 
 @dataclass(frozen=True)
 class Srun(Ssh):
-    """How commands run on the hosts of an allocation: as steps beside those that run already."""
+    """Runs commands on the hosts of an allocation, as steps beside those already running."""
 
     job: str = ""
 
     def argv(self, host: Host, remote: Sequence[str]) -> list[str]:
-        """Return the command that runs `remote` once on a host, with all that the job has there."""
+        """Return the command that runs `remote` once on a host, with all resources of the job."""
         return [
             "srun", "--jobid", self.job, "--overlap", "--nodes=1", "--ntasks=1",
             f"--nodelist={host.name}", "--cpu-bind=none", "--mem=0", "--export=ALL",
@@ -51,10 +50,10 @@ def job_of(environment: Mapping[str, str]) -> str | None:
 def hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
     """Return the hosts of the allocation, in Slurm's order, with their addresses.
 
-    One task on a host says nothing about processes: its devices are counted then.
+    A single task on a host does not determine its processes: the host counts its devices then.
 
     Raises:
-        LaunchError: Slurm does not say which they are.
+        LaunchError: Slurm does not return them.
     """
     names = _ask("scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")).split()
     shown = _ask("scontrol", "--oneliner", "show", "node", ",".join(names))
@@ -67,7 +66,7 @@ def hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
 
 
 def _tasks(text: str, num_hosts: int) -> list[int]:
-    """Return the tasks of each host, which Slurm writes as `2(x3),1`."""
+    """Return the number of tasks of each host, from Slurm's notation `2(x3),1`."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
@@ -75,7 +74,7 @@ def _tasks(text: str, num_hosts: int) -> list[int]:
 
 
 def state(job: str) -> str | None:
-    """Return the state of a job, such as PENDING or RUNNING; None once Slurm forgot it.
+    """Return the state of a job, such as PENDING or RUNNING; None if Slurm has no record of it.
 
     Raises:
         LaunchError: Slurm does not answer.
@@ -89,10 +88,10 @@ def state(job: str) -> str | None:
 
 
 def cancel(job: str) -> None:
-    """End a job that does not run yet.
+    """Cancel a job that does not run yet.
 
     Raises:
-        LaunchError: It may not be: it is somebody else's, or gone.
+        LaunchError: It belongs to another user, or has ended.
     """
     _ask("scancel", job)
 
@@ -101,7 +100,7 @@ def end(job: str, timeout_s: float) -> None:
     """Ask the launcher of a submitted job to stop it in order, and wait for the end of the job.
 
     Raises:
-        LaunchError: It may not be ended: it is somebody else's; or it takes longer.
+        LaunchError: It belongs to another user, or does not end in time.
     """
     if state(job) == "RUNNING":
         _ask("scancel", "--batch", "--signal=TERM", job)
@@ -118,9 +117,9 @@ def batch_script(options: str, arguments: Sequence[str], workdir: str) -> str:
     """Return the script that starts this launch inside an allocation.
 
     Args:
-        options: What the user tells sbatch, `--nodes 2 --time 1:00:00`.
-        arguments: Those of `megatron-ext`, without `--slurm`.
-        workdir: Where it starts.
+        options: Options of sbatch, such as `--nodes 2 --time 1:00:00`.
+        arguments: Arguments of `megatron-ext`, without `--slurm`.
+        workdir: Work directory of the job.
 
     Raises:
         LaunchError: The options have an open quote, or no number of nodes.

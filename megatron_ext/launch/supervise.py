@@ -173,7 +173,7 @@ class Job:
         """Wait for a reason to stop the job, then stop what is left of it."""
         await self._stop_now.wait()
         if self._failures and self._stopped_by is None:
-            # Another host's failure may be the cause of the one that was heard of first.
+            # Another host's failure may have caused the one that arrived first.
             await asyncio.sleep(_SETTLE_S)
         await self._tell_all({"op": "stop", "grace_s": self._plan.grace_s})
 

@@ -180,7 +180,7 @@ class Site:
     original: Any = MISSING  # what a lookup on the parent gave
     own: Any = MISSING  # what the parent itself held (a class may have inherited the original)
     installed: Any = MISSING
-    is_shared: bool = False  # what is installed had a name of its own before
+    is_shared: bool = False  # the installed object had another name before
     mismatch: UpstreamMismatch | None = None
 
     @property

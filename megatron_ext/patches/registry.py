@@ -89,7 +89,7 @@ class Registry:
         return (patch for patch in self._rows_of_all_releases() if patch.is_for(self.release))
 
     def __contains__(self, patch: Patch) -> bool:
-        """Tell whether a patch is registered."""
+        """Return whether a patch is registered."""
         return any(known is patch for known in self._ids.get(patch.id, ()))
 
     # -- registering and switching ---------------------------------------------------------------

@@ -212,7 +212,7 @@ def _termination_as_exit() -> Iterator[None]:
 
 @contextmanager
 def _write_errors(prefix: str) -> Iterator[None]:
-    """Words failures of the output's file system (full, read-only, over quota) for the user."""
+    """Translates failures of the output's file system (full, read-only, over quota)."""
     try:
         yield
     except OSError as error:

@@ -34,7 +34,7 @@ class Alignment:
         return self.offset_ns[clock_of(header)]
 
     def notes(self) -> list[str]:
-        """Say in words how each clock was aligned; nothing if there is only one."""
+        """Describe the alignment of each clock; empty if there is only one."""
         if len(self.offset_ns) == 1:
             return []
         lines = []

@@ -73,7 +73,7 @@ class StageCosts:
 
 
 def _resample(times: Sequence[float], count: int) -> tuple[float, ...]:
-    """Spread the time of each stage evenly over its part of the model, and cut anew."""
+    """Spread the time of each stage evenly over its part of the model, and split again."""
     old = len(times)
     found = []
     for stage in range(count):

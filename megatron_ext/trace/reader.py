@@ -1,6 +1,6 @@
 """Reads the trace file of a rank, one iteration at a time.
 
-A file may still grow, or be cut off where its rank died: what is no record is skipped and counted.
+A file may still grow, or be truncated where its rank died: other text is skipped and counted.
 MegatronApp writes the same records with other white space, and without the first one.
 """
 
@@ -71,7 +71,7 @@ class TraceFile:
     """Lines and records that were skipped, counted while iterations are read."""
 
     def iterations(self, only: int | None = None) -> Iterator[Iteration]:
-        """Yield the iterations in the order of the file; counts `damaged` anew.
+        """Yield the iterations in the order of the file, and reset the count `damaged`.
 
         Args:
             only: The number of the iteration to read; others are passed over unread where the file

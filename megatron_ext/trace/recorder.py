@@ -49,7 +49,7 @@ class Sampling:
     iterations: int = 10
 
     def includes(self, index: int) -> bool:
-        """Tell about the iteration with this index, counted from 0 in this process."""
+        """Return whether to trace the iteration with this index, from 0 in this process."""
         return index % self.interval < self.iterations
 
 

@@ -104,7 +104,7 @@ class _MessageObserver(TransportObserver):
         self._record(name, {"to": target, **_about(message), "bytes": num_bytes})
 
     def begin_receive(self, message: Message, source: int) -> None:
-        """Note whom the rank waits for."""
+        """Report the sender that the rank waits for."""
         self._begin("waits", [(source, made_by(message))])
 
     def end_receive(self, message: Message, source: int, num_bytes: int, waited_s: float) -> None:

@@ -44,7 +44,7 @@ def make_writer(args: Namespace) -> SummaryWriter | None:
     except OSError as error:
         remedy = "give another with room, or leave the flag out"
         raise UserError(f"--tensorboard-dir {cannot_write(folder, error, remedy)}") from error
-    # TensorBoard writes in a thread of its own, whose errors would end as a traceback.
+    # TensorBoard writes in a separate thread, whose errors would end as a traceback.
     files: Any = writer.file_writer
     events = files.event_writer._async_writer
     events._writer = events._worker._record_writer = _UntilFull(events._writer, folder)

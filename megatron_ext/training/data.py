@@ -204,7 +204,7 @@ def build_iterators(
 
 
 def sample_counts(args: Namespace) -> tuple[int, int, int]:
-    """Tell how many training, validation and test samples a run takes."""
+    """Return the numbers of training, validation and test samples of a run."""
     evaluations = args.train_iters // args.eval_interval if args.eval_interval else 0
     train = args.train_samples or args.train_iters * args.global_batch_size
     evaluation = args.eval_iters * args.global_batch_size

@@ -99,7 +99,7 @@ def _folders(config: BlendedMegatronDatasetConfig) -> Sequence[Path]:
 
 
 def _is_cut_off(path: Path) -> bool:
-    """Tell whether an index is shorter than it says."""
+    """Return whether an index is shorter than its header says."""
     try:
         np.load(path, mmap_mode="r")
     except (EOFError, ValueError):
