@@ -10,8 +10,8 @@
 
 namespace megatron_ext {
 
-/// How an arena is divided. Two messages that were sent and not received need two slots; a message
-/// longer than a slot goes through in pieces.
+/// The layout of an arena. Each message in flight needs a slot; a message longer than a slot is
+/// sent in pieces.
 struct ArenaSize {
     std::uint32_t num_slots;
     std::uint64_t slot_bytes;
@@ -20,16 +20,16 @@ struct ArenaSize {
 /// Shared memory through which one process sends messages to one other, which owns it.
 ///
 /// The sender puts a piece into any free slot, then the slot's number into `order`, then counts it
-/// in `published`: so the receiver meets pieces in the order in which they were sent, however slots
-/// were chosen. The receiver gives slots back in any order, as bits in `released`, which the sender
+/// in `published`: so the receiver sees pieces in the order in which they were sent, whatever slots
+/// they use. The receiver releases slots in any order, as bits in `released`, which the sender
 /// collects. Each word has one writing direction, so the death of either side leaves no lock
 /// behind. See Inbox and Outbox for the two ends.
 class Arena {
   public:
     static constexpr std::uint32_t kMaxSlots = 1024;
 
-    /// A new, empty arena. Throws std::invalid_argument for sizes that cannot be and TransportError
-    /// if the memory is not there.
+    /// A new, empty arena. Throws std::invalid_argument for impossible sizes and TransportError if
+    /// memory is short.
     static Arena create(ArenaSize size);
 
     /// The arena that another process created. Throws TransportError if it is something else.
@@ -39,16 +39,16 @@ class Arena {
     int fd() const noexcept { return segment_.fd(); }
 
     std::atomic<std::uint64_t>& published() const noexcept;
-    /// Whether the sender wants a ring when a slot is released.
+    /// Whether to ring the sender when a slot is released.
     std::atomic<std::uint32_t>& sender_waits() const noexcept;
-    /// Word `index` of the bits of slots that were given back.
+    /// Word `index` of the bits of released slots.
     std::atomic<std::uint64_t>& released(std::size_t index) const noexcept;
     std::size_t num_released_words() const noexcept { return (size_.num_slots + 63) / 64; }
-    /// Where the number of the slot of piece `sequence` stands.
+    /// Location of the slot number of piece `sequence`.
     std::uint32_t& order(std::uint64_t sequence) const noexcept;
     Descriptor& descriptor(std::uint32_t slot) const noexcept;
     std::byte* bytes(std::uint32_t slot) const noexcept;
-    /// All slots together, which stand behind each other from slot 0 on; whole pages.
+    /// The memory of all slots, contiguous from slot 0; whole pages.
     std::size_t num_slots_bytes() const noexcept;
 
   private:

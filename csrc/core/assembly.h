@@ -11,8 +11,8 @@
 
 namespace megatron_ext {
 
-/// Puts the messages of one peer together. Pieces come one after the other, in the order in which
-/// they were sent. Not synchronised.
+/// Assembles the messages of one peer from pieces, which arrive in the order of sending. Not
+/// synchronised.
 class Assembly {
   public:
     /// `source` is for error messages only.
@@ -25,13 +25,13 @@ class Assembly {
     /// next piece, or that is of more than `max_piece_bytes`.
     void check(const Descriptor& piece, std::uint64_t max_piece_bytes) const;
 
-    /// Refuses bytes whose checksum is another than that of their descriptor.
+    /// Refuses bytes whose checksum differs from that in their descriptor.
     void check_bytes(const Descriptor& piece, const std::byte* bytes) const;
 
     /// Counts a piece that is a whole message and is kept elsewhere. After check().
     void skip() { ++next_sequence_; }
 
-    /// Where the bytes of the next piece belong; null if it has none. After check().
+    /// Destination of the bytes of the next piece; null if it has none. After check().
     std::byte* place(const Descriptor& piece);
 
     /// The bytes of the next piece are there. Returns the message if it is complete with them.
@@ -40,7 +40,7 @@ class Assembly {
   private:
     [[noreturn]] void throw_damaged(const std::string& what) const;
 
-    /// A message of which pieces are still to come.
+    /// A message with pieces outstanding.
     struct Partial {
         Message message;
         std::uint64_t have_bytes = 0;

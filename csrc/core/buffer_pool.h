@@ -6,12 +6,12 @@
 
 namespace megatron_ext {
 
-/// Memory of this process for messages, used again and again: the first touch of fresh pages costs
-/// several times what the copy into them costs.
+/// Reusable memory of this process for messages: the first touch of fresh pages costs several times
+/// as much as the copy into them.
 ///
-/// What is idle plus what is in use never exceeds what was in use at once before; idle memory above
-/// that is freed, the longest idle first. Ownership: buffers may outlive the pool. Concurrency:
-/// every member may be called, and every buffer be let go, by any thread.
+/// Idle plus used memory never exceeds the earlier peak of used memory; idle memory above that is
+/// freed, the longest idle first. Ownership: buffers may outlive the pool. Concurrency: any thread
+/// may call every member and release every buffer.
 class BufferPool {
   public:
     BufferPool();

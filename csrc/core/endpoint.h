@@ -21,12 +21,12 @@
 
 namespace megatron_ext {
 
-/// A peer and what became of it.
+/// A peer and its state.
 struct PeerReport {
     int rank;
     std::string wire;
     PeerState state;
-    std::string reason;       ///< of a peer that gave up, or how its death was noticed
+    std::string reason;       ///< why the peer aborted, or how its death was detected
     std::size_t num_arrived;  ///< messages from it that were not taken
     LinkCounts counts;
 };
@@ -39,14 +39,14 @@ struct EndpointCounts {
     double last_wait_s = 0.0;        ///< of the last call that may wait
 };
 
-/// One process of a job, with a link to each of its peers, over whatever wire. Messages of all
-/// links meet in one table, from which they are taken by source and tag, in any order.
+/// One process of a job, with a link to each of its peers, over any wire. Messages of all links go
+/// into one table, from which they are taken by source and tag, in any order.
 ///
 /// The calling thread moves messages in shared memory itself and sleeps on the futex of the bell.
-/// Whatever has to go on while it computes is the work of a service thread, asleep in epoll: all
+/// A service thread, asleep in epoll, does the work that must continue while it computes: all
 /// traffic of links with descriptors, and messages that found no room in shared memory, whose
-/// receiver rings when there is room. Without either there is no such thread. Its errors are thrown
-/// by the next call.
+/// receiver rings when there is room. Without either there is no such thread. The next call throws
+/// its errors.
 ///
 /// Concurrency: calls come from one thread, but send() and abort() may come from another one at any
 /// time before close(). Messages may be let go by any thread, also during a call and after the end
@@ -73,7 +73,7 @@ class Endpoint {
     void send(int peer, const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner);
 
     /// Waits for a message and takes it. Nothing if the deadline came first, if `source` closed
-    /// before it sent the message, or if any peer died or gave up.
+    /// before it sent the message, or if any peer died or aborted.
     std::optional<Message> take(int source, std::uint64_t tag, Deadline deadline,
                                 InterruptCheck check);
 
@@ -85,10 +85,10 @@ class Endpoint {
     /// came first or a peer that still has to get something is gone.
     bool flush(Deadline deadline, InterruptCheck check);
 
-    /// Tells all peers that this process gives up, which ends their waits; drops what is queued.
+    /// Tells all peers that this process aborts, which ends their waits; drops queued messages.
     void abort(const std::string& reason);
 
-    /// Says farewell and lets go of everything. Messages that were taken stay valid.
+    /// Closes all links and releases everything. Messages that were taken stay valid.
     void close();
 
     /// How long a wait may look for news itself before it sleeps; see ProcessBell::spin(). Zero at
@@ -97,7 +97,7 @@ class Endpoint {
 
     EndpointCounts counts();
 
-    /// How the peers are now.
+    /// The present states of the peers.
     std::vector<PeerReport> peers();
 
   private:
@@ -136,7 +136,7 @@ class Endpoint {
     std::map<int, Entry> links_;
     MatchTable table_;
     EndpointCounts counts_;
-    Owners done_;               // of bytes that were sent; let go by the calling thread
+    Owners done_;               // of bytes that were sent; the calling thread releases them
     std::exception_ptr error_;  // what ended the service thread
     Service service_;
 };

@@ -5,8 +5,8 @@
 
 namespace megatron_ext {
 
-/// A failure of the machine, of the operating system or of a peer process: something a caller can
-/// meet at run time without having made a mistake. The Python module turns it into
+/// A failure of the machine, of the operating system or of a peer process: it can occur at run time
+/// without a mistake of the caller. The Python module turns it into
 /// `megatron_ext.errors.TransportError`. Wrong arguments are `std::invalid_argument` (ValueError)
 /// instead.
 class TransportError : public std::runtime_error {

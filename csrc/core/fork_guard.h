@@ -2,7 +2,7 @@
 
 namespace megatron_ext {
 
-/// Takes a connection away from forked children, for as long as it lives.
+/// Closes a connection in forked children, during the guard's lifetime.
 ///
 /// A child, such as a data loader's worker, inherits the descriptors of its parent. If it outlives
 /// the parent it keeps connections open, and the peers do not see that their peer has died. Here

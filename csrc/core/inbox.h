@@ -17,13 +17,13 @@ namespace megatron_ext {
 
 /// The receiving end of an arena.
 ///
-/// A message that fits a slot stays there, without a copy, until its last owner lets it go; as long
-/// as less than half of the slots are held that way. Others are copied to memory of the pool at
-/// once, and so are the pieces of long messages: so there is always a free slot to be, whatever the
-/// receiver waits for and however long it keeps what it took.
+/// A message that fits a slot stays there, without a copy, until its last owner releases it, as
+/// long as fewer than half of the slots are held that way. Others are copied to memory of the pool
+/// at once, and so are the pieces of long messages. So a slot always becomes free, whatever the
+/// receiver waits for and however long it keeps its messages.
 ///
-/// Ownership: messages keep the arena mapped. Concurrency: next() is for one thread; messages may
-/// be let go by any.
+/// Ownership: messages keep the arena mapped. Concurrency: next() is for one thread; any thread may
+/// release messages.
 class Inbox {
   public:
     /// `source` is for error messages only.

@@ -16,27 +16,27 @@ namespace megatron_ext {
 
 enum class PeerState { kOpen, kClosed, kDied, kAborted };
 
-/// What an endpoint gives to each of its links.
+/// The context that an endpoint gives to each of its links.
 struct LinkContext {
     int rank;  ///< of this process
     int peer;
-    /// Room for what the peer may have sent and this process not let go: slots of an arena, or
-    /// their bytes together where a wire has no slots.
+    /// Room for messages that the peer has sent and this process has not released: slots of an
+    /// arena, or their total bytes if a wire has no slots.
     ArenaSize room;
     bool checksums;                     ///< whether messages that are sent carry one
     BufferPool pool;                    ///< for messages that do not stay where they arrived
     std::shared_ptr<ProcessBell> bell;  ///< of this process
 };
 
-/// Where a link puts what happened.
+/// Callbacks of a link.
 class LinkEvents {
   public:
     /// A message is complete.
     virtual void arrived(Message message) = 0;
 
-    /// The bytes of a send are not needed any more. `owner` is let go later, by the thread that
-    /// calls the endpoint and without the endpoint's lock: that may need Python's lock, or run code
-    /// that calls the endpoint, neither of which anybody may wait for here.
+    /// The bytes of a send are no longer needed. The thread that calls the endpoint releases
+    /// `owner` later, without the endpoint's lock: the release may need Python's lock, or run code
+    /// that calls the endpoint, and nothing here may wait for either.
     virtual void sent(std::shared_ptr<void> owner) = 0;
 
   protected:
@@ -101,12 +101,12 @@ class Link {
 
     virtual PeerState state() const noexcept = 0;
 
-    /// Why the peer gave up, or how its end was noticed; may be empty.
+    /// Why the peer aborted, or how its end was detected; may be empty.
     virtual std::string reason() const = 0;
 
     virtual LinkCounts counts() const = 0;
 
-    /// Tells the peer that this process gives up, and drops what is queued: `events` gets the
+    /// Tells the peer that this process aborts, and drops queued messages: `events` gets the
     /// owners.
     virtual void say_aborted(const std::string& reason, LinkEvents& events) = 0;
 

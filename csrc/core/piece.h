@@ -9,7 +9,7 @@ namespace megatron_ext {
 
 inline constexpr std::uint32_t kDescriptorMagic = 0x4D455831;  // MEX1
 
-/// What goes ahead of the bytes of a message, or of a piece of one, on every wire.
+/// The header of a message, or of a piece of one, on every wire.
 struct Descriptor {
     std::uint32_t magic;
     std::uint8_t dtype_code;
@@ -23,7 +23,7 @@ struct Descriptor {
     std::uint64_t piece_bytes;
     std::uint64_t checksum;  ///< of the bytes of this piece
     std::int64_t shape[kMaxDims];
-    std::uint64_t own_checksum;  ///< of all that stands above
+    std::uint64_t own_checksum;  ///< of all fields above
 };
 static_assert(sizeof(Descriptor) == 128, "part of the protocol");
 

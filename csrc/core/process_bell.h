@@ -9,8 +9,8 @@
 
 namespace megatron_ext {
 
-/// Wakes one process, from wherever news for it comes: from peers through shared memory, from its
-/// own service thread, from whoever lets go of a message.
+/// Wakes one process. Peers ring it through shared memory, and so do the process's own service
+/// thread and any thread that releases a message.
 ///
 /// It consists of a page of shared memory and an eventfd. The thread that calls the endpoint sleeps
 /// on a futex in the page; the service thread sleeps in epoll, where rings reach it through the
