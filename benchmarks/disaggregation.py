@@ -16,7 +16,6 @@ Prints the tables of `docs/disaggregation.md`. Takes about 10 minutes.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
 
+from benchmarks.common.json_output import add_json, write_json  # noqa: E402
 from benchmarks.schedule_harness import launch  # noqa: E402
 from benchmarks.schedule_harness.roles import (  # noqa: E402
     Case,
@@ -217,7 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--forward-ms", type=float, default=40.0, help="of one stage (default: 40)")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    add_json(parser)
     args = parser.parse_args()
     launch.clean_up_when_terminated()
     rows = measure_rows(_rows(), args.forward_ms / 1e3, args.steps)
@@ -231,7 +231,7 @@ def main() -> None:
     if args.json:
         training = {name: [vars(rank) for rank in ranks] for name, ranks in trained.items()}
         content = {"steps": rows, "training": training}
-        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, content)
 
 
 if __name__ == "__main__":

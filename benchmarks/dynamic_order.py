@@ -21,7 +21,6 @@ were and of the length of schedules.py: the time measured over that of a replay 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -32,6 +31,7 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
 
+from benchmarks.common.json_output import add_json, write_json  # noqa: E402
 from benchmarks.schedule_harness import comparisons, launch, tried  # noqa: E402
 
 
@@ -47,7 +47,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="forward of 1/pp of the model; default: 8, 10 at pp 8, 40 for what the runtime adds",
     )
     parser.add_argument("--pp", type=int, nargs="+", default=[4, 8], help="sizes: 4, 8 or both")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    add_json(parser)
     return parser.parse_args(argv)
 
 
@@ -85,7 +85,7 @@ def main() -> int:
         content["parts"] = [
             {"size": each.part.name, "how": each.how, **each.measured.as_dict()} for each in found
         ]
-        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, content)
     return 1 if any(each.measured.failures for each in found) else 0
 
 

@@ -12,13 +12,13 @@ of N. Megatron's own schedules are measured in the same way. The bar is 50 us on
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
 
+from benchmarks.common.json_output import add_json, write_json  # noqa: E402
 from benchmarks.schedule_harness import launch, rank  # noqa: E402
 from benchmarks.schedule_harness.ops import Sizes  # noqa: E402
 from benchmarks.schedule_harness.systems import System, all_systems  # noqa: E402
@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--microbatches", type=int, default=64)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    add_json(parser)
     args = parser.parse_args()
     launch.clean_up_when_terminated()
 
@@ -50,7 +50,7 @@ def main() -> None:
         print(f"{system.name:<24}{one:>12.0f}{two:>12.0f}")
     if args.json:
         content = {"num_microbatches": args.microbatches, "systems": figures}
-        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, content)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ ratio, and the difference of the minima, which is the figure least disturbed by 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -20,6 +19,10 @@ import sys
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(_ROOT))
+
+from benchmarks.common.json_output import add_json, write_json  # noqa: E402
+
 _WITHOUT = "import megatron.core"
 _WITHOUT_COMPILER = (
     "import torch; torch.compile = lambda f=None, **_: f or (lambda g: g); import megatron.core"
@@ -47,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=11, help="imports of each kind")
     parser.add_argument("--device", default="auto", help="device backend that is armed")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    add_json(parser)
     args = parser.parse_args()
 
     measure_s(_WITH, args.device)  # fills the caches of the file system and of bytecode
@@ -71,7 +74,7 @@ def main() -> None:
             f"(medians), {added_min_ms:.0f} ms (minima); bar: 100 ms"
         )
     if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write_json(args.json, figures)
 
 
 if __name__ == "__main__":

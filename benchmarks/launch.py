@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import signal
@@ -28,6 +27,10 @@ import time
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(_ROOT))
+
+from benchmarks.common.json_output import add_json, write_json  # noqa: E402
+
 _FAKE_SSH = f"sh {_ROOT / 'tests' / 'launch' / 'fake_ssh.sh'}"
 _LINE = "iteration {} | lm loss: 1.234567E+00 | grad norm: 0.123 | elapsed time (ms): 123.4"
 _TIMEOUT_S = 300
@@ -189,7 +192,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hosts", type=int, default=64)
     parser.add_argument("--lines", type=int, default=1_000_000)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    add_json(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="megatron_ext_launch_") as directory:
         place = _Place(Path(directory))
@@ -200,7 +203,7 @@ def main() -> None:
         }
     print(table(found))
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, found)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
+import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common.json_output import add_json, write_json
 from megatron_ext.schedules import generate, simulate, validate
 
 PHASES = ("generate", "validate", "simulate")
@@ -38,7 +41,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=1024)
     parser.add_argument("--schedules", nargs="+", default=["interleaved", "1f1b", "zb-v"])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    add_json(parser)
     args = parser.parse_args()
 
     figures = {}
@@ -51,7 +54,7 @@ def main() -> None:
         print(f"{name:<14}" + "".join(f"{seconds:>10.2f}" for seconds in figures[name].values()))
     if args.json:
         content = {"pp": args.pp, "num_microbatches": args.microbatches, "cpu_s": figures}
-        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, content)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ Sleeping ops say nothing about kernels, memory bandwidth or collectives that sha
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -52,6 +51,7 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
 
+from benchmarks.common.json_output import add_json, write_json  # noqa: E402
 from benchmarks.schedule_harness import expected, launch, rank, report, scenarios  # noqa: E402
 from benchmarks.schedule_harness.metrics import Figures, evaluate  # noqa: E402
 from benchmarks.schedule_harness.noise import SCENARIOS  # noqa: E402
@@ -179,7 +179,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="forward of 1/pp of the model; either gradient takes as long; default: 160/pp",
     )
     parser.add_argument("--timeout-s", type=float, default=60.0, help="for every wait")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    add_json(parser)
     parser.add_argument("--svg", type=Path, help="also draw them to this file")
     parser.add_argument(
         "--markdown", action="store_true", help="print the section of the documentation instead"
@@ -259,7 +259,7 @@ def write(args: argparse.Namespace, measured: list[Measured]) -> None:
     print(f"<!-- measured: begin -->\n{text}\n<!-- measured: end -->" if args.markdown else text)
     if args.json:
         content = {"measured": [found.as_dict() for found in measured]}
-        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, content)
     if args.svg:
         args.svg.write_text(report.draw({m.size: m.figures for m in measured}), encoding="utf-8")
 
@@ -278,7 +278,7 @@ def compare_disturbed(args: argparse.Namespace, sizes: Sizes) -> int:
     print(f"{text}\n\n{write_as(measured)}")
     if args.json:
         content = {"conditions": text, **measured.as_dict()}
-        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, content)
     return 1 if measured.failures else 0
 
 

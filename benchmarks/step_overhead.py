@@ -16,12 +16,17 @@ import functools
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common.json_output import add_json, write_json
 
 os.environ.setdefault("MEGATRON_EXT_DEVICE", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -211,7 +216,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=200, help="pairs of steps to compare")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    add_json(parser)
     args = parser.parse_args()
 
     from torch import multiprocessing
@@ -228,7 +233,7 @@ def main() -> None:
         f"(quartiles {low:.4f} to {high:.4f}); bar: 1.01"
     )
     if args.json:
-        args.json.write_text(text)
+        write_json(args.json, figures)
 
 
 if __name__ == "__main__":

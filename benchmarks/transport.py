@@ -20,7 +20,6 @@ Where there are NVIDIA GPUs, tensors of those are sent as well (`gpu_transport`)
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -36,6 +35,7 @@ sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from benchmarks.common.json_output import add_json, write_json  # noqa: E402
 from benchmarks.transport_harness.raw_socket import RawSocket  # noqa: E402
 from megatron_ext.messages import Message  # noqa: E402
 from megatron_ext.transport.base import Expected  # noqa: E402
@@ -351,7 +351,7 @@ def main() -> None:
     """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    add_json(parser, "the rows")
     args = parser.parse_args()
 
     # Ranks find what they run by the name of its module.
@@ -375,7 +375,7 @@ def main() -> None:
     if left_out := gpu_transport.left_out():
         print(left_out)
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, rows)
 
 
 if __name__ == "__main__":

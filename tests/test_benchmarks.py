@@ -20,6 +20,7 @@ from benchmarks.schedule_harness.ops import Op, OpTimes, Sizes, Step
 from benchmarks.schedule_harness.systems import Own, System, all_systems
 from benchmarks.schedule_harness.wakeup import wakeup_s
 from megatron_ext.schedules import Costs, Schedule, generate, simulate
+from tests.commands import run_python
 
 ROOT = Path(__file__).parents[1]
 PP, MICROBATCHES = 4, 8
@@ -190,3 +191,34 @@ def running(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@pytest.mark.parametrize("kind", ["folder", "missing folder", "full"])
+def test_figures_that_cannot_be_written_are_one_line(tmp_path: Path, kind: str) -> None:
+    """Where it can be told, before anything is measured."""
+    path = {"folder": tmp_path, "missing folder": tmp_path / "no/x", "full": Path("/dev/full")}[
+        kind
+    ]
+    few = ("--pp", "2", "--microbatches", "2", "--repeats", "1", "--schedules", "1f1b")
+    done = run_python(str(ROOT / "benchmarks/schedule_tables.py"), *few, "--json", str(path))
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert f"{path} cannot be written" in done.stderr.splitlines()[-1]
+    assert ("1f1b" in done.stdout) == (kind == "full")
+
+
+def test_figures_that_were_there_survive_a_disk_that_fills_up(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    path.write_text("before")
+    code = (
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from benchmarks.common.json_output import write_json\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "write_json(Path(sys.argv[1]), list(range(1000)))"
+    )
+    done = run_python("-c", code, str(path))
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{path} cannot be written: File too large")
+    assert path.read_text() == "before"
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]

@@ -217,4 +217,6 @@ def _write_errors(prefix: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise DataError(f"--output-prefix {prefix}: cannot be written ({reason})") from error
+        raise DataError(
+            f"--output-prefix {prefix}: cannot be written ({reason}); make room, or give another"
+        ) from error
