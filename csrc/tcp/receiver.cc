@@ -1,6 +1,7 @@
 #include "tcp/receiver.h"
 
 #include <sys/socket.h>
+#include <sys/uio.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -46,27 +47,29 @@ TcpReceiver::Found TcpReceiver::next(int socket, std::uint64_t& budget) {
     }
 }
 
-/// One read: into the body if much of it is to come, or else into the buffer, which is empty or
-/// holds a part of a head. Returns how reading ended, if it did.
+/// One read: into the body if much of it is to come, and what follows it no further than the next
+/// head, so that a long message is copied by the kernel only; or else into the buffer, which is
+/// empty or holds a part of a head. Returns how reading ended, if it did.
 std::optional<TcpReceiver::Found> TcpReceiver::read_more(int socket, std::uint64_t& budget) {
     if (budget == 0) {
         return Found::kPause;
     }
-    const bool direct = in_frame_ && head_.piece_bytes - body_have_ >= kDirectBytes;
+    const std::uint64_t rest = in_frame_ ? head_.piece_bytes - body_have_ : 0;
+    const auto direct = static_cast<std::size_t>(rest >= kDirectBytes ? rest : 0);
     std::memmove(buffer_.data(), buffer_.data() + begin_, buffered());
     end_ = buffered();
     begin_ = 0;
-    std::byte* const into = direct ? body_ + body_have_ : buffer_.data() + end_;
-    const std::size_t room =
-        direct ? static_cast<std::size_t>(head_.piece_bytes - body_have_) : buffer_.size() - end_;
-    const ssize_t num_bytes = ::recv(socket, into, room, MSG_DONTWAIT);
+    const std::size_t more = direct > 0 ? sizeof(Descriptor) : buffer_.size() - end_;
+    iovec parts[2]{{body_ + body_have_, direct}, {buffer_.data() + end_, more}};
+    msghdr message{};
+    message.msg_iov = direct > 0 ? parts : parts + 1;
+    message.msg_iovlen = direct > 0 ? 2 : 1;
+    const ssize_t num_bytes = ::recvmsg(socket, &message, MSG_DONTWAIT);
     if (num_bytes > 0) {
-        budget -= std::min(budget, static_cast<std::uint64_t>(num_bytes));
-        if (direct) {
-            body_have_ += static_cast<std::uint64_t>(num_bytes);
-        } else {
-            end_ += static_cast<std::size_t>(num_bytes);
-        }
+        const auto have = static_cast<std::size_t>(num_bytes);
+        budget -= std::min(budget, static_cast<std::uint64_t>(have));
+        body_have_ += std::min(have, direct);
+        end_ += have - std::min(have, direct);
         return std::nullopt;
     }
     if (num_bytes == 0) {
