@@ -15,7 +15,7 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_ext.files import write_text
+from megatron_ext.files import cannot_write, write_text
 
 
 def topics() -> dict[str, str]:
@@ -39,7 +39,11 @@ def main() -> None:
     if len(sys.argv) != 2:
         sys.exit(f"usage: python {sys.argv[0]} OUTPUT.jsonl")
     lines = (json.dumps({"text": text}) + "\n" for text in topics().values())
-    write_text(Path(sys.argv[1]), "".join(lines))
+    path = Path(sys.argv[1])
+    try:
+        write_text(path, "".join(lines))
+    except OSError as error:
+        sys.exit(cannot_write(path, error, "make room there"))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from megatron_ext.files import write_text
+from megatron_ext.files import cannot_write, write_text
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 SIZE = 4096
@@ -43,7 +43,6 @@ def main() -> None:
     with Path(sys.argv[1]).open(encoding="utf-8") as stream:
         text = "\n".join(json.loads(line)["text"] for line in stream)
     directory = Path(sys.argv[2])
-    directory.mkdir(parents=True, exist_ok=True)
     files = {
         "config.json": json.dumps({"model_type": "bert"}),
         "tokenizer_config.json": json.dumps(
@@ -51,8 +50,12 @@ def main() -> None:
         ),
         "vocab.txt": "\n".join(vocabulary(text, SIZE)),
     }
-    for name, content in files.items():
-        write_text(directory / name, content + "\n")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            write_text(directory / name, content + "\n")
+    except OSError as error:
+        sys.exit(cannot_write(directory, error, "make room there"))
 
 
 if __name__ == "__main__":

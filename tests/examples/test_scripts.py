@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_python
 from tests.examples.scripts import REPO, bash, dry_run, make_data, megatron_flags, value_of
 from tests.ranks import losses, run_script
 
@@ -178,3 +179,20 @@ def test_scripts_remove_nothing_of_the_user() -> None:
     for script in scripts:
         text = re.sub(r"^\s*#.*", "", script.read_text(), flags=re.MULTILINE)
         assert not re.search(r"\brm\b|/dev/shm|\bpkill\b|\bkillall\b|sed -i", text), script
+
+
+@pytest.mark.parametrize("program", ["python_reference", "word_pieces"])
+def test_a_disk_that_is_full_is_one_line(program: str, tmp_path: Path) -> None:
+    text, output = tmp_path / "text.jsonl", tmp_path / "tokenizer"
+    text.write_text('{"text": "one two two"}\n')
+    output.mkdir()
+    (output / "config.json").symlink_to("/dev/full")
+    words = [str(text), str(output)]
+    if program == "python_reference":
+        words = [str(output / "config.json")]
+    done = run_python(str(REPO / f"examples/data/{program}.py"), *words)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith(
+        f"{words[-1]} cannot be written: No space left on device; make room there"
+    )
