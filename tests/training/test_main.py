@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -153,8 +154,15 @@ def test_every_file_of_a_checkpoint_is_damaged_below(saved: Path) -> None:
     assert found == set(CHECKPOINT_FILES)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", CHECKPOINT_FILES)
+def every_damage_of_every_file() -> Iterator[Any]:
+    """Yield all pairs; half are quick, in which each file has two damages and each damage three."""
+    for row, name in enumerate(CHECKPOINT_FILES):
+        for column, damage in enumerate(DAMAGES):
+            marks = [pytest.mark.slow] if (row + column) % 2 else []
+            yield pytest.param(name, damage, id=f"{name}-{damage}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "damage"), [*every_damage_of_every_file()])
 def test_a_damaged_checkpoint_is_refused(
     saved: Path, tmp_path: Path, name: str, damage: str
 ) -> None:

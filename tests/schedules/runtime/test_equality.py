@@ -117,7 +117,8 @@ def every_schedule_with_every_parallelism() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks_per_stage", "flags", "transport"), every_schedule_with_every_parallelism()
+    ("schedule", "ranks_per_stage", "flags", "transport"),
+    [*every_schedule_with_every_parallelism()],
 )
 def test_with_other_parallelism(
     schedule: str, ranks_per_stage: int, flags: str, transport: str
