@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Costs, Schedule, generate, registered
+from megatron_ext.schedules.representation.route_plan import Route
 
 TIMES = st.sampled_from([0.25, 0.5, 0.75, 1.0, 1.25, 2.0, 3.0])
 EQUAL = st.builds(lambda time: Costs(time, time, time), TIMES)
@@ -29,3 +33,16 @@ def schedules(draw: st.DrawFn, name: str | None = None, largest: int = 24) -> Sc
             except ScheduleError:  # noqa: PERF203 - sizes are refused by an exception
                 continue
     raise AssertionError(f"{generator.name} takes no size near pp {pp}, m {count}, {options}")
+
+
+@st.composite
+def routed_schedules(draw: st.DrawFn, largest: int = 8) -> Schedule:
+    """A schedule with tensors that skip stages."""
+    table = draw(schedules(largest=largest))
+    assume(table.num_stages > 1 and not table.disaggregated)
+    routes = []
+    for index in range(draw(st.integers(1, 4))):
+        source = draw(st.integers(0, table.num_stages - 2))
+        takers = draw(st.sets(st.integers(source, table.num_stages - 1), min_size=1))
+        routes.append(Route(f"r{index}", source, tuple(sorted(takers))))
+    return replace(table, routes=tuple(routes))

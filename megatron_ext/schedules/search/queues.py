@@ -45,8 +45,12 @@ class _Moment(NamedTuple):
 
     time: float
     message: Message
+    """The first that its action sends: what routes take leaves right behind it."""
     answers: bool
-    """Twins swap messages of the same name at the same time; the leader's comes first."""
+    """Where its action sends to the twin, which does the same at the same time: the leader's are
+    first."""
+    number: int = 0
+    """Among those of its action."""
 
 
 class MessageOrder:
@@ -58,13 +62,16 @@ class MessageOrder:
         self._starts, self._ends = timeline.starts, timeline.ends
         self.exchanges: list[tuple[Exchange, ...]] = []
         """By rank."""
-        self._arrivals: list[list[tuple[float, Transfer]]] = [[] for _ in schedule.rows]
+        self._arrivals: list[list[tuple[_Moment, Transfer]]] = [[] for _ in schedule.rows]
         for rank, ends in enumerate(self._ends):
             self.exchanges.append(exchanges(schedule, rank))
             for end, exchange in zip(ends, self.exchanges[rank], strict=True):
-                for sent in _sent(exchange):
+                leaving = _sent(exchange)
+                crosses = any(sent.to_twin for sent in leaving)
+                for number, sent in enumerate(leaving):
+                    moment = _Moment(end, leaving[0].message, crosses, number)
                     transfer = Transfer("RECV", sent.message, rank, sent.to_twin)
-                    self._arrivals[sent.peer].append((end, transfer))
+                    self._arrivals[sent.peer].append((moment, transfer))
 
     def posts(self, rank: int, *, leads: bool = True) -> list[Post]:
         """Return the receives of a rank in their order.
@@ -79,8 +86,8 @@ class MessageOrder:
             for exchange, end in zip(self.exchanges[rank], self._ends[rank], strict=True)
         ]
         arrivals = sorted(
-            (_Moment(time, transfer.message, transfer.to_twin and leads), transfer)
-            for time, transfer in self._arrivals[rank]
+            (moment._replace(answers=moment.answers and leads == transfer.to_twin), transfer)
+            for moment, transfer in self._arrivals[rank]
         )
         posts = []
         for moment, transfer in arrivals:
@@ -92,9 +99,11 @@ class MessageOrder:
     @staticmethod
     def _left(exchange: Exchange, end: float, *, leads: bool) -> _Moment:
         """Return the moment when an action ends and its result leaves."""
-        for sent in _sent(exchange):
-            return _Moment(end, sent.message, sent.to_twin and not leads)
-        return _Moment(end, Message("B", -1, -1), False)
+        leaving = _sent(exchange)
+        if not leaving:
+            return _Moment(end, Message("B", -1, -1), False)
+        crosses = any(sent.to_twin for sent in leaving)
+        return _Moment(end, leaving[0].message, crosses and not leads)
 
 
 def _sent(exchange: Exchange) -> list[Transfer]:

@@ -22,6 +22,8 @@ from megatron_ext.schedules.representation.route_plan import (
 )
 from megatron_ext.schedules.representation.validation import validate
 
+from ..strategies import routed_schedules
+
 
 def test_connect() -> None:
     routes = connect([["a"], ["b"], [], []], [[], ["a"], ["b", "a"], ["b"]])
@@ -67,19 +69,7 @@ def test_gradients_of_several_routes_share_a_message() -> None:
     assert [(hop.taker, hop.names) for hop in plan.sent["G", 2]] == [(0, ("a",)), (1, ("b",))]
 
 
-@st.composite
-def tables(draw: st.DrawFn) -> Schedule:
-    name = draw(st.sampled_from(["1f1b", "interleaved", "zb-h1", "zb-v", "bitpipe", "dualpipe-v"]))
-    table = generate(name, 4, 8)
-    routes = []
-    for index in range(draw(st.integers(1, 4))):
-        source = draw(st.integers(0, table.num_stages - 2))
-        later = st.sets(st.integers(source, table.num_stages - 1), min_size=1)
-        routes.append(Route(f"r{index}", source, tuple(sorted(draw(later)))))
-    return replace(table, routes=tuple(routes))
-
-
-@given(table=tables())
+@given(table=routed_schedules())
 def test_every_message_is_sent_and_received_once(table: Schedule) -> None:
     ends: dict[str, list[Any]] = {"SEND": [], "RECV": []}
     for rank in range(len(table.rows)):
@@ -93,7 +83,7 @@ def test_every_message_is_sent_and_received_once(table: Schedule) -> None:
     assert sorted(ends["SEND"]) == sorted(ends["RECV"])
 
 
-@given(table=tables(), draw=st.randoms(use_true_random=False))
+@given(table=routed_schedules(), draw=st.randoms(use_true_random=False))
 def test_no_timing_needs_more_slots(table: Schedule, draw: random.Random) -> None:
     """Ranks run in any order that their inputs allow; nobody gets stuck."""
     slots = slots_needed(table)

@@ -21,12 +21,18 @@ from megatron_ext.schedules.search.queues import (
 )
 
 from .. import reference
-from ..strategies import schedules
+from ..strategies import routed_schedules, schedules
 
 
 @given(schedules(largest=16))
 def test_every_table_ends_on_one_queue(schedule: Schedule) -> None:
     check_queues(schedule)
+
+
+@given(routed_schedules())
+def test_every_table_with_routes_ends_on_one_queue(schedule: Schedule) -> None:
+    check_queues(schedule)
+    check_queues(replace(forward_only(schedule.placement, 5), routes=schedule.routes))
 
 
 @given(schedules(largest=12), st.integers(1, 12))
@@ -51,7 +57,7 @@ def test_every_correct_order_of_actions_ends_on_one_queue(
     check_queues(replace(schedule, rows=tuple(rows)))
 
 
-@given(schedules(largest=10))
+@given(schedules(largest=10) | routed_schedules())
 def test_both_ends_of_a_link_have_one_order(schedule: Schedule) -> None:
     """What a communicator without tags needs, and all that it needs."""
     by_place = programs(schedule)
@@ -68,7 +74,7 @@ def test_both_ends_of_a_link_have_one_order(schedule: Schedule) -> None:
         assert len(set(sent)) == len(sent) > 0
 
 
-@given(schedules(largest=10))
+@given(schedules(largest=10) | routed_schedules())
 def test_a_receive_is_started_for_each_message(schedule: Schedule) -> None:
     order = MessageOrder(schedule)
     for rank, exchanges in enumerate(order.exchanges):
