@@ -7,9 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from megatron_ext.config.pipeline_config import DynamicOrder
 from tests.ranks import run_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "boundaries"
@@ -63,7 +65,62 @@ def assert_equal(found: Any, expected: Any) -> None:
     )
 
 
+DYNAMIC = {"dynamic": DynamicOrder(), "seed": 1}
+
+
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_as_in_one_stage(model: str, schedule: str) -> None:
-    assert_equal(train(2, model, schedule, transport="shm"), alone(model))
+def test_as_in_one_stage(model: str) -> None:
+    assert_equal(train(2, model, "zb-v", transport="shm"), alone(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "settings"),
+    [
+        (4, "1f1b", {"transport": "torch"}),
+        (4, "gpipe", {"transport": "shm"}),
+        (4, "interleaved", {"transport": "tcp"}),
+        (4, "zb-h1", {"transport": "shm"}),
+        (4, "v-half", {"transport": "shm"}),
+        (4, "dualpipe-v", {"transport": "torch"}),
+        (4, "interleaved", DYNAMIC),
+        (4, "zb-v", DYNAMIC),
+        (8, "interleaved", {"transport": "shm"}),
+        (8, "zb-v", {"transport": "tcp"}),
+    ],
+)
+def test_every_schedule(model: str, ranks: int, schedule: str, settings: dict[str, Any]) -> None:
+    assert_equal(train(ranks, model, schedule, **settings), alone(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_bitpipe_sums_over_its_two_pipelines(model: str, ranks: int) -> None:
+    found, expected = train(ranks, model, "bitpipe", transport="shm"), alone(model)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in found[1].items():
+        np.testing.assert_allclose(gradient, expected[1][name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def _traffic_here(model: str, chunks: int) -> tuple[int, int, int]:
+    """Train as one rank; return bytes that it sent, hops of a micro-batch, and bytes of a block."""
+    from megatron_ext.schedules.runtime.runtimes import totals
+
+    train_here(model, "interleaved", {"chunks": chunks, "transport": "shm"})
+    import stages  # type: ignore[import-not-found]
+    from train import LAYERS, MICROBATCHES, STEPS  # type: ignore[import-not-found]
+
+    hops = 2 * (chunks * torch.distributed.get_world_size() - 1) * MICROBATCHES * STEPS
+    return totals()[1], hops * LAYERS, 4 * stages.LENGTH * stages.BATCH * stages.WIDTH
+
+
+@pytest.mark.slow
+def test_routes_send_less_than_half_of_a_padded_wire() -> None:
+    """A wire of one shape carries room for all earlier blocks over every hop, there and back."""
+    by_rank = run_ranks(8, _traffic_here, "attention-over-blocks", 2)
+    _, tensors, num_bytes = by_rank[0]
+    sent = sum(own for own, _, _ in by_rank)
+    print(f"{sent} bytes of routes, {tensors * num_bytes} of a padded wire")
+    assert 2 * sent <= tensors * num_bytes

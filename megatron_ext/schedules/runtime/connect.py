@@ -6,6 +6,7 @@ import atexit
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,7 @@ from megatron_ext.transport.torch_dist import Channel, TorchTransport
 
 if TYPE_CHECKING:
     from megatron_ext.config.sized_pipeline import Pipeline
+    from megatron_ext.schedules.representation.route_plan import Route
     from megatron_ext.schedules.runtime.program import Shapes
     from megatron_ext.transport.base import Transport
 
@@ -38,6 +40,7 @@ def open_transport(
     channels: Sequence[Channel],
     shapes: Shapes,
     dtype: torch.dtype,
+    routes: tuple[Route, ...] = (),
 ) -> Transport:
     """Connect this rank with those that it exchanges tensors with. Collective over all of them.
 
@@ -47,6 +50,7 @@ def open_transport(
         channels: All that this rank has an end of.
         shapes: Of the tensors of one hand-over.
         dtype: Of these tensors.
+        routes: Of the model.
 
     Raises:
         TransportError: The transport cannot be had here; says why.
@@ -78,7 +82,7 @@ def open_transport(
         wire=pipeline.transport,
         node_ips=pipeline.config.node_ips,
         rendezvous_host=environment.rendezvous_host,
-        slots=_slots(pipeline),
+        slots=_slots(pipeline, routes),
         slot_bytes=NOTE_BYTES if sharing is not None else _slot_bytes(known, dtype),
         timeout_s=pipeline.timeout_s,
         checksums=pipeline.config.checksums,
@@ -101,10 +105,11 @@ def _slot_bytes(known: Sequence[tuple[int, ...] | None], dtype: torch.dtype) -> 
     )
 
 
-def _slots(pipeline: Pipeline) -> int:
+def _slots(pipeline: Pipeline, routes: tuple[Route, ...]) -> int:
     """Room for what any two ranks have under way, both kinds together, and as much to be kept."""
     by_pair: dict[frozenset[int], int] = defaultdict(int)
-    for (source, target, _), slots in validate(pipeline.full).slots.items():
+    table = replace(pipeline.full, routes=routes)
+    for (source, target, _), slots in validate(table).slots.items():
         by_pair[frozenset((source, target))] += slots + _more_slots(pipeline)
     return max(2, 2 * max(by_pair.values(), default=1))
 

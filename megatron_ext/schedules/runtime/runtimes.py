@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
     from megatron_ext.config.sized_pipeline import Pipeline
     from megatron_ext.schedules.representation.placement import Placement
+    from megatron_ext.schedules.representation.route_plan import Route
     from megatron_ext.schedules.runtime.observer import Observer
     from megatron_ext.transport.base import Transport
 
@@ -217,16 +218,18 @@ def runtime_of(
     trees = agree_trees(chunks, placement, groups.pp, shapes_travel=None in shapes["F"])
     peers = Peers(dist.get_process_group_ranks(groups.pp), _twin() if pipeline.twins == 2 else None)
     channels = channels_of(placement, groups.pp.rank(), peers)
+    routes: tuple[Route, ...] = ()
     if trees is not None:
+        routes = trees.declared.routes
         peers = peers.with_mirrored(groups.pp)
-        channels += channels_of_routes(trees.declared.routes, placement, groups.pp.rank(), peers)
+        channels += channels_of_routes(routes, placement, groups.pp.rank(), peers)
         shapes = {"F": [None], "B": [None]}
     agreement = None
     if pipeline.dynamic is not None:
         agreement = _agreement(placement, groups, iterators, peers)
         channels += agreement.channels
     transport = observed_transport(
-        open_transport(pipeline, device, channels, shapes, config.pipeline_dtype)
+        open_transport(pipeline, device, channels, shapes, config.pipeline_dtype, routes)
     )
     exchange = _exchange(pipeline, peers, groups.pp.rank())
     made = Runtime(pipeline, groups, device, transport, peers, agreement, exchange, trees)

@@ -21,7 +21,7 @@ from . import toy
 from .random_stages import RandomStage, alone
 
 if TYPE_CHECKING:
-    from megatron_ext.config.tables import Pipeline
+    from megatron_ext.config.sized_pipeline import Pipeline
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "gpipe", "dualpipe-v")
 STEPS = 5
