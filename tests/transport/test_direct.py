@@ -19,7 +19,7 @@ import torch
 
 from megatron_ext import devices
 from megatron_ext.errors import PeerAborted, PeerDied, TransportError
-from megatron_ext.messages import Message
+from megatron_ext.messages import HEADER, Message
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
 from megatron_ext.transport.native_transport import NativeTransport
@@ -83,7 +83,8 @@ def _step(transport: DirectTransport, num_ranks: int, num_messages: int, seed: i
     me, order = _rank(), random.Random(seed + _rank())
     peers = [rank for rank in range(num_ranks) if rank != me]
     inbound = [(peer, Message("F", me, number)) for number in range(num_messages) for peer in peers]
-    choices = [Expected(peer, Message("C", 0, 0), (1,), torch.int32) for peer in peers]
+    for_host = (Message("C", 0, 0), Message("P", 0, 0, HEADER))
+    choices = [Expected(peer, key, (1,), torch.int32) for peer in peers for key in for_host]
     transport.begin(
         [Expected(peer, key, None, _DTYPES[key.microbatch % len(_DTYPES)]) for peer, key in inbound]
         + choices,
@@ -97,7 +98,8 @@ def _step(transport: DirectTransport, num_ranks: int, num_messages: int, seed: i
             transport.isend(tensor, peer, Message("F", peer, number))
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=_device())
     for peer in peers:
-        transport.isend(torch.tensor([me], dtype=torch.int32), peer, Message("C", 0, 0))
+        for key in for_host:
+            transport.isend(torch.tensor([me], dtype=torch.int32), peer, key)
     order.shuffle(inbound)
     kept = []
     for peer, key in inbound:
@@ -108,8 +110,9 @@ def _step(transport: DirectTransport, num_ranks: int, num_messages: int, seed: i
         kept.append((received, key.microbatch, peer))
     assert all(_equal(*message) for message in kept)
     for peer in peers:
-        choice = transport.recv(peer, Message("C", 0, 0), _LONG_S)
-        assert (choice.device.type, choice.tolist()) == ("cpu", [peer])
+        for key in for_host:
+            choice = transport.recv(peer, key, _LONG_S)
+            assert (choice.device.type, choice.tolist()) == ("cpu", [peer])
     transport.flush(_LONG_S)
 
 

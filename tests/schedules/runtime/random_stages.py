@@ -30,14 +30,22 @@ class RandomStage(torch.nn.Module):
     are computed again in the backward (`recomputes`), follows from the seed too.
     """
 
-    def __init__(self, config: Any, seed: int, number: int, num_stages: int) -> None:
+    def __init__(
+        self,
+        config: Any,
+        seed: int,
+        number: int,
+        num_stages: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
         super().__init__()
         self.config, self.model_type, self.vp_stage = config, None, None
         self.seed, self.number, self.num_stages = seed, number, num_stages
         self.varies, self.recomputes = bool(seed % 2), seed % 3 == 0
         generator = torch.Generator().manual_seed(100 * seed + number)
         self.weights = torch.nn.ParameterList(
-            torch.randn(WIDTH, WIDTH, generator=generator) / 2 for _ in range(NUM_WEIGHTS)
+            (torch.randn(WIDTH, WIDTH, generator=generator) / 2).to(device)
+            for _ in range(NUM_WEIGHTS)
         )
         self.received: Any = None
         self.publishes, self.takes = names_of(seed, number, num_stages)
@@ -53,7 +61,8 @@ class RandomStage(torch.nn.Module):
         if self.number == 0 or not pool:
             length = 2 + (microbatch % 3 if self.varies else 0)
             generator = torch.Generator().manual_seed(microbatch)
-            pool.append(torch.randn(length, WIDTH, generator=generator))
+            data = torch.randn(length, WIDTH, generator=generator)
+            pool.append(data.to(self.weights[0].device))
         handed_on = len(pool)
         recomputes = self.recomputes and any(each.requires_grad for each in pool)
         if self.config is None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ext
+from megatron_ext import devices
 from megatron_ext.config.active import clear_configuration
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.schedules.search.policies import POLICIES
@@ -28,17 +29,19 @@ STEPS = 5
 """Of each model; one is an evaluation, and forms are agreed after the first."""
 
 
-def _random_steps(first: int, number: int) -> int:
+def _random_steps(first: int, number: int, **settings: Any) -> int:
     """Run random models; return how many gradients of weights were compared."""
+    device = devices.current().torch_device(int(os.environ["RANK"]))
+    devices.current().bind(int(os.environ["RANK"]))
     toy.start(int(os.environ["WORLD_SIZE"]))
     checked = 0
     for seed in range(first, first + number):
-        pipeline = _random_pipeline(random.Random(seed))
+        pipeline = _random_pipeline(random.Random(seed), settings)
         use(pipeline, seed=1)
         placement = pipeline.placement
         config = toy.config()
         chunks = [
-            RandomStage(config, seed, stage, placement.num_stages)
+            RandomStage(config, seed, stage, placement.num_stages, device)
             for stage in placement.stages_of[dist.get_rank()]
         ]
         m = pipeline.num_microbatches
@@ -59,14 +62,14 @@ def _random_steps(first: int, number: int) -> int:
     return checked
 
 
-def _random_pipeline(draw: random.Random) -> Pipeline:
+def _random_pipeline(draw: random.Random, given: dict[str, Any]) -> Pipeline:
     pp = dist.get_world_size()
     name, m = draw.choice(SCHEDULES), 2 * pp * draw.randint(1, 2)
     settings: dict[str, Any] = {"transport": draw.choice(("shm", "tcp", "torch"))}
     if draw.random() < 0.4:
         dynamic = DynamicOrder(policy=draw.choice(list(POLICIES)))
         settings = {"dynamic": dynamic, "transport": draw.choice(("shm", "tcp"))}
-    return make_pipeline(name, pp, m, message_timeout_s=60.0, **settings)
+    return make_pipeline(name, pp, m, message_timeout_s=60.0, **(given or settings))
 
 
 def _step(chunks: list[RandomStage], m: int, **keywords: Any) -> list[float]:
@@ -98,8 +101,8 @@ def _check(chunks: list[RandomStage], losses: list[float], expected: Any, what: 
             if weight.grad is None and gradient is None:
                 continue
             # What is handed on and not used gets a gradient of zeros.
-            zeros = torch.zeros_like(weight)
-            found, wanted = (zeros if g is None else g for g in (weight.grad, gradient))
+            zeros = torch.zeros(weight.shape)
+            found, wanted = (zeros if g is None else g.cpu() for g in (weight.grad, gradient))
             assert torch.equal(found, wanted), f"{what}, stage {chunk.number}"
             checked += bool(wanted.any())
     return checked
@@ -117,3 +120,15 @@ def _check(chunks: list[RandomStage], losses: list[float], expected: Any, what: 
 def test_bits_of_one_process(ranks: int, number: int) -> None:
     for checked in run_ranks(ranks, _random_steps, 0, number, timeout_s=60 + 6 * number):
         assert checked > number
+
+
+@pytest.mark.usefixtures("emulated_musa")
+@pytest.mark.parametrize("path", ["staged", "ipc"])
+def test_on_a_device(path: str) -> None:
+    settings = {"transport": "shm", "device_path": path}
+    for checked in run_ranks(2, _device_steps, settings, device="musa", timeout_s=200):
+        assert checked > 8
+
+
+def _device_steps(settings: dict[str, Any]) -> int:
+    return _random_steps(0, 8, **settings)

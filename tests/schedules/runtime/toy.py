@@ -43,7 +43,9 @@ def start(num_pipeline_ranks: int, chunks_per_rank: int | None = None) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    dist.init_process_group("gloo")
+    from megatron_ext import devices
+
+    dist.init_process_group(devices.current().distributed_backend)
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=num_pipeline_ranks,
         virtual_pipeline_model_parallel_size=chunks_per_rank,
