@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.transport import pairs, torch_dist  # noqa: F401  (mutants are looked for there)
+from tests.disaggregation.test_training import FBD, RECOMPUTE, SHIP, run_role, together
 from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks
 from tests.schedules.runtime.capture import GPT, PP2, PP4, run_here, train
@@ -48,17 +49,17 @@ def _waits_in_steps(argv: list[str]) -> list[dict[tuple[str, str, str], int]]:
     """Train; return for each step what made the host wait between its first and last action."""
     from torch_musa import host_waits
 
-    from megatron_ext.schedules.runtime import entry
+    from megatron_ext.schedules.runtime import runtimes
 
     found = []
 
-    class CountingExecutor(entry.Executor):
+    class CountingExecutor(runtimes.Executor):
         def run(self) -> None:
             host_waits.reset()
             super().run()
             found.append(host_waits.by_line())
 
-    entry.Executor = CountingExecutor  # type: ignore[misc]  # this process is a rank and ends
+    runtimes.Executor = CountingExecutor  # type: ignore[misc]  # this process is a rank and ends
     run_here("gpt", argv)
     return found
 
@@ -97,12 +98,15 @@ def test_other_ways_between_devices(order: str, way: str, connections: int) -> N
     assert_equal(found, stock(4, _FLAGS + PP4))
 
 
-@pytest.mark.parametrize("activations", ["recompute", "ship"])
 @pytest.mark.parametrize("connections", [1, 8])
+@pytest.mark.parametrize("activations", ["", SHIP + RECOMPUTE])
 def test_disaggregation(activations: str, connections: int) -> None:
-    flags = f"{_FLAGS}{PP2}--forward-backward-disaggregating --fbd-activations {activations} "
+    flags = _FLAGS + PP2 + activations.removeprefix(SHIP)
     env = queued(connections=connections, jitter_us=100, seed=connections)
-    assert_equal(train(4, flags, device="musa", env=env), stock(2, _FLAGS + PP2))
+    shipped = SHIP if activations else ""
+    words = (flags + FBD + shipped).split()
+    ours, _ = together(run_ranks(4, run_role, words, device="musa", env=env, timeout_s=240))
+    assert_equal(ours, stock(2, flags))
 
 
 @pytest.mark.slow
