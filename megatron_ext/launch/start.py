@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from megatron_ext.errors import LaunchError
-from megatron_ext.launch import hostfile, preflight, process, push, runs, slurm
+from megatron_ext.launch import hostfile, kubernetes, preflight, process, push, runs, slurm
 from megatron_ext.launch.display import Display
 from megatron_ext.launch.plan import Node, Plan, add_computed_flags
 from megatron_ext.launch.ssh import Ssh
@@ -116,12 +117,15 @@ def _environment(args: argparse.Namespace) -> dict[str, str]:
         named = name.startswith(FORWARDED) or name in _FORWARDED_NAMES
         if named and name not in _NOT_FORWARDED:
             variables[name] = value
-    for assignment in args.env:
+    return {**variables, **dict(_assignments(args.env))}
+
+
+def _assignments(given: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for assignment in given:
         name, equals, value = assignment.partition("=")
         if not equals or not name.isidentifier():
             raise LaunchError(f"--env {assignment!r} must be NAME=VALUE, for example --env A=1")
-        variables[name] = value
-    return variables
+        yield name, value
 
 
 def _command(args: argparse.Namespace) -> list[str]:
@@ -217,6 +221,8 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     Raises:
         LaunchError: The job cannot be started; no process of it runs.
     """
+    if args.kubernetes is not None:
+        return _print_manifest(args)
     if args.slurm is not None and slurm.job_of(os.environ) is None:
         return _submit(args, words)
     plan = make_plan(args)
@@ -249,6 +255,34 @@ def _submit(args: argparse.Namespace, words: Sequence[str]) -> int:
         return 0
     job = slurm.submit(script)
     _say(f"job {job} is submitted; `megatron-ext status {job}` shows it, `stop {job}` ends it")
+    return 0
+
+
+def _print_manifest(args: argparse.Namespace) -> int:
+    """Print the job as Kubernetes takes it: JSON is YAML, too."""
+    if not args.dry_run:
+        raise LaunchError(
+            "--kubernetes prints a manifest and starts nothing; add --dry-run, and pipe it into "
+            "kubectl apply -f -"
+        )
+    if args.hostfile is not None or args.slurm is not None or args.per_node:
+        raise LaunchError("--kubernetes goes without --hostfile, --slurm and --per-node")
+    if args.image is None or args.nproc is None:
+        raise LaunchError("--kubernetes needs --image IMAGE and --nproc N, processes of each pod")
+    pods = kubernetes.Pods(
+        name=args.run_id or "megatron-ext",
+        image=args.image,
+        nodes=args.nodes,
+        nproc=args.nproc,
+        gpu_resource=args.gpu_resource,
+        rdma_resource=args.rdma_resource,
+        environment=tuple(_assignments(args.env)),
+        embedded=args.embedded,
+    )
+    host = Node(hostfile.Host("pods"), nproc=args.nodes * args.nproc, local=False)
+    plan = Plan(pods.name, (host,), tuple(_command(args)), workdir="", python="")
+    words = add_computed_flags(plan, args.num_microbatches).command
+    print(json.dumps(kubernetes.manifest(args.kubernetes, pods, words), indent=2))
     return 0
 
 
