@@ -107,6 +107,27 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--push", action="store_true", help="copy the work directory to the hosts first"
     )
+    group.add_argument(
+        "--max-restarts",
+        type=_number,
+        default=0,
+        metavar="N",
+        help="start again after a failure, at most N times within the window (default: 0)",
+    )
+    group.add_argument(
+        "--restart-window",
+        type=_seconds,
+        default=3600.0,
+        metavar="S",
+        help="seconds after which a restart no longer counts (default: 3600)",
+    )
+    group.add_argument(
+        "--spares",
+        type=_number,
+        default=0,
+        metavar="K",
+        help="the last K hosts join only when another host does not answer at a restart",
+    )
     group.add_argument("--run-id", metavar="ID", help="name of this run (default: from the time)")
     group.add_argument(
         "--grace",
@@ -185,6 +206,10 @@ def _seconds(text: str) -> float:
         if 0 <= float(text) < 1e9:
             return float(text)
     raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, 0 or more")
+
+
+def _number(text: str) -> int:
+    return 0 if text == "0" else count(text)
 
 
 def count(text: str) -> int:

@@ -21,9 +21,19 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from megatron_ext.errors import LaunchError
-from megatron_ext.launch import hostfile, kubernetes, preflight, process, push, runs, slurm
+from megatron_ext.launch import (
+    hostfile,
+    kubernetes,
+    preflight,
+    process,
+    push,
+    restarts,
+    runs,
+    slurm,
+)
 from megatron_ext.launch.display import Display
 from megatron_ext.launch.plan import Node, Plan, add_computed_flags
+from megatron_ext.launch.restarts import Restarts
 from megatron_ext.launch.ssh import Ssh
 from megatron_ext.launch.supervise import Job, Outcome
 
@@ -225,7 +235,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
         return _print_manifest(args)
     if args.slurm is not None and slurm.job_of(os.environ) is None:
         return _submit(args, words)
-    plan = make_plan(args)
+    plan, spares = _without_spares(make_plan(args), args.spares)
     ssh = ssh_of(args)
     if args.dry_run:
         open_hosts = [node.host.name for node in plan.nodes if node.nproc == 0]
@@ -240,7 +250,8 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     # Run local checks before contacting hosts.
     if all(node.nproc for node in plan.nodes):
         _shown_ranks(args.show, _completed(plan, args).world_size)
-    return asyncio.run(_launch(plan, args, ssh))
+    limits = Restarts(args.max_restarts, args.restart_window, spares, args.preflight_timeout)
+    return asyncio.run(_launch(plan, args, ssh, limits)).code
 
 
 def _submit(args: argparse.Namespace, words: Sequence[str]) -> int:
@@ -297,10 +308,25 @@ def _say(text: str) -> None:
     print(f"megatron-ext: {text}", file=sys.stderr, flush=True)
 
 
-async def _launch(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> int:
+def _without_spares(plan: Plan, count: int) -> tuple[Plan, tuple[Node, ...]]:
+    """Return the plan without its last hosts, and those."""
+    used = len(plan.nodes) - count
+    if used < 1:
+        raise LaunchError(
+            f"--spares is {count} of {len(plan.nodes)} hosts; at least one has to be in use"
+        )
+    return replace(plan, nodes=plan.nodes[:used]), plan.nodes[used:]
+
+
+async def _launch(plan: Plan, args: argparse.Namespace, ssh: Ssh, limits: Restarts) -> Outcome:
     if args.push:
-        size = await push.push(plan, ssh, args.preflight_timeout)
+        everywhere = replace(plan, nodes=(*plan.nodes, *limits.spares))
+        size = await push.push(everywhere, ssh, args.preflight_timeout)
         _say(f"copied {size / 1e6:.1f} MB to the hosts")
+    return await restarts.run(plan, ssh, limits, lambda each: _attempt(each, args, ssh))
+
+
+async def _attempt(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
     connections, findings = await preflight.meet(plan, ssh, args.preflight_timeout)
     try:
         plan = _completed(plan.with_devices([found.get("devices", 0) for found in findings]), args)
@@ -318,7 +344,7 @@ async def _launch(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> int:
     except OSError as error:
         _say(f"warning: {directory / 'result.json'} cannot be written: {error.strerror}")
     _tell(plan, outcome)
-    return outcome.code
+    return outcome
 
 
 async def _supervised(
