@@ -36,8 +36,10 @@ def repository(tmp_path: Path) -> Path:
     shutil.copytree(REPO / "website", copy / "website")
     shutil.copytree(REPO / "docs", copy / "docs")
     shutil.copytree(REPO / "examples", copy / "examples", ignore=shutil.ignore_patterns("out"))
-    for path in (*REPO.glob("*.md"), REPO / "LICENSE"):
-        shutil.copy(path, copy)
+    for path in (*REPO.glob("*.md"), REPO / "LICENSE", *REPO.glob("tests/*/README.md")):
+        target = copy / path.relative_to(REPO)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
     return copy
 
 

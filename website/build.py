@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_ext.schedules import comparison
@@ -31,7 +30,7 @@ def gather(target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(REPOSITORY / "website/pages", target)
     pages = sorted(path for pattern in PAGES for path in REPOSITORY.glob(pattern))
-    for path in dict.fromkeys([*pages, *_linked(pages)]):
+    for path in _with_linked(pages):
         copy = target / path.relative_to(REPOSITORY)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
@@ -43,13 +42,17 @@ def gather(target: Path) -> None:
         (folder / name).write_text(picture, encoding="utf-8")
 
 
-def _linked(pages: list[Path]) -> Iterator[Path]:
-    """Yield the files that pages link to and that are no pages: pictures, sources."""
-    for page in pages:
+def _with_linked(pages: list[Path]) -> list[Path]:
+    """Return pages, and the files of the repository that they link to, pages among them again."""
+    found = list(pages)
+    for page in found:  # which grows
+        if page.suffix != ".md":
+            continue
         for target in re.findall(r"\]\(([^)#:\s]+)", page.read_text(encoding="utf-8")):
             path = (page.parent / target).resolve()
-            if path.is_file() and path.suffix != ".md" and path.is_relative_to(REPOSITORY):
-                yield path
+            if path.is_file() and path.is_relative_to(REPOSITORY) and path not in found:
+                found.append(path)
+    return found
 
 
 def _explorer() -> tuple[list[dict[str, object]], dict[str, str]]:
