@@ -130,7 +130,7 @@ def test_a_csv_needs_no_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path
         ("plan --pp 100000 --microbatches 8", ["--pp 100000", "use at most 4096"]),
         ("plan --pp 8 --microbatches 1000000000", ["for 8 ranks; use at most 262144"]),
         ("plot interleaved --pp 4 --microbatches 8 --chunks 1000000", ["2097152", "stages"]),
-        ("plot zb-v --pp 512 --microbatches 1000", ["at most 262144", "use fewer"]),
+        ("plot zb-v --pp 512 --microbatches 1000", ["maximum of 262144", "use fewer"]),
         ("plot 1f1b --pp 256 --microbatches 1400", ["columns of 1", "at most 4096 can be drawn"]),
         ("plot zb-v --pp 4 --microbatches 8 --costs 1e-9,1e9,1", ["--costs that differ less"]),
         ("plan --pp 4 --microbatches 8 --costs 1e308,1,1", ["from 1e-09 to 1e+09"]),
