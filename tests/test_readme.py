@@ -124,6 +124,7 @@ FOREIGN_FLAGS = {
     "--nproc_per_node",
     "--rerun-mode",
     "--step-batch-size-schedule",
+    "--variable-seq-lengths",
 }
 
 
