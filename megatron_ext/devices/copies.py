@@ -85,7 +85,8 @@ class StreamCopies:
         """
         with self._runtime.stream(self._up):
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-            copy.copy_(tensor, non_blocking=tensor.is_pinned())
+            # Of memory that is not pinned the driver takes the bytes before it returns.
+            copy.copy_(tensor, non_blocking=True)
         copied = self._mark(self._up)
         current = self._runtime.current_stream(self._device)
         current.wait_event(copied.event)

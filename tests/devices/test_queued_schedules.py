@@ -72,12 +72,14 @@ _WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", ["torch", "ipc"])
+@pytest.mark.parametrize("way", _WAYS)
 def test_the_host_never_waits_in_a_step_of_a_table(way: str) -> None:
     flags = f"{_FLAGS}{PP2}--pipeline-schedule zb-h1 {_WAYS[way]}"
     flags += "--no-check-for-nan-in-loss-and-grad "
     for steps in run_ranks(2, _waits_in_steps, flags.split(), device="musa", env=queued()):
-        assert steps == [{}] * 2
+        # The threads beside a staged transport are there to wait.
+        own = [[line for line in step if "megatron-ext" not in line[-1]] for step in steps]
+        assert own == [[]] * 2
 
 
 _ORDERS = {
