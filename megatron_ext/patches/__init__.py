@@ -12,7 +12,7 @@ from megatron_ext import compat
 from megatron_ext.patches import hooks
 from megatron_ext.patches.registry import REGISTRY, Patch
 
-__all__ = ["REGISTRY", "TABLES", "arm", "disarm", "rows"]
+__all__ = ["REGISTRY", "TABLES", "arm", "disarm", "register", "rows"]
 
 TABLES = (
     "arguments",
@@ -36,6 +36,11 @@ def rows() -> list[Patch]:
     return [*(patch for table in tables for patch in table), *compat.rows()]
 
 
+def register() -> None:
+    """Register all rows, and arm none of them. Idempotent."""
+    REGISTRY.register([patch for patch in rows() if patch not in REGISTRY])
+
+
 def _arm_device() -> None:
     from megatron_ext.patches import device
 
@@ -44,7 +49,7 @@ def _arm_device() -> None:
 
 def arm() -> None:
     """Register all tables, hook Megatron's import and activate the registry. Idempotent."""
-    REGISTRY.register([patch for patch in rows() if patch not in REGISTRY])
+    register()
     hooks.install(before_core=_arm_device)
     REGISTRY.activate()
 

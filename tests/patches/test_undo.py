@@ -22,7 +22,7 @@ from megatron_ext.patches import listing
 from tests.patches.attributes import described, different, held
 
 def import_everything():
-    patches.REGISTRY.register([row for row in patches.rows() if row not in patches.REGISTRY])
+    patches.register()
     listing.import_targets()
 
 import torch
@@ -57,7 +57,7 @@ import megatron_ext
 from megatron_ext import patches
 from megatron_ext.patches import listing
 from tests.patches.attributes import described
-patches.REGISTRY.register([row for row in patches.rows() if row not in patches.REGISTRY])
+patches.register()
 listing.import_targets()
 import torch._dynamo, torch.distributed.tensor
 megatron_ext.deactivate()
