@@ -124,7 +124,6 @@ FOREIGN_FLAGS = {
     "--nproc_per_node",
     "--rerun-mode",
     "--step-batch-size-schedule",
-    "--variable-seq-lengths",
 }
 
 
