@@ -37,8 +37,26 @@ class MicrobatchData:
         self._kept: dict[int, Any] = {}
 
     def view(self, microbatch: int) -> Iterator[Any] | None:
-        """Return an iterator over the one item of a micro-batch."""
-        return None if self._iterator is None else _View(self, microbatch)
+        """Return an iterator over the one item of a micro-batch.
+
+        An object that is no iterator is the forward step's own business, and is handed over as it
+        is, in its order.
+        """
+        if self._iterator is None:
+            return None
+        if not hasattr(self._iterator, "__next__"):
+            self._take_turn(microbatch)
+            return self._iterator
+        return _View(self, microbatch)
+
+    def _take_turn(self, microbatch: int) -> None:
+        if microbatch != self._fetched or self._exchange is not None:
+            raise ScheduleError(
+                f"micro-batch {microbatch} runs out of order, and the data comes from a "
+                f"{type(self._iterator).__name__}, which is no iterator that could be read ahead; "
+                "take a schedule that keeps the order, such as zb-h1, without a dynamic one"
+            )
+        self._fetched += 1
 
     def take(self, microbatch: int) -> Any:
         """Return the item of a micro-batch, once; items before it are kept for theirs."""

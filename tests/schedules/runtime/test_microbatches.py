@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -53,3 +54,18 @@ def test_the_end_of_the_data_is_the_end() -> None:
     assert view is not None
     with pytest.raises(StopIteration):
         next(view)
+
+
+class Rollout:
+    """Data of an RL framework: fields by name, and no iterator."""
+
+    def get_next(self, names: list[str]) -> list[str]:
+        return names
+
+
+def test_what_is_no_iterator_is_handed_over_in_its_order() -> None:
+    source: Any = Rollout()
+    data = MicrobatchData(source)
+    assert [data.view(i) is source for i in range(3)] == [True] * 3
+    with pytest.raises(ScheduleError, match="micro-batch 5 runs out of order, and the data comes"):
+        data.view(5)
