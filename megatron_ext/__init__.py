@@ -65,9 +65,10 @@ def __getattr__(name: str) -> Any:
 
 def activate() -> None:
     """Arm all patches; modules already imported are patched now. Idempotent."""
-    from megatron_ext import patches
+    from megatron_ext import hosts, patches
 
     patches.arm()
+    hosts.arm()
 
 
 def deactivate() -> None:

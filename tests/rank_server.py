@@ -30,6 +30,8 @@ from typing import Any, BinaryIO
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 5.0
+PRELOAD = "MEGATRON_EXT_TESTS_PRELOAD"
+"""Variable with more modules that every rank needs, comma between them."""
 
 
 @dataclass
@@ -89,6 +91,8 @@ def preload() -> None:
     importlib.import_module("megatron.core.tokenizers.text")
     _shrink_mock_data()
     _tell_quickly()
+    for name in filter(None, os.environ.get(PRELOAD, "").split(",")):
+        importlib.import_module(name)
 
 
 def _tell_quickly() -> None:

@@ -189,6 +189,7 @@ BREACHES = {
     "schedules/runtime/executor.py": "argparse",
     "errors.py": "megatron_ext.cli",
     "patches/optimizer.py": "megatron_ext.compat.torch_adam",
+    "config/build.py": "megatron_ext.hosts",
 }
 """One forbidden import for each contract: file, and what it must not import."""
 

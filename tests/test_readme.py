@@ -118,6 +118,7 @@ def known_flags() -> set[str]:
 # Of torchrun, and of Megatron-LM where neither the embedded trainer nor 0.16 has such a flag.
 FOREIGN_FLAGS = {
     "--batch-invariant-mode",
+    "--custom-megatron-init-path",
     "--iterations-to-skip",
     "--wandb-project",
     "--nproc-per-node",

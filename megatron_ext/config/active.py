@@ -48,6 +48,10 @@ class Active:
     ranks."""
     seed: int | None = None
     """Base seed of random numbers drawn by micro-batch; None: Megatron's generators run on."""
+    asked: PipelineConfig | None = None
+    """The argument of `configure`, for hosts that know the sizes of a job; None: flags."""
+    is_sized: bool = True
+    """Whether the sizes of the job are known; False: a host has yet to give them."""
     environment: Environment = field(default_factory=Environment.read)
     """Place of this process among those that the launcher started together."""
     _states: dict[type, object] = field(default_factory=dict, init=False, repr=False)

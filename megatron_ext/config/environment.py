@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Environment"]
+from megatron_ext.errors import ArgumentsError
+
+__all__ = ["FLAGS", "Environment", "requested_flags"]
+
+FLAGS = "MEGATRON_EXT_FLAGS"
+"""Flags of this package for programs that do not parse Megatron's command line."""
+
+
+def requested_flags(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the words of `MEGATRON_EXT_FLAGS`, split as by a shell; none if it is not set.
+
+    Raises:
+        ArgumentsError: A quotation does not end.
+    """
+    text = environ.get(FLAGS, "")
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ArgumentsError(f"{FLAGS} is {text!r}: {error}; close the quotation") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import NoReturn
 
 from megatron_ext.config import (
     disaggregation_flags,
     schedule_flags,
+    stages,
     trace_flags,
     transport_flags,
 )
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
+from megatron_ext.config.sized_pipeline import base_table
 from megatron_ext.devices import CHOICES
 from megatron_ext.errors import ArgumentsError
 
-__all__ = ["DROPPED", "add_arguments", "naming_flags", "pipeline_config"]
+__all__ = [
+    "DROPPED",
+    "FIELD_OF",
+    "add_arguments",
+    "completed",
+    "naming_flags",
+    "parse_words",
+    "pipeline_config",
+    "said_by",
+]
 
 DROPPED = {"--data-impl": "datasets are always the memory-mapped ones"}
 """Flags that Megatron-LM has dropped, each with the reason why it is not needed any more. They are
@@ -41,6 +54,37 @@ _FLAG_OF = {
     "message_timeout_s": "--distributed-timeout-minutes, in seconds,",
 }
 """Flag by the field that it sets, for error messages."""
+
+FIELD_OF = {flag: field for field, flag in _FLAG_OF.items()}
+"""The other way round."""
+
+
+class _Parser(ArgumentParser):
+    """A parser of our flags alone, whose mistakes are exceptions."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong with the words."""
+        raise ArgumentsError(message)
+
+
+def parse_words(words: Sequence[str], source: str) -> Namespace:
+    """Return what words say that are flags of this package and nothing else.
+
+    Args:
+        words: As on a command line.
+        source: Where they come from, for error messages.
+
+    Raises:
+        ArgumentsError: One is no flag of ours, or has no such value.
+    """
+    parser = add_arguments(_Parser(prog=source, add_help=False, allow_abbrev=False))
+    try:
+        return parser.parse_args(list(words))
+    except ArgumentsError as error:
+        raise ArgumentsError(
+            f"{source} is {' '.join(words)!r}: {error}; it takes the flags of megatron_ext alone, "
+            "such as --pipeline-schedule zb-v --pipeline-transport shm"
+        ) from None
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -98,6 +142,39 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
             microbatch_rng=bool(getattr(args, "microbatch_rng", False)),
             device=getattr(args, "device_backend", None) or PipelineConfig.device,
         )
+
+
+def said_by(words: Sequence[str], source: str) -> dict[str, object]:
+    """Return the settings that words change, by the names of their arguments.
+
+    Args:
+        words: As on a command line.
+        source: Where they come from, for error messages.
+
+    Raises:
+        ArgumentsError: One is no flag of ours, or has no such value.
+    """
+    usual = vars(parse_words([], source))
+    given = vars(parse_words(words, source))
+    return {dest: value for dest, value in given.items() if value != usual[dest]}
+
+
+def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
+    """Return a configuration with what it leaves to the sizes of a job.
+
+    Args:
+        args: Those, with upstream's names.
+        config: As a program gave it.
+
+    Raises:
+        ArgumentsError: What the sizes say about the stages of each rank does not go together.
+    """
+    name, chunks = config.schedule, config.chunks
+    if name is None and config.dynamic is not None:
+        name = base_table(stages.chunks_of_megatron(args))
+    if name is not None and chunks is None:
+        chunks = stages.num_chunks(args, name)
+    return replace(config, schedule=name, chunks=chunks)
 
 
 @contextmanager

@@ -8,8 +8,9 @@ after the validation and compares what Megatron computed with what was prepared.
 from __future__ import annotations
 
 from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config import announcements, hosting, roles, trace_flags
 from megatron_ext.config.active import (
@@ -19,24 +20,28 @@ from megatron_ext.config.active import (
     required,
 )
 from megatron_ext.config.device_flags import device_arguments
-from megatron_ext.config.flags import DROPPED, naming_flags, pipeline_config
+from megatron_ext.config.flags import DROPPED, completed, naming_flags, pipeline_config
 from megatron_ext.config.incompatible import refuse_flags_with_microbatch_rng
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.trace import session
 
-__all__ = ["check", "prepare"]
+if TYPE_CHECKING:
+    from megatron_ext.config.pipeline_config import PipelineConfig
+
+__all__ = ["check", "prepare", "rewritten"]
 
 _REWRITTEN = "megatron_ext_rewritten"
 """The attribute in which `_rewrite` keeps (old, new) of the arguments that it changed."""
 
 
-def prepare(args: Namespace) -> None:
-    """Activate the configuration of the flags, and set the arguments that let Megatron host it.
+def prepare(args: Namespace, asked: PipelineConfig | None = None) -> None:
+    """Activate a configuration, and set the arguments that let Megatron host it.
 
     A second call with the same arguments changes nothing; upstream's tools may make one.
 
     Args:
         args: Parsed arguments with upstream's names; changed in place.
+        asked: The argument of `configure`; None: the flags say what to run.
 
     Raises:
         ArgumentsError: The flags contradict each other, or Megatron's own flags.
@@ -44,20 +49,20 @@ def prepare(args: Namespace) -> None:
     """
     clear_configuration()
     given = _as_given(args)
-    config = pipeline_config(given)
+    config = pipeline_config(given) if asked is None else completed(given, asked)
     if config.disaggregation is not None and roles.has_dropout(given):
         config = replace(config, microbatch_rng=True)  # both roles must draw the same masks
     if config.draws_by_microbatch:
         refuse_flags_with_microbatch_rng(given)
     seed: int | None = given.seed if config.draws_by_microbatch else None
-    found, wanted = Active(config, seed=seed), {}
+    found, wanted = Active(config, seed=seed, asked=asked), {}
     if config.disaggregation is not None:
         job = roles.job_of(given, config)
         found, wanted = replace(found, job=job), roles.role_arguments(given, job)
     elif config.schedule is None:
         found = replace(found, transport_only=hosting.transport_only_of(given, config))
     else:
-        with naming_flags(given):
+        with naming_flags(given) if asked is None else nullcontext():
             pipeline = hosting.pipeline_of(given, config)
         found, wanted = replace(found, pipeline=pipeline), hosting.hosted_arguments(given, pipeline)
     _rewrite(args, {**wanted, **device_arguments(given, config)})
@@ -127,6 +132,11 @@ def _as_given(args: Namespace) -> Namespace:
         if getattr(given, dest, None) == new:
             setattr(given, dest, old)
     return given
+
+
+def rewritten(args: Namespace) -> dict[str, Any]:
+    """Return the arguments that `prepare` changed, with their new values."""
+    return {dest: new for dest, (_old, new) in getattr(args, _REWRITTEN, {}).items()}
 
 
 def _rewrite(args: Namespace, wanted: dict[str, Any]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, overload
 
 import megatron_ext
-from megatron_ext import devices
+from megatron_ext import devices, hosts
 from megatron_ext.config.active import Active, activate_configuration, clear_configuration
 from megatron_ext.config.build import ModelBuild, build_of, check_ranks
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
@@ -16,9 +17,14 @@ from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.schedules.representation.validation import validate
 from megatron_ext.trace import session
 
-__all__ = ["configure"]
+__all__ = ["await_host", "configure"]
 
 
+@overload
+def configure(config: PipelineConfig) -> None: ...
+
+
+@overload
 def configure(
     config: PipelineConfig,
     *,
@@ -29,7 +35,10 @@ def configure(
     layout: str | None = None,
     world_size: int | None = None,
     seed: int | None = None,
-) -> ModelBuild:
+) -> ModelBuild: ...
+
+
+def configure(config: PipelineConfig, **sizes: Any) -> ModelBuild | None:
     """Activate a configuration, and return what to build the model with.
 
     For programs that do not parse Megatron's command line. Call it in every process of the job,
@@ -38,20 +47,42 @@ def configure(
     `megatron.core.pipeline_parallel.get_forward_backward_func` returns the schedule. Another call,
     or `deconfigure`, ends this configuration.
 
+    Without any size it waits for a host that knows them, `pretrain` or `finetune` of
+    Megatron-Bridge, which then builds the model accordingly; it returns None.
+
     Args:
         config: The settings.
-        pipeline_ranks: Ranks of one pipeline; of both where a schedule mirrors two.
-        num_microbatches: Of one step of these ranks, both mirrored pipelines together.
-        num_layers: Transformer layers of the model, without those of multi-token prediction.
-        mtp_num_layers: Layers of multi-token prediction.
-        layout: Which layers each stage has, in Megatron's notation; None: the same number in each.
-        world_size: Ranks of the job; None: one pipeline.
-        seed: Of the run; needed where random numbers are drawn by micro-batch.
+        **sizes: `pipeline_ranks`: ranks of one pipeline, of both where a schedule mirrors two.
+            `num_microbatches`: of one step of these ranks, both mirrored pipelines together.
+            `num_layers`: transformer layers of the model, without those of multi-token prediction;
+            `mtp_num_layers`: those. `layout`: which layers each stage has, in Megatron's notation;
+            None: the same number in each. `world_size`: ranks of the job; None: one pipeline.
+            `seed`: of the run; needed where random numbers are drawn by micro-batch.
 
     Raises:
-        UserError: The sizes do not fit the configuration, or the device was named too late.
+        UserError: The sizes do not fit the configuration, the device was named too late, or
+            no host is installed.
         UpstreamMismatch: Active patches do not fit the installed Megatron.
     """
+    if sizes:
+        build = _configure(config, **sizes)
+    else:
+        hosts.check_some_host()
+        await_host(config)
+        build = None
+    megatron_ext.activate()
+    REGISTRY.raise_mismatches()
+    return build
+
+
+def await_host(config: PipelineConfig) -> None:
+    """Keep a configuration until a host (`megatron_ext/hosts/`) gives the sizes of its job."""
+    _begin(config)
+    activate_configuration(Active(config, asked=config, is_sized=False))
+
+
+def _begin(config: PipelineConfig) -> None:
+    """End the active configuration, and refuse what programs without flags cannot have."""
     clear_configuration()
     _select_device(config.device)
     if config.disaggregation is not None:
@@ -59,6 +90,20 @@ def configure(
             "{disaggregation} needs a training loop that knows both roles; start Megatron's own or "
             "the embedded one with --forward-backward-disaggregating"
         )
+
+
+def _configure(
+    config: PipelineConfig,
+    *,
+    pipeline_ranks: int,
+    num_microbatches: int,
+    num_layers: int,
+    mtp_num_layers: int | None = None,
+    layout: str | None = None,
+    world_size: int | None = None,
+    seed: int | None = None,
+) -> ModelBuild:
+    _begin(config)
     if config.draws_by_microbatch and seed is None:
         raise ConfigurationError(
             "{microbatch_rng} and {dynamic} need a seed; pass seed, the same on all ranks"
@@ -74,11 +119,10 @@ def configure(
             pipeline if runs else None,
             transport_only=pipeline if served else None,
             seed=seed if config.draws_by_microbatch else None,
+            asked=config,
         )
     )
     session.start(session.Run(schedule=pipeline.full))
-    megatron_ext.activate()
-    REGISTRY.raise_mismatches()
     return build
 
 

@@ -56,6 +56,7 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
 
     yield from software.check_versions()
     yield from software.check_requirements()
+    yield from software.check_bridge()
     yield from software.check_tree()
     yield from software.check_device()
     yield from software.check_native()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 __all__ = [
+    "check_bridge",
     "check_device",
     "check_native",
     "check_patches",
@@ -111,6 +112,21 @@ def _misfit(package: str, asked: Requirement, extras: tuple[str, ...]) -> Iterat
 def _release(version: str) -> tuple[int, ...]:
     numbers = version.partition("+")[0].split(".")[:3]
     return tuple(int(number) for number in numbers if number.isdigit())
+
+
+def check_bridge() -> Iterator[Finding]:
+    """Say whether Megatron-Bridge can be used, if it is here."""
+    from megatron_ext.hosts import bridge_requirements
+
+    version = bridge_requirements.bridge_version()
+    if version is None:
+        return
+    name, problems = "megatron-bridge", list(bridge_requirements.problems())
+    for problem in problems:
+        found, _, remedy = problem.rpartition("; ")
+        yield warn(name, found, remedy)
+    if not problems:
+        yield ok(name, f"{version} ({bridge_requirements.SUPPORTED})")
 
 
 def check_tree() -> Iterator[Finding]:

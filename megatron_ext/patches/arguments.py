@@ -32,9 +32,11 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         The same parser.
     """
     from megatron_ext import devices
-    from megatron_ext.config.flags import add_arguments
+    from megatron_ext.config.environment import FLAGS, requested_flags
+    from megatron_ext.config.flags import add_arguments, said_by
 
     add_arguments(parser)
+    parser.set_defaults(**said_by(requested_flags(), FLAGS))
     device = devices.current()
     known = {action.dest: action for action in parser._actions}
     backend = known.get("distributed_backend")

@@ -14,7 +14,7 @@ from megatron_ext import effects
 from megatron_ext.config import active
 from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Patch
 
-__all__ = ["PATCHES"]
+__all__ = ["PATCHES", "is_not_logged", "logged"]
 
 _TRAINING = "megatron.training.training"
 _STEPS = 2
@@ -43,7 +43,8 @@ def _is_due() -> bool:
     return progress is not None and progress.steps < _STEPS
 
 
-def _is_not_logged() -> bool:
+def is_not_logged() -> bool:
+    """Return whether the first line of the log is still to be checked."""
     progress = _looked_at()
     return progress is not None and not progress.logged
 
@@ -91,7 +92,7 @@ def _explain(error: Exception) -> None:
         raise effects.labels_missing(chosen) from error
 
 
-def _logged(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def logged(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Check the first line of the log."""
     found = active.required()
     found.state(_Progress).logged = True
@@ -133,8 +134,8 @@ PATCHES = (
     Patch(
         id="effects.logged",
         target=f"{_TRAINING}:training_log",
-        fn=_logged,
-        when=_is_not_logged,
+        fn=logged,
+        when=is_not_logged,
         order=-20,
         feature="effects",
         reason="does not verify at the first log line that the table ran and the loss arrived",

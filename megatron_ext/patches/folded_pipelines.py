@@ -15,7 +15,7 @@ from megatron_ext.config import active
 from megatron_ext.errors import DataError
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
-__all__ = ["PATCHES"]
+__all__ = ["PATCHES", "check_format", "check_optimizer_state"]
 
 _STATE = "megatron.core.parallel_state"
 _STAGES = "megatron.core.pipeline_parallel.utils"
@@ -114,7 +114,7 @@ def _whole_batch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return call(*args[:1], **{**kwargs, "mtp_on_this_rank": True})
 
 
-def _check_optimizer_state(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def check_optimizer_state(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Refuse optimizer state that is sharded along the gradient buffers of other stages."""
     optimizer = args[2] if len(args) > 2 else kwargs["optimizer"]
     options = kwargs.get("optim_sd_kwargs") or {}
@@ -138,7 +138,7 @@ def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
     keep_one_main_copy(args[0] if args else kwargs["sharded_state_dict"])
 
 
-def _check_format(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def check_format(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Refuse checkpoints that identify tensors by rank and chunk instead of by layer."""
     loaded = call(*args, **kwargs)
     kind = loaded[3]
@@ -263,13 +263,13 @@ PATCHES = (
     _patch(
         "checkpoint_format",
         f"{_CHECKPOINTING}:_load_base_checkpoint",
-        _check_format,
+        check_format,
         "reads formats that identify layers by rank, and would load the wrong layers",
     ),
     _patch(
         "optimizer_state",
         f"{_CHECKPOINTING}:generate_state_dict",
-        _check_optimizer_state,
+        check_optimizer_state,
         "checks the parallel sizes only, and would load optimizer state of other stages",
     ),
 )

@@ -26,7 +26,7 @@ from types import ModuleType
 
 from megatron_ext import compat, releases, upstream
 
-__all__ = ["install", "remove"]
+__all__ = ["before", "install", "remove"]
 
 _TREE_PACKAGES = frozenset(
     f"megatron.{name}" for name in ("legacy", "post_training", "rl", "training")
@@ -45,20 +45,23 @@ _TRITON_KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kerne
 
 
 class _MegatronFinder(MetaPathFinder):
-    """Places `megatron.core` and `megatron.training`; runs a callback before the former."""
+    """Places `megatron.core` and `megatron.training`; runs callbacks before packages.
 
-    def __init__(self, before_core: Callable[[], None]) -> None:
-        self._before_core = before_core
-        self._armed = False
+    Args:
+        before: Callbacks by package; each is called once.
+    """
+
+    def __init__(self, before: dict[str, Callable[[], None]]) -> None:
+        self.before = before
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the location of one of Megatron's packages; None defers to Python."""
+        callback = self.before.pop(fullname, None)
+        if callback is not None:
+            callback()
         if fullname == "megatron.core":
-            if not self._armed:
-                self._armed = True
-                self._before_core()
             core = releases.installed_core()
             return PathFinder.find_spec(fullname, [str(core.parent)]) if core else None
         if fullname in _TREE_PACKAGES:
@@ -96,11 +99,23 @@ def install(before_core: Callable[[], None]) -> None:
     """
     if _installed():
         return
-    first, last = _MegatronFinder(before_core), _ScriptFinder()
+    first, last = _MegatronFinder({"megatron.core": before_core}), _ScriptFinder()
     sys.meta_path.insert(0, first)
     sys.meta_path.append(last)
     if "megatron.core" in sys.modules:
         before_core()
+
+
+def before(package: str, callback: Callable[[], None]) -> None:
+    """Have a callback called once, just before a package first executes.
+
+    Args:
+        package: Not imported yet, and below `megatron`.
+        callback: Its exceptions end the import.
+    """
+    for finder in _installed():
+        if isinstance(finder, _MegatronFinder):
+            finder.before[package] = callback
 
 
 def remove() -> None:

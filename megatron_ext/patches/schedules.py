@@ -7,13 +7,31 @@ from typing import Any
 
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
-__all__ = ["PATCHES"]
+__all__ = ["PATCHES", "is_chosen", "log_statistics_of"]
 
 
-def _is_chosen() -> bool:
+def is_chosen() -> bool:
+    """Return whether a schedule of ours runs."""
     from megatron_ext.config import active
 
     return active.pipeline() is not None
+
+
+def _awaits_sizes() -> bool:
+    from megatron_ext.config import active
+
+    found = active.active()
+    return found is not None and not found.is_sized
+
+
+def _refuse(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> Any:
+    from megatron_ext.config.pipeline_config import ConfigurationError
+
+    raise ConfigurationError(
+        "configure was given no sizes, and no host that knows them came before the first step; "
+        "give {pipeline_ranks}, {num_microbatches} and {num_layers}, or train with "
+        "megatron.bridge's pretrain or finetune"
+    )
 
 
 def _ours(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -31,7 +49,7 @@ def _draws_by_microbatch() -> bool:
 
 
 def _is_stock_and_draws_by_microbatch() -> bool:
-    return _draws_by_microbatch() and not _is_chosen()
+    return _draws_by_microbatch() and not is_chosen()
 
 
 def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -54,7 +72,7 @@ def _begin_iteration(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> 
     return call(*args, **kwargs)
 
 
-def _log_statistics(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Train, then log statistics of the steps.
 
     Megatron may end the process inside (`--exit-interval`), and so may other code, on a single
@@ -89,9 +107,18 @@ PATCHES = (
         target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
         fn=_ours,
         kind="replace",
-        when=_is_chosen,
+        when=is_chosen,
         feature="schedules",
         reason="runs Megatron's own schedules only, not the table of --pipeline-schedule",
+    ),
+    Patch(
+        id="schedules.awaited_sizes",
+        target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+        fn=_refuse,
+        kind="replace",
+        when=_awaits_sizes,
+        feature="schedules",
+        reason="would train under Megatron's own schedule although another one was requested",
     ),
     Patch(
         id="schedules.microbatch_rng",
@@ -122,8 +149,8 @@ PATCHES = (
     Patch(
         id="schedules.measured",
         target="megatron.training.training:train",
-        fn=_log_statistics,
-        when=_is_chosen,
+        fn=log_statistics_of,
+        when=is_chosen,
         feature="schedules",
         reason="does not log at the end of training how much of it was idle or out of the table's "
         "order",

@@ -9,17 +9,20 @@ to travel to where they are logged. All functions do nothing in any other placem
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 from megatron_ext.config.active import is_folded
+from megatron_ext.signatures import default_groups
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 __all__ = [
     "differing_copies",
@@ -109,19 +112,22 @@ def keep_one_main_copy(sharded_state_dict: Any) -> None:
             taken.add(name)
 
 
-def share_losses(losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def share_losses(
+    losses: Mapping[str, torch.Tensor], groups: ProcessGroupCollection | None = None
+) -> dict[str, torch.Tensor]:
     """Bring the losses of the last stage to all stages, whatever they are called. Collective.
 
     Args:
         losses: On the rank with the last stage what it has, anything elsewhere.
+        groups: Of the model; None: Megatron's global ones.
 
     Returns:
         The last stage's losses.
     """
     if not is_folded():
         return dict(losses)
-    group = parallel_state.get_pipeline_model_parallel_group()
-    source = parallel_state.get_pipeline_model_parallel_last_rank()
+    group = (default_groups() if groups is None else groups).pp
+    source = dist.get_process_group_ranks(group)[0]
     holder = dist.get_rank() == source
     box: list[Any] = [{k: v.detach().cpu() for k, v in losses.items()} if holder else None]
     dist.broadcast_object_list(box, src=source, group=group)
@@ -130,12 +136,15 @@ def share_losses(losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: loss.to(torch.cuda.current_device()) for key, loss in box[0].items()}
 
 
-def share_mtp_losses() -> None:
+def share_mtp_losses(groups: ProcessGroupCollection | None = None) -> None:
     """Bring what multi-token prediction counted in this step to all stages. Collective.
 
     Losses, and from 0.19 on hits too. Upstream keeps them in a tracker of the rank that computed
     them and averages them over its replicas when they are logged; each rank's own replicas have the
     same values, so that the average is right everywhere.
+
+    Args:
+        groups: Of the model; None: Megatron's global ones.
     """
     if not is_folded():
         return
@@ -145,8 +154,9 @@ def share_mtp_losses() -> None:
             name: values
             for name, values in tracker.items()
             if name.endswith("values") and not name.startswith("cumulative")
-        }
+        },
+        groups,
     )
     if shared:
-        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        replicas = (default_groups() if groups is None else groups).dp_cp
         tracker.update(shared, reduce_group=None, avg_group=replicas)

@@ -1,0 +1,60 @@
+"""Training loops that are neither Megatron's own nor ours, and start Megatron's schedules.
+
+Each host has a module with a tuple `PATCHES` and a function `check_installed`. Neither is imported
+before the host is, so that nobody pays for a host that is not used.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+
+from megatron_ext.config import active
+from megatron_ext.config.environment import requested_flags
+from megatron_ext.patches import hooks
+from megatron_ext.patches.registry import REGISTRY
+
+__all__ = ["HOSTS", "arm", "check_some_host"]
+
+HOSTS = {"megatron.bridge": "megatron_ext.hosts.bridge"}
+"""Our module by the package of the host."""
+
+
+def arm() -> None:
+    """Register the patches of each host just before it is imported. Idempotent."""
+    for package, module in HOSTS.items():
+        begin: Callable[[], None] = partial(_begin, module)
+        if package in sys.modules:
+            begin()
+        else:
+            hooks.before(package, begin)
+
+
+def _begin(name: str) -> None:
+    module = import_module(name)
+    REGISTRY.register([patch for patch in module.PATCHES if patch not in REGISTRY])
+    found = active.active()
+    if requested_flags() or (found is not None and not found.is_sized):
+        module.check_installed()
+
+
+def check_some_host() -> None:
+    """Refuse to wait for a host where none is installed, or one that cannot run.
+
+    Raises:
+        UserError: Says what is missing.
+    """
+    from megatron_ext.errors import ArgumentsError
+
+    here = [module for package, module in HOSTS.items() if find_spec(package) is not None]
+    if not here:
+        raise ArgumentsError(
+            "configure was given no sizes, and there is no host that knows them; give "
+            "pipeline_ranks, num_microbatches and num_layers, or pip install "
+            "'megatron-bridge>=0.6,<0.7' and train with its pretrain or finetune"
+        )
+    for module in here:
+        import_module(module).check_installed()

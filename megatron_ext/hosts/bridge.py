@@ -1,0 +1,390 @@
+"""Megatron-Bridge: its training loop under the schedules and transports of this package.
+
+Bridge starts Megatron's schedule as Megatron's own trainer does, so what runs a step needs nothing
+here. But it has no command line: its configuration is an object, which is read and rewritten where
+Bridge validates it. And its loop has functions of its own where the loss of a folded pipeline has
+to travel to the rank that logs.
+
+What to run comes from `megatron_ext.configure(PipelineConfig(...))`, or, for recipes that are
+started by name, from `MEGATRON_EXT_FLAGS`.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext import devices
+from megatron_ext.config import active, prepared_arguments, programs, randomness
+from megatron_ext.config.environment import FLAGS, requested_flags
+from megatron_ext.config.flags import parse_words
+from megatron_ext.errors import ArgumentsError, DataError, ScheduleError
+from megatron_ext.hosts.bridge_requirements import check_installed
+from megatron_ext.hosts.bridge_settings import Settings
+from megatron_ext.patches import first_steps, folded_pipelines, schedules
+from megatron_ext.patches.registry import REGISTRY, Patch
+
+if TYPE_CHECKING:
+    from megatron_ext.config.pipeline_config import PipelineConfig
+
+__all__ = ["PATCHES", "check_installed"]
+
+_TRAINING = "megatron.bridge.training"
+
+_Args = tuple[Any, ...]
+_Keywords = dict[str, Any]
+
+
+@dataclass
+class _Hosted:
+    """What was changed for a configuration, to be taken back with it."""
+
+    settings: Settings | None = None
+    arguments: Namespace | None = None
+
+    def close(self) -> None:
+        """Give Bridge's configuration its own values and hooks again."""
+        if self.settings is not None:
+            self.settings.restore()
+            _remove_hook(self.settings.container.model)
+
+
+def _validate(call: Callable[..., Any], instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+    """Put in force what was asked for, and tell Bridge what hosts it, before Bridge validates."""
+    asked, words = _asked()
+    if asked is None and words is None:
+        _suit_device(Settings(instance))
+        return call(*args, **kwargs)
+    REGISTRY.raise_mismatches()
+    sizes = _sizes_of_configure()
+    active.clear_configuration()
+    settings = Settings(instance)
+    try:
+        _prepare(settings, asked, words)
+        _check_sizes(sizes)
+        result = call(*args, **kwargs)
+        _check(settings)
+    except BaseException as error:
+        active.clear_configuration()
+        settings.restore()
+        if asked is not None:  # for another try, with another configuration of Bridge's
+            programs.await_host(asked)
+        if isinstance(error, ArgumentsError | ScheduleError):
+            message = settings.in_fields(str(error), from_python=asked is not None)
+            kind = ScheduleError if isinstance(error, ScheduleError) else ArgumentsError
+            raise kind(message) from None
+        raise
+    return result
+
+
+def _asked() -> tuple[PipelineConfig | None, Namespace | None]:
+    """Return what a program gave `configure`, or what the environment says in flags.
+
+    Raises:
+        ArgumentsError: Both say something, or the flags are wrong.
+    """
+    found, words = active.active(), requested_flags()
+    asked = None if found is None else found.asked
+    if asked is not None and words:
+        raise ArgumentsError(
+            f"megatron_ext.configure was called, and {FLAGS} is {' '.join(words)!r}; leave one of "
+            "them out"
+        )
+    return asked, parse_words(words, FLAGS) if words else None
+
+
+def _sizes_of_configure() -> tuple[int, int] | None:
+    """Return the ranks and micro-batches that `configure` was given; None: nothing, or it is ours.
+
+    A configuration that was put in force here has sizes too, of an earlier run.
+    """
+    found = active.active()
+    if found is None or not found.is_sized or found.state(_Hosted).settings is not None:
+        return None
+    return _sizes(found)
+
+
+def _sizes(found: active.Active) -> tuple[int, int] | None:
+    chosen = found.pipeline or found.transport_only
+    return None if chosen is None else (chosen.pp, chosen.num_microbatches * chosen.twins)
+
+
+def _check_sizes(given: tuple[int, int] | None) -> None:
+    found = _sizes(active.required())
+    if given is not None and given != found:
+        raise ArgumentsError(
+            "configure was given pipeline_ranks {} and num_microbatches {}, but Bridge's "
+            "configuration makes {} and {} of them; leave all sizes out, Bridge has them".format(
+                *given, *(found or (1, 1))
+            )
+        )
+
+
+def _prepare(settings: Settings, asked: PipelineConfig | None, words: Namespace | None) -> None:
+    _refuse_own_pipelines(settings.container.model)
+    _suit_device(settings)
+    arguments = _arguments(settings)
+    if words is not None:
+        if words.forward_backward_disaggregating:
+            raise ArgumentsError(
+                "--forward-backward-disaggregating needs a training loop that knows both roles, "
+                "which are Megatron's own and the embedded one; leave it out of "
+                f"{FLAGS}, or train with pretrain_gpt.py"
+            )
+        vars(arguments).update(vars(words))
+    prepared_arguments.prepare(arguments, asked)
+    _refuse_decentralized(settings.container)
+    hosted = active.required().state(_Hosted)
+    hosted.settings, hosted.arguments = settings, arguments
+    settings.keep(_COMPLETED)
+    settings.write({**prepared_arguments.rewritten(arguments), **_stages()})
+    settings.container.set_data_parallel_size()
+    _add_hook(settings.container.model)
+
+
+_COMPLETED = (
+    "pipeline_model_parallel_layout",
+    "virtual_pipeline_model_parallel_size",
+    "delay_wgrad_compute",
+)
+"""What Bridge or we complete from other settings."""
+
+
+def _arguments(settings: Settings) -> Namespace:
+    from megatron.bridge.utils.common_utils import get_rank_safe, get_world_size_safe
+
+    return settings.arguments(world_size=get_world_size_safe(), rank=get_rank_safe())
+
+
+def _stages() -> dict[str, Any]:
+    """Return the chunks of a rank, and how messages go, as Megatron's parser computes them."""
+    chosen = active.pipeline()
+    if chosen is None:
+        return {}
+    placement = chosen.placement
+    chunks = placement.num_stages // placement.num_ranks
+    overlaps = chunks > 1 and placement.num_ranks == 2
+    wanted: dict[str, Any] = {
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None
+    }
+    if overlaps:  # the only way in which Megatron accepts chunks on two ranks
+        wanted |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    return wanted
+
+
+def _suit_device(settings: Settings) -> None:
+    """Set what the device needs instead of Bridge's defaults, which are for NVIDIA's."""
+    arguments = vars(_arguments(settings))
+    for dest, (value, _reason) in devices.current().argument_defaults.items():
+        if dest in arguments and arguments[dest] != value:
+            settings.write({dest: value})
+
+
+def _check(settings: Settings) -> None:
+    """Compare what Bridge made of its configuration with what was prepared."""
+    hosted = active.required().state(_Hosted)
+    assert hosted.arguments is not None
+    completed = _arguments(settings)
+    vars(hosted.arguments).update(vars(completed))
+    prepared_arguments.check(hosted.arguments)
+
+
+def _refuse_own_pipelines(model: Any) -> None:
+    if getattr(getattr(model, "dist_train", None), "use_dist_train", False) is True:
+        raise ArgumentsError(
+            "model.dist_train.use_dist_train gives encoder and language model ranks of their own "
+            "and runs its own 1F1B over them; set it to False, or leave megatron_ext's pipeline out"
+        )
+
+
+def _refuse_decentralized(container: Any) -> None:
+    """Refuse what finds its ranks in Megatron's global groups where Bridge does not make them."""
+    chosen = active.pipeline()
+    if chosen is None or not container.dist.use_decentralized_pg:
+        return
+    if chosen.twins == 2:
+        why = "finds its mirrored ranks"
+    elif chosen.is_folded:
+        why = "has a layout, and Megatron finds the layers of a layout"
+    else:
+        return
+    raise ArgumentsError(
+        f"schedule {chosen.name} {why} in global groups, which dist.use_decentralized_pg does not "
+        "make; set it to False, or take zb-h1"
+    )
+
+
+def _refuse_modules(*_call: Any) -> Any:
+    raise ArgumentsError(
+        "pretrain_megatron_mimo runs several models as several pipelines with its own 1F1B; leave "
+        f"megatron_ext.configure or {FLAGS} out"
+    )
+
+
+def _is_asked() -> bool:
+    found = active.active()
+    return bool(requested_flags()) or (found is not None and found.asked is not None)
+
+
+# -- tied embeddings -----------------------------------------------------------------------------
+
+
+def _tie(chunks: list[Any]) -> list[Any]:
+    """Give both copies of a tied embedding one value, where one rank has them. A hook."""
+    from megatron_ext.schedules.runtime.folded import tie_embeddings
+
+    tie_embeddings(chunks)
+    return chunks
+
+
+def _hooks(model: Any) -> list[Any]:
+    """Return the list of a model's hooks that run when it is wrapped."""
+    name = "post_wrap_hooks" if hasattr(model, "post_wrap_hooks") else "_post_wrap_hooks"
+    found: list[Any] = vars(model).setdefault(name, [])
+    return found
+
+
+def _add_hook(model: Any) -> None:
+    _remove_hook(model)
+    _hooks(model).append(_tie)
+
+
+def _remove_hook(model: Any) -> None:
+    hooks = _hooks(model)
+    hooks[:] = [hook for hook in hooks if hook is not _tie]
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+
+
+def _in_fields(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a check of Megatron's checkpoints name Bridge's fields."""
+
+    def run(call: Callable[..., Any], instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+        try:
+            return check(call, instance, args, kwargs)
+        except DataError as error:
+            settings = active.required().state(_Hosted).settings
+            if settings is None:
+                raise
+            raise DataError(settings.in_fields(str(error), from_python=True)) from None
+
+    return run
+
+
+# -- steps ---------------------------------------------------------------------------------------
+
+
+def _step_of(state: Any) -> int:
+    return int(state.train_state.step)
+
+
+def _train_step(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+    """Say which step begins; bring the losses of a folded pipeline to the rank that logs."""
+    from megatron_ext.schedules.runtime.folded import share_losses, share_mtp_losses
+
+    state = args[5] if len(args) > 5 else kwargs["global_state"]
+    groups = args[6] if len(args) > 6 else kwargs["pg_collection"]
+    hosted = active.required().state(_Hosted)
+    if hosted.arguments is not None:
+        hosted.arguments.iteration = _step_of(state)
+    randomness.begin_iteration(_step_of(state))
+    losses, *others = call(*args, **kwargs)
+    if not active.is_folded():
+        return losses, *others
+    share_mtp_losses(groups)
+    return share_losses(losses, groups), *others
+
+
+def _evaluate(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
+    """Bring the losses of an evaluation to the rank that logs; None: the time was up."""
+    from megatron.bridge.training.utils.pg_utils import get_pg_collection
+
+    from megatron_ext.schedules.runtime.folded import share_losses
+
+    losses, *others = call(*args, **kwargs)
+    if losses is None:
+        return losses, *others
+    groups = kwargs.get("pg_collection")
+    if groups is None:
+        groups = get_pg_collection(args[3] if len(args) > 3 else kwargs["model"])
+    return share_losses(losses, groups), *others
+
+
+def _is_in_force() -> bool:
+    return active.active() is not None
+
+
+def _patch(name: str, target: str, fn: Callable[..., Any], reason: str, **options: Any) -> Patch:
+    return Patch(
+        id=f"bridge.{name}",
+        target=f"{_TRAINING}.{target}",
+        fn=fn,
+        reason=reason,
+        feature="Megatron-Bridge",
+        **options,
+    )
+
+
+PATCHES = (
+    _patch(
+        "validate",
+        "config:ConfigContainer.validate",
+        _validate,
+        "Bridge has no command line: what was asked for is checked against its configuration, and "
+        "written into it",
+    ),
+    _patch(
+        "modules",
+        "config:megatron_mimo_runtime_config_update",
+        _refuse_modules,
+        "runs several pipelines by its own 1F1B, past the schedule that was asked for",
+        when=_is_asked,
+    ),
+    _patch(
+        "train_step",
+        "train:train_step",
+        _train_step,
+        "schedules are not told the iteration, and the last rank logs where the first has the "
+        "losses",
+        when=_is_in_force,
+    ),
+    _patch(
+        "evaluate",
+        "eval:evaluate",
+        _evaluate,
+        "the last rank logs, but the first has the losses",
+        when=active.is_folded,
+    ),
+    _patch(
+        "measured",
+        "train:train",
+        schedules.log_statistics_of,
+        "says at the end of the training how much of it was idle, and out of the table's order",
+        when=schedules.is_chosen,
+    ),
+    _patch(
+        "logged",
+        "utils.train_utils:training_log",
+        first_steps.logged,
+        "looks at the first line that is logged: the table ran, and the loss has arrived",
+        when=first_steps.is_not_logged,
+        order=-20,
+    ),
+    _patch(
+        "checkpoint_format",
+        "checkpointing:_load_base_checkpoint",
+        _in_fields(folded_pipelines.check_format),
+        "reads files of formats that tell layers by rank: other layers would be loaded",
+        when=active.is_folded,
+    ),
+    _patch(
+        "optimizer_state",
+        "checkpointing:generate_state_dict",
+        _in_fields(folded_pipelines.check_optimizer_state),
+        "looks at the parallel sizes only: optimizer state of other stages would be loaded",
+        when=active.is_folded,
+    ),
+)

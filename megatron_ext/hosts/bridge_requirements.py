@@ -1,0 +1,84 @@
+"""Whether Megatron-Bridge can be imported here: its version, and what it imports without asking."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
+
+from megatron_ext import releases
+from megatron_ext.errors import UserError
+
+__all__ = ["SUPPORTED", "bridge_version", "check_installed", "problems"]
+
+SUPPORTED = ">=0.6,<0.7"
+"""Versions of megatron-bridge that the rows in `megatron_ext/hosts/bridge.py` were written for."""
+
+_RANGE = (0, 6)
+_OLDEST_CORE = (0, 19)
+"""Bridge 0.6 imports `megatron.training.models`, and schedules that know several modules."""
+_PYTHON = (3, 12)
+_IMPORTS = {
+    "transformer_engine": "transformer-engine[pytorch]",
+    "modelopt": "nvidia-modelopt",
+    "nvidia_resiliency_ext": "nvidia-resiliency-ext",
+    "omegaconf": "omegaconf",
+    "hydra": "hydra-core",
+    "datasets": "datasets",
+    "diffusers": "diffusers",
+    "transformers": "transformers>=5.8",
+}
+"""What `megatron.bridge.training.pretrain` imports: the package to install by the module."""
+
+
+def bridge_version() -> str | None:
+    """Return the installed version; None without one, or where it is a plain source tree."""
+    try:
+        return metadata.version("megatron-bridge")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def problems() -> Iterator[str]:
+    """Yield what keeps Bridge from being used: what was found, what fits, what to install."""
+    version = bridge_version()
+    if version is not None and releases.parse_release(version) != _RANGE:
+        yield (
+            f"megatron-bridge {version} is installed, {SUPPORTED} is supported; pip install "
+            f"'megatron-bridge{SUPPORTED}'"
+        )
+        return
+    name = f"megatron-bridge {version or '(sources)'}"
+    core = releases.installed_release()
+    if core is None or core < _OLDEST_CORE:
+        yield (
+            f"{name} needs megatron-core >=0.19,<0.20, {releases.core_version() or 'none'} is "
+            "installed; pip install 'megatron-core>=0.19,<0.20'"
+        )
+    if sys.version_info[:2] < _PYTHON:
+        found = ".".join(map(str, sys.version_info[:2]))
+        yield f"{name} needs Python 3.12, this is {found}; make an environment with Python 3.12"
+    missing = [module for module in _IMPORTS if not _is_there(module)]
+    if missing:
+        needed = " ".join(f"'{_IMPORTS[module]}'" for module in missing)
+        yield (
+            f"{name} imports {', '.join(missing)} whatever it trains, and not all of it is "
+            f"installed; pip install {needed}"
+        )
+
+
+def _is_there(module: str) -> bool:
+    if module in sys.modules:
+        return True
+    return find_spec(module) is not None
+
+
+def check_installed() -> None:
+    """Refuse a Bridge that cannot be used, before its import fails somewhere inside.
+
+    Raises:
+        UserError: The first thing that is wrong, in one line.
+    """
+    for problem in problems():
+        raise UserError(problem)

@@ -1,0 +1,8 @@
+"""Imports Megatron-Bridge, once for all ranks that are forked from here."""
+
+from tests.hosts import stand_ins
+
+stand_ins.install()
+
+import megatron.bridge.training.gpt_step  # noqa: E402
+import megatron.bridge.training.pretrain  # noqa: E402, F401

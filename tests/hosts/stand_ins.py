@@ -1,0 +1,93 @@
+"""Stands in for what Megatron-Bridge imports and a machine without a GPU cannot have.
+
+Nothing here is ever called by a training with layers of Megatron's own (`transformer_impl` local);
+a name that is used after all says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["install"]
+
+
+class _Anything(type):
+    """Classes that may be inherited from and asked for attributes."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _class(name)
+
+
+def _class(name: str) -> Any:
+    return _Anything(name, (), {"__init__": _refuse})
+
+
+def _refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+    raise NotImplementedError(f"{type(self).__name__} is a stand-in without a GPU")
+
+
+class _StandIn(ModuleType):
+    """A package whose names, and modules, are all there."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, loader=None, is_package=True)
+        self.__path__: list[str] = []
+        self.__version__ = "0.0.0"  # too old for all that asks
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = _class(name)
+        setattr(self, name, made)
+        return made
+
+
+def install(**more: tuple[str, ...]) -> list[str]:
+    """Stand in for what is not installed; return the names of the packages.
+
+    Args:
+        **more: Other packages, and the modules in them.
+    """
+    for name in _BEFORE:
+        import_module(name)
+    made = []
+    for name, parts in {**_MODULES, **more}.items():
+        if name in sys.modules or find_spec(name) is not None:
+            continue
+        made.append(name)
+        sys.modules[name] = root = _StandIn(name)
+        for part in parts:
+            module = root
+            for word in part.split("."):
+                full = f"{module.__name__}.{word}"
+                if full not in sys.modules:
+                    sys.modules[full] = _StandIn(full)
+                    setattr(module, word, sys.modules[full])
+                module = sys.modules[full]
+    return made
+
+
+_MODULES = {
+    "transformer_engine": ("pytorch",),
+    "nvidia_resiliency_ext": ("inprocess",),
+}
+"""Packages, and the modules in them."""
+
+_BEFORE = (
+    "megatron.core.distributed",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.extensions.transformer_engine",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.hybrid.hybrid_layer_specs",
+    "megatron.core.full_cuda_graph",
+    "megatron.core.rerun_state_machine",
+)
+"""What asks for these packages itself, and does without where they are not there."""

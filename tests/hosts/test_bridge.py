@@ -1,0 +1,266 @@
+"""Megatron-Bridge trains under our schedules with the losses of its own 1F1B, bit for bit.
+
+These run in an environment with megatron-bridge: `bash tests/hosts/run.sh`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext import DynamicOrder
+from tests.hosts import bridge_runs
+from tests.rank_server import PRELOAD
+from tests.ranks import run_ranks, start_ranks
+
+pytestmark = pytest.mark.skipif(
+    find_spec("megatron.bridge") is None,
+    reason="no megatron-bridge here: bash tests/hosts/run.sh makes an environment with it",
+)
+
+PP2 = {"model.pipeline_model_parallel_size": 2}
+UNTIED = {"model.share_embeddings_and_output_weights": False}
+DECENTRALIZED = {"dist.use_decentralized_pg": True, "dist.use_gloo_process_groups": False}
+SHARDED = {
+    "ddp.use_distributed_optimizer": True,
+    "ddp.overlap_grad_reduce": True,
+    "ddp.overlap_param_gather": True,
+    "mixed_precision": "bf16_mixed",
+    **PP2,
+}
+DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loaded() -> Iterator[None]:
+    """Import Bridge once, not in each rank: that takes a minute."""
+    before = os.environ.get(PRELOAD)
+    os.environ[PRELOAD] = "tests.hosts.bridge_loaded"
+    yield
+    if before is None:
+        del os.environ[PRELOAD]
+
+
+def trained(
+    changes: Mapping[str, Any],
+    settings: Mapping[str, Any] | None = None,
+    *,
+    flags: str = "",
+    builder: bool = False,
+    sizes: tuple[int, int, int] | None = None,
+) -> list[bridge_runs.Trained]:
+    return run_ranks(
+        4,
+        bridge_runs.train,
+        dict(changes),
+        settings,
+        builder,
+        sizes,
+        env={"MEGATRON_EXT_FLAGS": flags},
+        timeout_s=280,
+    )
+
+
+@pytest.fixture(scope="module")
+def own() -> Any:
+    """Return what Bridge's own schedule does, once for each configuration."""
+    known: dict[str, bridge_runs.Trained] = {}
+
+    def run(changes: Mapping[str, Any], settings: Any = None) -> bridge_runs.Trained:
+        key = repr((sorted(changes.items()), settings))
+        if key not in known:
+            known[key] = trained(changes, settings)[-1]
+            assert known[key].schedule is None
+        return known[key]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "theirs"),
+    [
+        pytest.param({}, {"transport": "shm"}, {}, id="1f1b over shm"),
+        pytest.param({}, {"schedule": "zb-h1"}, {}, id="zb-h1"),
+        pytest.param({}, {"schedule": "zb-v"}, {}, id="zb-v, tied"),
+        pytest.param(UNTIED, {"schedule": "zb-v", "transport": "shm"}, UNTIED, id="zb-v, untied"),
+        pytest.param({}, {"dynamic": DynamicOrder()}, {}, id="dynamic order"),
+        pytest.param(
+            {},
+            {"schedule": "interleaved", "chunks": 2, "dynamic": DynamicOrder()},
+            {},
+            id="dynamic order, interleaved",
+        ),
+        pytest.param({}, {"schedule": "bitpipe"}, PP2, id="bitpipe"),
+        pytest.param(SHARDED, {"schedule": "zb-v"}, SHARDED, id="zb-v, bf16, sharded optimizer"),
+        pytest.param(
+            DECENTRALIZED, {"schedule": "zb-h1"}, DECENTRALIZED, id="zb-h1, decentralized groups"
+        ),
+    ],
+)
+def test_losses_are_those_of_bridges_own_schedule(
+    changes: dict[str, Any], settings: dict[str, Any], theirs: dict[str, Any], own: Any
+) -> None:
+    expected, ours = own(theirs), trained(changes, settings)
+    check(expected, ours)
+    assert ours[-1].schedule == settings.get("schedule", "1f1b" if "dynamic" in settings else None)
+    assert ours[-1].transport == settings.get(
+        "transport", "auto" if "dynamic" in settings else "torch"
+    )
+    assert (sum(rank.reordered for rank in ours) > 0) == ("dynamic" in settings)
+
+
+def check(expected: bridge_runs.Trained, ours: list[bridge_runs.Trained]) -> None:
+    """The rank that logs has Bridge's losses; an evaluation's are where the last stage is."""
+    print("Bridge:", [float.fromhex(loss) for loss in expected.losses])
+    print("ours:  ", [float.fromhex(loss) for loss in ours[-1].losses])
+    assert ours[-1].losses == expected.losses
+    assert len(set(expected.losses)) == 4, "nothing was trained"
+    assert "none" not in expected.losses
+    assert expected.evaluated in [rank.evaluated for rank in ours]
+
+
+def test_flags_in_the_environment(own: Any) -> None:
+    ours = trained({}, flags="--pipeline-schedule zb-v --pipeline-transport shm")
+    check(own({}), ours)
+    assert (ours[0].schedule, ours[0].transport) == ("zb-v", "shm")
+
+
+def test_sizes_that_configure_was_given_are_compared(own: Any) -> None:
+    check(own({}), trained({}, {"schedule": "zb-v"}, sizes=(4, 8, 8)))
+    told = run_ranks(4, bridge_runs.refused, {}, {"schedule": "zb-v"}, (4, 16, 8), timeout_s=280)
+    [message] = set(told)
+    assert message == (
+        "configure was given pipeline_ranks 4 and num_microbatches 16, but Bridge's configuration "
+        "makes 4 and 8 of them; leave all sizes out, Bridge has them"
+    )
+
+
+def test_a_model_of_the_newer_form(own: Any) -> None:
+    ours = trained({}, {"schedule": "zb-v"}, builder=True)
+    check(trained({}, builder=True)[-1], ours)
+    assert ours[0].schedule == "zb-v"
+
+
+def test_masks_belong_to_microbatches(own: Any) -> None:
+    """To their stages, too, of which zb-v has as many as Bridge's interleaved schedule."""
+    interleaved = {**DROPOUT, "model.virtual_pipeline_model_parallel_size": 2}
+    expected = own(interleaved, {"microbatch_rng": True})
+    check(expected, trained(DROPOUT, {"schedule": "zb-v", "microbatch_rng": True}))
+    assert expected.losses != own({}).losses
+
+
+def test_the_last_rank_logs_the_losses_of_a_folded_pipeline() -> None:
+    def lines(run: Any) -> list[str]:
+        assert run.exit_codes == [0] * 4, run.describe()
+        return re.findall(r"lm loss(?: value)?: \S+", run.logs[-1])
+
+    theirs = lines(start_ranks(4, bridge_runs.train, {}, timeout_s=280))
+    ours = lines(start_ranks(4, bridge_runs.train, {}, {"schedule": "zb-v"}, timeout_s=280))
+    assert ours == theirs
+    assert len(theirs) >= 6  # four steps and two evaluations
+
+
+def test_the_same_configuration_trains_again_without_us() -> None:
+    for ours, theirs in run_ranks(4, bridge_runs.train_twice, timeout_s=280)[-1:]:
+        assert (ours.schedule, theirs.schedule) == ("zb-v", None)
+        assert ours.losses == theirs.losses
+
+
+def test_undoing_restores_bridge() -> None:
+    assert run_ranks(1, bridge_runs.undone, timeout_s=280) == [[]]
+
+
+def test_without_its_hook_a_tied_embedding_is_missed() -> None:
+    found = start_ranks(4, bridge_runs.train_without_hook, timeout_s=280)
+    assert found.values[0] is not None, found.describe()
+    assert "the copies of the tied embedding on the first rank are equal, but" in found.values[0]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole optimizer", "sharded optimizer"])
+@pytest.mark.parametrize("saver", [None, {"schedule": "zb-v"}], ids=["from 1f1b", "from zb-v"])
+def test_a_checkpoint_goes_on_under_the_other_schedule(
+    tmp_path: Path, sharded: bool, saver: dict[str, Any] | None, own: Any
+) -> None:
+    common = {
+        "ddp.use_distributed_optimizer": sharded,
+        "checkpoint.dist_ckpt_optim_fully_reshardable": True,
+    }
+    folder = str(tmp_path / "checkpoints")
+    saving = {"checkpoint.save": folder, "checkpoint.save_interval": 2, "train.exit_interval": 2}
+    trained({**common, **saving}, saver)
+    loader = None if saver else {"schedule": "zb-v"}
+    resumed = trained({**common, "checkpoint.load": folder}, loader)[-1]
+    assert resumed.losses == own(common).losses[2:]
+
+
+def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
+    common = {"ddp.use_distributed_optimizer": True}
+    folder = str(tmp_path / "checkpoints")
+    saving = {"checkpoint.save": folder, "checkpoint.save_interval": 2, "train.exit_interval": 2}
+    trained({**common, **saving})
+    loading = {**common, "checkpoint.load": folder}
+    told = run_ranks(4, bridge_runs.failed, loading, {"schedule": "zb-v"}, timeout_s=280)
+    for line in told:
+        assert "save with checkpoint.dist_ckpt_optim_fully_reshardable to change" in line
+        assert "load the weights alone with checkpoint.load_optim False" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "flags", "message"),
+    [
+        ({"model.num_layers": 12}, {"schedule": "zb-v"}, "", "model.num_layers 12 does not divide"),
+        (
+            {"train.global_batch_size": 7},
+            {"schedule": "bitpipe"},
+            "",
+            "take train.global_batch_size 6 or 8",
+        ),
+        (
+            {"model.virtual_pipeline_model_parallel_size": 2},
+            {"schedule": "zb-v"},
+            "",
+            "which excludes model.virtual_pipeline_model_parallel_size 2",
+        ),
+        (
+            {"model.pipeline_model_parallel_size": 1},
+            {"schedule": "zb-v"},
+            "",
+            "schedule zb-v needs a pipeline",
+        ),
+        (DECENTRALIZED, {"schedule": "bitpipe"}, "", "schedule bitpipe finds its mirrored ranks"),
+        (DECENTRALIZED, {"schedule": "zb-v"}, "", "schedule zb-v has a layout, and Megatron"),
+        (
+            {"model.dist_train": SimpleNamespace(use_dist_train=True, language_world_size=4)},
+            {"schedule": "zb-h1"},
+            "",
+            "model.dist_train.use_dist_train gives encoder and language model ranks",
+        ),
+        ({}, {"schedule": "zb-v"}, "--use-dpp", "configure was called, and MEGATRON_EXT_FLAGS"),
+        ({}, None, "--pipeline-schedul zb-v", "unrecognized arguments: --pipeline-schedul"),
+        ({}, None, "--pipeline-schedule zb-v --trace-dir x", "--trace-dir is for traces"),
+        ({}, None, "--forward-backward-disaggregating", "needs a training loop that knows both"),
+    ],
+)
+def test_refused(
+    changes: dict[str, Any], settings: dict[str, Any] | None, flags: str, message: str
+) -> None:
+    told = run_ranks(
+        4, bridge_runs.refused, changes, settings, env={"MEGATRON_EXT_FLAGS": flags}, timeout_s=280
+    )
+    assert len(set(told)) == 1
+    assert message in told[0]
+    assert "\n" not in told[0]
+
+
+def test_the_example() -> None:
+    run = start_ranks(4, bridge_runs.run_example, "zb-v", timeout_s=280)
+    assert run.exit_codes == [0] * 4, run.describe()
+    assert "pipeline schedule: zb-v chunks=2 on 4 ranks, 8 micro-batches" in run.logs[0]
+    assert len(re.findall(r"lm loss: [0-9.E+]+", run.logs[-1])) == 4

@@ -1,0 +1,185 @@
+"""Hosts cost nothing where they are not, and say what they lack."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megatron_ext
+from megatron_ext import PipelineConfig, hosts, releases
+from megatron_ext.config import active
+from megatron_ext.config.environment import requested_flags
+from megatron_ext.config.flags import said_by
+from megatron_ext.doctor import software
+from megatron_ext.errors import ArgumentsError, UserError
+from megatron_ext.hosts import bridge_requirements
+from tests.ranks import run_ranks
+
+REPO = Path(__file__).parents[2]
+PYTHON = os.environ.get("MEGATRON_BRIDGE_PYTHON", "")
+HAS_BRIDGE = util.find_spec("megatron.bridge") is not None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(HAS_BRIDGE, reason="tests/hosts/test_bridge.py runs here itself")
+def test_bridge_in_the_environment_that_is_given() -> None:
+    if not PYTHON:
+        pytest.skip("MEGATRON_BRIDGE_PYTHON names no Python with megatron-bridge")
+    done = subprocess.run(
+        ["bash", "tests/hosts/run.sh", "-q", "-k", "test_bridge"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def test_nothing_of_a_host_is_imported_without_it() -> None:
+    code = (
+        "import sys, megatron_ext, megatron_ext.cli, megatron.core\n"
+        "print(*sorted(m for m in sys.modules if m.startswith('megatron_ext.hosts.')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
+
+
+OLD_BRIDGE = (
+    "megatron-bridge 0.5.0 is installed, >=0.6,<0.7 is supported; pip install "
+    "'megatron-bridge>=0.6,<0.7'"
+)
+
+HOST = """
+import sys, types
+import megatron_ext
+from megatron_ext.patches.registry import REGISTRY
+assert not any(row.id.startswith("bridge.") for row in megatron_ext.report())
+import megatron.bridge.training.config as config
+states = {row.id: row.state for row in megatron_ext.report() if row.id.startswith("bridge.")}
+assert states["bridge.validate"] == "installed" and states["bridge.train_step"] == "pending", states
+config.ConfigContainer().validate()
+patched = config.ConfigContainer.validate
+megatron_ext.deactivate()
+print(type(patched).__name__, type(config.ConfigContainer.__dict__["validate"]).__name__)
+"""
+
+
+def test_rows_come_just_before_the_host(tmp_path: Path) -> None:
+    """A package of the name, with one of the functions, stands in for Bridge."""
+    folder = tmp_path / "megatron" / "bridge" / "training"
+    folder.mkdir(parents=True)
+    for package in (folder, folder.parent):
+        (package / "__init__.py").write_text("")
+    (folder / "config.py").write_text(
+        "class ConfigContainer:\n    def validate(self):\n        pass\n"
+        "def megatron_mimo_runtime_config_update(cfg):\n    pass\n"
+    )
+    utils = folder.parent / "utils"
+    utils.mkdir()
+    (utils / "__init__.py").write_text("")
+    (utils / "common_utils.py").write_text(
+        "def get_rank_safe():\n    return 0\ndef get_world_size_safe():\n    return 1\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", HOST],
+        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{REPO}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["BoundFunctionWrapper", "function"]
+
+
+def _await() -> list[str]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    said: list[str] = []
+    try:
+        megatron_ext.configure(PipelineConfig(schedule="zb-h1"))
+    except UserError as error:
+        said.append(str(error))
+    hosts.check_some_host = lambda: None
+    megatron_ext.configure(PipelineConfig(schedule="zb-h1"))
+    try:
+        get_forward_backward_func()
+    except UserError as error:
+        said.append(str(error))
+    megatron_ext.deconfigure()
+    assert active.active() is None
+    assert get_forward_backward_func(1, None).__module__.startswith("megatron.core")
+    return said
+
+
+@pytest.mark.skipif(HAS_BRIDGE, reason="there is a host here")
+def test_a_configuration_without_sizes_needs_a_host() -> None:
+    [[nobody, too_late]] = run_ranks(1, _await)
+    assert "give pipeline_ranks, num_microbatches and num_layers, or pip install" in nobody
+    assert "no host that knows them came before the first step" in too_late
+
+
+def _installed(monkeypatch: pytest.MonkeyPatch, version: str, core: str, *missing: str) -> None:
+    def find_spec(name: str) -> Any:
+        return None if name in missing else object()
+
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    monkeypatch.setattr(releases, "core_version", lambda: core)
+    monkeypatch.setattr(bridge_requirements, "find_spec", find_spec)
+
+
+def test_a_bridge_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    _installed(monkeypatch, "0.6.2", "0.18.2", "transformer_engine", "modelopt")
+    monkeypatch.setattr(bridge_requirements.sys, "version_info", (3, 11, 7))
+    for module in ("transformer_engine", "modelopt"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    core, python, imports = bridge_requirements.problems()
+    assert core.endswith("0.18.2 is installed; pip install 'megatron-core>=0.19,<0.20'")
+    assert python.endswith("needs Python 3.12, this is 3.11; make an environment with Python 3.12")
+    assert imports == (
+        "megatron-bridge 0.6.2 imports transformer_engine, modelopt whatever it trains, and not "
+        "all of it is installed; pip install 'transformer-engine[pytorch]' 'nvidia-modelopt'"
+    )
+    with pytest.raises(UserError, match="needs megatron-core"):
+        bridge_requirements.check_installed()
+
+
+def test_the_doctor_says_what_bridge_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    _installed(monkeypatch, "0.5.0", "0.19.2")
+    [line] = software.check_bridge()
+    assert str(line) == f"WARN megatron-bridge: {OLD_BRIDGE}"
+    monkeypatch.setattr(bridge_requirements, "bridge_version", lambda: None)
+    assert list(software.check_bridge()) == []
+
+
+def test_a_bridge_outside_of_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    _installed(monkeypatch, "0.5.0", "0.19.2")
+    assert list(bridge_requirements.problems()) == [OLD_BRIDGE]
+
+
+def test_a_bridge_that_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    _installed(monkeypatch, "0.6.2", "0.19.2")
+    monkeypatch.setattr(bridge_requirements.sys, "version_info", (3, 12, 1))
+    assert list(bridge_requirements.problems()) == []
+
+
+def test_flags_in_the_environment_are_split_as_by_a_shell() -> None:
+    variables = {"MEGATRON_EXT_FLAGS": "--pipeline-schedule 'csv:a table.csv' --use-dpp"}
+    words = requested_flags(variables)
+    assert words == ("--pipeline-schedule", "csv:a table.csv", "--use-dpp")
+    assert said_by(words, "here") == {"pipeline_schedule": "csv:a table.csv", "use_dpp": True}
+    assert requested_flags({}) == ()
+    with pytest.raises(ArgumentsError, match="No closing quotation; close the quotation"):
+        requested_flags({"MEGATRON_EXT_FLAGS": "--trace-dir 'x"})
+    with pytest.raises(ArgumentsError, match="it takes the flags of megatron_ext alone"):
+        said_by(["--num-layers", "8"], "here")
