@@ -124,8 +124,8 @@ def test_the_scan_finds_state(code: str) -> None:
     assert len(state("sample.py", ast.parse(code))) == 1
 
 
-READERS = ("config/", "training/", "launch/", "doctor/", "preprocess/")
-"""Rooms that read flags: the configuration, the embedded trainer (a host of its own), commands."""
+READERS = ("config/", "training/", "hosts/", "launch/", "doctor/", "preprocess/")
+"""Rooms that read flags: the configuration, the embedded trainer, other hosts, commands."""
 COMMANDS = {
     "__main__.py",
     "cli.py",
