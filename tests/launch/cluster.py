@@ -127,11 +127,16 @@ def cluster(directory: Path) -> Iterator[Cluster]:
 def remove_network(namespaces: Sequence[str]) -> None:
     """Remove namespaces with everything that runs in them."""
     for name in namespaces:
-        pids = _run("ip", "netns", "pids", name, check=False).stdout.split()
-        for pid in map(int, pids):
-            with_suppressed_kill(pid)
+        remove_processes(name)
     for name in namespaces:
         _run("ip", "netns", "del", name, check=False)
+
+
+def remove_processes(namespace: str) -> None:
+    """Kill everything that runs in a namespace."""
+    pids = _run("ip", "netns", "pids", namespace, check=False).stdout.split()
+    for pid in map(int, pids):
+        with_suppressed_kill(pid)
 
 
 def with_suppressed_kill(pid: int) -> None:

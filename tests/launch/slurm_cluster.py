@@ -133,7 +133,7 @@ class Slurm:
 def slurm(directory: Path) -> Iterator[Slurm]:
     """Start a Slurm below a directory, and end it with everything that runs in it."""
     directory.chmod(0o755)  # munge wants a way to its socket that others may take
-    prefix = f"megatron-ext-slurm-{os.getpid()}"
+    prefix = f"megatron-ext-slurm-{os.getpid()}-{directory.name}"
     namespaces = (f"{prefix}-a", f"{prefix}-b", f"{prefix}-c")
     made = Slurm(directory, namespaces, {})
     with ExitStack() as stack:

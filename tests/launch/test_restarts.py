@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_package
-from tests.launch.cluster import ADDRESSES, Cluster, cluster, why_not
+from tests.launch.cluster import ADDRESSES, Cluster, cluster, remove_processes, why_not
 from tests.launch.test_cluster import LLAMA
 
 FLAKY = """\
@@ -85,15 +83,6 @@ def losses_of(text: str) -> dict[int, str]:
     return {int(n): loss for n, loss in re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", last)}
 
 
-def end_of_a_host(hosts: Cluster, index: int) -> None:
-    """Kill everything on a host at once, its ssh server too."""
-    listed = subprocess.run(
-        ["ip", "netns", "pids", hosts.namespaces[index]], capture_output=True, text=True, check=True
-    ).stdout
-    for pid in map(int, listed.split()):
-        os.kill(pid, signal.SIGKILL)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(580)  # three starts of a training job, which may share their cores
 def test_a_lost_host_is_replaced_and_losses_stay_the_same(hosts: Cluster) -> None:
@@ -107,7 +96,7 @@ def test_a_lost_host_is_replaced_and_losses_stay_the_same(hosts: Cluster) -> Non
     for line in launcher.stdout:
         lines.append(line)
         if re.search(r"iteration +12/", line) and len(losses_of("".join(lines))) == 12:
-            end_of_a_host(hosts, 0)
+            remove_processes(hosts.namespaces[0])  # its ssh server too
     assert launcher.wait(60) == 0, "".join(lines)
     text = "".join(lines)
     assert f"because of {ADDRESSES[0]}: the connection to the agent" in text

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.launch import slurm as ours
 from tests.commands import run_package
-from tests.launch.cluster import ADDRESSES, wait_until
+from tests.launch.cluster import ADDRESSES, remove_processes, wait_until
 from tests.launch.slurm_cluster import Slurm, slurm, why_not
 from tests.launch.test_cluster import LLAMA, WAITING
 from tests.ranks import losses
@@ -159,6 +159,37 @@ def test_an_allocation_that_is_too_small_is_one_line(cluster: Slurm) -> None:
         "megatron-ext: error: 2 ranks cannot be cut into replicas of 4 (TP 1 x PP 4 x CP 1); "
         "change the hosts, --nproc, or the parallel sizes\n"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(580)  # Slurm takes its time to notice
+def test_a_lost_node_is_replaced_by_a_spare_one(tmp_path: Path) -> None:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(f"needs a Slurm: {reason}")
+    with slurm(tmp_path) as cluster:
+        (tmp_path / "once.py").write_text(
+            "import os, pathlib, time\n"
+            "if pathlib.Path('second').exists(): raise SystemExit\n"
+            "pathlib.Path('second').touch()\n"
+            "print('pid', os.getpid(), flush=True)\n"
+            "time.sleep(300)\n"
+        )
+        launcher = cluster.start(
+            "salloc", "--quiet", "--nodes", "2", "--no-kill",
+            *cluster.ours("launch", "--max-restarts", "1", "--spares", "1", "--nproc", "1",
+                          "--preflight-timeout", "20", "--", "once.py"),
+        )  # fmt: skip
+        assert launcher.stdout is not None
+        lines = []
+        for line in launcher.stdout:
+            lines.append(line)
+            if "] pid " in line:
+                remove_processes(cluster.namespaces[0])  # slurmd of n1 and all that it started
+        assert launcher.wait(60) == 0, "".join(lines)
+        text = "".join(lines)
+        assert "restart 1 of 1 in 1 s, because of n1: the connection to the agent" in text
+        assert "-r1: 1 host, 1 ranks" in text
 
 
 def test_what_is_submitted_starts_the_same_launch(tmp_path: Path) -> None:
