@@ -96,7 +96,10 @@ def test_on_cpus_nothing_is_asked_for_that_is_not_there() -> None:
         ("--image i --nproc 2", "--kubernetes prints a manifest and starts nothing; add --dry-run"),
         ("--dry-run --nproc 2", "--kubernetes needs --image IMAGE and --nproc N"),
         ("--dry-run --image i --nproc 2 --run-id A_b", "--run-id 'A_b' is no name for Kubernetes"),
-        ("--dry-run --image i --nproc 3", "3 ranks cannot be cut into replicas of 2 (TP 1 x PP 2"),
+        (
+            "--dry-run --image i --nproc 3",
+            "3 ranks cannot be divided into replicas of 2 (TP 1 x PP 2",
+        ),
         (
             "--dry-run --image i --nproc 2 --slurm x",
             "--kubernetes goes without --hostfile, --slurm",

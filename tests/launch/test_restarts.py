@@ -40,7 +40,7 @@ def test_a_job_starts_again_until_it_ends_well(tmp_path: Path) -> None:
     assert "restart 1 of 2 in 1 s, because of localhost: rank 0 ended with exit code 7" in (
         done.stderr
     )
-    assert "run flaky-r1 ended well" in done.stderr
+    assert "run flaky-r1 succeeded" in done.stderr
     assert (tmp_path / "count").read_text() == "xx"
     assert (tmp_path / "runs/flaky-r1/result.json").exists()
 

@@ -156,7 +156,7 @@ def test_an_allocation_that_is_too_small_is_one_line(cluster: Slurm) -> None:
     )  # fmt: skip
     assert code == 2
     assert output == (
-        "megatron-ext: error: 2 ranks cannot be cut into replicas of 4 (TP 1 x PP 4 x CP 1); "
+        "megatron-ext: error: 2 ranks cannot be divided into replicas of 4 (TP 1 x PP 4 x CP 1); "
         "change the hosts, --nproc, or the parallel sizes\n"
     )
 
