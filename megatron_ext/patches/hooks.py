@@ -58,9 +58,10 @@ class _MegatronFinder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the location of one of Megatron's packages; None defers to Python."""
-        callback = self.before.pop(fullname, None)
-        if callback is not None:
-            callback()
+        if fullname in self.before and (
+            fullname == "megatron.core" or PathFinder.find_spec(fullname, path) is not None
+        ):  # others may only be asked for, where they are not
+            self.before.pop(fullname)()
         if fullname == "megatron.core":
             core = releases.installed_core()
             return PathFinder.find_spec(fullname, [str(core.parent)]) if core else None
