@@ -220,7 +220,7 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
             {"train.global_batch_size": 7},
             {"schedule": "bitpipe"},
             "",
-            "take train.global_batch_size 6 or 8",
+            "use train.global_batch_size 6 or 8",
         ),
         (
             {"model.virtual_pipeline_model_parallel_size": 2},
