@@ -26,7 +26,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (path / "megatron" / "training").mkdir(parents=True)
     (path / "megatron" / "training" / "__init__.py").write_text("")
     (path / "megatron" / "core").mkdir()
-    info = "MAJOR = 0\nMINOR = 16\nPATCH = 1\n"
+    tag = releases.reference().tag.partition("_v")[2]  # of the installed release
+    info = "MAJOR = {}\nMINOR = {}\nPATCH = {}\n".format(*tag.split("."))
     (path / "megatron" / "core" / "package_info.py").write_text(info)
     (path / "pretrain_gpt.py").write_text("")
     monkeypatch.setenv("MEGATRON_LM_PATH", str(path))
@@ -78,12 +79,19 @@ def test_bert_is_what_the_tree_has(tree: Path) -> None:
     assert runner.choose("pretrain_bert.py").script == tree / "pretrain_bert.py"
 
 
+@pytest.fixture
+def a_wheel_without_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "has_training", lambda: False)
+
+
+@pytest.mark.usefixtures("a_wheel_without_training")
 def test_without_a_tree_the_embedded_trainer_stands_in() -> None:
     start = runner.choose("pretrain_bert.py")
     assert (start.script, start.model) == (None, "bert")
     assert "no Megatron-LM tree was found" in str(start)
 
 
+@pytest.mark.usefixtures("a_wheel_without_training")
 def test_the_embedded_trainer_can_be_asked_for(tree: Path) -> None:
     assert runner.choose("pretrain_gpt.py", embedded=True).model == "gpt"
     with pytest.raises(UserError, match=r"--embedded has no pretrain_t5\.py"):
