@@ -7,7 +7,7 @@ import resource
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.ranks import RankRun, _run_script, start_ranks
+from tests.ranks import RankRun, _run_script, skip_where_training_is_in_the_wheel, start_ranks
 from tests.training.helpers import MOCK, errors
 
 _FLAGS = MOCK + "--pipeline-model-parallel-size 2 --train-iters 4 --eval-iters 0 --save-interval 2 "
@@ -22,6 +22,7 @@ def train_in_room(room_bytes: int | None, argv: Sequence[str]) -> None:
 
 
 def train(flags: str, room_bytes: int | None = None) -> RankRun:
+    skip_where_training_is_in_the_wheel()
     return start_ranks(2, train_in_room, room_bytes, (_FLAGS + flags).split())
 
 
