@@ -104,7 +104,7 @@ def test_a_release_for_a_later_python(
     assert line.level == level
     if level == "FAIL":
         assert line.found == "0.19.2, which needs Python 3.12 or later"
-        assert line.remedy == "take Python 3.12, or pip install 'megatron-core>=0.16,<0.17'"
+        assert line.remedy == "use Python 3.12, or pip install 'megatron-core>=0.16,<0.17'"
 
 
 def test_a_tree_of_another_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def test_arenas_have_as_many_slots_as_a_run_opens(schedule: str) -> None:
     found = slots_per_peer(sizes)
     pipeline = make_pipeline(schedule, 4, 16)
     assert {slots for peers in found.values() for slots in peers.values()} == {
-        connect._slots(pipeline)
+        connect._slots(pipeline, routes=())
     }
 
 
