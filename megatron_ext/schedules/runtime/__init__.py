@@ -1,5 +1,5 @@
-"""Runs tables of actions on Megatron's forward and backward steps.
+"""Executes schedule tables through Megatron's own forward and backward steps.
 
-`entry.forward_backward` stands in for Megatron's schedules. The only part of `schedules` that
+`entry.forward_backward` replaces Megatron's schedules. This is the only part of `schedules` that
 imports torch and Megatron.
 """

@@ -1,12 +1,14 @@
-"""Which ranks have to run their actions in the same order, and who of them decides.
+"""Elects the leader whose action order a group of ranks follows.
 
-An action may hold a collective: of the tensor-, context- or expert-parallel ranks, or of the twins
-of a mirrored pipeline that read data for each other. All ranks that are connected by such groups
-follow one leader. Its choices are messages; no collective is needed for a decision.
+An action may contain a collective over tensor-, context- or expert-parallel ranks, or over two
+twins of mirrored pipelines that read data for each other. All ranks that share such groups,
+directly or through other ranks, follow one leader. The leader sends its choices as messages; a
+decision needs no collective.
 
-That it ends: all ranks that follow one leader run one order, so they count as one rank. What the
-leader runs was ready for it, hence made by the stage before, whose leader ran it; then the
-followers of that stage run it too, and their peers here get what they wait for.
+Why this cannot deadlock: ranks with one leader run one order, so they count as one rank. The leader
+only runs an action whose inputs have arrived, so the leader of the previous stage has run the
+action that produced them. Its followers run that action too, and their peers in this stage get
+their inputs.
 """
 
 from __future__ import annotations
@@ -24,17 +26,17 @@ __all__ = ["Agreement", "agree", "leaders"]
 
 @dataclass(frozen=True)
 class Agreement:
-    """Who decides for this rank; global ranks."""
+    """The leader and the followers of this rank, as global ranks."""
 
     rank: int
-    """This one."""
+    """This process."""
     leader: int
     followers: tuple[int, ...] = ()
-    """Those that this rank decides for, if it is the leader."""
+    """Ranks that follow this one; empty unless it leads."""
 
     @property
     def channels(self) -> list[Channel]:
-        """The queues of decisions that this rank has an end of."""
+        """The channels on which this rank sends or receives decisions."""
         sent = [Channel(self.rank, follower, "D") for follower in self.followers]
         return sent if self.leader == self.rank else [Channel(self.leader, self.rank, "D")]
 
@@ -43,8 +45,8 @@ def agree(*groups: dist.ProcessGroup, others: Iterable[int] = ()) -> Agreement:
     """Find the leader of this rank. Collective over all ranks of the job.
 
     Args:
-        groups: Whose collectives actions of this rank take part in; those of experts are added.
-        others: Further ranks that this one has to agree with.
+        groups: Groups whose collectives run inside this rank's actions. Expert groups are added.
+        others: Further global ranks that must run the same order.
     """
     experts = (
         parallel_state.get_expert_model_parallel_group(check_initialized=False),
@@ -66,7 +68,7 @@ def leaders(peers: Sequence[Iterable[int]]) -> list[int]:
     """Return the lowest rank of each rank's connected component.
 
     Args:
-        peers: By rank: whom it has to agree with.
+        peers: By rank, the ranks that must run the same order.
     """
     leader = list(range(len(peers)))
 

@@ -1,8 +1,7 @@
-"""One action at a time, through Megatron's own forward and backward steps.
+"""Computes one action at a time through Megatron's own forward and backward steps.
 
-What upstream's schedules pass to `forward_step` and `backward_step` by their position in a loop is
-given here by micro-batch: losses, data and what a backward needs are all kept under the stage and
-micro-batch that they belong to.
+Upstream's schedules feed `forward_step` and `backward_step` by position in a loop. Here data,
+losses and saved activations are keyed by stage and micro-batch, so actions run in any order.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ if TYPE_CHECKING:
 __all__ = ["Call", "StageCompute", "Tensors"]
 
 Tensors = list[torch.Tensor | None]
-"""What one stage hands to the next: one tensor, or several where Megatron's shapes say so."""
+"""What one stage passes to the next: one tensor, or as many as Megatron's shapes specify."""
 
 
 @dataclass
 class Call:
-    """What Megatron handed over for one step, in the words of its own schedules."""
+    """The arguments of one step, named as in Megatron's own schedules."""
 
     forward_step_func: Callable[..., Any]
     data: list[MicrobatchData]
@@ -53,12 +52,12 @@ class Call:
 
 
 class _Stage(NamedTuple):
-    """What of a call and a table belongs to one stage."""
+    """The part of a call and a table that belongs to one stage."""
 
     model: torch.nn.Module
     data: MicrobatchData
     vp_stage: int | None
-    """As Megatron says it: None where a rank has one chunk."""
+    """Megatron's virtual stage: the chunk, or None if the rank has only one."""
     is_last: bool
 
 
@@ -69,11 +68,11 @@ class StageCompute:
     call: Call
     table: Table
     num_inputs: int = 1
-    """Activations of one hand-over; the first stage gets None for each."""
+    """Activations that a stage receives; the first stage gets None for each."""
     reports: dict[int, Any] = field(default_factory=dict)
-    """What the loss function reported, by micro-batch; on the rank of the last stage only."""
+    """Reports of the loss function by micro-batch; only on the rank of the last stage."""
     _num_tokens: list[torch.Tensor] = field(default_factory=list, init=False)
-    """By forward that was run; added up in the end, when nobody waits."""
+    """One per forward. Summed after the step, off the critical path."""
     _stages: dict[int, _Stage] = field(default_factory=dict, init=False)
     _live: dict[tuple[int, int], tuple[Tensors, Tensors]] = field(default_factory=dict, init=False)
     _forwards: int = field(default=0, init=False)
@@ -85,9 +84,9 @@ class StageCompute:
     def run(
         self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
     ) -> Tensors:
-        """Run an action as the executor asks for it (`executor.Compute`).
+        """Run one action for the executor (`executor.Compute`).
 
-        What arrives of the stage before becomes a leaf, whose gradient goes back there.
+        Activations from the previous stage become leaves; their gradients go back there.
         """
         stage, kind, microbatch = action
         if kind == "F":
@@ -105,11 +104,11 @@ class StageCompute:
         """Run F.
 
         Args:
-            stage: Global index; one of this rank's.
+            stage: Global index of a stage on this rank.
             microbatch: 0 to m-1.
-            inputs: Activations of the stage before, `[s, b, h]` each, leaves that require a
-                gradient; None for the first stage.
-            is_first: Whether the stage runs for the first time in this step.
+            inputs: Activations of the previous stage, `[s, b, h]` each, as leaves that require
+                grad; None for the first stage.
+            is_first: Whether this is the stage's first action in the step.
 
         Returns:
             The activations for the next stage, `[s, b, h]` each, or the loss, a scalar.
@@ -151,24 +150,30 @@ class StageCompute:
 
     @property
     def num_tokens(self) -> torch.Tensor | None:
-        """Sum over the micro-batches, an integer scalar; None before the first."""
+        """Tokens of all forwards so far, an integer scalar; None before the first forward."""
         return functools.reduce(operator.add, self._num_tokens) if self._num_tokens else None
 
     def total_tokens(self) -> torch.Tensor:
-        """Return the number of tokens of this rank; those without the last stage count none."""
+        """Return the tokens that this rank counted, an integer scalar on the model's device.
+
+        Ranks without the last stage return 0.
+        """
         device = device_of(self.call.chunks)
         total = torch.zeros((), dtype=torch.int, device=device)
         return total if self.num_tokens is None else total + self.num_tokens
 
     def saved_tensors(self, stage: int, microbatch: int) -> tuple[Tensors, Tensors] | None:
-        """Return the inputs and outputs that a backward needs, and drops; None if it has run."""
+        """Return the inputs and outputs kept for a backward; None once it has run.
+
+        The backward drops them.
+        """
         return self._live.get((stage, microbatch))
 
     def release(self, outputs: Tensors) -> None:
-        """Free the data of outputs that were sent; backward needs their graph only.
+        """Free the data of outputs that were sent; the backward only needs their graph.
 
-        As upstream's `deallocate_output_tensor`, but all share one scalar: to make a new one each
-        time takes as long as to send the tensor.
+        Like upstream's `deallocate_output_tensor`, except that all outputs share one scalar:
+        allocating a new one takes as long as sending the tensor.
         """
         if self.call.config.deallocate_pipeline_outputs:
             for tensor in outputs:
@@ -180,10 +185,10 @@ class StageCompute:
         """Run B, or I with `split`.
 
         Args:
-            stage: Global index; one of this rank's.
+            stage: Global index of a stage on this rank.
             microbatch: 0 to m-1.
-            gradients: Of the outputs, `[s, b, h]` each; None for the last stage.
-            split: Whether the gradients of the weights wait for W.
+            gradients: Gradients of the outputs, `[s, b, h]` each; None for the last stage.
+            split: Whether to defer the weight gradients to W.
 
         Returns:
             The gradients of the inputs, `[s, b, h]` each; None for the first stage.
@@ -197,18 +202,18 @@ class StageCompute:
                 functools.partial(get_model_type, self._stage(stage).model),
                 self.call.config,
             )
-        # A stage may leave an input unused; the stage before waits for a gradient all the same.
+        # A stage may ignore an input, but the previous stage still waits for its gradient.
         return [
             torch.zeros_like(x) if x is not None and grad is None else grad
             for x, grad in zip(inputs, found, strict=True)
         ]
 
     def weights(self, stage: int, microbatch: int, progress: Progress | None) -> None:
-        """Run W; call `progress` after each weight."""
+        """Run W; call `progress` before the first weight and after each."""
         self._splits.run(stage, microbatch, progress)
 
     def unfinished(self) -> list[str]:
-        """Return the actions that what this step kept still waits for."""
+        """Return the backward actions whose saved tensors are still held."""
         backwards = [f"{stage}B{microbatch}" for stage, microbatch in self._live]
         return backwards + [f"{stage}W{microbatch}" for stage, microbatch in self._splits.pending()]
 
@@ -229,7 +234,11 @@ class StageCompute:
         return (stage, microbatch) in self.table.split_backwards
 
     def _checkpoints_all_layers(self) -> bool | None:
-        """Upstream's partial checkpointing: the first few of those alive keep some layers."""
+        """Apply upstream's partial checkpointing: of the live micro-batches, spare the first few.
+
+        Returns:
+            Whether this forward checkpoints all layers; None if the limit is not set.
+        """
         limit = self.call.config.num_microbatches_with_partial_activation_checkpoints
         return None if limit is None else self._forwards % max(self.table.max_live, 1) >= limit
 
@@ -239,6 +248,6 @@ _UNCHANGED = nullcontext()
 
 @functools.cache
 def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What stands for the data of tensors that were freed, in inference and in training."""
+    """Return the placeholder for freed data, valid in inference mode and in training."""
     with torch.inference_mode(mode=False):
         return torch.empty(1, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Opens the transport that a run was asked for."""
+"""Opens the transport of a configuration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["open_transport"]
 
 _SLOT_BYTES = 1 << 20
-"""Where nobody knows how long messages are: longer ones go through in pieces."""
+"""Slot size when message sizes are unknown. Longer messages are sent in pieces."""
 
 
 def open_transport(
@@ -42,19 +42,19 @@ def open_transport(
     dtype: torch.dtype,
     routes: tuple[Route, ...] = (),
 ) -> Transport:
-    """Connect this rank with those that it exchanges tensors with. Collective over all of them.
+    """Connect this rank to its peers. Collective over all of them.
 
     Args:
-        pipeline: Of this run.
-        device: Where received tensors are made.
-        channels: All that this rank has an end of.
-        shapes: Of the tensors of one hand-over.
-        dtype: Of these tensors.
-        routes: Of the model.
+        pipeline: The pipeline of this run.
+        device: Where to allocate received tensors.
+        channels: Every channel on which this rank sends or receives.
+        shapes: Shapes of the tensors that stages exchange, `[s, b, h]` each.
+        dtype: Their dtype.
+        routes: The model's routes.
 
     Raises:
-        TransportError: The transport cannot be had here; says why.
-        DeviceError: Nor can the way from device to device.
+        TransportError: The transport is not available here; says why.
+        DeviceError: The direct path between devices is not available.
     """
     known = [shape for tensors in shapes.values() for shape in tensors]
     if pipeline.transport == "torch":
@@ -92,13 +92,13 @@ def open_transport(
         transport = DirectTransport(host, sharing, me, timeout_s=pipeline.timeout_s)
     else:
         transport = staged(host, backend.copies(device), timeout_s=pipeline.timeout_s)
-    # Peers that are not done yet then know that this rank has ended as it should.
+    # Tell peers that still run that this rank exited cleanly.
     atexit.register(transport.close)
     return transport
 
 
 def _slot_bytes(known: Sequence[tuple[int, ...] | None], dtype: torch.dtype) -> int:
-    """Return the size of the longest tensor of a hand-over."""
+    """Return the size in bytes of the largest tensor that stages exchange."""
     return max(
         (math.prod(shape) * dtype.itemsize for shape in known if shape is not None),
         default=_SLOT_BYTES,
@@ -106,7 +106,10 @@ def _slot_bytes(known: Sequence[tuple[int, ...] | None], dtype: torch.dtype) -> 
 
 
 def _slots(pipeline: Pipeline, routes: tuple[Route, ...]) -> int:
-    """Room for what any two ranks have under way, both kinds together, and as much to be kept."""
+    """Return the slots for a pair of ranks: twice its peak of messages in flight, both directions.
+
+    The second half holds messages that have arrived and are not consumed yet.
+    """
     by_pair: dict[frozenset[int], int] = defaultdict(int)
     table = replace(pipeline.full, routes=routes)
     for (source, target, _), slots in validate(table).slots.items():
@@ -115,9 +118,9 @@ def _slots(pipeline: Pipeline, routes: tuple[Route, ...]) -> int:
 
 
 def _more_slots(pipeline: Pipeline) -> int:
-    """Room on an edge for what a rank may keep beyond its peak in the table.
+    """Return the extra slots per edge for activations that a policy keeps beyond the table's peak.
 
-    Greedy policies keep up to everything: what finds no room waits in the memory of its sender.
+    A greedy policy may keep all of them. A message without a slot waits in its sender's memory.
     """
     if pipeline.dynamic is None:
         return 0

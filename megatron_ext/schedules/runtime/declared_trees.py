@@ -1,4 +1,4 @@
-"""What the stages of a model declare, brought together: trees that they hand on, and routes."""
+"""Gathers what the stages of a model declare: trees of tensors between stages, and routes."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ __all__ = ["TreeSteps", "agree_trees", "channels_of_routes"]
 
 @dataclass
 class TreeSteps:
-    """The steps of a model whose stages hand on trees."""
+    """Builds the steps of a model whose stages exchange trees."""
 
     declared: Trees
     _forms: dict[tuple[bool, str], Forms] = field(default_factory=dict)
-    """For training and evaluation, and each size of micro-batches."""
+    """By (forward only, shapes): training and evaluation differ, and so do micro-batch sizes."""
 
     def forms(self, call: Call, shapes: Shapes) -> Forms:
-        """Return the forms of hand-overs in steps of this kind."""
+        """Return the tree forms for steps of this kind."""
         return self._forms.setdefault((call.forward_only, str(shapes)), Forms(self.declared.varies))
 
     def compute(self, call: Call, table: Table, forms: Forms) -> TreeCompute:
-        """Return what computes one step."""
+        """Return the `TreeCompute` of one step."""
         store = RouteStore(dict(self.declared.declared))
         return TreeCompute(call, table, forms=forms, store=store, trees=self.declared)
 
@@ -50,16 +50,16 @@ def agree_trees(
     *,
     shapes_travel: bool,
 ) -> TreeSteps | None:
-    """Bring together what stages declare; None if none does. Collective over a pipeline.
+    """Gather the declarations of all stages; None without any. Collective over a pipeline.
 
     Args:
-        chunks: Of this rank.
-        placement: Of all stages.
-        group: The ranks of the pipeline.
-        shapes_travel: Whether lengths change (`--variable-seq-lengths`).
+        chunks: The model chunks of this rank.
+        placement: The placement of all stages.
+        group: The pipeline-parallel group.
+        shapes_travel: Whether sequence lengths vary (`--variable-seq-lengths`).
 
     Raises:
-        ScheduleError: The routes do not fit together; on every rank.
+        ScheduleError: The routes contradict each other. Every rank raises it.
     """
     stages = placement.stages_of[group.rank()]
     mine = dict(zip(stages, map(declared, chunks), strict=True))
@@ -77,7 +77,7 @@ def agree_trees(
 def channels_of_routes(
     routes: tuple[Route, ...], placement: Placement, rank: int, peers: Peers
 ) -> list[Channel]:
-    """Return the queues of routes that this rank has an end of."""
+    """Return the channels on which this rank sends or receives route tensors."""
     me, channels = peers.pipeline[rank], set()
     for hops in plan_routes(routes, placement).sent.values():
         for hop in hops:

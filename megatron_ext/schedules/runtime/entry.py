@@ -1,8 +1,8 @@
-"""What runs in place of Megatron's schedules: `forward_backward`, with their keywords.
+"""The replacement for Megatron's schedules: `forward_backward`, with the same keywords.
 
-`megatron.core.pipeline_parallel.get_forward_backward_func` returns it while a schedule is chosen
-(`config/pipeline_config.py`). Contract: `forward_backward_pipelining_with_interleaving` of
-`megatron/core/pipeline_parallel/schedules.py`.
+The patched `megatron.core.pipeline_parallel.get_forward_backward_func` returns it while a schedule
+is active (`config/pipeline_config.py`). It keeps the contract of
+`forward_backward_pipelining_with_interleaving` in `megatron/core/pipeline_parallel/schedules.py`.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def forward_backward(
     pg_collection: ProcessGroupCollection | None = None,
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
-    """Run one step under the chosen schedule; keywords as of Megatron's own schedules.
+    """Run one step under the active schedule. Takes the keywords of Megatron's own schedules.
 
     Returns:
-        What the loss function reported, by micro-batch; empty where the last stage is not.
+        The loss function's reports in micro-batch order; empty on ranks without the last stage.
 
     Raises:
         ScheduleError: The schedule does not fit the model, the ranks or the micro-batches.
-        TransportError: A message did not come in time.
+        TransportError: A message timed out, or a peer failed.
     """
     pipeline = active.pipeline()
     assert pipeline is not None, (
@@ -97,10 +97,10 @@ def forward_backward(
 
 
 def refuse_modules(groups: Any) -> None:
-    """Refuse the groups of several models in one job (MIMO), which are several pipelines.
+    """Refuse multi-module jobs (MIMO), which run one pipeline per module.
 
     Raises:
-        ScheduleError: They are.
+        ScheduleError: The groups belong to several modules.
     """
     if is_multi_module(groups):
         raise ScheduleError(
@@ -120,7 +120,10 @@ def _shapes(
     micro_batch_size: int,
     adjust: Callable[..., Any] | None,
 ) -> Shapes:
-    """Shapes of activations and gradients: `[s, b, h]`."""
+    """Return the shapes of activations (F) and gradients (B), `[s, b, h]`.
+
+    s is the length on this rank, after context and sequence parallelism have divided it.
+    """
     divisor = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
     received: Any = [(length // divisor, micro_batch_size, config.hidden_size)]
     sent = list(received)
@@ -144,7 +147,7 @@ def _timed(config: Any) -> Iterator[None]:
 
 @contextmanager
 def grad_and_param_sync_disabled(config: Any, forward_only: bool) -> Iterator[None]:
-    """Evaluation neither reduces gradients nor gathers parameters."""
+    """In evaluation, start neither gradient reductions nor parameter gathers."""
     if not forward_only:
         yield
         return

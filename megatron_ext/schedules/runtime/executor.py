@@ -1,8 +1,8 @@
-"""Runs the actions of one rank: takes inputs, computes, hands results on.
+"""Runs the actions of one rank: receive inputs, compute, send results.
 
-The executor knows no particular schedule and no policy. An `Order` says which action is next; where
-an input has not arrived yet it sleeps in the transport. Tensors between two stages of one rank stay
-there.
+The executor knows no schedule and no policy. An `Order` yields the next action. If an input has not
+arrived, the executor sleeps in the transport. Tensors between two stages of the same rank never
+reach the transport.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Compute", "Executor", "Gradients", "Parameters"]
 
 
 class Compute(Protocol):
-    """Computes the actions of one step, on the stages of this rank."""
+    """Computes the actions of one step on this rank's stages."""
 
     def run(
         self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
@@ -42,44 +42,49 @@ class Compute(Protocol):
         """Run one action.
 
         Args:
-            action: Which.
-            inputs: What its inputs of the table brought, `[s, b, h]` each; empty where there are
-                none.
-            is_first: Whether no action of the stage ran before in this step.
-            progress: For the last W of a stage: called after each weight with what remains.
+            action: The action to run.
+            inputs: One tensor per input of the action in the table, `[s, b, h]` each; empty
+                without inputs.
+            is_first: Whether this is the stage's first action in the step.
+            progress: Only for a stage's last W. Call it after each weight with those remaining.
 
         Returns:
-            What its outputs of the table take, in their order.
+            One tensor per output of the action in the table, in the same order.
         """
 
     def saved_tensors(self, stage: int, microbatch: int) -> object:
-        """Return what is kept for the backward of a micro-batch, which drops it; None: nothing."""
+        """Return what a backward will use and drop; None if nothing is saved."""
 
     def release(self, outputs: Tensors) -> None:
-        """Free the data of a forward's outputs, which have left or were handed over."""
+        """Free the data of a forward's outputs after they were sent or passed on locally."""
 
     def unfinished(self) -> list[str]:
-        """Return actions that a complete step would have run."""
+        """Return the actions that a complete step would have run."""
 
 
 class Gradients(Protocol):
-    """Starts the reductions of gradients over the data-parallel ranks."""
+    """Starts gradient reductions over the data-parallel ranks."""
 
     def around(self, action: Action, *, is_last: bool) -> AbstractContextManager[None]:
-        """Return what an action runs in; `is_last`: it completes the gradients of its stage."""
+        """Return the context that an action runs in.
+
+        Args:
+            action: The action about to run.
+            is_last: Whether it is its stage's last one and completes the gradients.
+        """
 
     def progress(self, stage: int) -> Progress | None:
-        """Return what the stage's last W calls after each weight, or None."""
+        """Return the progress callback of the stage's last W, or None."""
 
     def after(self, stage: int) -> None:
-        """Note that all actions of a stage have run."""
+        """Record that all actions of a stage have run."""
 
 
 class Parameters(Protocol):
-    """Starts the gathers of updated parameters."""
+    """Starts all-gathers of updated parameters."""
 
     def before(self, stage: int) -> None:
-        """Note that the first action of a stage is about to run."""
+        """Called just before a stage's first action runs."""
 
 
 @dataclass
@@ -88,7 +93,7 @@ class Executor:
 
     table: Table
     program: Program
-    """Of this table."""
+    """The program of `table`."""
     order: Order
     compute: Compute
     gradients: Gradients
@@ -96,26 +101,27 @@ class Executor:
     transport: Transport
     timeout_s: float
     name_of: Callable[[int | None], str]
-    """Gives the name of a global rank for error messages; None: of this one."""
+    """Names a global rank in error messages; None stands for this rank."""
     observers: Sequence[Observer] = ()
     _handed: dict[Message, torch.Tensor | None] = field(default_factory=dict, init=False)
-    """Tensors between two stages of this rank."""
+    """Tensors in transit between two stages of this rank."""
     _remaining: dict[int, int] = field(init=False)
-    """By stage: number of actions that have not run yet."""
+    """Actions still to run, by stage."""
     _begins: list[Observer] = field(init=False)
+    """Observers that override `begin_action`."""
     _ends: list[Observer] = field(init=False)
-    """Observers of an action's begin and end."""
+    """Observers that override `end_action`."""
     _executed: list[Executed] = field(default_factory=list, init=False)
 
     def run(self) -> None:
-        """Run every action of the table, in the order of `order`.
+        """Run every action of the table in the order that `order` yields.
 
         Raises:
-            TransportError: An input did not come in time; names the action that waits for it.
-            MegatronExtError: The order ended, and something was not executed.
+            TransportError: An input timed out or its peer failed; names the blocked action.
+            MegatronExtError: The order ended before every action was executed.
         """
         begin_s = time.perf_counter()
-        # Between two actions nobody is called who does not listen.
+        # Between two actions the device may idle: skip observers that override nothing.
         self._begins = [o for o in self.observers if overrides(o, "begin_action")]
         self._ends = [o for o in self.observers if overrides(o, "end_action")]
         self._remaining = dict(self.table.actions_by_stage)
@@ -152,7 +158,7 @@ class Executor:
         for observer in self._ends:
             observer.end_action(position, action)
         self._deliver(exchange, outputs)
-        # Send results before bookkeeping: to free the graph of a backward takes as long as to send.
+        # Send results before bookkeeping: freeing a backward's graph takes as long as a send.
         del saved
         self._remaining[stage] = remaining - 1
         self._executed.append((position, action, end_s - begin_s))
@@ -197,9 +203,9 @@ class Executor:
             self.compute.release(tensors)
 
     def _hand_over(self, message: Message, tensor: torch.Tensor | None) -> None:
-        """Keep a tensor for the next stage of this rank.
+        """Keep a tensor for another stage of this rank.
 
-        An activation is cut off its graph, so that its gradient is what the stage before gets back.
+        Activations are detached, so the backward stops at the stage boundary.
         """
         if message.kind == "F" and tensor is not None:
             tensor = tensor.detach()

@@ -1,9 +1,9 @@
-"""What a pipeline owes Megatron when it ends on the rank where it began.
+"""Adapts Megatron to folded pipelines, whose first and last stage share a rank.
 
-Megatron takes for granted that the first and the last stage are on different ranks, and that the
-last rank of the world logs because it has the loss. In V and W placements the first rank of the
-pipeline holds both ends: the two copies of the word embedding meet in one process, and losses have
-to travel to where they are logged. All functions do nothing in any other placement.
+Megatron assumes that the first and the last stage are on different ranks, and that the world's last
+rank has the loss and logs it. In V and W placements the first pipeline rank holds both ends: both
+copies of the word embedding live in one process, and losses must be sent to the rank that logs.
+In every other placement these functions do nothing.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ __all__ = [
 
 
 def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
-    """Start the copy of the word embedding in the last stage with the values of the first stage.
+    """Copy the first stage's word embedding into the last stage's copy.
 
-    To be called when all chunks are built and before an optimizer copies their parameters. Upstream
-    fills the copy with an all-reduce between ranks, which does nothing within one.
+    Call it after all chunks are built and before an optimizer copies their parameters. Upstream
+    synchronizes the copies by an all-reduce between ranks, which has no effect within one rank.
     """
     tied = _tied_weights(chunks)
     if tied is None:
         return
     embedding, copy = tied
     with torch.no_grad():
-        copy.copy_(embedding)  # in place: gradient buffers have mapped the storage
+        copy.copy_(embedding)  # in place: DDP's buffers already map this storage
 
 
 def differing_copies(chunks: Sequence[torch.nn.Module]) -> str | None:
-    """Say how the two copies of the word embedding differ on this rank; None: they do not."""
+    """Describe how this rank's two copies of the word embedding differ; None if they are equal."""
     models = unwrap_model(list(chunks))
     if not all(hasattr(model, "share_embeddings_and_output_weights") for model in models):
-        return None  # no language models of Megatron's
+        return None  # not Megatron language models
     tied = _tied_weights(chunks)
     if tied is None or torch.equal(*tied):
         return None
@@ -62,12 +62,12 @@ def differing_copies(chunks: Sequence[torch.nn.Module]) -> str | None:
 
 
 def sum_tied_gradients(chunks: Sequence[torch.nn.Module]) -> None:
-    """Give both copies of the word embedding the sum of their gradients.
+    """Set `main_grad` of both copies of the word embedding to the sum of the two.
 
-    To be called when replicas have been reduced and before gradients are scaled by the number of
-    tokens, in place of upstream's all-reduce over the embedding group. With the distributed
-    optimizer each replica has one part of the gradient; tied weights have buckets of their own, so
-    that the parts of both copies are the same.
+    Replaces upstream's all-reduce over the embedding group. Call it after the data-parallel
+    reduction and before gradients are scaled by the number of tokens. With the distributed
+    optimizer each replica owns one shard of the gradient. Tied weights have their own buckets, so
+    the shards of both copies match.
     """
     tied = _tied_weights(chunks)
     if tied is None:
@@ -82,7 +82,7 @@ def sum_tied_gradients(chunks: Sequence[torch.nn.Module]) -> None:
 def _tied_weights(
     chunks: Sequence[torch.nn.Module],
 ) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
-    """Return the word embedding of the first stage and its copy in the last, if both are here."""
+    """Return the first stage's word embedding and the last stage's copy, if this rank has both."""
     if not is_folded():
         return None
     first, last = (
@@ -97,11 +97,11 @@ def _tied_weights(
 
 
 def keep_one_main_copy(sharded_state_dict: Any) -> None:
-    """Let a rank save, or read from disk, one of two copies of a tensor; the other follows it.
+    """Keep one of two copies of a tensor as the main replica that is saved or loaded.
 
     Args:
-        sharded_state_dict: With the replica numbers that upstream gave for saving or loading in
-            parallel, 0 for what this rank takes care of; changed in place.
+        sharded_state_dict: With upstream's replica ids for parallel saving or loading; 0 marks the
+            tensors that this rank handles. Modified in place.
     """
     taken: set[tuple[Any, ...]] = set()
     for shard in nested_values(sharded_state_dict):
@@ -115,14 +115,14 @@ def keep_one_main_copy(sharded_state_dict: Any) -> None:
 def share_losses(
     losses: Mapping[str, torch.Tensor], groups: ProcessGroupCollection | None = None
 ) -> dict[str, torch.Tensor]:
-    """Bring the losses of the last stage to all stages, whatever they are called. Collective.
+    """Broadcast the last stage's losses to all stages. Collective over the pipeline group.
 
     Args:
-        losses: On the rank with the last stage what it has, anything elsewhere.
-        groups: Of the model; None: Megatron's global ones.
+        losses: By name. Only the rank with the last stage contributes; others may pass anything.
+        groups: The model's process groups; None for Megatron's global ones.
 
     Returns:
-        The last stage's losses.
+        The last stage's losses; `losses` unchanged if the placement is not folded.
     """
     if not is_folded():
         return dict(losses)
@@ -137,14 +137,14 @@ def share_losses(
 
 
 def share_mtp_losses(groups: ProcessGroupCollection | None = None) -> None:
-    """Bring what multi-token prediction counted in this step to all stages. Collective.
+    """Broadcast this step's multi-token prediction values to all stages. Collective.
 
-    Losses, and from 0.19 on hits too. Upstream keeps them in a tracker of the rank that computed
-    them and averages them over its replicas when they are logged; each rank's own replicas have the
-    same values, so that the average is right everywhere.
+    These are losses and, from 0.19 on, hits. Upstream keeps them in a tracker on the rank that
+    computed them and averages them over its replicas when it logs. After the broadcast every
+    rank's replicas hold the same values, so the average is right on every rank.
 
     Args:
-        groups: Of the model; None: Megatron's global ones.
+        groups: The model's process groups; None for Megatron's global ones.
     """
     if not is_folded():
         return

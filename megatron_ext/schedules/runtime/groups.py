@@ -1,4 +1,4 @@
-"""Which ranks of the groups of a step exchange tensors."""
+"""Derives the channels between pipeline ranks from a placement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["channels_of"]
 
 
 def channels_of(placement: Placement, rank: int, peers: Peers) -> list[Channel]:
-    """Return all queues that this rank sends to or receives from under a placement."""
+    """Return every channel on which this rank sends or receives under a placement."""
     me, channels = peers.pipeline[rank], []
     for stage, hop in enumerate(placement.hops):
         here, there = placement.rank_of[stage], placement.rank_of[stage + 1]
