@@ -1,9 +1,9 @@
-"""Which layers of the model a rank builds: placements as pipeline layouts of Megatron's.
+"""Maps placements to Megatron's pipeline layouts: which layers each rank builds.
 
 Megatron asks `PipelineParallelLayerLayout` for the layers of each (pipeline rank, chunk) and for
-the number of layers before them. Its own class deals stages out round and round; this one puts them
-where a `Placement` says. Arguments and checkpoints keep the plain layout string, in stage order, so
-that a checkpoint does not depend on the placement.
+the number of layers before them. Upstream's class assigns stages to ranks round-robin; this one
+follows a `Placement`. Arguments and checkpoints keep the plain layout string in stage order, so
+checkpoints do not depend on the placement.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _FLAG = "--pipeline-model-parallel-layout"
 
 
 class PlacedLayout(PipelineParallelLayerLayout):
-    """A layout whose stages are on the ranks that a placement says.
+    """A layout that assigns stages to ranks by a placement.
 
     Args:
-        layout: Upstream's notation, one part for each stage, in stage order.
-        placement: Where the stages are.
+        layout: Upstream's notation, one part per stage, in stage order.
+        placement: Maps stages to ranks and chunks.
 
     Raises:
-        ScheduleError: The layout has another number of stages than the placement.
+        ScheduleError: The layout and the placement have different numbers of stages.
     """
 
     def __init__(self, layout: str, placement: Placement) -> None:
@@ -47,9 +47,9 @@ class PlacedLayout(PipelineParallelLayerLayout):
         self.layout = [[stages[stage] for stage in held] for held in placement.stages_of]
 
     def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None) -> bool:
-        """Check the layout as upstream does; tell whether MTP is in a stage without the loss.
+        """Run upstream's checks; return whether an MTP layer is outside the last stage.
 
-        Upstream tells by the rank, which is another one here.
+        Upstream decides that by rank, which is wrong for these placements.
         """
         super().validate_layer_layout(num_layers, mtp_num_layers)
         return any(LayerType.mtp in stage for stage in self.stages[:-1])
@@ -60,12 +60,12 @@ class PlacedLayout(PipelineParallelLayerLayout):
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Count the layers of a type in all stages before the one of a rank's chunk.
+        """Count the layers of one type in all stages before a rank's chunk.
 
         Args:
-            layer_type: What to count.
-            vp_stage: The chunk; needed where ranks hold several.
-            pp_rank: This process' own pipeline rank if left out.
+            layer_type: The type to count.
+            vp_stage: The chunk; required if ranks hold several.
+            pp_rank: Pipeline rank; defaults to that of this process.
         """
         if pp_rank is None:
             pp_rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -77,9 +77,9 @@ class PlacedLayout(PipelineParallelLayerLayout):
 
 @lru_cache(maxsize=16)
 def placed_layout(layout: str, placement: Placement) -> PlacedLayout:
-    """Return the layout of a placement, the same object each time.
+    """Return the cached layout of a placement.
 
-    Upstream makes a new configuration for each micro-batch.
+    Upstream builds a new configuration for every micro-batch, so this is called often.
     """
     return PlacedLayout(layout, placement)
 
@@ -91,18 +91,17 @@ def layout_string(
     mtp_num_layers: int | None = None,
     layout: str | None = None,
 ) -> str:
-    """Return the layout string, in upstream's notation, for a model on a placement.
+    """Return the layout string for a model on a placement, in upstream's notation.
 
     Args:
-        num_layers: Transformer layers of the model, without those of MTP.
-        placement: Where the stages are.
-        mtp_num_layers: Multi-token prediction layers; they go before the loss in the last stage.
-        layout: What the user gave for `--pipeline-model-parallel-layout`. It is checked and
-            returned as it is.
+        num_layers: Transformer layers, not counting MTP layers.
+        placement: Maps stages to ranks.
+        mtp_num_layers: Multi-token prediction layers; placed before the loss in the last stage.
+        layout: The user's `--pipeline-model-parallel-layout`. Checked and returned unchanged.
 
     Raises:
-        ScheduleError: The layers cannot be spread evenly, the user's layout does not fit, or the
-            placement is not one that a model can be built on.
+        ScheduleError: The layers do not divide evenly, the user's layout does not fit, or no model
+            can be built on the placement.
     """
     if placement.name not in _KNOWN:
         raise ScheduleError(
@@ -157,7 +156,7 @@ def _uneven(num_layers: int, placement: Placement, mtp: int) -> str:
     stages = placement.num_stages
     fewer, rest = divmod(num_layers, stages)
     fitting = [str(count * stages) for count in (fewer, fewer + 1) if count]
-    # What is left over goes to the middle: the ends have embedding and loss to compute.
+    # Give the remainder to the middle stages: the ends also compute embedding and loss.
     start = (stages - rest) // 2
     spread = [fewer + (start <= stage < start + rest) for stage in range(stages)]
     return (

@@ -14,7 +14,7 @@ __all__ = ["device_of"]
 
 
 def device_of(chunks: Sequence[torch.nn.Module]) -> torch.device:
-    """Return the device of a rank's model; a layout may leave chunks, or all of them, empty."""
+    """Return the device of a rank's model; a layout may leave its chunks without parameters."""
     parameter = next(chain.from_iterable(chunk.parameters() for chunk in chunks), None)
     if parameter is not None:
         return parameter.device

@@ -1,4 +1,4 @@
-"""What a run did with its time: how much of it idle, how much out of the table's order."""
+"""Statistics of a run: idle time, actions out of table order, peak activations."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 __all__ = ["Measured", "StepMeasure", "in_words"]
 
 _CHANGE = {"F": 1, "R": 1, "B": -1, "I": 0, "W": -1}
-"""What an action does to the activations of its rank, in stages: they live until B or W ends."""
+"""Change in live activations by kind of action. An activation lives until B or W ends."""
 
 
 @dataclass
 class Measured:
-    """Of one rank, over its training steps."""
+    """Statistics of one rank over its training steps."""
 
     steps: int = 0
     actions: int = 0
     out_of_order: int = 0
-    """Actions that ran while an earlier one of the table was still to be run."""
+    """Actions that ran before an earlier action of the table."""
     busy_s: float = 0.0
-    """Time in actions, as the host sees it."""
+    """Time in actions, in seconds of host time."""
     wall_s: float = 0.0
-    """Time in steps."""
+    """Time in steps, in seconds."""
     peak_live: int = 0
-    """Most activations of stages that were alive at once."""
+    """Peak number of live stage activations."""
 
     def add(self, other: Measured) -> None:
-        """Count another rank, or more steps, in."""
+        """Add the statistics of another rank or of further steps."""
         self.steps = max(self.steps, other.steps)
         self.actions += other.actions
         self.out_of_order += other.out_of_order
@@ -46,7 +46,7 @@ class Measured:
 
 @dataclass
 class StepMeasure(Observer):
-    """Counts one step of one rank in, when it is over."""
+    """Adds one step of one rank to `into` when the step ends."""
 
     table: Table
     into: Measured
@@ -55,18 +55,18 @@ class StepMeasure(Observer):
     _live: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        """Start with nothing done."""
+        """Mark every action as not done."""
         self._done = bytearray(len(self.table.exchanges))
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
-        """Count a step."""
+        """Add a finished step."""
         self.into.steps += 1
         self.into.wall_s += wall_s
         for position, action, duration_s in executed:
             self.count(position, action, duration_s)
 
     def count(self, position: int, action: Action, duration_s: float) -> None:
-        """Count an action that has run."""
+        """Add a finished action; `position` is its index in table order."""
         into = self.into
         into.actions += 1
         into.out_of_order += position != self._head
@@ -79,14 +79,14 @@ class StepMeasure(Observer):
 
 
 def in_words(together: Measured, pipeline: Pipeline, device: str, where: str = "") -> str:
-    """Describe what all ranks of a run did.
+    """Format the statistics of a run as one line.
 
     Args:
-        together: The sum over the ranks.
-        pipeline: What ran.
-        where: What to add if it is not all ranks.
-        device: Type of the device that computed. Only the host's own time is known here: another
-            device still computes when the call that started it returns.
+        together: The sum over all ranks.
+        pipeline: The pipeline that ran.
+        device: Type of the compute device. Idle time is reported for "cpu" only: times are host
+            times, and any other device still computes when the launching call returns.
+        where: Qualifier if `together` does not cover all ranks.
     """
     schedule = pipeline.full
     order = "table" if pipeline.dynamic is None else pipeline.dynamic.policy

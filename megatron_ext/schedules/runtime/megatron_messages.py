@@ -1,9 +1,10 @@
-"""Messages of Megatron's own schedules over a transport of ours.
+"""Carries the tensors of Megatron's own schedules over a megatron_ext transport.
 
-Megatron's 1F1B and interleaved schedules stay as they are. What they hand to `P2PCommunicator` is
-sent and received here instead. They name no messages, they count on the order of calls; so the n-th
-tensor of a direction gets the name of the n-th message in the table of the same schedule, which
-sender and receiver know both. With names a send waits for nobody, whatever order the peer takes.
+Megatron's 1F1B and interleaved schedules run unmodified; only the P2P transport is replaced, at
+`P2PCommunicator._communicate`. These schedules match tensors by call order, not by name. So the
+n-th tensor of a direction gets the name of the n-th message in the table of the same schedule,
+which sender and receiver both know. With names a send never blocks, whatever order the peer
+receives in.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ __all__ = ["communicate", "stepwise"]
 
 
 def stepwise(schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """Return one of Megatron's schedules such that each call is a step of the transport."""
+    """Wrap one of Megatron's schedules so that each call is one step of the transport."""
 
     def run(**keywords: Any) -> Any:
         pipeline = active.transport_only()
@@ -68,20 +69,25 @@ def communicate(
     recv_next: bool,
     wait_on_reqs: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, _Request] | None] | None:
-    """Do what `P2PCommunicator._communicate` does; None outside of a step.
+    """Replace `P2PCommunicator._communicate`.
 
-    Shapes travel with the tensors, so nothing is exchanged for variable sequence lengths.
+    Shapes travel with the tensors, so variable sequence lengths need no separate exchange.
 
     Args:
-        tensor_send_next: An activation for the next pipeline rank.
-        tensor_send_prev: A gradient for the rank before.
-        recv_prev: Whether an activation is wanted.
-        recv_next: Whether a gradient is wanted.
-        wait_on_reqs: Whether to wait here; else the tensors get their data when the request that
-            goes with them is waited for.
+        tensor_send_next: Activation for the next pipeline rank, `[s, b, h]`.
+        tensor_send_prev: Gradient for the previous pipeline rank, `[s, b, h]`.
+        recv_prev: Whether to receive an activation from the previous rank.
+        recv_next: Whether to receive a gradient from the next rank.
+        wait_on_reqs: Whether to wait here. Otherwise received tensors are empty until their
+            request's `wait()` fills them.
 
     Returns:
-        Activation, gradient, and the requests by Megatron's names unless they were waited for.
+        (activation, gradient, requests). `requests` has Megatron's keys; None if already waited
+        for. The whole result is None outside a step.
+
+    Raises:
+        ScheduleError: Megatron sends or receives more tensors than the table has messages.
+        TransportError: A message timed out, or a peer failed.
     """
     step = active.required().state(_Messages).step
     if step is None:
@@ -107,13 +113,13 @@ def communicate(
 
 
 class _Request:
-    """What Megatron waits for. Sends are done when they return: the transport keeps the storage."""
+    """A request for Megatron. Sends complete at once: the transport keeps the storage alive."""
 
     def __init__(self, arrive: Callable[[], None] | None = None) -> None:
         self._arrive = arrive
 
     def wait(self) -> None:
-        """Wait for the tensor; once."""
+        """Wait for the tensor. Further calls do nothing."""
         if self._arrive is not None:
             self._arrive()
             self._arrive = None
@@ -121,7 +127,7 @@ class _Request:
 
 @dataclass
 class _Step:
-    """The messages of one step of this rank, in the order in which Megatron asks for them."""
+    """The messages of one step on this rank, queued by direction in table order."""
 
     pipeline: Pipeline
     transport: Transport
@@ -145,7 +151,7 @@ class _Step:
         self.transport.begin(expected, self.table.slots)
 
     def _queues(self, transfers: Iterable[Transfer]) -> dict[MessageKind, deque[Transfer]]:
-        """Sort transfers by direction; evaluation has no gradients."""
+        """Queue transfers by direction; evaluation has no gradients."""
         queues: dict[MessageKind, deque[Transfer]] = {"F": deque()}
         if not self.forward_only:
             queues["B"] = deque()
@@ -155,18 +161,18 @@ class _Step:
         return queues
 
     def send(self, tensor: torch.Tensor, kind: MessageKind) -> None:
-        """Send the next tensor of a direction."""
+        """Send the next tensor of a direction, `[s, b, h]`."""
         transfer = self._next(self._to_send, kind, "sends")
         self.transport.isend(tensor, self.peers.of(transfer), transfer.message)
 
     def promise(self) -> torch.Tensor:
-        """Return a leaf that gets its data later."""
+        """Return an empty leaf that requires grad; `arrival` fills it."""
         return torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=True)
 
     def arrival(self, kind: MessageKind, tensor: torch.Tensor) -> Callable[[], None]:
-        """Return what waits for the next tensor of a direction and puts it where it was promised.
+        """Return a function that receives the next tensor of a direction into `tensor`.
 
-        Which message it is, is decided now: waits may come in another order than requests.
+        The message is fixed here, because Megatron may wait in another order than it requests.
         """
         transfer = self._next(self._to_receive, kind, "receives")
         source, message = self.peers.of(transfer), transfer.message
@@ -177,7 +183,7 @@ class _Step:
         return arrive
 
     def end(self) -> None:
-        """Wait until everything has left."""
+        """Wait until every message has been sent."""
         self.transport.flush(self.pipeline.timeout_s)
 
     def _next(
@@ -193,12 +199,12 @@ class _Step:
 
 @dataclass
 class _Messages:
-    """What is kept for Megatron's own schedules under a configuration."""
+    """State of Megatron's own schedules under one configuration."""
 
     step: _Step | None = None
-    """The one that runs."""
+    """The running step."""
     transports: dict[int, tuple[Any, Transport]] = field(default_factory=dict)
-    """By the identity of the pipeline group, which is kept so that it stays its own."""
+    """(pipeline group, transport) by the group's id. Holding the group keeps its id unique."""
 
     def close(self) -> None:
         """Close the transports."""
@@ -212,7 +218,7 @@ def _begin(pipeline: Pipeline, messages: _Messages, keywords: dict[str, Any]) ->
     config = get_model_config(chunks[0])
     groups = keywords.get("pg_collection") or default_groups()
     rank = groups.pp.rank()
-    # Forwards of evaluation come in the order of those of training.
+    # Evaluation runs its forwards in the same order as training.
     table = make_table(pipeline, keywords["num_microbatches"], rank, backward=True)
     peers = Peers(dist.get_process_group_ranks(groups.pp))
     key, transports = id(groups.pp), messages.transports

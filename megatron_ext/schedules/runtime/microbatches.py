@@ -1,8 +1,8 @@
-"""Data by micro-batch.
+"""Gives each micro-batch its own data, in any execution order.
 
-Megatron's forward steps take the next item of an iterator, so the order of the calls decides which
-tokens a micro-batch has. A table may run micro-batches in any order, and in another order on each
-stage. Here every micro-batch gets its own item, whatever was run before.
+Megatron's forward steps call `next` on an iterator, so call order decides which tokens a
+micro-batch gets. A table may run micro-batches in any order, and in a different order on each
+stage. Here micro-batch i always gets item i.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["MicrobatchData", "TwinExchange"]
 
 
 class MicrobatchData:
-    """The items of one chunk's data iterator, for one step.
+    """The items of one chunk's data iterator for one step.
 
-    Nothing is fetched that no forward step asks for: stages in the middle of a GPT ask for none.
+    Items are fetched on demand only: the middle stages of a GPT read none.
 
     Args:
         iterator: Megatron's iterator; None on ranks that read no data.
-        exchange: Swaps an item for the twin's. For stages that run the twin's micro-batches: what
-            they read (the padding of BERT's samples) has to belong to the activations they get.
+        exchange: Swaps an item with the twin's. Required on stages that run the twin's
+            micro-batches: their data (such as BERT's padding mask) must match the activations.
     """
 
     def __init__(
@@ -37,10 +37,12 @@ class MicrobatchData:
         self._kept: dict[int, Any] = {}
 
     def view(self, microbatch: int) -> Iterator[Any] | None:
-        """Return an iterator over the one item of a micro-batch.
+        """Return an iterator over the single item of a micro-batch; None without data.
 
-        An object that is no iterator is the forward step's own business, and is handed over as it
-        is, in its order.
+        An object without `__next__` is passed through unchanged; it only works in order.
+
+        Raises:
+            ScheduleError: Such an object is used out of order or on a stage that swaps data.
         """
         if self._iterator is None:
             return None
@@ -59,7 +61,11 @@ class MicrobatchData:
         self._fetched += 1
 
     def take(self, microbatch: int) -> Any:
-        """Return the item of a micro-batch, once; items before it are kept for theirs."""
+        """Return and drop a micro-batch's item; keep skipped items for their own micro-batches.
+
+        Raises:
+            ScheduleError: The item was already taken.
+        """
         assert self._iterator is not None
         while self._fetched <= microbatch:
             self._kept[self._fetched] = next(self._iterator)
@@ -75,10 +81,10 @@ class MicrobatchData:
 
 
 class TwinExchange:
-    """Swaps data with the twin, which runs the same actions and so asks at the same time.
+    """Swaps data with the twin, which runs the same actions in the same order.
 
     Args:
-        group: Of the two.
+        group: The process group of both twins.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -86,14 +92,14 @@ class TwinExchange:
         self._theirs = 1 - group.rank()
 
     def __call__(self, item: Any) -> Any:
-        """Return the twin's item for this one. Collective over both."""
+        """Return the twin's item in exchange for `item`. Collective over both twins."""
         items: list[Any] = [None, None]
         dist.all_gather_object(items, item, group=self._group)
         return items[self._theirs]
 
 
 class _View(Iterator[Any]):
-    """What a forward step sees as its data iterator."""
+    """The data iterator that a forward step sees."""
 
     def __init__(self, data: MicrobatchData, microbatch: int) -> None:
         self._data = data

@@ -1,8 +1,8 @@
-"""What may listen to a rank while it runs a step: traces, watchdogs, statistics.
+"""The observer interface of traces, watchdogs and statistics.
 
-The executor calls an observer around each action and at the end of a step; an observed transport
-(`megatron_ext/transport/observed.py`) calls it around each message and wait. A run that nobody
-observes calls nothing.
+The executor calls observers around each action and at the end of a step. An observed transport
+(`megatron_ext/transport/observed.py`) calls them around each message and wait. Without observers
+nothing is called.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ __all__ = ["Executed", "Observer", "overrides"]
 
 
 Executed = tuple[int, "Action", float]
-"""An action that has run: its position in the table's order, itself, and its duration in seconds as
-the host sees it. A plain tuple: one is made between any two actions."""
+"""(position in table order, action, duration in seconds of host time). A plain tuple because one is
+created between every two actions."""
 
 
 class Observer(TransportObserver):
-    """Listens to the actions and messages of one rank; override what matters."""
+    """Observes the actions and messages of one rank; override the methods you need."""
 
     def begin_action(self, action: Action) -> None:
-        """Note that the inputs of an action are here and it starts to compute."""
+        """Called when an action's inputs have arrived, just before it computes."""
 
     def end_action(self, position: int, action: Action) -> None:
-        """Note that an action has computed; nothing of its results was sent yet.
+        """Called when an action has computed, before its results are sent.
 
         Args:
-            position: Of the action in the table's order.
-            action: What ran.
+            position: Index of the action in table order.
+            action: The action that ran.
         """
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
-        """Note that a step is over, and what ran in it, in that order.
+        """Called when a step is complete.
 
         Args:
-            executed: Every action of the step.
-            wall_s: Duration of the step.
+            executed: Every action of the step, in execution order.
+            wall_s: Duration of the step in seconds.
         """
 
 
 def overrides(observer: Observer, method: str) -> bool:
-    """Tell whether an observer does anything in one of its methods."""
+    """Return whether an observer overrides a method of `Observer`."""
     return getattr(type(observer), method) is not getattr(Observer, method)

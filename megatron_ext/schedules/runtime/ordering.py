@@ -1,7 +1,7 @@
-"""Where the order of a rank's actions comes from: its table, a policy, or the leader.
+"""Orders a rank's actions: by its table, by a policy, or by its leader's decisions.
 
-The executor asks for one position of the table after the other; when it asks for the next, the
-action before is complete.
+The executor iterates over positions in the table. When it asks for the next position, the previous
+action is complete.
 """
 
 from __future__ import annotations
@@ -29,75 +29,75 @@ __all__ = ["LedOrder", "Order", "PolicyOrder", "TableOrder"]
 
 
 class Order(Protocol):
-    """The order in which one rank runs the actions of its table, for one step."""
+    """The order in which one rank runs its actions in one step."""
 
     def expected(self) -> list[Expected]:
-        """Return the messages that it needs, on top of those of the actions."""
+        """Return the messages that the order itself receives, beyond those of the actions."""
 
     def __iter__(self) -> Iterator[int]:
-        """Yield positions in the table; each action is run before the next is asked for."""
+        """Yield positions in the table; the caller runs each action before it asks for the next."""
 
     def handed(self, message: Message) -> None:
-        """Note a tensor that stays on this rank."""
+        """Record that a tensor is available for another stage of this rank."""
 
 
 @dataclass
 class TableOrder:
-    """That of the table, whatever has arrived."""
+    """Runs the table's own order, whatever has arrived."""
 
     table: Table
 
     def expected(self) -> list[Expected]:
-        """Return nothing: the table says it all."""
+        """Return nothing: a static order needs no messages."""
         return []
 
     def __iter__(self) -> Iterator[int]:
-        """Count."""
+        """Yield the positions in ascending order."""
         return iter(range(len(self.table.exchanges)))
 
     def handed(self, message: Message) -> None:
-        """Ignore it."""
+        """Do nothing: the order is fixed."""
 
 
 @dataclass
 class PolicyOrder:
-    """What a policy chooses of the actions whose inputs are here; sleeps while there is none."""
+    """Runs what a policy chooses among actions whose inputs have arrived; sleeps if none has."""
 
     policy: Policy
     table: Table
     transport: Transport
     num_parts: Mapping[str, int]
-    """By kind of message: tensors of one hand-over."""
+    """Tensors per message, by kind of message."""
     followers: Sequence[int]
-    """Global ranks that run what is chosen here."""
+    """Global ranks that follow these decisions."""
     timeout_s: float
     _parts: dict[Message, int] = field(default_factory=dict, init=False)
-    """What of each hand-over has arrived, where it is several tensors."""
+    """Parts that have arrived, for messages of several tensors."""
     _ran_s: float = field(default=0.0, init=False)
-    """Time in the actions of this step so far, as the host sees it."""
+    """Time in this step's actions so far, in seconds of host time."""
     _ran_units: float = field(default=0.0, init=False)
-    """The same by the costs of the table, where the policy has patience."""
+    """The same in cost units of the table; only counted if the policy has patience."""
 
     def expected(self) -> list[Expected]:
         """Return nothing: the leader receives no decisions."""
         return []
 
     def __iter__(self) -> Iterator[int]:
-        """Choose, tell the followers, and let it be run.
+        """Choose an action, send its position to the followers, and yield it.
 
         Raises:
-            TransportTimeout: Nothing that could be run came in time.
+            TransportTimeout: No action is ready, and nothing arrived for `timeout_s`.
         """
         progress, number = self.policy.progress, 0
         for exchange in self.table.exchanges:
             for transfer in exchange.inputs:
-                if transfer.message.kind in ("P", "G"):  # which no policy has to know
+                if transfer.message.kind in ("P", "G"):  # routes, which policies ignore
                     progress.require(exchange.action, transfer.message)
         while progress.left:
             index = self._choose()
             position = self.table.positions[progress.row[index]]
             for follower in self.followers:
-                choice = torch.tensor([position], dtype=torch.int32)  # no device is waited for
+                choice = torch.tensor([position], dtype=torch.int32)  # on the CPU: no device sync
                 self.transport.isend(choice, follower, Message("D", 0, number))
             begin_s = time.perf_counter()
             yield position
@@ -108,7 +108,7 @@ class PolicyOrder:
             number += 1
 
     def handed(self, message: Message) -> None:
-        """Make what needs the tensor ready."""
+        """Mark the tensor as arrived; its consumer may become ready."""
         self._note([message])
 
     def _choose(self) -> int:
@@ -124,7 +124,10 @@ class PolicyOrder:
             self._note(arrived)
 
     def _patience_s(self) -> float:
-        """Return how long to wait before choosing; nothing while the unit's length is unknown."""
+        """Return how long to wait before choosing, in seconds.
+
+        0 until an action has run: before that a cost unit has no known duration.
+        """
         units = self.policy.wait()
         return units * self._ran_s / self._ran_units if units and self._ran_units else 0.0
 
@@ -154,30 +157,30 @@ class PolicyOrder:
 
 @dataclass
 class LedOrder:
-    """What the leader has decided, message by message."""
+    """Follows the leader's decisions, one message per action."""
 
     table: Table
     transport: Transport
     leader: int
-    """Its global rank."""
+    """Global rank of the leader."""
     timeout_s: float
 
     def expected(self) -> list[Expected]:
-        """Return one message for each action."""
+        """Return one decision message per action: int32, shape `(1,)`."""
         return [
             Expected(self.leader, Message("D", 0, number), (1,), torch.int32)
             for number in range(len(self.table.exchanges))
         ]
 
     def __iter__(self) -> Iterator[int]:
-        """Wait for the next choice.
+        """Receive and yield the leader's decisions.
 
         Raises:
-            TransportError: It did not come in time.
+            TransportError: A decision timed out, or the leader failed.
         """
         for number in range(len(self.table.exchanges)):
             choice = self.transport.recv(self.leader, Message("D", 0, number), self.timeout_s)
             yield int(choice.item())
 
     def handed(self, message: Message) -> None:
-        """Ignore it: only what the leader has counts."""
+        """Do nothing: only what the leader has received counts."""
