@@ -1,7 +1,7 @@
-"""What one rank does in a step, as far as it is known before: looked up once, not at each action.
+"""Precomputes one rank's communication in a step: peers, message names and shapes.
 
-Between two actions a device waits for the host, so little should be left to do there. Ranks and
-names of messages depend on the table and on the shapes only, which stay from step to step.
+Between two actions the device waits for the host, so nothing is looked up there. Peers and message
+names depend only on the table and the shapes, which stay the same from step to step.
 """
 
 from __future__ import annotations
@@ -26,22 +26,27 @@ if TYPE_CHECKING:
 __all__ = ["Ends", "Form", "Peers", "PipelineEnds", "Program", "Shapes", "make_program"]
 
 Shapes = Mapping[str, Sequence[tuple[int, ...] | None]]
-"""By kind (F, B): the shape of each tensor of one hand-over; None: it travels with the tensor."""
+"""By message kind (F, B), the shape of each tensor, `[s, b, h]`. None: the shape travels with the
+tensor."""
 
 
 @dataclass(frozen=True)
 class Peers:
-    """Global ranks of those that this rank exchanges tensors with."""
+    """Global ranks of the peers that this rank exchanges tensors with."""
 
     pipeline: Sequence[int]
-    """By rank of the pipeline."""
+    """By pipeline rank."""
     twin: int | None = None
     """The rank that holds the same stages in the mirrored pipeline."""
     mirrored: Sequence[int] = ()
-    """By rank of the mirrored pipeline, where routes lead to others of it than the twin."""
+    """By rank of the mirrored pipeline. Only needed if routes lead to ranks other than the twin."""
 
     def with_mirrored(self, group: dist.ProcessGroup) -> Peers:
-        """Return these with the ranks of the mirrored pipeline. Collective over this one."""
+        """Return these peers plus the mirrored pipeline's ranks. Collective over `group`.
+
+        Args:
+            group: This rank's own pipeline-parallel group.
+        """
         if self.twin is None:
             return self
         ranks = [0] * group.size()
@@ -49,7 +54,7 @@ class Peers:
         return replace(self, mirrored=tuple(ranks))
 
     def of(self, transfer: Transfer) -> int:
-        """Return who is at the other end of a transfer."""
+        """Return the global rank at the other end of a transfer."""
         if not transfer.to_twin:
             return self.pipeline[transfer.peer]
         if self.mirrored:
@@ -59,46 +64,46 @@ class Peers:
 
 
 class Form(NamedTuple):
-    """What a tensor looks like that arrives."""
+    """Shape and dtype of a tensor to receive."""
 
     shape: tuple[int, ...] | None
-    """None: only the sender knows it."""
+    """None: the shape travels with the tensor."""
     dtype: torch.dtype
     part: int = 0
-    """Of its message."""
+    """Index of the tensor in its message."""
 
 
 class Ends(Protocol):
-    """Who is at the other end of the transfers of a table, and what goes there."""
+    """Resolves a table's transfers to peers and tensors."""
 
     @property
     def leads(self) -> bool:
-        """Whether this rank, of two twins, sends before it receives; True without twins."""
+        """Whether this rank sends to its twin before it receives; True without a twin."""
 
     def ranks(self, transfer: Transfer) -> Sequence[int]:
         """Return the global ranks at the other end."""
 
     def forms(self, kind: MessageKind) -> Sequence[Form]:
-        """Return what arrives here for one transfer of a kind, in the order in which it does."""
+        """Return the tensors that one message of a kind brings, in order of arrival."""
 
     def parts(self, transfer: Transfer) -> Sequence[int]:
-        """Return the parts that a SEND or LOCAL moves, for each rank at the other end."""
+        """Return the parts that a SEND or LOCAL moves to each rank at the other end."""
 
 
 @dataclass(frozen=True)
 class PipelineEnds:
-    """Those of an ordinary pipeline: one rank for each transfer, tensors of one dtype."""
+    """The ends of an ordinary pipeline: one peer per transfer, one dtype for all tensors."""
 
     peers: Peers
     shapes: Shapes
-    """Of what this rank receives."""
+    """Shapes of the tensors that this rank receives."""
     dtype: torch.dtype
     rank: int
-    """Of this process in the pipeline."""
+    """Pipeline rank of this process."""
 
     @property
     def leads(self) -> bool:
-        """Whether this rank, of two twins, sends before it receives: the lower global rank."""
+        """Whether this rank sends to its twin before it receives; the lower global rank does."""
         return self.peers.twin is None or self.peers.pipeline[self.rank] < self.peers.twin
 
     def ranks(self, transfer: Transfer) -> Sequence[int]:
@@ -106,37 +111,36 @@ class PipelineEnds:
         return (self.peers.of(transfer),)
 
     def forms(self, kind: MessageKind) -> Sequence[Form]:
-        """Return what arrives: the tensors of one hand-over."""
+        """Return the tensors of one message, in order."""
         return [Form(shape, self.dtype, i) for i, shape in enumerate(self.shapes[kind])]
 
     def parts(self, transfer: Transfer) -> Sequence[int]:
-        """Return the numbers of the tensors; what goes forward has the shapes of its gradients."""
+        """Return the tensor indices. A sent F has as many tensors as the B that comes back."""
         return range(len(self.shapes["B" if transfer.message.kind == "F" else "F"]))
 
 
 @dataclass(frozen=True)
 class Program:
-    """The exchanges of one rank by position in the table, and the messages that arrive.
+    """One rank's exchanges by position in the table, and the messages that it receives.
 
-    A peer is a global rank here, and each transfer one tensor: where a transfer of the table has
-    several ranks at its other end, or several tensors, all ranks get the first tensor one after the
-    other, then the second.
+    Here peers are global ranks and each transfer is one tensor. If a transfer of the table has
+    several peers and several tensors, every peer gets the first tensor, then every peer the second.
     """
 
     exchanges: tuple[Exchange, ...]
     expected: tuple[Expected, ...]
-    """In the order that all ranks share."""
+    """In the message order that all ranks share."""
 
 
 def make_program(table: Table, ends: Ends) -> Program:
-    """Work out whom each tensor of a step comes from and goes to.
+    """Resolve the source or destination of every tensor in a step.
 
     Args:
-        table: What this rank runs.
-        ends: Whom it exchanges tensors with, and which.
+        table: The table of this rank.
+        ends: Resolves its transfers to peers and tensors.
     """
     resolved = tuple(_resolved(exchange, ends) for exchange in table.exchanges)
-    if table.schedule.disaggregated:  # only over wires that match messages by name
+    if table.schedule.disaggregated:  # needs a transport that matches messages by name
         turns = [(transfer, 0) for transfer in table.arrivals]
     else:
         turns = _turns(table, resolved, leads=ends.leads)
@@ -152,7 +156,7 @@ def make_program(table: Table, ends: Ends) -> Program:
 def _turns(
     table: Table, resolved: Sequence[Exchange], *, leads: bool
 ) -> list[tuple[Transfer, int]]:
-    """Return what arrives in the order that all ranks share, and after how many calls."""
+    """Return (transfer, number of transport calls before it is posted), in the shared order."""
     each = (len(exchange.inputs) + len(exchange.outputs) for exchange in map(_on_wire, resolved))
     calls = list(accumulate(each, initial=0))
     return [
@@ -166,7 +170,7 @@ def _num_taken(resolved: Sequence[Exchange], post: Post) -> int:
 
 
 def _on_wire(exchange: Exchange) -> Exchange:
-    """Leave out what stays on this rank."""
+    """Drop transfers that stay on this rank."""
     return exchange._replace(
         inputs=tuple(t for t in exchange.inputs if t.verb == "RECV"),
         outputs=tuple(t for t in exchange.outputs if t.verb == "SEND"),

@@ -1,4 +1,4 @@
-"""The table that this rank runs, and the certainty that all ranks run the same one."""
+"""The table that this rank runs, and the check that all ranks run the same one."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ __all__ = ["Table", "check_agreement", "make_table"]
 
 @dataclass(frozen=True)
 class Table:
-    """A validated schedule from the point of view of one rank."""
+    """One rank's view of a validated schedule."""
 
     schedule: Schedule
     rank: int
-    """Of this process in its pipeline."""
+    """Pipeline rank of this process."""
     slots: int
-    """Messages that one edge may hold at most, so that no send waits."""
+    """Most messages in flight on one edge; with this many slots no send blocks."""
 
     window: int | None = None
-    """Of a disaggregated table: micro-batches that forwards may be ahead (`exchanges`)."""
+    """Disaggregated tables only: how many micro-batches forwards may run ahead (`exchanges`)."""
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """What this rank runs and exchanges, in the table's order."""
+        """This rank's actions with their transfers, in table order."""
         return exchanges(self.schedule, self.rank, self.window)
 
     @cached_property
     def positions(self) -> Mapping[Action, int]:
-        """Where each action of this rank stands in the table's order."""
+        """Index of each of this rank's actions in table order."""
         return {action: index for index, action in enumerate(self.schedule.rows[self.rank])}
 
     @cached_property
     def actions_by_stage(self) -> Counter[int]:
-        """How many actions this rank runs for each of its stages."""
+        """Number of actions that this rank runs, by stage."""
         return Counter(action.stage for action in self.schedule.rows[self.rank])
 
     @cached_property
     def arrivals(self) -> tuple[Transfer, ...]:
-        """The messages that this rank receives, each source's in the order in which it sends."""
+        """The messages that this rank receives, per source in sending order."""
         return tuple(
             Transfer("RECV", sent.message, rank, sent.to_twin)
             for rank in range(self.schedule.placement.num_ranks)
@@ -73,29 +73,29 @@ class Table:
 
     @cached_property
     def order(self) -> MessageOrder:
-        """The order that the messages of all ranks have."""
+        """The message order that all ranks share."""
         return MessageOrder(self.schedule)
 
     @cached_property
     def reduction_order(self) -> tuple[int, ...]:
-        """The stages of this rank in the order in which the table completes them."""
+        """This rank's stages in the order in which the table completes them."""
         return reduction_order(self.schedule.rows[self.rank])
 
     @cached_property
     def split_stages(self) -> frozenset[int]:
-        """The stages whose weight gradients run as W."""
+        """The stages with W actions."""
         return frozenset(a.stage for a in self.schedule.rows[self.rank] if a.kind == "W")
 
     @cached_property
     def split_backwards(self) -> frozenset[tuple[int, int]]:
-        """The (stage, micro-batch) whose weight gradients run as W; a stage may have both kinds."""
+        """The (stage, micro-batch) pairs with a W. A stage may have split and whole backwards."""
         return frozenset(
             (a.stage, a.microbatch) for a in self.schedule.rows[self.rank] if a.kind == "W"
         )
 
     @cached_property
     def max_live(self) -> int:
-        """Most forwards of this rank that wait for their backward."""
+        """Peak number of this rank's forwards whose backward has not run."""
         live = peak = 0
         for action in self.schedule.rows[self.rank]:
             live += {"F": 1, "R": 1, "W": 0}.get(action.kind, -1)
@@ -113,8 +113,15 @@ def make_table(
 ) -> Table:
     """Generate and validate the table for a number of micro-batches.
 
+    Args:
+        pipeline: The configured pipeline.
+        num_microbatches: Micro-batches per step.
+        rank: Pipeline rank of this process.
+        backward: Whether to train; otherwise the table has forwards only.
+        routes: The model's routes.
+
     Raises:
-        ScheduleError: If the schedule cannot run that number.
+        ScheduleError: The schedule cannot run this number of micro-batches.
     """
     if not backward:
         schedule = forward_only(pipeline.placement, num_microbatches)
@@ -125,7 +132,7 @@ def make_table(
 
 
 def _most_on_an_edge(slots: Mapping[Edge, int]) -> int:
-    """Return how many messages one rank may have under way to another, in one direction."""
+    """Return the most messages in flight from one rank to another, per direction of data flow."""
     by_pair: Counter[tuple[int, int, bool]] = Counter()
     for (source, target, kind), count in slots.items():
         by_pair[source, target, kind in ("F", "P")] += count
@@ -135,10 +142,10 @@ def _most_on_an_edge(slots: Mapping[Edge, int]) -> int:
 def check_agreement(
     table: Table, groups: Sequence[dist.ProcessGroup], device: torch.device
 ) -> None:
-    """Make sure that all ranks of all groups run the same table.
+    """Check that all ranks of all groups run the same table. Collective over each group.
 
     Raises:
-        ScheduleError: On every rank of a group in which they differ.
+        ScheduleError: Tables differ in a group. Every rank of that group raises it.
     """
     mine = torch.tensor([int(table.schedule.digest[:15], 16)], device=device)
     for group in groups:

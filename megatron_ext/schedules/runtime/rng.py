@@ -1,13 +1,13 @@
-"""Sets every random generator of Megatron for one forward (see `config/randomness.py`).
+"""Seeds all of Megatron's random generators for one forward (see `config/randomness.py`).
 
-Megatron has several: the host's, the device's default one, and those of its tracker. Which ranks
-draw the same numbers stays as upstream has it (`model_parallel_cuda_manual_seed` of
+Megatron has the host's generator, the device's default one, and those of its tracker. Ranks share
+random numbers exactly as upstream has it (`model_parallel_cuda_manual_seed` in
 `megatron/core/tensor_parallel/random.py`): the tracker's model-parallel generator differs between
-tensor-parallel ranks, the experts' between ranks that hold other experts or other shards of them,
-all others are equal on the ranks of a stage. Replicas draw the same numbers, as upstream's do.
+tensor-parallel ranks, the expert generator between expert-parallel and expert-tensor-parallel
+ranks. All others are equal on the ranks of a stage. Data-parallel replicas draw the same numbers.
 
-Activation recomputation needs nothing of this: upstream notes the generators in the forward and
-sets them for the recomputation.
+Activation recomputation needs no support here: upstream saves the generator states in the forward
+and restores them for the recomputation.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ __all__ = ["microbatch_rng", "rng_of_this_step"]
 
 @contextmanager
 def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None]:
-    """Draw the random numbers of one forward, whoever runs it, and however often.
+    """Seed all generators for one forward, and restore their states afterwards.
 
-    Afterwards all generators stand where they stood before.
+    The numbers depend on the arguments and on the tensor- and expert-parallel rank only. They do
+    not depend on the pipeline rank, on execution order or on repetition.
 
     Args:
-        iteration: Training step, counted over the whole training.
-        stage: Of the whole pipeline.
-        microbatch: Of this replica, in the step.
+        iteration: Training step, counted from the start of training.
+        stage: Global stage index.
+        microbatch: Index in this replica's step, from 0.
 
     Raises:
-        ScheduleError: No seed of the run was given.
+        ScheduleError: The run has no seed.
     """
     place = iteration, stage, microbatch
     host, device, tracked = random._get_all_rng_states()
@@ -60,10 +61,9 @@ _UNCHANGED = nullcontext()
 
 
 def rng_of_this_step(stage: int, microbatch: int) -> AbstractContextManager[None]:
-    """Draw the random numbers of one forward of the training step that runs.
+    """Seed all generators for one forward of the current training step.
 
-    No effect where random numbers are not drawn by micro-batch, and where nothing is trained
-    (without gradients, as in evaluation).
+    Does nothing if seeding by micro-batch is off or gradients are disabled, as in evaluation.
     """
     if not (randomness.enabled() and torch.is_grad_enabled()):
         return _UNCHANGED
@@ -91,12 +91,12 @@ def _fresh(state: Any, device: torch.device, *key: int | str) -> Any:
 
 
 def _device() -> torch.device:
-    """The device of the generators, without a number: a state of one fits all of its type."""
+    """Return the generators' device without an index; a state fits every device of its type."""
     return torch.device(devices.current().torch_device().type)
 
 
 def _shard(name: str) -> tuple[int, ...]:
-    """Return what sets the ranks of one stage apart in a generator of the tracker."""
+    """Return the ranks that distinguish a tracker generator within one stage."""
     if name == random.get_expert_parallel_rng_tracker_name():
         return (
             parallel_state.get_expert_model_parallel_rank(),

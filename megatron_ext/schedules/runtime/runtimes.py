@@ -1,7 +1,7 @@
-"""What lasts from step to step: transport, tables, who decides, what was measured.
+"""State that lives across steps: transport, tables, leader, statistics.
 
-A `Runtime` is made at the first step of a model on a set of groups, and `Runtimes` holds those of a
-configuration, which closes them.
+The first step of a model on a set of process groups creates a `Runtime`. `Runtimes` holds those of
+one configuration; the configuration closes them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class Runtime:
-    """What lasts from step to step for one model on one set of groups."""
+    """The state that one model on one set of process groups keeps across steps."""
 
     pipeline: Pipeline
     groups: ProcessGroupCollection
@@ -70,18 +70,18 @@ class Runtime:
     transport: Transport
     peers: Peers
     agreement: Agreement | None
-    """Who decides; None: every rank runs the order of the table."""
+    """Leader and followers of a dynamic order; None: every rank runs the table's order."""
     exchange: TwinExchange | None
-    """Where micro-batches of the twin are run."""
+    """Swaps data with the twin on stages that run its micro-batches."""
     trees: TreeSteps | None
-    """For stages that hand on more than one tensor."""
+    """For stages that declare trees or routes."""
     measured: Measured = field(default_factory=Measured)
     _tables: dict[tuple[int, bool], Table] = field(default_factory=dict)
     _programs: dict[int, tuple[Table, Ends, Program]] = field(default_factory=dict)
-    """By identity of the table: the last one made for it, and for which ends."""
+    """By id of the table: the table, and the latest program with the ends it was made for."""
 
     def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:
-        """Return the data of each chunk by micro-batch."""
+        """Return each chunk's data, to be read by micro-batch."""
         placement = self.pipeline.placement
         crossed = map(placement.is_crossed, placement.stages_of[self.groups.pp.rank()])
         return [
@@ -90,7 +90,14 @@ class Runtime:
         ]
 
     def table(self, num_microbatches: int, *, backward: bool) -> Table:
-        """Return the table for a number of micro-batches; all ranks compare it when it is new."""
+        """Return the cached table for a number of micro-batches.
+
+        Collective over the pipeline, data- and tensor-parallel groups if the table is new: they
+        check that all ranks made the same one.
+
+        Raises:
+            ScheduleError: The schedule cannot run this number, or tables differ between ranks.
+        """
         key = (num_microbatches, backward)
         if key not in self._tables:
             rank = self.groups.pp.rank()
@@ -106,7 +113,7 @@ class Runtime:
     def run(
         self, table: Table, call: Call, shapes: Shapes, *, force_all_reduce: bool
     ) -> StageCompute:
-        """Run one step; after a failure nothing of it is left."""
+        """Run one step. On failure, drop deferred weight gradients and abort the transport."""
         stages = table.schedule.placement.stages_of[table.rank]
         split = split_backward()
         for stage, chunk in zip(stages, call.chunks, strict=True):
@@ -115,7 +122,7 @@ class Runtime:
         compute = StageCompute(call, table, num_inputs=len(shapes["F"]))
         if forms is not None and self.trees is not None:
             compute = self.trees.compute(call, table, forms)
-        # What evaluation does is no part of the measurement.
+        # Statistics cover training only.
         measured = Measured() if call.forward_only else self.measured
         gradients = GradientSync(call.config, call.chunks, table, force_all_reduce=force_all_reduce)
         listening: list[Observer] = [StepMeasure(table, measured)]
@@ -145,7 +152,7 @@ class Runtime:
         return compute
 
     def _name_of(self, rank: int | None) -> str:
-        """Return what error messages call a global rank; None: this one."""
+        """Return the name of a global rank for error messages; None stands for this rank."""
         if rank is None:
             return f"rank {dist.get_rank()} (pipeline rank {self.groups.pp.rank()})"
         return f"rank {rank}"
@@ -153,7 +160,7 @@ class Runtime:
     def _program(
         self, table: Table, shapes: Shapes, dtype: torch.dtype, forms: Forms | None
     ) -> Program:
-        """Return what is known of a step before it; shapes may change from step to step."""
+        """Return the cached program; make a new one if shapes have changed."""
         ends: Ends = PipelineEnds(self.peers, shapes, dtype, table.rank)
         if forms is not None:
             ends = TreeEnds(self.peers, forms.agreed, table.rank)
@@ -185,10 +192,10 @@ class Runtime:
 
 @dataclass
 class Runtimes:
-    """The runtimes of a configuration."""
+    """The runtimes of one configuration."""
 
     by_group: dict[int, Runtime] = field(default_factory=dict)
-    """By the identity of the pipeline group, which its runtime keeps."""
+    """By id of the pipeline group. The runtime holds the group, so its id stays unique."""
 
     def __iter__(self) -> Iterator[Runtime]:
         return iter(self.by_group.values())
@@ -207,7 +214,14 @@ def runtime_of(
     config: Any,
     shapes: Shapes,
 ) -> Runtime:
-    """Return the runtime of a pipeline and a pipeline group, made at the first step."""
+    """Return the runtime of a pipeline group; create it at the first step.
+
+    Creation is collective over all ranks of the job.
+
+    Raises:
+        ScheduleError: Ranks, chunks or declared routes do not fit the schedule.
+        TransportError: The transport is not available.
+    """
     runtimes = active.required().state(Runtimes).by_group
     found = runtimes.get(id(groups.pp))
     if found is not None:
@@ -238,7 +252,10 @@ def runtime_of(
 
 
 def _exchange(pipeline: Pipeline, peers: Peers, rank: int) -> TwinExchange | None:
-    """Connect twins that run each other's micro-batches. Collective over all ranks of the job."""
+    """Create the process group of twins that run each other's micro-batches; None without any.
+
+    Collective over all ranks of the job.
+    """
     placement = pipeline.placement
     if not placement.twin_hops:
         return None
@@ -257,7 +274,10 @@ def _agreement(
     iterators: Sequence[Any],
     peers: Peers,
 ) -> Agreement:
-    """Find who decides. Twins that read data on crossed stages exchange it, so they agree too."""
+    """Elect the leader of this rank's order. Collective over all ranks of the job.
+
+    Twins that read data on crossed stages swap it, so they follow one leader too.
+    """
     own = placement.stages_of[groups.pp.rank()]
     exchanges = any(
         placement.is_crossed(stage) and iterator is not None
@@ -287,13 +307,13 @@ def _check_fit(
 
 
 def _twin() -> int:
-    """Twins are neighbours among the data-parallel ranks."""
+    """Return the twin's global rank: the neighbour in the data-parallel group."""
     ranks = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
     return ranks[ranks.index(dist.get_rank()) ^ 1]
 
 
 def totals() -> tuple[Measured, int]:
-    """Return what the training steps of this process did so far, and the bytes that it sent."""
+    """Return this process's training statistics so far, and the bytes that it sent."""
     together = Measured()
     runtimes = list(active.required().state(Runtimes))
     for runtime in runtimes:
@@ -302,7 +322,7 @@ def totals() -> tuple[Measured, int]:
 
 
 def log_statistics() -> None:
-    """Log what the training steps of all ranks did. Collective over all ranks of the job."""
+    """Log the training statistics of all ranks on rank 0. Collective over all ranks of the job."""
     for runtime in active.required().state(Runtimes):
         everybody: list[Measured] = [Measured() for _ in range(dist.get_world_size())]
         dist.all_gather_object(everybody, runtime.measured)
@@ -313,12 +333,12 @@ def log_statistics() -> None:
 
 
 def log_own_statistics() -> None:
-    """Log on rank 0 what its own steps did. Waits for nobody: for ranks that may leave alone."""
+    """Log rank 0's own statistics. Not collective, so ranks may exit at different times."""
     for runtime in active.required().state(Runtimes):
         _log(runtime, runtime.measured, " on this rank")
 
 
 def _log(runtime: Runtime, measured: Measured, where: str) -> None:
     if measured.steps and dist.get_rank() == 0:
-        # As a warning: a script that sets up no logging shows nothing below it.
+        # Without a logging setup, Python shows nothing below WARNING.
         _LOG.warning("%s", in_words(measured, runtime.pipeline, runtime.device.type, where))

@@ -1,25 +1,25 @@
-"""Splits the backward of a stage: the gradients of its inputs in I, those of its weights in W.
+"""Splits a stage's backward: I computes input gradients, W computes weight gradients.
 
-The executor puts F and I of a micro-batch into `SplitBackward.defer(stage, microbatch)` and calls
-`SplitBackward.run(stage, microbatch)` as W. In between, it holds the two operands of each weight
-gradient: the input of the layer and the gradient of its output.
+F and I of a micro-batch run inside `SplitBackward.defer(stage, microbatch)`; W is
+`SplitBackward.run(stage, microbatch)`. In between, the two operands of each weight gradient are
+kept: the layer's input and the gradient of its output.
 
-What is split: the weights of Column- and RowParallelLinear (hence of attention, MLP, experts one by
-one and the output layer), the grouped experts, and the layers of Transformer Engine that were built
-for it (`prepare_config`, `SplitBackward.register_modules`). Everything else stays in I: embeddings
-and what is tied to one on the same stage, norms, biases, the router.
+Deferred to W: the weights of Column- and RowParallelLinear (attention, MLP, sequential experts, the
+output layer), grouped experts, and Transformer Engine layers built for it (`prepare_config`,
+`SplitBackward.register_modules`). Everything else stays in I: embeddings and weights tied to one on
+the same stage, norms, biases, the router.
 
 Contract with the executor:
 
-* A micro-batch whose F ran in `defer` gets its backward in `defer` too, and then `run`. The F of an
-  action B (backward unsplit) runs without `defer`.
-* Each W adds to `main_grad`, so the order of a stage's W's decides the last bits. With sequence
-  parallelism all ranks of a tensor-parallel group run their W's in the same order, for W gathers
-  the split sequence again.
-* The gradient that a stage receives may be an operand itself, and so may the activation (if the
-  first layer takes it as it is). Memory of messages is used again after W, not after I.
-* DDP's hooks run in I, before the gradients are whole. So chunks that are split stay in `no_sync`
-  for the whole step, and reductions are started during the last W, which tells its progress.
+* If F ran in `defer`, the backward must run in `defer` too, followed by `run`. The F of an unsplit
+  B runs without `defer`.
+* Each W adds to `main_grad`, so the order of a stage's Ws decides the last bits. With sequence
+  parallelism W all-gathers the sequence again, so all ranks of a tensor-parallel group must run
+  their Ws in the same order.
+* A received gradient may itself be an operand, and so may a received activation if the first layer
+  uses it directly. Message memory may be reused after W, not after I.
+* DDP's hooks fire in I, before weight gradients are complete. So split chunks stay in `no_sync` for
+  the whole step, and reductions start during the last W, which reports its progress.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ __all__ = ["Progress", "SplitBackward", "prepare_config", "split_backward", "why
 
 _Key = tuple[int, int]
 Progress = Callable[[AbstractSet[int]], None]
-"""Called after each weight with the ids of those that remain to be computed."""
+"""Callback with the ids of the weights whose gradients remain to be computed."""
 
 
 class SplitBackward:
-    """The weight gradients of this process that wait for their W, by stage and micro-batch.
+    """Holds this process's deferred weight gradients, by stage and micro-batch.
 
-    The key is a plain attribute: backwards of CUDA tensors run in a thread of autograd's, which
-    sees neither thread-locals nor context variables of the thread that called it.
+    The current key is a plain attribute: autograd runs CUDA backwards in its own thread, which sees
+    neither thread-locals nor context variables of the caller.
     """
 
     def __init__(self) -> None:
@@ -60,25 +60,24 @@ class SplitBackward:
 
     @property
     def record(self) -> Record | None:
-        """Where a layer that runs now leaves its weight gradient; None: it computes it itself."""
+        """The sink for weight gradients of layers that run now; None: layers compute their own."""
         return None if self._key is None else partial(self._record, self._key)
 
     def register_modules(self, stage: int, module: torch.nn.Module) -> None:
-        """Name the model chunk of a stage, for the layers that split their backward themselves.
+        """Register the model chunk of a stage, so that W reaches its Transformer Engine layers.
 
-        To be called before each step; it costs nothing for a chunk that is known. Without it,
-        layers of Transformer Engine that `prepare_config` has reached would postpone their
-        gradients for ever.
+        Call it before each step; known chunks cost nothing. Without it, layers built with
+        `prepare_config` would postpone their weight gradients forever.
         """
         known = self._modules.get(stage)
         if known is None or known.module is not module:
             self._modules[stage] = DelayedModules(module)
 
     def defer(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Leave the weight gradients of the layers that run inside for `run`.
+        """Return a context in which layers defer their weight gradients to `run`.
 
-        Around the forward, where layers note the key, and around the backward, which may run
-        forwards again (recomputation).
+        Enter it for the forward, where layers record the key, and again for the backward, which
+        may rerun forwards (recomputation).
         """
         modules = self._modules.get(stage)
         if modules is None or modules.is_empty:
@@ -93,29 +92,29 @@ class SplitBackward:
             modules.note(key[1])
 
     def begin(self, key: _Key) -> None:
-        """Begin what `defer` surrounds."""
+        """Enter the context of `defer`."""
         assert self._key is None, f"{key} inside {self._key}"
         self._key = key
 
     def end(self) -> None:
-        """End it, also after an error."""
+        """Leave the context of `defer`, also on error."""
         self._key = None
         if self._marked:
             self._unmark()
 
     def run(self, stage: int, microbatch: int, progress: Progress | None = None) -> None:
-        """Compute the weight gradients of a micro-batch and add them to the parameters'.
+        """Run W: compute a micro-batch's weight gradients and accumulate them.
 
-        Into `main_grad`, or into `grad` where there is no DDP. Operands are freed one weight after
-        the other. A stage without split weights has nothing to do.
+        They go into `main_grad`, or into `grad` without DDP. Operands are freed weight by weight. A
+        stage without deferred weights does nothing.
 
         Args:
-            stage: Which.
-            microbatch: Which.
+            stage: Global stage index.
+            microbatch: 0 to m-1.
             progress: Called before the first weight and after each.
 
         Raises:
-            ScheduleError: Transformer Engine's layers cannot compute this micro-batch yet.
+            ScheduleError: Transformer Engine's store is FIFO, and an older micro-batch comes first.
         """
         by_weight = _by_weight(self._waiting.pop((stage, microbatch), []))
         modules = self._modules.get(stage)
@@ -136,12 +135,12 @@ class SplitBackward:
             modules.run(microbatch, finished)
 
     def pending(self) -> list[_Key]:
-        """Return the keys (stage, micro-batch) whose gradients wait for `run`, sorted."""
+        """Return the (stage, micro-batch) keys whose W has not run, sorted."""
         of_modules = {(s, m) for s, modules in self._modules.items() for m in modules.waiting()}
         return sorted(of_modules.union(self._waiting))
 
     def clear(self) -> None:
-        """Drop everything that waits: the step has failed."""
+        """Drop all deferred gradients after a failed step."""
         self._key = None
         self._waiting.clear()
         self._unmark()
@@ -153,9 +152,9 @@ class SplitBackward:
         self._marked.append(gradient.weight)
 
     def _unmark(self) -> None:
-        """Take back the marks that kept DDP's hooks from adding placeholders.
+        """Reset the flags that kept DDP's hooks from adding placeholder gradients.
 
-        A mark that stayed would make the hooks drop the gradients of backwards that are not split.
+        A flag left set would make the hooks drop the gradients of unsplit backwards.
         """
         for weight in self._marked:
             if hasattr(weight, "grad_added_to_main_grad"):
@@ -164,7 +163,7 @@ class SplitBackward:
 
 
 class _Deferral:
-    """What `defer` returns: no generator, since two run with every action."""
+    """The context of `defer`. A class, not a generator: every micro-batch enters it twice."""
 
     __slots__ = ("_key", "_split")
 
@@ -179,7 +178,7 @@ class _Deferral:
 
 
 def _by_weight(gradients: list[WeightGradient]) -> dict[int, list[WeightGradient]]:
-    """Group by the id of the weight; weights and gradients of a weight keep their order."""
+    """Group gradients by the id of their weight; weights and gradients keep their order."""
     groups: dict[int, list[WeightGradient]] = {}
     for gradient in gradients:
         groups.setdefault(id(gradient.weight), []).append(gradient)
@@ -187,14 +186,14 @@ def _by_weight(gradients: list[WeightGradient]) -> dict[int, list[WeightGradient
 
 
 def split_backward() -> SplitBackward:
-    """Return the split backward of the configuration in force."""
+    """Return the active configuration's `SplitBackward`."""
     return required().state(SplitBackward)
 
 
 def why_not(config: Any) -> str | None:
-    """Return why a model with this `TransformerConfig` cannot be split, with the remedy, or None.
+    """Return why this `TransformerConfig` rules out split backwards, with the remedy, or None.
 
-    Upstream's features that take backwards apart or record them in ways of their own are refused.
+    Refused are upstream features that split, reorder or capture backwards themselves.
     """
     if config.cuda_graph_impl != "none":
         return (
