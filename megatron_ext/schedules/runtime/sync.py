@@ -1,20 +1,22 @@
-"""When gradients are reduced over the data-parallel ranks and parameters are gathered.
+"""Decides when gradient reductions and parameter gathers over data-parallel ranks start.
 
-Megatron's DDP does both, the schedule only says when. Data-parallel peers have to start the same
-collectives in the same order, although each may run its actions in another one:
+Megatron's DDP runs both; the schedule only decides when. Data-parallel peers must start the same
+collectives in the same order, although each peer may run its actions in a different order:
 
-- Reductions start in the order in which the table completes its chunks: one that is complete before
-  its turn waits. Gathers start in the order of the stages, in which any order first needs them.
-- A chunk with split backwards is reduced during its last W, which no other rank waits for: each
-  reduction starts as soon as the weights of its buckets are done. Hooks of DDP run at I, too early,
-  so they stay silent all the step.
-- A chunk without is reduced after its last B, at once: with `--align-grad-reduce`, Megatron's
-  default, nothing shall slow a B down that another rank waits for. Nobody waits for that of stage
-  0, during which DDP's hooks reduce bucket by bucket, as in upstream's 1F1B.
-- With `--no-align-grad-reduce` hooks do so for every stage. The order is the same on all peers by
-  itself: a last B needs that of the stage after it.
+- Reductions start in the order in which the table completes its chunks. A chunk that completes
+  early waits for its turn. Gathers start in stage order, which is the order of first use under any
+  schedule.
+- A chunk with split backwards is reduced during its last W, which no other rank waits for. Each
+  reduction starts as soon as the weights of its buckets are done. DDP's hooks would fire at I, too
+  early, so they stay disabled for the whole step.
+- A chunk with whole backwards is reduced in one go after its last B. `--align-grad-reduce`,
+  Megatron's default, keeps reductions from slowing down a B that another rank waits for. No rank
+  waits for the last B of stage 0, so there DDP's hooks reduce bucket by bucket, as in upstream's
+  1F1B.
+- With `--no-align-grad-reduce` the hooks do so for every stage. All peers then have the same order
+  anyway: the last B of a stage needs the last B of the next stage.
 
-Without `--overlap-grad-reduce` nothing is started here, `finalize_model_grads` reduces.
+Without `--overlap-grad-reduce` this module starts nothing; `finalize_model_grads` reduces.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ _Enter = Callable[[], AbstractContextManager[Any]]
 
 
 class GradientSync:
-    """Reductions of one step; a context that keeps DDP's hooks silent outside of their windows."""
+    """Starts the reductions of one step.
+
+    Also a context manager that disables DDP's hooks except where `around` enables them.
+    """
 
     def __init__(
         self,
@@ -53,11 +58,11 @@ class GradientSync:
         self._placement = table.schedule.placement
         self._by_hooks = not table.split_stages
         self._order = table.reduction_order
-        """The stages of this rank; those at the front have been started."""
+        """This rank's stages; the first `_started` of them have been started."""
         self._started = 0
         self._complete: set[int] = set()
         self._buckets: dict[int, list[_BucketGroup]] = {}
-        """By chunk: those to be reduced, the next one last."""
+        """By chunk: the bucket groups still to reduce, the next one last."""
         self._force_all_reduce = force_all_reduce
         self._functions = _by_chunk(config.grad_sync_func, len(chunks))
         self._overlaps = config.no_sync_func is not None
@@ -76,7 +81,7 @@ class GradientSync:
             stack.close()
 
     def around(self, action: Action, *, is_last: bool) -> AbstractContextManager[None]:
-        """Let DDP's hooks reduce during the last full backward of a chunk, where they may."""
+        """Enable DDP's hooks during a chunk's last whole backward, if they reduce its gradients."""
         if is_last and action.kind == "B" and self._hooks_reduce(action.stage):
             return self._reducing(action)
         return _UNCHANGED
@@ -88,21 +93,24 @@ class GradientSync:
         return self._functions is None or (ends_all and self._uses_ddp_reduction(stage))
 
     def _uses_ddp_reduction(self, stage: int) -> bool:
-        """Whether the reductions of a stage are DDP's own, and not a function of somebody else."""
+        """Whether DDP itself reduces a stage, rather than a custom `grad_sync_func`."""
         number = self._placement.chunk_of(stage)
         given = None if self._functions is None else self._functions[number]
         return given is None or getattr(given, "__self__", None) is self._chunks[number]
 
     @contextmanager
     def _reducing(self, action: Action) -> Iterator[None]:
-        # One function for several chunks silences them all at once.
+        # A single no_sync function covers all chunks at once.
         index = self._placement.chunk_of(action.stage) if len(self._silent) > 1 else 0
         self._entered[index].close()
         yield
         self._entered[index] = _entered(self._silent[index])
 
     def progress(self, stage: int) -> Progress | None:
-        """Return the progress callback of the stage's last W, or None before the stage's turn."""
+        """Return the progress callback of the stage's last W; None if it is not the stage's turn.
+
+        Also None without overlap or with a custom `grad_sync_func`.
+        """
         if not self._overlaps or not self._uses_ddp_reduction(stage):
             return None
         if self._order[self._started] != stage:
@@ -110,7 +118,7 @@ class GradientSync:
         return partial(self._reduce, self._placement.chunk_of(stage))
 
     def after(self, stage: int) -> None:
-        """Note that a stage is complete; start its reduction and others that waited for it."""
+        """Mark a stage complete; start its reduction and any that waited for it, in table order."""
         self._complete.add(stage)
         while self._started < len(self._order) and self._order[self._started] in self._complete:
             complete = self._order[self._started]
@@ -126,9 +134,13 @@ class GradientSync:
             self._reduce(number, remaining=frozenset())
 
     def _reduce(self, number: int, remaining: AbstractSet[int]) -> None:
-        """Start the next reductions of a chunk that no weight is remaining to be computed for.
+        """Start a chunk's next reductions, up to the first bucket group with a remaining weight.
 
-        `chunk.start_grad_sync` cannot be told to reduce everything, nor a part.
+        `chunk.start_grad_sync` can neither force an all-reduce nor start a part of the buckets.
+
+        Args:
+            number: The chunk.
+            remaining: Ids of the weights whose gradients are not computed yet.
         """
         if number not in self._buckets:
             self._buckets[number] = _bucket_groups(self._chunks[number])
@@ -138,7 +150,7 @@ class GradientSync:
 
 
 class NoSync:
-    """Neither reductions nor gathers, for ranks without gradients."""
+    """Starts no reductions and no gathers. For ranks without gradients."""
 
     def __enter__(self) -> NoSync:
         return self
@@ -147,11 +159,11 @@ class NoSync:
         """Do nothing."""
 
     def around(self, action: Action, *, is_last: bool) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
+        """Return a null context."""
         return _UNCHANGED
 
     def progress(self, stage: int) -> None:
-        """Return nothing to be called."""
+        """Return None: nothing follows the progress of W."""
 
     def after(self, stage: int) -> None:
         """Start nothing."""
@@ -161,18 +173,18 @@ class NoSync:
 
 
 class _BucketGroup(NamedTuple):
-    """What DDP reduces at once."""
+    """A DDP bucket group, which one call reduces."""
 
     group: Any
     weights: frozenset[int]
-    """Their ids."""
+    """Ids of its parameters."""
 
 
 def _bucket_groups(chunk: Any) -> list[_BucketGroup]:
-    """Return what DDP reduces of a chunk, ordered as its parameters are.
+    """Return a chunk's bucket groups in parameter order; backwards complete them from the end.
 
-    Backwards complete it from the end. The order is the same on all data-parallel peers, also where
-    experts, which are reduced over another group, got no tokens on some.
+    All data-parallel peers get the same order, even if experts, which have their own reduction
+    group, received no tokens on some of them.
     """
     place = {id(parameter): index for index, parameter in enumerate(chunk.parameters())}
     groups = [
@@ -183,7 +195,7 @@ def _bucket_groups(chunk: Any) -> list[_BucketGroup]:
 
 
 class ParameterSync:
-    """Gathers of updated parameters, one chunk ahead of the first forward that needs them."""
+    """Starts parameter gathers one chunk ahead of the first forward that needs them."""
 
     def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], table: Table) -> None:
         self._functions = _by_chunk(config.param_sync_func, len(chunks))
@@ -193,7 +205,7 @@ class ParameterSync:
         self._started = 0
 
     def before(self, stage: int) -> None:
-        """At the first use of a stage, start the gather of the next one."""
+        """At a stage's first use, start the gather of the next chunk; at the first, of two."""
         if self._functions is None:
             return
         ahead = 2 if self._started == 0 else 1

@@ -1,18 +1,17 @@
-"""Layers of Transformer Engine, which split their backward themselves.
+"""Transformer Engine layers, which split their backward themselves.
 
-A layer that was built with `delay_wgrad_compute` puts the operands of its weight gradient into a
-queue of its own, and its `backward_dw` works off the oldest entry. Megatron asks for that only
-together with its own overlap of expert communication and checks this when the configuration is
-made; `prepare_config` asks later. Here the layers are told when to postpone, and which entries
-belong to which micro-batch is counted.
+A layer built with `delay_wgrad_compute` queues the operands of its weight gradient, and
+`backward_dw` computes the oldest entry. Megatron enables this only together with its own overlap
+of expert communication, and checks that when a configuration is created; `prepare_config` enables
+it afterwards. This module tells the layers when to postpone and counts which queue entries belong
+to which micro-batch.
 
-Gradients of biases are never postponed: DDP's hooks expect them in I. Most layers leave the adding
-of their bias to Megatron, so autograd computes its gradient there. Where a layer adds its bias
-itself (attention's projection to queries, keys and values), the gradient comes out of the same
-product as the weight's; such a layer computes both in I (`left_whole`).
+Bias gradients are never postponed: DDP's hooks expect them in I. Most layers let Megatron add their
+bias, so autograd computes its gradient there. A layer that adds its bias itself (attention's QKV
+projection) gets both gradients from one GEMM, so it computes both in I (`left_whole`).
 
-Written against the sources of Transformer Engine 2.3 and later. It was tested with stand-ins for
-its layers, not with the library, which needs CUDA.
+Written against the sources of Transformer Engine 2.3 and later. Tested with stand-ins for its
+layers, not with the library, which needs CUDA.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ def _uses_te(config: Any) -> bool:
 
 
 def prepare_config(config: Any) -> None:
-    """Make Transformer Engine's layers leave their weight gradients for W.
+    """Make Transformer Engine's layers postpone their weight gradients to W.
 
-    To be called between the making of a `TransformerConfig` and of the model. Without Transformer
-    Engine it changes nothing.
+    Call it after creating the `TransformerConfig` and before building the model. Without
+    Transformer Engine it changes nothing.
     """
     if _uses_te(config):
         config.delay_wgrad_compute = True
 
 
 def why_not(config: Any) -> str | None:
-    """Return why the layers of Transformer Engine cannot be split as configured, or None."""
+    """Return why Transformer Engine's layers cannot be split as configured, or None."""
     if not _uses_te(config):
         return None
     from megatron.core.utils import get_te_version, is_te_min_version
@@ -74,7 +73,7 @@ def why_not(config: Any) -> str | None:
 
 
 def left_whole(config: Any) -> str | None:
-    """Return which weight gradients of Transformer Engine's layers stay in I, or None."""
+    """Return which weight gradients of Transformer Engine's layers stay in I, and why, or None."""
     if not _uses_te(config) or config.multi_latent_attention:
         return None
     if not config.add_bias_linear and not config.add_qkv_bias:
@@ -89,10 +88,10 @@ def left_whole(config: Any) -> str | None:
 class DelayedModules:
     """The layers of one stage that postpone their weight gradients themselves.
 
-    From here on they do so inside of `delaying` only.
+    Once registered here, they postpone inside `delaying` only.
 
     Args:
-        module: The model chunk of the stage.
+        module: The stage's model chunk.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -113,7 +112,7 @@ class DelayedModules:
 
     @contextmanager
     def delaying(self) -> Iterator[None]:
-        """Let the layers postpone."""
+        """Return a context in which the layers postpone their weight gradients."""
         self._switch(on=True)
         try:
             yield
@@ -126,7 +125,7 @@ class DelayedModules:
             (store.enable_delay_wgrad_compute if on else store.disable_delay_wgrad_compute)()
 
     def note(self, microbatch: int) -> None:
-        """Count what the layers have put aside since the last note, for this micro-batch."""
+        """Attribute the entries queued since the last call to this micro-batch."""
         sizes = [_queued(layer) for layer in self._layers]
         added = [size - counted for size, counted in zip(sizes, self._counted, strict=True)]
         if any(added):
@@ -134,14 +133,14 @@ class DelayedModules:
             self._notes.append((microbatch, added))
 
     def run(self, microbatch: int, finished: Callable[..., None]) -> None:
-        """Let the layers compute what they put aside for a micro-batch, the last layer first.
+        """Compute a micro-batch's postponed weight gradients, last layer first.
 
         Args:
-            microbatch: Which.
+            microbatch: 0 to m-1.
             finished: Called after each layer with the ids of its parameters.
 
         Raises:
-            ScheduleError: It is not the oldest one, which is the only one that they can compute.
+            ScheduleError: TE's store is FIFO, and this is not the oldest micro-batch in it.
         """
         if not any(noted == microbatch for noted, _ in self._notes):
             return
@@ -158,7 +157,7 @@ class DelayedModules:
             for layer, remaining in zip(self._layers, self._counted, strict=True):
                 with _biases_are_done(layer):
                     while _queued(layer) > remaining:
-                        layer.backward_dw()  # takes one entry, or two of a layer with two weights
+                        layer.backward_dw()  # one entry, or two in a layer with two weights
                 finished(*_weights(layer))
 
     def waiting(self) -> list[int]:
@@ -166,7 +165,7 @@ class DelayedModules:
         return [microbatch for microbatch, _ in self._notes]
 
     def clear(self) -> None:
-        """Drop everything that was put aside."""
+        """Drop all queued operands."""
         self._notes.clear()
         self._counted = [0] * len(self._layers)
         for layer in self._layers:
@@ -179,13 +178,13 @@ def _weights(layer: Any) -> list[int]:
 
 
 def _delays(module: Any) -> bool:
-    """Whether a layer was built to postpone; it may be switched off at the moment."""
+    """Whether a layer was built to postpone, even if that is currently disabled."""
     store = getattr(module, "wgrad_store", None)
     return store is not None and store.context is not None
 
 
 def _adds_its_bias(layer: Any) -> bool:
-    """Whether the gradient of a bias comes out of the product that makes the weight's."""
+    """Whether one GEMM yields the gradients of both bias and weight."""
     if not getattr(layer, "use_bias", False):
         return False
     if hasattr(layer, "fc1_bias"):  # two weights; the first bias is never Megatron's
@@ -195,10 +194,10 @@ def _adds_its_bias(layer: Any) -> bool:
 
 @contextmanager
 def _biases_are_done(layer: Any) -> Iterator[None]:
-    """Keep `backward_dw` away from biases.
+    """Keep `backward_dw` from setting bias gradients.
 
-    It gives one to each bias that has no `grad`, as is usual behind DDP's hooks, and fails over
-    gradients that autograd has computed in I and it does not have.
+    It does so for every bias without a `grad`, the normal state after DDP's hooks. It would fail,
+    because autograd has computed these gradients in I and the layer does not have them.
     """
     named = layer.named_parameters(recurse=False)
     biases = [bias for name, bias in named if "bias" in name and bias.grad is None]

@@ -1,9 +1,9 @@
-"""Computes the actions of models whose stages hand on trees of tensors, or have routes.
+"""Computes the actions of models whose stages exchange trees of tensors or have routes.
 
-What a stage returns becomes the root of one backward (`trees.joined`), and what it gets becomes
-leaves, so Megatron's own `forward_step` and `backward_step` run as for one tensor. A hand-over is
-one message of bytes, whatever is in it; a header goes before it until its form is agreed. Tensors
-that need no gradient get none, and no byte of one travels.
+A stage's outputs are joined into one root for the backward (`trees.joined`), and its inputs become
+leaves, so Megatron's own `forward_step` and `backward_step` run as for a single tensor. A tree
+travels as one message of bytes, preceded by a header until both ends know its form. Tensors that
+require no grad get none, and nothing of them travels back.
 """
 
 from __future__ import annotations
@@ -37,44 +37,49 @@ __all__ = ["Forms", "TreeCompute", "TreeEnds", "Trees"]
 
 @dataclass(frozen=True)
 class Trees:
-    """What the stages of a model declare, all of them together."""
+    """The declarations of all stages of a model."""
 
     routes: tuple[Route, ...]
     declared: Mapping[int, Declared]
     """By stage."""
     varies: bool
-    """Whether forms of hand-overs may change from one micro-batch to the next."""
+    """Whether a tree's form may change between micro-batches."""
 
 
 @dataclass
 class Forms:
-    """The forms of this rank's hand-overs: agreed in the first step, if they do not change.
+    """The forms of the trees that this rank sends and receives; fixed ones are known after a step.
 
-    Both ends of each hand-over see the same headers in the same step, so nobody has to be asked.
+    Both ends see the same headers in the same step, so they stop using headers without a handshake.
     """
 
     varies: bool
     agreed: bool = False
     _sent: dict[tuple[str, int, int], TreeForm] = field(default_factory=dict)
-    """By kind of message, stage that sends, and stage that receives."""
+    """By (message kind, sending stage, receiving stage)."""
     _received: dict[tuple[str, int], TreeForm] = field(default_factory=dict)
-    """By kind of message and stage of its name."""
+    """By message kind and the message's stage."""
 
     @property
     def num_parts(self) -> dict[str, int]:
-        """By kind of message: tensors of one hand-over."""
+        """Tensors per message, by kind of message: bytes, and a header until forms are agreed."""
         with_header = 1 if self.agreed else 2
         return {"F": with_header, "P": with_header, "B": 1, "G": 1}
 
     def step_done(self) -> None:
-        """Note that a step is complete on this rank: it has sent and received every form."""
+        """Record that this rank completed a step, so it has sent and received every form."""
         self.agreed = not self.varies
 
     def headers(self, key: tuple[str, int, int], form: TreeForm, what: str) -> list[torch.Tensor]:
-        """Return what has to travel with a hand-over of this form, if anything.
+        """Return the header to send with a tree of this form; empty once forms are agreed.
+
+        Args:
+            key: (message kind, sending stage, receiving stage).
+            form: The tree's form.
+            what: Names the tree in error messages.
 
         Raises:
-            ScheduleError: It is another one than agreed.
+            ScheduleError: A fixed form has changed.
         """
         if not self.varies:
             known = self._sent.setdefault(key, form)
@@ -86,7 +91,7 @@ class Forms:
         return [] if self.agreed else [form.header()]
 
     def read(self, key: tuple[str, int], inputs: Iterator[torch.Tensor | None]) -> TreeForm:
-        """Return the form of the hand-over whose bytes come next."""
+        """Return the form of the next tree; consume its header from `inputs` if there is one."""
         if self.agreed:
             return self._received[key]
         header = next(inputs)
@@ -97,16 +102,16 @@ class Forms:
 
 @dataclass(frozen=True)
 class TreeEnds:
-    """Who is at the other end of the transfers of such a table, and what goes there."""
+    """Resolves the transfers of a model with trees or routes (`program.Ends`)."""
 
     peers: Peers
     forms_agreed: bool
     rank: int
-    """Of this process in the pipeline."""
+    """Pipeline rank of this process."""
 
     @property
     def leads(self) -> bool:
-        """Whether this rank, of two twins, sends before it receives: the lower global rank."""
+        """Whether this rank sends to its twin before it receives; the lower global rank does."""
         return self.peers.twin is None or self.peers.pipeline[self.rank] < self.peers.twin
 
     def ranks(self, transfer: Transfer) -> Sequence[int]:
@@ -114,11 +119,11 @@ class TreeEnds:
         return (self.peers.of(transfer),)
 
     def forms(self, kind: MessageKind) -> Sequence[Form]:
-        """Return what arrives: bytes, and what they are unless that is agreed."""
+        """Return the tensors of one message: uint8 bytes, after a header until forms are agreed."""
         return [Form(None, torch.uint8, part) for part in self._parts(kind)]
 
     def parts(self, transfer: Transfer) -> Sequence[int]:
-        """Return the parts of a hand-over; gradients have the form of what they belong to."""
+        """Return the parts of a message; gradients need no header."""
         return self._parts(transfer.message.kind)
 
     def _parts(self, kind: MessageKind) -> tuple[int, ...]:
@@ -126,18 +131,19 @@ class TreeEnds:
 
 
 class _End(NamedTuple):
-    """What the backward of a micro-batch needs to know of its forward."""
+    """What a backward needs to know about its forward."""
 
     leaves: tuple[Leaf, ...]
-    """What the stage handed on and gets a gradient for."""
+    """The sent tensors for which a gradient comes back."""
     gradients: list[torch.Tensor | None]
-    """Filled before the backward: of these, then of what the stage published."""
+    """Filled before the backward: gradients of `leaves`, then None for each published tensor."""
     num_published: int
+    """Published tensors from which the backward starts."""
 
 
 @dataclass
 class TreeCompute(StageCompute):
-    """Runs the actions of one step on the chunks of this rank."""
+    """Runs the actions of one step on this rank's chunks, with trees and routes."""
 
     forms: Forms = field(kw_only=True)
     store: RouteStore = field(kw_only=True)
@@ -145,7 +151,7 @@ class TreeCompute(StageCompute):
     _ends: dict[tuple[int, int], _End] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        """Look up what stays the same all step long."""
+        """Precompute what is constant during the step."""
         schedule = self.table.schedule
         self._plan = plan_routes(schedule.routes, schedule.placement)
         self._device = device_of(self.call.chunks)
@@ -154,7 +160,10 @@ class TreeCompute(StageCompute):
     def run(
         self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
     ) -> Tensors:
-        """Run an action as the executor asks for it (`executor.Compute`)."""
+        """Run one action for the executor (`executor.Compute`).
+
+        `inputs` and the result are uint8 tensors, `[number of bytes]` each.
+        """
         stage, kind, microbatch = action
         if kind == "W":
             self.weights(stage, microbatch, progress)
@@ -164,7 +173,7 @@ class TreeCompute(StageCompute):
         return self._run_backward(action, iter(inputs))
 
     def release(self, outputs: Tensors) -> None:
-        """Do nothing: what went away are bytes, which nobody else has."""
+        """Do nothing: the outputs were packed bytes; the tree itself is freed with its graph."""
 
     def _run_forward(
         self, action: Action, inputs: Iterator[torch.Tensor | None], *, is_first: bool
@@ -193,7 +202,7 @@ class TreeCompute(StageCompute):
     def _finish_forward(
         self, action: Action, leaves: list[torch.Tensor], made: object
     ) -> list[torch.Tensor | None]:
-        """Make one root of what a stage made; return what goes to the next one."""
+        """Join a stage's outputs into one root; return the messages for the next stage."""
         stage, _, microbatch = action
         is_last = stage == self._last_stage
         if not self.call.forward_only:
@@ -213,7 +222,7 @@ class TreeCompute(StageCompute):
         tensors: list[torch.Tensor],
         origins: list[torch.Tensor],
     ) -> None:
-        """Put the root of the backward in the place of the stage's output."""
+        """Replace the stage's saved output with the root of its backward."""
         _, outputs = self._live[stage, microbatch]
         gradients: list[torch.Tensor | None] = []
         if stage < self._last_stage:
@@ -278,7 +287,7 @@ class TreeCompute(StageCompute):
     def _bytes_of(
         self, tree: object, key: tuple[str, int, int], microbatch: int
     ) -> list[torch.Tensor | None]:
-        """Return the messages of a hand-over: header, unless its form is agreed, and bytes."""
+        """Return a tree's tensors to send: a header until its form is agreed, then the bytes."""
         what = self._what(key[1], microbatch)
         tensors, form = flatten(tree, what, gradients=not self.call.forward_only)
         return [*self.forms.headers(key, form, what), pack(tensors, self._device)]
@@ -292,7 +301,7 @@ class TreeCompute(StageCompute):
         self.store.release(self._batch(stage, microbatch), names)
 
     def _forget(self, stage: int, microbatch: int, kind: str) -> None:
-        """Drop what this rank needs no more after F of an evaluation, or after B."""
+        """Drop route tensors that this rank no longer needs after an evaluation's F, or after B."""
         names = set(self._published(stage))
         if kind == "F":  # other stages of this rank may take some
             names.difference_update(self._plan.dropped.get(("B", stage), ()))
@@ -300,7 +309,7 @@ class TreeCompute(StageCompute):
         self.store.forget(self._batch(stage, microbatch), sorted(names))
 
     def _batch(self, stage: int, microbatch: int) -> Batch:
-        """Name a micro-batch; those of the twin have the same numbers."""
+        """Return the key of a micro-batch; the twin's micro-batches have the same indices."""
         return microbatch, self.table.schedule.placement.is_crossed(stage)
 
     def _published(self, stage: int) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
-"""What stages hand on where it is more than one tensor: trees, and their way over a wire.
+"""Trees of tensors between stages, and their wire format.
 
-A tree is a tensor, None, or a tuple, list or dict (with text for keys) of trees. Its tensors travel
-as the bytes of one message, each at a multiple of 64 bytes, so that the receiver uses them where
-they are. Its `Form` says how to read them: it is agreed once where all micro-batches have the same,
-and travels as a header where they do not.
+A tree is a tensor, None, or a tuple, list or dict with string keys of trees. Its tensors travel as
+one message of bytes, each aligned to 64 bytes, so the receiver uses them in place. A `TreeForm`
+describes structure, shapes and dtypes. It is sent once if all micro-batches share it; otherwise it
+travels as a header before each tree.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 
 class Leaf(NamedTuple):
-    """What a tensor of a tree looks like."""
+    """Shape, dtype and requires_grad of a tensor in a tree."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Leaf(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Length of its values."""
+        """Size of its data in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -46,31 +46,31 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeForm:
-    """A tree without the values of its tensors."""
+    """The form of a tree: everything but its tensors' data."""
 
     text: str
-    """All of it, as JSON."""
+    """Skeleton and leaves as JSON."""
     skeleton: Any = field(compare=False)
-    """The tree with a 0 for each tensor: null, 0, ["tuple", ...], ["list", ...], or
+    """The tree with 0 for each tensor: null, 0, ["tuple", ...], ["list", ...], or
     ["dict", keys, ...]."""
     leaves: tuple[Leaf, ...] = field(compare=False)
     """Its tensors, in order."""
 
     def header(self) -> torch.Tensor:
-        """Return what travels, uint8 on the CPU."""
+        """Return the header to send: uint8 on the CPU, `[number of bytes]`."""
         return torch.frombuffer(bytearray(self.text.encode()), dtype=torch.uint8)
 
     @staticmethod
     def of_header(header: torch.Tensor) -> TreeForm:
-        """Return what a header says.
+        """Parse a header.
 
         Raises:
-            MessageMismatch: It is damaged, or of another version of this package.
+            MessageMismatch: The header is corrupt, or another version of this package sent it.
         """
         return _parsed(bytes(header.cpu().numpy()))
 
     def tree(self, tensors: Sequence[torch.Tensor]) -> Tree:
-        """Return the tree with its tensors, in order."""
+        """Rebuild the tree from its tensors, given in order."""
         return _grown(self.skeleton, iter(tensors))
 
     def __str__(self) -> str:
@@ -97,15 +97,15 @@ def _leaf(shape: list[int], dtype: str, requires_grad: bool) -> Leaf:
 
 
 def flatten(tree: Tree, what: str, *, gradients: bool) -> tuple[list[torch.Tensor], TreeForm]:
-    """Return the tensors of a tree, in order, and its form.
+    """Return a tree's tensors, in order, and its form.
 
     Args:
-        tree: What a stage hands on.
-        what: Says so in an error message.
-        gradients: Whether a backward follows; otherwise no tensor requires a gradient.
+        tree: The output of a stage.
+        what: Names the tree in error messages.
+        gradients: Whether a backward follows; otherwise no leaf of the form requires grad.
 
     Raises:
-        ScheduleError: There is something else in the tree.
+        ScheduleError: The tree contains an object of an unsupported type.
     """
     tensors: list[torch.Tensor] = []
     skeleton = _cut(tree, tensors, what)
@@ -147,11 +147,14 @@ def _grown(skeleton: Any, tensors: Iterator[torch.Tensor]) -> Tree:
 
 
 def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the bytes of tensors as one, uint8; that of a single one are not copied.
+    """Concatenate the bytes of tensors, each aligned to 64 bytes. A single tensor is not copied.
 
     Args:
         tensors: Of any dtype and shape.
-        device: Where the result is made.
+        device: Where to allocate the result.
+
+    Returns:
+        uint8, `[number of bytes]`.
     """
     parts = [plain(tensor.detach()).reshape(-1).view(torch.uint8) for tensor in tensors]
     if len(parts) == 1:
@@ -165,15 +168,15 @@ def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, leaves: Sequence[Leaf], what: str) -> list[torch.Tensor]:
-    """Return the tensors that were packed, on the memory of the packed one.
+    """Return the packed tensors as views into `packed`.
 
     Args:
-        packed: Of `pack`.
-        leaves: What they look like.
-        what: Says whose they are in an error message.
+        packed: The result of `pack`: uint8, `[number of bytes]`.
+        leaves: Shapes and dtypes of the tensors.
+        what: Names the tensors in error messages.
 
     Raises:
-        MessageMismatch: The bytes are not those of such tensors.
+        MessageMismatch: The number of bytes does not match the leaves.
     """
     sizes = [leaf.num_bytes for leaf in leaves]
     if packed.dtype != torch.uint8 or packed.numel() != _end(sizes):
@@ -193,12 +196,12 @@ def _padded(size: int) -> int:
 
 
 def _end(sizes: Sequence[int]) -> int:
-    """Where the last of some parts ends."""
+    """Return the offset in bytes at which the last part ends."""
     return sum(map(_padded, sizes[:-1])) + sizes[-1] if sizes else 0
 
 
 class _Join(torch.autograd.Function):
-    """One root for the backward of several tensors, whose gradients are known when it runs."""
+    """Joins several tensors into one root; their gradients are supplied when the backward runs."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Any], *tensors: torch.Tensor) -> torch.Tensor:
@@ -212,14 +215,14 @@ class _Join(torch.autograd.Function):
 
 
 def joined(tensors: Sequence[torch.Tensor], gradients: list[Any]) -> torch.Tensor:
-    """Return a scalar whose backward is that of several tensors together.
+    """Return a float32 scalar whose backward runs that of several tensors.
 
-    Upstream's `backward_step` starts from one tensor only. The values of the tensors may be freed.
+    Upstream's `backward_step` starts from one tensor only. The tensors' data may be freed.
 
     Args:
-        tensors: Each requires a gradient; one at least.
-        gradients: Filled before the backward with one for each tensor; None: nothing comes from
-            here, but the node of the tensor runs.
+        tensors: At least one tensor; each requires grad.
+        gradients: The caller fills it before the backward, one gradient per tensor. None adds no
+            gradient, but the tensor's autograd node still runs.
     """
     root: torch.Tensor = _Join.apply(gradients, *tensors)
     return root

@@ -1,12 +1,11 @@
-"""Linear layers whose backward leaves the gradient of the weight for later.
+"""Linear layers whose backward defers the weight gradient.
 
-The backward of a linear layer is two products: the gradient of the input, which the stage before
-waits for, and the gradient of the weight, which nobody waits for before the optimizer. Here each
-layer computes the first in its backward and hands the second over as a `WeightGradient`, which
-keeps the two operands until `accumulate` is called. The result has the same bits as upstream's
-backward.
+The backward of a linear layer is two GEMMs: the input gradient, which the previous stage waits for,
+and the weight gradient, which is not needed before the optimizer step. Here a layer's backward
+computes the first and records the second as a `WeightGradient`, which keeps both operands until
+`accumulate`. The result is bitwise equal to upstream's backward.
 
-The idea is that of "Zero Bubble Pipeline Parallelism" (Qi et al., 2023).
+The idea comes from "Zero Bubble Pipeline Parallelism" (Qi et al., 2023).
 """
 
 from __future__ import annotations
@@ -39,44 +38,49 @@ _EMBEDDING = "megatron_ext_is_embedding"
 
 
 class WeightGradient(Protocol):
-    """One product that is still to be computed."""
+    """A deferred weight-gradient GEMM."""
 
     weight: torch.nn.Parameter
     fused: bool
-    """Whether the product is added to `main_grad` by the kernel that computes it."""
+    """Whether the GEMM kernel itself accumulates into `main_grad`."""
 
     def compute(self) -> torch.Tensor | None:
-        """Return the product; None if `fused`, after adding it."""
+        """Return the gradient; if `fused`, accumulate it into `main_grad` and return None."""
 
 
 Record = Callable[[WeightGradient], None]
-"""Takes over a product, in the backward of its layer."""
+"""Stores a deferred gradient; called in the layer's backward."""
 
 
 def mark_embedding(weight: torch.nn.Parameter) -> None:
-    """Note that a weight is an embedding's.
+    """Mark a weight as an embedding's, so that its gradient is never deferred.
 
-    A stage may use it as its output layer too. The gradient of the embedding is summed in the
-    backward; leaving the other half for later would add the halves to `main_grad` one by one.
+    A stage may tie it to the output layer. Autograd sums the gradients of both uses in the
+    backward. Deferring one of them would add the two to `main_grad` separately and change the
+    last bits.
     """
     setattr(weight, _EMBEDDING, True)
 
 
 def is_splittable(weight: torch.Tensor) -> bool:
-    """Tell whether the gradient of a weight may be left for later.
+    """Return whether a weight's gradient may be deferred.
 
-    Not for weights of embeddings (see `mark_embedding`), weights that are computed from parameters,
-    and those of Megatron's FSDP, whose gradients have no memory of their own.
+    False for embeddings (see `mark_embedding`), for weights computed from parameters, and for
+    Megatron's FSDP, whose gradients have no memory of their own.
     """
     return weight.is_leaf and not (hasattr(weight, _EMBEDDING) or hasattr(weight, "__fsdp_param__"))
 
 
 @torch.no_grad()
 def accumulate(products: list[WeightGradient]) -> None:
-    """Compute the products of one weight, add them to its gradient and drop their operands.
+    """Compute one weight's deferred gradients, accumulate them and drop their operands.
 
-    They are summed first and then added, as autograd does with the uses of a weight in one
-    backward, in the order in which they were handed over. The list is empty afterwards.
+    Unfused gradients are summed first, in recording order, and the sum is added once, as autograd
+    does for several uses of a weight in one backward. It goes to `main_grad`, or to `grad` without
+    DDP.
+
+    Args:
+        products: The gradients of one weight; empty afterwards.
     """
     weight = products[0].weight
     total: torch.Tensor | None = None
@@ -96,7 +100,7 @@ def accumulate(products: list[WeightGradient]) -> None:
 
 
 class _Unchanged:
-    """Makes sure that nobody wrote to operands while they were kept."""
+    """Checks that kept operands were not modified in place."""
 
     def __init__(self, *operands: torch.Tensor) -> None:
         self._versions = [operand._version for operand in operands]
@@ -114,13 +118,13 @@ class _Unchanged:
 
 @dataclass
 class _LinearGradient:
-    """`grad_output.t() @ input`, as upstream computes it."""
+    """`grad_output.t() @ input`, computed as upstream does: `[out, in]`."""
 
     weight: Any  # a parameter, with the attributes that DDP gives it
     input: torch.Tensor
     grad_output: torch.Tensor
     gather_group: torch.distributed.ProcessGroup | None
-    """The group over which the sequence of `input` is split, if it is."""
+    """The group over which sequence parallelism splits `input`; None if it is whole."""
     fused: bool
     _unchanged: _Unchanged = field(init=False)
 
@@ -143,7 +147,7 @@ class _LinearGradient:
         return None
 
     def _gathered(self) -> torch.Tensor:
-        """Return the whole input, in a buffer of upstream's that the next linear layer reuses."""
+        """Return the whole input `[s, b, h]`; if gathered, in upstream's shared global buffer."""
         if self.gather_group is None:
             return self.input
         size = [self.input.size(0) * self.gather_group.size(), *self.input.shape[1:]]
@@ -153,10 +157,11 @@ class _LinearGradient:
 
 
 class _GradOutputBuffer:
-    """What upstream's backward takes for the list into which it puts the gradient of the output.
+    """Stands in for upstream's `grad_output_buffer` list.
 
-    With such a list it skips the gradient of the weight (upstream's own use is the output layer,
-    whose product it can postpone to the end of the step).
+    Given such a list, upstream's backward appends the output gradient and skips the weight
+    gradient. Upstream uses it to postpone the output layer's weight gradient to the end of the
+    step.
     """
 
     def __init__(
@@ -169,12 +174,12 @@ class _GradOutputBuffer:
     ) -> None:
         self._record = record
         self._weight = weight
-        self._input = input_.detach()  # not the graph behind it
+        self._input = input_.detach()  # without its graph
         self._gather_group = gather_group
         self._fused = fused
 
     def append(self, grad_output: torch.Tensor) -> None:
-        """Hand the product over; called by upstream's backward."""
+        """Record the deferred gradient; called by upstream's backward."""
         if getattr(self._weight, "main_grad", self) is None:
             del self._weight.main_grad  # upstream's backward set it: no DDP, no such attribute
         self._record(
@@ -183,10 +188,10 @@ class _GradOutputBuffer:
 
 
 class _AddBias(torch.autograd.Function):
-    """Adds a bias; its gradient is summed over the flattened tokens, as upstream's layer does.
+    """Adds a bias whose gradient is summed over flattened tokens, as in upstream's layer.
 
-    Upstream leaves out the flattening if it skips the gradient of the weight, and autograd then
-    sums the two dimensions one after the other, which gives other last bits.
+    If upstream skips the weight gradient, it skips the flattening too. The sum would then run over
+    the dimensions s and b separately, which changes the last bits.
     """
 
     @staticmethod
@@ -202,10 +207,18 @@ class _AddBias(torch.autograd.Function):
 def linear(
     call: Callable[..., torch.Tensor], record: Record, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """Run upstream's linear layer such that its backward leaves the weight's gradient to `record`.
+    """Run upstream's linear layer; its backward passes the weight gradient to `record`.
 
-    `call` is upstream's `linear_with_grad_accumulation_and_async_allreduce`, and the arguments
-    after `record` are its own. Weights that cannot be split (`is_splittable`) are left to it.
+    Weights that cannot be split (`is_splittable`) take upstream's path unchanged.
+
+    Args:
+        call: Upstream's `linear_with_grad_accumulation_and_async_allreduce`.
+        record: Stores the deferred gradient.
+        *args: Arguments of `call`.
+        **kwargs: Arguments of `call`.
+
+    Returns:
+        The output of `call`.
     """
     given = {**dict(zip(linear_parameters(), args, strict=False)), **kwargs}
     weight, bias = given["weight"], given["bias"]
@@ -214,8 +227,8 @@ def linear(
     group = None
     if given["sequence_parallel"]:
         group = get_tensor_model_parallel_group_if_none(given.get("tp_group"))
-    # Fusion is what lets upstream's backward do without a product; if it was not asked for, no
-    # kernel of it is called.
+    # Upstream's backward skips the weight GEMM only with fusion on. If the user did not ask for
+    # fusion, no fused kernel runs.
     fused = given["gradient_accumulation_fusion"]
     given.update(
         bias=None,
@@ -227,18 +240,18 @@ def linear(
     return output if bias is None else _AddBias.apply(output, bias)
 
 
-# -- experts in one grouped product ----------------------------------------------------------------
+# -- grouped experts -------------------------------------------------------------------------------
 
 
 @dataclass
 class _GroupedGradient:
-    """The gradients of the weights of all experts, by the backward of the library's product."""
+    """The weight gradients of all experts, computed by the backward of the library's `gmm`."""
 
     weight: torch.nn.Parameter
     experts: torch.Tensor
-    """A leaf of its own that shares the memory of the weight."""
+    """A separate leaf that shares the weight's memory."""
     product: torch.autograd.graph.GradientEdge
-    """The library's product, of which only `experts` needs a gradient."""
+    """The output of `gmm`; only `experts` requires grad in its graph."""
     grad_output: torch.Tensor
     fused: bool = False
     _unchanged: _Unchanged = field(init=False)
@@ -253,7 +266,7 @@ class _GroupedGradient:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The library's product, with a backward that computes the gradient of the tokens only."""
+    """The library's `gmm` with a backward that computes only the gradient of the tokens."""
 
     @staticmethod
     def forward(
@@ -286,7 +299,7 @@ class _GroupedProduct(torch.autograd.Function):
             grad_tokens = gmm(grad_output, experts.detach(), batch_sizes, trans_b=not trans_b)
         placeholder = None
         if hasattr(weight, "grad_added_to_main_grad"):
-            # DDP's hook wants a gradient; it does not read one that is said to be added.
+            # DDP's hook requires a gradient, but ignores it if grad_added_to_main_grad is set.
             placeholder = torch.empty_like(experts)
             weight.grad_added_to_main_grad = True
         return grad_tokens, placeholder, None, None, None, None
@@ -300,11 +313,18 @@ def grouped_product(
     batch_sizes: torch.Tensor,
     trans_b: bool = False,
 ) -> torch.Tensor:
-    """Multiply the tokens of each expert by its weights, and record the gradient of the weights.
+    """Multiply each expert's tokens by its weights; the backward records the weight gradient.
 
-    `gmm` is the `ops.gmm` of the grouped_gemm library, and the arguments after `record` are its
-    own. Nothing else of the library is called, whose builds differ: a graph of the weights alone,
-    made by the product itself, serves for their gradient.
+    Builds of grouped_gemm differ, so nothing of the library but `gmm` is called. The weight
+    gradient comes from `gmm`'s own backward, on a graph that contains the weights alone.
+
+    Args:
+        gmm: `ops.gmm` of the grouped_gemm library.
+        record: Stores the deferred gradient.
+        tokens: Argument of `gmm`, `[tokens, in]`, sorted by expert.
+        experts: Argument of `gmm`: the experts' weights, a view of the parameter.
+        batch_sizes: Argument of `gmm`: tokens per expert.
+        trans_b: Argument of `gmm`: whether `experts` is transposed.
     """
     weight = experts._base
     if weight is None or not is_splittable(weight) or not torch.is_grad_enabled():
