@@ -1,4 +1,4 @@
-"""Tensors that skip stages of a pipeline, for authors of models.
+"""Skip connections across pipeline stages, for model authors.
 
     class Tower(torch.nn.Module):                    # in some early stage
         def __init__(self):
@@ -12,14 +12,15 @@
         def forward(self, x):
             return x + self.project(routes.take("features"))
 
-Without a schedule of ours, and where there is one stage, `publish` and `take` hand the tensor on
-inside the forward. Under a schedule it crosses to each rank with takers once, and its gradient
-comes back.
+Without a megatron_ext schedule, or with a single stage, `publish` and `take` pass the tensor on
+inside the forward. Under a schedule the tensor is sent once to each rank with takers, and its
+gradient comes back.
 
-**The order of sums.** Each `take` gives one gradient. They are added up as the backward reaches
-them, from the last `take` to the first; the sum is added to what the publisher's own uses of the
-tensor behind `publish` have. That is the same wherever the model is cut, so it has the same bits.
-Autograd's own order would be another one at each cut, because a stage adds up what it has first.
+**Summation order.** Each `take` yields one gradient. The backward adds them in the order in which
+it reaches them, from the last `take` to the first. Then it adds the sum to the gradient of the
+publisher's own uses of the tensor after `publish`. This order does not depend on where the model is
+split into stages, so the bits do not either. With autograd's own order they would, because each
+stage would sum its own gradients first.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ __all__ = ["Batch", "Boundary", "Declared", "RouteStore", "declare", "declared",
 Boundary = Literal["fixed", "varies"]
 
 Batch = tuple[int, bool]
-"""A micro-batch on a rank: its number, and whether it is one of the twin's."""
+"""A micro-batch on a rank: its index, and whether it belongs to the twin."""
 
 _ATTRIBUTE = "_megatron_ext_routes"
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What modules say about themselves."""
+    """The declarations of one or more modules."""
 
     publishes: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
@@ -61,19 +62,19 @@ def declare(
     takes: Iterable[str] = (),
     boundary: Boundary | None = None,
 ) -> None:
-    """Say what a module does beyond handing one tensor `[s, b, h]` to the next stage.
+    """Declare a module's routes, and whether its stage outputs a tree instead of one `[s, b, h]`.
 
-    To be called when the module is built: schedules are made before its first forward.
+    Call it in the module's constructor: schedules are built before the first forward.
 
     Args:
         module: A layer, or the whole model.
-        publishes: Routes that it publishes in each forward.
-        takes: Routes that it takes in each forward.
-        boundary: What its stage hands on is a tree of tensors, whose shapes are the same in all
-            micro-batches ("fixed") or may change from one to the next ("varies").
+        publishes: Routes that it publishes in every forward.
+        takes: Routes that it takes in every forward.
+        boundary: Set it if the stage outputs a tree of tensors. "fixed": structure, shapes and
+            dtypes are the same for all micro-batches. "varies": they may change.
 
     Raises:
-        ScheduleError: A name is no text or stands twice, or there is no such boundary.
+        ScheduleError: A name is not a string or appears twice, or the boundary is unknown.
     """
     for given in (publishes, takes):
         if isinstance(given, str):
@@ -88,7 +89,7 @@ def declare(
 
 
 def declared(chunk: torch.nn.Module) -> Declared:
-    """Return what all modules of a stage declare together."""
+    """Return the combined declarations of all modules of a stage."""
     found: list[Declared] = [
         getattr(module, _ATTRIBUTE) for module in chunk.modules() if hasattr(module, _ATTRIBUTE)
     ]
@@ -102,34 +103,37 @@ def declared(chunk: torch.nn.Module) -> Declared:
 
 
 def publish(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Publish a tensor for all later `take(name)` of this micro-batch.
+    """Publish a tensor for every later `take(name)` of this micro-batch.
 
     Args:
-        name: Of the route.
-        tensor: Of any shape and dtype; None where this micro-batch has none.
+        name: The route.
+        tensor: Of any shape and dtype; None if this micro-batch has none.
 
     Returns:
-        The same values. Use it in place of the tensor where the layer is recomputed
-        (`--recompute-granularity full`): its backward is what brings the gradient of the takers.
+        The same values. In recomputed layers (`--recompute-granularity full`) continue with this
+        tensor: the takers' gradient enters through its backward.
 
     Raises:
-        ScheduleError: The name was published before, is not declared, or the tensor has another
-            shape in recomputation.
+        ScheduleError: The name is already published or not declared, or recomputation publishes
+            another shape or dtype.
     """
     return _current().publish(name, tensor)
 
 
 def take(name: str) -> torch.Tensor | None:
-    """Return what was published under a name in this micro-batch, here or in an earlier stage.
+    """Return the tensor published in this micro-batch, in this or an earlier stage.
+
+    Args:
+        name: The route.
 
     Raises:
-        ScheduleError: Nothing was, or the name is not declared.
+        ScheduleError: The route is not published yet, or the name is not declared.
     """
     return _current().take(name)
 
 
 class _Sum:
-    """The gradient of a published tensor, as far as it is known."""
+    """The running sum of the takers' gradients of a published tensor."""
 
     def __init__(self) -> None:
         self.value: torch.Tensor | None = None
@@ -143,7 +147,7 @@ class _Sum:
 
 
 class _Publish(torch.autograd.Function):
-    """Adds what the takers have to the gradient of the publisher's own uses."""
+    """Identity; its backward adds the takers' gradient to that of the publisher's own uses."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, takers: _Sum) -> torch.Tensor:
@@ -160,7 +164,7 @@ class _Publish(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """Keeps its gradient in the sum; its edge to the publisher says only that it has run."""
+    """Identity; its backward adds to the sum. The edge to the publisher only orders backwards."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, takers: _Sum) -> torch.Tensor:
@@ -178,23 +182,23 @@ class _Published:
     """A published tensor of one micro-batch on this rank."""
 
     value: torch.Tensor | None
-    """Without a graph; requires a gradient if the published one does, or may in recomputation."""
+    """Detached. Requires grad if the published tensor does, or may do so in recomputation."""
     look: tuple[torch.Size, torch.dtype] | None
     stage: int | None
-    """Of this rank, where it was made; None: it came from another rank."""
+    """The stage of this rank that published it; None: received from another rank."""
     origin: torch.Tensor | None = None
-    """With the graph of its stage, if it has one."""
+    """The tensor with its stage's graph, if it has one."""
     takers: _Sum = field(default_factory=_Sum)
     repeated: bool = False
-    """Whether recomputation published it again, and so has to take its gradient."""
+    """Whether recomputation published it again; then that backward consumes the gradient."""
 
 
 class RouteStore:
     """The published tensors of this rank.
 
     Args:
-        declared: By stage of this rank; None: outside of a pipeline of ours, where a name is valid
-            until it is published again.
+        declared: Declarations by stage. None outside a megatron_ext pipeline, where a published
+            tensor stays valid until the name is published again.
     """
 
     def __init__(self, declared: dict[int, Declared] | None = None) -> None:
@@ -208,7 +212,7 @@ class RouteStore:
 
     @contextmanager
     def running(self, stage: int, batch: Batch) -> Iterator[None]:
-        """Make this store the one of `publish` and `take` while an action runs."""
+        """Return a context in which `publish` and `take` use this store; an action runs in it."""
         self._stage, self._batch = stage, batch
         self._published, self._taken = set(), set()
         current = process_state(_Current)
@@ -245,7 +249,7 @@ class RouteStore:
         if tensor is None:
             return None
         made.value = tensor.detach()
-        # Without a graph it may get one in recomputation, or be meant to have none.
+        # Under no_grad it may get a graph in recomputation, or never be meant to have one.
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             made.value.requires_grad_(tensor.requires_grad or not torch.is_grad_enabled())
         if not _has_graph(tensor):
@@ -266,28 +270,28 @@ class RouteStore:
         value = found.value
         if value is None or not value.requires_grad or not torch.is_grad_enabled():
             return value
-        # Recomputation, and other stages of the same rank, have graphs of their own.
+        # Recomputation and other stages of this rank have separate graphs.
         joins = found.origin is not None and found.stage == self._stage and not _recomputes()
         start = found.origin if joins else value.detach().requires_grad_()
         return _Take.apply(start, found.takers)  # type: ignore[no-any-return]
 
     def receive(self, batch: Batch, tensors: dict[str, torch.Tensor | None]) -> None:
-        """Note what came from another rank."""
+        """Store tensors received from another rank, by route."""
         for name, value in tensors.items():
             look = None if value is None else (value.shape, value.dtype)
             self._known[batch, name] = _Published(value, look, None)
 
     def values(self, batch: Batch, names: Sequence[str]) -> dict[str, torch.Tensor | None]:
-        """Return what was published, for another rank."""
+        """Return published tensors by route, to send to another rank."""
         return {name: self._known[batch, name].value for name in names}
 
     def origins(self, batch: Batch, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return published tensors with their graph, from which a backward has to start."""
+        """Return published tensors with their graph; the stage's backward also starts from them."""
         found = (self._known[batch, name].origin for name in names)
         return [origin for origin in found if origin is not None]
 
     def with_gradient(self, batch: Batch, names: Sequence[str]) -> list[str]:
-        """Return those of some names whose gradients travel."""
+        """Return the names whose tensors require grad, so gradients travel for them."""
         return [name for name in names if self._wants(batch, name)]
 
     def _wants(self, batch: Batch, name: str) -> bool:
@@ -295,18 +299,18 @@ class RouteStore:
         return value is not None and value.requires_grad
 
     def put_gradients(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> None:
-        """Note what takers in later stages of other ranks have."""
+        """Add gradients received from takers in later stages on other ranks."""
         for name, gradient in gradients.items():
             self._known[batch, name].takers.add(gradient)
 
     def look(self, batch: Batch, name: str) -> Leaf:
-        """Return what a published tensor, and so its gradient, looks like."""
+        """Return the shape and dtype of a published tensor, which its gradient shares."""
         look = self._known[batch, name].look
         assert look is not None
         return Leaf(tuple(look[0]), look[1], requires_grad=True)
 
     def pop_gradients(self, batch: Batch, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return what the takers so far have, for the next one on another rank."""
+        """Return and reset the gradient sums so far, to send to the next rank; zeros if empty."""
         found = []
         for name in names:
             known = self._known[batch, name]
@@ -316,10 +320,10 @@ class RouteStore:
         return found
 
     def check_forward(self, stage: int) -> None:
-        """Check that a forward did what its stage declares.
+        """Check that a forward published and took every route that its stage declares.
 
         Raises:
-            ScheduleError: It left something out.
+            ScheduleError: A declared route was not published or not taken.
         """
         assert self._declared is not None
         said = self._declared[stage]
@@ -331,10 +335,10 @@ class RouteStore:
                 raise ScheduleError(f"{self._where(name)}: declared, and never taken")
 
     def forget(self, batch: Batch, names: Iterable[str]) -> None:
-        """Drop what nobody on this rank needs any more.
+        """Drop tensors that this rank no longer needs.
 
         Raises:
-            ScheduleError: A gradient is left that recomputation should have taken.
+            ScheduleError: A gradient of the takers never reached the publisher.
         """
         for name in names:
             found = self._known.pop((batch, name), None)
@@ -342,7 +346,7 @@ class RouteStore:
                 self._check_gradient_taken(name, found)
 
     def release(self, batch: Batch, names: Iterable[str]) -> None:
-        """Free published values that no other stage of this rank takes."""
+        """Free the data of published tensors that no other stage of this rank takes."""
         for name in names:
             found = self._known[batch, name]
             if found.value is not None:
@@ -379,11 +383,12 @@ class RouteStore:
 
 @dataclass
 class _Current:
-    """Which store is used now."""
+    """The store that `publish` and `take` use."""
 
     store: RouteStore | None = None
-    """That of a pipeline, while one of its actions runs."""
+    """The pipeline's store while one of its actions runs."""
     plain: RouteStore = field(default_factory=RouteStore)
+    """The store outside a megatron_ext pipeline."""
 
 
 def _current() -> RouteStore:
@@ -396,7 +401,7 @@ def _has_graph(tensor: torch.Tensor) -> bool:
 
 
 def _recomputes() -> bool:
-    """Tell whether a backward runs, in which layers may be computed again."""
+    """Return whether a backward is running, so that a forward now is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 

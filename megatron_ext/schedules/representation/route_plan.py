@@ -1,15 +1,15 @@
-"""Tensors that skip stages: made in one, used in any later one, without passing those between.
+"""Messages of routes: tensors that skip the stages between their publisher and their takers.
 
-A route is one name with the stage that publishes it and those that take it. Forwards, the tensor
-goes from its publisher to each rank with takers once, whatever number of them is there. Backwards
-the gradient goes from the last taker to the one before, which adds its own, and so on down to the
-publisher. So takers add up in descending order of stages, as the backward of an unpipelined model
-reaches them, and the sum has the same bits wherever stages are. A sum for each rank would save
-messages where a rank has several takers, and would depend on the placement.
+A route is a name, the stage that publishes it, and the stages that take it. In the forward, the
+publisher sends the tensor once to each rank with takers. In the backward, the gradient goes from
+the last taker to the one before, which adds its own, and so on down to the publisher. Gradients are
+thus added in descending stage order, as in the backward of an unpipelined model, and the sum has
+the same bits under every placement. Summing per rank first would save messages if a rank has
+several takers, but the bits would depend on the placement.
 
-Routes order nothing that a table does not order already: a taker's forward comes after that of its
-publisher through the stages between, and backwards come in the opposite order. So a table that ends
-without routes ends with them, if each comes from an earlier stage.
+Routes add no constraint to a table: a taker's forward already follows its publisher's through the
+stages between, and backwards run in the opposite order. So a table that completes without routes
+completes with them, because no route leads to an earlier stage.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Hop", "Plan", "Route", "connect", "plan_routes", "routed_peaks"]
 
 
 class Route(NamedTuple):
-    """A tensor that is made in one stage and used in later ones."""
+    """A tensor that one stage publishes and later stages take."""
 
     name: str
     source: int
@@ -45,21 +45,22 @@ class Route(NamedTuple):
 
     @property
     def links(self) -> Iterator[tuple[int, int]]:
-        """Yield whom each gradient goes to: (taker, the one before it or the publisher)."""
+        """Yield (sender, receiver) of each gradient: from taker to taker, down to the publisher."""
         return pairwise((*reversed(self.takers), self.source))
 
 
 def connect(
     publishes: Sequence[Iterable[str]], takes: Sequence[Iterable[str]]
 ) -> tuple[Route, ...]:
-    """Return the routes of a model, by name.
+    """Return the routes of a model, sorted by name.
 
     Args:
-        publishes: By stage: the names that it publishes.
-        takes: By stage: the names that it takes.
+        publishes: The names that each stage publishes, by stage.
+        takes: The names that each stage takes, by stage.
 
     Raises:
-        ScheduleError: A name has several publishers or none, is taken by nobody, or too early.
+        ScheduleError: A name has several publishers, no publisher or no taker, or a stage before
+            its publisher takes it.
     """
     sources: dict[str, int] = {}
     for stage, names in enumerate(publishes):
@@ -93,52 +94,53 @@ def connect(
 
 
 class Hop(NamedTuple):
-    """A message of routes: what one stage sends to another rank for one micro-batch."""
+    """A message of routes, which one stage sends to another rank for each micro-batch."""
 
     kind: Literal["P", "G"]
+    """P: the tensors themselves; G: their gradients."""
     stage: int
-    """The one that sends."""
+    """The sending stage."""
     taker: int
-    """The one that receives: the first of its rank to run that needs any of the tensors."""
+    """The receiving stage: the first to run on its rank that needs any of the tensors."""
     names: tuple[str, ...]
-    """The routes whose tensors it has, sorted."""
+    """The routes that it carries, sorted."""
     to_twin: bool
 
     def message(self, microbatch: int) -> Message:
-        """Return its name for a micro-batch."""
+        """Return the message for a micro-batch."""
         return Message(self.kind, self.stage, microbatch)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Whom each stage exchanges the tensors of routes with, and how long it keeps them."""
+    """The messages of all routes under one placement, and the lifetime of their tensors."""
 
     sent: Mapping[tuple[str, int], tuple[Hop, ...]]
-    """By kind of message and stage that sends: in the order in which it does."""
+    """By (message kind, sending stage), in sending order."""
     received: Mapping[tuple[str, int], tuple[Hop, ...]]
-    """By kind of message and stage that receives."""
+    """By (message kind, receiving stage)."""
     dropped: Mapping[tuple[str, int], tuple[str, ...]]
-    """By F or B, and stage: what its rank needs no more after that F of an evaluation, or B."""
+    """By (F or B, stage): routes that the rank drops after this B, or this F in evaluation."""
 
     def hops_out(self, action: Action) -> tuple[Hop, ...]:
-        """Return what an action sends."""
+        """Return the messages that an action sends."""
         return self.sent.get((_MESSAGES.get(action.kind, ""), action.stage), ())
 
     def hops_in(self, action: Action) -> tuple[Hop, ...]:
-        """Return what an action receives."""
+        """Return the messages that an action receives."""
         return self.received.get((_MESSAGES.get(action.kind, ""), action.stage), ())
 
 
 _MESSAGES = {"F": "P", "B": "G", "I": "G"}
-"""By kind of action: the messages of routes that it sends and receives."""
+"""By kind of action, the kind of route messages that it sends and receives."""
 
 _Place = tuple[int, bool]
-"""(rank, whether the twin's micro-batches run there)."""
+"""(pipeline rank, whether the twin's micro-batches run there)."""
 
 
 @cache
 def plan_routes(routes: tuple[Route, ...], placement: Placement) -> Plan:
-    """Work out the messages of routes under a placement. What stays on its rank needs none."""
+    """Derive the messages of routes under a placement. Takers on the same rank need none."""
     places = [_place(placement, stage) for stage in range(placement.num_stages)]
     ends: dict[tuple[Literal["P", "G"], int, _Place], dict[str, list[int]]] = defaultdict(dict)
     for route in routes:
@@ -164,7 +166,7 @@ def plan_routes(routes: tuple[Route, ...], placement: Placement) -> Plan:
 
 
 def routed_peaks(schedule: Schedule) -> tuple[int, ...]:
-    """Return the most tensors of routes that each rank of a schedule keeps for its takers."""
+    """Return the peak number of route tensors that each pipeline rank keeps for its takers."""
     keeps: dict[int, int] = defaultdict(int)
     ends: dict[tuple[str, int], int] = defaultdict(int)
     for _, users in _users(schedule.routes, schedule.placement):
@@ -189,7 +191,7 @@ def _peak(row: Row, keeps: Mapping[int, int], ends: Mapping[tuple[str, int], int
 def _users(
     routes: Sequence[Route], placement: Placement
 ) -> Iterator[tuple[Route, tuple[int, ...]]]:
-    """Yield each route with the stages of each place that keeps its tensor for takers there."""
+    """Yield (route, stages) for each place that keeps the route's tensor for its own takers."""
     for route in routes:
         at: dict[_Place, list[int]] = defaultdict(list)
         for stage in (route.source, *route.takers):
