@@ -1,5 +1,5 @@
-"""Carrying tensors between pipeline ranks.
+"""Tensor transports between pipeline ranks.
 
-`native` gives access to the C++ core `_C`: shared-memory segments and the futex doorbells that wake
-a process when something arrived in one. Importing this package loads neither torch nor native code.
+`native` loads the C++ core `_C`: shared memory, TCP and RDMA links, and the doorbells that wake a
+process when a message arrives. Importing this package loads neither torch nor native code.
 """

@@ -1,4 +1,4 @@
-"""What processes publish so that others reach them, and which wire each pair uses."""
+"""The addresses that processes publish, and the choice of the wire for each pair of ranks."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ WIRES: tuple[Wire, ...] = ("auto", "shm", "tcp", "rdma")
 
 @dataclass(frozen=True)
 class Address:
-    """What a process publishes. Names in /proc/net/unix and ports are public, secrets are not."""
+    """The published address of a process. Socket names and ports are public, the secret is not."""
 
     version: str
     byte_order: str
     wire: str
-    """Which wire it was told to use."""
+    """The configured wire: auto, shm, tcp or rdma."""
     host: str
     boot_id: str
     network: int
-    """Inode of the network namespace, within which abstract names are known."""
+    """Inode of the network namespace, which is the scope of abstract socket names."""
     name: str
-    """Of its unix socket, in the abstract namespace."""
+    """Name of the unix socket, in the abstract namespace."""
     secret: str
     ip: str = ""
-    """Where it listens for TCP; empty if it does not."""
+    """IP address on which the process listens for TCP; empty if it does not."""
     port: int = 0
     no_rdma: str = "it was not looked for"
-    """Why it has no RDMA; empty if it has."""
+    """Why the process has no RDMA; empty if it has."""
 
     @classmethod
     def new(cls, wire: Wire, no_rdma: str = "it was not looked for") -> Address:
-        """Return the address of this process, which listens nowhere yet."""
+        """Return the address of this process, before it listens for TCP."""
         return cls(
             version=__version__,
             byte_order=sys.byteorder,
@@ -67,10 +67,10 @@ class Address:
 
     @classmethod
     def parse(cls, text: bytes | str) -> Address:
-        """Read what `dumps` wrote.
+        """Parse the output of `dumps`.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The text is not a serialised address.
         """
         try:
             return cls(**json.loads(text))
@@ -78,11 +78,11 @@ class Address:
             raise ValueError(str(error)) from error
 
     def dumps(self) -> str:
-        """Write it down for `parse`."""
+        """Serialise the address as JSON."""
         return json.dumps(asdict(self))
 
     def _why_no_memory_with(self, other: Address) -> str | None:
-        """Why no memory can be shared with a process, if it cannot."""
+        """Return why the two processes cannot share memory; None if they can."""
         if (other.host, other.boot_id) != (self.host, self.boot_id):
             return f"it runs on host {other.host}, this one on {self.host}"
         if other.network != self.network:
@@ -91,20 +91,20 @@ class Address:
 
 
 def choose_wire(rank: int, mine: Address, peer: int, theirs: Address) -> tuple[str, str]:
-    """Choose the wire between this process and another one; both come to the same answer.
+    """Choose the wire between this process and a peer. Both sides reach the same decision.
 
     Args:
         rank: Global rank of this process.
-        mine: Its address.
-        peer: Global rank of the other one.
-        theirs: Its address.
+        mine: Address of this process.
+        peer: Global rank of the peer.
+        theirs: Address of the peer.
 
     Returns:
-        shm, tcp or rdma, and why.
+        The wire (shm, tcp or rdma) and the reason.
 
     Raises:
-        TransportError: The wire that was asked for is not there, or the two were asked for
-            different ones or are of different versions; says which and why.
+        TransportError: The configured wire is unavailable, or the two processes differ in their
+            configured wire, version or byte order.
     """
     if (theirs.version, theirs.byte_order) != (mine.version, mine.byte_order):
         raise TransportError(
@@ -143,7 +143,7 @@ def choose_wire(rank: int, mine: Address, peer: int, theirs: Address) -> tuple[s
 
 
 def _require_reachable(rank: int, address: Address) -> None:
-    """Refuse an address that a host has for itself, as where its own name means 127.0.0.1."""
+    """Raise TransportError for a loopback address, to which a host's own name may resolve."""
     if address.ip and ipaddress.ip_address(address.ip).is_loopback:
         raise TransportError(
             f"rank {rank} listens on {address.ip}, which nobody outside of its host "
@@ -157,14 +157,17 @@ def node_address(
     """Return the IP address of this rank's host, from `--node-ips`.
 
     Args:
-        node_ips: One for each node, in the order of ranks, or one for each rank; may be empty.
-            Addresses, or names of hosts.
-        rank: Global rank.
+        node_ips: IP addresses or host names: one for each node, in the order of ranks, or one for
+            each rank; may be empty.
+        rank: Global rank of this process.
         world_size: Number of ranks.
-        local_world_size: Ranks on each node.
+        local_world_size: Number of ranks on each node.
+
+    Returns:
+        The address; None if `node_ips` is empty.
 
     Raises:
-        TransportError: There are more or fewer, or that of this host cannot be used.
+        TransportError: The number of addresses is wrong, or this host's address is unusable.
     """
     if not node_ips:
         return None
@@ -180,7 +183,7 @@ def node_address(
 
 
 def _resolved(name: str, num_nodes: int) -> str:
-    """The IP address of this host, given as such or by name."""
+    """Resolve this host's entry of `--node-ips`, an IP address or a name, to an IP address."""
     try:
         ip = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
@@ -199,10 +202,10 @@ def _resolved(name: str, num_nodes: int) -> str:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this host that others see on the way to a host.
+    """Return the IP address of this host on the route to another host.
 
     Raises:
-        TransportError: No way leads there.
+        TransportError: The name does not resolve, or there is no route to the host.
     """
     try:
         return source_address(host)
@@ -214,12 +217,13 @@ def address_towards(host: str) -> str:
 
 
 def source_address(peer: str) -> str:
-    """Return the address of this host that a connection to a peer would come from.
+    """Return the source IP address of a connection from this host to a peer.
 
-    No packet is sent. This is what the routes say; the first network card may be anything.
+    It comes from the routing table, because the first network interface may be any. No packet is
+    sent.
 
     Raises:
-        OSError: The peer's name cannot be resolved, or no route leads there.
+        OSError: The peer's name does not resolve, or there is no route to it.
     """
     family, kind, _, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:

@@ -1,8 +1,9 @@
-"""What carries tensors between the stages of a pipeline: the interface of all transports.
+"""The interface of all transports, which carry tensors between pipeline stages.
 
-A message is named by what it is for (`megatron_ext/messages.py`), so a receiver may take messages
-in any order, and a send never waits for the order in which its peer receives. Nothing here knows
-schedules: the executor says at the start of each step what will arrive, and from whom.
+A message is named by its purpose (`megatron_ext/messages.py`), not by its position in a sequence.
+So a receiver may take messages in any order, and a send never waits for the order in which its peer
+receives. Transports do not know schedules: at the start of each step the executor announces the
+messages that will arrive, and their senders.
 """
 
 from __future__ import annotations
@@ -26,82 +27,84 @@ class Expected(NamedTuple):
     """Global rank of the sender."""
     message: Message
     shape: tuple[int, ...] | None
-    """None: only the sender knows it."""
+    """Shape of the tensor; None if only the sender knows it."""
     dtype: torch.dtype
     after: int = 0
-    """Calls of `isend` and `recv` that its receiver makes in this step before it is the turn of
-    this message in the order that all ranks share (`schedules/search/queues.py`). Wires whose
-    receives have to be started in one order with sends use this."""
+    """Number of `isend` and `recv` calls that the receiver makes in this step before this message
+    is due in the order that all ranks share (`schedules/search/queues.py`). Wires that must start
+    receives and sends in one order use it."""
 
 
 @dataclass
 class Stats:
-    """What a transport did since it was opened."""
+    """Totals of a transport since it was opened."""
 
     messages: int = 0
     """Messages sent."""
     bytes: int = 0
-    """Bytes of tensors sent."""
+    """Bytes of the tensors sent."""
     waited_s: float = 0.0
     """Time spent waiting for messages."""
     wires: dict[int, str] = field(default_factory=dict)
-    """By the global rank of each peer: what carries its messages, such as `tcp`."""
+    """The wire to each peer, such as `tcp`, by the peer's global rank."""
 
 
 class Transport(Protocol):
     """Carries tensors between ranks. All calls of one instance come from one thread."""
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        """Start a step, and say what will arrive in it.
+        """Start a step and announce the messages that will arrive in it.
 
         Args:
-            expected: Everything, in the order in which each source sends it, and with `after` in
-                ascending order. Wires that cannot take a message without knowing its size, or
-                before room for it was posted, use this.
-            slots: Messages of one kind that one rank may have sent to another and that were not
-                received yet. With so many no send waits, whatever the timing (see
-                `schedules/representation/memory.py`), so it is the room that a wire needs.
+            expected: All of them, in the order in which each source sends them and with ascending
+                `after`. Wires that must know a message's size, or post a buffer for it, use this.
+            slots: Maximum number of messages of one kind in flight from one rank to another. With
+                room for that many no send waits, whatever the timing (see
+                `schedules/representation/memory.py`).
 
         Raises:
-            TransportError: Messages of the step before were not received.
+            TransportError: A message of the previous step was not received.
         """
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
-        """Send a tensor to a global rank, without waiting for it to receive.
+        """Send a tensor, of any shape, to a global rank. Return before the rank receives it.
 
-        The transport keeps the tensor's storage alive as long as it needs it; the caller must not
-        write to it again, but may drop it or swap its `data`.
+        The transport keeps the tensor's storage alive for as long as it needs it. The caller must
+        not write to it again, but may drop the tensor or replace its `data`.
+
+        Raises:
+            TransportError: The wire cannot carry the message or its dtype, or the peer is gone.
         """
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
-        """Return a tensor that was sent, when it is there.
+        """Wait for a message and return its tensor, in the shape and dtype of the sender.
 
         Raises:
-            TransportError: It did not come in time, or the peer is gone; names message and peer.
+            TransportError: The message did not arrive in time, or the peer is gone; names both.
         """
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
-        """Return the messages that arrived since the last call; sleep until there is one.
+        """Return the messages that arrived since the last call; sleep until one arrives.
 
         Returns:
-            Their names; empty after the time-out. They still have to be taken with `recv`.
+            Their names; empty after the time-out. `recv` returns their tensors.
 
         Raises:
-            TransportError: The wire cannot tell before it is received, or a peer is gone.
+            TransportError: The wire cannot report arrivals ahead of a receive, or a peer is gone.
         """
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until everything sent has left, so that its memory is free.
+        """Wait until all sends have completed, so that their memory is free.
 
         Raises:
-            TransportError: A peer does not take its messages in time.
+            TransportError: A peer does not accept its messages in time.
         """
 
     def abort(self, reason: str) -> None:
-        """Give the step up: free what it holds, and end the waits of peers where the wire can."""
+        """Abort the step: release its resources, and end the waits of peers if the wire can."""
 
     def close(self) -> None:
-        """Give up everything that is held. May be called twice."""
+        """Release all resources. May be called twice."""
 
     def stats(self) -> Stats:
-        """Return what was done so far."""
+        """Return the totals since the transport was opened."""

@@ -1,12 +1,12 @@
-"""Tensors from device to device of one host, past the memory of the host.
+"""Device-to-device transfers within one host, which bypass host memory.
 
-A send copies the tensor into a buffer of the sender's device that the receiver has mapped, and the
-host's transport carries a few bytes that say which one. The receiver's device copies it out, and a
-note tells the sender that the buffer may be used again. The order of these copies is between the
-devices (`devices/sharing.py`): no thread waits for one.
+A send copies the tensor into a buffer of the sender's device that the receiver has mapped. The host
+transport carries a short message that names the buffer. The receiver's device copies the tensor
+out, and a note tells the sender that the buffer is free. The devices order these copies
+(`devices/sharing.py`): no thread waits for one.
 
-A send never waits. It takes a buffer that is free, or makes one more. So there are as many as
-messages were ever under way to a peer at a time, which the schedule bounds.
+A send never waits. It uses a free buffer or allocates one. So a peer has as many buffers as it ever
+had messages in flight at once, which the schedule bounds.
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ __all__ = ["NOTE_BYTES", "DirectTransport"]
 _log = logging.getLogger(__name__)
 
 NOTE_BYTES = 1024
-"""Room for the longest of what goes through the host, choices aside."""
+"""Size of a host slot: the longest message or note of this transport, decisions aside."""
 
 _HEAD = struct.Struct("<QHB")
-"""Of a message: number of the buffer, dtype, dimensions. Sizes follow, and the buffer's handle
-when it is used for the first time."""
+"""Header of a message: buffer number, dtype code, number of dimensions. The sizes follow (int64
+each), then the buffer's handle at its first use."""
 
 _RELEASE = struct.Struct("<Q")
-"""Of a note: number of the buffer. The reader's handle follows when it is the first time."""
+"""Header of a release note: buffer number. The reader's handle follows at the first use."""
 
 _FAREWELL = (1 << 64) - 1
-"""In place of a number: the reader has unmapped all buffers."""
+"""Instead of a buffer number: the reader has unmapped all buffers."""
 
 _TAKEN_S = 10.0
-"""How long `close` waits for peers to take what was sent."""
+"""How long `close` waits for peers to receive their messages."""
 
 _UNMAPPED_S = 0.5
-"""How long `close` then waits for peers that close as well, so that memory can be freed."""
+"""How long `close` then waits for peers to unmap the buffers, so that it can free them."""
 
 _NAME = struct.Struct("32s")
-"""Of the greeting: the name of the sender's device. The handle of its first buffer follows."""
+"""Header of the greeting: name of the sender's device. The handle of its first buffer follows."""
 
 _NOTICED_S = 0.5
-"""How long the end of a process may take to be known after its memory has failed."""
+"""How long the death of a peer may stay undetected after a copy from its memory has failed."""
 
 _REMEDY = "take --pipeline-device-path staged"
 
 
 class _Answer(NamedTuple):
-    """What came of mapping a first buffer."""
+    """The result of mapping a peer's first buffer."""
 
     reason: str
-    """Why it cannot be done; empty if it can."""
+    """Why the mapping failed; empty if it succeeded."""
     handle: bytes = b""
 
     def dumps(self) -> bytes:
@@ -81,31 +81,32 @@ class _Answer(NamedTuple):
 
 @dataclass
 class _Peer:
-    """The buffers that go to and come from one rank, by number."""
+    """The buffers to and from one rank, by number."""
 
     free: dict[int, SharedBuffer] = field(default_factory=dict)
     lent: dict[int, SharedBuffer] = field(default_factory=dict)
-    """Own ones, in which a message may be that the peer did not take."""
+    """Buffers of this rank that may hold a message the peer has not received."""
     mapped: dict[int, SharedBuffer] = field(default_factory=dict)
-    """The peer's."""
+    """The peer's buffers."""
     has_unmapped: bool = False
 
 
 class DirectTransport:
-    """Carries tensors of a device to those of other processes of this host.
+    """Carries tensors between the devices of this host's processes.
 
-    Credits and decisions arrive on the host, which acts on them; all else on the device. All calls
-    come from one thread. All peers are asked by the constructor, which they all have to call.
+    Credits and decisions arrive on the host, which acts on them; all other messages arrive on the
+    device. All calls come from one thread. The constructor shakes hands with all peers, so each of
+    them has to construct its transport too.
 
     Args:
-        host: Carries what says where tensors are, with slots of `NOTE_BYTES`; closed with this.
-        sharing: Of the device of this process.
+        host: Carries the buffer numbers and notes, with slots of `NOTE_BYTES`; closed with this.
+        sharing: The memory sharing of this process's device.
         rank: Global rank of this process.
         timeout_s: How long to wait for the peers.
 
     Raises:
-        TransportError: A peer is on another host or not reached over shared memory, or its device
-            and this one cannot read each other's memory: says why. The same on both sides.
+        TransportError: A peer is on another host or not connected by shared memory, or its device
+            and this one cannot map each other's memory. Both sides raise it.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class DirectTransport:
             raise TransportError(f"rank {rank}: {error}") from error
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        """Start a step. What arrives through the host says where tensors are."""
+        """Start a step. For device tensors the host receives buffer numbers, as bytes (uint8)."""
         self._host.begin(
             [
                 item if item.message.for_host else item._replace(shape=None, dtype=torch.uint8)
@@ -138,7 +139,11 @@ class DirectTransport:
         }
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
-        """Send a tensor; it is copied when the device has computed it."""
+        """Send a tensor. The device copies it once it has computed it.
+
+        Raises:
+            TransportError: The target is not a peer, the dtype is unsupported or the copy failed.
+        """
         if message.for_host:
             self._host.isend(tensor, target, message)
             return
@@ -163,7 +168,12 @@ class DirectTransport:
         self._num_bytes += tensor.nbytes
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
-        """Return a tensor on the device; what the device does with it waits for the copy."""
+        """Return the tensor of a message, on the device, whose later work waits for the copy.
+
+        Raises:
+            MessageMismatch: The tensor's shape or dtype is not the expected one.
+            TransportError: The message did not arrive in time, the copy failed or the peer is gone.
+        """
         text = self._host.recv(source, message, timeout_s)
         if message.for_host:
             return text
@@ -182,27 +192,31 @@ class DirectTransport:
             tensor = self._sharing.pull(buffer, shape, dtype)
         except RuntimeError as error:
             self._fail(f"{message} could not be copied from the device of rank {source}", error)
-        with suppress(TransportError):  # who sent it may be gone by now
+        with suppress(TransportError):  # the sender may be gone by now
             self._host.note(source, _RELEASE.pack(number) + answer)
         return tensor
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
-        """Return what was sent here; the device may still be computing it at the sender."""
+        """Return the messages that arrived; the sender's device may still be computing them."""
         return self._host.poll(timeout_s)
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until all peers can take what was sent. Its memory is free in the device's order."""
+        """Wait until all peers can receive their messages. The devices order the reuse of buffers.
+
+        Raises:
+            TransportError: A peer does not accept its messages in time.
+        """
         self._host.flush(timeout_s)
 
     def abort(self, reason: str) -> None:
-        """Give up for good. Peers may still be reading: the memory goes when the process ends."""
+        """Abort for good. Peers may still read the buffers, which stay until this process exits."""
         self._given_up = True
         self._host.abort(reason)
 
     def close(self) -> None:
-        """Let peers take what was sent, and give up all memory that nobody can be using.
+        """Wait for peers to receive their messages, then free all memory that nobody can be using.
 
-        After `abort` that is left to the driver: copies may wait for the device of a dead process.
+        After `abort` the driver frees it: copies may be waiting for the device of a dead process.
         """
         if self._closed:
             return
@@ -218,7 +232,7 @@ class DirectTransport:
             self._host.close()
 
     def stats(self) -> Stats:
-        """Return what was done so far."""
+        """Return the totals since the transport was opened."""
         return replace(
             self._host.stats(),
             messages=self._num_messages,
@@ -227,7 +241,11 @@ class DirectTransport:
         )
 
     def _meet(self, rank: int, timeout_s: float) -> None:
-        """Exchange the names of devices and a first buffer with each peer, then what came of it."""
+        """Exchange device names and a first buffer with each peer, then the results of mapping it.
+
+        Raises:
+            TransportError: The devices of this rank and a peer cannot share memory.
+        """
         for target, wire in self._host.stats().wires.items():
             if wire != "shm":
                 raise TransportError(
@@ -252,7 +270,7 @@ class DirectTransport:
                 _log.info("rank %d and rank %d: ipc (from device to device)", rank, source)
 
     def _answer(self, source: int, timeout_s: float) -> _Answer:
-        """Map a peer's first buffer, and tell it whether that worked."""
+        """Map a peer's first buffer, report the result to the peer and return it."""
         hello = self._host.noted(source, timeout_s) or b""
         name = _NAME.unpack_from(hello)[0].rstrip(b"\0").decode()
         answer = _Answer(self._sharing.why_unreachable(name) or "")
@@ -265,7 +283,7 @@ class DirectTransport:
         return answer
 
     def _lend(self, peer: _Peer, num_bytes: int) -> tuple[int, bytes]:
-        """Take the tightest free buffer, or make one; return its number, and its handle if new."""
+        """Lend the smallest fitting buffer, or a new one; return its number, and handle if new."""
         fitting = [n for n, buffer in peer.free.items() if buffer.num_bytes >= num_bytes]
         if fitting:
             number = min(fitting, key=lambda n: peer.free[n].num_bytes)
@@ -276,12 +294,16 @@ class DirectTransport:
         return number, peer.lent[number].handle
 
     def _map(self, source: int, number: int, handle: bytes) -> bytes:
-        """Map a buffer of a peer; return what the peer needs to wait for this process."""
+        """Map a peer's buffer; return the handle with which the peer can wait for this process."""
         buffer = self._peers[source].mapped[number] = self._sharing.open(handle)
         return buffer.handle
 
     def _take_back(self, source: int, timeout_s: float = 0.0) -> None:
-        """Look through the notes of a peer; if there is time, wait for one."""
+        """Process the release notes of a peer. With a time-out, wait for the first one.
+
+        Raises:
+            TransportError: A time-out was given and no note arrived, or the peer is gone.
+        """
         peer = self._peers[source]
         while (note := self._host.noted(source, timeout_s)) is not None:
             (number,) = _RELEASE.unpack_from(note)
@@ -290,12 +312,12 @@ class DirectTransport:
             else:
                 buffer = peer.free[number] = peer.lent.pop(number)
                 handle = note[_RELEASE.size :]
-                if handle and not self._closed:  # or the peer may have ended by now
+                if handle and not self._closed:  # while closing, the peer may have exited
                     self._sharing.attach(buffer, handle)
             timeout_s = 0.0
 
     def _await_peers(self, is_done: Callable[[_Peer], bool], timeout_s: float) -> None:
-        """Wait for notes until peers are done, gone or late."""
+        """Process notes until each peer is done, is gone or exceeds the time-out."""
         deadline = time.monotonic() + timeout_s
         for source, peer in self._peers.items():
             with suppress(TransportError):
@@ -304,7 +326,7 @@ class DirectTransport:
                     self._take_back(source, max(1e-3, deadline - time.monotonic()))
 
     def _free(self) -> None:
-        """Unmap the buffers of peers, and free the own ones of peers that have done so."""
+        """Unmap the peers' buffers; free this rank's buffers that their peers have unmapped."""
         for source, peer in self._peers.items():
             for buffer in peer.mapped.values():
                 self._sharing.unmap(buffer)
@@ -313,12 +335,16 @@ class DirectTransport:
                 self._host.note(source, _RELEASE.pack(_FAREWELL))
         self._await_peers(lambda peer: peer.has_unmapped, _UNMAPPED_S)
         for peer in self._peers.values():
-            if peer.has_unmapped:  # others may be reading: theirs go with this process
+            if peer.has_unmapped:  # others may be reading; the driver frees their buffers at exit
                 for buffer in (*peer.free.values(), *peer.lent.values()):
                     self._sharing.free(buffer)
 
     def _fail(self, what: str, error: RuntimeError) -> NoReturn:
-        """Raise what a copy failed of: the end of a peer if there was one, or else the device."""
+        """Raise the cause of a failed copy: a peer's death if there was one, else the device.
+
+        Raises:
+            TransportError: Always; of the class that the host transport raises for a lost peer.
+        """
         try:
             self._host.poll(_NOTICED_S)
         except TransportError as found:
@@ -328,7 +354,7 @@ class DirectTransport:
 
 
 def _parsed(content: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype, bytes]:
-    """Return number of the buffer, shape, dtype and handle, which may be empty."""
+    """Return buffer number, shape, dtype and handle (may be empty) from a message's bytes."""
     text = content.numpy().tobytes()
     number, code, num_dims = _HEAD.unpack_from(text)
     sizes = struct.Struct(f"<{num_dims}q")

@@ -1,4 +1,4 @@
-"""Dtypes in messages: named by DLPack's type code, times 256, and number of bits."""
+"""The dtype codes of messages: DLPack's type code times 256, plus the bits of an element."""
 
 from __future__ import annotations
 
@@ -34,23 +34,25 @@ CAPSULE_CODE_OF = {
         torch.float16, torch.float32, torch.float64, torch.bfloat16,
     )
 }  # fmt: skip
-"""Those that every supported torch takes from a DLPack capsule."""
+"""Codes of the dtypes that every supported torch accepts in a DLPack capsule."""
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory holds its values in order, itself if it is such a one.
+    """Return a contiguous tensor whose memory holds its values; the same tensor if possible.
 
-    The memory of a view such as `x.conj()` or `x.conj().imag` holds those of `x`: torch takes the
-    sign into account when it computes with it, which nobody does who only gets the bytes.
+    A view such as `x.conj()` or `x.conj().imag` shares the memory of `x`, and only a flag says that
+    the sign differs. A receiver of the bytes does not see that flag.
     """
     return tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def tensor_on(message: Message) -> torch.Tensor:
-    """Return a tensor on the memory of a message. It is no view: Megatron refuses to free views.
+    """Return a CPU tensor on the memory of a message, in the message's shape and dtype.
+
+    It is not a view: Megatron refuses to free views.
 
     Raises:
-        MessageMismatch: This version of torch or of the package does not have its dtype.
+        MessageMismatch: This version of torch or of the package does not know the dtype.
     """
     dtype = DTYPE_OF.get(message.dtype)
     if dtype is None:

@@ -1,8 +1,7 @@
 """Access to the native core, which may be absent.
 
-An installation without a working C++ compiler leaves `megatron_ext.transport._C` out. Everything
-that needs it asks here, so that its absence is one error with a remedy, not an ImportError from
-somewhere.
+An installation without a working C++ compiler lacks `megatron_ext.transport._C`. All users of the
+core get it here, so its absence is one error with a remedy instead of a bare ImportError.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _REMEDY = (
 
 @functools.cache
 def _load() -> ModuleType | ImportError:
-    """The module, or why it cannot be imported (absent, or built for another system)."""
+    """Return the module, or the error of its import (absent, or built for another system)."""
     try:
         return importlib.import_module(_MODULE)
     except ImportError as error:
@@ -33,15 +32,15 @@ def _load() -> ModuleType | ImportError:
 
 
 def available() -> bool:
-    """Whether the native core can be used; loads it on the first call, never raises."""
+    """Return whether the native core is usable. The first call loads it; no call raises."""
     return isinstance(_load(), ModuleType)
 
 
 def require_native() -> ModuleType:
-    """Return the native core, `megatron_ext.transport._C` (see `_C.pyi` for what it holds).
+    """Return the native core, `megatron_ext.transport._C` (its interface: `_C.pyi`).
 
     Raises:
-        TransportError: It is not installed, or does not load; the message says what to do.
+        TransportError: The core is not installed or does not load; names a remedy.
     """
     module = _load()
     if isinstance(module, ImportError):

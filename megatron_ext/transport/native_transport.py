@@ -1,10 +1,10 @@
-"""The transport of the native core: messages in any order, over the wire that each pair has.
+"""The transport of the native core: messages in any order, over the wire of each pair of ranks.
 
-Between processes of one host the receiver owns the memory that a message is written to. A message
-that fits a slot is received without another copy: the tensor stands on the slot, which is free
-again when the last tensor that shares it is gone. Whoever keeps half of all slots that way gets
-copies from then on, so keeping tensors never stops a sender. Between hosts messages go over TCP or
-RDMA, with the same room for each peer.
+Within a host the sender writes messages to memory of the receiver. A message that fits a slot is
+received without another copy: the tensor uses the slot's memory, and the slot becomes free with the
+last tensor that shares it. Once a receiver holds half of its slots, further messages are copied, so
+a held tensor never stops a sender. Between hosts messages use TCP or RDMA, with the same room for
+each peer.
 """
 
 from __future__ import annotations
@@ -42,47 +42,47 @@ __all__ = ["NativeTransport"]
 
 _log = logging.getLogger(__name__)
 
-# The public function asks for __dlpack__ first, which for a capsule is a third of the time.
+# The public function looks for __dlpack__ first, a third of its time when given a capsule.
 _from_dlpack = getattr(torch._C, "_from_dlpack", from_dlpack)
 
-# How long a wait looks for news before it sleeps, where each process of the host has a CPU.
+# How long a wait spins before it sleeps, on a host with a CPU for each rank.
 _SPIN_S = 20e-6
 
 
 class NativeTransport:
-    """Tensors between processes, in any order.
+    """Carries CPU tensors between processes, in any order.
 
-    All calls come from one thread, but `isend` and `abort` may come from another as well.
+    One thread makes all calls; a second one may call `isend` and `abort` too.
 
-    A send is done when it returns if the receiver has room; otherwise the tensor is kept and a
-    thread of the core goes on with it, whatever this process does meanwhile. All peers are
-    connected by the constructor, so all of them have to construct theirs.
+    A send completes before it returns if the receiver has room. Otherwise the transport keeps the
+    tensor, and a thread of the core sends it while this process computes. The constructor connects
+    all peers, so each of them has to construct its transport too.
 
     Args:
-        store: Where processes find each other, for example the store of torch.distributed.
+        store: Key-value store in which processes find each other, such as torch.distributed's.
         rank: Global rank of this process.
-        peers: Global ranks that it exchanges messages with; each has to name this one. A rank may
-            send to itself without being named.
-        run_id: Sets jobs apart that share a store. The same on all ranks.
-        device: Where tensors are. Only the CPU's are taken: see `staging.py` for others.
-        wire: What carries messages: shm, tcp, rdma, or for each pair the best that it has (auto).
-        slots: Room for messages of each peer, 2 or more. Half of it can be held by tensors that
-            were received; the other half carries what comes meanwhile.
-        slot_bytes: Room for each. Best is the usual size of a message: longer ones go through in
-            pieces and are copied once more.
+        peers: Global ranks of its peers; each has to name this one. A rank may always send to
+            itself.
+        run_id: Distinguishes the jobs of one store. The same on all ranks.
+        device: Device of the tensors, which must be the CPU; for others see `staging.py`.
+        wire: shm, tcp, rdma, or the best that each pair has (auto).
+        slots: Messages of each peer that have room here, 2 or more. Received tensors may hold half
+            of the slots; the other half stays available to new messages.
+        slot_bytes: Size of a slot, ideally the usual size of a message: a longer one is sent in
+            pieces and copied once more.
         connect_timeout_s: How long to wait for the peers.
-        checksums: Whether the bytes of messages carry a checksum, which finds faulty memory and
-            networks. Costs about a copy. The descriptors of messages always carry one.
-        ip: Address of this host for peers on others; None: the one on the way to MASTER_ADDR.
-        silence_s: A peer on another host that answers nothing for so long is taken for dead.
-        spin_s: How long a wait looks for messages of processes on other CPUs before it sleeps.
-            None: 20 us if every rank of this host can have a CPU, otherwise nothing.
-        rail: Number of this rank on its host, by which it takes one of several RDMA devices.
-        ranks_per_node: Ranks on this host; None: those that this one shares memory with.
+        checksums: Whether the bytes of messages carry a checksum, which detects faulty memory and
+            networks and costs about as much as a copy. Descriptors always carry one.
+        ip: Address of this host for peers on other hosts; None: one that only this host reaches.
+        silence_s: How long a peer on another host may stay silent before it counts as dead.
+        spin_s: How long a wait spins before it sleeps. None: 20 us if this host has a CPU for each
+            of its ranks, otherwise 0.
+        rail: Local rank, which selects one of several RDMA devices.
+        ranks_per_node: Ranks on this host; None: this one and those that share memory with it.
 
     Raises:
-        TransportError: The native core is missing, a peer does not come or cannot be reached over
-            the wire, there is not enough memory, or the device is not the CPU.
+        TransportError: The native core is missing, a peer does not appear or is unreachable over
+            the wire, memory is short, or the device is not the CPU.
     """
 
     def __init__(
@@ -111,17 +111,17 @@ class NativeTransport:
         self._Arrived: type[Arrived] = native.Message
         self._endpoint: Endpoint | None = native.Endpoint(rank, slots, slot_bytes, checksums)
         self._open = self._endpoint
-        """The endpoint, as long as messages may be sent and received."""
+        """The endpoint; None after `abort` and `close`."""
         self._stats = Stats()
-        """As of the last look at the endpoint, which counts."""
+        """A snapshot of the endpoint's counters."""
         self._given_up: str | None = None
         self._warned = False
         self._step = 0
         self._tags = Tags()
         self._expected: dict[tuple[int, int], Expected] = {}
-        """By source and tag: what was announced and not received."""
+        """Messages announced by `begin` and not yet received, by source and tag."""
         self._told: dict[tuple[int, int], None] = {}
-        """Arrivals that the core named and that `poll` did not return, in order."""
+        """Source and tag of arrivals that `poll` has yet to return, in order."""
         connections = connect_peers(
             store, rank, peers, run_id=run_id, timeout_s=connect_timeout_s, wire=wire, ip=ip,
             no_rdma=_why_no_rdma(ip) if wire in ("auto", "rdma") else "it was not looked for",
@@ -129,7 +129,7 @@ class NativeTransport:
         self._hosts = {peer: connection.host for peer, connection in connections.items()}
         self._wires = {peer: connection.wire for peer, connection in connections.items()}
         self.arenas: list[tuple[int, int]] = []
-        """Address and bytes of the shared memory that messages of peers arrive in."""
+        """Address and size in bytes of each shared-memory arena that receives messages."""
         self._connect(connections, ip, connect_timeout_s, silence_s, rail)
         if spin_s is None:
             spin_s = _default_spin_s(connections, ranks_per_node)
@@ -143,7 +143,7 @@ class NativeTransport:
         silence_s: float,
         rail: int,
     ) -> None:
-        """Make the links. Those that peers make together are begun everywhere, then finished."""
+        """Create all links before finishing any: both ends of a link have to take part in that."""
         native, endpoint = require_native(), self._usable()
         links: dict[int, Link] = {}
         try:
@@ -167,7 +167,11 @@ class NativeTransport:
                 connection.socket.close()
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        """Start a step. Messages of peers that are ahead may be here already."""
+        """Start a step. Messages of peers that are ahead may have arrived already.
+
+        Raises:
+            TransportError: A message of the previous step was not received.
+        """
         self._usable()
         if self._expected:
             left = next(iter(self._expected.values()))
@@ -178,7 +182,11 @@ class NativeTransport:
         self._expected = {(item.source, tags[item.message] | step): item for item in expected}
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
-        """Send a tensor. It is copied at once, or kept until there is room for it."""
+        """Send a CPU tensor. The bytes are copied at once, or as soon as the receiver has room.
+
+        Raises:
+            TransportError: The dtype or the device is unsupported, or the peer is gone.
+        """
         endpoint = self._open or self._usable()
         if not tensor.is_cpu:
             _require_cpu(tensor.device)
@@ -189,7 +197,7 @@ class NativeTransport:
             raise TransportError(f"{message}: tensors of {tensor.dtype} cannot be sent")
         tag = self._tags[message] | self._step
         try:
-            # The storage is what has to stay: the caller may swap the `data` of the tensor.
+            # Keep the storage, not the tensor: the caller may replace the tensor's `data`.
             endpoint.send(
                 target, tag, code, tensor.shape, tensor.data_ptr(), tensor.untyped_storage()
             )
@@ -198,7 +206,14 @@ class NativeTransport:
             raise self._failure(what, target, message, error) from error
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
-        """Return a tensor when it is there; it shares its memory with nobody who writes."""
+        """Wait for a message and return its CPU tensor, whose memory nobody else writes.
+
+        Raises:
+            MessageMismatch: The tensor's shape or dtype is not the expected one.
+            PeerAborted, PeerClosed, PeerDied: The peer is gone and did not send the message.
+            TransportTimeout: The message did not arrive in time.
+            TransportError: The message was not announced, or an arrival is damaged.
+        """
         endpoint = self._open or self._usable()
         tag = self._tags[message] | self._step
         name = (source, tag)
@@ -208,20 +223,20 @@ class NativeTransport:
         shape, dtype = expected.shape, expected.dtype
         try:
             arrived = endpoint.take(source, tag, timeout_s, CAPSULE_CODE_OF.get(dtype, 0))
-        except TransportError as error:  # what came is damaged, of whatever message
+        except TransportError as error:  # an arrival is damaged, not necessarily of this message
             raise TransportError(
                 f"{message} cannot be received from rank {source}: {error}"
             ) from error
         if arrived is None:
             what = f"{message} did not come from rank {source}: {self._waited(endpoint)}"
             raise self._failure(what, source, message, timeout_s)
-        self._expected.pop(name, None)  # gone if another thread gave up meanwhile
+        self._expected.pop(name, None)  # absent if another thread has aborted
         if self._told:
             self._told.pop(name, None)
         if type(arrived) is self._Arrived:
             tensor = tensor_on(arrived)
             fits = tensor.dtype == dtype and shape in (None, tensor.shape)
-        else:  # a capsule, which is of the dtype that was asked for
+        else:  # a DLPack capsule of the requested dtype
             tensor = _from_dlpack(arrived)
             fits = shape is None or shape == tensor.shape
         if not fits:
@@ -232,11 +247,15 @@ class NativeTransport:
         return tensor
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
-        """Return what arrived since the last call; sleep until there is something."""
+        """Return the messages that arrived since the last call; sleep until one arrives.
+
+        Raises:
+            TransportError: No message can arrive any more: a peer is gone, or all have closed.
+        """
         endpoint = self._usable()
         begin = time.perf_counter()
         while True:
-            # Looked up once: another thread that gives up clears what is expected.
+            # One lookup each: another thread's abort() clears `_expected`.
             found = (self._expected.get(name) for name in self._told)
             messages = [item.message for item in found if item is not None]
             if messages:
@@ -247,20 +266,24 @@ class NativeTransport:
             self._told.update(dict.fromkeys(arrivals))
             if not arrivals:
                 if not timeout_s:
-                    break  # who waits will be told if nothing can arrive
+                    break  # only calls that wait check whether anything can arrive
                 self._require_peers(begin)
                 if time.perf_counter() - begin >= timeout_s:
                     break
         return messages
 
     def note(self, target: int, content: bytes) -> None:
-        """Tell a peer something besides messages, in or between steps."""
+        """Send a peer a note: bytes outside of the schedule, in or between steps."""
         text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         code = CODE_OF[text.dtype]
         self._usable().send(target, NOTE, code, text.shape, text.data_ptr(), text)
 
     def noted(self, source: int, timeout_s: float = 0.0) -> bytes | None:
-        """Return the next note of a peer; None if there is none and no time to wait for one."""
+        """Return the next note of a peer; None if there is none and the time-out is 0.
+
+        Raises:
+            TransportError: No note arrived in time, or the peer is gone.
+        """
         endpoint = self._usable()
         arrived = endpoint.take(source, NOTE, timeout_s)
         if arrived is None and timeout_s > 0:
@@ -269,34 +292,38 @@ class NativeTransport:
         return None if arrived is None else bytes(memoryview(arrived))  # type: ignore[arg-type]
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until everything sent is where its receiver can take it."""
+        """Wait until the receivers can take all messages sent.
+
+        Raises:
+            TransportError: A peer does not accept its messages in time, or is gone.
+        """
         endpoint = self._usable()
         if not endpoint.flush(timeout_s):
             target = next((peer.rank for peer in endpoint.peers() if peer.num_queued), None)
             if target is None:
-                return  # the last message left after the time-out, and before this look
+                return  # the last message left between the time-out and this check
             what = f"rank {target} did not take what was sent to it: {self._waited(endpoint)}"
             raise self._failure(what, target, None, timeout_s)
 
     def abort(self, reason: str) -> None:
-        """Give up for good: peers that wait are told at once, and so is every later call here."""
+        """Abort for good: the waits of peers end with an error at once, and so do later calls."""
         if self._endpoint is not None and self._given_up is None:
             self._given_up = reason
             self._open = None
             self._expected.clear()
-            # Names of files may hold what is no text; an error here would hide the one that counts.
+            # File names may hold bytes that are not UTF-8; an error here would hide the real one.
             text = reason.encode(errors="replace").decode()
             self._endpoint.abort(f"rank {self._rank}: {text}")
 
     def close(self) -> None:
-        """Say farewell and let go of all memory but that of tensors that are still in use."""
+        """Close all links and release all memory except that of tensors still in use."""
         if self._endpoint is not None:
             self._endpoint.close()
             self.stats()
             self._endpoint = self._open = None
 
     def stats(self) -> Stats:
-        """Return what was done so far."""
+        """Return the totals since the transport was opened."""
         if self._endpoint is not None:
             counts = self._endpoint.counts()
             self._stats = Stats(
@@ -316,7 +343,7 @@ class NativeTransport:
         return f"waited {endpoint.counts().last_wait_s:.1f} s"
 
     def _require_peers(self, begin: float) -> None:
-        """Raise if nothing can arrive any more."""
+        """Raise the peers' fate if no message can arrive any more."""
         reports = self._usable().peers()
         waited_s = time.perf_counter() - begin
         what = f"no message can arrive: waited {waited_s:.1f} s"
@@ -328,17 +355,17 @@ class NativeTransport:
     def _failure(
         self, what: str, peer: int, message: Message | None, cause: float | TransportError
     ) -> TransportError:
-        """The exception for a call that failed because of the state of `peer`, or of any.
+        """Return the exception of a failed call, by the state of `peer` first, then of the others.
 
         Args:
-            what: What did not happen.
-            peer: The rank that it needed.
-            message: The message that it needed.
-            cause: How many seconds it was to wait at most, or what the core says.
+            what: The failure, the beginning of the error message.
+            peer: Global rank that the call depended on.
+            message: Message that the call depended on.
+            cause: The time-out in seconds, or the core's error.
         """
         if message is not None:
             what = f"{what} (tag {self._tags[message] | self._step:#x})"
-        # The one that was needed first: others may have ended because of it.
+        # `peer` first: its end may have caused that of the others.
         reports = sorted(self._usable().peers(), key=lambda report: report.rank != peer)
         for report in reports:
             if report.state == "aborted":
@@ -363,7 +390,7 @@ class NativeTransport:
         return f"rank {report.rank} on host {self._hosts[report.rank]} (wire {report.wire})"
 
     def _warn_if_narrow(self, slots: int) -> None:
-        """Say once if messages will wait at their sender: `slots` of each of two kinds."""
+        """Warn once if `slots` messages of each of two kinds exceed the room of a peer."""
         if 2 * slots > self._slots and not self._warned:
             self._warned = True
             _log.warning(
@@ -382,7 +409,7 @@ def _require_cpu(device: torch.device) -> None:
 
 
 def _why_no_rdma(ip: str | None) -> str:
-    """Why this process cannot use RDMA; empty if it can."""
+    """Return why this process cannot use RDMA; empty if it can."""
     from megatron_ext.transport.rdma_probe import probe
 
     result = probe(ip)
@@ -390,7 +417,7 @@ def _why_no_rdma(ip: str | None) -> str:
 
 
 def _default_spin_s(connections: dict[int, Connection], ranks_per_node: int | None) -> float:
-    """How long to look for news before a sleep: nothing if ranks may have to share a CPU."""
+    """Return how long a wait spins before it sleeps: 0 if ranks may have to share a CPU."""
     local = 1 + sum(connection.wire == "shm" for connection in connections.values())
     num_ranks = local if ranks_per_node is None else ranks_per_node
     return _SPIN_S if num_ranks <= len(os.sched_getaffinity(0)) else 0.0

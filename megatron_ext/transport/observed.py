@@ -1,4 +1,4 @@
-"""A transport that tells an observer what it sends, receives and waits for."""
+"""A transport that reports its sends, receives and waits to an observer."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ if TYPE_CHECKING:
 __all__ = ["ObservedTransport", "TransportObserver", "WaitsFor"]
 
 WaitsFor = Literal["input", "slot"]
-"""input: that any message arrives. slot: that everything sent has left."""
+"""input: the arrival of any message. slot: the completion of all sends."""
 
 
 class TransportObserver:
-    """Listens to one rank's messages; override what matters. Begin and end come in pairs."""
+    """Callbacks for one rank's messages, empty by default. Begin and end come in pairs."""
 
     def begin_messages(self, expected: Sequence[Expected]) -> None:
-        """Note what will arrive in the step that begins."""
+        """A step begins, in which these messages will arrive."""
 
     def begin_send(self, message: Message, target: int) -> None:
-        """Note that a message is handed to the wire."""
+        """The rank hands a message for global rank `target` to the wire."""
 
     def end_send(self, message: Message, target: int, num_bytes: int) -> None:
-        """Note that the wire has taken it."""
+        """The wire has accepted the message, a tensor of `num_bytes`."""
 
     def begin_receive(self, message: Message, source: int) -> None:
-        """Note that a message is asked for."""
+        """The rank asks for a message of global rank `source`."""
 
     def end_receive(self, message: Message, source: int, num_bytes: int, waited_s: float) -> None:
-        """Note that it is here.
+        """The rank has received the message.
 
         Args:
-            message: Which.
+            message: Name of the message.
             source: Global rank of the sender.
-            num_bytes: Of its tensor.
-            waited_s: How much of the time since `begin_receive` the transport slept.
+            num_bytes: Size of the tensor.
+            waited_s: Part of the time since `begin_receive` that the transport waited.
         """
 
     def begin_wait(self, what: WaitsFor) -> None:
-        """Note that the rank has nothing to do until something happens."""
+        """The rank starts to wait."""
 
     def end_wait(self, what: WaitsFor, arrived: Sequence[Message]) -> None:
-        """Note that the wait is over, and what arrived meanwhile."""
+        """The wait is over; these messages arrived meanwhile."""
 
     def arrived(self, messages: Sequence[Message]) -> None:
-        """Note messages that are here, without a wait for them."""
+        """A poll without a wait found these messages."""
 
 
 class ObservedTransport:
-    """Does what another transport does, and tells an observer.
+    """Delegates to another transport and reports to an observer.
 
-    An error ends the step, so what it interrupts is begun and never ended.
+    An error ends the step: the call that raised it has a begin and no end.
 
     Args:
         transport: Carries the messages; closed with this one.
-        observer: Listens. All calls come from the thread that calls the transport.
+        observer: Receives the callbacks, in the thread that calls the transport.
     """
 
     def __init__(self, transport: Transport, observer: TransportObserver) -> None:
@@ -72,13 +72,13 @@ class ObservedTransport:
         self._transport.begin(expected, slots)
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
-        """Send a tensor."""
+        """Report and send a tensor."""
         self._observer.begin_send(message, target)
         self._transport.isend(tensor, target, message)
         self._observer.end_send(message, target, tensor.nbytes)
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
-        """Receive a tensor."""
+        """Receive and report a tensor."""
         self._observer.begin_receive(message, source)
         before_s = self._transport.stats().waited_s
         tensor = self._transport.recv(source, message, timeout_s)
@@ -87,7 +87,7 @@ class ObservedTransport:
         return tensor
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
-        """Return what has arrived; a look that may not wait is no wait."""
+        """Return the arrivals. A time-out of 0 is not reported as a wait."""
         if timeout_s == 0.0:
             arrived = self._transport.poll(0.0)
             self._observer.arrived(arrived)
@@ -98,19 +98,19 @@ class ObservedTransport:
         return arrived
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all sends have completed."""
         self._observer.begin_wait("slot")
         self._transport.flush(timeout_s)
         self._observer.end_wait("slot", ())
 
     def abort(self, reason: str) -> None:
-        """Give the step up."""
+        """Abort the step."""
         self._transport.abort(reason)
 
     def close(self) -> None:
-        """Give up everything that is held."""
+        """Release all resources."""
         self._transport.close()
 
     def stats(self) -> Stats:
-        """Return what was done so far."""
+        """Return the totals of the transport."""
         return self._transport.stats()

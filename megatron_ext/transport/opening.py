@@ -1,4 +1,4 @@
-"""Opens the native transport of a process in a job that torch.distributed's launcher started."""
+"""Opens the native transport of a process in a torch.distributed job."""
 
 from __future__ import annotations
 
@@ -34,27 +34,28 @@ def open_native(
     timeout_s: float,
     checksums: bool,
 ) -> NativeTransport:
-    """Connect this process with its peers; all of them have to call it, in the same order.
+    """Connect this process to its peers, all of which have to call this, in the same order.
 
     Args:
-        store: Through which the peers find each other.
+        store: Key-value store in which the peers find each other.
         rank: Global rank of this process.
-        peers: Global ranks that it exchanges tensors with.
-        run_id: Tells jobs apart that share a store, and the transports of one job. The same on all
+        peers: Global ranks of the peers.
+        run_id: Distinguishes the jobs of one store and the transports of one job. The same on all
             peers.
-        world_size: Processes that global ranks count.
-        ranks_per_node: Those on each host; None: all.
-        rail: Number of this process on its host.
-        wire: What carries the messages.
-        node_ips: Address of each node; empty: the one on the way to `rendezvous_host`.
-        rendezvous_host: Where the processes of the job find each other.
-        slots: Messages of one peer that have room here.
-        slot_bytes: Room for each.
+        world_size: Number of ranks of the job.
+        ranks_per_node: Number of ranks on each node; None: all.
+        rail: Local rank, which selects one of several RDMA devices.
+        wire: shm, tcp, rdma or auto.
+        node_ips: IP address or name of each node; empty: the address on the route to
+            `rendezvous_host`.
+        rendezvous_host: Host of the job's rendezvous (MASTER_ADDR).
+        slots: Messages of each peer that have room here.
+        slot_bytes: Size of a slot.
         timeout_s: How long to wait for the peers.
-        checksums: Whether the bytes of tensors are checked on arrival.
+        checksums: Whether the bytes of tensors carry a checksum.
 
     Raises:
-        TransportError: A peer does not come, or cannot be reached by the wire.
+        TransportError: A peer does not appear, or is unreachable over the wire.
     """
     ip = node_address(node_ips, rank, world_size, ranks_per_node or world_size)
     if ip is None and wire != "shm":

@@ -1,4 +1,4 @@
-"""Process groups of two ranks each, made by all ranks of the job."""
+"""Process groups of two ranks each, which all ranks of the job create together."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ import torch.distributed as dist
 __all__ = ["Pair", "groups_of_pairs"]
 
 Pair = tuple[int, int]
-"""Two global ranks. Groups of (0, 1) and of (1, 0) are two."""
+"""Two global ranks, source and target: (0, 1) and (1, 0) have a group each."""
 
 
 def groups_of_pairs(pairs: Iterable[Pair], timeout_s: float) -> dict[Pair, dist.ProcessGroup]:
-    """Return a group for each pair. Collective over all ranks of the job, also those without one.
+    """Return a process group for each pair. Collective over all ranks of the job.
 
-    torch names a group by the groups that the calling rank is in already, unless all ranks make all
-    groups. Ranks of one pipeline are in different numbers of groups, those of embeddings for
-    example, so two of them alone would look for each other under different names, without end.
+    Unless all ranks create all groups, torch names a group by the number of groups that the calling
+    rank is in. Ranks of one pipeline differ in that (embedding groups, for example), so two ranks
+    on their own would wait for each other under different names, forever.
 
     Args:
-        pairs: Those that this rank is one of; the other one names them as well.
-        timeout_s: How long the operations of the groups may last.
+        pairs: Pairs that contain this rank; the other rank names them too.
+        timeout_s: Time-out of the groups' operations.
+
+    Returns:
+        The groups of `pairs`, by pair.
     """
     mine = sorted(set(pairs))
     everybody: list[list[Pair]] = [[] for _ in range(dist.get_world_size())]

@@ -1,7 +1,7 @@
-"""Prints RDMA devices as pyverbs sees them, as JSON. Run as a script, by a Python that has pyverbs.
+"""Prints the RDMA devices that pyverbs finds, as JSON. A script for a Python that has pyverbs.
 
-pyverbs (Debian: python3-pyverbs) is the binding that rdma-core itself maintains. It usually belongs
-to the system's Python and not to the one that trains, hence a script: it imports nothing of ours.
+pyverbs (Debian: python3-pyverbs) is rdma-core's own binding. It usually belongs to the system's
+Python and not to the training environment, so this script imports nothing of this package.
 """
 
 import json
@@ -19,7 +19,7 @@ def _describe_port(context, number):  # type: ignore[no-untyped-def]  # pyverbs 
 
 
 def main() -> None:
-    """Print {device: {port: what it is}}; {} where there is no RDMA at all."""
+    """Print {device: {port: {active, lid, mtu, gids}}}; {} on a host without RDMA."""
     from pyverbs.device import Context, get_device_list  # type: ignore[import-not-found]
     from pyverbs.pyverbs_error import PyverbsError  # type: ignore[import-not-found]
 

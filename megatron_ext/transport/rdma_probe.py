@@ -1,8 +1,7 @@
-"""Whether this host can use RDMA, and if not, why and what to do.
+"""A probe that finds whether this host can use RDMA, and if not, the reason and a remedy.
 
-The native core tries it, step by step: it opens libibverbs, lists devices, chooses a port and a
-GID, registers memory and connects a queue pair to itself. Nothing is left open afterwards, and no
-peer is needed.
+The native core tries each step: it opens libibverbs, lists devices, chooses a port and a GID,
+registers memory and connects a queue pair to itself. It needs no peer and leaves nothing open.
 """
 
 from __future__ import annotations
@@ -29,54 +28,55 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Finding:
-    """What one step found."""
+    """The result of one step."""
 
     step: str
     """One of native module, library, devices, port, memory and queue pair."""
     usable: bool
+    """Whether the step succeeded."""
     text: str
-    """What was found."""
+    """The finding, in words."""
     remedy: str = ""
-    """What to do about it; empty if nothing is wrong or there is no remedy."""
+    """The remedy; empty if the step succeeded or there is none."""
 
     def __str__(self) -> str:
-        """One line."""
+        """Return the finding and its remedy in one line."""
         remedy = f"; {self.remedy}" if self.remedy else ""
         return f"{self.step}: {self.text}{remedy}"
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """All steps that were tried, in order; none follows one that failed."""
+    """The findings of all steps tried, in order. The first failure is the last finding."""
 
     findings: tuple[Finding, ...]
 
     @property
     def usable(self) -> bool:
-        """Whether a link over RDMA can be made from this host."""
+        """Whether this host can use RDMA links."""
         return self.findings[-1].usable
 
     @property
     def reason(self) -> str:
-        """In one line, why not; if it is usable, what would be used."""
+        """The port to be used, or the reason for failure, in one line."""
         if not self.usable:
             return str(self.findings[-1])
         return next(finding.text for finding in self.findings if finding.step == "port")
 
 
 def probe(address: str | None = None, *, sysfs: str = "/sys") -> ProbeResult:
-    """Try what a link over RDMA needs.
+    """Try every step of opening an RDMA link.
 
     Args:
-        address: The IP address, of this host, that the port has to have (see `--node-ips`). None:
-            the best port there is.
-        sysfs: Where the kernel tells about devices; another place in tests.
+        address: IP address of this host that the port must have (see `--node-ips`). None: the best
+            port is chosen.
+        sysfs: Mount point of sysfs; another directory in tests.
 
     Returns:
-        What was found; never raises for something that is missing.
+        The findings. A missing library, device or port is a finding, not an exception.
 
     Raises:
-        TransportError: The address, or a variable MEGATRON_EXT_IB_*, is malformed.
+        TransportError: The address or a variable MEGATRON_EXT_IB_* is malformed.
     """
     try:
         native = require_native()
@@ -93,10 +93,10 @@ def probe(address: str | None = None, *, sysfs: str = "/sys") -> ProbeResult:
 
 
 def witness_differences(sysfs: str = "/sys") -> list[str] | None:
-    """Compare our list of devices, ports and GIDs with that of pyverbs, where it is installed.
+    """Compare the core's list of devices, ports and GIDs with that of pyverbs, if installed.
 
     Returns:
-        A line for each difference; None without pyverbs or without libibverbs.
+        One line for each difference; None without pyverbs or libibverbs.
     """
     theirs = _ask_pyverbs()
     if theirs is None:
@@ -109,7 +109,7 @@ def witness_differences(sysfs: str = "/sys") -> list[str] | None:
 
 
 def _ask_pyverbs() -> dict[str, str] | None:
-    """What pyverbs says, for the first Python that has it: ours, or the system's."""
+    """Return the listing of pyverbs, from this Python or the system's; None if neither has it."""
     script = Path(__file__).with_name("pyverbs_listing.py")
     for python in (sys.executable, "/usr/bin/python3"):
         try:
@@ -148,7 +148,7 @@ def _flatten(devices: list[RdmaDevice]) -> dict[str, str]:
 
 
 def _canonical(value: object) -> str:
-    """One way to write an address, and anything else."""
+    """Return the text of a value; IPv6 addresses (GIDs) in their exploded form."""
     try:
         return ipaddress.IPv6Address(str(value)).exploded
     except ipaddress.AddressValueError:

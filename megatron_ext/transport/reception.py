@@ -1,6 +1,6 @@
-"""Where connections come in: all that came say who they are at the same time.
+"""Accepts incoming connections and reads their hellos concurrently.
 
-Whoever connects and says nothing, or says it byte by byte, keeps only itself waiting.
+A client that sends nothing, or one byte at a time, delays nobody but itself.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _log = logging.getLogger(__name__)
 
 HELLO_BYTES = 1024
 HELLO_S = 5.0
-"""How long a process that connected may take to say who it is."""
+"""How long a connection may take to send its hello."""
 _MAX_STRANGERS = 64
-"""Connections, besides those of peers, that may be about to say who they are; the longest silent
-makes room for the next."""
+"""Connections without a hello that are kept, besides one for each peer. Beyond that a new one
+replaces the oldest."""
 
 
 class Hello(NamedTuple):
-    """A connection that has said a line; whether it belongs here is for the caller to find out."""
+    """A connection and its first line. The caller checks whether it is a peer's."""
 
     link: socket.socket
     text: bytes
-    """Up to and with the line feed."""
+    """The line, with its line feed."""
 
 
 class _Visit:
@@ -39,12 +39,14 @@ class _Visit:
 
 
 class Reception:
-    """Accepts connections and reads the first line of each. A context, which closes those left.
+    """Accepts connections and reads the first line of each.
+
+    As a context manager it closes the remaining connections on exit.
 
     Args:
-        rank: Of this process, for the log.
-        listeners: Sockets that listen and do not block.
-        num_peers: How many of those that connect may be expected ones.
+        rank: Global rank of this process, for the log.
+        listeners: Non-blocking listening sockets.
+        num_peers: Number of peers that will connect.
     """
 
     def __init__(self, rank: int, listeners: Sequence[socket.socket], num_peers: int) -> None:
@@ -53,7 +55,7 @@ class Reception:
         self._max_visits = num_peers + _MAX_STRANGERS
         self._selector = selectors.DefaultSelector()
         self._visits: dict[socket.socket, _Visit] = {}
-        """In the order of their deadlines."""
+        """Connections without a complete hello, in the order of their deadlines."""
         for listener in listeners:
             self._selector.register(listener, selectors.EVENT_READ)
 
@@ -62,13 +64,13 @@ class Reception:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close all connections that have not said who they are."""
+        """Close all connections that have not sent a hello."""
         for link in list(self._visits):
             self._leave(link).close()
         self._selector.close()
 
     def next(self, deadline: float) -> Hello | None:
-        """Return the next connection that has said a line; None at the deadline (monotonic)."""
+        """Return the next complete hello; None at the deadline (seconds of time.monotonic)."""
         while True:
             self._turn_late_ones_away()
             first = min([deadline, *(visit.deadline for visit in self._visits.values())])
@@ -85,7 +87,7 @@ class Reception:
         try:
             link, _ = listener.accept()
         except OSError:
-            return  # whoever it was has gone again
+            return  # the client has closed the connection
         if len(self._visits) >= self._max_visits:
             self._turn_away(next(iter(self._visits)), "others want to say who they are")
         link.setblocking(False)
@@ -95,7 +97,7 @@ class Reception:
     def _read(self, link: socket.socket) -> Hello | None:
         visit = self._visits.get(link)
         if visit is None:
-            return None  # it was turned away since the look
+            return None  # rejected since the select
         try:
             part = link.recv(HELLO_BYTES)
         except BlockingIOError:

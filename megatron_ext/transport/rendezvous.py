@@ -1,11 +1,11 @@
-"""How processes of one job find each other: addresses over a store, then sockets for each pair.
+"""Rendezvous of a job's processes: addresses through a store, then a socket for each pair.
 
-Each process listens on a random abstract unix name, so there is no file to be left behind, and
-where it may have peers on other hosts on a TCP port that the kernel chooses, on one address only.
-It publishes both in the store together with a secret. Who connects has to know the secret of the
-other side and its own as the store has it, so processes of two jobs never meet, and neither do
-those of a job and of its former self under the same run id. Nothing that comes from a socket is
-more than compared, until it has.
+Each process listens on an abstract unix socket with a random name, which leaves no file behind. If
+it may have peers on other hosts, it also listens on a TCP port that the kernel chooses, on one
+address only. It publishes both in the store, with a secret. A client must send the secrets of both
+sides as published. So processes of two jobs never connect to each other, and neither do those of a
+job and of an earlier run under the same run id. Until then the input of a socket is only compared,
+never interpreted.
 """
 
 from __future__ import annotations
@@ -31,32 +31,36 @@ __all__ = ["Connection", "Store", "connect_peers"]
 _log = logging.getLogger(__name__)
 _RETRY_S = 0.05
 _MAX_CALLS = 3
-"""How often a rank says who it is to a peer that does not know it: the bytes may be damaged."""
+"""Attempts to connect to a peer that rejects the hello, whose bytes may have been damaged."""
 _RING_S = 1.0
-"""How long telling a peer that this rank has given up may take."""
+"""Time-out for notifying a peer that this rank gave up."""
 _GAVE_UP = b"gave up "
-"""Published instead of an address, with the reason and the secrets of those that it is for."""
+"""Prefix of a notice published instead of an address: the reason and its addressees' secrets."""
 _BACKLOG = 128
-"""Connections that may wait while this process still calls others, besides those of peers."""
+"""Backlog of a listener, besides one for each peer: this process connects before it accepts."""
 
 
 class Store(Protocol):
-    """The part of `torch.distributed.Store` that is used."""
+    """The part of `torch.distributed.Store` that the rendezvous uses."""
 
     def set(self, key: str, value: str, /) -> object:
-        """Publish a value, or replace it."""
+        """Publish or replace a value."""
 
     def get(self, key: str, /) -> bytes:
-        """Return a value; waits until it is there, or raises RuntimeError after a while."""
+        """Wait for a value and return it.
+
+        Raises:
+            RuntimeError: The value did not appear within the store's time-out.
+        """
 
 
 class Connection(NamedTuple):
-    """A connected socket to a peer that has proved to be of this job, to be closed by its user."""
+    """A connected socket to an authenticated peer; the caller closes it."""
 
     wire: str
-    """Which wire is to use it: shm (a unix socket), tcp or rdma (a TCP socket)."""
+    """The wire that it is for: shm (a unix socket), tcp or rdma (a TCP socket)."""
     host: str
-    """Of the peer."""
+    """Host name of the peer."""
     socket: socket.socket
 
 
@@ -74,10 +78,10 @@ class _Rendezvous:
         self._mine = mine
         self._known: dict[int, Address] = {}
         self._called: dict[int, str] = {}
-        """The wires over which peers were called."""
+        """The wire of each peer that this rank has connected to."""
 
     def run(self, peers: Iterable[int], ip: str | None) -> dict[int, Connection]:
-        """Connect to all; the lower rank of each pair is the one that calls."""
+        """Connect to all peers. The lower rank of each pair is the client."""
         higher = sorted(peer for peer in peers if peer > self._rank)
         lower = {peer for peer in peers if peer < self._rank}
         with ExitStack() as open_until_done:
@@ -86,7 +90,7 @@ class _Rendezvous:
             try:
                 return self._meet(higher, lower, listeners)
             except TransportError as error:
-                self._give_up(str(error))  # before others see that nobody listens any more
+                self._give_up(str(error))  # before peers find the listeners closed
                 raise
 
     def _meet(
@@ -95,7 +99,7 @@ class _Rendezvous:
         made: dict[int, Connection] = {}
         with ExitStack() as closed_on_failure:
             closed_on_failure.callback(_close_all, made)
-            for peer in sorted(lower):  # what cannot be is told by both sides
+            for peer in sorted(lower):  # both sides of an impossible pair raise
                 choose_wire(self._rank, self._mine, peer, self._address(peer))
             for peer in higher:
                 made[peer] = self._call(peer)
@@ -108,13 +112,13 @@ class _Rendezvous:
         return made
 
     def _give_up(self, reason: str) -> None:
-        """Tell those that this rank knows why, and ring those that it called and that may wait."""
+        """Publish the reason for all known peers, and wake those that this rank connected to."""
         if not self._known:
             return
         note = {"reason": reason, "to": [address.secret for address in self._known.values()]}
         self._store.set(f"{self._prefix}{self._rank}", _GAVE_UP.decode() + json.dumps(note))
         for peer, wire in self._called.items():
-            with suppress(OSError, TransportError):  # it has ended, too
+            with suppress(OSError, TransportError):  # the peer has ended too
                 ring = f"{self._rank} gave up\n"
                 self._connected(wire, peer, self._known[peer], _RING_S, ring).close()
 
@@ -147,7 +151,7 @@ class _Rendezvous:
                 note = json.loads(text.removeprefix(_GAVE_UP))
                 if self._mine.secret in note["to"]:
                     raise TransportError(f"rank {peer} gave up connecting: {note['reason']}")
-                self._left_s(f"rank {peer} to listen")  # it was one of an earlier run
+                self._left_s(f"rank {peer} to listen")  # a notice of an earlier run
                 time.sleep(_RETRY_S)
         except RuntimeError as error:  # the store's own errors, time-outs among them
             raise TransportError(
@@ -163,7 +167,7 @@ class _Rendezvous:
         return address
 
     def _call(self, peer: int) -> Connection:
-        """Connect and introduce ourselves. An address may be one of an earlier run: ask again."""
+        """Connect and send the hello. Retry with a fresh address: it may be an earlier run's."""
         while True:
             address = self._address(peer)
             wire, why = choose_wire(self._rank, self._mine, peer, address)
@@ -171,10 +175,10 @@ class _Rendezvous:
             self._called[peer] = wire
             try:
                 link = self._connected(wire, peer, address, left_s, self._hello(address))
-            except (ConnectionError, BlockingIOError):  # the latter: its queue is full
+            except (ConnectionError, BlockingIOError):  # the latter: the peer's backlog is full
                 time.sleep(_RETRY_S)
                 continue
-            except OSError as error:  # a time-out is one, and so is a route that is missing
+            except OSError as error:  # such as a time-out or a missing route
                 raise TransportError(
                     f"rank {self._rank} on host {self._mine.host} cannot connect to rank {peer} on "
                     f"host {address.host} ({wire}, {address.ip or 'unix socket'}): {error}"
@@ -208,7 +212,7 @@ class _Rendezvous:
     def _answer_one(
         self, reception: Reception, lower: set[int], made: dict[int, Connection]
     ) -> None:
-        """Answer one connection; whoever is no peer is turned away."""
+        """Authenticate one connection; reject it if it is not a peer's."""
         hello = reception.next(self._deadline)
         if hello is None:
             raise self._timed_out(f"rank {min(lower)} to connect")
@@ -226,14 +230,18 @@ class _Rendezvous:
         except (TransportError, OSError, ValueError) as error:
             _log.warning("rank %d turned a connection away: %s", self._rank, error)
             link.close()
-            for peer in sorted(lower):  # that was perhaps one that has given up
+            for peer in sorted(lower):  # it may come from a peer that gave up, which this raises
                 self._address(peer)
             return
         lower.remove(peer)
         made[peer] = Connection(wire, address.host, link)
 
     def _peer_of(self, hello: bytes, lower: set[int]) -> int:
-        """Return the rank of a process that knows the secrets of both sides."""
+        """Return the peer's rank from a hello with the secrets of both sides.
+
+        Raises:
+            TransportError: The hello is not that of an awaited peer.
+        """
         rank, _, said = hello.rstrip(b"\n").partition(b" ")
         peer = int(rank) if rank.isdigit() else -1
         known = peer in lower and secrets.compare_digest(
@@ -244,9 +252,12 @@ class _Rendezvous:
         return peer
 
     def _answered(self, peer: int, call: Connection) -> Connection:
-        """Return the connection over which a peer has proved that it knows the secrets.
+        """Return a connection over which the peer has sent its secret.
 
-        A peer that was told something damaged closes the connection. It is called again.
+        A peer that received a damaged hello closes the connection; this rank connects again.
+
+        Raises:
+            TransportError: The peer rejects this rank or does not answer in time.
         """
         for _ in range(_MAX_CALLS - 1):
             if self._read_answer(peer, call.socket):
@@ -254,7 +265,7 @@ class _Rendezvous:
             call = self._called_again(peer, call)
         if self._read_answer(peer, call.socket):
             return call
-        self._address(peer)  # perhaps it says why
+        self._address(peer)  # raises the peer's reason, if it published one
         raise self._turned_away(peer)
 
     def _called_again(self, peer: int, call: Connection) -> Connection:
@@ -273,14 +284,18 @@ class _Rendezvous:
         )
 
     def _read_answer(self, peer: int, link: socket.socket) -> bool:
-        """Read what a peer answers; tells whether it did, and closes the socket if not."""
+        """Read a peer's answer. Return False, with the socket closed, if it hung up instead.
+
+        Raises:
+            TransportError: The answer is damaged or late.
+        """
         waiting_for = f"rank {peer} to answer"
         expected = self._address(peer).secret.encode()
         answer = b""
         with ExitStack() as unless_answered:
             unless_answered.callback(link.close)
             try:
-                # Not a byte more: what follows belongs to the wire.
+                # Read no further: the next bytes belong to the wire.
                 while len(answer) < len(expected):
                     link.settimeout(self._left_s(waiting_for))
                     part = link.recv(len(expected) - len(answer))
@@ -335,25 +350,25 @@ def connect_peers(
     ip: str | None = None,
     no_rdma: str = "it was not looked for",
 ) -> dict[int, Connection]:
-    """Connect this process to peers of its job.
+    """Connect this process to the peers of its job.
 
     Args:
-        store: Where all of them publish their addresses. A rank that never comes is noticed by the
-            store's own time-out.
+        store: Key-value store for the addresses. Its own time-out detects a rank that never
+            publishes one.
         rank: Global rank of this process.
         peers: Global ranks to connect to; each of them must name this one.
-        run_id: Sets jobs apart that use one store. The same on all ranks.
-        timeout_s: How long peers that have published their address may take.
-        wire: Which wire all pairs use; `auto`: each the best that it has. The same on all ranks.
-        ip: Address of this host to listen on and to call from. None: the one that processes of
-            this host reach.
+        run_id: Distinguishes the jobs of one store. The same on all ranks.
+        timeout_s: How long peers may take once they have published their addresses.
+        wire: Wire of all pairs; `auto`: the best that each pair has. The same on all ranks.
+        ip: IP address of this host to listen on and to connect from. None: one that only this host
+            reaches.
         no_rdma: Why this process has no RDMA; empty if it has.
 
     Returns:
-        For each peer a connected socket and the wire that it is for.
+        For each peer a connected socket and its wire.
 
     Raises:
-        TransportError: A peer does not come, or the wire is not there; names it.
+        TransportError: A peer does not appear, or the wire is unavailable; names peer and reason.
     """
     mine = Address.new(wire, no_rdma)
     return _Rendezvous(store, rank, run_id, timeout_s, mine).run(frozenset(peers) - {rank}, ip)

@@ -1,13 +1,13 @@
-"""Tensors of a device over a transport of host tensors, through pinned memory.
+"""Device tensors over a transport of host tensors, staged through pinned memory.
 
-A send copies the tensor to pinned host memory, in a stream of its own and after what the device
-computes of it; a thread sleeps until that is done and sends what it finds there. What arrives is
-copied from where it lies, usually a slot of shared memory, to memory of the device; the computation
-waits for that on the device, and a thread sleeps until the slot can be given back. So the caller
-never waits for the device, and nobody reads memory that a copy has yet to write.
+A send copies the tensor to pinned host memory, on a stream of its own that waits for the
+computation. A thread sleeps until the copy is complete and then sends it. A received tensor is
+copied to the device from its place in host memory, usually a slot of shared memory. The device's
+stream waits for that copy, and a thread sleeps until it can release the slot. So the caller never
+waits for the device, and nobody reads memory before its copy is complete.
 
-The two kinds of copies have a thread each: one that waits for a long computation before a send must
-not keep the slots that peers are waiting for.
+Sends and releases have a thread each: a send that waits for a long computation must not hold slots
+that peers need.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ __all__ = ["StagedTransport", "staged"]
 _log = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
-"""How long `close` lets the device finish copies that were begun."""
+"""How long `close` waits for the device to finish its copies."""
 
 
 def staged(transport: NativeTransport, copies: Copies | None, *, timeout_s: float) -> Transport:
     """Return a transport for the tensors of a device.
 
     Args:
-        transport: Carries host tensors; closed with what is returned.
-        copies: Of the device; None: the device is the host, nothing is to be done.
-        timeout_s: How long a step waits for sends of the step before.
+        transport: Carries host tensors; closed with the returned transport.
+        copies: The device's copy engine; None for the CPU, which needs no staging.
+        timeout_s: How long a step waits for the sends of the previous one.
     """
     if copies is None:
         return transport
@@ -54,14 +54,15 @@ def staged(transport: NativeTransport, copies: Copies | None, *, timeout_s: floa
 
 
 class StagedTransport:
-    """Carries tensors of a device, and of the host as they are.
+    """Carries tensors of a device through host memory, and host tensors unchanged.
 
-    Credits and decisions arrive on the host, which acts on them; all else arrives on the device.
+    Credits and decisions arrive on the host, which acts on them; all other messages arrive on the
+    device.
 
     Args:
-        host: Carries the copies. Its shared memory is pinned here, which is logged.
-        copies: Of the device.
-        timeout_s: How long `begin` waits for sends of the step before.
+        host: Carries the copies. The constructor pins its shared memory.
+        copies: The device's copy engine.
+        timeout_s: How long `begin` waits for the sends of the previous step.
     """
 
     def __init__(self, host: NativeTransport, copies: Copies, *, timeout_s: float) -> None:
@@ -74,30 +75,44 @@ class StagedTransport:
         self._pinned: list[int] = []
         for address, num_bytes in host.arenas:
             if not copies.pin(address, num_bytes):
-                break  # it was told why, and the others will not do better
+                break  # pin() logs the reason, and the other arenas would fail too
             self._pinned.append(address)
         if self._pinned:
             total = sum(num_bytes for _, num_bytes in host.arenas)
             _log.info("%d MiB of shared memory are pinned", total >> 20)
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        """Start a step, when everything of the step before was sent: its name is the step's."""
+        """Wait for the sends of the previous step, whose tags contain its number; start a step.
+
+        Raises:
+            TransportError: Sends of the previous step did not complete in time, or a message of it
+                was not received.
+        """
         self._drain(self._timeout_s)
         self._host.begin(expected, slots)
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
-        """Send a tensor: a host tensor now, one of the device when it was copied."""
+        """Send a tensor: a host tensor now, a device tensor once its copy is complete.
+
+        Raises:
+            TransportError: An earlier copy or send failed.
+        """
         self._check()
         if tensor.is_cpu:
             self._host.isend(tensor, target, message)
             return
-        # Shares the storage, not the tensor: the caller may swap the `data` of that.
+        # An alias of the storage: the caller may replace the `data` of its own tensor.
         source = plain(tensor.detach())
         copy, copied = self._copies.to_host(source)
         self._sends.after(copied, partial(self._host.isend, copy, target, message), source)
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
-        """Return a tensor on the device; what the device does with it waits for the copy."""
+        """Return the tensor of a message, on the device, whose later work waits for the copy.
+
+        Raises:
+            TransportError: The message did not arrive in time, an earlier copy or send failed, or
+                the peer is gone.
+        """
         self._check()
         try:
             tensor = self._host.recv(source, message, timeout_s)
@@ -110,7 +125,7 @@ class StagedTransport:
         return copy
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
-        """Return what arrived on this host."""
+        """Return the messages that arrived in host memory."""
         self._check()
         try:
             return self._host.poll(timeout_s)
@@ -118,7 +133,11 @@ class StagedTransport:
             self._raise(error)
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until everything sent was copied, and is where its receiver can take it."""
+        """Wait until all sends are copied to the host and their receivers can take them.
+
+        Raises:
+            TransportError: A copy or a peer takes longer than the time-out.
+        """
         begin_s = time.perf_counter()
         self._drain(timeout_s)
         try:
@@ -127,11 +146,11 @@ class StagedTransport:
             self._raise(error)
 
     def abort(self, reason: str) -> None:
-        """Give up for good; copies that were not sent yet never are."""
+        """Abort for good. Unsent copies are dropped."""
         self._host.abort(reason)
 
     def close(self) -> None:
-        """Let copies that were begun end, and give up all memory."""
+        """Wait for the running copies and release all resources."""
         for thread in (self._sends, self._releases):
             if not thread.stop(_CLOSE_S):
                 _log.warning("the device did not finish its copies within %g s", _CLOSE_S)
@@ -141,7 +160,7 @@ class StagedTransport:
         self._host.close()
 
     def stats(self) -> Stats:
-        """Return what was done so far."""
+        """Return the host transport's totals, with the waits for copies."""
         stats = self._host.stats()
         return replace(stats, waited_s=stats.waited_s + self._drained_s)
 
@@ -158,7 +177,7 @@ class StagedTransport:
             )
 
     def _give_up(self, error: BaseException) -> None:
-        """Tell the peers; their farewells end what this rank may be waiting for."""
+        """Abort the host transport, which ends the waits of this rank and its peers."""
         self._host.abort(f"a tensor could not be copied or sent: {error}")
 
     def _check(self) -> None:
@@ -167,15 +186,15 @@ class StagedTransport:
                 raise _described(thread.error) from thread.error
 
     def _raise(self, error: TransportError) -> NoReturn:
-        """Raise an error, or what another thread failed of before."""
+        """Raise the error of a copy thread if there is one, else `error`."""
         self._check()
         raise error
 
 
 class _Afterwards:
-    """A thread that does things in order, each when a copy has ended.
+    """A thread that runs callbacks in order, each once its copy is complete.
 
-    After an error it does nothing any more but let go.
+    After an error it only drops the references of the remaining jobs.
     """
 
     def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
@@ -186,24 +205,24 @@ class _Afterwards:
         )
         self._num_left = 0
         self._changed = threading.Condition()
-        # A daemon: the interpreter would join others before it calls what closes the transport.
+        # A daemon: the interpreter joins other threads before the exit hook closes the transport.
         self._thread = threading.Thread(target=self._run, name=f"megatron-ext {name}", daemon=True)
         self._thread.start()
 
     def after(self, copied: Copied, then: Callable[[], None], kept: object) -> None:
-        """Do something when a copy has ended, and keep something until then."""
+        """Run `then` once a copy is complete; keep a reference to `kept` until then."""
         with self._changed:
             self._num_left += 1
         self._jobs.put((copied, then, kept))
 
     def drain(self, timeout_s: float) -> int:
-        """Wait until everything is done, or failed; return how much is left after the time-out."""
+        """Wait until all jobs are done or one failed; return the number of remaining jobs."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_left == 0 or self.error is not None, timeout_s)
             return self._num_left
 
     def stop(self, timeout_s: float) -> bool:
-        """End the thread after what it was given; False if that took too long."""
+        """End the thread after its last job; return False after the time-out."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -214,7 +233,7 @@ class _Afterwards:
             del job
             if self.error is None:
                 self._do(copied, then)
-            del copied, then, kept  # before anybody hears that it is done
+            del copied, then, kept  # before drain() returns
             with self._changed:
                 self._num_left -= 1
                 self._changed.notify_all()
@@ -223,17 +242,17 @@ class _Afterwards:
         try:
             copied.wait()
             then()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the caller gets it
+        except BaseException as error:  # noqa: BLE001 - the next call raises it
             self.error = error
             self._failed(error)
 
 
 def _described(error: BaseException) -> TransportError:
-    """An error of a thread, as its caller gets it: of the same kind if it is one of ours."""
+    """Return the exception for the caller: of the same class if it is a TransportError."""
     if isinstance(error, TransportError):
         return type(error)(str(error))
     return TransportError(f"a tensor could not be copied between device and host: {error}")
 
 
 def _nothing() -> None:
-    """What is to be done when a slot is free: let go of it, which happens anyway."""
+    """Do nothing: dropping the reference to the tensor releases its slot."""

@@ -1,4 +1,4 @@
-"""The encoding of a message's name in the 64 bits that the native core's wires have for it."""
+"""The encoding of a message's name as a 64-bit tag of the native core."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _KINDS: dict[MessageKind, int] = {"F": 0, "B": 1, "C": 2, "D": 3, "W": 4, "P": 5
 _MAX_PARTS, _MAX_STAGES, _MAX_MICROBATCHES = 1 << 3, 1 << 11, 1 << 24
 
 NUM_STEPS = 1 << 23
-"""Steps that tags tell apart; the number of the step is added to a tag."""
+"""Number of steps that tags distinguish; the low bits of a tag are the step modulo this."""
 
 NOTE = 7 << 61
-"""Tag of what transports tell each other besides messages: a kind that no message has."""
+"""Tag of the notes between transports; no message has its kind."""
 
 
 class Tags(dict[Message, int]):
-    """Tags of messages, in step 0. Each is computed once: every step has the same messages."""
+    """The tags of messages in step 0. It computes each once: all steps have the same messages."""
 
     def __missing__(self, message: Message) -> int:
-        """Compute a tag.
+        """Compute and store the tag of a message.
 
         Raises:
-            TransportError: A number of the message is too large for its bits.
+            TransportError: A field of the message exceeds its bits.
         """
         if (
             message.stage >= _MAX_STAGES

@@ -1,15 +1,14 @@
-"""The transport over torch.distributed's own point-to-point operations: gloo, NCCL, MCCL.
+"""The transport over torch.distributed's point-to-point operations: gloo, NCCL, MCCL.
 
-Receives are started in the order that all ranks share (`schedules/search/queues.py`), each as soon
-as the sends and receives before it were.
+It starts receives in the order that all ranks share (`schedules/search/queues.py`), each as soon as
+the sends and receives before it have started.
 
-gloo matches messages by tag. NCCL and MCCL ignore tags and run the operations of one communicator
-one after the other, so there each direction of each pair gets a communicator of its own. Their
-waits hold up the device and not the host; if a message does not come, the time-out of the group
-ends the process.
+gloo matches messages by tag. NCCL and MCCL ignore tags and run the operations of a communicator one
+after the other, so each direction of each pair has a communicator of its own. Their waits block the
+device and not the host; if a message never arrives, the group's time-out ends the process.
 
-What this wire cannot do is tell whether a message is there before it waits for it, so it serves
-static schedules only. And a wait that times out breaks the group, so that is final.
+torch.distributed cannot report an arrival ahead of the receive, so this transport serves static
+schedules only. A wait that times out breaks the group for good.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ __all__ = ["Channel", "TorchTransport"]
 _MAX_DIMS = 7
 
 _KINDS: tuple[MessageKind, ...] = ("F", "B", "P", "G")
-"""What this wire carries."""
+"""The message kinds of this wire."""
 
 
 class Channel(NamedTuple):
@@ -51,26 +50,27 @@ class Channel(NamedTuple):
 
 @dataclass
 class _Posted:
-    """A receive under way."""
+    """A receive in progress."""
 
     work: dist.Work
     tensor: torch.Tensor
-    """What arrives: the message, or the header that gives its shape."""
+    """Buffer of the message, or of the header that announces its shape (int64, [8])."""
     expected: Expected
     is_header: bool
 
 
 class TorchTransport:
-    """Tensors over the process groups that torch.distributed has.
+    """Carries tensors over the process groups of torch.distributed.
+
+    The constructor is collective over all ranks of the job.
 
     Args:
         group: Group of all ranks that exchange messages.
-        device: Where received tensors are made.
-        channels: All channels that this rank has an end of.
-        timeout_s: How long an operation may last; gloo has that of each `recv` besides.
-        shapes_travel: Whether each message is preceded by its shape. Both ends must agree.
-
-    All ranks of the job make their transports at the same time, and all together.
+        device: Device of received tensors.
+        channels: All channels with this rank as source or target.
+        timeout_s: Time-out of an operation. With gloo each `recv` has its own.
+        shapes_travel: Whether a header with the shape precedes each message. The same on both
+            ends.
     """
 
     def __init__(
@@ -87,19 +87,20 @@ class TorchTransport:
         self._timeout_s = timeout_s
         self._matches_tags = dist.get_backend(group) == dist.Backend.GLOO
         self._one_by_one = shapes_travel and not self._matches_tags
-        """Whether a shape has to be known here before anything else is received from its source:
-        then a receive is started by the next call, since what was computed before has begun."""
+        """Whether the next receive from a source needs the previous header's shape, which blocks
+        the host. Each call then starts the due receives at its beginning, not the call before it:
+        by then the computation in between has been launched."""
         self._me = dist.get_rank()
         self._groups = self._connect(group, {(channel[0], channel[1]) for channel in channels})
         self._waiting: deque[Expected] = deque()
-        """Receives of this step that were not started yet."""
+        """Receives of this step that have not started."""
         self._posted: dict[tuple[int, Message], _Posted] = {}
-        """By source."""
+        """Receives in progress, by source and message."""
         self._sent: dict[Pair, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
         self._slots = 1
         self._step = 0
         self._calls = 0
-        """Of `isend` and `recv` in this step."""
+        """Number of `isend` and `recv` calls in this step."""
         wire = f"torch.distributed, {dist.get_backend(group)}"
         peers = {rank for pair in self._groups for rank in pair} - {self._me}
         self._stats = Stats(wires=dict.fromkeys(peers, wire))
@@ -107,12 +108,12 @@ class TorchTransport:
     def _connect(
         self, group: dist.ProcessGroup, pairs: set[Pair]
     ) -> Mapping[Pair, dist.ProcessGroup]:
-        """One group for all, or one for each source and target, in the same order everywhere."""
+        """Return the group of each pair: `group` for gloo, otherwise one for each direction."""
         if self._matches_tags:
             return dict.fromkeys(pairs, group)
         groups = groups_of_pairs(pairs, self._timeout_s)
         for (source, target), made in sorted(groups.items(), key=itemgetter(0)):
-            # Communicators are made at first use, which waits for the other end: do that now.
+            # The first use of a group creates its communicator and waits for the peer: do it now.
             probe = torch.zeros(1, device=self._device)
             if source == self._me:
                 dist.send(probe, target, made)
@@ -121,7 +122,11 @@ class TorchTransport:
         return groups
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        """Start a step, and the receives that come before all else."""
+        """Start a step and the receives that are due before its first call.
+
+        Raises:
+            TransportError: A message of the previous step was not received.
+        """
         if self._posted or self._waiting:
             left = [*self._posted, *((item.source, item.message) for item in self._waiting)]
             raise TransportError(f"{left[0][1]} of the step before was never received")
@@ -133,11 +138,11 @@ class TorchTransport:
             self._post_due()
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
-        """Send a tensor; its storage is kept until it has left."""
+        """Send a tensor; keep its storage until the send completes."""
         if self._one_by_one:
             self._post_due()
         pair = (self._me, target)
-        # An alias: the caller may swap the `data` of its own tensor to free the output.
+        # An alias: the caller may replace the `data` of its own tensor to free the output.
         tensor = plain(tensor.detach())
         if self._shapes_travel:
             self._start_send(pair, self._header(tensor), message, is_header=True)
@@ -148,7 +153,11 @@ class TorchTransport:
         self._count_call()
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
-        """Return a tensor when it is there, or when the device will have it."""
+        """Wait for a message and return its tensor. With NCCL and MCCL only the device waits.
+
+        Raises:
+            TransportError: The message was not announced, or did not arrive in time.
+        """
         if self._one_by_one:
             self._post_due()
         while (source, message) not in self._posted:
@@ -163,26 +172,30 @@ class TorchTransport:
         return posted.tensor
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
-        """Raise: torch.distributed cannot say what has arrived."""
+        """Raise TransportError: torch.distributed cannot report arrivals."""
         raise TransportError(
             "torch.distributed cannot tell whether a message has arrived, so it carries static "
             "schedules only; take --pipeline-transport auto for dynamic ones"
         )
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until every tensor sent has left."""
+        """Wait until all sends have completed.
+
+        Raises:
+            TransportError: A peer does not receive its messages in time.
+        """
         for pair, sent in self._sent.items():
             while sent:
                 self._wait_sent(pair, sent.popleft()[0], timeout_s)
 
     def abort(self, reason: str) -> None:
-        """Drop what is under way. Peers notice by their time-outs, or when this process ends."""
+        """Drop all operations. Peers find out by their time-outs, or when this process exits."""
         self._waiting.clear()
         self._posted.clear()
         self._sent.clear()
 
     def close(self) -> None:
-        """Drop what is under way and the communicators that were made."""
+        """Drop all operations and destroy the communicators of this transport."""
         self.abort("closed")
         if not self._matches_tags:
             for group in self._groups.values():
@@ -190,7 +203,7 @@ class TorchTransport:
         self._groups = {}
 
     def stats(self) -> Stats:
-        """Return what was done so far."""
+        """Return the totals since the transport was opened."""
         return self._stats
 
     def _count_call(self) -> None:
@@ -199,7 +212,7 @@ class TorchTransport:
             self._post_due()
 
     def _post_due(self) -> None:
-        """Start the receives whose turn has come."""
+        """Start the receives that are due."""
         while self._waiting and self._waiting[0].after <= self._calls:
             self._post(self._waiting.popleft())
 
@@ -217,7 +230,7 @@ class TorchTransport:
         self._posted[source, message] = posted
 
     def _post_message(self, header: _Posted, timeout_s: float) -> _Posted:
-        """Wait for a header, and start to receive the message that it announces."""
+        """Wait for a header and start the receive of its message."""
         self._wait(header, timeout_s)
         ndim, *shape = header.tensor.tolist()
         tensor = self._empty(tuple(shape[:ndim]), header.expected.dtype)
@@ -239,17 +252,21 @@ class TorchTransport:
         return _Posted(work, tensor, item, is_header)
 
     def _forget_sent(self, pair: Pair) -> None:
-        """Give up what has left; wait for what was received long ago, or nothing bounds it."""
+        """Release completed sends; beyond the limit wait for the oldest, to bound their memory."""
         sent = self._sent[pair]
         while sent and sent[0][0].is_completed():
             sent.popleft()
-        # Both kinds, and their headers.
+        # Two kinds of messages, and their headers.
         limit = 2 * self._slots * (2 if self._shapes_travel else 1)
         while len(sent) > limit:
             self._wait_sent(pair, sent.popleft()[0], None)
 
     def _tag(self, message: Message, is_header: bool) -> int:
-        """31 bits: two steps apart, the same tag is free again. Never 0, which others use."""
+        """Return a tag of 31 bits, never 0, which other code uses. Every second step reuses it.
+
+        Raises:
+            TransportError: A field of the message exceeds its bits.
+        """
         if not self._matches_tags:
             return 0
         if message.stage >= 1 << 9 or message.microbatch >= 1 << 14 or message.part >= 8:
@@ -272,7 +289,11 @@ class TorchTransport:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _wait_sent(self, pair: Pair, work: dist.Work, timeout_s: float | None) -> None:
-        """Wait until a tensor has left; without a time-out of its own, that of the group holds."""
+        """Wait until a send completes. None: the group's time-out applies.
+
+        Raises:
+            TransportError: The peer does not receive it in time.
+        """
         begin = time.perf_counter()
         try:
             self._wait_work(work, timeout_s)
@@ -296,7 +317,7 @@ class TorchTransport:
         self._stats.waited_s += time.perf_counter() - begin
 
     def _wait_work(self, work: dist.Work, timeout_s: float | None) -> None:
-        """Wait; where the device waits instead, a time-out would make the host poll it."""
+        """Wait for an operation. NCCL and MCCL get no time-out: it would make the host poll."""
         if timeout_s is None or not self._matches_tags:
             work.wait()
         else:
