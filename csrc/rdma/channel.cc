@@ -19,7 +19,7 @@ constexpr char kMagic[8] = {'M', 'E', 'X', 'T', 'R', 'D', 'M', '1'};
 constexpr std::size_t kMaxSources = 8;
 constexpr std::uint64_t kLargestPacketBytes = 4096;
 
-/// What an immediate or the id of a request is about; a slot's number stands below.
+/// The kind of an immediate or of a request id, in the high bits; the low bits are a slot number.
 enum Kind : std::uint32_t { kPiece = 0, kCredit = 1, kProbe = 2 };
 constexpr std::uint32_t kKindShift = 16;
 static_assert(Arena::kMaxSlots <= 1U << kKindShift, "slots fit below the kind");
@@ -37,8 +37,8 @@ Arena attach_again(int fd) {
     return Arena::attach(std::move(own));
 }
 
-/// Descriptors and slots of an arena lie together; the words before them are no business of the
-/// device's.
+/// Start of the registered memory: the descriptors and slots of an arena are contiguous. The
+/// control words before them stay local.
 std::byte* base_of(const Arena& arena) {
     return reinterpret_cast<std::byte*>(&arena.descriptor(0));
 }
@@ -61,7 +61,7 @@ std::uint32_t smallest_write_limit(const std::vector<RdmaSource>& sources) {
     return limit;
 }
 
-/// Does a step that the peer does as well. Returns why it failed at either end, if it did.
+/// Runs a step that the peer runs too. Returns why it failed at either end; empty if it succeeded.
 template <typename Step>
 std::string try_together(const RdmaChannel::Exchange& exchange, const std::string& peer,
                          Step step) {
@@ -77,7 +77,7 @@ std::string try_together(const RdmaChannel::Exchange& exchange, const std::strin
 
 }  // namespace
 
-/// What one end tells the other. All hosts of a job are of one byte order.
+/// The connection data of one end, as sent to the other. All hosts of a job have one byte order.
 struct RdmaChannel::Offer {
     struct Source {
         std::uint8_t gid[16];
@@ -120,11 +120,11 @@ RdmaChannel::RdmaChannel(const std::string& peer, ArenaSize size, int inbox_fd,
       released_(size.num_slots) {
     sources_.resize(std::min(sources_.size(), kMaxSources));
     for (std::size_t word = 0; word < inbox_.num_released_words(); ++word) {
-        inbox_.released(word).store(0);  // the peer's mirror starts with all slots free as well
+        inbox_.released(word).store(0);  // the peer's mirror also starts with all slots free
     }
 }
 
-/// See the class: a message and a credit for each slot, and a probe.
+/// Room for a piece and a credit for each slot, and for a probe; see the class.
 QueuePair::Depth RdmaChannel::depth() const noexcept {
     const std::uint32_t per_piece = writes_for(size_.slot_bytes, max_write_bytes_) + 1;
     return {size_.num_slots * (per_piece + 1) + 1, size_.num_slots * 2};
@@ -166,8 +166,8 @@ void RdmaChannel::accept_offer(const Offer& offer) {
     remote_key_ = offer.key;
 }
 
-/// Pairs of a source of ours and one of theirs that may reach each other. Both ends go through the
-/// same pairs in the same order: the better both are, the earlier.
+/// Pairs of a local and a remote source that may reach each other, best first. Both ends try the
+/// same pairs in the same order.
 std::vector<std::pair<std::size_t, std::size_t>> RdmaChannel::pairs_with(const Offer& theirs,
                                                                          bool is_first) const {
     std::vector<std::pair<std::size_t, std::size_t>> pairs;
@@ -200,7 +200,7 @@ void RdmaChannel::connect(const Exchange& exchange, bool is_first, Deadline dead
 
     std::string failures;
     for (const auto& [i, j] : pairs_with(theirs, is_first)) {
-        // Both are ready to receive before either may write.
+        // Both ends are ready to receive before either writes.
         std::string failure =
             try_together(exchange, peer_, [&] { queue_pair_.begin(sources_[i]); });
         if (failure.empty()) {
@@ -224,8 +224,8 @@ void RdmaChannel::connect(const Exchange& exchange, bool is_first, Deadline dead
                     "name the address to use by --node-ips, or a GID by MEGATRON_EXT_IB_GID_INDEX");
 }
 
-/// Writes one packet into a slot of the peer that is not used yet, and waits for its completion,
-/// which comes, good or bad, when the attempts that the settings allow are over.
+/// Writes one packet into an unused slot of the peer and waits for its completion, which arrives,
+/// as a success or a failure, within the retries that the settings allow.
 void RdmaChannel::write_packet(Deadline deadline, InterruptCheck check) {
     const auto num_bytes = static_cast<std::uint32_t>(
         std::min<std::uint64_t>({size_.slot_bytes, kLargestPacketBytes, max_write_bytes_}));
@@ -253,7 +253,7 @@ void RdmaChannel::write_packet(Deadline deadline, InterruptCheck check) {
 
 void RdmaChannel::receive() {
     std::exception_ptr first_failure;
-    // Each failure but that of the queue itself takes at least one completion out of it.
+    // Each failure but that of the queue itself consumes at least one completion.
     for (std::uint32_t left = depth().sends + depth().receives; left > 0;) {
         try {
             const auto completion = queue_pair_.poll("an RDMA write to " + peer_);
@@ -273,7 +273,7 @@ void RdmaChannel::receive() {
 
 void RdmaChannel::take(const verbs::WorkCompletion& completion) {
     if (completion.opcode == verbs::kWcReceiveWithImmediate) {
-        arrived(ntohl(completion.immediate));  // first: it has arrived, whatever fails next
+        arrived(ntohl(completion.immediate));  // first: post_receive() may throw
         queue_pair_.post_receive();
         return;
     }
@@ -343,7 +343,7 @@ void RdmaChannel::write_piece(std::uint32_t slot) {
 }
 
 void RdmaChannel::return_credits() {
-    inbox_.sender_waits().store(1, std::memory_order_seq_cst);  // before the look
+    inbox_.sender_waits().store(1, std::memory_order_seq_cst);  // before reading `released`
     for (std::size_t word = 0; word < inbox_.num_released_words(); ++word) {
         std::uint64_t bits = inbox_.released(word).exchange(0, std::memory_order_seq_cst);
         for (std::uint32_t bit = 0; bits != 0; ++bit, bits >>= 1) {

@@ -14,54 +14,55 @@
 
 namespace megatron_ext {
 
-/// Makes an arena of a process on another host look like one of this host.
+/// Extends an arena over RDMA: both ends use it as if they shared memory.
 ///
-/// The sender has a mirror of the receiver's arena, to which its Outbox publishes pieces as if the
-/// receiver shared that memory. send() writes each of them over RDMA to the same slot of the real
-/// arena, bytes first, then the descriptor with the slot's number as immediate, upon which the
-/// receiver's receive() publishes the piece to the Inbox there. The other way go the slots that
-/// were released, each by an empty write with its number. A slot of the mirror is free again when
-/// it was released and its own write is complete. One queue pair serves both directions.
+/// The sender has a mirror of the receiver's arena, to which its Outbox publishes pieces. send()
+/// writes each piece to the same slot of the real arena: first the bytes, then the descriptor, with
+/// the slot number as immediate data. On that completion the receiver's receive() publishes the
+/// piece to its Inbox. Released slots return as credits: empty writes with the slot number as
+/// immediate data. A slot of the mirror is free once its credit has arrived and its own write is
+/// complete. One queue pair serves both directions.
 ///
-/// Flow control: for each slot at most one message to the receiver and one credit back can be under
-/// way, so there is always a posted receive request for either, and the completion queue never
-/// overflows. Nothing here waits, and nothing happens between calls.
+/// Flow control: each slot has at most one piece and one credit in flight. So a receive request is
+/// always posted for either, and the completion queue never overflows. Only connect() waits, and
+/// nothing happens between calls.
 ///
-/// Ownership: it maps both arenas by itself. Not synchronised. Every call may throw RdmaError,
-/// after which only the end of the object is left.
+/// Ownership: the channel maps both arenas itself. Not synchronised. Every call may throw
+/// RdmaError, after which the object can only be destroyed.
 class RdmaChannel {
   public:
-    /// Sends a text to the peer and returns what the peer sends at the same place.
+    /// Sends a text to the peer and returns the peer's text of the same step.
     using Exchange = std::function<std::string(const std::string&)>;
 
-    /// `inbox_fd` is the arena of the messages from the peer, of `size` like that of the peer.
+    /// `inbox_fd` is the arena for messages from the peer. Both ends' arenas have the same `size`.
     RdmaChannel(const std::string& peer, ArenaSize size, int inbox_fd,
                 std::vector<RdmaSource> sources, const RdmaSettings& settings);
 
     /// Connects to the peer, which has to do the same; `is_first` on exactly one of the two. Tries
-    /// pairs of sources of both, best first, until with one both ends have written a packet of full
-    /// size to each other: that their devices accept a connection does not say that there is a way.
+    /// pairs of both ends' sources, best first, until each end has written a packet of full size to
+    /// the other: devices accept a connection even without a route. Throws RdmaError without one.
     void connect(const Exchange& exchange, bool is_first, Deadline deadline, InterruptCheck check);
 
     /// The arena for messages to the peer, for an Outbox.
     Arena outbox_arena() const;
 
-    /// Takes note of what is complete: arrivals are in the inbox, slots are free, when it returns,
-    /// and also when it throws.
+    /// Processes all completions: publishes arrivals to the inbox and frees slots of the mirror,
+    /// also if it throws.
     void receive();
 
-    /// Writes to the peer what the Outbox published, and which slots the Inbox released. Call it
-    /// after both, and again when the Inbox rings its bell, which it does for the next release.
+    /// Writes the pieces that the Outbox published, and a credit for each slot that the Inbox
+    /// released. Call it after either, and whenever the Inbox rings its bell, which it does for the
+    /// next release.
     void send();
 
-    /// A sign of life from the peer's device, in an error of receive() if there is none: for a
-    /// sender that has long had nothing to wait for but the peer.
+    /// Posts an empty write if no other is in flight. If the peer's device does not acknowledge it,
+    /// receive() throws. For a sender that has waited for credits for long.
     void probe();
 
-    /// Pieces that are written and not yet known to be at the peer.
+    /// Pieces posted but not complete.
     std::uint32_t num_in_flight() const noexcept { return num_in_flight_; }
 
-    /// What to sleep on: arm(), then receive() and send(), then wait until one is readable.
+    /// To sleep: arm(), then receive() and send(), then wait until a descriptor is readable.
     void arm() { queue_pair_.arm(); }
     int fd() const noexcept { return queue_pair_.fd(); }
     int async_fd() const noexcept { return queue_pair_.async_fd(); }
@@ -102,9 +103,9 @@ class RdmaChannel {
     std::uint32_t num_in_flight_ = 0;
     std::uint32_t num_credits_in_flight_ = 0;
     bool probe_in_flight_ = false;
-    std::vector<bool> written_;   ///< by slot of the mirror: its write is under way
-    std::vector<bool> released_;  ///< by slot of the mirror: the peer gave it back
-    std::vector<std::uint32_t> credits_;  ///< slots of the inbox to give back
+    std::vector<bool> written_;           ///< by slot of the mirror: its write is in flight
+    std::vector<bool> released_;          ///< by slot of the mirror: its credit has arrived
+    std::vector<std::uint32_t> credits_;  ///< released slots of the inbox without a credit yet
 };
 
 }  // namespace megatron_ext

@@ -18,7 +18,7 @@
 namespace megatron_ext {
 namespace {
 
-/// Sources of one port, and how good its best one is.
+/// The sources of one port, and the worth of its best one.
 struct PortSources {
     int worth;
     std::vector<RdmaSource> sources;
@@ -47,7 +47,7 @@ std::optional<Gid> gid_of_socket_address(const sockaddr* address) {
     return std::nullopt;
 }
 
-/// Whether an interface with this address belongs to the device, as IP over InfiniBand does.
+/// Whether the device has a network interface with this address, such as IP over InfiniBand.
 bool has_interface(const std::string& device, const Gid& address, const std::string& sysfs) {
     ifaddrs* first = nullptr;
     if (::getifaddrs(&first) != 0) {
@@ -66,7 +66,7 @@ bool has_interface(const std::string& device, const Gid& address, const std::str
     return false;
 }
 
-/// 0 for a GID that cannot be used.
+/// The worth of a GID, higher is better; 0 if it is unusable.
 int worth_of(const RdmaPort& port, const GidEntry& entry, const RdmaSettings& settings,
              const std::optional<Gid>& address, const std::string& device,
              const std::string& sysfs) {
@@ -125,7 +125,7 @@ bool is_allowed(const RdmaSettings& settings, const std::string& device, int por
            std::any_of(settings.devices.begin(), settings.devices.end(), names);
 }
 
-/// Why a port that has no source has none.
+/// Why a port has no source.
 std::string reason_against(const RdmaPort& port, const RdmaSettings& settings,
                            const std::string& address) {
     if (settings.gid_index) {
@@ -143,7 +143,7 @@ std::string reason_against(const RdmaPort& port, const RdmaSettings& settings,
     return "has no RoCE v2 GID of a network between hosts" + have;
 }
 
-/// Goes through the devices and keeps what can be used, and why the rest cannot.
+/// Collects the usable ports of the devices, and the reasons against the others.
 struct Search {
     void look_at(const RdmaDevice& device) {
         if (!is_allowed(settings, device.name, 0)) {

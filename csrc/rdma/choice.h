@@ -10,13 +10,13 @@
 
 namespace megatron_ext {
 
-/// A place from which queue pairs can be made.
+/// A local endpoint of queue pairs: a device, one of its ports and a GID.
 struct RdmaSource {
     std::string device;
     std::uint8_t port;
     std::uint8_t link_layer;
     std::uint16_t lid;
-    int mtu;  ///< in the code of the interface
+    int mtu;  ///< as encoded by the verbs interface
     std::uint32_t max_message_bytes;
     int gid_index;
     Gid gid;
@@ -25,14 +25,15 @@ struct RdmaSource {
     std::string text() const;
 };
 
-/// The sources of one port, best first: the others are for a peer that the first does not reach.
+/// The sources of one port, best first; the later ones serve peers that the first cannot reach.
 ///
-/// On Ethernet a source is a RoCE v2 GID: the one of `address` if that is given; else IPv4 before
-/// global IPv6 before link-local, without those of containers' bridges. On InfiniBand it is GID 0,
-/// and `address` that of a network interface of the device, as `sysfs` tells. Ports of equal worth
-/// are dealt out by `rail`, usually the local rank.
+/// On Ethernet a source is a RoCE v2 GID: that of `address` if given, else IPv4 before global IPv6
+/// before link-local, without those of container bridges. On InfiniBand it is GID 0, and `address`
+/// selects the device by its network interfaces, as listed in `sysfs`. `rail`, usually the local
+/// rank, selects one of several equally good ports.
 ///
-/// Throws RdmaError if there is none; it says why for each device.
+/// Throws RdmaError if there is none, with the reason for each device, and std::invalid_argument
+/// for a malformed address.
 std::vector<RdmaSource> choose_sources(const std::vector<RdmaDevice>& devices,
                                        const RdmaSettings& settings, const std::string& address,
                                        unsigned rail, const std::string& sysfs = "/sys");

@@ -16,7 +16,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// The list of the library, freed at the end of a scope. Devices stay usable while it lives.
+/// The library's list of devices, which stay valid during its lifetime.
 class DeviceList {
   public:
     explicit DeviceList(const verbs::Library& library) : library_(library) {
@@ -59,7 +59,7 @@ OpenedDevice open(const verbs::Library& library, verbs::Device* device) {
     return {context, Destroy(library.close_device)};
 }
 
-/// The first line of a small file of /sys; empty if it cannot be read, as for unused GIDs.
+/// The first line of a sysfs file; empty if it is unreadable, as for unused GIDs.
 std::string read_line(const fs::path& path) {
     std::ifstream file(path);
     std::string line;
@@ -86,7 +86,7 @@ std::vector<GidEntry> list_gids(const verbs::Library& library, verbs::Context* c
     return entries;
 }
 
-/// The numbers of a device's ports, which are the names of folders.
+/// The port numbers of a device, which are the names of its port directories.
 std::vector<std::uint8_t> port_numbers(const fs::path& folder) {
     std::vector<std::uint8_t> numbers;
     std::error_code ignored;
@@ -156,7 +156,7 @@ std::vector<RdmaDevice> list_devices(const std::string& sysfs) {
         }
         devices.push_back(std::move(entry));
     }
-    // mlx5_2 before mlx5_10
+    // mlx5_2 sorts before mlx5_10
     std::sort(devices.begin(), devices.end(), [](const RdmaDevice& left, const RdmaDevice& right) {
         return std::pair(left.name.size(), left.name) < std::pair(right.name.size(), right.name);
     });

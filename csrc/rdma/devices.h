@@ -13,8 +13,8 @@ namespace megatron_ext {
 struct GidEntry {
     int index;
     Gid gid;
-    std::string type;        ///< as the kernel writes it: "RoCE v2", "IB/RoCE v1"
-    std::string net_device;  ///< empty where there is none
+    std::string type;        ///< in the kernel's words: "RoCE v2", "IB/RoCE v1"
+    std::string net_device;  ///< empty if there is none
 };
 
 struct RdmaPort {
@@ -22,7 +22,7 @@ struct RdmaPort {
     int state;  ///< verbs::PortState
     std::uint8_t link_layer;
     std::uint16_t lid;
-    int active_mtu;  ///< in the code of the interface, see mtu_bytes()
+    int active_mtu;  ///< as encoded by the verbs interface, see mtu_bytes()
     std::uint32_t max_message_bytes;
     std::vector<GidEntry> gids;  ///< without the empty entries of the table
 
@@ -32,19 +32,19 @@ struct RdmaPort {
 
 struct RdmaDevice {
     std::string name;
-    std::string error;  ///< why it could not be looked at; it has no ports then
+    std::string error;  ///< why it cannot be queried; then it has no ports
     std::string remedy;
     std::vector<RdmaPort> ports;
 };
 
-/// All RDMA devices of this host, as libibverbs and the kernel's /sys tell them. Opens each of them
-/// for a moment. `sysfs` is "/sys" but in tests. Throws RdmaError without the library.
+/// All RDMA devices of this host, from libibverbs and sysfs. Opens and closes each of them. `sysfs`
+/// is "/sys" except in tests. Throws RdmaError without the library.
 std::vector<RdmaDevice> list_devices(const std::string& sysfs = "/sys");
 
-/// A device that stays open until its last user is gone.
+/// A device, open until its last user is gone.
 using OpenedDevice = std::shared_ptr<verbs::Context>;
 
-/// Throws RdmaError if there is no device of that name, or it may not be used.
+/// Throws RdmaError if there is no device of that name, or it cannot be opened.
 OpenedDevice open_device(const std::string& name);
 
 constexpr int mtu_bytes(int code) { return code < 1 || code > 5 ? 0 : 128 << code; }

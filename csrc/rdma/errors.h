@@ -6,8 +6,7 @@
 
 namespace megatron_ext {
 
-/// Why RDMA cannot be used, or not any more, and what to do about it: where there is no remedy the
-/// text says so by an empty one.
+/// Why RDMA is unavailable or has failed, and the remedy, which is empty if there is none.
 class RdmaError : public TransportError {
   public:
     RdmaError(const std::string& what, const std::string& remedy)

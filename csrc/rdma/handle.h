@@ -7,8 +7,8 @@
 
 namespace megatron_ext {
 
-/// Destroys an object of libibverbs, unless by a forked child: what it has are copies, through
-/// which it would destroy those of its parent.
+/// Destroys an object of libibverbs, except in a forked child: the child has only a copy, through
+/// which it would destroy the parent's object.
 template <typename T>
 class Destroy {
   public:

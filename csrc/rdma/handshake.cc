@@ -17,11 +17,11 @@ namespace {
 
 constexpr std::uint64_t kMaxTextBytes = 1 << 16;
 
-/// What goes ahead of a text. It has a sum of its own: a damaged length would be waited for.
+/// The header of a text, with its own checksum: a damaged length would stall the receiver.
 struct Head {
     std::uint64_t num_bytes;
     std::uint64_t checksum;      ///< of the text
-    std::uint64_t own_checksum;  ///< of what stands above
+    std::uint64_t own_checksum;  ///< of the fields above
 };
 
 Head head_of(const std::string& text) {
@@ -38,7 +38,8 @@ void require_intact(bool intact, const std::string& peer) {
     }
 }
 
-/// Sleeps until the socket can be read (POLLIN) or written (POLLOUT).
+/// Sleeps until the socket is readable (POLLIN) or writable (POLLOUT). Throws TransportError at the
+/// deadline.
 void wait_for(int socket, short what, const std::string& peer, Deadline deadline,
               InterruptCheck check) {
     for (;;) {
@@ -58,7 +59,7 @@ void wait_for(int socket, short what, const std::string& peer, Deadline deadline
     }
 }
 
-/// Calls `transfer(begin, num_bytes)`, which is send() or recv(), until all bytes are done.
+/// Calls `transfer(begin, num_bytes)`, a send() or recv(), until all bytes are transferred.
 template <typename Transfer>
 void transfer_all(int socket, short what, std::size_t num_bytes, const std::string& peer,
                   Deadline deadline, InterruptCheck check, Transfer transfer) {

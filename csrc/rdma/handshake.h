@@ -6,9 +6,9 @@
 
 namespace megatron_ext {
 
-/// Sends a text over a connected stream socket and returns the one that the peer sends in the same
-/// way; at most 64 KiB. `peer` is for error messages. Throws TransportError if the peer ends the
-/// connection, sends nothing until the deadline, or if what it sent was damaged on its way.
+/// Sends a text of at most 64 KiB over a connected stream socket and returns the peer's, which
+/// sends one too. `peer` is for error messages. Throws TransportError if the peer closes the
+/// connection, sends nothing before the deadline, or if its text arrives damaged.
 std::string exchange_texts(int socket, const std::string& peer, const std::string& text,
                            Deadline deadline, InterruptCheck check);
 

@@ -7,11 +7,11 @@
 
 namespace megatron_ext::verbs {
 
-/// The functions of libibverbs that are used, found at run time: linking the library would make
-/// every installation need it, and a copy bundled with a wheel finds no device, because drivers
-/// register themselves with the system's.
+/// The functions of libibverbs that this package uses, resolved at run time. Linking would make the
+/// library a dependency of every installation, and a copy bundled with a wheel finds no device,
+/// because drivers register with the system's library.
 struct Library {
-    std::string path;  ///< as it was asked for
+    std::string path;  ///< as passed to dlopen
 
     int (*fork_init)();
     Device** (*get_device_list)(int* num_devices);
@@ -43,8 +43,8 @@ struct Library {
 };
 
 /// The library: $MEGATRON_EXT_IBVERBS_LIB, else the system's. Opened once for each path and never
-/// closed, since drivers that it loads stay. Safe to call from any thread. Throws RdmaError if it
-/// is not there or lacks a function.
+/// closed, since the drivers that it loads stay loaded. Any thread may call this. Throws RdmaError
+/// if the library is missing or lacks a function.
 const Library& load_library();
 
 }  // namespace megatron_ext::verbs

@@ -29,7 +29,7 @@ RdmaTarget itself(const QueuePair& queue_pair, const RdmaSource& source) {
     return {queue_pair.number(), queue_pair.first_psn(), source.gid, source.lid, source.mtu};
 }
 
-/// The name of the step that an exception ends is that of the last one begun.
+/// Collects the findings. An exception belongs to the last step begun.
 class Steps {
   public:
     void begin(const char* step) { step_ = step; }

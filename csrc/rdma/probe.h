@@ -5,7 +5,7 @@
 
 namespace megatron_ext {
 
-/// What one step of the probe found. `remedy` is empty where nothing is wrong.
+/// The result of one step of the probe. `remedy` is empty if the step succeeded.
 struct RdmaFinding {
     std::string step;  ///< library, devices, port, memory, queue pair
     bool is_good;
@@ -13,9 +13,9 @@ struct RdmaFinding {
     std::string remedy;
 };
 
-/// Tries what a link over RDMA needs, step by step, up to a queue pair that is connected to itself;
-/// the last finding is the first that is not good, if any. `address` as in choose_sources(). Throws
-/// only std::invalid_argument, for wrong settings.
+/// Tries every step of opening an RDMA link, up to a queue pair that is connected to itself. It
+/// stops at the first failure, which is then the last finding. `address` as in choose_sources().
+/// Throws only std::invalid_argument, for invalid settings.
 std::vector<RdmaFinding> probe_rdma(const std::string& address, const std::string& sysfs = "/sys");
 
 }  // namespace megatron_ext

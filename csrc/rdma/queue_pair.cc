@@ -17,16 +17,16 @@ namespace megatron_ext {
 namespace {
 
 constexpr std::uint32_t kPsnMask = 0xFFFFFF;
-constexpr std::uint8_t kHopLimit = 64;     // of routed networks; 1 would stay on one
+constexpr std::uint8_t kHopLimit = 64;     // crosses routers, unlike 1
 constexpr std::uint8_t kMinRnrTimer = 12;  // 0.64 ms
-constexpr std::uint8_t kRnrRetry = 7;      // for ever: receives are posted ahead of every write
+constexpr std::uint8_t kRnrRetry = 7;      // forever; receives are posted ahead of every write
 
 std::string error_text(int error_number) {
     return std::generic_category().message(error_number) + " (errno " +
            std::to_string(error_number) + ")";
 }
 
-/// What `make` returns; RdmaError if that is nothing.
+/// Returns the result of `make`; throws RdmaError if that is null.
 template <typename Make>
 auto require(Make make, const std::string& device, const std::string& what) {
     const auto made = make();
@@ -114,11 +114,11 @@ void QueuePair::begin(const RdmaSource& source) {
     source_ = source;
     target_.reset();
     verbs::QpAttr attr{};
-    attr.state = verbs::kReset;  // drops what was posted, if anything was
+    attr.state = verbs::kReset;  // drops posted requests
     modify(attr, verbs::kAttrState, "reset");
     verbs::WorkCompletion dropped{};
     while (context_->ops.poll_cq(queue_.get(), 1, &dropped) > 0) {
-        // Some drivers leave completions of what was reset.
+        // Some drivers keep completions of dropped requests.
     }
     attr = {};
     attr.state = verbs::kInit;
@@ -211,7 +211,7 @@ std::optional<verbs::WorkCompletion> QueuePair::poll(const std::string& what) {
         throw RdmaError(text() + ": its completion queue failed", "see the kernel's log (dmesg)");
     }
     if (completion.status != verbs::kSuccess) {
-        // One request failed; all others are only flushed, and may be told first.
+        // Only one request failed. The others are flushed, and may complete before it.
         verbs::WorkCompletion next{};
         while (completion.status == verbs::kFlushed &&
                context_->ops.poll_cq(queue_.get(), 1, &next) > 0) {
@@ -241,8 +241,8 @@ void QueuePair::arm() {
     }
 }
 
-/// Reads what the device tells unasked. A port that is down may come back: writes are retried
-/// meanwhile, and the text of their failure tells of it. The rest is the end of the queue pair.
+/// Reads the asynchronous events of the device. A port that is down may recover: the device retries
+/// writes meanwhile, and the text of their failure mentions the port. Other failures are final.
 void QueuePair::look_at_events() {
     pollfd entry{context_->async_fd, POLLIN, 0};
     verbs::AsyncEvent event{};

@@ -13,7 +13,7 @@
 
 namespace megatron_ext {
 
-/// Where a queue pair sends to.
+/// The remote end of a queue pair.
 struct RdmaTarget {
     std::uint32_t qp_number;
     std::uint32_t first_psn;
@@ -22,16 +22,16 @@ struct RdmaTarget {
     int mtu;
 };
 
-/// Memory that a device reads and writes by itself, until the end of this object.
+/// Memory registered for DMA by a device, for the lifetime of this object.
 using RegisteredMemory = RdmaHandle<verbs::MemoryRegion>;
 
-/// A reliable connection to one other process, made from one device, with a completion queue and a
+/// A reliable connection (RC) of one device to another process, with a completion queue and a
 /// completion channel of its own. It knows nothing of messages. Not synchronised.
 ///
-/// Life: made, begin(), connect(), then writes; begin() again after a connect() that failed.
+/// Life cycle: constructor, begin(), connect(), writes; begin() again after a failed connect().
 class QueuePair {
   public:
-    /// Most requests that may be under way at once. Nothing here counts them: who posts does.
+    /// Maximum number of outstanding requests. The caller counts them.
     struct Depth {
         std::uint32_t sends;
         std::uint32_t receives;
@@ -40,39 +40,39 @@ class QueuePair {
     /// Throws RdmaError if the device has no such queue pair.
     QueuePair(const std::string& device, Depth depth);
 
-    /// Throws RdmaError; for want of lockable memory the text names the bytes and the limit.
+    /// Throws RdmaError; if lockable memory is short, the text names the bytes and the limit.
     RegisteredMemory register_memory(void* address, std::size_t num_bytes);
 
-    /// Makes it receive nothing yet, but ready to: `depth.receives` requests are posted. To be done
-    /// before the peer is told of this queue pair, or it may write too early.
+    /// Resets the queue pair and posts `depth.receives` receive requests. Call it before the peer
+    /// learns of this queue pair, or the peer may write too early.
     void begin(const RdmaSource& source);
 
     /// Connects to the peer. Throws RdmaError, naming both ends, if the device refuses.
     void connect(const RdmaTarget& target, const RdmaSettings& settings);
 
-    /// A write into the memory of the peer; `id` comes back when it is complete, if `signaled`.
-    /// With `immediate` the peer is told, at the cost of one of its receive requests.
+    /// Posts a write into the memory of the peer. If `signaled`, its completion has this `id`. With
+    /// `immediate` the peer gets a completion too, which consumes one of its receive requests.
     void post_write(std::uint64_t id, const verbs::MemoryPiece& from, std::uint64_t remote_address,
                     std::uint32_t rkey, std::optional<std::uint32_t> immediate, bool signaled);
 
     void post_receive();
 
-    /// The next completion, if there is one. Throws RdmaError for one that is an error, or if the
-    /// device or the port has failed; `what` says what was done for the text.
+    /// The next completion, if there is one. Throws RdmaError for a failed one, or if the device or
+    /// the port has failed; `what` names the operation in the text.
     std::optional<verbs::WorkCompletion> poll(const std::string& what);
 
-    /// Makes fd() readable at the next completion. To be followed by poll() until there is nothing,
-    /// since one may have come before.
+    /// Makes fd() readable at the next completion. Then call poll() until it returns none: a
+    /// completion may have arrived before.
     void arm();
 
-    /// Readable when there may be something to poll: completions since arm(), or news of the port.
+    /// Readable when poll() has work: fd() at a completion since arm(), async_fd() at a port event.
     int fd() const noexcept { return channel_->fd; }
     int async_fd() const noexcept { return context_->async_fd; }
 
     std::uint32_t number() const noexcept { return queue_pair_->number; }
     std::uint32_t first_psn() const noexcept { return first_psn_; }
 
-    /// Both ends, for texts.
+    /// Both ends, for messages.
     std::string text() const;
 
   private:
@@ -91,7 +91,7 @@ class QueuePair {
     std::uint32_t first_psn_;
     std::optional<RdmaSource> source_;
     std::optional<RdmaTarget> target_;
-    std::string port_news_;  ///< the last thing that was told of the port, if it is bad
+    std::string port_news_;  ///< the last port event, if it is a failure
 };
 
 }  // namespace megatron_ext

@@ -29,7 +29,7 @@ RdmaLink::RdmaLink(const LinkContext& context, UniqueFd socket, std::vector<Rdma
       inbox_(context.peer, context.room, context.pool),
       release_bell_(make_bell(true)),
       channel_(name_of(context.peer), context.room, inbox_.fd(), std::move(sources), settings),
-      // Nobody sleeps on what the mirror of the peer's arena would ring.
+      // No event: nobody sleeps on the bell of the mirror.
       outbox_(channel_.outbox_arena(), make_bell(false), context.checksums) {
     inbox_.set_sender_bell(release_bell_);
 }
@@ -54,7 +54,7 @@ void RdmaLink::send(const MessageInfo& info, const void* bytes, std::shared_ptr<
     }
     if (outbox_.num_queued() != 0 && next_probe_ == kNever) {
         next_probe_ = Clock::now() + kProbePeriod;
-        context_.bell->wake_service();  // which sleeps without a time to look at the clock
+        context_.bell->wake_service();  // it sleeps without the deadline of the probe
     }
 }
 
@@ -64,7 +64,7 @@ bool RdmaLink::progress(LinkEvents& events) {
     const bool had_queued = counts().num_queued != 0;
     bool arrived = false;
     if (state_ == PeerState::kOpen) {
-        look_at_control(events);  // first: what a peer sent before its farewell is here then
+        look_at_control(events);  // first: messages sent before a close notice have then arrived
         try {
             arrived = move_messages(events);
         } catch (const RdmaError& error) {
@@ -76,8 +76,8 @@ bool RdmaLink::progress(LinkEvents& events) {
     return arrived || state_ != before || (had_queued && counts().num_queued == 0);
 }
 
-/// Takes what the device has done and gives it more to do; the latter only as long as the peer is
-/// there. Returns whether messages arrived.
+/// Processes completions and, while the peer is open, posts new writes. Returns whether messages
+/// arrived.
 bool RdmaLink::move_messages(LinkEvents& events) {
     channel_.arm();
     channel_.receive();
@@ -89,7 +89,7 @@ bool RdmaLink::move_messages(LinkEvents& events) {
     channel_.send();
     probe_if_due();
     if (closing_ && !said_closed_ && counts().num_queued == 0) {
-        said_closed_ = true;  // the peer has everything
+        said_closed_ = true;  // the peer has all messages
         control_->say_closed(events);
     }
     return arrived;
@@ -121,14 +121,14 @@ void RdmaLink::look_at_control(LinkEvents& events) {
     }
 }
 
-/// The peer is lost, unless it has said why it ended. What arrived before is received: nobody looks
-/// for it later.
+/// Marks the peer as dead, unless it has closed or aborted. Receives earlier arrivals first: no
+/// later call would.
 void RdmaLink::fail(const std::string& reason, LinkEvents& events) {
     look_at_control(events);
     try {
         channel_.receive();
     } catch (const RdmaError&) {
-        // The first failure counts.
+        // The first failure is the one to report.
     }
     take_arrived(events);
     if (state_ == PeerState::kOpen) {

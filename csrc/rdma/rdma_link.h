@@ -19,21 +19,22 @@ namespace megatron_ext {
 
 /// The link to a peer over RDMA, with a TCP connection beside it.
 ///
-/// Messages go through the same arenas as on one host, which a channel keeps in step. The device
-/// tells a sender whose writes fail, but neither a receiver whose sender is gone nor a sender with
-/// nothing under way. So the TCP connection carries no messages, but farewells, and its end is the
-/// peer's death; and a sender that waits for a slot writes an empty probe each second.
+/// Messages use the same arenas as within a host, which an RdmaChannel synchronises. The device
+/// reports failed writes to their sender, but nothing to a receiver whose sender is gone or to a
+/// sender without writes in flight. So the TCP connection carries the close and abort notices, and
+/// its end means the peer's death; and a sender that waits for a slot writes an empty probe each
+/// second.
 class RdmaLink final : public Link {
   public:
-    /// First half of meeting the peer: takes what is needed of this host. `socket` is a TCP
-    /// connection to the peer, which has proved who it is; `sources` as choose_sources() gives
-    /// them. Does not wait. Throws RdmaError if the device does not give what is needed.
+    /// First half of connecting: allocates the resources of this host. `socket` is a TCP connection
+    /// to the authenticated peer; `sources` come from choose_sources(). Does not wait. Throws
+    /// RdmaError if the device lacks a resource.
     RdmaLink(const LinkContext& context, UniqueFd socket, std::vector<RdmaSource> sources,
              const RdmaSettings& settings, double silence_s);
 
-    /// Second half: connects with the peer, which has to do the same. A process with several peers
-    /// does it in ascending order of their ranks, or processes wait for each other in a circle.
-    /// Throws TransportError if it does not come to a connection before the deadline.
+    /// Second half: connects to the peer, which has to do the same. A process with several peers
+    /// calls this in ascending order of their ranks; otherwise processes deadlock. Throws
+    /// TransportError if there is no connection before the deadline.
     void connect(Deadline deadline, InterruptCheck check);
 
     /// Both ends of the connection, for logs.
@@ -61,9 +62,9 @@ class RdmaLink final : public Link {
 
     const LinkContext context_;
     const double silence_s_;
-    UniqueFd socket_;  // until the connection is made
+    UniqueFd socket_;  // until connect()
     Inbox inbox_;
-    std::shared_ptr<ProcessBell> release_bell_;  // rung by whoever lets go of a message
+    std::shared_ptr<ProcessBell> release_bell_;  // rung by the thread that releases a message
     RdmaChannel channel_;
     Outbox outbox_;
     std::optional<TcpLink> control_;

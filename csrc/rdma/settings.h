@@ -7,7 +7,7 @@
 
 namespace megatron_ext {
 
-/// What users may say about RDMA by environment variables, MEGATRON_EXT_IB_*.
+/// The users' RDMA settings: environment variables MEGATRON_EXT_IB_*.
 struct RdmaSettings {
     /// A device, or one port of it.
     struct DevicePort {
@@ -15,13 +15,13 @@ struct RdmaSettings {
         std::optional<int> port;
     };
 
-    std::vector<DevicePort> devices;    ///< _HCA=mlx5_0:1,mlx5_1: the only ones to use, if any
+    std::vector<DevicePort> devices;    ///< _HCA=mlx5_0:1,mlx5_1: the only ones to use; empty: all
     std::optional<int> gid_index;       ///< _GID_INDEX
     std::uint8_t traffic_class = 0;     ///< _TC
     std::uint8_t service_level = 0;     ///< _SL
-    std::uint8_t timeout = 18;          ///< _TIMEOUT: 4.096 us * 2^timeout for one attempt
-    /// _RETRY: attempts after the first. 7 would mean "for ever" to some drivers, among them the
-    /// kernel's software RoCE, and a dead peer would never be noticed.
+    std::uint8_t timeout = 18;          ///< _TIMEOUT: 4.096 us * 2^timeout for each attempt
+    /// _RETRY: attempts after the first. To some drivers, the kernel's software RoCE among them, 7
+    /// means forever, which would hide a dead peer.
     std::uint8_t retry_count = 6;
 
     /// Throws std::invalid_argument naming variable, value and rule.

@@ -1,9 +1,9 @@
 #pragma once
 
-// The part of the binary interface of libibverbs that is used, declared by us: so a build needs no
-// header of rdma-core, and every wheel can use RDMA where libibverbs is found at run time. The
-// interface is stable since its symbol version IBVERBS_1.1. tests/test_verbs_abi.cc compares each
-// size, offset and value with the system's header where that is installed.
+// The part of libibverbs' binary interface that this package uses, declared here: a build needs no
+// header of rdma-core, and every wheel can use RDMA on a host with libibverbs. The interface has
+// been stable since symbol version IBVERBS_1.1. tests/test_verbs_abi.cc compares each size, offset
+// and value with the system's header if that is installed.
 
 #include <pthread.h>
 
@@ -12,7 +12,7 @@
 
 namespace megatron_ext::verbs {
 
-struct Device;  // told by its name only
+struct Device;  // opaque
 struct Context;
 
 enum PortState : int { kPortDown = 1, kPortInit = 2, kPortArmed = 3, kPortActive = 4 };
@@ -214,7 +214,7 @@ struct MemoryPiece {
     std::uint32_t lkey;
 };
 
-/// The unions of the original that RDMA writes do not use are padding here.
+/// Unions of the original that RDMA writes do not use are padding here.
 struct SendRequest {
     std::uint64_t id;
     SendRequest* next;
@@ -261,8 +261,8 @@ struct AsyncEvent {
     int type;
 };
 
-/// Operations on the data path are called through the context, as the inline functions of the
-/// header do. What is not used here is padding.
+/// The data path calls its operations through the context, like the inline functions of the
+/// original header. Unused members are padding.
 struct ContextOps {
     void* unused1[11];
     int (*poll_cq)(CompletionQueue*, int, WorkCompletion*);

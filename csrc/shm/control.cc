@@ -13,8 +13,8 @@ namespace {
 
 constexpr std::size_t kMaxPacketBytes = 4096;
 
-/// A descriptor that becomes readable when the process at the other end has ended; none if the
-/// kernel cannot say which that is (another pid namespace) or has no pidfd (before Linux 5.3).
+/// A descriptor that becomes readable when the peer's process has exited; none if the process is in
+/// another pid namespace, or if the kernel has no pidfd (before Linux 5.3).
 UniqueFd open_peer_process(int socket) {
     ucred credentials{};
     socklen_t size = sizeof(credentials);
@@ -42,7 +42,7 @@ bool Control::process_ended() const noexcept {
 }
 
 PeerState Control::update() {
-    // Asked before the socket is read: what the process said last is there by then.
+    // Before reading the socket: if the process has exited, its last notice is readable.
     const bool ended = process_ended();
     char packet[kMaxPacketBytes];
     while (state_ == PeerState::kOpen) {
@@ -59,7 +59,7 @@ PeerState Control::update() {
             }
             state_ = PeerState::kDied;
         } else if (num_bytes < 0 && (error_number == EINTR || error_number == ECONNRESET)) {
-            continue;  // a reset is told once, before what the peer said and the end
+            continue;  // a reset is reported once, before the peer's notices and the end
         } else {
             state_ = PeerState::kDied;
         }

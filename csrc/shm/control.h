@@ -9,25 +9,24 @@
 
 namespace megatron_ext {
 
-/// The connection of two processes over a unix socket (SOCK_SEQPACKET), on which they say that they
-/// close or give up, and whose end without either is the peer's death. Death is also noticed by the
-/// end of the process itself, where the kernel tells it (pidfd): children of the peer may hold the
-/// socket open. Not synchronised.
+/// The control connection of two processes, a unix socket (SOCK_SEQPACKET) for close and abort
+/// notices. Its end without either means the peer's death. A pidfd, where available, detects the
+/// end of the process too: children of the peer may hold the socket open. Not synchronised.
 class Control {
   public:
     explicit Control(UniqueFd socket);
 
     int socket() const noexcept { return socket_.get(); }
 
-    /// Reads what the peer said, without waiting, and returns how it is. Never goes back to kOpen.
+    /// Reads notices without waiting and returns the peer's state, which never returns to kOpen.
     PeerState update();
 
     PeerState state() const noexcept { return state_; }
 
-    /// Why the peer gave up; empty otherwise.
+    /// Why the peer aborted; empty otherwise.
     const std::string& reason() const noexcept { return reason_; }
 
-    /// Tells the peer, if it still is there and takes it.
+    /// Notifies the peer, if it is still there and its socket has room.
     void say_closed() noexcept { say('C', ""); }
     void say_aborted(const std::string& reason) noexcept { say('A', reason); }
 
@@ -36,7 +35,7 @@ class Control {
     bool process_ended() const noexcept;
 
     UniqueFd socket_;
-    std::unique_ptr<ForkGuard> guard_;  // after the socket, so that it goes first
+    std::unique_ptr<ForkGuard> guard_;  // after the socket, so that it is destroyed first
     UniqueFd process_;
     PeerState state_ = PeerState::kOpen;
     std::string reason_;

@@ -35,7 +35,7 @@ void ShmLink::send(const MessageInfo& info, const void* bytes, std::shared_ptr<v
 }
 
 bool ShmLink::progress(LinkEvents& events) {
-    bool changed = look_at_control();  // first: what the peer sent before it ended is here then
+    bool changed = look_at_control();  // first: messages sent before the end have then arrived
     if (outbox_->num_queued() != 0 && control_.state() == PeerState::kOpen) {
         outbox_->push(events);
         changed |= outbox_->num_queued() == 0;
@@ -47,7 +47,7 @@ bool ShmLink::progress(LinkEvents& events) {
     return changed;
 }
 
-/// Reads the socket if the peer rang for that, or now and then: the dead cannot ring.
+/// Reads the socket if the peer rang for it, and periodically: a dead peer cannot ring.
 bool ShmLink::look_at_control() {
     const std::uint32_t news = bell_->control_news();
     if (control_.state() != PeerState::kOpen ||

@@ -13,21 +13,21 @@
 
 namespace megatron_ext {
 
-/// The link to a peer on the same host: an arena for each direction, and a unix socket on which
-/// peers say farewell and notice each other's death.
+/// The link to a peer on the same host: an arena for each direction, and a unix socket for close
+/// and abort notices, whose end reveals the peer's death.
 class ShmLink final : public Link {
   public:
-    /// First half of meeting the peer: gives it what it needs to send to this process. `socket` is
-    /// connected to it (AF_UNIX, SOCK_SEQPACKET). Does not wait. Throws TransportError if there is
-    /// no memory for the arena, or the peer is gone.
+    /// First half of connecting: passes the arena and the bell of this process to the peer.
+    /// `socket` is connected to it (AF_UNIX, SOCK_SEQPACKET). Does not wait. Throws TransportError
+    /// if memory for the arena is short or the peer is gone.
     ShmLink(const LinkContext& context, UniqueFd socket);
 
-    /// Second half: waits until the peer has done the first. First halves with all peers come
-    /// before any second, or processes wait for each other in a circle. Throws TransportError after
-    /// the deadline.
+    /// Second half: waits for the peer's first half. A process completes the first halves with all
+    /// peers before any second half; otherwise processes deadlock. Throws TransportError at the
+    /// deadline.
     void accept(Deadline deadline, InterruptCheck check);
 
-    /// Where the messages of the peer stand.
+    /// The memory that receives the peer's messages.
     const Arena& arena() const noexcept { return inbox_.arena(); }
 
     const char* wire() const noexcept override { return "shm"; }
@@ -48,7 +48,7 @@ class ShmLink final : public Link {
     Control control_;
     Inbox inbox_;
     std::shared_ptr<ProcessBell> peer_bell_;
-    std::optional<Outbox> outbox_;  // there once the peer has offered its arena
+    std::optional<Outbox> outbox_;  // set once the peer has passed its arena
     std::uint32_t seen_control_news_ = 0;
     Deadline next_look_;
 };

@@ -14,7 +14,7 @@ namespace megatron_ext {
 namespace {
 
 constexpr std::size_t kBufferBytes = std::size_t{1} << 16;
-/// From this rest of a body on it is read to its place, past the buffer.
+/// A body with at least this many bytes outstanding is read to its destination, past the buffer.
 constexpr std::uint64_t kDirectBytes = kBufferBytes / 2;
 
 }  // namespace
@@ -47,9 +47,9 @@ TcpReceiver::Found TcpReceiver::next(int socket, std::uint64_t& budget) {
     }
 }
 
-/// One read: into the body if much of it is to come, and what follows it no further than the next
-/// head, so that a long message is copied by the kernel only; or else into the buffer, which is
-/// empty or holds a part of a head. Returns how reading ended, if it did.
+/// Reads once. If much of a body is outstanding, it reads into the body, and at most one header
+/// beyond it, so that only the kernel copies a long message. Otherwise it reads into the buffer,
+/// which is empty or holds part of a header. Returns why reading stops, if it does.
 std::optional<TcpReceiver::Found> TcpReceiver::read_more(int socket, std::uint64_t& budget) {
     if (budget == 0) {
         return Found::kPause;
@@ -83,7 +83,7 @@ std::optional<TcpReceiver::Found> TcpReceiver::read_more(int socket, std::uint64
     return is_empty ? Found::kNothing : Found::kFailure;
 }
 
-/// Begins a frame if its head is in the buffer.
+/// Starts a frame if its header is in the buffer.
 bool TcpReceiver::have_head() {
     if (buffered() < sizeof(Descriptor)) {
         return false;

@@ -14,24 +14,24 @@
 
 namespace megatron_ext {
 
-/// The receiving half of a TCP link: turns bytes of the socket into frames. The bytes of long
-/// pieces go from the socket to where the message will stay. Not synchronised.
+/// The receiving half of a TCP link: parses the byte stream into frames. The bytes of long pieces
+/// go from the socket directly to the message's memory. Not synchronised.
 class TcpReceiver {
   public:
-    /// What a call of next() found.
+    /// The result of next().
     enum class Found {
         kMessage,  ///< message() is complete
-        kControl,  ///< head() and text() are a frame of another kind
-        kNothing,  ///< nothing more for now
+        kControl,  ///< head() and text() are a control frame
+        kNothing,  ///< no more bytes to read now
         kPause,    ///< the budget is used up
-        kEnd,      ///< the peer has ended the connection
+        kEnd,      ///< the peer has closed the connection
         kFailure,  ///< the connection is lost: error_number()
     };
 
     TcpReceiver(int source, BufferPool pool);
 
-    /// Reads on, up to the next frame that is of interest, and takes the bytes that it read from
-    /// `budget`. Throws TransportError if what comes cannot be a frame.
+    /// Reads up to the next complete message or control frame, and subtracts the bytes read from
+    /// `budget`. Throws TransportError for bytes that are not a frame.
     Found next(int socket, std::uint64_t& budget);
 
     Message take_message() { return std::move(*message_); }
@@ -39,10 +39,10 @@ class TcpReceiver {
     const std::string& text() const noexcept { return text_; }
     int error_number() const noexcept { return error_number_; }
 
-    /// Cost of all pieces that have come.
+    /// Cost of all pieces received, since the connection began.
     std::uint64_t received_cost() const noexcept { return received_cost_; }
 
-    /// Cost of all that has come when the last message that has begun is complete.
+    /// That cost at the end of the message in progress.
     std::uint64_t begun_cost() const noexcept { return begun_cost_; }
 
   private:
@@ -55,7 +55,7 @@ class TcpReceiver {
 
     int source_;
     Assembly assembly_;
-    std::vector<std::byte> buffer_;  // bytes begin_ to end_ were read and not used
+    std::vector<std::byte> buffer_;  // bytes begin_ to end_ are read but not parsed
     std::size_t begin_ = 0;
     std::size_t end_ = 0;
     bool in_frame_ = false;

@@ -36,7 +36,7 @@ void TcpSender::drop_queued(LinkEvents& events) {
     }
 }
 
-/// Takes the next frame up: false if there is none, or no room for it.
+/// Starts the next frame. Returns false if there is none, or no room for it.
 bool TcpSender::begin_frame() {
     if (!control_.empty()) {
         frame_ = std::move(control_.front());
@@ -65,7 +65,7 @@ void TcpSender::finish_frame(LinkEvents& events) {
     if (frame_->ends_message) {
         queue_.pop_front();
     }
-    if (frame_->owner) {  // not let go here: it may be the last, whoever else has one by now
+    if (frame_->owner) {  // not released here: it may be the last reference
         events.sent(std::move(frame_->owner));
     }
     frame_.reset();

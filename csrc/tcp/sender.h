@@ -13,25 +13,25 @@
 
 namespace megatron_ext {
 
-/// The sending half of a TCP link: frames that wait for the socket, and messages that wait for the
-/// receiver to have room. Not synchronised.
+/// The sending half of a TCP link: queues of frames that wait for the socket and of messages that
+/// wait for room at the receiver. Not synchronised.
 class TcpSender {
   public:
     explicit TcpSender(bool checksums) : checksums_(checksums) {}
 
     void queue(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner);
 
-    /// Queues a frame that goes ahead of all messages, but not into the middle of a piece.
+    /// Queues a control frame, ahead of all messages but not inside a piece.
     void queue_control(std::uint32_t magic, std::uint64_t number, std::string text = {});
 
-    /// The receiver has room for this cost, counted from the beginning.
+    /// Allows messages up to this total cost, counted from the beginning.
     void allow(std::uint64_t cost);
 
-    /// Forgets all messages, but for the piece that is on its way; `events` gets their owners.
+    /// Drops all messages except the piece being written; `events` gets their owners.
     void drop_queued(LinkEvents& events);
 
-    /// Writes until the socket takes no more or nothing may be written. Returns 0, or the error
-    /// number of a connection that is lost.
+    /// Writes until the socket is full or no frame may be sent. Returns 0, or the error number of a
+    /// lost connection.
     int write(int socket, LinkEvents& events);
 
     std::size_t num_queued() const noexcept { return queue_.size(); }
@@ -44,12 +44,12 @@ class TcpSender {
         std::uint64_t sent_bytes = 0;
     };
 
-    /// A descriptor and its bytes, and how much of both was written.
+    /// A descriptor and its bytes, and how many of them are written.
     struct Frame {
         Descriptor head{};
         const std::byte* body = nullptr;
-        std::string text;             // what `body` is, of a control frame
-        std::shared_ptr<void> owner;  // of `body`, of a piece
+        std::string text;             // the body of a control frame
+        std::shared_ptr<void> owner;  // of the body of a piece
         bool ends_message = false;    // the first in the queue
         std::uint64_t written = 0;
     };
@@ -61,7 +61,7 @@ class TcpSender {
     std::deque<Frame> control_;
     std::optional<Frame> frame_;
     std::uint64_t next_sequence_ = 0;
-    std::uint64_t allowed_ = kFirstRoom;  // cost, from the beginning; so is the next
+    std::uint64_t allowed_ = kFirstRoom;  // total cost since the beginning, like the next
     std::uint64_t spent_ = 0;
     bool checksums_;
 };

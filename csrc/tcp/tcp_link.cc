@@ -18,8 +18,8 @@
 namespace megatron_ext {
 namespace {
 
-/// What one call of progress() reads at most, so that the other links and the caller get their
-/// turn, and that room is allowed again before the peer has used it up.
+/// Maximum number of bytes that one progress() reads, so that the other links and the caller get
+/// their turn, and the grant grows before the peer has used it up.
 constexpr std::uint64_t kReadBytes = kFirstRoom / 4;
 
 void set_option(int socket, int level, int name, int value) {
@@ -47,7 +47,7 @@ std::string error_text(int error_number) { return std::system_category().message
 
 }  // namespace
 
-/// What messages that were received, and are not let go, cost. Messages share it with the link.
+/// The cost of received messages that are still held. Messages share it with the link.
 class TcpLink::Held {
   public:
     Held(std::shared_ptr<ProcessBell> bell, std::uint64_t room)
@@ -55,7 +55,7 @@ class TcpLink::Held {
 
     void hold() noexcept { num_held_.fetch_add(1); }
 
-    /// By any thread. Wakes the service thread when there is enough to be worth a frame.
+    /// Any thread may call this. Wakes the service thread once the released cost is worth a frame.
     void let_go(std::uint64_t cost) noexcept {
         if (::getpid() != process_) {
             return;  // a forked child has a copy of the message
@@ -69,7 +69,7 @@ class TcpLink::Held {
 
     std::uint64_t num_held() const noexcept { return num_held_.load(); }
 
-    /// All that was let go, if it is enough to be worth a frame since the last time; otherwise 0.
+    /// The total released cost, if its growth since the last call is worth a frame; otherwise 0.
     std::uint64_t take_news() noexcept {
         woken_.store(false);
         const std::uint64_t released = released_.load();
@@ -104,8 +104,8 @@ TcpLink::TcpLink(const LinkContext& context, UniqueFd socket, double silence_s)
 void TcpLink::send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
                    LinkEvents& events) {
     sender_.queue(info, bytes, std::move(owner));
-    if (sender_.num_queued() == 1) {  // or else the socket is full, or there is no room
-        write(events);                // a failure is met again by progress()
+    if (sender_.num_queued() == 1) {  // otherwise the socket is full, or there is no room
+        write(events);                // progress() meets a failure again
     }
 }
 
@@ -116,14 +116,14 @@ bool TcpLink::progress(LinkEvents& events) {
     bool changed = receive(events);
     allow_what_is_due();
     if (const int error_number = write(events)) {
-        changed |= receive(events);  // the peer's last words may tell more
+        changed |= receive(events);  // a notice of the peer may give the reason
         ended_ = true;
         leave_open(PeerState::kDied, error_text(error_number));
     }
     return changed || state_ != before || (was_queued && sender_.num_queued() == 0);
 }
 
-/// Reads what is there; returns whether messages were complete.
+/// Reads the available frames; returns whether messages were completed.
 bool TcpLink::receive(LinkEvents& events) {
     bool arrived = false;
     for (std::uint64_t budget = kReadBytes; !ended_;) {
@@ -166,7 +166,7 @@ void TcpLink::take_control() {
     }
 }
 
-/// Ties the end of a message to the room that it takes.
+/// Returns the message with an owner that gives its room back at the end.
 Message TcpLink::hold(Message message) {
     const std::uint64_t cost = cost_of_message(message.info.num_bytes);
     held_->hold();
@@ -182,7 +182,7 @@ Message TcpLink::hold(Message message) {
     return message;
 }
 
-/// The peer may send this much, counted from the beginning.
+/// Grants the peer this total cost, counted from the beginning.
 void TcpLink::allow(std::uint64_t cost) {
     if (cost > allowed_) {
         allowed_ = cost;
@@ -208,12 +208,12 @@ void TcpLink::demand(bool wanted, LinkEvents& events) {
     }
 }
 
-/// Returns the error number of a lost connection, or 0.
+/// Writes queued frames. Returns the error number of a lost connection, or 0.
 int TcpLink::write(LinkEvents& events) {
     return mute_ || ended_ ? 0 : sender_.write(socket_.get(), events);
 }
 
-/// The state is final. That nothing follows from here tells the peer that it was understood.
+/// Enters a final state. The end of this direction acknowledges the peer's notice.
 void TcpLink::leave_open(PeerState state, const std::string& reason) {
     if (state_ == PeerState::kOpen) {
         state_ = state;

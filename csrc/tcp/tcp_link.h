@@ -16,17 +16,17 @@ namespace megatron_ext {
 
 /// The link to a peer over a TCP connection, for hosts that share no memory and no RDMA network.
 ///
-/// The receiver tells the sender how much it may send, so that what was not asked for takes bounded
-/// memory: it allows as much as its room beyond what was let go again, and a message that has begun
-/// to its end, because there is memory for all of it from its first piece on. While the receiver
-/// waits it allows more as soon as half of that has come, because what it waits for may be behind
-/// what it does not; so no order of taking messages stops a sender. Everything else of the peer is
-/// read at once, whatever this process does, by the service thread: farewell, end of connection,
-/// death.
+/// The receiver grants the sender a cost to send, which bounds the memory of unclaimed messages.
+/// The grant is its room beyond the messages released so far. A message in progress may always be
+/// completed, because all of its memory is allocated at its first piece. While the receiver waits,
+/// it extends the grant as soon as half of it has arrived: the awaited message may be behind
+/// others, and so no order of receives stops a sender. The service thread reads everything else of
+/// the peer at once, whatever this process computes: close and abort notices, and the end of the
+/// connection.
 class TcpLink final : public Link {
   public:
-    /// `socket` is connected to the peer, which has proved who it is. A peer that is silent, and
-    /// answers no probe, for `silence_s` seconds is taken for dead.
+    /// `socket` is connected to the authenticated peer. A peer that sends nothing and answers no
+    /// keep-alive probe for `silence_s` seconds counts as dead.
     TcpLink(const LinkContext& context, UniqueFd socket, double silence_s);
 
     const char* wire() const noexcept override { return "tcp"; }
@@ -56,17 +56,17 @@ class TcpLink final : public Link {
     void say(std::uint32_t magic, std::string text, LinkEvents& events);
 
     UniqueFd socket_;
-    const ForkGuard guard_;  // after the socket, so that it goes first
+    const ForkGuard guard_;  // after the socket, so that it is destroyed first
     const std::uint64_t room_;
     TcpSender sender_;
     TcpReceiver receiver_;
-    const std::shared_ptr<Held> held_;    // with messages that outlive the link
+    const std::shared_ptr<Held> held_;    // shared with messages that outlive the link
     std::uint64_t allowed_ = kFirstRoom;  // cost that the peer may send, from the beginning
     PeerState state_ = PeerState::kOpen;
     std::string reason_;
     bool demanded_ = false;  // the caller waits
-    bool ended_ = false;     // nothing more can come
-    bool mute_ = false;      // nothing more can be said
+    bool ended_ = false;     // no frame can arrive any more
+    bool mute_ = false;      // no frame can be sent any more
     Deadline next_progress_ = kNever;
 };
 
