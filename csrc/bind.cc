@@ -26,7 +26,7 @@ namespace megatron_ext {
 namespace {
 
 std::shared_ptr<Segment> create_segment(std::int64_t size_bytes) {
-    if (size_bytes <= 0) {  // here, because as an unsigned number -1 would read as 2^64 - 1
+    if (size_bytes <= 0) {  // before the cast, which turns -1 into 2^64 - 1
         throw std::invalid_argument("size_bytes must be >= 1, got " + std::to_string(size_bytes));
     }
     py::gil_scoped_release no_gil;  // allocating gigabytes takes seconds
@@ -63,8 +63,7 @@ py::buffer_info segment_buffer(Segment& segment) {
                            static_cast<py::ssize_t>(segment.size_bytes()));
 }
 
-/// A doorbell that keeps the memory it stands on alive, also while a thread waits on it without the
-/// GIL.
+/// A doorbell that keeps its memory alive, also while a thread waits on it without the GIL.
 class SegmentDoorbell {
   public:
     SegmentDoorbell(std::shared_ptr<Segment> segment, std::int64_t offset_bytes)
@@ -95,7 +94,7 @@ bool wait_for_ring(SegmentDoorbell& self, std::uint32_t seen, std::optional<doub
     return self.bell().wait(seen, to_deadline(timeout_s), &check_python_signals);
 }
 
-/// Makes TransportError of C++ the one of megatron_ext.errors.
+/// Translates TransportError of C++ to that of megatron_ext.errors.
 void register_errors() {
     PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<py::object> python_error;
     python_error.call_once_and_store_result([] {
@@ -116,7 +115,7 @@ void register_errors() {
 }  // namespace megatron_ext
 
 PYBIND11_MODULE(_C, module) {
-    using namespace megatron_ext;  // NOLINT: the module is nothing but a view of this namespace
+    using namespace megatron_ext;  // NOLINT: the module exposes this namespace
     module.doc() =
         "Native core of megatron_ext: shared memory, futex doorbells and links between "
         "processes.";

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the files of the Python module share.
+// Declarations shared by the files of the Python module.
 
 #include <pybind11/pybind11.h>
 
@@ -10,8 +10,8 @@
 
 namespace megatron_ext {
 
-/// Runs on a thread that waits without the GIL: lets Ctrl-C and other Python signal handlers
-/// happen.
+/// For a thread that waits without the GIL: runs pending Python signal handlers, such as that of
+/// Ctrl-C, and throws their exception.
 inline void check_python_signals() {
     pybind11::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) {
@@ -23,7 +23,7 @@ inline Deadline to_deadline(std::optional<double> timeout_s) {
     return timeout_s ? deadline_after(*timeout_s) : kNever;
 }
 
-/// The descriptor of an int or of an object with fileno(), as everywhere in Python.
+/// The descriptor of an int or of an object with fileno(), as elsewhere in Python.
 inline int to_fd(const pybind11::object& file) {
     const int fd = PyObject_AsFileDescriptor(file.ptr());
     if (fd < 0) {
@@ -35,7 +35,7 @@ inline int to_fd(const pybind11::object& file) {
 /// Adds the links between processes to the module.
 void bind_endpoint(pybind11::module_& module);
 
-/// Adds links over RDMA, and what can be known without a peer. After bind_endpoint().
+/// Adds links over RDMA, the list of devices and the probe. Call it after bind_endpoint().
 void bind_rdma(pybind11::module_& module);
 
 }  // namespace megatron_ext

@@ -60,7 +60,7 @@ void accept_shm(ShmLink& self, std::optional<double> timeout_s) {
     self.accept(to_deadline(timeout_s), &check_python_signals);
 }
 
-/// How many bytes a message of this dtype and shape has; nothing if there cannot be such a one.
+/// The size of a message of this dtype and shape; std::nullopt if that is impossible.
 std::optional<std::uint64_t> num_bytes_of(const MessageInfo& info) {
     std::uint64_t num_bytes = info.dtype_bits / 8;
     for (std::size_t i = 0; i < info.num_dims; ++i) {
@@ -73,7 +73,7 @@ std::optional<std::uint64_t> num_bytes_of(const MessageInfo& info) {
     return num_bytes;
 }
 
-/// The dimensions and the size of a message.
+/// Sets the dimensions and the size of a message. Throws std::invalid_argument.
 void set_shape(MessageInfo& info, const py::tuple& shape) {
     if (shape.size() > kMaxDims) {
         throw std::invalid_argument("a message has at most " + std::to_string(kMaxDims) +
@@ -111,7 +111,7 @@ void send(Endpoint& self, int peer, std::uint64_t tag, unsigned dtype, const py:
     info.dtype_code = static_cast<std::uint8_t>(dtype >> 8);
     info.dtype_bits = static_cast<std::uint8_t>(dtype & 0xFF);
     set_shape(info, shape);
-    // One reference stays here, so that what is copied at once is let go with Python's lock.
+    // This reference outlives send(): an owner that is done at once is released with the GIL held.
     const std::shared_ptr<void> shared = share(std::move(owner));
     py::gil_scoped_release no_gil;
     self.send(peer, info, reinterpret_cast<const void*>(address), shared);
@@ -132,7 +132,7 @@ bool flush(Endpoint& self, std::optional<double> timeout_s) {
     return self.flush(to_deadline(timeout_s), &check_python_signals);
 }
 
-/// DLPack's code, times 256, and bits.
+/// DLPack's type code times 256, plus the bits of an element.
 unsigned dtype_of(const Message& message) {
     return static_cast<unsigned>(message.info.dtype_code << 8 | message.info.dtype_bits);
 }
@@ -153,7 +153,7 @@ py::tuple shape_of(const Message& message) {
     return shape;
 }
 
-/// What DLPack exchanges (its ABI of version 0, fixed): a tensor and how to let it go.
+/// DLPack's exchange structures (ABI version 0, frozen): a tensor and its deleter.
 struct DlTensor {
     void* data;
     std::int32_t device_type;
@@ -173,7 +173,7 @@ struct DlManagedTensor {
     void (*deleter)(DlManagedTensor*);
 };
 
-/// A tensor over the bytes of a message, with the message and its shape.
+/// A DLPack tensor on the bytes of a message, which it owns.
 struct MessageTensor {
     explicit MessageTensor(Message m) : message(std::move(m)) {
         const MessageInfo& info = message.info;
@@ -189,7 +189,7 @@ struct MessageTensor {
                           nullptr,
                           0};
         managed.context = this;
-        managed.deleter = [](DlManagedTensor* self) {  // by any thread, without Python's lock
+        managed.deleter = [](DlManagedTensor* self) {  // called by any thread, without the GIL
             delete static_cast<MessageTensor*>(self->context);
         };
     }
@@ -197,12 +197,12 @@ struct MessageTensor {
     DlManagedTensor managed{};
 };
 
-/// The message as a DLPack capsule, to be taken by one tensor.
+/// The message as a DLPack capsule, for one tensor.
 py::capsule to_dlpack(Message message) {
     auto tensor = std::make_unique<MessageTensor>(std::move(message));
     py::capsule capsule(&tensor->managed, "dltensor", [](PyObject* object) {
         if (PyCapsule_IsValid(object, "dltensor") == 0) {
-            return;  // somebody took it, and renamed the capsule
+            return;  // consumed, and therefore renamed
         }
         auto* managed = static_cast<DlManagedTensor*>(PyCapsule_GetPointer(object, "dltensor"));
         managed->deleter(managed);
@@ -211,7 +211,8 @@ py::capsule to_dlpack(Message message) {
     return capsule;
 }
 
-/// Waits for a message and takes it: as a capsule if it has bytes, of the dtype that is asked for.
+/// Waits for a message and takes it: a capsule if it has bytes and the dtype is `capsule_dtype`,
+/// otherwise a Message; None at the time-out.
 py::object take(Endpoint& self, int source, std::uint64_t tag, std::optional<double> timeout_s,
                 unsigned capsule_dtype) {
     std::optional<Message> message;
@@ -252,7 +253,7 @@ const char* state_name(const PeerReport& report) {
     return "aborted";
 }
 
-/// What a peer said may be cut within a letter, or be no text at all.
+/// The reason as Python text. A peer's reason may be cut inside a character, or not be UTF-8.
 py::str reason_of(const PeerReport& report) {
     PyObject* const text = PyUnicode_DecodeUTF8(
         report.reason.data(), static_cast<py::ssize_t>(report.reason.size()), "replace");
@@ -262,8 +263,8 @@ py::str reason_of(const PeerReport& report) {
     return py::reinterpret_steal<py::str>(text);
 }
 
-/// Nobody may wait for the endpoint's lock with Python's, also not at the end of an endpoint, which
-/// waits for its thread and says farewell.
+/// No thread may wait for the endpoint's lock while it holds the GIL. This includes the destructor,
+/// which joins the service thread and closes the links.
 struct WithoutGil {
     void operator()(Endpoint* endpoint) const {
         const py::gil_scoped_release no_gil;

@@ -1,4 +1,4 @@
-// Python bindings of links over RDMA, and of what can be known without a peer.
+// Python bindings of links over RDMA, of the list of devices and of the probe.
 
 #include <fcntl.h>
 #include <pybind11/pybind11.h>

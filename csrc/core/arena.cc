@@ -11,7 +11,7 @@
 
 namespace megatron_ext {
 
-/// Begins the payload of the segment. Words that different processes write are cache lines apart.
+/// The start of the segment's payload. Words written by different processes are cache lines apart.
 struct Arena::Header {
     char magic[8];
     std::uint32_t version;

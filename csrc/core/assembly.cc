@@ -9,7 +9,7 @@
 namespace megatron_ext {
 namespace {
 
-/// No memory holds more, and sizes that are rounded up from here stay numbers.
+/// More than any memory holds, and small enough that rounding up does not overflow.
 constexpr std::uint64_t kMaxMessageBytes = std::uint64_t{1} << 48;
 
 std::string hexadecimal(std::uint64_t number) {

@@ -21,7 +21,7 @@ struct Block {
 
 using Blocks = std::list<Block>;
 
-/// A list of one block: lists exchange their elements without memory, so without a failure.
+/// A list of one block: lists exchange elements without an allocation, so without a failure.
 Blocks allocate(std::size_t capacity) {
     Blocks made(1);
     void* const data = std::aligned_alloc(kAlignment, capacity);
@@ -53,7 +53,7 @@ class BufferPool::State {
                 best = it;
             }
             if (it->capacity == capacity) {
-                break;  // none fits better: many messages of one size are found at once
+                break;  // an exact fit, found at once among many messages of one size
             }
         }
         if (best == idle_.end()) {
@@ -69,10 +69,10 @@ class BufferPool::State {
         return block;
     }
 
-    /// By whoever is the last owner, where no exception can be caught.
+    /// Called by the last owner, where no exception can be caught.
     void give_back(Blocks::iterator block) noexcept {
         if (!process_.is_this()) {
-            return;  // a forked child has a copy, and perhaps a lock that nobody will open
+            return;  // a forked child has a copy, and perhaps a lock that nobody will release
         }
         const std::lock_guard lock(mutex_);
         used_bytes_ -= block->capacity;

@@ -24,10 +24,9 @@ timespec to_timespec(Deadline deadline) {
     return result;
 }
 
-/// One sleep while *word == seen, until `deadline`. Returns on a wake-up, on a signal, at the
-/// deadline or for no reason at all: the caller looks at the word again. FUTEX_WAIT_BITSET is
-/// FUTEX_WAIT with an absolute monotonic time-out; without FUTEX_PRIVATE_FLAG it meets wakers of
-/// other processes.
+/// Sleeps once while *word == seen, until `deadline`. Returns on a wake-up, on a signal, at the
+/// deadline or spuriously: the caller checks the word again. FUTEX_WAIT_BITSET is FUTEX_WAIT with
+/// an absolute monotonic time-out; without FUTEX_PRIVATE_FLAG other processes can wake it.
 void sleep_while_equal(const std::atomic<std::uint32_t>* word, std::uint32_t seen,
                        Deadline deadline) {
     timespec until{};
@@ -57,7 +56,7 @@ std::uint32_t Doorbell::sequence() const noexcept { return word_->load(std::memo
 
 void Doorbell::ring() noexcept {
     count();
-    // Waking nobody costs one system call and no state to get out of step.
+    // A wake-up of nobody costs one system call, and there is no state to become inconsistent.
     wake();
 }
 

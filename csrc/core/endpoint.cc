@@ -13,14 +13,14 @@
 namespace megatron_ext {
 namespace {
 
-/// How long close() lets peers take what was sent to them.
+/// How long close() waits for peers to accept their messages.
 constexpr std::chrono::seconds kPartingTime{2};
 
 bool is_open(const Link& link) noexcept { return link.state() == PeerState::kOpen; }
 
 }  // namespace
 
-/// Files what the link of one peer got.
+/// Handles the events of one peer's link.
 class Endpoint::Events final : public LinkEvents {
   public:
     Events(Endpoint& endpoint, int peer) : endpoint_(endpoint), peer_(peer) {}
@@ -32,7 +32,7 @@ class Endpoint::Events final : public LinkEvents {
     int peer_;
 };
 
-/// Tells the links that the caller waits, and at its end that it does so no more.
+/// Tells the links that the caller waits, and in the destructor that the wait is over.
 class Endpoint::Demand final {
   public:
     explicit Demand(Endpoint& endpoint) : endpoint_(endpoint) {}
@@ -45,7 +45,7 @@ class Endpoint::Demand final {
         }
     }
 
-    /// Under the endpoint's lock. Links go on by themselves from then on.
+    /// Requires the endpoint's lock. From then on links make progress by themselves.
     void begin() {
         if (!told_) {
             told_ = true;
@@ -80,7 +80,7 @@ Endpoint::~Endpoint() {
     try {
         close();
     } catch (const std::exception&) {
-        // The links are gone with the endpoint, said or not.
+        // The links end with the endpoint, with or without a notice.
     }
 }
 
@@ -127,7 +127,7 @@ Link& Endpoint::link_to(int peer) const {
 void Endpoint::send(int peer, const MessageInfo& info, const void* bytes,
                     std::shared_ptr<void> owner) {
     check_usable();
-    Owners done;  // let go after the lock
+    Owners done;  // released after the lock
     const Lock lock(mutex_);
     if (peer == rank_) {
         Message message{info, nullptr};
@@ -152,13 +152,13 @@ void Endpoint::send(int peer, const MessageInfo& info, const void* bytes,
     counts_.num_messages += 1;
     counts_.num_bytes += info.num_bytes;
     if (!links_.at(peer).served && link.counts().num_queued != 0) {
-        start_service();  // which then hears when the receiver makes room
+        start_service();  // it sends the rest when the receiver has room
         bell_->wake_service();
     }
     done.swap(done_);
 }
 
-/// All that the calling thread can do without waiting.
+/// Does all work that needs no wait, on the calling thread.
 void Endpoint::progress() {
     if (error_) {
         std::rethrow_exception(error_);
@@ -181,7 +181,7 @@ void Endpoint::start_service() {
     }
 }
 
-/// What the service thread does between two sleeps.
+/// The work of the service thread between two sleeps. Returns when to wake at the latest.
 Deadline Endpoint::serve(const Service::News& news) noexcept {
     try {
         const Lock lock(mutex_);
@@ -198,7 +198,7 @@ Deadline Endpoint::serve_links(const Service::News& news) {
     const bool queued = std::any_of(links_.begin(), links_.end(), [](const auto& entry) {
         return !entry.second.served && entry.second.link->counts().num_queued != 0;
     });
-    bell_->listen(queued);  // first, so that no room is given back unheard after the look below
+    bell_->listen(queued);  // first, so that no release after the check below goes unnoticed
     bool changed = false;
     Deadline next = kNever;
     for (const auto& [peer, entry] : links_) {
@@ -222,8 +222,8 @@ bool Endpoint::failed() const noexcept {
     });
 }
 
-/// One sleep of a wait; ends with a ring after `seen`, or early enough to notice dead peers, which
-/// cannot ring. How many seconds it took; nothing at the deadline.
+/// Sleeps once, until a ring after `seen`, or briefly enough to detect dead peers, which cannot
+/// ring. Returns the seconds slept; std::nullopt at the deadline.
 std::optional<double> Endpoint::sleep(std::uint32_t seen, Deadline deadline) {
     const Deadline begin = Clock::now();
     if (begin >= deadline) {
@@ -236,7 +236,8 @@ std::optional<double> Endpoint::sleep(std::uint32_t seen, Deadline deadline) {
     return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
-/// Sleeps until `condition` holds: it is asked after each progress.
+/// Sleeps until `condition` holds, which it checks after each progress. Returns false at the
+/// deadline.
 template <typename Condition>
 bool Endpoint::wait_until(Condition condition, Deadline deadline, InterruptCheck check) {
     check_usable();
@@ -257,7 +258,7 @@ bool Endpoint::wait_until(Condition condition, Deadline deadline, InterruptCheck
             }
             demand.begin();
         }
-        // By the clock, not when nobody rings: rings for something else may come all the time.
+        // By the clock, not at idle sleeps: rings for other messages may never pause.
         constexpr double kPeriodS = std::chrono::duration<double>(kInterruptPeriod).count();
         if (check != nullptr && waited_s >= checked_at_s + kPeriodS) {
             checked_at_s = waited_s;
@@ -321,7 +322,7 @@ bool Endpoint::flush(Deadline deadline, InterruptCheck check) {
 
 void Endpoint::abort(const std::string& reason) {
     check_usable();
-    Owners done;  // let go after the lock, here and below
+    Owners done;  // released after the lock, here and below
     const Lock lock(mutex_);
     for (const auto& [peer, entry] : links_) {
         Events events(*this, peer);
@@ -335,7 +336,7 @@ void Endpoint::close() {
     service_.stop();
     Owners done;
     MatchTable table;
-    std::map<int, Entry> links;  // with the owners of what their peers did not take
+    std::map<int, Entry> links;  // with the owners of unsent messages
     const Lock lock(mutex_);
     for (const auto& [peer, entry] : links_) {
         Events events(*this, peer);
@@ -347,7 +348,7 @@ void Endpoint::close() {
     done.swap(done_);
 }
 
-/// Lets the wires that need it finish what they said, while peers take it.
+/// Lets wires that need it finish their messages and close notices, while peers accept them.
 void Endpoint::part() noexcept {
     const Deadline deadline = Clock::now() + kPartingTime;
     try {
@@ -367,7 +368,7 @@ void Endpoint::part() noexcept {
             ::poll(entries.data(), static_cast<nfds_t>(entries.size()), 20);
         }
     } catch (const std::exception&) {
-        // Damaged data of one peer; there is nobody left to be told.
+        // Damaged data of one peer; no caller is left to receive the error.
     }
 }
 

@@ -16,7 +16,7 @@ namespace megatron_ext {
 namespace {
 
 constexpr char kMarker = 'F';
-// More than one is a protocol error, but then all of them have to be taken, to be closed.
+// More than one is a protocol error, but then all of them must be received, to be closed.
 constexpr std::size_t kMaxDescriptors = 16;
 
 int to_poll_timeout_ms(Deadline end) {

@@ -14,7 +14,7 @@
 namespace megatron_ext {
 namespace {
 
-/// What is taken away in a child. Never destroyed: a fork may come at any time.
+/// The descriptors to replace in a child. Never destroyed: a fork may happen at any time.
 struct Guarded {
     std::mutex mutex;
     std::vector<int> fds;
@@ -66,7 +66,7 @@ ForkGuard::~ForkGuard() {
     Guarded& all = guarded();
     const std::lock_guard lock(all.mutex);
     const auto found = std::find(all.fds.begin(), all.fds.end(), fd_);
-    if (found != all.fds.end()) {  // not so in a child
+    if (found != all.fds.end()) {  // false in a child
         all.fds.erase(found);
     }
 }

@@ -20,8 +20,8 @@ void Inbox::Shared::release(std::uint32_t slot) noexcept {
     if (!process.is_this()) {
         return;
     }
-    // The order of the two words here and in Outbox::wants_room() decides that a sender which finds
-    // no slot is rung.
+    // This order of the two words, and the reverse in Outbox::wants_room(), ensure that a sender
+    // without a free slot is rung.
     arena.released(slot / 64).fetch_or(std::uint64_t{1} << slot % 64, std::memory_order_seq_cst);
     num_held.fetch_sub(1);
     if (arena.sender_waits().exchange(0, std::memory_order_seq_cst) != 0 && sender_bell) {
@@ -45,7 +45,7 @@ std::optional<Message> Inbox::next() {
     return std::nullopt;
 }
 
-/// Copies the descriptor out of shared memory and refuses one that would lead outside of the arena.
+/// Copies the descriptor out of shared memory. Throws TransportError if it exceeds the arena.
 Descriptor Inbox::check(std::uint32_t slot) const {
     const ArenaSize size = shared_->arena.size();
     if (slot >= size.num_slots) {

@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
 
-/// The two generations of control groups differ in nothing but names here.
+/// The file names of control groups, the only difference between v1 and v2 here.
 struct CgroupNames {
     const char* mount;
     const char* limit_file;
@@ -26,14 +26,14 @@ constexpr CgroupNames kV1{"/sys/fs/cgroup/memory", "memory.limit_in_bytes", "mem
 constexpr CgroupNames kV2{"/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file",
                           "active_file"};
 
-/// The number a file consists of; nothing if there is no such file or, as in "max", no number.
+/// The number that is a file's content; std::nullopt without a file or a number, as for "max".
 std::optional<std::uint64_t> read_number(const std::string& path) {
     std::ifstream file(path);
     std::uint64_t value = 0;
     return file >> value ? std::optional(value) : std::nullopt;
 }
 
-/// The value of `key` in a file of lines "key value ...", 0 if it is not there.
+/// The value of `key` in a file of lines "key value ..."; 0 if it is missing.
 std::uint64_t read_field(const std::string& path, const std::string& key) {
     std::ifstream file(path);
     for (std::string line; std::getline(file, line);) {
@@ -66,7 +66,7 @@ void apply_cgroup(MemoryBudget* budget, const CgroupNames& names, const std::str
     tighten(budget, *limit - std::min(*limit, in_use), "the memory cgroup " + directory);
 }
 
-/// Applies the limits of `path` and of all its parents: each of them bounds what is below it.
+/// Applies the limits of `path` and of all its parents, each of which bounds its subtree.
 void apply_cgroup_and_parents(MemoryBudget* budget, const CgroupNames& names,
                               const std::string& root, std::string path) {
     for (;;) {
@@ -78,9 +78,8 @@ void apply_cgroup_and_parents(MemoryBudget* budget, const CgroupNames& names,
     }
 }
 
-/// Lines of /proc/self/cgroup are "0::PATH" (v2) or "ID:CONTROLLER,...:PATH" (v1). Inside a
-/// container the path may be one of the host, not visible here; the container's own limit is then
-/// at the mount point.
+/// Lines of /proc/self/cgroup are "0::PATH" (v2) or "ID:CONTROLLER,...:PATH" (v1). In a container
+/// the path may be the host's, invisible here; then the container's limit is at the mount point.
 void apply_own_cgroups(MemoryBudget* budget, const std::string& root) {
     std::ifstream file(root + "/proc/self/cgroup");
     for (std::string line; std::getline(file, line);) {

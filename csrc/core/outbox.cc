@@ -35,8 +35,8 @@ void Outbox::push(LinkEvents& events) {
     }
 }
 
-/// Whether there is a free slot; collects what the receiver gave back. That goes on top, to be used
-/// next: its memory is still in the caches, while that of a slot used long ago is not.
+/// Collects released slots; returns whether a slot is free. Released slots go on top, to be used
+/// next: their memory is still in the caches, unlike that of slots used long ago.
 bool Outbox::find_free_slots() {
     for (std::size_t word = 0; word < arena_.num_released_words(); ++word) {
         if (arena_.released(word).load(std::memory_order_seq_cst) == 0) {
@@ -53,7 +53,8 @@ bool Outbox::find_free_slots() {
     return !free_slots_.empty();
 }
 
-/// Asks the receiver to ring at its next release, and looks again: it may have come in between.
+/// Asks the receiver to ring at its next release, and checks again for one in between. Returns
+/// whether a slot is free.
 bool Outbox::wants_room() {
     arena_.sender_waits().store(1, std::memory_order_seq_cst);
     return find_free_slots();

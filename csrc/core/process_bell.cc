@@ -13,23 +13,23 @@
 
 namespace megatron_ext {
 
-/// Words of different purpose are cache lines apart. All are zero at first.
+/// Words of different purpose are cache lines apart. All are initially zero.
 struct ProcessBell::Page {
     alignas(64) std::uint32_t bell;
-    /// Threads of the owner that sleep on the bell, or are about to.
+    /// Number of the owner's threads that sleep on the bell, or are about to.
     alignas(64) std::atomic<std::uint32_t> sleepers;
     std::atomic<std::uint32_t> listens;
     alignas(64) std::atomic<std::uint32_t> control_news;
-    /// 1 + the CPU on which somebody rang last; 0 if nobody did, or it is not known.
+    /// 1 + the CPU of the last ring; 0 if there was none or it is unknown.
     alignas(64) std::atomic<std::uint32_t> ringer_cpu;
 };
 
 namespace {
 
-/// 1 + the CPU of the caller; 0 if that is not known. No system call with a libc of today.
+/// 1 + the CPU of the caller; 0 if unknown. Not a system call with a current libc.
 std::uint32_t current_cpu() noexcept { return static_cast<std::uint32_t>(::sched_getcpu() + 1); }
 
-/// Tells the CPU that the caller does nothing but wait for another one.
+/// Tells the CPU that the caller is in a spin loop.
 void pause() noexcept {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -65,12 +65,12 @@ ProcessBell ProcessBell::attach(UniqueFd page, UniqueFd event) {
 
 ProcessBell::Page& ProcessBell::page() const noexcept { return *static_cast<Page*>(page_.data()); }
 
-// Who rings first counts, then looks whether anybody sleeps; who goes to sleep first says so, then
-// looks at the count (the kernel does, for a futex). In the one total order of these accesses one
-// of the two sees the other.
+// A ringer increments the count, then reads `sleepers`; a sleeper increments `sleepers`, then reads
+// the count (for a futex the kernel does). In the total order of these accesses one of the two sees
+// the other.
 //
-// The CPU stands there before the count does, but is only a hint: a stale one costs a spin that is
-// in vain, or a sleep that could have been spared.
+// The CPU is stored before the count, but only as a hint: a stale one costs a futile spin or an
+// avoidable sleep.
 void ProcessBell::ring() noexcept {
     const std::uint32_t cpu = current_cpu();
     if (page().ringer_cpu.load(std::memory_order_relaxed) != cpu) {
@@ -92,7 +92,7 @@ void ProcessBell::ring_for_control() noexcept {
 
 void ProcessBell::wake_service() noexcept {
     const std::uint64_t one = 1;
-    // Fails only if the count is at its end, and then the eventfd is readable anyway.
+    // Fails only if the counter is at its maximum, and then the eventfd is readable anyway.
     [[maybe_unused]] const ssize_t written = ::write(event_.get(), &one, sizeof(one));
 }
 
@@ -106,14 +106,14 @@ bool ProcessBell::wait(std::uint32_t seen, Deadline deadline, InterruptCheck che
     return bell_.wait(seen, deadline, check);
 }
 
-// Nothing is announced, so a ring during a spin wakes nobody: it is seen here, or by wait(), which
-// compares the count with `seen` once more before it sleeps. So none is lost.
+// A spin does not count as a sleeper, so a ring during it wakes nobody. No ring is lost: this loop
+// sees it, or wait(), which compares the count with `seen` again before it sleeps.
 bool ProcessBell::spin(std::uint32_t seen, Clock::duration longest) const noexcept {
     const std::uint32_t ringer_cpu = page().ringer_cpu.load(std::memory_order_relaxed);
     if (longest <= Clock::duration::zero() || ringer_cpu == 0 || ringer_cpu == current_cpu()) {
         return bell_.sequence() != seen;
     }
-    constexpr int kLooksForEachTime = 16;  // reading the clock takes as long as some of them
+    constexpr int kLooksForEachTime = 16;  // a read of the clock takes as long as several looks
     const Deadline end = Clock::now() + longest;
     do {
         for (int i = 0; i < kLooksForEachTime; ++i) {

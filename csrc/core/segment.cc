@@ -45,7 +45,7 @@ UniqueFd open_memfd(const std::string& failed) {
     constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
     UniqueFd fd(::memfd_create(name, kFlags | MFD_NOEXEC_SEAL));
     if (!fd &&
-        errno == EINVAL) {  // a kernel that does not know the flag does not ask for it either
+        errno == EINVAL) {  // a kernel without the flag does not require it either
         fd.reset(::memfd_create(name, kFlags));
     }
     if (!fd) {
@@ -55,12 +55,10 @@ UniqueFd open_memfd(const std::string& failed) {
     return fd;
 }
 
-/// Gives `fd` its size and all of its memory. posix_fallocate and not ftruncate: a page that cannot
-/// be had is an error number here, where ftruncate would leave a SIGBUS for whoever touches it
-/// first.
+/// Sets the size of `fd` and allocates all of its memory. posix_fallocate reports a missing page as
+/// an error number; with ftruncate its first use would raise SIGBUS.
 void allocate(int fd, std::size_t file_bytes, const std::string& failed) {
-    // A signal makes the kernel take back all of an interrupted call: steps keep the repetition
-    // short.
+    // A signal makes the kernel undo the whole interrupted call: small steps limit the repetition.
     constexpr std::size_t kStepBytes = std::size_t{64} << 20;
     for (std::size_t offset = 0; offset < file_bytes; offset += kStepBytes) {
         const std::size_t step = std::min(kStepBytes, file_bytes - offset);
@@ -84,7 +82,7 @@ void* map(int fd, std::size_t file_bytes, const std::string& failed) {
     return mapping;
 }
 
-/// The header of a file that is known to be at least that long.
+/// The header of a file that is at least as long as one.
 Header read_header(int fd, const std::string& failed) {
     Header header{};
     const ssize_t num_bytes = ::pread(fd, &header, sizeof(header), 0);
@@ -95,8 +93,8 @@ Header read_header(int fd, const std::string& failed) {
     return header;
 }
 
-/// Refuses everything that is not a whole segment of this version. Seals come first: without them
-/// the peer could still change the size after it was checked.
+/// Throws unless the file is a complete segment of this version. Checks the seals first: without
+/// them the peer could change the size after its check.
 Header check_segment(int fd, const std::string& failed) {
     const int seals = ::fcntl(fd, F_GET_SEALS);
     if (seals < 0 || (seals & kSeals) != kSeals) {

@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kBell = -1;  // ranks are not negative
 
-/// Milliseconds for epoll_wait, rounded up: a time that has come must not be asked for again.
+/// Milliseconds until `deadline` for epoll_wait, rounded up so that it never wakes too early.
 int milliseconds_until(Deadline deadline) {
     if (deadline == kNever) {
         return -1;
@@ -50,7 +50,7 @@ void Service::watch(int fd, int id) {
     epoll_event event{};
     event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
     if (id == kBell) {
-        event.events = EPOLLIN | EPOLLET;  // it can always be written
+        event.events = EPOLLIN | EPOLLET;  // it is always writable
     }
     event.data.u64 = static_cast<std::uint64_t>(id);
     if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
@@ -64,7 +64,7 @@ void Service::start(Work work) {
     sigset_t all;
     sigset_t before;
     ::sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, &before);  // a thread starts with its maker's mask
+    ::pthread_sigmask(SIG_SETMASK, &all, &before);  // a thread inherits its creator's mask
     try {
         thread_ = std::thread([this] { run(); });
     } catch (const std::system_error& error) {
@@ -105,8 +105,8 @@ void Service::stop() noexcept {
 
 void Service::abandon() noexcept {
     if (thread_.joinable()) {
-        // Its handle is left behind, never destroyed: joining or detaching a thread that this
-        // process does not have is undefined.
+        // The handle is leaked: joining or detaching a thread that this process does not have is
+        // undefined behaviour.
         new std::thread(std::move(thread_));
     }
 }
