@@ -1,7 +1,7 @@
-"""Training loops that are neither Megatron's own nor ours, and start Megatron's schedules.
+"""Support for third-party training loops ("hosts") that call Megatron's schedules.
 
-Each host has a module with a tuple `PATCHES` and a function `check_installed`. Neither is imported
-before the host is, so that nobody pays for a host that is not used.
+Each host has a module with a tuple `PATCHES` and a function `check_installed`. The module is
+imported just before its host, so an unused host costs nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_ext.patches.registry import REGISTRY
 __all__ = ["HOSTS", "arm", "check_some_host"]
 
 HOSTS = {"megatron.bridge": "megatron_ext.hosts.bridge"}
-"""Our module by the package of the host."""
+"""The module that supports a host, by the host's package."""
 
 
 def arm() -> None:
@@ -42,10 +42,10 @@ def _begin(name: str) -> None:
 
 
 def check_some_host() -> None:
-    """Refuse to wait for a host where none is installed, or one that cannot run.
+    """Check that at least one host is installed, and that every installed one can run.
 
     Raises:
-        UserError: Says what is missing.
+        UserError: No host is installed, or a host lacks a requirement; names what to install.
     """
     from megatron_ext.errors import ArgumentsError
 

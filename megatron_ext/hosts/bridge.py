@@ -1,12 +1,12 @@
-"""Megatron-Bridge: its training loop under the schedules and transports of this package.
+"""Runs Megatron-Bridge's training loop under the schedules and transports of this package.
 
-Bridge starts Megatron's schedule as Megatron's own trainer does, so what runs a step needs nothing
-here. But it has no command line: its configuration is an object, which is read and rewritten where
-Bridge validates it. And its loop has functions of its own where the loss of a folded pipeline has
-to travel to the rank that logs.
+Bridge calls Megatron's schedule as Megatron's own trainer does, so a step needs no patch here. Two
+things differ. Bridge has no command line: its configuration is an object, which we read and rewrite
+when Bridge validates it. And its loop has its own functions for steps and evaluation, which need
+patches that send the losses of a folded pipeline to the rank that logs.
 
-What to run comes from `megatron_ext.configure(PipelineConfig(...))`, or, for recipes that are
-started by name, from `MEGATRON_EXT_FLAGS`.
+The schedule comes from `megatron_ext.configure(PipelineConfig(...))` or, for recipes started by
+name, from `MEGATRON_EXT_FLAGS`.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _Keywords = dict[str, Any]
 
 @dataclass
 class _Hosted:
-    """What was changed for a configuration, to be taken back with it."""
+    """Bridge settings changed for one configuration, restored when it closes."""
 
     settings: Settings | None = None
     arguments: Namespace | None = None
 
     def close(self) -> None:
-        """Give Bridge's configuration its own values and hooks again."""
+        """Restore the original values and hooks of Bridge's configuration."""
         if self.settings is not None:
             self.settings.restore()
             _remove_hook(self.settings.container.model)
 
 
 def _validate(call: Callable[..., Any], instance: Any, args: _Args, kwargs: _Keywords) -> Any:
-    """Put in force what was asked for, and tell Bridge what hosts it, before Bridge validates."""
+    """Activate the requested configuration and adapt Bridge's to it, before Bridge validates."""
     asked, words = _asked()
     if asked is None and words is None:
         _suit_device(Settings(instance))
@@ -69,7 +69,7 @@ def _validate(call: Callable[..., Any], instance: Any, args: _Args, kwargs: _Key
     except BaseException as error:
         active.clear_configuration()
         settings.restore()
-        if asked is not None:  # for another try, with another configuration of Bridge's
+        if asked is not None:  # the program may retry with another Bridge configuration
             programs.await_host(asked)
         if isinstance(error, ArgumentsError | ScheduleError):
             message = settings.in_fields(str(error), from_python=asked is not None)
@@ -80,10 +80,10 @@ def _validate(call: Callable[..., Any], instance: Any, args: _Args, kwargs: _Key
 
 
 def _asked() -> tuple[PipelineConfig | None, Namespace | None]:
-    """Return what a program gave `configure`, or what the environment says in flags.
+    """Return the request: `configure`'s `PipelineConfig`, or the parsed flags of the environment.
 
     Raises:
-        ArgumentsError: Both say something, or the flags are wrong.
+        ArgumentsError: Both are given, or the flags are invalid.
     """
     found, words = active.active(), requested_flags()
     asked = None if found is None else found.asked
@@ -96,9 +96,9 @@ def _asked() -> tuple[PipelineConfig | None, Namespace | None]:
 
 
 def _sizes_of_configure() -> tuple[int, int] | None:
-    """Return the ranks and micro-batches that `configure` was given; None: nothing, or it is ours.
+    """Return the (pipeline ranks, micro-batches) given to `configure`; None if there are none.
 
-    A configuration that was put in force here has sizes too, of an earlier run.
+    Sizes that this module derived for an earlier run do not count.
     """
     found = active.active()
     if found is None or not found.is_sized or found.state(_Hosted).settings is not None:
@@ -149,7 +149,7 @@ _COMPLETED = (
     "virtual_pipeline_model_parallel_size",
     "delay_wgrad_compute",
 )
-"""What Bridge or we complete from other settings."""
+"""Settings that Bridge or this module derives from others."""
 
 
 def _arguments(settings: Settings) -> Namespace:
@@ -159,7 +159,7 @@ def _arguments(settings: Settings) -> Namespace:
 
 
 def _stages() -> dict[str, Any]:
-    """Return the chunks of a rank, and how messages go, as Megatron's parser computes them."""
+    """Return the settings for chunks per rank and P2P mode that Megatron's parser would derive."""
     chosen = active.pipeline()
     if chosen is None:
         return {}
@@ -175,7 +175,7 @@ def _stages() -> dict[str, Any]:
 
 
 def _suit_device(settings: Settings) -> None:
-    """Set what the device needs instead of Bridge's defaults, which are for NVIDIA's."""
+    """Replace Bridge's defaults, which assume NVIDIA GPUs, where the device needs other values."""
     arguments = vars(_arguments(settings))
     for dest, (value, _reason) in devices.current().argument_defaults.items():
         if dest in arguments and arguments[dest] != value:
@@ -183,7 +183,11 @@ def _suit_device(settings: Settings) -> None:
 
 
 def _check(settings: Settings) -> None:
-    """Compare what Bridge made of its configuration with what was prepared."""
+    """Check Bridge's validated configuration against what `_prepare` wrote.
+
+    Raises:
+        ArgumentsError: They differ, or Bridge builds layers that the schedule cannot use.
+    """
     hosted = active.required().state(_Hosted)
     assert hosted.arguments is not None
     completed = _arguments(settings)
@@ -200,7 +204,7 @@ def _refuse_own_pipelines(model: Any) -> None:
 
 
 def _refuse_decentralized(container: Any) -> None:
-    """Refuse what finds its ranks in Megatron's global groups where Bridge does not make them."""
+    """Refuse schedules that need Megatron's global groups if Bridge does not create them."""
     chosen = active.pipeline()
     if chosen is None or not container.dist.use_decentralized_pg:
         return
@@ -232,7 +236,7 @@ def _is_asked() -> bool:
 
 
 def _tie(chunks: list[Any]) -> list[Any]:
-    """Give both copies of a tied embedding one value, where one rank has them. A hook."""
+    """Hook: give both copies of a tied embedding the same values, if one rank holds both."""
     from megatron_ext.schedules.runtime.folded import tie_embeddings
 
     tie_embeddings(chunks)
@@ -240,7 +244,7 @@ def _tie(chunks: list[Any]) -> list[Any]:
 
 
 def _hooks(model: Any) -> list[Any]:
-    """Return the list of a model's hooks that run when it is wrapped."""
+    """Return the list of hooks that run after a model is wrapped."""
     name = "post_wrap_hooks" if hasattr(model, "post_wrap_hooks") else "_post_wrap_hooks"
     found: list[Any] = vars(model).setdefault(name, [])
     return found
@@ -260,7 +264,7 @@ def _remove_hook(model: Any) -> None:
 
 
 def _in_fields(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a check of Megatron's checkpoints name Bridge's fields."""
+    """Wrap a checkpoint check so that its errors name Bridge's fields instead of flags."""
 
     def run(call: Callable[..., Any], instance: Any, args: _Args, kwargs: _Keywords) -> Any:
         try:
@@ -282,7 +286,7 @@ def _step_of(state: Any) -> int:
 
 
 def _train_step(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
-    """Say which step begins; bring the losses of a folded pipeline to the rank that logs."""
+    """Announce the step; send the losses of a folded pipeline to the rank that logs."""
     from megatron_ext.schedules.runtime.folded import share_losses, share_mtp_losses
 
     state = args[5] if len(args) > 5 else kwargs["global_state"]
@@ -299,7 +303,7 @@ def _train_step(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _
 
 
 def _evaluate(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
-    """Bring the losses of an evaluation to the rank that logs; None: the time was up."""
+    """Send an evaluation's losses to the rank that logs; None if Bridge's time limit expired."""
     from megatron.bridge.training.utils.pg_utils import get_pg_collection
 
     from megatron_ext.schedules.runtime.folded import share_losses

@@ -1,4 +1,4 @@
-"""Whether Megatron-Bridge can be imported here: its version, and what it imports without asking."""
+"""Checks that Megatron-Bridge can run here: its version and its unconditional imports."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_ext.errors import UserError
 __all__ = ["SUPPORTED", "bridge_version", "check_installed", "problems"]
 
 SUPPORTED = ">=0.6,<0.7"
-"""Versions of megatron-bridge that the rows in `megatron_ext/hosts/bridge.py` were written for."""
+"""Versions of megatron-bridge that the patches in `megatron_ext/hosts/bridge.py` support."""
 
 _RANGE = (0, 6)
 _OLDEST_CORE = (0, 19)
-"""Bridge 0.6 imports `megatron.training.models`, and schedules that know several modules."""
+"""Bridge 0.6 imports `megatron.training.models` and multi-module schedules."""
 _PYTHON = (3, 12)
 _IMPORTS = {
     "transformer_engine": "transformer-engine[pytorch]",
@@ -29,11 +29,11 @@ _IMPORTS = {
     "diffusers": "diffusers",
     "transformers": "transformers>=5.8",
 }
-"""What `megatron.bridge.training.pretrain` imports: the package to install by the module."""
+"""Imports of `megatron.bridge.training.pretrain`: module to package requirement."""
 
 
 def bridge_version() -> str | None:
-    """Return the installed version; None without one, or where it is a plain source tree."""
+    """Return the installed version; None if Bridge is missing or a plain source tree."""
     try:
         return metadata.version("megatron-bridge")
     except metadata.PackageNotFoundError:
@@ -41,7 +41,7 @@ def bridge_version() -> str | None:
 
 
 def problems() -> Iterator[str]:
-    """Yield what keeps Bridge from being used: what was found, what fits, what to install."""
+    """Yield each problem that keeps Bridge from running: found, required, what to install."""
     version = bridge_version()
     if version is not None and releases.parse_release(version) != _RANGE:
         yield (
@@ -75,10 +75,10 @@ def _is_there(module: str) -> bool:
 
 
 def check_installed() -> None:
-    """Refuse a Bridge that cannot be used, before its import fails somewhere inside.
+    """Check Bridge's requirements before an import deep inside it fails.
 
     Raises:
-        UserError: The first thing that is wrong, in one line.
+        UserError: The first problem, in one line.
     """
     for problem in problems():
         raise UserError(problem)

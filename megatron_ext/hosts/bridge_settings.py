@@ -1,8 +1,8 @@
-"""Megatron-Bridge's configuration as Megatron's arguments, and back.
+"""Converts Megatron-Bridge's configuration to Megatron's arguments and back.
 
-What decides whether a schedule fits a job, and what Megatron has to be told to host it, is asked of
-arguments with upstream's names (`megatron_ext/config/prepared_arguments.py`). Bridge has them as
-fields of several dataclasses, mostly of the same names.
+The checks whether a schedule fits a job, and the settings that host it, use upstream's argument
+names (`megatron_ext/config/prepared_arguments.py`). Bridge has these as fields of several
+dataclasses, mostly under the same names.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _SECTIONS = (
     "model",
     "model.transformer",
 )
-"""Parts of a `ConfigContainer`; of two fields with one name the later is taken."""
+"""Parts of a `ConfigContainer`. If two parts have a field of the same name, the later part wins."""
 
 _RENAMED = {
     "enable_gloo_process_groups": "use_gloo_process_groups",
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
 }
-"""Fields whose arguments have other names."""
+"""Fields under a different name, by argument name."""
 
 _EITHER = ("use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2")
-"""Switches that several parts have, of which Bridge takes any."""
+"""Switches in several parts; Bridge enables the feature if any part sets it."""
 
 _LETTERS = {"embedding": "E", "encoder": "e", "decoder": "t", "mtp": "m", "loss": "L"}
-"""Of Megatron's notation for layouts, by the names in lists of layers."""
+"""Letters of Megatron's layout notation, by layer name."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a setting stands."""
+    """The dataclass field that holds a setting."""
 
     section: str
     owner: Any
@@ -53,15 +53,15 @@ class Place:
 
     @property
     def name(self) -> str:
-        """What users call it."""
+        """The field's dotted name, as users write it."""
         return f"{self.section}.{self.field}"
 
 
 class Settings:
-    """The configuration of one run of Bridge.
+    """Bridge's configuration for one run, under upstream's argument names.
 
     Args:
-        container: A `ConfigContainer`; changed by `write`.
+        container: A `ConfigContainer`; `write` modifies it.
     """
 
     def __init__(self, container: Any) -> None:
@@ -75,11 +75,11 @@ class Settings:
         self._kept: dict[tuple[int, str], tuple[Place, Any]] = {}
 
     def arguments(self, *, world_size: int, rank: int) -> Namespace:
-        """Return the settings under upstream's names.
+        """Return the settings under upstream's argument names.
 
         Args:
-            world_size: Ranks of the job.
-            rank: This one's.
+            world_size: Number of ranks in the job.
+            rank: Global rank of this process.
         """
         found = {dest: getattr(place.owner, place.field) for dest, place in self._places.items()}
         for name in _EITHER:
@@ -87,36 +87,36 @@ class Settings:
             found[name] = any(getattr(part, name, False) for part in parts)
         layout = _layout_text(found.get("pipeline_model_parallel_layout"))
         found["pipeline_model_parallel_layout"] = layout
-        if layout is not None:  # it says how many stages a rank has
+        if layout is not None:  # the layout sets the stages per rank
             found["num_virtual_stages_per_pipeline_rank"] = None
         found["data_parallel_size"] = getattr(self.container, "data_parallel_size", None)
         return Namespace(**{**found, "world_size": world_size, "rank": rank})
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Change settings, by upstream's names; `restore` brings the old values back."""
+        """Set values by upstream's argument names; `restore` undoes it."""
         self.keep(values)
         for dest, value in values.items():
             place = self._places[dest]
             setattr(place.owner, place.field, value)
 
     def keep(self, names: Iterable[str]) -> None:
-        """Have `restore` bring settings back, also those that Bridge itself completes."""
+        """Save settings for `restore`, including those that Bridge itself fills in."""
         for place in (self._places[dest] for dest in names if dest in self._places):
             value = getattr(place.owner, place.field)
             self._kept.setdefault((id(place.owner), place.field), (place, value))
 
     def restore(self) -> None:
-        """Bring the values back that were there before."""
+        """Restore all saved values."""
         for place, value in self._kept.values():
             setattr(place.owner, place.field, value)
         self._kept.clear()
 
     def in_fields(self, message: str, *, from_python: bool) -> str:
-        """Return a message that names fields of the configuration instead of flags.
+        """Replace the flags in a message with Bridge's configuration fields.
 
         Args:
-            message: With flags of Megatron's and ours.
-            from_python: Whether a `PipelineConfig` was given, and no flags of ours.
+            message: Text with flags of Megatron and megatron_ext.
+            from_python: Whether to name fields of `PipelineConfig` instead of our flags.
         """
 
         def named(match: re.Match[str]) -> str:
@@ -141,7 +141,7 @@ def _places(container: Any, section: str) -> list[Place]:
 
 
 def _layout_text(layout: Any) -> str | None:
-    """Return a layout in Megatron's notation: Bridge also takes lists of names, stage by stage."""
+    """Return a layout in Megatron's notation; Bridge also accepts one list of names per stage."""
     given = getattr(layout, "input_data", layout)
     if given is None or isinstance(given, str):
         return given
