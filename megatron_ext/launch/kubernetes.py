@@ -1,9 +1,8 @@
-"""Kubernetes: the manifest of a job for Kubeflow, whose operators start pods and say who is who.
+"""Kubernetes manifests for Kubeflow, whose operators start the pods and set the rendezvous.
 
-Both kinds of job set torchrun's own variables (PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, ...), so
-that a pod runs plain torchrun. `megatron-ext doctor` runs before it in every pod: a pod that cannot
-take part fails with its lines. Pure, so that it can be shown and tested; nothing here talks to a
-cluster.
+Both kinds of job set torchrun's variables (PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, ...), so a
+pod runs plain torchrun. Every pod runs `megatron-ext doctor` first; an unfit pod fails with its
+findings. The functions are pure: nothing here talks to a cluster.
 """
 
 from __future__ import annotations
@@ -23,30 +22,30 @@ __all__ = ["KINDS", "Pods", "manifest"]
 KINDS = ("trainjob", "pytorchjob")
 _GIB = 1 << 30
 _SHARED_BYTES = _GIB
-"""Of /dev/shm for each process: NCCL, and the workers of data loaders."""
+"""Size of /dev/shm for each process: NCCL and data loader workers use it."""
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 @dataclass(frozen=True)
 class Pods:
-    """What the pods of a job are."""
+    """The pods of a job: `nodes` pods with `nproc` processes each."""
 
     name: str
     image: str
     nodes: int
     nproc: int
     gpu_resource: str | None = None
-    """What the cluster calls a device, `nvidia.com/gpu`; None: processes on the CPU."""
+    """The cluster's resource name of a device, such as `nvidia.com/gpu`; None: CPU only."""
     rdma_resource: str | None = None
-    """What the cluster calls an RDMA device, `rdma/hca`; None: TCP between pods."""
+    """The cluster's resource name of an RDMA device, such as `rdma/hca`; None: TCP between pods."""
     environment: tuple[tuple[str, str], ...] = ()
     embedded: bool = False
 
     def check(self, command: Sequence[str]) -> None:
-        """Refuse what no cluster would take.
+        """Check the job's name, and the number of processes against the parallel sizes.
 
         Raises:
-            LaunchError: A name or a number is wrong, or the ranks do not fit the parallel sizes.
+            LaunchError: The name is invalid, or the ranks do not fit the parallel sizes.
         """
         if not _NAME.fullmatch(self.name):
             raise LaunchError(
@@ -57,15 +56,18 @@ class Pods:
 
 
 def manifest(kind: str, pods: Pods, command: Sequence[str]) -> dict[str, Any]:
-    """Return the job as an object of Kubernetes.
+    """Return the manifest of a job.
 
     Args:
-        kind: `trainjob`, of Kubeflow's Trainer, or `pytorchjob`, of its older Training Operator.
-        pods: What the pods are.
-        command: The script and its flags.
+        kind: `trainjob` (Kubeflow Trainer) or `pytorchjob` (the older Training Operator).
+        pods: The pods of the job.
+        command: The training script and its flags.
+
+    Returns:
+        The Kubernetes object, ready to be written as YAML or JSON.
 
     Raises:
-        LaunchError: Something is wrong with the names or sizes.
+        LaunchError: The name is invalid, or the ranks do not fit the parallel sizes.
     """
     pods.check(command)
     return {"trainjob": _train_job, "pytorchjob": _pytorch_job}[kind](pods, command)
@@ -125,7 +127,7 @@ def _pytorch_job(pods: Pods, command: Sequence[str]) -> dict[str, Any]:
         "spec": {
             "nprocPerNode": str(pods.nproc),
             "pytorchReplicaSpecs": specs,
-            "runPolicy": {"cleanPodPolicy": "Running"},  # what is left when the job ended
+            "runPolicy": {"cleanPodPolicy": "Running"},  # remove running pods after the job
         },
     }
 
@@ -162,7 +164,7 @@ def _resources(pods: Pods, command: Sequence[str]) -> dict[str, Any]:
 
 
 def _arena_bytes(pods: Pods, command: Sequence[str]) -> int:
-    """The most that a rank's arenas of the transport take, by its schedule; 0 without them."""
+    """Return the maximum size in bytes of a rank's transport arenas; 0 if it has none."""
     from megatron_ext.doctor.machine import Sizes, arena_bytes
 
     transport = flag_value(command, "--pipeline-transport")

@@ -1,8 +1,8 @@
-"""Starts a job again after a failure, on hosts that answer, spare ones included.
+"""Restarts a job after a failure, on the hosts that answer, spare hosts included.
 
 Every attempt is a run of its own, with preflight, logs and a result: RUN_ID, RUN_ID-r1, RUN_ID-r2.
-Where it goes on is the matter of the script, which loads its last whole checkpoint: Megatron writes
-the name of a checkpoint after all of it.
+The training script resumes from its last complete checkpoint: Megatron records a checkpoint's
+iteration only after it has written all of it.
 """
 
 from __future__ import annotations
@@ -35,30 +35,33 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Restarts:
-    """How often, and on which hosts, a job may start again."""
+    """The restart policy of a job: how often, and on which hosts."""
 
     limit: int = 0
-    """Restarts within `window_s`; a job that fails faster has a cause that does not go away."""
+    """Maximum number of restarts within `window_s`. More failures suggest a permanent cause."""
     window_s: float = 3600.0
     spares: tuple[Node, ...] = ()
-    """Hosts that take no part until another one does not answer."""
+    """Hosts that stay idle until another one does not answer."""
     timeout_s: float = 30.0
-    """For hosts to answer."""
+    """How long hosts may take to answer before a restart."""
 
 
 async def run(
     plan: Plan, ssh: Ssh, restarts: Restarts, attempt: Callable[[Plan], Awaitable[Outcome]]
 ) -> Outcome:
-    """Run a job until it ends well, is stopped, or has used up its restarts.
+    """Run a job until it succeeds, is stopped, or has used up its restarts.
 
     Args:
-        plan: The first attempt.
-        ssh: How hosts are reached.
-        restarts: How often it may start again, and where.
+        plan: Plan of the first attempt.
+        ssh: Runs commands on the hosts.
+        restarts: Restart policy.
         attempt: Runs a plan to its end.
 
+    Returns:
+        The outcome of the last attempt.
+
     Raises:
-        LaunchError: An attempt cannot start; too few hosts are left, one line for each.
+        LaunchError: An attempt cannot start, or too few hosts answer.
     """
     hosts = (*plan.nodes, *restarts.spares)
     if restarts.limit and flag_value(plan.command, "--load") is None:
@@ -84,7 +87,7 @@ async def run(
 
 
 async def _interruptible(seconds: float) -> None:
-    """Sleep; between attempts a signal ends the launcher, as no job is there to be stopped."""
+    """Sleep with default signal handlers: without a job to stop, a signal ends the launcher."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.remove_signal_handler(number)
@@ -94,7 +97,11 @@ async def _interruptible(seconds: float) -> None:
 async def _answering(
     everywhere: Plan, count: int, ssh: Ssh, restarts: Restarts
 ) -> tuple[Node, ...]:
-    """Return the first hosts that answer, in their order."""
+    """Return the first `count` hosts that answer, in the order of the plan.
+
+    Raises:
+        LaunchError: Fewer hosts answer.
+    """
     asked = replace(everywhere, run_id=f"{everywhere.run_id}-ask")
     connections: list[Connection | None] = [None] * len(asked.nodes)
     try:

@@ -50,10 +50,10 @@ def job_of(environment: Mapping[str, str]) -> str | None:
 def hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
     """Return the hosts of the allocation, in Slurm's order, with their addresses.
 
-    A single task on a host does not determine its processes: the host counts its devices then.
+    A host with one task, Slurm's default, gets no `slots`: it starts a process for each device.
 
     Raises:
-        LaunchError: Slurm does not return them.
+        LaunchError: One of Slurm's commands fails.
     """
     names = _ask("scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")).split()
     shown = _ask("scontrol", "--oneliner", "show", "node", ",".join(names))
@@ -88,19 +88,23 @@ def state(job: str) -> str | None:
 
 
 def cancel(job: str) -> None:
-    """Cancel a job that does not run yet.
+    """Cancel a pending job.
 
     Raises:
-        LaunchError: It belongs to another user, or has ended.
+        LaunchError: The job belongs to another user, or has ended.
     """
     _ask("scancel", job)
 
 
 def end(job: str, timeout_s: float) -> None:
-    """Ask the launcher of a submitted job to stop it in order, and wait for the end of the job.
+    """Send SIGTERM to the launcher of a submitted job, which stops it, and wait for its end.
+
+    Args:
+        job: Slurm job id.
+        timeout_s: How long to wait.
 
     Raises:
-        LaunchError: It belongs to another user, or does not end in time.
+        LaunchError: The job belongs to another user, or does not end in time.
     """
     if state(job) == "RUNNING":
         _ask("scancel", "--batch", "--signal=TERM", job)
@@ -122,7 +126,7 @@ def batch_script(options: str, arguments: Sequence[str], workdir: str) -> str:
         workdir: Work directory of the job.
 
     Raises:
-        LaunchError: The options have an open quote, or no number of nodes.
+        LaunchError: The options have an open quote or lack the number of nodes.
     """
     try:
         words = shlex.split(options)
@@ -137,10 +141,10 @@ def batch_script(options: str, arguments: Sequence[str], workdir: str) -> str:
 
 
 def submit(script: str) -> str:
-    """Submit a batch script; return the id of the job, and keep the script beside its log.
+    """Submit a batch script, store it beside the job's log and return the job id.
 
     Raises:
-        LaunchError: Slurm refuses it.
+        LaunchError: Slurm refuses the script, or the directory of runs is not writable.
     """
     root = runs.runs_root()
     try:
@@ -156,7 +160,11 @@ def submit(script: str) -> str:
 
 
 def _ask(*command: str, text: str | None = None) -> str:
-    """Run one of Slurm's commands and return what it prints."""
+    """Run one of Slurm's commands and return its output.
+
+    Raises:
+        LaunchError: The command is missing, fails or does not answer in time.
+    """
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
