@@ -1,14 +1,14 @@
-"""Forward/backward disaggregation: computed and measured step times, memory, transfer of weights.
+"""Forward/backward disaggregation: predicted and measured step times, memory, weight transfer.
 
     python benchmarks/disaggregation.py [--forward-ms MS] [--steps N] [--json FILE]
 
-1. Stages that sleep (a backward takes twice as long as a forward) run under the disaggregated
-   executor and under this package's 1F1B, both over shared memory. Beside each measured step stands
-   what the simulator says, given the time of a message that the same processes measured before.
-   Forward ranks that stand in for TP ranks sleep TP times as long. Times are in forwards of a
-   stage; the bar is a deviation of 3 %.
-2. A GPT is trained in each way: most resident memory of a process of the first stage above what it
-   held before the first step, and what new weights cost either role.
+1. Sleeping stages (a backward takes twice as long as a forward) run under the disaggregated
+   executor and under this package's 1F1B, both over shared memory. The table shows each measured
+   step beside the simulator's prediction, which uses the message time that the same processes
+   measured before. Forward ranks that represent TP ranks sleep TP times as long. The unit of time
+   is a stage's forward; the target is a deviation of at most 3 %.
+2. A GPT is trained in each way. Reported are the peak resident memory of a first-stage process
+   above that before the first step, and the time that new weights cost either role.
 
 Prints the tables of `docs/disaggregation.md`. Takes about 10 minutes.
 """

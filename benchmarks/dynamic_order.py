@@ -1,21 +1,21 @@
-"""What a dynamic order gains: every comparison of docs/dpp.md, on emulated stages.
+"""The gain of a dynamic order: every comparison of docs/dpp.md, on emulated stages.
 
     python benchmarks/dynamic_order.py [--simulate] [--draws N] [--repetitions N] [--forward-ms T]
         [--json FILE]
 
-Real processes and messages; computation is emulated by sleeping (see schedules.py). All systems
-get the same draws of noise. Numbers are speeds, the time of the reference over that of the system:
-the median of the draws (lowest .. highest), each draw at the shortest of its repetitions, since
-what else the machine does only adds. Where nothing is random draws are all alike and are repeated
-less. 20 minutes with the defaults, on two cores that are idle.
+Processes and messages are real; stages emulate computation by sleeping (see schedules.py). All
+systems get the same draws of noise. The numbers are speed-ups, the time of the reference over that
+of the system: the median of the draws (lowest .. highest). Each draw counts with its shortest
+repetition, since other load only adds time. Scenarios without randomness have equal draws and get
+fewer repetitions. The defaults take 20 minutes on two idle cores.
 
-The last column says, by simulation, what no order can exceed, with whatever memory: some rank has
-to wait for its first input, to do all of its work, and to be waited for.
+The last column is a computed upper bound for any order, with unlimited memory: each rank has to
+wait for its first input and do all of its work, and then other ranks have to finish theirs.
 
-Last comes what the runtime and its messages added to the order that was run, with the ops as they
-were and of the length of schedules.py: the time measured over that of a replay of this very order.
+The final table is the overhead of runtime and messages, with ops of the length of schedules.py: the
+measured time over that of a replay of the same order with the measured ops.
 
-`--simulate` computes the same tables, without peers, and those of the policies that were tried.
+`--simulate` computes the same tables without peers, and those of the policies that were tried.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What the executor costs on top of Megatron's forward and backward steps.
+"""The overhead of the executor on top of Megatron's forward and backward steps.
 
     python benchmarks/executor_overhead.py [--microbatches M] [--steps N] [--json FILE]
 
-Stages of benchmarks/schedules.py whose ops take no time. Reported is the time of a step that is not
-spent in Megatron's `forward_step` and `backward_step` (or, for W, in the split), for each action:
-on one rank, where no message is sent, and on two, where a message comes or goes with most actions.
-It is processor time of the thread that runs the schedule, so waiting does not count; the best step
-of N. Megatron's own schedules are measured in the same way. The bar is 50 us on one rank.
+The stages are those of benchmarks/schedules.py, with ops that take no time. Reported is the time of
+a step outside of Megatron's `forward_step` and `backward_step` (or, for W, of the split), for each
+action: on one rank, which sends no messages, and on two, where most actions receive or send one. It
+is CPU time of the thread that runs the schedule, so waits do not count; the best of N steps. The
+same method measures Megatron's own schedules. The target is 50 us on one rank.
 """
 
 from __future__ import annotations

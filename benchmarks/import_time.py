@@ -1,12 +1,12 @@
-"""What `import megatron_ext` adds to `import megatron.core`.
+"""The time that `import megatron_ext` adds to `import megatron.core`.
 
     python benchmarks/import_time.py [--repeats N] [--json FILE]
 
-Each import runs in a fresh interpreter; the two kinds alternate, so that whatever else the machine
-does hits both alike. On devices other than CUDA the patches keep Megatron from compiling its fused
-functions, and so from importing torch's compiler, which takes longer than all the rest; the fair
-baseline there is Megatron without the compiler, the second row. Reported are medians and their
-ratio, and the difference of the minima, which is the figure least disturbed by others.
+Each import runs in a fresh interpreter; the two kinds alternate, so other load affects both alike.
+On devices other than CUDA the patches prevent Megatron from compiling its fused functions, and so
+from importing torch's compiler, which takes longer than all the rest. The fair baseline there is
+Megatron without the compiler, the second row. Reported are medians and their ratio, and the
+difference of the minima, the figure least disturbed by other load.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What `megatron-ext launch` costs: over plain torchrun, with many hosts, with many log lines.
+"""The cost of `megatron-ext launch`: over plain torchrun, with many hosts, with many log lines.
 
     python benchmarks/launch.py [--rounds N] [--hosts N] [--lines N] [--json FILE]
 
-- overhead: a script on this machine, started by torchrun and by the launcher in turns. The
-  difference of the medians is what the launcher adds, in time and in time of the processor,
-  which tells more where others use the machine.
-- hosts: as many agents as hosts, through a stand-in for ssh that runs them here, so all of them
-  share this machine's cores; real hosts start at the same time. From the start of the launcher
-  until every host's command has said a word, and from Ctrl-C until the launcher has ended.
-- lines: one process prints as fast as it can; lines for each second of the whole run until the
-  last one is shown, and the most memory that launcher and agent had meanwhile.
+- overhead: torchrun and the launcher start a script on this machine, alternately. The launcher's
+  overhead is the difference of the medians, in wall-clock time and in CPU time, which is the more
+  reliable one on a busy machine.
+- hosts: one agent for each host, through a stand-in for ssh that runs them here, so they share this
+  machine's cores; real hosts start in parallel. Measured are the time from the start of the
+  launcher to the first output of every host's command, and from Ctrl-C to the launcher's exit.
+- lines: one process prints as fast as it can. Measured are the lines per second over the whole run,
+  up to the display of the last one, and the peak memory of launcher and agent.
 """
 
 from __future__ import annotations

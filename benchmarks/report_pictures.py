@@ -1,9 +1,9 @@
-"""Makes the screenshots of the report that docs/tracing.md shows, from a real run.
+"""Takes the screenshots of the report in docs/tracing.md, from a real run.
 
     python benchmarks/report_pictures.py [--only-report DIR]        # about a minute, needs Chromium
 
-Trains the tiny Llama 3 of the quick start on four ranks with --use-dpp and --trace, makes the
-report and photographs the top of the page, light and dark.
+It trains the tiny Llama 3 of the quick start on four ranks with --use-dpp and --trace, writes the
+report and captures the top of the page in the light and the dark theme.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How long it takes to generate, validate and simulate large schedules.
+"""The time to generate, validate and simulate large schedules.
 
     python benchmarks/schedule_tables.py [--pp P] [--microbatches M] [--repeats N] [--json FILE]
 
-CPU seconds of this process (best of N), so that whatever else the machine does hardly counts. The
-bar is 2 s for interleaved with 64 ranks, 1024 micro-batches and 2 chunks, all three together.
+Times are CPU seconds of this process (best of N), so other load hardly matters. The target is 2 s
+in total for interleaved with 64 ranks, 1024 micro-batches and 2 chunks.
 """
 
 from __future__ import annotations

@@ -3,35 +3,34 @@
     python benchmarks/schedules.py [--pp P ...] [--microbatches M] [--only TEXT ...] [--steps N]
         [--rounds N] [--forward-ms T] [--json FILE] [--svg FILE] [--markdown]
 
-All of the documentation's figures are of one run of `--markdown --svg docs/images/measured.svg`: 4
-and 8 ranks, a quarter of an hour. Of several sizes the first is run with all systems, the others
-without our schedules over gloo, unless `--only` chooses.
+All figures of the documentation come from one run of `--markdown --svg docs/images/measured.svg`: 4
+and 8 ranks, 15 minutes. With several sizes the first runs all systems, the others leave out this
+package's schedules over gloo, unless `--only` selects systems.
 
-Every system runs the same model in real processes with real messages; computation is emulated by
+Every system runs the same model in real processes with real messages; stages emulate computation by
 sleeping. Each rank is bound to CPUs of its own, or shares one if there are too few. Columns of the
 table:
 
-    T ms       median time of a step, from the first rank's begin to the last rank's end
-    T/ideal    the same over the work of one rank, the time without any bubble
-    order      what T/ideal would be for the order that ran, with exact ops and free messages
-    replay %   what the runtime and its messages added to that order with the ops as they were
-    ops %      how much longer ops took than they sleep; marked ! above 5: a machine too busy
-    peak act.  activations alive at once, as tensors in memory, on the worst rank; in those of
-               one micro-batch on 1/pp of the model
-    of order   activations that the order must keep
-    weights    how often each weight is stored
+    T ms       median step time, from the start of the first rank to the end of the last
+    T/ideal    T over the work of one rank, which is the time without any bubble
+    order      T/ideal of the order that ran, with exact ops and free messages
+    replay %   overhead of runtime and messages over that order with the measured ops
+    ops %      excess of ops over their sleep; marked ! above 5: the machine is too busy
+    peak act.  peak of live activations, as tensors in memory, on the worst rank; the unit is the
+               activations of one micro-batch on 1/pp of the model
+    of order   activations that the order must hold
+    weights    copies of each weight
     ops        actions of a rank
-    hops       messages on the longest path of the order: their latency makes the step longer
-    gap us     from the end of an op to the start of the next on its rank, where nothing is awaited
+    hops       messages on the longest path of the order: their latency extends the step
+    gap us     from the end of an op to the start of the next on its rank, if it waits for nothing
     hop us     from the end of an op to the start of one on another rank that waits for it
-    cpu %      processor time of a rank over T: what is beyond cores/pp makes ranks wait for cores
+    cpu %      CPU time of a rank over T: beyond cores/pp ranks wait for cores
 
-With `--scenario NAME ...` (or `all`) ops and messages take random times, and orders that ranks
-choose by themselves are compared with fixed ones. Every step of the `--steps` is another draw, the
-same for all systems, and `--rounds` repeats the draws. Then the columns are, as median (lowest ..
-highest) of the draws:
+With `--scenario NAME ...` (or `all`) ops and messages take random times, and dynamic orders are
+compared with static ones. Every step of `--steps` is another draw, the same for all systems, and
+`--rounds` repeats the draws. Then the columns are, as median (lowest .. highest) of the draws:
 
-    T/ideal    as above, over the work of a rank that nothing disturbs
+    T/ideal    as above, over the undisturbed work of a rank
     speed      T of the first system over T, at the same draw: above 1 is faster
 
 Sleeping ops say nothing about kernels, memory bandwidth or collectives that share a GPU with them.

@@ -1,12 +1,11 @@
-"""What the patch points cost in a training step when no feature is active.
+"""The cost of the patch points in a training step without an active feature.
 
     python benchmarks/step_overhead.py [--pairs N] [--json FILE]
 
-Two processes train a small GPT on the CPU as a pipeline of two stages, alternating, step after
-step, between two states of the same patches: as they are (a wrapt patch point, its chain chosen at
-each call), and as plain Python functions with the same effect, which is what a hand-written monkey
-patch would be. The ratio of each pair of neighbouring steps is taken, and the median of those
-ratios reported, beside the number of calls that went through patch points in a step.
+Two processes train a small GPT on the CPU as a pipeline of two stages. From step to step they
+alternate between two forms of the same patches: patch points (wrapt, which select their chain at
+each call) and plain Python functions of the same effect, like a hand-written monkey patch. Reported
+are the median ratio of neighbouring steps, and the number of calls through patch points in a step.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
                                               # two to three minutes on two cores
     python benchmarks/trace_aggregate.py --ranks 8 --keep /tmp/run
 
-The trace is made up: an interleaved pipeline of 8 ranks and 8 replicas, spans as the recorder
-writes them. An event is a span: two records of the file. The page of the report is then opened in
-the headless browser of its tests, if there is one, and so is an empty page.
+The trace is synthetic: an interleaved pipeline of 8 ranks and 8 replicas, in the recorder's format.
+An event is a span, two records of the file. If the headless browser of the report's tests is
+installed, it then opens the report, and an empty page as the baseline.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What tracing costs, and how well `plan --from-trace` predicts, with stages that take known times.
+"""The cost of tracing, and the accuracy of `plan --from-trace` on stages of known durations.
 
     python benchmarks/tracing.py                                 # about five minutes
     python benchmarks/tracing.py --pp 2 --microbatches 4 --steps 2 --only 1f1b zb-h1
 
-Every second step is traced, in the harness of `benchmarks/schedules.py`; the cost is the median of
-the differences between each traced step and the one before it. The trace of 1f1b alone predicts the
-steps of all systems; nothing else is told to the planner. What recording an event takes of the
-processor, and of the file, is measured by itself, since one step has too few events to show it.
+The harness of `benchmarks/schedules.py` traces every second step; the cost is the median difference
+between a traced step and the one before it. The planner predicts the steps of all systems from the
+trace of 1f1b alone. CPU time and file size of an event are measured separately, since one step has
+too few events to show them.
 """
 
 from __future__ import annotations

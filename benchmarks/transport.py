@@ -1,20 +1,25 @@
-"""How fast tensors go between two processes: our wires beside gloo, in the same run.
+"""Latency and bandwidth of tensors between two processes: this package's wires and gloo.
 
     python benchmarks/transport.py [--rounds N] [--json FILE]
 
-Two processes, the Python interface of each. Latency is half of a round trip, the median of all; the
-bandwidth is that of messages sent one after the other, the median of the rounds. Rounds of the
-wires take turns, so that a drift of the machine hits them alike. `shm` has slots as large as the
-message, so the receiver gets it without a copy, and where ranks have CPUs of their own it looks for
-messages for 20 us before it sleeps; `shm, asleep` is the same on a host with fewer CPUs than ranks,
-where it sleeps at once; `shm, pieces` has slots of 256 KiB; `tcp` goes through the loop-back
-interface of the host, as gloo does; `tcp, pieces` has slots of 64 KiB, so little room that longer
-messages than 4 MiB have to be allowed on their way. gloo receives into a tensor that is there
-already, and so does `socket`, a bare socket over the same interface. Beside them
-the copy of one thread, which is what a message at least takes: between two pairs of tensors in
-turn, because the two processes touch as much memory. `multiprocessing` is a queue of
-torch.multiprocessing, to a process that one rank starts, with a tensor for each message.
-Where there are NVIDIA GPUs, tensors of those are sent as well (`gpu_transport`).
+Two processes use the Python interface of each transport. Latency is half of a round trip, the
+median of all; bandwidth is that of back-to-back messages, the median of the rounds. The wires take
+turns, so a drift of the machine affects them alike.
+
+    shm              slots as large as the message, so the receiver needs no copy; with a CPU for
+                     each rank, a wait spins for 20 us before it sleeps
+    shm, asleep      the same without a spin, as on a host with fewer CPUs than ranks
+    shm, pieces      slots of 256 KiB
+    tcp              over the loopback interface, like gloo
+    tcp, pieces      slots of 64 KiB, so little room that the receiver must grant more in the middle
+                     of messages above 4 MiB
+    socket           a bare socket over the loopback interface, into an existing tensor, as gloo
+    copy             a copy by one thread, the lower bound of a message; it alternates between two
+                     pairs of tensors, because the two processes touch as much memory
+    multiprocessing  a queue of torch.multiprocessing to a child of one rank, a new tensor for each
+                     message
+
+With NVIDIA GPUs, it sends device tensors too (`gpu_transport`).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What all benchmarks share."""
+"""Code shared by all benchmarks."""

@@ -1,4 +1,4 @@
-"""Files of figures, which are named before minutes of measuring and written after them."""
+"""The --json output: the path is checked before the measurement, the file written after it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Tensors of GPUs between two processes, for `transport.py`.
+"""GPU tensors between two processes, for `transport.py`.
 
-With one GPU both processes use it. `gpu, staged` goes through pinned memory, `gpu, ipc` from GPU to
-GPU, and `nccl` is a send and a receive of torch.distributed, which needs two GPUs. A message has
-come when the GPU of the receiver has it. `gpu, copy` is a copy to the host and back by one process.
+A single GPU serves both processes. `gpu, staged` goes through pinned memory, `gpu, ipc` from GPU to
+GPU, and `nccl` is a send and a receive of torch.distributed, which needs two GPUs. A message counts
+as received when the receiver's GPU has it. `gpu, copy` is a copy to the host and back in one
+process.
 """
 
 from __future__ import annotations

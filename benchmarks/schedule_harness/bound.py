@@ -1,4 +1,4 @@
-"""How short a step can be at best, whatever the order and however much memory it may take."""
+"""A lower bound of the step time, for any order and unlimited memory."""
 
 from __future__ import annotations
 

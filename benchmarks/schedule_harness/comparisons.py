@@ -1,6 +1,6 @@
-"""Which orders are compared with which, in which scenarios, and what is aimed at.
+"""The comparisons of orders: systems, references, scenarios and targets.
 
-A comparison is fair where both sides keep the same activations: `+0` is the cap of the table.
+A comparison is fair if both sides hold equally many activations: `+0` is the cap of the table.
 """
 
 from __future__ import annotations

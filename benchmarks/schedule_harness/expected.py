@@ -1,6 +1,6 @@
-"""Simulates the systems of this package in scenarios: what a machine would show that adds nothing.
+"""Simulates this package's systems in scenarios, as on a machine without overhead.
 
-The draws are those of the measurement, so both can be held against each other.
+The draws are those of the measurement, so the two can be compared.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Messages that take time: the sender stamps them, the receiver does not see them before.
+"""Emulates message latency: the sender stamps a message, and the receiver gets it only later.
 
-A stamp is the time of sending on the machine's monotonic clock, in the first two elements of the
-tensor, whose values mean nothing to an emulated stage. Our executor asks the transport what is
-there, so a transport hides what is not; for peers, the stage itself waits.
+The stamp is the time of the send on the machine's monotonic clock, in the first two elements of the
+tensor, which an emulated stage ignores. This package's executor polls the transport, so a transport
+wrapper hides messages until they are due; for the peers' runtimes the stage itself waits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starts the ranks of a measurement, with the harness of the tests."""
+"""Starts the ranks of a measurement with the tests' harness."""
 
 from __future__ import annotations
 

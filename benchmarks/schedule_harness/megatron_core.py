@@ -1,7 +1,7 @@
 """Steps of Megatron's own schedules, through its own functions.
 
-They run on the CPU through this package's device redirects, which change no schedule. The options
-are those of training: outputs are deallocated, interleaved with either kind of P2P.
+They run on the CPU through this package's device redirects, which do not change schedules. The
+options are those of training: deallocated outputs, and either kind of P2P for interleaved.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What follows from the records of all ranks.
+"""Metrics from the records of all ranks.
 
-The *replay* takes the order in which each rank ran its ops and gives every op its earliest time:
-when its rank is free and its inputs exist, with messages that cost nothing. With the recorded
-durations it tells what runtime and messages added (noise in the ops themselves is in both), with
-the nominal ones what the order is worth.
+The *replay* keeps the order in which each rank ran its ops and starts every op as early as
+possible: when its rank is free and its inputs exist, with free messages. Its time with the recorded
+durations shows the overhead of runtime and messages (both contain the noise of the ops); with the
+nominal durations it shows the quality of the order.
 """
 
 from __future__ import annotations

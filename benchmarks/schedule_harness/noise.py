@@ -1,7 +1,8 @@
-"""What disturbs a step: the scenarios, and how long ops and messages take in each.
+"""The scenarios of disturbed steps, and the durations of ops and messages in each.
 
-Every draw follows from the seed, the step and what it is for, so all systems get the same. Factors
-have mean 1. The parent of the ranks reads this too; neither torch nor Megatron is imported.
+A draw depends only on the seed, the step and its op or message, so all systems get the same draws.
+Factors have mean 1. The parent of the ranks imports this too, so it imports neither torch nor
+Megatron.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a rank records, and how long its ops have to take.
+"""The records of a rank and the nominal durations of its ops.
 
-The parent of the ranks reads this too; neither torch nor Megatron is imported.
+The parent of the ranks imports this too, so it imports neither torch nor Megatron.
 """
 
 from __future__ import annotations

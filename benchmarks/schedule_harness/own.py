@@ -1,4 +1,4 @@
-"""Steps of this package's executor, as training calls it."""
+"""Steps of this package's executor, called as in training."""
 
 from __future__ import annotations
 

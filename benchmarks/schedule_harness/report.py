@@ -1,4 +1,4 @@
-"""The table and the picture of a measurement."""
+"""Renders a measurement as a table and as a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disaggregated jobs on emulated stages and on a small GPT, one rank of each."""
+"""One rank of a disaggregated job, on emulated stages and on a small GPT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures systems in scenarios and puts what they did side by side."""
+"""Measures systems in scenarios and compares them."""
 
 from __future__ import annotations
 

@@ -1,16 +1,15 @@
-"""The emulated stage, and the probe that records what ran when and what is alive.
+"""The emulated stage, and the probe that records its ops and live activations.
 
 A stage computes `y = A(x + z) + weights(x)` and sleeps for the forward. `A` is the identity; its
-backward sleeps for the input gradient. The weights are a real, tiny linear of Megatron's, so that
-whatever splits the backward of real models splits this one too; the time of the weight gradient is
-slept where that gradient is computed. An op sleeps until its time is over: what autograd needs is
-part of it, as on a GPU, whose kernels hide what the host does. An op ends late all the same, since
-sleeps do (0.2 ms where four processes share two cores) and autograd works after the last one. So
-the probe follows how late the ops of each kind are, and asks for that much less sleep: half of them
-end late then, and half early.
+backward sleeps for the input gradient. The weights are a real, tiny linear layer of Megatron's, so
+a split of the backward works as with real models; the computation of the weight gradient sleeps
+for its duration. An op sleeps until its nominal end, so its duration includes the work of autograd,
+as on a GPU, whose kernels hide the host's work. Still, ops end late: sleeps do (by 0.2 ms with four
+processes on two cores), and autograd has work after the last one. So the probe tracks the lateness
+of each kind of op and shortens the sleep by that much: half of the ops then end late, half early.
 
-The parameter `z` makes the first stage have an input gradient to compute, as an embedding does.
-`x + z` is the stage's activation: `A` and the linear both keep it.
+With the parameter `z` the first stage has an input gradient to compute, as with an embedding.
+`x + z` is the stage's activation, which both `A` and the linear layer save.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is measured: one system for each row of the table."""
+"""The systems to be measured, one for each row of the table."""
 
 from __future__ import annotations
 

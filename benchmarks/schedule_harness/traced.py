@@ -1,4 +1,4 @@
-"""Steps of this package's executor, traced as training does it."""
+"""Steps of this package's executor, with tracing as in training."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Policies that were tried beside `hint`, on the same tables with the same draws, simulated.
+"""Simulations of policies that were tried beside `hint`, with the same tables and draws.
 
-All keep what `hint +0` keeps, but for the one below each rank's own peak, which keeps less.
+All hold as many activations as `hint +0`, except the one below each rank's own peak, which holds
+fewer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long this machine takes to wake a process that sleeps: the least that a message costs."""
+"""The wake-up latency of a sleeping process on this machine: the lower bound of a message."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What `benchmarks/transport.py` measures beside the transports."""
+"""The baselines of `benchmarks/transport.py`."""
