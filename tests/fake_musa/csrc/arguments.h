@@ -17,14 +17,14 @@ inline c10::ArrayRef<c10::IValue> arguments(const c10::OperatorHandle& op, const
     return c10::ArrayRef<c10::IValue>(stack).slice(stack.size() - count, count);
 }
 
-// Indices may live on the CPU, as for every accelerator; the indexed tensor may not.
+// Indices may be on the CPU, as with every accelerator; the indexed tensor may not.
 inline bool takes_cpu_indices(std::string_view name) {
     return name == "aten::index" || name == "aten::index_put_" ||
            name == "aten::_index_put_impl_" || name == "aten::_unsafe_index";
 }
 
-// Raises where a real device would: a kernel cannot read another device's memory. Tensors without
-// dimensions are let through, torch passes them as numbers.
+// Raises where a real device would: a kernel cannot read another device's memory. Tensors of zero
+// dimensions are exempt, because torch passes them as scalars.
 inline void check_same_device(const c10::OperatorHandle& op, const Stack& stack) {
     const bool cpu_indices = takes_cpu_indices(op.schema().name());
     std::optional<c10::Device> expected;
@@ -57,7 +57,7 @@ inline void check_same_device(const c10::OperatorHandle& op, const Stack& stack)
     }
 }
 
-// Calls `visit` on every tensor of an argument or result and stores what it returns instead.
+// Replaces every tensor of an argument or result by the result of `visit`.
 template <typename Visit>
 void replace_tensors(c10::IValue& value, Visit&& visit) {
     if (value.isTensor()) {

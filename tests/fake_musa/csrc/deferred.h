@@ -1,9 +1,9 @@
-// Operators on a device that runs behind the host: what an operator returns is made at once, and
-// filled when its stream gets there.
+// Operators on an asynchronous device: an operator returns its results at once, and its stream
+// fills them later.
 //
-// Sizes, strides and types of results come from one run of the CPU's own kernel on zeros, which is
-// remembered for arguments of the same kind. So they are the CPU's, also where torch's meta kernels
-// would have others, and a mistake in arguments is found where it is made.
+// Sizes, strides and types of results come from one run of the CPU's kernel on zeros, cached by the
+// call's signature. So they are the CPU's, even where torch's meta kernels differ, and a wrong
+// argument raises in the call itself.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -27,22 +27,22 @@
 
 namespace fake_musa {
 
-// A result as one run on zeros gave it.
+// The form of a result, from the run on zeros.
 struct Shaped {
-    int same_as = -1;  // the number of the argument that is returned; -1: something new
+    int same_as = -1;  // index of the argument that is returned; -1: a new tensor
     bool defined = true;
     std::vector<int64_t> sizes, strides;
     c10::ScalarType dtype = c10::ScalarType::Float;
 };
 
 struct Inferred {
-    std::vector<std::vector<Shaped>> results;  // of lists: one for each element
+    std::vector<std::vector<Shaped>> results;  // for lists: one for each element
     std::vector<bool> is_list;
-    std::vector<std::pair<int, std::vector<int64_t>>> resized;  // arguments that are to be filled
+    std::vector<std::pair<int, std::vector<int64_t>>> resized;  // arguments that the call resizes
 };
 
-// The part of a call that is the device's: it computes from what its arguments hold then, and
-// writes when its time is over.
+// The device's part of a call: it reads its arguments when it runs, and writes its results at the
+// end of its duration.
 struct Later {
     explicit Later(const c10::OperatorHandle& called) : op(called) {}
 
@@ -75,12 +75,12 @@ struct Later {
     }
 
     c10::OperatorHandle op;
-    Stack stack;                      // the arguments, then the results; all of the CPU
-    std::vector<at::Tensor> targets;  // where results go; undefined: it is an argument
-    std::vector<std::pair<at::Tensor, size_t>> written;  // arguments, and their numbers
+    Stack stack;                      // the arguments, then the results; all on the CPU
+    std::vector<at::Tensor> targets;  // destinations of results; undefined: an argument
+    std::vector<std::pair<at::Tensor, size_t>> written;  // arguments, and their indices
 
   private:
-    // Has the operator write to copies of those arguments that it writes to.
+    // Substitutes copies for the arguments that the operator writes to.
     void hide_writes() {
         size_t number = 0, next = 0;
         for (c10::IValue& argument : stack) {
@@ -101,7 +101,7 @@ struct Later {
     std::vector<std::pair<at::Tensor, at::Tensor>> copies;
 };
 
-// One call of an operator whose results do not depend on what its arguments hold.
+// One call of an operator whose result shapes do not depend on the contents of its arguments.
 class DeferredCall {
   public:
     DeferredCall(const c10::OperatorHandle& op, Stack& stack) : op_(op), stack_(stack) {
@@ -168,7 +168,7 @@ class DeferredCall {
     }
 
   private:
-    // Of the CPU, at the device's time: the bytes, whoever owns them by then.
+    // A CPU tensor on the same bytes for the deferred run, whoever owns them by then.
     static at::Tensor for_later(const at::Tensor& tensor) {
         if (!tensor.defined()) {
             return tensor;
@@ -288,7 +288,7 @@ class DeferredCall {
         return us;
     }
 
-    // Of the products of matrices: the last two tensors are factors.
+    // FLOPs of matrix products, whose last two tensors are the factors.
     double flops() const {
         const std::string& name = op_.schema().name();
         const bool multiplies = name == "aten::mm" || name == "aten::bmm" ||
@@ -307,18 +307,18 @@ class DeferredCall {
     size_t first_ = 0;
     c10::Device device_ = current_device();
     std::vector<at::Tensor> tensors_;  // of all arguments, in their order
-    std::vector<size_t> written_;      // those that the operator writes to
+    std::vector<size_t> written_;      // indices of those that the operator writes to
     Inferred own_;
     int64_t bytes_ = 0;
 };
 
-// Whether what an operator returns depends on the contents of its arguments, so that the host waits
-// for them; on a real device, too.
+// Whether the host needs the contents of the arguments to return the results, and so has to wait
+// for them, as with a real device.
 inline bool needs_contents(const c10::OperatorHandle& op, const Stack& stack) {
     const std::string_view name = op.schema().name();
     if (takes_cpu_indices(name)) {
-        // Of one value under a mask torch makes a `masked_fill`; where it comes from Python it is
-        // on the host for CUDA.
+        // torch turns one value under a mask into a `masked_fill`; a value from Python is on the
+        // host with CUDA.
         const auto given = arguments(op, stack);
         if (given.size() > 3 && given[2].toTensor().numel() == 1 && !given[3].toBool()) {
             return false;
@@ -335,8 +335,8 @@ inline bool needs_contents(const c10::OperatorHandle& op, const Stack& stack) {
            name == "aten::bincount" || op.schema().returns().empty();
 }
 
-// Fills that random numbers alone decide: drawn when they are asked for, as the state of a
-// generator is the host's on a real device as well, and stored at the stream's time.
+// Fills with random numbers: drawn in the call, because the generator's state is on the host on a
+// real device too, and stored in the order of the stream.
 inline bool is_random_fill(const c10::OperatorHandle& op) {
     const std::string_view name = op.schema().name();
     return name == "aten::normal_" || name == "aten::uniform_" || name == "aten::random_" ||

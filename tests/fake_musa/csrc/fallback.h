@@ -1,9 +1,9 @@
-// Every other operator: the CPU's kernel runs on the device's bytes, its results are copied back.
+// The fallback of all other operators: the CPU's kernel runs on the device's bytes, and its results
+// are copied back.
 //
-// torch's own CPU fallback is not used, because it is more forgiving than a device: it quietly
-// moves CPU arguments along, and random numbers would come from the CPU's generator. It also copies
-// each argument, which changes strides and with them the order of sums; here, results are those of
-// the CPU bit for bit.
+// torch's own CPU fallback is more forgiving than a device: it silently accepts CPU arguments, and
+// it draws random numbers from the CPU's generator. It also copies each argument, which changes
+// strides and so the order of sums. Here the results are bitwise those of the CPU.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -20,7 +20,7 @@
 
 namespace fake_musa {
 
-// Removes an explicit generator from the arguments and returns the one to draw from.
+// Removes an explicit generator from the arguments; returns it, or the device's default one.
 inline at::Generator take_generator(const c10::OperatorHandle& op, Stack& stack) {
     const size_t count = op.schema().arguments().size();
     for (size_t i = stack.size() - count; i < stack.size(); ++i) {
@@ -36,7 +36,7 @@ inline at::Generator take_generator(const c10::OperatorHandle& op, Stack& stack)
     return default_generator(-1);
 }
 
-// The arguments of one call on the CPU, and the device tensors that they stand for.
+// The CPU arguments of one call, and the device tensors that they represent.
 class CpuCall {
   public:
     CpuCall(const c10::OperatorHandle& op, Stack& stack) : op_(op), stack_(stack) {
@@ -81,8 +81,8 @@ class CpuCall {
         at::Tensor cpu;
     };
 
-    // An alias of the same bytes: kernels see the tensor's true strides and write where they
-    // should. Only an empty tensor that the operator is to fill has no bytes to share yet.
+    // An alias of the same bytes: kernels see the tensor's true strides and write to its memory.
+    // Only an empty output tensor has no bytes to share yet.
     at::Tensor to_cpu(const at::Tensor& tensor, bool written) {
         if (!tensor.defined() || tensor.device().type() != kDeviceType) {
             return tensor;
@@ -98,7 +98,7 @@ class CpuCall {
         return cpu;
     }
 
-    // In-place operators return their argument, the others something new.
+    // In-place operators return their argument, the others a new tensor.
     at::Tensor to_device(const at::Tensor& tensor) const {
         for (const Pair& pair : pairs_) {
             if (tensor.is_same(pair.cpu)) {
@@ -108,7 +108,7 @@ class CpuCall {
         if (!tensor.defined() || !is_async()) {
             return tensor.defined() ? tensor.to(device_) : tensor;
         }
-        // Here already: the host has waited, and nobody needs to wait for the way back.
+        // The host has waited for the result, so the copy back needs no wait either.
         const at::Tensor made =
             kernels::empty_strided(tensor.sizes(), tensor.strides(), tensor.scalar_type(),
                                    std::nullopt, device_, std::nullopt);
@@ -122,7 +122,7 @@ class CpuCall {
     std::vector<Pair> pairs_;
 };
 
-// A view computed on the CPU would not share the device tensor's storage.
+// Raises for views: a view computed on the CPU would not share the device tensor's storage.
 inline void check_no_view(const c10::OperatorHandle& op) {
     for (const c10::Argument& result : op.schema().returns()) {
         const auto* alias = result.alias_info();

@@ -1,8 +1,8 @@
 // Random numbers: every device has its own generator, separate from the CPU's, as on real hardware.
 //
 // A plugin that forgets to seed or to save the device's generator must get wrong numbers here too,
-// therefore the CPU's default generator is not simply shared. The sequence itself is the CPU's
-// (Mersenne Twister), so that equal seeds give equal numbers on both.
+// so the device does not share the CPU's default generator. The sequence is the CPU's (Mersenne
+// Twister), so equal seeds give equal numbers on both.
 #pragma once
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -15,7 +15,7 @@
 
 namespace fake_musa {
 
-// The state of a CPU generator under the device's name.
+// A CPU generator, with its state, labelled with the device.
 struct DeviceGenerator final : at::CPUGeneratorImpl {
     explicit DeviceGenerator(c10::DeviceIndex index) {
         device_ = c10::Device(kDeviceType, index);
@@ -34,8 +34,8 @@ inline at::Generator& default_generator(c10::DeviceIndex index) {
     return generators.at(static_cast<size_t>(index < 0 ? current_device_slot() : index));
 }
 
-// For its lifetime the CPU's default generator continues the sequence of `source`. The emulated
-// kernels are the CPU's, and they draw from that generator (often without taking one as argument).
+// During its lifetime the CPU's default generator continues the sequence of `source`. The emulated
+// kernels are the CPU's and draw from that generator, often without taking one as an argument.
 class BorrowCpuGenerator {
   public:
     explicit BorrowCpuGenerator(at::Generator source)

@@ -1,5 +1,5 @@
-// The device guard: how torch's own code (dispatcher, autograd threads) switches devices and
-// streams.
+// The device guard, with which torch's own code (dispatcher, autograd threads) switches devices
+// and streams.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -67,8 +67,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
         Streams::instance().run_all();
     }
 
-    // Events between streams of torch's own code: autograd's, which compute and so are never late
-    // unless everything is.
+    // Events of torch's own code, such as autograd's, between compute streams: these run behind the
+    // host only on an asynchronous device.
     void record(void** event, const c10::Stream& stream, c10::DeviceIndex,
                 c10::EventFlag) const override {
         if (is_async()) {

@@ -1,4 +1,4 @@
-// What torch's device-independent code asks of an accelerator.
+// The hooks through which torch's device-independent code queries an accelerator.
 #pragma once
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -37,7 +37,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
         return at::make_generator<DeviceGenerator>(index < 0 ? current_device_slot() : index);
     }
 
-    // All memory is the host's, so nothing differs for what was pinned but the answer.
+    // All memory is the host's, so pinned memory differs only in its label.
     c10::Allocator* getPinnedMemoryAllocator() const override {
         static PinnedAllocator pinned;
         return is_async() ? &pinned : c10::GetCPUAllocator();

@@ -1,5 +1,5 @@
-// What the emulation needs of the interpreter, without its headers: to let go of its lock while the
-// host waits, and to be told of the Python code that made it wait.
+// Access to the interpreter without its headers: releases the GIL while the host waits, and reports
+// the waits of the host to Python.
 #pragma once
 
 #include <dlfcn.h>
@@ -8,7 +8,7 @@
 
 namespace fake_musa {
 
-// Lets other Python threads run for its lifetime, if this thread holds the interpreter's lock.
+// Releases the GIL during its lifetime, if this thread holds it.
 class ReleaseGil {
   public:
     ReleaseGil() {
@@ -44,7 +44,7 @@ inline std::atomic<HostWaitCallback>& host_wait_callback() {
     return callback;
 }
 
-// To be called, without locks, by a thread of the host that is about to wait for the device.
+// A host thread calls this, without locks held, before it waits for the device.
 inline void tell_host_wait(const char* what) {
     if (const HostWaitCallback callback = host_wait_callback()) {
         callback(what);

@@ -1,5 +1,5 @@
-// The operators that cannot be emulated by copying to the CPU and back: making tensors, moving
-// bytes between devices, and the views, which must share storage.
+// Operators that need kernels of their own: creation of tensors, copies between devices, and views,
+// which must share storage.
 #pragma once
 
 #include <ATen/EmptyTensor.h>
@@ -31,8 +31,8 @@
 
 namespace fake_musa {
 
-// The bytes of a device tensor as a CPU tensor. The result keeps the storage alive: a transfer may
-// still be under way when the device tensor is freed or swapped for another.
+// A CPU tensor on the bytes of a device tensor. It keeps the storage alive: a transfer may still be
+// in progress when the device tensor is freed or replaced.
 inline at::Tensor cpu_alias(const at::Tensor& tensor) {
     if (tensor.device().type() != kDeviceType) {
         return tensor;
@@ -42,7 +42,7 @@ inline at::Tensor cpu_alias(const at::Tensor& tensor) {
         [storage = tensor.storage()](void*) {}, tensor.options().device(at::kCPU));
 }
 
-// The same without a share in the storage: what a device does with memory keeps it from nobody.
+// The same without a reference to the storage: a device's use of memory does not keep it alive.
 inline at::Tensor raw_alias(const at::Tensor& tensor) {
     return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), tensor.strides(),
                          tensor.options().device(at::kCPU).requires_grad(false));
@@ -106,8 +106,8 @@ inline at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
                                              c10::dtype_or_default(dtype));
 }
 
-// Has a stream copy bytes. Tensors of the device are borrowed; those of the host are kept, or
-// looked for when their turn comes if somebody else has pinned them.
+// Enqueues a copy on a stream. Device tensors are borrowed. Host tensors are kept alive, except in
+// memory that somebody else has pinned: the copy fails if that is freed before it runs.
 inline void copy_later(const char* name, const at::Tensor& source, const at::Tensor& target,
                        c10::DeviceIndex device) {
     struct End {
@@ -153,15 +153,14 @@ inline void copy_later(const char* name, const at::Tensor& source, const at::Ten
     Device::instance().submit(current_stream_key(device), std::move(task));
 }
 
-// Puts what the host has, and nobody else, into a tensor.
+// Enqueues the store of a host tensor, to which only the caller has a reference, into a tensor.
 inline void store_later(const at::Tensor& drawn, const at::Tensor& target,
                         const std::string& name) {
     copy_later(name.c_str(), drawn, target, target.device().index());
 }
 
-// As the driver does it: a blocking copy lets the host wait for its stream, and so does one to
-// memory of the host that is not pinned. From such memory the driver takes what it is to copy at
-// once.
+// Copies like the driver: the host waits for the stream of a blocking copy, and of a copy to
+// pageable host memory. From pageable memory the driver reads the bytes at once.
 inline void copy_in_turn(const at::Tensor& self, const at::Tensor& dst, bool non_blocking) {
     const bool from_device = self.device().type() == kDeviceType;
     const bool to_device = dst.device().type() == kDeviceType;
@@ -172,7 +171,7 @@ inline void copy_in_turn(const at::Tensor& self, const at::Tensor& dst, bool non
     Device& musa = Device::instance();
     if (from_device && to_device) {
         const StreamKey other = current_stream_key(dst.device().index());
-        if (self.device() != dst.device()) {  // after what both devices were given
+        if (self.device() != dst.device()) {  // after the earlier work of both devices
             musa.wait(current_stream_key(device), musa.record(other));
         }
         copy_later("a copy on the device", self, dst, device);
@@ -220,7 +219,7 @@ inline at::Scalar local_scalar_dense(const at::Tensor& self) {
     return at::_local_scalar_dense(cpu_alias(self));
 }
 
-// New memory for a storage; what it holds moves there in the order of the stream.
+// Gives a storage new memory; its contents move there in the order of the stream.
 inline void resize_bytes(c10::StorageImpl* storage, size_t nbytes) {
     const c10::DeviceGuard guard(storage->device());
     c10::DataPtr memory = allocator().allocate(nbytes);
@@ -237,7 +236,7 @@ inline void resize_bytes(c10::StorageImpl* storage, size_t nbytes) {
     storage->set_nbytes(nbytes);
 }
 
-// The CPU's resize_ takes new memory from the storage's own allocator, which is ours.
+// The CPU's resize_ takes new memory from the storage's own allocator, which is the device's.
 inline const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef size,
                                  std::optional<c10::MemoryFormat> memory_format) {
     const c10::DeviceGuard guard(self.device());
@@ -266,7 +265,7 @@ inline void record_stream(at::Tensor& self, c10::Stream stream) {
     }
 }
 
-// Dropout of the CPU, whose random numbers are drawn now and used in the order of the stream.
+// The CPU's dropout: it draws random numbers in the call and applies them in the stream's order.
 inline std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p,
                                                          std::optional<bool> train) {
     const c10::DeviceGuard guard(input.device());

@@ -1,8 +1,9 @@
-// How this process emulates: at once, as ever, or by queues that run behind the host.
+// The mode of the emulation: synchronous (the default), or asynchronous with queues that run behind
+// the host.
 //
-// FAKE_MUSA_ASYNC=1 chooses queues. FAKE_MUSA_COST says how long things take there, as in
+// FAKE_MUSA_ASYNC=1 selects the queues. FAKE_MUSA_COST sets the durations there, as in
 // "kernel_us=20,copy_us=50,jitter_us=100,seed=3". Both are read at the first use of the device, so
-// a process that was forked before that has its own.
+// a process forked before that has its own settings.
 #pragma once
 
 #include <algorithm>
@@ -22,18 +23,18 @@ inline bool is_async() {
     return on;
 }
 
-// What a task takes besides the time that the host's processor needs for it.
+// The emulated duration of a task, in addition to its CPU time.
 struct Costs {
-    double kernel_us = 0;      // each kernel, and besides
-    double flops_per_us = 0;   // of matrix products; 0: they cost nothing
-    double bytes_per_us = 0;   // of what a kernel reads and writes; 0: nothing
-    double copy_us = 0;        // each copy, and besides
-    double copied_per_us = 0;  // bytes; 0: nothing
-    double message_us = 0;     // each operation of a communicator, once all its ranks are there
-    double jitter_us = 0;      // mean of what a random part of all of them takes longer
+    double kernel_us = 0;      // launch of each kernel, plus:
+    double flops_per_us = 0;   // throughput of matrix products; 0: infinite
+    double bytes_per_us = 0;   // bandwidth of a kernel's reads and writes; 0: infinite
+    double copy_us = 0;        // launch of each copy, plus:
+    double copied_per_us = 0;  // bytes of a copy per us; 0: infinite
+    double message_us = 0;     // each operation of a communicator, once all its ranks have joined
+    double jitter_us = 0;      // mean random delay of a task; one task in eight gets it
     int64_t seed = 0;
 
-    // Whether anything takes time, so that when it reads and when it writes makes a difference.
+    // Whether any task has a duration, so that its read and write times differ.
     bool any() const { return kernel_us + flops_per_us + bytes_per_us + copy_us + jitter_us > 0; }
 
     static const Costs& instance() {
@@ -74,7 +75,7 @@ struct Costs {
     }
 };
 
-// Hardware queues of a device, which all its streams share. A driver has eight unless it is told.
+// Number of hardware queues of a device, which all its streams share. A driver's default is eight.
 inline int num_hardware_queues() {
     static const int count = [] {
         for (const char* name : {"MUSA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_CONNECTIONS"}) {
@@ -87,7 +88,7 @@ inline int num_hardware_queues() {
     return count;
 }
 
-// How long nothing may move in any rank before that is an error.
+// How long all ranks may make no progress before that is an error, in seconds.
 inline double stuck_s() {
     static const double value = [] {
         const char* const text = std::getenv("FAKE_MUSA_STUCK_S");

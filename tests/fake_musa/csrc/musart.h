@@ -1,7 +1,8 @@
-// The emulated runtime's own library, libmusart.so, as far as processes share memory through it.
+// The emulated runtime library, libmusart.so: only the functions that share memory between
+// processes.
 //
-// Memory is a memfd, which has no name; another process of the same user opens it by the descriptor
-// that the handle tells. FAKE_MUSA_NO_IPC makes a driver that cannot do it, as in some containers.
+// Memory is an anonymous memfd; another process of the same user opens it through the descriptor
+// in the handle. FAKE_MUSA_NO_IPC emulates a driver without this feature, as in some containers.
 #pragma once
 
 #include <fcntl.h>
@@ -30,7 +31,7 @@ enum Code : int {
     kNotSupported = 801,
 };
 
-// What a handle says: 64 opaque bytes to its user.
+// The contents of a handle, 64 opaque bytes to its user.
 struct IpcHandle {
     int32_t pid, file;
     uint64_t size;
@@ -38,7 +39,7 @@ struct IpcHandle {
 };
 static_assert(sizeof(IpcHandle) == 64);
 
-// Memory that was allocated here (with its descriptor) or opened (-1).
+// Memory allocated by this process (with its descriptor) or opened from another one (-1).
 class SharedMemory {
   public:
     static SharedMemory& instance() {
@@ -54,7 +55,7 @@ class SharedMemory {
         }
         const int code = map(file, size, file, address);
         if (code == kSuccess) {
-            std::memset(*address, 0xff, size);  // as Allocator does, so that it shows
+            std::memset(*address, 0xff, size);  // poison, as in Allocator
         } else {
             close(file);
         }
@@ -76,7 +77,7 @@ class SharedMemory {
 
     int open_(const IpcHandle& handle, void** address) {
         if (handle.pid == getpid()) {
-            return kInvalidContext;  // a process may not open what is its own
+            return kInvalidContext;  // a process may not open its own memory
         }
         const std::string path =
             "/proc/" + std::to_string(handle.pid) + "/fd/" + std::to_string(handle.file);
@@ -124,7 +125,7 @@ class SharedMemory {
     std::map<void*, Block> blocks_;
 };
 
-// A driver lets the host wait for the whole device before memory goes.
+// Waits for the whole device before memory is unmapped, as a driver does.
 inline void wait_before_unmapping(const char* what) {
     if (is_async()) {
         Device::instance().synchronize(what);

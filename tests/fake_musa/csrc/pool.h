@@ -1,11 +1,10 @@
-// The caching allocator of a device that runs behind the host.
+// The caching allocator of an asynchronous device.
 //
-// A block belongs to the stream that was current when it was taken. Once freed it is handed out
-// again at once, to that stream only: whatever the stream was given before comes first. A stream
-// that only uses a block has to be made known (record_stream); then the block returns when that
-// stream has come as far as it was when the block was freed. Memory never goes back to the system,
-// so a late reader finds poison, not a fault of the processor: freed blocks are overwritten, in the
-// order of their stream.
+// A block belongs to the stream that was current at its allocation. Once freed it is immediately
+// available again, to that stream only, whose order protects earlier uses. Another stream that uses
+// a block has to be recorded (record_stream); then the block returns once that stream has completed
+// the work it had when the block was freed. Memory never returns to the system, and freed blocks
+// are overwritten in the order of their stream, so a late reader finds poison, not a segfault.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -54,10 +53,10 @@ class Pool {
         return {block->data, block, &Pool::release, device};
     }
 
-    // Notes that a stream uses what may be a block.
+    // Records that a stream uses a block, if `data` is one.
     void use(const c10::DataPtr& data, StreamKey stream) {
         if (data.get_deleter() != &Pool::release) {
-            return;  // memory that somebody else allocated
+            return;  // memory of another allocator
         }
         const std::lock_guard<std::mutex> lock(mutex_);
         auto* const block = static_cast<Block*>(data.get_context());
@@ -127,7 +126,7 @@ class Pool {
         retired_ = std::move(still);
     }
 
-    // The block of at most a quarter more that was freed last.
+    // The smallest block that fits and is at most a quarter too large; the last freed of its size.
     Block* reuse(StreamKey stream, size_t size) {
         auto& by_size = free_[stream];
         const auto found = by_size.lower_bound(size);

@@ -1,10 +1,10 @@
-// The device that runs behind the host: hardware queues, each with a worker, and the streams that
-// share them.
+// The asynchronous device: hardware queues, each with a worker thread, and the streams that share
+// them.
 //
-// A stream belongs to one queue, so its tasks keep their order. The first task of a queue holds up
-// all that is behind it, of whichever stream: a kernel until it has run, a wait until its event has
-// come, an operation of a communicator until it has ended on this rank. That is the strictest
-// reading of what CUDA promises, which is no progress of one stream while another cannot go on.
+// A stream belongs to one queue, so its tasks keep their order. The first task of a queue blocks
+// all tasks behind it, of any stream: a kernel until it has run, a wait until its event has
+// occurred, an operation of a communicator until it has completed on this rank. This is the
+// strictest reading of CUDA's guarantees: a blocked stream may block every other stream.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -30,7 +30,7 @@ namespace fake_musa {
 
 class Device {
   public:
-    // Never destroyed: its threads live as long as the process.
+    // Never destroyed: its threads run until the process exits.
     static Device& instance() {
         static Device* const device = new Device;
         return *device;
@@ -38,7 +38,7 @@ class Device {
 
     int64_t new_stream(int device) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        stream(stream_key(device, 0), device);  // the default one has the first queue
+        stream(stream_key(device, 0), device);  // the default stream uses the first queue
         const int64_t id = ++last_stream_;
         stream(stream_key(device, id), device);
         return id;
@@ -77,7 +77,7 @@ class Device {
         return mark == nullptr || mark->done;
     }
 
-    // Lets the host wait, which is counted. False: the time was over.
+    // Makes the host wait for a mark, and counts the wait. Returns false at the time-out.
     bool host_wait(const MarkPtr& mark, const char* what, double timeout_s = 1e9) {
         tell_host_wait(what);
         return quiet_wait(mark, timeout_s);
@@ -134,7 +134,7 @@ class Device {
         return last_message_;
     }
 
-    // Returns when the operation is the first of its queue.
+    // Waits until the operation is the first of its queue.
     void await_turn(int64_t number) {
         const ReleaseGil release;
         std::unique_lock<std::mutex> lock(mutex_);
@@ -153,9 +153,9 @@ class Device {
         message->changed.notify_all();
     }
 
-    // -- what can be seen of it ------------------------------------------------------------
+    // -- introspection ---------------------------------------------------------------------
 
-    // Tasks that were given and that have ended: who grows moves.
+    // Number of tasks enqueued plus completed; it grows with any progress.
     int64_t progress() {
         const std::lock_guard<std::mutex> lock(mutex_);
         return submitted_ + ended_;
@@ -168,7 +168,7 @@ class Device {
         });
     }
 
-    // Whether there is something to be done, or the host waits for something.
+    // Whether tasks are queued or the host waits.
     bool has_work() {
         const std::lock_guard<std::mutex> lock(mutex_);
         return !host_state_.empty() ||
@@ -176,7 +176,7 @@ class Device {
                            [](const auto& entry) { return !entry.second->tasks.empty(); });
     }
 
-    // The first task of each queue, and how many stand behind it.
+    // The first task of each queue, and the number of tasks behind it.
     std::string heads() {
         const std::lock_guard<std::mutex> lock(mutex_);
         std::string text;
@@ -199,13 +199,13 @@ class Device {
         return text;
     }
 
-    // What the host waits for outside of this device; empty: nothing.
+    // Sets what the host waits for outside of this device; empty: nothing.
     void set_host_state(const std::string& text) {
         const std::lock_guard<std::mutex> lock(mutex_);
         host_state_ = text;
     }
 
-    // Nothing is computed after this, and every wait of the host raises it.
+    // Stops the device with an error: no task runs any more, and every wait of the host raises it.
     void give_up(const std::string& text) {
         const std::lock_guard<std::mutex> lock(mutex_);
         fail(text);
@@ -215,7 +215,7 @@ class Device {
         return key < 0 ? "the default stream" : "stream " + std::to_string(key);
     }
 
-    // Called once, by the thread that makes the first queue.
+    // Callback of the first queue's creation, called once by the creating thread.
     static std::function<void()>& at_start() {
         static std::function<void()> function;
         return function;
@@ -223,7 +223,7 @@ class Device {
 
   private:
     struct Queue {
-        std::deque<Task> tasks;  // the first one is running or waits
+        std::deque<Task> tasks;  // the first one runs or waits
         bool computes = false;
         std::condition_variable filled;
         std::mt19937_64 random;
@@ -298,7 +298,7 @@ class Device {
 
     void work(Queue& queue) {
         for (;;) {
-            Task ended;  // what it holds goes without the lock
+            Task ended;  // destroyed without the lock
             std::unique_lock<std::mutex> lock(mutex_);
             queue.filled.wait(lock, [&] { return !queue.tasks.empty(); });
             carry_out(queue, queue.tasks.front(), lock);
@@ -313,7 +313,7 @@ class Device {
         }
     }
 
-    // Pushing does not move the elements of a deque, so the first one stays where it is.
+    // `task` stays valid: a push does not move the elements of a deque.
     void carry_out(Queue& queue, Task& task, std::unique_lock<std::mutex>& lock) {
         const auto step = std::chrono::milliseconds(200);
         switch (task.kind) {
@@ -346,7 +346,7 @@ class Device {
         }
     }
 
-    // Calls without the lock; what it raises is the device's failure.
+    // Calls a function without the lock; its exception becomes the device's failure.
     template <typename Function>
     void guarded(std::unique_lock<std::mutex>& lock, const Task& task, Function&& function) {
         std::string error;
@@ -362,8 +362,8 @@ class Device {
         }
     }
 
-    // Reads in the middle of its time and writes at its end: who has not waited for what it reads
-    // finds it unwritten, and who overwrites what it reads too early is seen as well.
+    // Reads in the middle of the task's duration and writes at its end. So a missing wait shows in
+    // both directions: a reader finds its input unwritten, or its input overwritten too early.
     void compute(Queue& queue, Task& task, std::unique_lock<std::mutex>& lock) {
         const double half_us = time_us(queue, task) / 2;
         queue.computes = true;
@@ -381,7 +381,7 @@ class Device {
         if (jitter_us <= 0 || task.kind == Kind::kPoison) {
             return task.lasts_us;
         }
-        // One in eight is late, by eight times as much.
+        // One task in eight is late, by a mean of eight times the jitter.
         const bool late = queue.random() % 8 == 0;
         std::exponential_distribution<double> draw(1 / (8 * jitter_us));
         return task.lasts_us + (late ? draw(queue.random) : 0);

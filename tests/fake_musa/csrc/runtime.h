@@ -1,7 +1,8 @@
-// What the emulated machine consists of: how many devices, which one is current, and their memory.
+// The emulated machine: the number of devices, the current one, and their memory.
 //
-// A device is a number and a share of host memory. Everything runs at once, on the calling thread,
-// but for copies in streams of their own (streams.h); or it runs behind the host (queues.h).
+// A device is a number and a share of host memory. In synchronous mode everything runs at once on
+// the calling thread, except copies on other streams than the default one (streams.h); in
+// asynchronous mode everything runs behind the host (queues.h).
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -22,7 +23,7 @@ namespace fake_musa {
 constexpr int kMaxDevices = 16;
 constexpr c10::DeviceType kDeviceType = c10::DeviceType::PrivateUse1;
 
-// Read once, as a driver reads MUSA_VISIBLE_DEVICES once.
+// Reads the environment once, as a driver reads MUSA_VISIBLE_DEVICES once.
 inline c10::DeviceIndex device_count() noexcept {
     static const int count = [] {
         const char* text = std::getenv("FAKE_MUSA_DEVICES");
@@ -31,8 +32,8 @@ inline c10::DeviceIndex device_count() noexcept {
     return static_cast<c10::DeviceIndex>(count);
 }
 
-// Thread-local, as in the real runtime: autograd's own threads start on device 0 and have to be
-// told.
+// Thread-local, as in the real runtime: autograd's threads start on device 0 and have to set
+// theirs.
 inline c10::DeviceIndex& current_device_slot() noexcept {
     thread_local c10::DeviceIndex current = 0;
     return current;
@@ -71,10 +72,10 @@ inline MemoryCounters& memory_counters(c10::DeviceIndex index) {
     return counters.at(static_cast<size_t>(index));
 }
 
-// Memory of a device that runs behind the host (pool.h).
+// Allocates memory of an asynchronous device (pool.h).
 c10::DataPtr take_from_pool(size_t nbytes, c10::Device device);
 
-// Hands out aligned host memory that is labelled with the device it counts for.
+// Allocates aligned host memory, labelled with its device.
 class Allocator final : public c10::Allocator {
   public:
     c10::DataPtr allocate(size_t nbytes) override {
@@ -88,8 +89,7 @@ class Allocator final : public c10::Allocator {
         const size_t rounded = (nbytes + kAlignment - 1) / kAlignment * kAlignment;
         void* data = std::aligned_alloc(kAlignment, rounded);
         TORCH_CHECK(data != nullptr, "MUSA out of memory: tried to allocate ", nbytes, " bytes");
-        // NaN in every float format: reading memory that nobody wrote must show, not look like
-        // zero.
+        // NaN in every float format: a read of uninitialised memory must show, not look like zero.
         std::memset(data, 0xff, rounded);
         memory_counters(device.index()).add(static_cast<int64_t>(nbytes));
         return {data, new Block{data, nbytes, device.index()}, &Allocator::release, device};

@@ -1,4 +1,4 @@
-// Events that several processes know, as far as streams wait for them: two counts in shared memory.
+// Interprocess events for waits of streams: two counters in shared memory.
 #pragma once
 
 #include <sys/mman.h>
@@ -46,7 +46,7 @@ class SharedEvents {
         Device::instance().submit(stream, std::move(task));
     }
 
-    // Holds a stream up until what was recorded by now has been done.
+    // Makes a stream wait until the work recorded so far is complete.
     void wait(int64_t number, StreamKey stream) {
         const Event event = find(number);
         const int64_t count = event.words->recorded;

@@ -1,4 +1,4 @@
-// What of a call decides the sizes, strides and types of its results.
+// The signature of a call: the properties that determine sizes, strides and types of its results.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,8 +11,8 @@
 
 namespace fake_musa {
 
-// What the sizes of results can depend on. Values of floats are left out, or each step of an
-// optimizer would be something new; they count where a result is to be filled (`arange`).
+// A cache key of the properties that result sizes can depend on. It omits the values of floats, or
+// each optimizer step would be a new key, unless the call fills an empty tensor (`arange`).
 class Signature {
   public:
     Signature(const c10::OperatorHandle& op, const Stack& stack) {

@@ -1,8 +1,8 @@
-// Says when nothing can move any more, in any rank: what the first task of each queue waits for.
+// Detects a deadlock of all ranks, and reports what the first task of each queue waits for.
 //
-// Each process has a thread that writes down, ten times a second, how far its device has come and
-// what is first in its queues, where all ranks of the job can read it. Who sees that no rank has
-// moved for FAKE_MUSA_STUCK_S says so for all, and all fail.
+// Ten times a second a thread of each process writes its device's progress and the first tasks of
+// its queues to memory shared by all ranks. The first rank to see no progress in any rank for
+// FAKE_MUSA_STUCK_S raises the alarm, and all ranks fail.
 #pragma once
 
 #include <signal.h>
@@ -31,14 +31,14 @@ class Standstill {
         return *standstill;
     }
 
-    // Starts the thread, with the first queue or the board.
+    // Starts the thread, at the first queue or the creation of the board.
     void begin() {
         if (!begun_.exchange(true)) {
             std::thread([this] { watch(); }).detach();
         }
     }
 
-    // Makes a board for all ranks of a job, a file without a name.
+    // Creates the board of all ranks of a job, an anonymous file; returns its descriptor.
     int make_board() {
         const int file = memfd_create("fake_musa_board", MFD_CLOEXEC);
         TORCH_CHECK(file >= 0 && ftruncate(file, sizeof(Board)) == 0, "no memory for a board");
@@ -57,7 +57,7 @@ class Standstill {
         begin();
     }
 
-    // Whether a process has not ended.
+    // Whether a process is still alive.
     static bool lives(int64_t pid) {
         std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
         std::string text;
@@ -94,7 +94,7 @@ class Standstill {
             Board& board = *board_.load();
             note(board.slots[rank_]);
             const double now = now_s();
-            // A late look is a busy machine, and others may not have been able to move either.
+            // A late check means a busy machine, on which other ranks may have been stalled too.
             if (now - looked_s > 1 || has_moved(board, since, now - moved_s)) {
                 moved_s = now;
                 remember(board, since);
@@ -162,10 +162,10 @@ class Standstill {
         std::fflush(stderr);
         Device::instance().give_up(text);
         std::this_thread::sleep_for(std::chrono::seconds(3));
-        _exit(70);  // the host waits for something else than its device
+        _exit(70);  // the host waits for something other than its device
     }
 
-    // Of the main thread, in nanoseconds.
+    // CPU time of the main thread, in nanoseconds.
     static int64_t host_cpu_ns() {
         std::ifstream file("/proc/self/schedstat");
         int64_t ran = 0;

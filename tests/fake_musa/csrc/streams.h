@@ -1,7 +1,7 @@
-// Streams and pinned memory. The default stream does everything at once. Any other does copies that
-// need not block as late as it may: when it, or an event recorded behind them, is waited for. So
-// who does not wait finds memory that nobody wrote, each time. A copy does not keep its memory, as
-// a driver does not: it fails if that is gone by then.
+// Streams and pinned memory. The default stream does everything at once. Any other stream defers
+// non-blocking copies for as long as possible: until a wait for the stream, or for an event
+// recorded after them. So code without the wait always finds unwritten memory. A copy does not keep
+// its memory alive, as with a driver: it fails if the memory is gone by then.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +17,7 @@
 
 namespace fake_musa {
 
-// One end of a copy: bytes that somebody else has to keep.
+// One end of a copy: bytes that somebody else has to keep alive.
 class Borrowed {
   public:
     explicit Borrowed(const at::Tensor& tensor)
@@ -56,7 +56,7 @@ class Streams {
         ++work.submitted;
     }
 
-    // How many copies were given to a stream so far.
+    // Number of copies enqueued on a stream so far.
     int64_t submitted(c10::StreamId id) {
         const std::lock_guard<std::mutex> lock(mutex_);
         return work_[id].submitted;
@@ -67,7 +67,7 @@ class Streams {
         return work_[id].done() >= count;
     }
 
-    // Does the first `count` copies of a stream.
+    // Runs the first `count` copies of a stream.
     void run(c10::StreamId id, int64_t count) {
         const std::lock_guard<std::mutex> lock(mutex_);
         for (Work& work = work_[id]; work.done() < count;) {
@@ -80,8 +80,8 @@ class Streams {
         }
     }
 
-    // Keeps memory until a stream has done what it was given so far, as an allocator does that was
-    // told of the stream.
+    // Keeps memory alive until a stream has completed its work so far, as an allocator does after
+    // record_stream.
     void keep(c10::StreamId id, const c10::Storage& storage) {
         const std::lock_guard<std::mutex> lock(mutex_);
         if (Work& work = work_[id]; work.done() < work.submitted) {
@@ -123,20 +123,20 @@ class Streams {
     c10::StreamId last_id_ = 0;
 };
 
-// The current stream of each device, 0 for the default one; of this thread, as the device is.
+// The current stream of each device, 0 for the default one. Thread-local, like the current device.
 inline c10::StreamId& current_stream_slot(c10::DeviceIndex device) {
     thread_local std::array<c10::StreamId, kMaxDevices> current{};
     return current.at(static_cast<size_t>(device));
 }
 
-// Work that is not deferred comes after what its stream was given before.
+// Runs the deferred copies of the current stream, before work that is not deferred.
 inline void catch_up(c10::DeviceIndex device) {
     if (const c10::StreamId id = current_stream_slot(device); id != 0) {
         Streams::instance().run(id, Streams::instance().submitted(id));
     }
 }
 
-// Host memory that was registered, by address.
+// Pinned host memory, by address.
 class PinnedMemory {
   public:
     static PinnedMemory& instance() {
@@ -144,7 +144,7 @@ class PinnedMemory {
         return pinned;
     }
 
-    // `registered`: somebody else's memory.
+    // `registered`: the memory belongs to another allocator.
     bool add(int64_t address, int64_t num_bytes, bool registered = true) {
         const std::lock_guard<std::mutex> lock(mutex_);
         return blocks_.emplace(address, Block{num_bytes, registered}).second;
@@ -183,8 +183,8 @@ class PinnedMemory {
     std::map<int64_t, Block> blocks_;
 };
 
-// Pinned host memory that torch takes. A copy of a device that runs behind the host keeps it, as
-// torch's own allocator of such memory does.
+// The allocator of torch's pinned host memory. Copies of an asynchronous device keep it alive, as
+// torch's own pinned allocator does.
 class PinnedAllocator final : public c10::Allocator {
   public:
     c10::DataPtr allocate(size_t nbytes) override {

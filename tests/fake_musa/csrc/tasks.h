@@ -1,4 +1,4 @@
-// What streams are given: tasks, and points between them.
+// The tasks of streams, and the marks between them.
 #pragma once
 
 #include <chrono>
@@ -10,7 +10,7 @@
 
 namespace fake_musa {
 
-using StreamKey = int64_t;  // the number of a stream; the default one of a device is negative
+using StreamKey = int64_t;  // number of a stream; negative for the default stream of a device
 
 inline StreamKey stream_key(int device, int64_t id) { return id == 0 ? -(device + 1) : id; }
 
@@ -28,7 +28,7 @@ struct Mark {
 };
 using MarkPtr = std::shared_ptr<Mark>;
 
-// An operation of a communicator, which a thread of Python carries out when its turn has come.
+// An operation of a communicator, which a Python thread runs when the operation is due.
 struct Message {
     std::string name;
     bool turn = false, done = false;
@@ -41,11 +41,11 @@ struct Task {
     Kind kind = Kind::kKernel;
     std::string name;
     double lasts_us = 0;
-    std::function<void()> run;      // after half of its time: reads, and computes
-    std::function<void()> publish;  // at its end: writes; may be missing
-    MarkPtr mark;                   // kRecord: to be passed; kWait: to be waited for
+    std::function<void()> run;      // in the middle of its duration: reads and computes
+    std::function<void()> publish;  // at its end: writes; may be empty
+    MarkPtr mark;                   // kRecord: the mark to pass; kWait: the mark to wait for
     std::shared_ptr<Message> message;
-    std::function<bool()> has_come;  // kPoll; raises if it never will
+    std::function<bool()> has_come;  // kPoll: whether the event has come; raises if it never will
     StreamKey stream = 0;
 };
 
