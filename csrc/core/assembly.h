@@ -21,11 +21,11 @@ class Assembly {
     /// Number of the next piece.
     std::uint64_t next_sequence() const noexcept { return next_sequence_; }
 
-    /// Refuses, with a TransportError, a descriptor that is damaged, that cannot be that of the
-    /// next piece, or that is of more than `max_piece_bytes`.
+    /// Throws TransportError for a descriptor that is damaged, is not that of the next piece or
+    /// exceeds `max_piece_bytes`.
     void check(const Descriptor& piece, std::uint64_t max_piece_bytes) const;
 
-    /// Refuses bytes whose checksum differs from that in their descriptor.
+    /// Throws TransportError for bytes whose checksum differs from that in their descriptor.
     void check_bytes(const Descriptor& piece, const std::byte* bytes) const;
 
     /// Counts a piece that is a whole message and is kept elsewhere. After check().

@@ -20,7 +20,7 @@ class BufferPool {
     /// returns to the pool with its last owner. Throws std::bad_alloc.
     std::shared_ptr<std::byte> take(std::size_t num_bytes) const;
 
-    /// Bytes that wait to be used again.
+    /// Idle memory in bytes.
     std::size_t idle_bytes() const;
 
   private:

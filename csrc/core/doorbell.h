@@ -36,11 +36,11 @@ class Doorbell {
     /// Counts one ring and wakes all waiters.
     void ring() noexcept;
 
-    /// The two halves of ring(), for who knows whether anybody sleeps.
+    /// The two halves of ring(), for callers that know whether anybody sleeps.
     void count() noexcept;
     void wake() noexcept;
 
-    /// Sleeps until the sequence differs from `seen`: true then, false if `deadline` came first.
+    /// Sleeps until the sequence differs from `seen`. Returns false if `deadline` comes first.
     /// Signals do not end the wait, unless `check` throws. Throws TransportError if the word cannot
     /// be waited on.
     bool wait(std::uint32_t seen, Deadline deadline = kNever, InterruptCheck check = nullptr) const;

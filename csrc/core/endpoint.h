@@ -31,12 +31,12 @@ struct PeerReport {
     LinkCounts counts;
 };
 
-/// What an endpoint did so far.
+/// Totals of an endpoint.
 struct EndpointCounts {
-    std::uint64_t num_messages = 0;  ///< that were sent
-    std::uint64_t num_bytes = 0;     ///< in them
-    double waited_s = 0.0;           ///< spent in waits
-    double last_wait_s = 0.0;        ///< of the last call that may wait
+    std::uint64_t num_messages = 0;  ///< messages sent
+    std::uint64_t num_bytes = 0;     ///< bytes sent
+    double waited_s = 0.0;           ///< total time of waits
+    double last_wait_s = 0.0;        ///< wait of the last call that may wait
 };
 
 /// One process of a job, with a link to each of its peers, over any wire. Messages of all links go
@@ -48,10 +48,10 @@ struct EndpointCounts {
 /// receiver rings when there is room. Without either there is no such thread. The next call throws
 /// its errors.
 ///
-/// Concurrency: calls come from one thread, but send() and abort() may come from another one at any
-/// time before close(). Messages may be let go by any thread, also during a call and after the end
-/// of the endpoint. A forked child must not use it: its calls throw, and its
-/// destructor does not speak to the peers.
+/// Concurrency: one thread makes all calls; another one may call send() and abort() at any time
+/// before close(). Any thread may release messages, also during a call and after the end of the
+/// endpoint. A forked child must not use it: its calls throw, and its destructor does not notify
+/// the peers.
 class Endpoint {
   public:
     /// `room` is that of each link.
@@ -60,11 +60,11 @@ class Endpoint {
     Endpoint& operator=(const Endpoint&) = delete;
     ~Endpoint();
 
-    /// For making the link to a peer. Throws std::invalid_argument if there is one, or if it is
-    /// this process itself.
+    /// The context for a new link to a peer. Throws std::invalid_argument if there is a link
+    /// already, or if the peer is this process.
     LinkContext context(int peer) const;
 
-    /// Uses a link that is connected.
+    /// Adds a connected link.
     void add(int peer, std::shared_ptr<Link> link);
 
     /// Sends to a peer, or to itself; never waits. `owner` keeps `bytes` alive until they are
@@ -72,17 +72,17 @@ class Endpoint {
     /// std::invalid_argument if there is none of that rank.
     void send(int peer, const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner);
 
-    /// Waits for a message and takes it. Nothing if the deadline came first, if `source` closed
-    /// before it sent the message, or if any peer died or aborted.
+    /// Waits for a message and takes it. Returns std::nullopt if the deadline comes first, if
+    /// `source` closed before it sent the message, or if any peer died or aborted.
     std::optional<Message> take(int source, std::uint64_t tag, Deadline deadline,
                                 InterruptCheck check);
 
-    /// Waits until messages have arrived that were not told by this function before, and names
-    /// them. Empty at the deadline, or if any peer died or gave up, or all closed.
+    /// Waits for messages that no earlier call returned, and returns their names. Empty at the
+    /// deadline, or if any peer died or aborted, or all closed.
     std::vector<Arrival> arrivals(Deadline deadline, InterruptCheck check);
 
-    /// Waits until all that was sent is on its way, its memory free: true. False if the deadline
-    /// came first or a peer that still has to get something is gone.
+    /// Waits until all messages have left and their memory is free. Returns false if the deadline
+    /// comes first, or if a peer with queued messages is gone.
     bool flush(Deadline deadline, InterruptCheck check);
 
     /// Tells all peers that this process aborts, which ends their waits; drops queued messages.
@@ -91,8 +91,8 @@ class Endpoint {
     /// Closes all links and releases everything. Messages that were taken stay valid.
     void close();
 
-    /// How long a wait may look for news itself before it sleeps; see ProcessBell::spin(). Zero at
-    /// first: for hosts with a CPU for each of their processes only.
+    /// How long a wait spins before it sleeps; see ProcessBell::spin(). Initially zero: only hosts
+    /// with a CPU for each of their processes profit.
     void set_spin(Clock::duration longest) noexcept { spin_ = longest; }
 
     EndpointCounts counts();
@@ -132,12 +132,12 @@ class Endpoint {
     const std::shared_ptr<ProcessBell> bell_;
     Clock::duration spin_ = Clock::duration::zero();
 
-    std::mutex mutex_;  // guards all that follows, but for the service itself
+    std::mutex mutex_;  // guards all members below, except the service itself
     std::map<int, Entry> links_;
     MatchTable table_;
     EndpointCounts counts_;
     Owners done_;               // of bytes that were sent; the calling thread releases them
-    std::exception_ptr error_;  // what ended the service thread
+    std::exception_ptr error_;  // the error that ended the service thread
     Service service_;
 };
 

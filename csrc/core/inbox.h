@@ -29,24 +29,24 @@ class Inbox {
     /// `source` is for error messages only.
     Inbox(int source, ArenaSize size, BufferPool pool);
 
-    /// To be handed to the sender.
+    /// The descriptor to pass to the sender.
     int fd() const noexcept { return shared_->arena.fd(); }
 
-    /// The slots, for drivers that want to know the memory that they copy from.
+    /// The memory of the slots, for drivers that pin it.
     const Arena& arena() const noexcept { return shared_->arena; }
 
     /// Names the bell to ring when the sender waits for a slot. Before the first message.
     void set_sender_bell(std::shared_ptr<ProcessBell> bell);
 
-    /// The next message that is complete; nothing if there is none now. Throws TransportError if
-    /// what stands in the arena cannot be a message.
+    /// The next complete message; std::nullopt if there is none now. Throws TransportError if the
+    /// arena contains an invalid piece.
     std::optional<Message> next();
 
     /// Slots that messages hold, taken or not.
     std::uint32_t num_held() const noexcept { return shared_->num_held.load(); }
 
   private:
-    /// What outlives the inbox as long as there are messages in its slots.
+    /// The state that outlives the inbox until the last message releases its slot.
     struct Shared {
         explicit Shared(Arena a) : arena(std::move(a)) {}
         void release(std::uint32_t slot) noexcept;
@@ -54,7 +54,7 @@ class Inbox {
         Arena arena;
         std::atomic<std::uint32_t> num_held{0};
         std::shared_ptr<ProcessBell> sender_bell;
-        /// Messages that a forked child lets go are still its parent's.
+        /// Messages that a forked child releases still belong to its parent.
         const Process process;
     };
 

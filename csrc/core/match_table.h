@@ -23,29 +23,29 @@ struct Arrival {
     }
 };
 
-/// Messages that arrived and were not taken yet. They are taken in any order; those of one source
-/// and tag come out in the order in which they were sent. Not synchronised.
+/// The messages that have arrived and were not taken. They are taken in any order; those of one
+/// source and tag in the order of sending. Not synchronised.
 class MatchTable {
   public:
     void add(int source, Message message);
 
     std::optional<Message> take(int source, std::uint64_t tag);
 
-    /// What was added since the last call and is still here, in order of arrival.
+    /// The names of messages added since the last call and not taken, in order of arrival.
     std::vector<Arrival> take_news();
 
     bool has_news() const { return !news_.empty(); }
 
-    /// Messages of one source that are here.
+    /// Number of messages of one source.
     std::size_t count(int source) const;
 
   private:
     struct Entry {
         Message message;
-        std::uint64_t number;  ///< counts all that was added
+        std::uint64_t number;  ///< serial number of all messages added
     };
 
-    /// Those of one name stand in the order of their arrival.
+    /// Messages of one name are in the order of their arrival.
     std::multimap<Arrival, Entry> messages_;
     std::map<std::uint64_t, Arrival> news_;  ///< by number: taken from in any order, too
     std::uint64_t num_added_ = 0;

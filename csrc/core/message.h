@@ -9,8 +9,8 @@ namespace megatron_ext {
 
 inline constexpr std::size_t kMaxDims = 8;
 
-/// What a message is, without its bytes. The core carries dtype and shape and never looks at them;
-/// the dtype is written as in DLPack.
+/// The metadata of a message. The core carries dtype and shape and never interprets them; the dtype
+/// is encoded as in DLPack.
 struct MessageInfo {
     std::uint64_t tag = 0;
     std::uint64_t num_bytes = 0;
@@ -20,8 +20,8 @@ struct MessageInfo {
     std::array<std::int64_t, kMaxDims> shape{};
 };
 
-/// A message that arrived. The end of the last copy of `bytes` gives the memory back to where it
-/// came from, on whatever thread that happens. A message of no bytes has a null pointer.
+/// A message that arrived. The last copy of `bytes` returns the memory to its origin, on the thread
+/// that destroys it. A message without bytes has a null pointer.
 struct Message {
     MessageInfo info;
     std::shared_ptr<std::byte> bytes;

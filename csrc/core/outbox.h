@@ -13,24 +13,24 @@
 
 namespace megatron_ext {
 
-/// The sending end of an arena, and what waits for room in it. Not synchronised.
+/// The sending end of an arena, with a queue of messages that wait for room. Not synchronised.
 class Outbox {
   public:
     /// `bell` is the receiver's.
     Outbox(Arena arena, std::shared_ptr<ProcessBell> bell, bool checksums);
 
-    /// Copies a message to its receiver as far as there is room and queues the rest. `owner` keeps
-    /// `bytes` alive until they are copied.
+    /// Copies as much of a message to its receiver as there is room, and queues the rest. `owner`
+    /// keeps `bytes` alive until they are copied.
     void send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
               LinkEvents& events);
 
-    /// Goes on with what is queued; `events` gets the owners of what is done. Afterwards, if
-    /// anything still is queued, the receiver will ring when it releases a slot.
+    /// Copies queued messages; `events` gets the owners of completed ones. If messages remain
+    /// queued, the receiver will ring when it releases a slot.
     void push(LinkEvents& events);
 
     std::size_t num_queued() const noexcept { return queue_.size(); }
 
-    /// Forgets what is queued; `events` gets the owners.
+    /// Drops all queued messages; `events` gets their owners.
     void drop_queued(LinkEvents& events);
 
   private:

@@ -27,22 +27,22 @@ struct Descriptor {
 };
 static_assert(sizeof(Descriptor) == 128, "part of the protocol");
 
-/// Gives a descriptor its own checksum; after this it is not to be changed. Every one has it,
-/// because what follows a damaged descriptor cannot be found.
+/// Sets a descriptor's own checksum, after which the descriptor must not change. Every one has it,
+/// because the bytes after a damaged descriptor cannot be parsed.
 void seal(Descriptor& piece) noexcept;
 
-/// Whether a descriptor is what was sealed.
+/// Whether a descriptor matches its own checksum.
 bool is_intact(const Descriptor& piece) noexcept;
 
-/// The descriptor of `piece_bytes` of a message from `offset_bytes` on, which stand at `bytes`.
+/// The descriptor of `piece_bytes` of a message from `offset_bytes` on, stored at `bytes`.
 Descriptor describe_piece(const MessageInfo& info, std::uint64_t sequence,
                           std::uint64_t offset_bytes, std::uint64_t piece_bytes,
                           const std::byte* bytes, bool with_checksum);
 
-/// What a piece says about its message.
+/// The metadata of a piece's message.
 MessageInfo info_of(const Descriptor& piece);
 
-/// Sum over bytes that tells damaged, swapped and missing ones; not secure.
+/// A checksum that detects damaged, swapped and missing bytes; not cryptographic.
 std::uint64_t checksum(const void* bytes, std::size_t num_bytes) noexcept;
 
 }  // namespace megatron_ext

@@ -24,11 +24,11 @@ class ProcessBell {
     /// A new bell, of this process.
     static ProcessBell create();
 
-    /// The bell of another process, from what it handed over. Throws TransportError if that is
-    /// something else.
+    /// The bell of another process, from the descriptors that it passed. Throws TransportError if
+    /// they are not those of a bell.
     static ProcessBell attach(UniqueFd page, UniqueFd event);
 
-    /// To be handed over.
+    /// The descriptors to pass to another process.
     int page_fd() const noexcept { return page_.fd(); }
     int event_fd() const noexcept { return event_.get(); }
 
@@ -48,8 +48,8 @@ class ProcessBell {
     /// See Doorbell::wait().
     bool wait(std::uint32_t seen, Deadline deadline, InterruptCheck check);
 
-    /// Looks for a ring after `seen` for a while before a sleep, if who rang last did so on another
-    /// CPU than the caller's: on the same one nobody could ring meanwhile. Whether one came.
+    /// Spins for a ring after `seen`, if the last ring came from another CPU than the caller's: a
+    /// ringer on the same CPU could not run meanwhile. Returns whether a ring came.
     bool spin(std::uint32_t seen, Clock::duration longest) const noexcept;
 
     /// Whether from now on rings are to reach the service thread. Look for what they would tell
