@@ -1,8 +1,8 @@
 #pragma once
 
 // A test program is a list of TEST blocks and this header, which has main(). A failed CHECK prints
-// where and ends the process with status 1, so it works in forked children as well; ctest reports
-// the program.
+// its location and ends the process with status 1, also in a forked child; ctest reports the
+// program.
 
 #include <signal.h>
 #include <sys/prctl.h>
@@ -36,7 +36,7 @@ struct Registration {
     std::_Exit(1);
 }
 
-/// Runs `run` in a forked child that exits with status 0 if it returns; gives its process id.
+/// Runs `run` in a forked child that exits with status 0 if it returns. Returns its process id.
 template <typename Function>
 pid_t fork_child(Function run) {
     std::fflush(nullptr);
@@ -53,7 +53,7 @@ pid_t fork_child(Function run) {
     std::_Exit(0);
 }
 
-/// The wait status of a child, as waitpid() gives it; 0 means that it ended well.
+/// The wait status of a child, from waitpid(); 0 means success.
 inline int join_child(pid_t pid) {
     int status = -1;
     return ::waitpid(pid, &status, 0) == pid ? status : -1;

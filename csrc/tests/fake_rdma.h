@@ -1,6 +1,6 @@
 #pragma once
 
-// What tests with the fake libibverbs share. See fake_verbs/exports.cc for its faults.
+// Shared code of the tests with the fake libibverbs. See fake_verbs/exports.cc for its faults.
 
 #include <dlfcn.h>
 
@@ -13,7 +13,7 @@
 
 namespace megatron_ext::testing {
 
-/// Makes the fake library the one to use, for the whole program.
+/// Selects the fake library for the whole program.
 inline void use_fake_verbs() { ::setenv("MEGATRON_EXT_IBVERBS_LIB", FAKE_VERBS_PATH, 1); }
 
 template <typename Function>
@@ -37,14 +37,14 @@ class Faults {
     }
 };
 
-/// Objects of the library that were made and not destroyed.
+/// Number of live objects of the library.
 inline int num_fake_objects() { return fake_function<int (*)()>("fake_verbs_objects")(); }
 
 inline void send_async_event(int type) {
     fake_function<void (*)(int, int)>("fake_verbs_async_event")(type, 1);
 }
 
-/// The part of /sys that belongs to the fake device, in a folder that goes with the object.
+/// The fake device's part of sysfs, in a directory that the destructor removes.
 class FakeSysfs {
   public:
     FakeSysfs() {

@@ -21,7 +21,7 @@
 
 namespace megatron_ext::testing {
 
-// Waits that have to succeed; ctest ends a test that hangs.
+// For waits that have to succeed; ctest ends a test that hangs.
 inline constexpr Deadline kForEver = kNever;
 
 enum class Wire { kShm, kTcp };
@@ -58,7 +58,7 @@ inline void link(Endpoint& endpoint, int peer, Wire wire, UniqueFd socket) {
     }
 }
 
-/// Runs `other` as rank 1 in a child and `own` as rank 0 here, linked; returns how the child ended.
+/// Runs `other` as rank 1 in a child and `own` as rank 0 here, linked. Returns the child's status.
 inline int run_pair(Wire wire, ArenaSize size, const std::function<void(Endpoint&)>& own,
                     const std::function<void(Endpoint&)>& other, bool checksums = true) {
     auto [left, right] = connected_sockets(wire);
@@ -76,7 +76,7 @@ inline int run_pair(Wire wire, ArenaSize size, const std::function<void(Endpoint
     return join_child(child);
 }
 
-/// Bytes that both sides can make.
+/// Bytes that both sides can generate.
 inline std::shared_ptr<std::vector<unsigned char>> content(std::uint64_t tag,
                                                            std::size_t num_bytes) {
     auto bytes = std::make_shared<std::vector<unsigned char>>(num_bytes);
@@ -95,7 +95,7 @@ inline void send(Endpoint& endpoint, int peer, std::uint64_t tag, std::size_t nu
     endpoint.send(peer, info, bytes->data(), bytes);
 }
 
-/// Sends zeros, where nobody looks at the content.
+/// Sends zeros, for receivers that ignore the content.
 inline void send_zeros(Endpoint& endpoint, int peer, std::uint64_t tag, std::size_t num_bytes) {
     MessageInfo info;
     info.tag = tag;
@@ -119,7 +119,7 @@ struct Stop : std::runtime_error {
 
 inline void stop_waiting() { throw Stop("stopped by the interrupt check"); }
 
-/// A way for one process to wait for another, past the links.
+/// A signal between two processes, independent of the links.
 struct Signal {
     Signal() { CHECK(::pipe(fds) == 0); }
     ~Signal() {

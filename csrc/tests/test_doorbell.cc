@@ -24,7 +24,7 @@ namespace {
 // Waits that have to succeed are without a time-out: a late wake-up would still find the sequence
 // changed, whereas one that is lost hangs here, until ctest reports it.
 
-/// What two processes share in these tests, at the start of a fresh (zeroed) segment.
+/// The shared state of two processes, at the start of a fresh (zeroed) segment.
 struct Shared {
     std::uint32_t ping;
     std::uint32_t pong;

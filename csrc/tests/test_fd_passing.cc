@@ -41,7 +41,7 @@ int num_open_descriptors() {
     return count;
 }
 
-/// Sends one byte with `count` descriptors, as a peer that does not keep to the protocol may.
+/// Sends one byte with `count` descriptors, which may violate the protocol.
 void send_raw(int socket, char byte, const int* fds, std::size_t count) {
     iovec payload{&byte, 1};
     alignas(cmsghdr) char control[CMSG_SPACE(32 * sizeof(int))] = {};

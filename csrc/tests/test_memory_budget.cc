@@ -12,7 +12,7 @@ namespace fs = std::filesystem;
 
 namespace {
 
-/// A directory of made-up /proc and /sys files, gone with the object.
+/// A directory of fake /proc and /sys files, which the destructor removes.
 class FakeRoot {
   public:
     FakeRoot() {

@@ -29,7 +29,7 @@ namespace {
 
 constexpr ArenaSize kSize{4, 100000};  // longer than the 64 KB that the fake takes in one write
 
-/// A place where two threads swap texts, as a socket would do.
+/// Exchanges texts between two threads, like a socket.
 class Exchanger {
   public:
     std::string swap(bool is_first, const std::string& mine) {
@@ -95,7 +95,7 @@ struct End final : LinkEvents {
     std::deque<Message> messages;
 };
 
-/// Connects both ends, each on its thread; the texts of what failed, if anything did.
+/// Connects both ends, each on its own thread. Returns the texts of their errors, if any.
 std::pair<std::string, std::string> connect(End& left, End& right) {
     Exchanger exchanger;
     std::string errors[2];

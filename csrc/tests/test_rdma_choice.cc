@@ -1,4 +1,4 @@
-// Which port and GID is taken, out of made-up devices.
+// The choice of port and GID among fake devices.
 
 #include <cstdlib>
 

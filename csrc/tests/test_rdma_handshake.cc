@@ -1,4 +1,4 @@
-// What two processes tell each other while they connect over RDMA, undamaged and damaged.
+// The handshake of two processes that connect over RDMA, undamaged and damaged.
 
 #include "rdma/handshake.h"
 
@@ -23,7 +23,7 @@ std::string exchange(int socket, const std::string& text) {
     return exchange_texts(socket, "rank 1", text, kForEver, nullptr);
 }
 
-/// What a process sends for a text.
+/// The bytes that a process sends for a text.
 std::string sent_for(const std::string& text) {
     auto [left, right] = connected_sockets(Wire::kTcp);
     std::thread other([&socket = left, &text] { exchange(socket.get(), text); });
@@ -34,7 +34,7 @@ std::string sent_for(const std::string& text) {
     return sent;
 }
 
-/// What becomes of an exchange whose peer sends these bytes and keeps the connection.
+/// The result of an exchange whose peer sends these bytes and keeps the connection open.
 std::string answer_to(const std::string& bytes) {
     auto [left, right] = connected_sockets(Wire::kTcp);
     CHECK(::send(right.get(), bytes.data(), bytes.size(), 0) > 0);

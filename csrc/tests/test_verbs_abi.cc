@@ -1,5 +1,5 @@
-// Compares our declarations of the interface of libibverbs with the system's, at compile time, if
-// the build found the headers of rdma-core (Debian: libibverbs-dev).
+// Compares verbs_abi.h with the system's header of libibverbs at compile time, if the build found
+// the headers of rdma-core (Debian: libibverbs-dev).
 
 #include "rdma/verbs_abi.h"
 

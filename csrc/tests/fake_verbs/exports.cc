@@ -1,8 +1,8 @@
-// A libibverbs for tests, which MEGATRON_EXT_IBVERBS_LIB names: one device, fake0, with one port,
-// whose queue pairs reach each other within one process. Writes are copied when they are posted,
-// after the same checks that an adapter makes: state, keys, bounds, posted receive requests, room
-// in completion queues. A broken rule is a completion with an error, or, where an adapter would do
-// something undefined, the end of the process.
+// A fake libibverbs for tests, selected by MEGATRON_EXT_IBVERBS_LIB: one device, fake0, with one
+// port, whose queue pairs connect to each other within one process. It copies a write when it is
+// posted, after an adapter's checks: state, keys, bounds, posted receive requests, room in
+// completion queues. A violation completes with an error or, if an adapter's behaviour would be
+// undefined, ends the process.
 //
 // The environment variable FAKE_VERBS, or fake_verbs_set_faults() while there are threads, injects
 // faults. A comma-separated list of:
@@ -17,8 +17,8 @@
 //   wc=S                 writes complete with status S
 //   post=N               posting writes fails with errno N
 //   post_receive=N       posting receive requests fails with errno N
-//   hold                 writes are not done, and not completed, until the fault is gone
-// and fake_verbs_async_event() makes an asynchronous event come.
+//   hold                 writes are neither performed nor completed until the fault is gone
+// fake_verbs_async_event() raises an asynchronous event.
 
 #include <arpa/inet.h>
 #include <sys/eventfd.h>
@@ -43,7 +43,7 @@ T* fail_with(int error_number) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-/// Makes an event come at all open devices.
+/// Raises an event at all open devices.
 EXPORT void fake_verbs_async_event(int type, int port) {
     const Lock lock(mutex);
     for (FakeContext* context : fabric.contexts) {
@@ -60,7 +60,7 @@ EXPORT void fake_verbs_set_faults(const char* list) {
     fabric.faults = list;
 }
 
-/// Objects that were made and not destroyed.
+/// Number of live objects.
 EXPORT int fake_verbs_objects() {
     const Lock lock(mutex);
     return fabric.objects;

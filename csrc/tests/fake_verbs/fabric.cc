@@ -84,7 +84,7 @@ void fail(FakeQueuePair* pair, std::uint64_t id, int status) {
     }
 }
 
-/// What an adapter does with one write.
+/// Processes one write, like an adapter.
 void execute(FakeQueuePair* pair, const SendRequest& request, const MemoryPiece& piece) {
     const auto found = fabric.queue_pairs.find(pair->target);
     if (pair->has_failed) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the queue pairs of the fake libibverbs are, and how writes travel between them.
+// The queue pairs of the fake libibverbs, and the writes between them.
 
 #include <deque>
 #include <map>
@@ -52,7 +52,7 @@ struct Fabric {
     std::vector<FakeContext*> contexts;
     std::string faults;  ///< instead of those in the environment
     std::uint32_t next_number = 100;
-    int objects = 0;  ///< made and not destroyed
+    int objects = 0;  ///< number of live objects
 };
 
 extern Fabric fabric;
@@ -64,10 +64,10 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 /// The value of a fault that is injected now; 0 for one without a value.
 std::optional<int> fault(const std::string& name);
 
-/// Ends the process: nothing that works would do this.
+/// Ends the process, for a call that no correct program makes.
 [[noreturn]] void misuse(const char* what);
 
-/// Events are counted by an eventfd, beside a list. consume() takes one; false, with errno, if
+/// A list of events with an eventfd that counts them. consume() takes one; false, with errno, if
 /// there is none.
 void signal(int fd);
 bool consume(int fd);

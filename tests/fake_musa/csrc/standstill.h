@@ -31,7 +31,7 @@ class Standstill {
         return *standstill;
     }
 
-    // Starts the thread, at the first queue or the creation of the board.
+    // Starts the thread once: at the first queue, or when this rank joins the board.
     void begin() {
         if (!begun_.exchange(true)) {
             std::thread([this] { watch(); }).detach();
