@@ -45,7 +45,7 @@ class LinkEvents {
 
 /// Numbers for the reports of errors.
 struct LinkCounts {
-    std::uint64_t num_held = 0;  ///< slots, or messages, that the receiver has not let go
+    std::uint64_t num_held = 0;  ///< slots, or messages, that the receiver holds
     std::size_t num_queued = 0;  ///< messages to the peer that wait for room
 };
 
@@ -86,17 +86,17 @@ class Link {
     virtual const char* wire() const noexcept = 0;
 
     /// Sends a message; only while the state is kOpen. `owner` keeps `bytes` alive until they are
-    /// copied: it may be let go in here, or goes to LinkEvents::sent(). Never waits.
+    /// copied: send() may release it, or passes it to LinkEvents::sent(). Never waits.
     virtual void send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
                       LinkEvents& events) = 0;
 
-    /// Does what can be done without waiting. Returns whether there is something that a waiting
-    /// caller may care about: a message arrived, the last queued send left, the state changed.
+    /// Does all work that needs no wait. Returns whether a waiting caller should check again: a
+    /// message arrived, the last queued send left, or the state changed.
     virtual bool progress(LinkEvents& events) = 0;
 
-    /// The caller waits, for whatever may come over this link among others, or does so no more. A
-    /// link that bounds what it takes before it is asked for has to take more meanwhile, here and
-    /// in progress(): what the caller waits for may be behind it.
+    /// The caller starts to wait, possibly for a message of this link, or stops. A link that bounds
+    /// unclaimed messages has to receive more during the wait, here and in progress(): the awaited
+    /// message may be behind them.
     virtual void demand(bool /*wanted*/, LinkEvents&) {}
 
     virtual PeerState state() const noexcept = 0;
@@ -110,16 +110,16 @@ class Link {
     /// owners.
     virtual void say_aborted(const std::string& reason, LinkEvents& events) = 0;
 
-    /// Tells the peer that nothing will follow what was sent. Afterwards the endpoint calls
-    /// progress() until parted() says that the peer has everything, for a short while only, and
-    /// then destroys the link.
+    /// Tells the peer that no message follows. Afterwards the endpoint calls progress() until
+    /// parted() reports that the peer has all messages, for a short time only, and then destroys
+    /// the link.
     virtual void say_closed(LinkEvents& events) = 0;
     virtual bool parted() const noexcept { return true; }
 
-    /// What the service thread sleeps on; the same through the life of the link.
+    /// The descriptors that the service thread sleeps on; constant for the lifetime of the link.
     virtual std::vector<int> descriptors() const { return {}; }
 
-    /// When progress() is to be called though no descriptor has news.
+    /// When to call progress() at the latest, without an event on a descriptor.
     virtual Deadline next_progress() const noexcept { return kNever; }
 };
 

@@ -7,17 +7,17 @@
 
 namespace megatron_ext {
 
-/// Remembers the process it was made in, to tell that from its forked children. Costs one load:
-/// getpid(), which is a system call, would be a tenth of the time of a message.
+/// Remembers the process that created it, to distinguish that from its forked children. A check
+/// costs one load; getpid(), a system call, would take a tenth of the time of a message.
 ///
-/// Concurrency: any thread. Children made by a bare clone() are not told apart; fork() of libc and
-/// all that Python offers are.
+/// Concurrency: any thread. It detects the children of libc's fork() and of all of Python's
+/// functions, but not those of a bare clone().
 class Process {
   public:
-    /// The calling one. Throws TransportError if forks cannot be noticed.
+    /// The calling process. Throws TransportError if forks cannot be detected.
     Process();
 
-    /// Whether the caller is that process, and not a child of it.
+    /// Whether the caller is that process, and not a forked child.
     bool is_this() const noexcept { return forks_ == num_forks.load(std::memory_order_relaxed); }
 
     pid_t id() const noexcept { return id_; }
@@ -25,7 +25,7 @@ class Process {
   private:
     static void count_fork() noexcept;
 
-    /// Forks between the first process of the program and this one.
+    /// Number of forks between the program's first process and this one.
     static std::atomic<std::uint32_t> num_forks;
 
     std::uint32_t forks_;

@@ -12,27 +12,27 @@
 
 namespace megatron_ext {
 
-/// A thread that sleeps in epoll until descriptors have news, the bell's eventfd is written, or a
-/// time has come; then it works, and sleeps again. It takes no signals.
+/// A thread that sleeps in epoll until an event on a descriptor, a write to the bell's eventfd, or
+/// a deadline; then it works, and sleeps again. It blocks all signals.
 ///
 /// Concurrency: members are called by one thread; a forked child has to abandon() it.
 class Service {
   public:
-    /// Ids of the descriptors with news; after wake_service() of the bell, `woken`.
+    /// Ids of the descriptors with events; after wake_service() of the bell, `woken`.
     struct News {
         bool woken;
         std::vector<int> ids;
     };
-    /// Returns when it wants to be called again at the latest. Must not throw.
+    /// Returns the deadline of its next call. Must not throw.
     using Work = std::function<Deadline(const News&)>;
 
-    /// Throws TransportError if there is no descriptor left for epoll.
+    /// Throws TransportError if the process has no descriptor left for epoll.
     explicit Service(std::shared_ptr<ProcessBell> bell);
     Service(const Service&) = delete;
     Service& operator=(const Service&) = delete;
     ~Service();
 
-    /// Adds a descriptor, edge-triggered; it may have news already. Also while the thread runs.
+    /// Adds a descriptor, edge-triggered; events may be pending. Also while the thread runs.
     void watch(int fd, int id);
 
     bool running() const noexcept { return thread_.joinable(); }

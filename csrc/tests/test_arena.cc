@@ -38,7 +38,7 @@ struct Ends {
     Outbox outbox;
 };
 
-/// Lets go of what was sent.
+/// Releases the owners of sent messages.
 struct Forget final : LinkEvents {
     void arrived(Message) override {}
     void sent(std::shared_ptr<void>) override {}

@@ -158,7 +158,7 @@ TEST(messages_of_any_size_cross_in_both_directions) {
                 end->messages.pop_front();
             }
         }
-        while (kept.size() > 3) {  // let go of any, so that slots come back in any order
+        while (kept.size() > 3) {  // release any, so that slots return in any order
             kept.erase(kept.begin() + static_cast<std::ptrdiff_t>(random() % kept.size()));
         }
     }
