@@ -250,7 +250,7 @@ def test_a_terminal_gets_a_progress_bar(tmp_path: Path, monkeypatch: pytest.Monk
         (["--input", "a.jsonl", "--json-keys", "text", "text"], "a key is named twice"),
         (["--input", "a.jsonl", "--json-keys", "a/b"], "a key becomes part of a file name"),
         (["--input", "b.txt", "--json-keys", "a", "b"], "b.txt has no keys"),
-        (["--input", "a.jsonl", "--workers", "0"], "--workers 0: at least 1"),
+        (["--input", "a.jsonl", "--workers", "0"], "--workers 0 must be at least 1"),
         (["--input", "empty.jsonl"], "empty.jsonl: no text found"),
         (["--input", "a.jsonl", "--output-prefix", "absent/p"], "absent does not exist"),
         (["--input", "a.jsonl", "--output-prefix", "/proc/p"], "/proc"),
