@@ -26,6 +26,7 @@ def import_everything():
     listing.import_targets()
 
 import torch
+import torch._dynamo, torch._inductor.config  # which Megatron imports; they change torch
 if sys.argv[1] == "megatron":
     import_everything()
 for _ in range(2):  # the second time megatron.core is there in any case
@@ -38,6 +39,8 @@ for _ in range(2):  # the second time megatron.core is there in any case
     megatron_ext.deactivate()
     assert len(before) > 80_000, len(before)
     print("attributes", different(before, held()))
+    if "megatron.legacy.fused_kernels" in sys.modules:  # of a tree; it empties this when imported
+        environment.setdefault("TORCH_CUDA_ARCH_LIST", "")
     assert dict(os.environ) == environment
     assert torch.FloatTensor([1.0]).tolist() == [1.0]
     assert not torch.cuda.is_available()
@@ -48,7 +51,8 @@ for _ in range(2):  # the second time megatron.core is there in any case
 def test_every_attribute_is_the_same_object_again(imported: str) -> None:
     done = run_python("-c", _PROGRAM, imported, MEGATRON_EXT_DISABLE="1", TORCHDYNAMO_DISABLE="0")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["attributes []"] * 2
+    found = [line for line in done.stdout.splitlines() if line.startswith("attributes")]
+    assert found == ["attributes []"] * 2  # a tree sets up logging, whose lines are there too
 
 
 _IMPORT = """
