@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from megatron_ext.errors import UserError
-
 __all__ = [
     "disable_batch_invariant_mode",
     "enable_batch_invariant_mode",
@@ -31,6 +29,9 @@ def enable_batch_invariant_mode() -> None:
     Raises:
         UserError: Always; the kernels are Triton's.
     """
+    # Here, so that no name of ours stays in Megatron's module after an undo.
+    from megatron_ext.errors import UserError
+
     raise UserError(
         "--batch-invariant-mode needs Triton, which is not installed; pip install triton (it needs "
         "a CUDA GPU to run), or leave the flag out"
