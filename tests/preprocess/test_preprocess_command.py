@@ -245,7 +245,7 @@ def test_a_terminal_gets_a_progress_bar(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def _all_of(screen: io.FileIO) -> bytes:
-    """What was written to a terminal that is closed now; one read may return only its first frame."""
+    """What was written to a terminal that is closed now: one read returns a frame or more."""
     shown = b""
     with contextlib.suppress(OSError):  # EIO ends a terminal
         while more := screen.read(65536):
