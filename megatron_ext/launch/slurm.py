@@ -53,7 +53,7 @@ def hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
     A host with one task, Slurm's default, gets no `slots`: it starts a process for each device.
 
     Raises:
-        LaunchError: One of Slurm's commands fails.
+        LaunchError: One of Slurm's commands fails, or the environment contradicts itself.
     """
     names = _ask("scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")).split()
     shown = _ask("scontrol", "--oneliner", "show", "node", ",".join(names))
@@ -66,11 +66,21 @@ def hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
 
 
 def _tasks(text: str, num_hosts: int) -> list[int]:
-    """Return the number of tasks of each host, from Slurm's notation `2(x3),1`."""
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(count)] * int(times or 1)
-    return counts if len(counts) == num_hosts else [1] * num_hosts
+    """Return the number of tasks of each host, from Slurm's notation `2(x3),1`; one each without.
+
+    Raises:
+        LaunchError: The notation is damaged, or tells of another number of hosts.
+    """
+    if not text:
+        return [1] * num_hosts
+    parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
+    counts = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
+    if None in parts or len(counts) != num_hosts:
+        raise LaunchError(
+            f"SLURM_TASKS_PER_NODE={text} does not say the tasks of the {num_hosts} hosts in "
+            "SLURM_JOB_NODELIST; unset it to start one task on each"
+        )
+    return counts
 
 
 def state(job: str) -> str | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.errors import LaunchError
 from megatron_ext.launch import slurm as ours
 from tests.commands import run_package
 from tests.launch.cluster import ADDRESSES, remove_processes, wait_until
@@ -212,10 +213,16 @@ def test_what_is_submitted_starts_the_same_launch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "num_hosts", "counts"),
-    [("2(x3),1", 4, [2, 2, 2, 1]), ("8", 1, [8]), ("", 2, [1, 1]), ("4(x2)", 3, [1, 1, 1])],
+    [("2(x3),1", 4, [2, 2, 2, 1]), ("8", 1, [8]), ("", 2, [1, 1])],
 )
 def test_tasks_of_hosts(text: str, num_hosts: int, counts: list[int]) -> None:
     assert ours._tasks(text, num_hosts) == counts
+
+
+@pytest.mark.parametrize("text", ["4(x2)", "4(x2),", "2,2,x", "2,x,2,2", "-1(x3)", "1(x4)"])
+def test_tasks_that_do_not_fit_the_hosts_are_an_error(text: str) -> None:
+    with pytest.raises(LaunchError, match="unset it"):
+        ours._tasks(text, 3)
 
 
 def test_without_slurms_commands_the_remedy_is_said(tmp_path: Path) -> None:
