@@ -222,3 +222,15 @@ def test_figures_that_were_there_survive_a_disk_that_fills_up(tmp_path: Path) ->
     assert done.stderr.startswith(f"{path} cannot be written: File too large")
     assert path.read_text() == "before"
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.slow
+def test_the_way_from_a_killed_rank_to_the_next_step_is_broken_down(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    program = str(ROOT / "benchmarks/restart.py")
+    done = run_python(program, "--rounds", "1", "--json", str(figures))
+    assert done.returncode == 0, done.stdout + done.stderr
+    [parts] = json.loads(figures.read_text())
+    assert len(parts) == 4
+    assert all(seconds > 0 for seconds in parts.values())
+    assert all(part in done.stdout for part in parts)

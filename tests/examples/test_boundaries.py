@@ -98,10 +98,12 @@ def test_every_schedule(model: str, ranks: int, schedule: str, settings: dict[st
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_bitpipe_sums_over_its_two_pipelines(model: str, ranks: int) -> None:
-    found, expected = train(ranks, model, "bitpipe", transport="shm"), alone(model)
+    """In one step: each further one multiplies what another order of a sum rounds differently."""
+    found = train(ranks, model, "bitpipe", steps=1, transport="shm")
+    expected = train(1, model, None, steps=1)
     assert found[1].keys() == expected[1].keys()
     for name, gradient in found[1].items():
-        np.testing.assert_allclose(gradient, expected[1][name], rtol=1e-4, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(gradient, expected[1][name], rtol=1e-5, atol=1e-7, err_msg=name)
 
 
 def _traffic_here(model: str, chunks: int) -> tuple[int, int, int]:
