@@ -225,7 +225,7 @@ py::object take(Endpoint& self, int source, std::uint64_t tag, std::optional<dou
     }
     if (num_bytes_of(message->info) != message->info.num_bytes) {  // tensors rely on the shape
         throw TransportError("the messages of rank " + std::to_string(source) +
-                             " are damaged: the shape of one is not that of its " +
+                             " are damaged: the shape of one does not fit its " +
                              std::to_string(message->info.num_bytes) + " bytes");
     }
     if (message->bytes && dtype_of(*message) == capsule_dtype) {

@@ -102,7 +102,7 @@ Arena Arena::attach(UniqueFd fd) {
     if (!possible(size) || segment.size_bytes() != total_bytes(size)) {
         throw TransportError("cannot attach an arena: " + std::to_string(size.num_slots) +
                              " slots of " + std::to_string(size.slot_bytes) +
-                             " bytes do not make a segment of " +
+                             " bytes do not fill a segment of " +
                              std::to_string(segment.size_bytes()) + " bytes");
     }
     return Arena(std::move(segment), size);

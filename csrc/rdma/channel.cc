@@ -152,7 +152,7 @@ RdmaChannel::Offer RdmaChannel::make_offer() const {
 
 void RdmaChannel::accept_offer(const Offer& offer) {
     if (std::memcmp(offer.magic, kMagic, sizeof(kMagic)) != 0 || offer.num_sources > kMaxSources) {
-        throw RdmaError(peer_ + " sent something else than an RDMA address",
+        throw RdmaError(peer_ + " did not send an RDMA address",
                         "install the same megatron_ext for all ranks");
     }
     if (offer.num_slots != size_.num_slots || offer.slot_bytes != size_.slot_bytes) {
@@ -216,8 +216,8 @@ void RdmaChannel::connect(const Exchange& exchange, bool is_first, Deadline dead
         failures += "; " + failure;
     }
     throw RdmaError("no RDMA connection to " + peer_ +
-                        (failures.empty() ? ": no GID of one side is of a kind with one of the "
-                                            "other's, first are " +
+                        (failures.empty() ? ": both sides have no kind of GID in common, the first "
+                                            "are " +
                                                 sources_.front().text() + " and " +
                                                 theirs.target(0).gid.text()
                                           : failures),
@@ -241,7 +241,7 @@ void RdmaChannel::write_packet(Deadline deadline, InterruptCheck check) {
             return;
         }
         if (Clock::now() >= deadline) {
-            throw RdmaError("an RDMA write to " + peer_ + " was not complete in time", "");
+            throw RdmaError("an RDMA write to " + peer_ + " did not complete in time", "");
         }
         pollfd entry{queue_pair_.fd(), POLLIN, 0};
         ::poll(&entry, 1, static_cast<int>(kInterruptPeriod.count()));
@@ -296,7 +296,7 @@ void RdmaChannel::arrived(std::uint32_t immediate) {
     const std::uint32_t kind = immediate >> kKindShift;
     const std::uint32_t slot = immediate & ((1U << kKindShift) - 1);
     if (kind > kCredit || slot >= size_.num_slots) {
-        throw RdmaError(peer_ + " wrote the unknown immediate " + std::to_string(immediate),
+        throw RdmaError(peer_ + " sent the unknown immediate value " + std::to_string(immediate),
                         "install the same megatron_ext for all ranks");
     }
     if (kind == kCredit) {

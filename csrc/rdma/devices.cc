@@ -26,7 +26,7 @@ class DeviceList {
         if (list_ == nullptr && error_number != ENOSYS) {
             throw RdmaError("RDMA devices cannot be listed: " +
                                 std::generic_category().message(error_number),
-                            "see whether /sys is mounted");
+                            "check that /sys is mounted");
         }
         count_ = list_ == nullptr ? 0 : static_cast<std::size_t>(count);  // ENOSYS: no kernel part
     }
@@ -170,7 +170,7 @@ OpenedDevice open_device(const std::string& name) {
             return open(library, device);
         }
     }
-    throw RdmaError("there is no RDMA device " + name, "see `rdma link`");
+    throw RdmaError("there is no RDMA device " + name, "list them with `rdma link`");
 }
 
 }  // namespace megatron_ext

@@ -32,9 +32,9 @@ Head head_of(const std::string& text) {
 
 void require_intact(bool intact, const std::string& peer) {
     if (!intact) {
-        throw TransportError("what " + peer +
-                             " sent while connecting over RDMA is damaged; look at the network "
-                             "between the hosts, and install the same megatron_ext on both");
+        throw TransportError("the RDMA handshake of " + peer +
+                             " is damaged; check the network between the hosts, and install the "
+                             "same megatron_ext on both");
     }
 }
 
@@ -45,7 +45,7 @@ void wait_for(int socket, short what, const std::string& peer, Deadline deadline
     for (;;) {
         const auto now = Clock::now();
         if (now >= deadline) {
-            throw TransportError(peer + " did not go on with connecting over RDMA in time");
+            throw TransportError(peer + " did not continue the RDMA handshake in time");
         }
         const auto left = std::chrono::ceil<std::chrono::milliseconds>(
             std::min<Clock::duration>(kInterruptPeriod, deadline - now));
@@ -68,7 +68,7 @@ void transfer_all(int socket, short what, std::size_t num_bytes, const std::stri
         const ssize_t moved = transfer(done, num_bytes - done);
         const int error_number = errno;
         if (moved == 0 || (moved < 0 && error_number == ECONNRESET)) {
-            throw TransportError(peer + " gave up connecting over RDMA; see what it logged");
+            throw TransportError(peer + " gave up connecting over RDMA; see its log");
         }
         if (moved > 0) {
             done += static_cast<std::size_t>(moved);

@@ -32,7 +32,7 @@ auto require(Make make, const std::string& device, const std::string& what) {
     const auto made = make();
     const int error_number = errno;
     if (made == nullptr) {
-        throw RdmaError("the RDMA device " + device + " gives no " + what + ": " +
+        throw RdmaError("the RDMA device " + device + " cannot create " + what + ": " +
                             error_text(error_number),
                         "take fewer or smaller slots, or see the kernel's log (dmesg)");
     }
@@ -185,7 +185,7 @@ void QueuePair::post_write(std::uint64_t id, const verbs::MemoryPiece& from,
     const int result = context_->ops.post_send(queue_pair_.get(), &request, &bad);
     if (result != 0) {
         look_at_events();
-        throw RdmaError(text() + " takes no write: " + error_text(std::abs(result)) + port_news_,
+        throw RdmaError(text() + " refused a write: " + error_text(std::abs(result)) + port_news_,
                         "see the kernel's log (dmesg)");
     }
 }
@@ -195,7 +195,7 @@ void QueuePair::post_receive() {
     verbs::ReceiveRequest* bad = nullptr;
     const int result = context_->ops.post_receive(queue_pair_.get(), &request, &bad);
     if (result != 0) {
-        throw RdmaError(text() + " takes no receive request: " + error_text(std::abs(result)),
+        throw RdmaError(text() + " refused a receive request: " + error_text(std::abs(result)),
                         "see the kernel's log (dmesg)");
     }
 }
@@ -235,7 +235,7 @@ void QueuePair::arm() {
     }
     const int result = context_->ops.request_notify(queue_.get(), 0);
     if (result != 0) {
-        throw RdmaError(text() + ": its completion queue tells no events: " +
+        throw RdmaError(text() + ": its completion queue reports no events: " +
                             error_text(std::abs(result)),
                         "see the kernel's log (dmesg)");
     }
@@ -261,14 +261,14 @@ void QueuePair::look_at_events() {
                 break;
             case verbs::kEventPortError:
             case verbs::kEventGidChange:
-                port_news_ = "; the device said: " + name;
+                port_news_ = "; the device reported: " + name;
                 break;
             case verbs::kEventCqError:
             case verbs::kEventQpFatal:
             case verbs::kEventQpRequestError:
             case verbs::kEventQpAccessError:
             case verbs::kEventDeviceFatal:
-                throw RdmaError(text() + " failed; the device said: " + name,
+                throw RdmaError(text() + " failed; the device reported: " + name,
                                 "see the kernel's log (dmesg)");
             default:
                 break;

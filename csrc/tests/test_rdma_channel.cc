@@ -252,7 +252,7 @@ TEST(a_write_that_is_not_taken_is_told) {
     const Faults faults("post=" + std::to_string(EIO));
     pair.left.send(1, 10);
     pair.left.outbox.push(pair.left);
-    CHECK_THROWS(pair.left.channel.send(), RdmaError, "takes no write: Input/output error");
+    CHECK_THROWS(pair.left.channel.send(), RdmaError, "refused a write: Input/output error");
 }
 
 TEST(a_port_that_fails_is_named_by_the_failure_that_follows) {
@@ -264,7 +264,7 @@ TEST(a_port_that_fails_is_named_by_the_failure_that_follows) {
     pair.left.send(1, 10);
     pair.left.outbox.push(pair.left);
     pair.left.channel.send();
-    CHECK_THROWS(pair.left.channel.receive(), RdmaError, "the device said: port error");
+    CHECK_THROWS(pair.left.channel.receive(), RdmaError, "the device reported: port error");
 }
 
 TEST(a_port_that_comes_back_is_forgotten) {
@@ -283,7 +283,7 @@ TEST(a_port_that_comes_back_is_forgotten) {
         text = error.what();
     }
     CHECK(text.find("status 12") != std::string::npos);
-    CHECK(text.find("the device said") == std::string::npos);
+    CHECK(text.find("the device reported") == std::string::npos);
 }
 
 TEST(a_device_that_fails_ends_the_link) {

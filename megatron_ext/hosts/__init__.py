@@ -52,8 +52,8 @@ def check_some_host() -> None:
     here = [module for package, module in HOSTS.items() if find_spec(package) is not None]
     if not here:
         raise ArgumentsError(
-            "configure was given no sizes, and there is no host that knows them; give "
-            "pipeline_ranks, num_microbatches and num_layers, or pip install "
+            "configure was given no sizes, and no training loop that knows them is installed; "
+            "give pipeline_ranks, num_microbatches and num_layers, or pip install "
             "'megatron-bridge>=0.6,<0.7' and train with its pretrain or finetune"
         )
     for module in here:

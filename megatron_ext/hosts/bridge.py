@@ -89,8 +89,8 @@ def _asked() -> tuple[PipelineConfig | None, Namespace | None]:
     asked = None if found is None else found.asked
     if asked is not None and words:
         raise ArgumentsError(
-            f"megatron_ext.configure was called, and {FLAGS} is {' '.join(words)!r}; leave one of "
-            "them out"
+            f"megatron_ext.configure was called, but {FLAGS} is also set, to "
+            f"{' '.join(words)!r}; leave one of them out"
         )
     return asked, parse_words(words, FLAGS) if words else None
 
@@ -116,7 +116,7 @@ def _check_sizes(given: tuple[int, int] | None) -> None:
     if given is not None and given != found:
         raise ArgumentsError(
             "configure was given pipeline_ranks {} and num_microbatches {}, but Bridge's "
-            "configuration makes {} and {} of them; leave all sizes out, Bridge has them".format(
+            "configuration has {} and {}; leave all sizes out, and Bridge's are taken".format(
                 *given, *(found or (1, 1))
             )
         )
@@ -129,9 +129,9 @@ def _prepare(settings: Settings, asked: PipelineConfig | None, words: Namespace 
     if words is not None:
         if words.forward_backward_disaggregating:
             raise ArgumentsError(
-                "--forward-backward-disaggregating needs a training loop that knows both roles, "
-                "which are Megatron's own and the embedded one; leave it out of "
-                f"{FLAGS}, or train with pretrain_gpt.py"
+                "--forward-backward-disaggregating needs a training loop that supports both roles: "
+                f"Megatron's own or the embedded one; leave it out of {FLAGS}, or train with "
+                "pretrain_gpt.py"
             )
         vars(arguments).update(vars(words))
     prepared_arguments.prepare(arguments, asked)
@@ -216,7 +216,7 @@ def _refuse_decentralized(container: Any) -> None:
         return
     raise ArgumentsError(
         f"schedule {chosen.name} {why} in global groups, which dist.use_decentralized_pg does not "
-        "make; set it to False, or take zb-h1"
+        "create; set it to False, or take zb-h1"
     )
 
 
@@ -337,22 +337,21 @@ PATCHES = (
         "validate",
         "config:ConfigContainer.validate",
         _validate,
-        "Bridge has no command line: what was asked for is checked against its configuration, and "
-        "written into it",
+        "Bridge has no command line: the chosen pipeline is checked against Bridge's configuration "
+        "and written into it",
     ),
     _patch(
         "modules",
         "config:megatron_mimo_runtime_config_update",
         _refuse_modules,
-        "runs several pipelines by its own 1F1B, past the schedule that was asked for",
+        "runs several pipelines with its own 1F1B and would ignore the chosen schedule",
         when=_is_asked,
     ),
     _patch(
         "train_step",
         "train:train_step",
         _train_step,
-        "schedules are not told the iteration, and the last rank logs where the first has the "
-        "losses",
+        "schedules need the iteration, and the last rank logs, but the first may have the losses",
         when=_is_in_force,
     ),
     _patch(
@@ -366,14 +365,14 @@ PATCHES = (
         "measured",
         "train:train",
         schedules.log_statistics_of,
-        "says at the end of the training how much of it was idle, and out of the table's order",
+        "logs after training how much of the time was idle, and what ran out of the table's order",
         when=schedules.is_chosen,
     ),
     _patch(
         "logged",
         "utils.train_utils:training_log",
         first_steps.logged,
-        "looks at the first line that is logged: the table ran, and the loss has arrived",
+        "checks the first logged line: the table ran, and the loss has arrived",
         when=first_steps.is_not_logged,
         order=-20,
     ),
@@ -381,14 +380,14 @@ PATCHES = (
         "checkpoint_format",
         "checkpointing:_load_base_checkpoint",
         _in_fields(folded_pipelines.check_format),
-        "reads files of formats that tell layers by rank: other layers would be loaded",
+        "reads formats that name layers by rank, and would load the wrong layers",
         when=active.is_folded,
     ),
     _patch(
         "optimizer_state",
         "checkpointing:generate_state_dict",
         _in_fields(folded_pipelines.check_optimizer_state),
-        "looks at the parallel sizes only: optimizer state of other stages would be loaded",
+        "compares the parallel sizes only, and would load optimizer state of other stages",
         when=active.is_folded,
     ),
 )

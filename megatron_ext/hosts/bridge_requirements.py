@@ -45,7 +45,7 @@ def problems() -> Iterator[str]:
     version = bridge_version()
     if version is not None and releases.parse_release(version) != _RANGE:
         yield (
-            f"megatron-bridge {version} is installed, {SUPPORTED} is supported; pip install "
+            f"megatron-bridge {version} is installed, but {SUPPORTED} is supported; pip install "
             f"'megatron-bridge{SUPPORTED}'"
         )
         return
@@ -53,18 +53,18 @@ def problems() -> Iterator[str]:
     core = releases.installed_release()
     if core is None or core < _OLDEST_CORE:
         yield (
-            f"{name} needs megatron-core >=0.19,<0.20, {releases.core_version() or 'none'} is "
+            f"{name} needs megatron-core >=0.19,<0.20, but {releases.core_version() or 'none'} is "
             "installed; pip install 'megatron-core>=0.19,<0.20'"
         )
     if sys.version_info[:2] < _PYTHON:
         found = ".".join(map(str, sys.version_info[:2]))
-        yield f"{name} needs Python 3.12, this is {found}; make an environment with Python 3.12"
+        yield f"{name} needs Python 3.12, but this is {found}; make an environment with Python 3.12"
     missing = [module for module in _IMPORTS if not _is_there(module)]
     if missing:
         needed = " ".join(f"'{_IMPORTS[module]}'" for module in missing)
         yield (
-            f"{name} imports {', '.join(missing)} whatever it trains, and not all of it is "
-            f"installed; pip install {needed}"
+            f"{name} always imports {', '.join(missing)}, but this environment lacks "
+            f"{'it' if len(missing) == 1 else 'them'}; pip install {needed}"
         )
 
 

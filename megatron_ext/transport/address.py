@@ -16,6 +16,7 @@ from megatron_ext.errors import TransportError
 from megatron_ext.version import __version__
 
 __all__ = [
+    "NOT_PROBED",
     "WIRES",
     "Address",
     "Wire",
@@ -27,6 +28,9 @@ __all__ = [
 
 Wire = Literal["auto", "shm", "tcp", "rdma"]
 WIRES: tuple[Wire, ...] = ("auto", "shm", "tcp", "rdma")
+
+NOT_PROBED = "it was not probed"
+"""Why a process that did not look for RDMA has none."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,11 @@ class Address:
     ip: str = ""
     """IP address on which the process listens for TCP; empty if it does not."""
     port: int = 0
-    no_rdma: str = "it was not looked for"
+    no_rdma: str = NOT_PROBED
     """Why the process has no RDMA; empty if it has."""
 
     @classmethod
-    def new(cls, wire: Wire, no_rdma: str = "it was not looked for") -> Address:
+    def new(cls, wire: Wire, no_rdma: str = NOT_PROBED) -> Address:
         """Return the address of this process, before it listens for TCP."""
         return cls(
             version=__version__,
@@ -109,12 +113,12 @@ def choose_wire(rank: int, mine: Address, peer: int, theirs: Address) -> tuple[s
     if (theirs.version, theirs.byte_order) != (mine.version, mine.byte_order):
         raise TransportError(
             f"rank {peer} runs megatron_ext {theirs.version} ({theirs.byte_order} endian), rank "
-            f"{rank} {mine.version} ({mine.byte_order} endian); install the same on all hosts"
+            f"{rank} {mine.version} ({mine.byte_order} endian); install one version on all hosts"
         )
     if theirs.wire != mine.wire:
         raise TransportError(
-            f"rank {peer} was told to use the wire {theirs.wire}, rank {rank} {mine.wire}; give "
-            f"all ranks the same --pipeline-transport"
+            f"rank {peer} has the wire {theirs.wire}, rank {rank} {mine.wire}; give all ranks the "
+            f"same --pipeline-transport"
         )
     no_memory = mine._why_no_memory_with(theirs)
     no_rdma = [
@@ -130,13 +134,13 @@ def choose_wire(rank: int, mine: Address, peer: int, theirs: Address) -> tuple[s
     if mine.wire == "rdma" and no_rdma:
         raise TransportError(
             f"rank {rank} cannot reach rank {peer} over RDMA: {'; '.join(no_rdma)}. Take "
-            f"--pipeline-transport auto, or mend that"
+            f"--pipeline-transport auto, or repair RDMA"
         )
     if no_memory is not None:
         _require_reachable(rank, mine)
         _require_reachable(peer, theirs)
     if mine.wire != "auto":
-        return mine.wire, "as asked for"
+        return mine.wire, "as configured"
     if no_memory is None:
         return "shm", "they are on one host"
     return ("tcp", "; ".join(no_rdma)) if no_rdma else ("rdma", no_memory)
@@ -146,8 +150,8 @@ def _require_reachable(rank: int, address: Address) -> None:
     """Raise TransportError for a loopback address, to which a host's own name may resolve."""
     if address.ip and ipaddress.ip_address(address.ip).is_loopback:
         raise TransportError(
-            f"rank {rank} listens on {address.ip}, which nobody outside of its host "
-            f"{address.host} reaches; name the addresses of the hosts with --node-ips"
+            f"rank {rank} listens on {address.ip}, which only its own host {address.host} can "
+            f"reach; name the addresses of the hosts with --node-ips"
         )
 
 
@@ -187,16 +191,19 @@ def _resolved(name: str, num_nodes: int) -> str:
     try:
         ip = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise TransportError(f"--node-ips: {name} is no address or host: {error}") from error
+        raise TransportError(
+            f"--node-ips: {name} is not an address or a known host ({error}); give the IP address "
+            f"that the other hosts reach"
+        ) from error
     if ipaddress.ip_address(ip).is_unspecified:
         raise TransportError(
             f"--node-ips: {name} stands for every address of this host; give the one that the "
-            f"others see"
+            f"other hosts reach"
         )
     if num_nodes > 1 and ipaddress.ip_address(ip).is_loopback:
         raise TransportError(
             f"--node-ips: {name} is {ip} on this host, which the other {num_nodes - 1} cannot "
-            f"reach; give the address that they see"
+            f"reach; give the address that they reach"
         )
     return ip
 
@@ -211,8 +218,8 @@ def address_towards(host: str) -> str:
         return source_address(host)
     except OSError as error:
         raise TransportError(
-            f"no address of this host leads to {host} ({error}); name the addresses of the hosts "
-            f"with --node-ips"
+            f"this host has no route to {host} ({error}); name the addresses of the hosts with "
+            f"--node-ips"
         ) from error
 
 

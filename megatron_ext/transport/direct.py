@@ -150,7 +150,7 @@ class DirectTransport:
         peer, code = self._peers.get(target), CODE_OF.get(tensor.dtype)
         if peer is None or code is None:
             raise TransportError(
-                f"{message} cannot be sent to rank {target}, which is no peer"
+                f"{message} cannot be sent to rank {target}, which is not a peer"
                 if peer is None
                 else f"{message}: tensors of {tensor.dtype} cannot be sent"
             )
@@ -249,8 +249,8 @@ class DirectTransport:
         for target, wire in self._host.stats().wires.items():
             if wire != "shm":
                 raise TransportError(
-                    f"rank {target} is reached over {wire}, and devices share memory within one "
-                    f"host and beside shared memory only; {_REMEDY}"
+                    f"rank {target} is reached over {wire}, but devices share memory only within "
+                    f"one host and over shm; {_REMEDY}"
                 )
         for target, peer in self._peers.items():
             number, handle = self._lend(peer, 1)
@@ -262,7 +262,7 @@ class DirectTransport:
             reason = answers[source].reason or theirs.reason
             if reason:
                 raise TransportError(
-                    f"tensors cannot go between its device and that of rank {source}: {reason}; "
+                    f"its device cannot exchange tensors with that of rank {source}: {reason}; "
                     f"{_REMEDY}"
                 )
             self._sharing.attach(peer.free[0], theirs.handle)

@@ -26,6 +26,7 @@ from megatron_ext.errors import (
     TransportError,
     TransportTimeout,
 )
+from megatron_ext.transport.address import NOT_PROBED
 from megatron_ext.transport.base import Expected, Stats
 from megatron_ext.transport.dtypes import CAPSULE_CODE_OF, CODE_OF, plain, tensor_on
 from megatron_ext.transport.native import require_native
@@ -124,7 +125,7 @@ class NativeTransport:
         """Source and tag of arrivals that `poll` has yet to return, in order."""
         connections = connect_peers(
             store, rank, peers, run_id=run_id, timeout_s=connect_timeout_s, wire=wire, ip=ip,
-            no_rdma=_why_no_rdma(ip) if wire in ("auto", "rdma") else "it was not looked for",
+            no_rdma=_why_no_rdma(ip) if wire in ("auto", "rdma") else NOT_PROBED,
         )  # fmt: skip
         self._hosts = {peer: connection.host for peer, connection in connections.items()}
         self._wires = {peer: connection.wire for peer, connection in connections.items()}
@@ -175,7 +176,7 @@ class NativeTransport:
         self._usable()
         if self._expected:
             left = next(iter(self._expected.values()))
-            raise TransportError(f"{left.message} of the step before was never received")
+            raise TransportError(f"{left.message} of the previous step was never received")
         self._warn_if_narrow(slots)
         self._step = step = (self._step + 1) % NUM_STEPS
         tags = self._tags
@@ -302,7 +303,7 @@ class NativeTransport:
             target = next((peer.rank for peer in endpoint.peers() if peer.num_queued), None)
             if target is None:
                 return  # the last message left between the time-out and this check
-            what = f"rank {target} did not take what was sent to it: {self._waited(endpoint)}"
+            what = f"rank {target} did not receive what was sent to it: {self._waited(endpoint)}"
             raise self._failure(what, target, None, timeout_s)
 
     def abort(self, reason: str) -> None:
@@ -335,7 +336,7 @@ class NativeTransport:
         if self._endpoint is None:
             raise TransportError("the transport is closed")
         if self._given_up is not None:
-            raise TransportError(f"the transport was given up: {self._given_up}")
+            raise TransportError(f"the transport was aborted: {self._given_up}")
         return self._endpoint
 
     @staticmethod
@@ -350,7 +351,7 @@ class NativeTransport:
         if any(report.state in ("died", "aborted") for report in reports):
             raise self._failure(what, self._rank, None, 0.0)
         if reports and all(report.state == "closed" for report in reports):
-            raise PeerClosed(f"{what}, all peers closed their transports")
+            raise PeerClosed(f"{what}; all peers closed their transports")
 
     def _failure(
         self, what: str, peer: int, message: Message | None, cause: float | TransportError
@@ -379,9 +380,9 @@ class NativeTransport:
         if isinstance(cause, TransportError):
             return TransportError(f"{what}: {cause}")
         links = "; ".join(
-            f"{self._place(report)} is {report.state}: {report.num_arrived} messages arrived and "
-            f"not taken, {report.num_held} of {self._slots} slots in use, {report.num_queued} "
-            f"messages to it queued"
+            f"{self._place(report)} is {report.state}: {report.num_arrived} messages arrived but "
+            f"not received, {report.num_held} of {self._slots} slots in use, {report.num_queued} "
+            f"messages queued for it"
             for report in reports
         )
         return TransportTimeout(f"{what} of {cause:g} s; {links or 'there are no peers'}")
@@ -394,8 +395,8 @@ class NativeTransport:
         if 2 * slots > self._slots and not self._warned:
             self._warned = True
             _log.warning(
-                "rank %d has room for %d messages of each peer, and up to %d may be under way: "
-                "some will wait at their sender, and cross while it computes",
+                "rank %d has room for %d messages of each peer, but up to %d may be under way: "
+                "some wait at their sender and are sent while it computes",
                 self._rank, self._slots, 2 * slots,
             )  # fmt: skip
 
@@ -403,8 +404,8 @@ class NativeTransport:
 def _require_cpu(device: torch.device) -> None:
     if device.type != "cpu":
         raise TransportError(
-            f"tensors on {device} cannot be sent by the native core, which takes those of the CPU "
-            f"only; send them through a StagedTransport"
+            f"the native core sends tensors of the CPU only, not of {device}; send them through a "
+            f"StagedTransport"
         )
 
 

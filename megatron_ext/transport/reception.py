@@ -72,7 +72,7 @@ class Reception:
     def next(self, deadline: float) -> Hello | None:
         """Return the next complete hello; None at the deadline (seconds of time.monotonic)."""
         while True:
-            self._turn_late_ones_away()
+            self._refuse_late_ones()
             first = min([deadline, *(visit.deadline for visit in self._visits.values())])
             for key, _ in self._selector.select(max(0.0, first - time.monotonic())):
                 assert isinstance(key.fileobj, socket.socket)
@@ -89,7 +89,7 @@ class Reception:
         except OSError:
             return  # the client has closed the connection
         if len(self._visits) >= self._max_visits:
-            self._turn_away(next(iter(self._visits)), "others want to say who they are")
+            self._refuse(next(iter(self._visits)), "too many others wait to send a hello")
         link.setblocking(False)
         self._visits[link] = _Visit()
         self._selector.register(link, selectors.EVENT_READ)
@@ -103,22 +103,22 @@ class Reception:
         except BlockingIOError:
             return None
         except OSError as error:
-            self._turn_away(link, str(error))
+            self._refuse(link, str(error))
             return None
         visit.text += part
         if not part or len(visit.text) > HELLO_BYTES:
-            self._turn_away(link, "it did not say who it is")
+            self._refuse(link, "it sent no valid hello")
         elif visit.text.endswith(b"\n"):
             return Hello(self._leave(link), visit.text)
         return None
 
-    def _turn_late_ones_away(self) -> None:
+    def _refuse_late_ones(self) -> None:
         now = time.monotonic()
         for link in [link for link, visit in self._visits.items() if visit.deadline <= now]:
-            self._turn_away(link, f"it did not say who it is within {HELLO_S:g} s")
+            self._refuse(link, f"it sent no hello within {HELLO_S:g} s")
 
-    def _turn_away(self, link: socket.socket, why: str) -> None:
-        _log.warning("rank %d turned a connection away: %s", self._rank, why)
+    def _refuse(self, link: socket.socket, why: str) -> None:
+        _log.warning("rank %d refused a connection: %s", self._rank, why)
         self._leave(link).close()
 
     def _leave(self, link: socket.socket) -> socket.socket:

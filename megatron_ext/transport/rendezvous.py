@@ -23,7 +23,13 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from megatron_ext.errors import TransportError
-from megatron_ext.transport.address import Address, Wire, address_towards, choose_wire
+from megatron_ext.transport.address import (
+    NOT_PROBED,
+    Address,
+    Wire,
+    address_towards,
+    choose_wire,
+)
 from megatron_ext.transport.reception import Reception
 
 __all__ = ["Connection", "Store", "connect_peers"]
@@ -137,7 +143,7 @@ class _Rendezvous:
             except OSError as error:
                 raise TransportError(
                     f"rank {self._rank} cannot listen on {ip} of host {self._mine.host}: {error}; "
-                    f"--node-ips has to name an address of each host"
+                    f"name the addresses of the hosts with --node-ips"
                 ) from error
             tcp.listen(num_lower + _BACKLOG)
             tcp.setblocking(False)
@@ -224,11 +230,11 @@ class _Rendezvous:
             address = self._address(peer)
             wire, _ = choose_wire(self._rank, self._mine, peer, address)
             if (wire == "shm") != (link.family == socket.AF_UNIX):
-                raise TransportError(f"rank {peer} did not come over the wire {wire}")
+                raise TransportError(f"rank {peer} did not connect over the wire {wire}")
             link.settimeout(self._left_s(f"rank {peer} to hear the answer"))
             link.sendall(self._mine.secret.encode())
         except (TransportError, OSError, ValueError) as error:
-            _log.warning("rank %d turned a connection away: %s", self._rank, error)
+            _log.warning("rank %d refused a connection: %s", self._rank, error)
             link.close()
             for peer in sorted(lower):  # it may come from a peer that gave up, which this raises
                 self._address(peer)
@@ -266,7 +272,7 @@ class _Rendezvous:
         if self._read_answer(peer, call.socket):
             return call
         self._address(peer)  # raises the peer's reason, if it published one
-        raise self._turned_away(peer)
+        raise self._refused(peer)
 
     def _called_again(self, peer: int, call: Connection) -> Connection:
         address = self._address(peer)
@@ -275,12 +281,12 @@ class _Rendezvous:
             link = self._connected(call.wire, peer, address, left_s, self._hello(address))
         except OSError as error:
             self._address(peer)
-            raise self._turned_away(peer) from error
+            raise self._refused(peer) from error
         return call._replace(socket=link)
 
-    def _turned_away(self, peer: int) -> TransportError:
+    def _refused(self, peer: int) -> TransportError:
         return TransportError(
-            f"rank {peer} turned rank {self._rank} away, or ended; see what it logged"
+            f"rank {peer} refused the connection of rank {self._rank}, or ended; see its log"
         )
 
     def _read_answer(self, peer: int, link: socket.socket) -> bool:
@@ -308,7 +314,7 @@ class _Rendezvous:
                 return False
             if not secrets.compare_digest(answer, expected):
                 raise TransportError(
-                    f"what rank {peer} answered to rank {self._rank} is damaged; look at the "
+                    f"the answer of rank {peer} to rank {self._rank} is damaged; check the "
                     f"network between the hosts"
                 )
             unless_answered.pop_all()
@@ -319,7 +325,10 @@ class _Rendezvous:
         credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
         _, uid, _ = struct.unpack("3i", credentials)
         if uid != os.getuid():
-            raise TransportError(f"{who} belongs to user {uid}, rank {self._rank} to {os.getuid()}")
+            raise TransportError(
+                f"{who} belongs to user {uid}, rank {self._rank} to {os.getuid()}; start all ranks "
+                f"as one user"
+            )
 
     def _left_s(self, waiting_for: str) -> float:
         left_s = self._deadline - time.monotonic()
@@ -348,7 +357,7 @@ def connect_peers(
     timeout_s: float,
     wire: Wire = "auto",
     ip: str | None = None,
-    no_rdma: str = "it was not looked for",
+    no_rdma: str = NOT_PROBED,
 ) -> dict[int, Connection]:
     """Connect this process to the peers of its job.
 

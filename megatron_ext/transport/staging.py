@@ -79,7 +79,7 @@ class StagedTransport:
             self._pinned.append(address)
         if self._pinned:
             total = sum(num_bytes for _, num_bytes in host.arenas)
-            _log.info("%d MiB of shared memory are pinned", total >> 20)
+            _log.info("pinned %d MiB of shared memory", total >> 20)
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Wait for the sends of the previous step, whose tags contain its number; start a step.
@@ -172,8 +172,8 @@ class StagedTransport:
         self._check()
         if left:
             raise TransportTimeout(
-                f"{left} tensors to be sent were not copied from the device: waited {waited_s:.1f} "
-                f"s of {timeout_s:g} s; what computes them may be waiting for another rank"
+                f"the device did not copy {left} tensors that are to be sent: waited "
+                f"{waited_s:.1f} s of {timeout_s:g} s; their kernels may wait for another rank"
             )
 
     def _give_up(self, error: BaseException) -> None:

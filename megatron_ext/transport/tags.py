@@ -33,8 +33,8 @@ class Tags(dict[Message, int]):
             or message.part >= _MAX_PARTS
         ):
             raise TransportError(
-                f"{message} has no tag: there are at most {_MAX_STAGES} stages, "
-                f"{_MAX_MICROBATCHES} micro-batches and {_MAX_PARTS} tensors in one hand-over"
+                f"{message} has no tag: a step has at most {_MAX_STAGES} stages, "
+                f"{_MAX_MICROBATCHES} micro-batches and {_MAX_PARTS} tensors for each of them"
             )
         high = (_KINDS[message.kind] << 3 | message.part) << 11 | message.stage
         tag = self[message] = (high << 24 | message.microbatch) << 23

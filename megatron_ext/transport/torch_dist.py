@@ -129,7 +129,7 @@ class TorchTransport:
         """
         if self._posted or self._waiting:
             left = [*self._posted, *((item.source, item.message) for item in self._waiting)]
-            raise TransportError(f"{left[0][1]} of the step before was never received")
+            raise TransportError(f"{left[0][1]} of the previous step was never received")
         self._slots = max(slots, 1)
         self._step += 1
         self._calls = 0
@@ -220,7 +220,7 @@ class TorchTransport:
         source, message, shape, dtype, _ = item
         if not self._shapes_travel:
             if shape is None:
-                raise TransportError(f"{message}: shapes do not travel on this transport, name it")
+                raise TransportError(f"{message}: this transport sends no shapes; name the shape")
             self._posted[source, message] = self._start_recv(item, self._empty(shape, dtype))
             return
         header = self._empty((1 + _MAX_DIMS,), torch.int64)
@@ -271,8 +271,8 @@ class TorchTransport:
             return 0
         if message.stage >= 1 << 9 or message.microbatch >= 1 << 14 or message.part >= 8:
             raise TransportError(
-                f"{message} has no tag: there are at most 512 stages, 16384 micro-batches and 8 "
-                f"tensors in one hand-over"
+                f"{message} has no tag: a step has at most 512 stages, 16384 micro-batches and 8 "
+                f"tensors for each of them"
             )
         tag = ((message.microbatch << 9 | message.stage) << 3 | message.part) << 2
         tag |= _KINDS.index(message.kind)
@@ -299,7 +299,7 @@ class TorchTransport:
             self._wait_work(work, timeout_s)
         except RuntimeError as error:
             raise TransportError(
-                f"rank {pair[1]} did not take what rank {pair[0]} sent it: waited "
+                f"rank {pair[1]} did not receive what rank {pair[0]} sent: waited "
                 f"{time.perf_counter() - begin:.1f} s; {_first_line(error)}"
             ) from error
 

@@ -83,7 +83,7 @@ def test_what_to_build(
         ),
         ({"schedule": "interleaved"}, {"num_microbatches": 6}, "use 4 or 8 micro-batches"),
         ({"dynamic": DynamicOrder()}, {}, "need a seed; pass seed"),
-        ({"disaggregation": megatron_ext.Disaggregation()}, {}, "knows both roles"),
+        ({"disaggregation": megatron_ext.Disaggregation()}, {}, "both roles"),
         ({"device": "musa"}, {}, "device musa came after the cpu backend was armed"),
     ],
 )

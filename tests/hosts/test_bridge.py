@@ -136,10 +136,7 @@ def test_sizes_that_configure_was_given_are_compared(own: Any) -> None:
     check(own({}), trained({}, {"schedule": "zb-v"}, sizes=(4, 8, 8)))
     told = run_ranks(4, bridge_runs.refused, {}, {"schedule": "zb-v"}, (4, 16, 8), timeout_s=280)
     [message] = set(told)
-    assert message == (
-        "configure was given pipeline_ranks 4 and num_microbatches 16, but Bridge's configuration "
-        "makes 4 and 8 of them; leave all sizes out, Bridge has them"
-    )
+    assert "num_microbatches 16, but Bridge's configuration has 4 and 8; leave" in message
 
 
 def test_a_model_of_the_newer_form(own: Any) -> None:
@@ -242,10 +239,10 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
             "",
             "model.dist_train.use_dist_train gives encoder and language model ranks",
         ),
-        ({}, {"schedule": "zb-v"}, "--use-dpp", "configure was called, and MEGATRON_EXT_FLAGS"),
+        ({}, {"schedule": "zb-v"}, "--use-dpp", "configure was called, but MEGATRON_EXT_FLAGS"),
         ({}, None, "--pipeline-schedul zb-v", "unrecognized arguments: --pipeline-schedul"),
         ({}, None, "--pipeline-schedule zb-v --trace-dir x", "--trace-dir is for traces"),
-        ({}, None, "--forward-backward-disaggregating", "needs a training loop that knows both"),
+        ({}, None, "--forward-backward-disaggregating", "needs a training loop that supports both"),
     ],
 )
 def test_refused(

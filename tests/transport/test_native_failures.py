@@ -65,12 +65,12 @@ def test_a_time_out_names_message_peer_and_links() -> None:
         assert re.search(
             r"the activation that stage 3 needs for micro-batch 7 did not come from rank 0: waited "
             rf"\d+\.\d s \(tag 0x[0-9a-f]+\) of 0\.2 s; rank 0 on host {host} \(wire {wire}\) is "
-            r"open: 0 messages arrived and not taken, 0 of 8 slots in use",
+            r"open: 0 messages arrived but not received, 0 of 8 slots in use",
             received,
         )
-        assert "rank 0 did not take what was sent to it" in flushed
-        assert re.search(r"[1-9]\d* messages to it queued", flushed)
-    assert "18 messages to it queued" in told[0][1]  # 8 slots took two messages of 4 pieces
+        assert "rank 0 did not receive what was sent to it" in flushed
+        assert re.search(r"[1-9]\d* messages queued for it", flushed)
+    assert "18 messages queued for it" in told[0][1]  # 8 slots took two messages of 4 pieces
 
 
 def _wait_for_ever(transport: NativeTransport, waiting: str) -> None:
@@ -139,7 +139,7 @@ def _aborting(wire: Wire) -> str:
     transport.begin([Expected(1, key, None, torch.float32)], 1)
     if rank() == 1:
         transport.abort("ran out of memory at /tmp/\udcff")
-        with pytest.raises(TransportError, match="given up: ran out of memory"):
+        with pytest.raises(TransportError, match="aborted: ran out of memory"):
             transport.isend(torch.ones(1), 0, key)
         transport.abort("again")
         transport.close()

@@ -159,7 +159,7 @@ def _misuse() -> None:
     transport.begin([Expected(peer, key, (3,), torch.float32)], slots=1)
     with pytest.raises(TransportError, match="is not expected from rank"):
         transport.recv(peer, Message("B", 0, 1), 1)
-    with pytest.raises(TransportError, match="of the step before was never received"):
+    with pytest.raises(TransportError, match="of the previous step was never received"):
         transport.begin([], slots=1)
     with pytest.raises(TransportError, match="at most 2048 stages"):
         transport.isend(torch.ones(1), peer, Message("F", 5000, 0))
@@ -182,7 +182,7 @@ def test_misuse_is_told() -> None:
 
 
 def test_other_devices_are_refused(tmp_path) -> None:
-    with pytest.raises(TransportError, match=r"cuda:0 cannot .* StagedTransport"):
+    with pytest.raises(TransportError, match=r"CPU only, not of cuda:0; .* StagedTransport"):
         NativeTransport(
             FileStore(str(tmp_path / "store"), 1), 0, [], run_id="x", device=torch.device("cuda:0")
         )

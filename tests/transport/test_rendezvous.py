@@ -119,7 +119,7 @@ def test_ranks_that_do_not_come_are_named(store) -> None:
         ("boot_id", "other", "it runs on host"),
         ("network", 1, "another network namespace"),
         ("version", "0.0", "rank 1 runs megatron_ext 0.0"),
-        ("wire", "tcp", "told to use the wire tcp, rank 0 shm; give all ranks the same"),
+        ("wire", "tcp", "has the wire tcp, rank 0 shm; give all ranks the same"),
         ("secrets", "x", "cannot be read .* install the same megatron_ext"),
     ],
 )
@@ -146,7 +146,7 @@ def test_tcp_listens_on_the_chosen_address_only(store) -> None:
     assert (address["ip"], address["port"] > 0) == ("127.0.0.2", True)
 
 
-def test_strangers_at_the_port_are_turned_away(store, caplog) -> None:
+def test_strangers_at_the_port_are_refused(store, caplog) -> None:
     caplog.set_level(logging.WARNING)
     with ThreadPoolExecutor(2) as pool:
         listening = pool.submit(connect, store, 1, [0], wire="tcp")
@@ -169,13 +169,13 @@ def test_strangers_at_the_port_are_turned_away(store, caplog) -> None:
         calling = pool.submit(connect, store, 0, [1], wire="tcp")
         links = [calling.result(), listening.result()]
     assert sorted(map(list, links)) == [[0], [1]]
-    assert caplog.text.count("turned a connection away") == 6
+    assert caplog.text.count("refused a connection") == 6
     close_all(links)
 
 
 @pytest.mark.parametrize("num_strangers", [14, 300])
 def test_silent_strangers_keep_nobody_waiting(store, monkeypatch, num_strangers) -> None:
-    monkeypatch.setattr(reception, "HELLO_S", 1e6)  # none of them is ever turned away for it
+    monkeypatch.setattr(reception, "HELLO_S", 1e6)  # none of them is ever refused for it
     with ThreadPoolExecutor(2) as pool, ExitStack() as strangers:
         listening = pool.submit(connect, store, 1, [0], wire="tcp")
         address = json.loads(store.get(f"{_PREFIX}1"))
@@ -189,7 +189,7 @@ def test_silent_strangers_keep_nobody_waiting(store, monkeypatch, num_strangers)
     close_all(links)
 
 
-def test_a_stranger_that_dawdles_is_turned_away(store, monkeypatch) -> None:
+def test_a_stranger_that_dawdles_is_refused(store, monkeypatch) -> None:
     monkeypatch.setattr(reception, "HELLO_S", 0.3)
     with ThreadPoolExecutor(2) as pool:
         listening = pool.submit(connect, store, 1, [0], wire="tcp")
@@ -227,7 +227,7 @@ def test_a_queue_that_strangers_have_filled_is_tried_again(store) -> None:
     close_all(links)
 
 
-def test_whoever_does_not_know_the_secret_is_turned_away(store, caplog) -> None:
+def test_whoever_does_not_know_the_secret_is_refused(store, caplog) -> None:
     caplog.set_level(logging.WARNING)
     with ThreadPoolExecutor(2) as pool:
         listening = pool.submit(connect, store, 1, [0])
@@ -241,7 +241,7 @@ def test_whoever_does_not_know_the_secret_is_turned_away(store, caplog) -> None:
         calling = pool.submit(connect, store, 0, [1])
         links = [calling.result(), listening.result()]
     assert sorted(map(list, links)) == [[0], [1]]
-    assert caplog.text.count("turned a connection away") == 4
+    assert caplog.text.count("refused a connection") == 4
     close_all(links)
 
 
@@ -265,8 +265,10 @@ def test_a_damaged_hello_is_said_again_and_no_rank_waits_for_it(
         ]
         errors = [rank.exception(timeout=50) for rank in ranks]
     if num_damaged == 1000:
-        assert "rank 1 turned rank 0 away" in str(errors[0])
-        assert "rank 0 gave up connecting: rank 1 turned rank 0 away" in str(errors[1])
+        assert "rank 1 refused the connection of rank 0" in str(errors[0])
+        assert "rank 0 gave up connecting: rank 1 refused the connection of rank 0" in str(
+            errors[1]
+        )
     else:
         assert errors == [None, None]
         close_all([rank.result() for rank in ranks])

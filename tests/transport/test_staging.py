@@ -127,7 +127,7 @@ def _logged() -> list[str]:
 @pytest.mark.usefixtures("emulated_musa")
 def test_messages_of_a_device_are_the_same_bit_by_bit() -> None:
     for messages in run_ranks(2, _on_each_wire, device="musa"):
-        assert sum("of shared memory are pinned" in message for message in messages) == 1
+        assert sum("of shared memory" in message for message in messages) == 1
         assert not [message for message in messages if "cannot be registered" in message]
 
 
@@ -295,4 +295,4 @@ def _stuck_device() -> str:
 @pytest.mark.usefixtures("emulated_musa")
 def test_a_device_that_does_not_finish_is_told_of_in_time() -> None:
     for told in run_ranks(2, _stuck_device, device="musa"):
-        assert told.startswith("1 tensors to be sent were not copied from the device: waited ")
+        assert "the device did not copy 1 tensors" in told

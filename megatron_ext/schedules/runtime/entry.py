@@ -104,8 +104,8 @@ def refuse_modules(groups: Any) -> None:
     """
     if is_multi_module(groups):
         raise ScheduleError(
-            "schedule_pg_collection of several modules (MIMO): a schedule of ours is for one "
-            "pipeline; leave --pipeline-schedule out, Megatron's own schedule takes them"
+            "schedule_pg_collection of several modules (MIMO), but a table has one pipeline; "
+            "leave --pipeline-schedule out, and Megatron's own schedule runs them"
         )
 
 

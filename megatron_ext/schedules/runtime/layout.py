@@ -105,8 +105,8 @@ def layout_string(
     """
     if placement.name not in _KNOWN:
         raise ScheduleError(
-            f"stages on ranks {placement.rank_of}: a model can be placed as {', '.join(_KNOWN)} "
-            "(see megatron-ext plan); order the stages of the table like one of these"
+            f"no model can have its stages on ranks {placement.rank_of}; place the stages of the "
+            f"table as {', '.join(_KNOWN)} (see megatron-ext plan)"
         )
     mtp = mtp_num_layers or 0
     if layout is not None:
@@ -134,12 +134,12 @@ def _check_layout(layout: str, num_layers: int, placement: Placement, mtp: int) 
     expected += [LayerType.mtp] * mtp + [LayerType.loss]
     if in_order != expected:
         raise ScheduleError(
-            f"{_FLAG} {layout}: needed are E once, t {num_layers} times (--num-layers), m {mtp} "
-            "times (--mtp-num-layers) and L once, in this order"
+            f"{_FLAG} {layout}: give E once, t {num_layers} times (--num-layers), m {mtp} times "
+            "(--mtp-num-layers) and L once, in this order"
         )
     if LayerType.mtp in (layer for stage in stages[:-1] for layer in stage):
         raise ScheduleError(
-            f"{_FLAG} {layout}: m is before the last stage, but with this schedule all stages "
+            f"{_FLAG} {layout} has m before the last stage, but all stages of this schedule "
             "exchange tensors of one shape; put m and L into the last stage"
         )
 
@@ -148,7 +148,7 @@ def _wrong_number(layout: str, found: int, placement: Placement) -> str:
     ranks = placement.num_ranks
     return (
         f"{_FLAG} {layout} has {found} stages, but the schedule has {placement.num_stages} "
-        f"({ranks} ranks with {placement.num_stages // ranks} each); separate as many with |"
+        f"({ranks} ranks with {placement.num_stages // ranks} each); separate that many with |"
     )
 
 
@@ -161,7 +161,7 @@ def _uneven(num_layers: int, placement: Placement, mtp: int) -> str:
     spread = [fewer + (start <= stage < start + rest) for stage in range(stages)]
     return (
         f"--num-layers {num_layers} does not divide into the schedule's {stages} stages "
-        f"({placement.num_ranks} ranks with {stages // placement.num_ranks} each): "
-        f"take {' or '.join(fitting)}, or say which stage has which layers, for example "
+        f"({placement.num_ranks} ranks with {stages // placement.num_ranks} each); "
+        f"take {' or '.join(fitting)}, or assign layers to stages yourself, for example "
         f"{_FLAG} '{_spelled(spread, mtp)}'"
     )

@@ -54,9 +54,9 @@ class MicrobatchData:
     def _take_turn(self, microbatch: int) -> None:
         if microbatch != self._fetched or self._exchange is not None:
             raise ScheduleError(
-                f"micro-batch {microbatch} runs out of order, and the data comes from a "
-                f"{type(self._iterator).__name__}, which is no iterator that could be read ahead; "
-                "take a schedule that keeps the order, such as zb-h1, without a dynamic one"
+                f"micro-batch {microbatch} runs out of order, but its data comes from a "
+                f"{type(self._iterator).__name__}, which is not an iterator and cannot be read "
+                "ahead; take a schedule that keeps the order, such as zb-h1 without --use-dpp"
             )
         self._fetched += 1
 
@@ -74,8 +74,8 @@ class MicrobatchData:
             item = self._kept.pop(microbatch)
         except KeyError:
             raise ScheduleError(
-                f"the forward step took a second item for micro-batch {microbatch}; with "
-                f"--pipeline-schedule it may take one for each micro-batch"
+                f"the forward step called next() a second time for micro-batch {microbatch}; with "
+                f"--pipeline-schedule call it once for each micro-batch"
             ) from None
         return item if self._exchange is None else self._exchange(item)
 

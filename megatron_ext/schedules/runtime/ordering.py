@@ -150,8 +150,8 @@ class PolicyOrder:
         what = f", which needs {needs[0].message}" if needs else ""
         return (
             f"rank {dist.get_rank()} (pipeline rank {self.table.rank}) can run none of its "
-            f"{len(remaining)} actions left in {self.table.schedule.label}: nothing arrived for "
-            f"{self.timeout_s:g} s; the first of the table is {head}{what}"
+            f"{len(remaining)} remaining actions in {self.table.schedule.label}: nothing arrived "
+            f"for {self.timeout_s:g} s; the first of the table is {head}{what}"
         )
 
 

@@ -156,5 +156,6 @@ def check_agreement(
         if different:
             raise ScheduleError(
                 f"rank {dist.get_rank()} made another table for {table.schedule.label} than ranks "
-                f"{', '.join(map(str, different))}; give all ranks the same flags and version"
+                f"{', '.join(map(str, different))}; give all ranks the same flags and the same "
+                "megatron_ext"
             )

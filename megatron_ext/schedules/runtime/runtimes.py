@@ -295,14 +295,14 @@ def _check_fit(
 ) -> None:
     if groups.pp.size() != placement.num_ranks:
         raise ScheduleError(
-            f"{pipeline.name} was chosen for {placement.num_ranks} pipeline ranks, Megatron was "
-            f"initialised with {groups.pp.size()}; use the same --pipeline-model-parallel-size"
+            f"{pipeline.name} was chosen for {placement.num_ranks} pipeline ranks, but Megatron "
+            f"was initialised with {groups.pp.size()}; use the same --pipeline-model-parallel-size"
         )
     wanted = len(placement.stages_of[groups.pp.rank()])
     if len(chunks) != wanted:
         raise ScheduleError(
-            f"{pipeline.name} needs {wanted} model chunks on each rank, the model has "
-            f"{len(chunks)}; build it with that virtual pipeline size"
+            f"{pipeline.name} needs {wanted} model chunks on each rank, but the model "
+            f"has {len(chunks)}; build it with that virtual pipeline size"
         )
 
 

@@ -85,7 +85,7 @@ class Forms:
             known = self._sent.setdefault(key, form)
             if known != form:
                 raise ScheduleError(
-                    f"{what} is {form}, and was {known} in an earlier micro-batch; declare "
+                    f"{what} is {form}, but was {known} in an earlier micro-batch; declare "
                     f'boundary="varies" where the model is built (routes.declare)'
                 )
         return [] if self.agreed else [form.header()]

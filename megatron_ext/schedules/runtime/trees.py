@@ -84,15 +84,15 @@ def _parsed(text: bytes) -> TreeForm:
         return TreeForm(text.decode(), skeleton, tuple(_leaf(*each) for each in leaves))
     except (ValueError, TypeError, AttributeError) as error:
         raise MessageMismatch(
-            f"a header of {len(text)} bytes says nothing: {error}; install the same megatron_ext "
-            f"for all ranks"
+            f"a header of {len(text)} bytes cannot be read: {error}; install the same "
+            f"megatron_ext for all ranks"
         ) from error
 
 
 def _leaf(shape: list[int], dtype: str, requires_grad: bool) -> Leaf:
     found = getattr(torch, dtype)
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"{dtype} is no dtype")
+        raise TypeError(f"torch.{dtype} is not a dtype")
     return Leaf(tuple(shape), found, requires_grad)
 
 
@@ -128,8 +128,8 @@ def _cut(tree: Tree, tensors: list[torch.Tensor], what: str) -> Any:
     if kind is dict and all(isinstance(key, str) for key in tree):
         return ["dict", list(tree), *(_cut(each, tensors, what) for each in tree.values())]
     raise ScheduleError(
-        f"{what} holds a {kind.__name__}; a stage may hand on a tensor, None, or a tuple, list or "
-        f"dict with text for keys of them"
+        f"{what} holds a {kind.__name__}; hand on a tensor, None, or a tuple, list or dict of "
+        f"them, whose keys are text"
     )
 
 
@@ -181,8 +181,8 @@ def unpack(packed: torch.Tensor, leaves: Sequence[Leaf], what: str) -> list[torc
     sizes = [leaf.num_bytes for leaf in leaves]
     if packed.dtype != torch.uint8 or packed.numel() != _end(sizes):
         raise MessageMismatch(
-            f"{what} has {packed.nbytes} bytes, its tensors need {_end(sizes)}; boundaries whose "
-            f'shapes change from micro-batch to micro-batch are declared with boundary="varies"'
+            f"{what} has {packed.nbytes} bytes, but its tensors need {_end(sizes)}; declare "
+            f'boundary="varies" where shapes change from micro-batch to micro-batch'
         )
     tensors, begin = [], 0
     for leaf, size in zip(leaves, sizes, strict=True):

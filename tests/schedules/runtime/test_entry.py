@@ -229,7 +229,8 @@ def _misfit(name: str, stages: int) -> str:
 def test_a_model_that_does_not_fit_is_refused() -> None:
     assert "was chosen for 4 pipeline ranks" in run_ranks(2, _misfit, "gpipe", 1)[0]
     assert (
-        "needs 2 model chunks on each rank, the model has 1" in run_ranks(2, _misfit, "zb-v", 1)[0]
+        "needs 2 model chunks on each rank, but the model has 1"
+        in run_ranks(2, _misfit, "zb-v", 1)[0]
     )
 
 

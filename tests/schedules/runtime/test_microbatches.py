@@ -45,7 +45,7 @@ def test_a_second_item_is_refused() -> None:
     view = MicrobatchData(iter(range(8))).view(2)
     assert view is not None
     assert next(view) == 2
-    with pytest.raises(ScheduleError, match="second item for micro-batch 2"):
+    with pytest.raises(ScheduleError, match="second time for micro-batch 2"):
         next(view)
 
 
@@ -67,5 +67,5 @@ def test_what_is_no_iterator_is_handed_over_in_its_order() -> None:
     source: Any = Rollout()
     data = MicrobatchData(source)
     assert [data.view(i) is source for i in range(3)] == [True] * 3
-    with pytest.raises(ScheduleError, match="micro-batch 5 runs out of order, and the data comes"):
+    with pytest.raises(ScheduleError, match="micro-batch 5 runs out of order"):
         data.view(5)

@@ -92,9 +92,9 @@ def _break(mistake: str) -> None:
         ("gradient lost", "stage 0, micro-batch 1, route 'x': its gradient did not reach"),
         (
             "another tree",
-            "for micro-batch 1 is [float32 2x3, float32 2x3], and was [float32 2x3] in an earlier",
+            "for micro-batch 1 is [float32 2x3, float32 2x3], but was [float32 2x3] in an earlier",
         ),
-        ("a set", "what stage 0 hands on for micro-batch 1 holds a set; a stage may hand on"),
+        ("a set", "what stage 0 hands on for micro-batch 1 holds a set; hand on"),
     ],
 )
 def test_every_rank_says_what_is_wrong(mistake: str, says: str) -> None:
