@@ -11,13 +11,15 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ext import routes
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.runtime import route_store
+from megatron_ext.schedules.runtime.route_declarations import Declared, declared
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    active._PROCESS.states.pop(routes._Current, None)
+    active._PROCESS.states.pop(route_store._Current, None)
     yield
-    active._PROCESS.states.pop(routes._Current, None)
+    active._PROCESS.states.pop(route_store._Current, None)
 
 
 def _weights() -> list[torch.Tensor]:
@@ -157,8 +159,8 @@ def test_a_gradient_for_what_was_published_without_a_graph() -> None:
     ("keywords", "says"),
     [
         ({"publishes": "x"}, "give a list of names"),
-        ({"takes": ["x", "x"]}, "give each text once"),
-        ({"publishes": [1]}, "give each text once"),
+        ({"takes": ["x", "x"]}, "give each name once"),
+        ({"publishes": [1]}, "give each name once"),
         ({"boundary": "tree"}, 'take "fixed" or "varies"'),
     ],
 )
@@ -169,9 +171,9 @@ def test_declarations_that_say_nothing(keywords: dict[str, object], says: str) -
 
 def test_a_stage_declares_what_its_modules_do() -> None:
     stage = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())
-    assert routes.declared(stage) == routes.Declared()
+    assert declared(stage) == Declared()
     routes.declare(stage[0], publishes=["a"], takes=["b"])
     routes.declare(stage[1], takes=["b", "c"], boundary="fixed")
-    assert routes.declared(stage) == routes.Declared(("a",), ("b", "c"), "fixed")
+    assert declared(stage) == Declared(("a",), ("b", "c"), "fixed")
     routes.declare(stage, boundary="varies")
-    assert routes.declared(stage).boundary == "varies"
+    assert declared(stage).boundary == "varies"

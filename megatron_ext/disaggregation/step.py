@@ -21,7 +21,6 @@ from megatron_ext.disaggregation.ship import Layers
 from megatron_ext.disaggregation.weights import WeightReceiver, WeightSender
 from megatron_ext.disaggregation.worlds import beat
 from megatron_ext.errors import ScheduleError
-from megatron_ext.routes import Declared, declared
 from megatron_ext.schedules.representation.validation import validate
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
 from megatron_ext.schedules.runtime.executor import Compute, Executor
@@ -30,6 +29,7 @@ from megatron_ext.schedules.runtime.microbatches import MicrobatchData
 from megatron_ext.schedules.runtime.ordering import TableOrder
 from megatron_ext.schedules.runtime.program import make_program
 from megatron_ext.schedules.runtime.rank_table import Table
+from megatron_ext.schedules.runtime.route_declarations import Declared, declared
 from megatron_ext.schedules.runtime.sync import GradientSync, NoSync, ParameterSync
 from megatron_ext.signatures import default_groups
 from megatron_ext.trace.session_observer import observers

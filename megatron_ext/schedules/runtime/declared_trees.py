@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from megatron_ext.routes import Declared, RouteStore, declared
 from megatron_ext.schedules.representation.route_plan import connect, plan_routes
+from megatron_ext.schedules.runtime.route_declarations import Declared, declared
+from megatron_ext.schedules.runtime.route_store import RouteStore
 from megatron_ext.schedules.runtime.tree_compute import Forms, TreeCompute, Trees
 from megatron_ext.transport.torch_dist import Channel
 

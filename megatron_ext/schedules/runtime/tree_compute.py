@@ -24,12 +24,13 @@ from megatron_ext.schedules.runtime.trees import Leaf, TreeForm, flatten, joined
 
 if TYPE_CHECKING:
     from megatron_ext.messages import MessageKind
-    from megatron_ext.routes import Batch, Declared, RouteStore
     from megatron_ext.schedules.representation.actions import Action
     from megatron_ext.schedules.representation.communication import Transfer
     from megatron_ext.schedules.representation.route_plan import Hop, Route
     from megatron_ext.schedules.runtime.compute import Tensors
     from megatron_ext.schedules.runtime.program import Peers
+    from megatron_ext.schedules.runtime.route_declarations import Declared
+    from megatron_ext.schedules.runtime.route_store import Batch, RouteStore
     from megatron_ext.schedules.runtime.split import Progress
 
 __all__ = ["Forms", "TreeCompute", "TreeEnds", "Trees"]

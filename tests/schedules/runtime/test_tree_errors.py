@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,8 @@ from tests.ranks import start_ranks
 from . import toy
 
 M = 4
+_MESSAGE_TIMEOUT_S = 600.0
+"""Longer than a run may last: a rank that waits for a message fails the test."""
 
 
 class _Stage(torch.nn.Module):
@@ -67,7 +68,7 @@ def _break(mistake: str) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     toy.start(2)
-    use(make_pipeline("1f1b", 2, M, transport="shm", message_timeout_s=30.0))
+    use(make_pipeline("1f1b", 2, M, transport="shm", message_timeout_s=_MESSAGE_TIMEOUT_S))
     get_forward_backward_func()(
         forward_step_func=lambda data, stage: (stage(next(data)), lambda x: (x, x.item())),
         data_iterator=iter(range(M)),
@@ -98,10 +99,8 @@ def _break(mistake: str) -> None:
     ],
 )
 def test_every_rank_says_what_is_wrong(mistake: str, says: str) -> None:
-    begin_s = time.monotonic()
-    ended = start_ranks(2, _break, mistake, timeout_s=60)
+    ended = start_ranks(2, _break, mistake, timeout_s=_MESSAGE_TIMEOUT_S / 5)
     assert ended.exit_codes == [1, 1], ended.describe()
-    assert time.monotonic() - begin_s < 30, "nobody waits for a time-out"
     for log in ended.logs:
         assert says in log.splitlines()[-1]
 
