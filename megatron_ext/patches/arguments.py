@@ -46,7 +46,22 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         here = flag_destination(dest, known)
         if here is not None:
             parser.set_defaults(**{here: value})
+    _make_help_printable(parser)
     return parser
+
+
+def _make_help_printable(parser: ArgumentParser) -> None:
+    """Escape `%` in help texts that are not formats: 0.19 has one, which ends `--help`."""
+    for action in parser._actions:
+        if action.help and not _is_format(action.help, {**vars(action), "prog": parser.prog}):
+            action.help = action.help.replace("%", "%%")
+
+
+def _is_format(text: str, values: dict[str, Any]) -> bool:
+    try:
+        return bool(text % values)
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 def _add_flags(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> ArgumentParser:

@@ -41,6 +41,16 @@ def test_the_devices_needs_become_the_parsers_defaults() -> None:
     prepare(args)
 
 
+def test_help_is_printed_where_a_text_is_no_format() -> None:
+    parser = argparse.ArgumentParser(prog="pretrain_gpt.py")
+    flag = parser.add_argument("--moe-factor")
+    flag.help = "a factor (e.g. 1.10 = 10%)."  # as in 0.19; Python 3.14 would refuse it earlier
+    parser.add_argument("--sequences", default=3, help="50%% of %(default)s of %(prog)s")
+    printed = prepare_parser(parser).format_help()
+    assert "a factor (e.g. 1.10 = 10%)." in printed
+    assert "50% of 3 of pretrain_gpt.py" in printed
+
+
 def test_a_contrary_flag_is_refused_with_the_reason() -> None:
     with pytest.raises(ArgumentsError, match=r"--transformer-impl is 'transformer_engine', cpu ne"):
         prepare(_parse("--transformer-impl", "transformer_engine"))
