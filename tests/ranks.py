@@ -202,12 +202,43 @@ def run_ranks(
     return run.values
 
 
+WITHOUT_TREE = () if releases.has_training() else ("--embedded",)
+"""What `python -m megatron_ext` trains without a Megatron-LM tree with, even where there is one."""
+
+
 def _run_script(script: str, argv: Sequence[str], embedded: bool) -> None:
+    """Run a training script as the runner does.
+
+    Args:
+        script: The script's name.
+        argv: Its flags.
+        embedded: Train as an installation without a Megatron-LM tree does: by the embedded trainer
+            with megatron-core 0.16, and by the wheel's own loop with later ones.
+    """
     from megatron_ext import runner
 
+    if embedded and releases.has_training():
+        os.environ.pop("MEGATRON_LM_PATH", None)  # of this rank, a process of its own
+        embedded = False
     code = runner.run(script, argv, embedded=embedded)
     if code:
         raise SystemExit(code)
+
+
+def train_without_tree(model: str, argv: Sequence[str]) -> None:
+    """Train in this process as `_run_script(..., embedded=True)` does, but let errors through."""
+    if not releases.has_training():
+        from megatron_ext.training.main import main
+
+        main(model, argv)  # type: ignore[arg-type]
+        return
+    from megatron_ext import devices
+
+    sys.argv = [f"pretrain_{model}.py", *argv]
+    devices.current()  # before Megatron is imported
+    from megatron_ext.training import wheel
+
+    wheel.main()
 
 
 def skip_where_training_is_in_the_wheel() -> None:
@@ -216,6 +247,14 @@ def skip_where_training_is_in_the_wheel() -> None:
         import pytest  # not where a benchmark takes this module
 
         pytest.skip(f"the embedded trainer is for 0.16; this is {releases.core_version()}")
+
+
+def skip_bert_where_it_needs_a_tree() -> None:
+    """Skip a test that trains BERT without a tree, which only the embedded trainer does."""
+    if releases.has_training():
+        import pytest  # not where a benchmark takes this module
+
+        pytest.skip(f"the wheel of megatron-core {releases.core_version()} has no pretrain_bert.py")
 
 
 def start_script(
@@ -228,9 +267,12 @@ def start_script(
     env: Mapping[str, str] | None = None,
     device: str = "cpu",
 ) -> RankRun:
-    """Run a training script as `python -m megatron_ext` does; return how it ended."""
-    if embedded:
-        skip_where_training_is_in_the_wheel()
+    """Run a training script as `python -m megatron_ext` does; return how it ended.
+
+    With `embedded` it runs as without a tree (`_run_script`).
+    """
+    if embedded and script == "pretrain_bert.py":
+        skip_bert_where_it_needs_a_tree()
     return start_ranks(
         num_ranks,
         _run_script,

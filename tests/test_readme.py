@@ -95,10 +95,11 @@ def help_of(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def known_flags() -> set[str]:
-    """The flags of the package's commands, of the embedded trainer and of the scripts."""
-    from megatron_ext import cli
+    """The flags of the package's commands, of training without a tree and of the scripts."""
+    from megatron_ext import cli, releases
 
-    texts = [help_of("--embedded", "pretrain_gpt.py")]
+    way = [] if releases.has_training() else ["--embedded"]
+    texts = [help_of(*way, "pretrain_gpt.py")]
     texts += [text_of(REPO / file) for file in tracked() if file.endswith(".sh")]
     texts += [
         flag

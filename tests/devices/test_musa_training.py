@@ -192,7 +192,7 @@ def test_losses_equal_those_of_the_cpu(case):
 
 
 @pytest.mark.usefixtures("emulated_musa")
-def test_the_embedded_trainer_trains_as_on_the_cpu():
+def test_training_without_a_tree_is_that_on_the_cpu():
     flags = helpers.MOCK + helpers.NO_DROPOUT
     flags += "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
     on_cpu, on_musa = (

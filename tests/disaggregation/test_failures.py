@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import start_ranks
+from tests.ranks import start_ranks, train_without_tree
 from tests.schedules.runtime.capture import GPT, PP2
 
 FBD = "--forward-backward-disaggregating --eval-iters 2 --eval-interval 1 "
@@ -19,7 +19,6 @@ def killed(argv: list[str], victim: int, when: str) -> str:
     """Train as one rank; the victim ends in the middle of its second step, or an evaluation."""
     from megatron_ext.disaggregation import step, worlds
     from megatron_ext.errors import MegatronExtError
-    from megatron_ext.training.main import main
     from megatron_ext.transport.native_transport import NativeTransport
 
     rank = int(os.environ["RANK"])
@@ -39,7 +38,7 @@ def killed(argv: list[str], victim: int, when: str) -> str:
         setattr(owner, name, dying)
         step.beat = worlds.beat  # type: ignore[attr-defined]
     try:
-        main("gpt", argv)
+        train_without_tree("gpt", argv)
     except MegatronExtError as error:
         return str(error)
     except RuntimeError as error:  # of torch.distributed, where forward ranks evaluate together

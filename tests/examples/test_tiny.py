@@ -42,14 +42,14 @@ def train(model: str, out: Path, *flags: str, device: str = "cpu", **env: str) -
 
 
 @pytest.fixture(scope="module")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
-    """The losses of a model by the embedded trainer on the CPU."""
+def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
+    """The losses of a model without a tree on the CPU."""
     return functools.cache(lambda model: train(model, tmp_path_factory.mktemp(model)))
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_embedded(model: str, embedded: Callable[[str], list[float]]) -> None:
-    found = embedded(model)
+def test_without_a_tree(model: str, on_the_cpu: Callable[[str], list[float]]) -> None:
+    found = on_the_cpu(model)
     assert found[-1] < found[0]
 
 
@@ -63,7 +63,7 @@ def test_upstream(model: str, tmp_path: Path, megatron_lm_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("emulated_musa")
 @pytest.mark.parametrize("model", ["llama3", "deepseek-v3"])
-def test_moore_threads(model: str, tmp_path: Path, embedded: Callable[[str], list[float]]) -> None:
+def test_moore_threads(model: str, tmp_path: Path, on_the_cpu: Callable[[str], list[float]]) -> None:
     """On the emulated device: the flags that the script takes for it, and the losses of the CPU."""
     from tests.fake_musa.build import environment
 
@@ -75,4 +75,4 @@ def test_moore_threads(model: str, tmp_path: Path, embedded: Callable[[str], lis
         device="musa",
         **{**environment(), "MEGATRON_EXT_DEVICE": "auto"},
     )
-    assert found == pytest.approx(embedded(model), rel=1e-5)
+    assert found == pytest.approx(on_the_cpu(model), rel=1e-5)

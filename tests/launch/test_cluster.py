@@ -15,7 +15,7 @@ import pytest
 
 from megatron_ext.launch.process import marked
 from tests.launch.cluster import ADDRESSES, Cluster, cluster, wait_until, why_not
-from tests.ranks import losses
+from tests.ranks import WITHOUT_TREE, losses
 
 # Llama 3, small, as the example trains it.
 LLAMA = (
@@ -96,7 +96,7 @@ def run_id_of(launcher: subprocess.Popen[str], lines: list[str], ranks: int) -> 
 
 def test_llama3_trains_on_two_hosts_and_its_files_can_be_collected(hosts: Cluster) -> None:
     flags = [*LLAMA.split(), "--use-dpp", "--pipeline-transport", "tcp"]
-    words = ["--embedded", "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags]
+    words = [*WITHOUT_TREE, "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags]
     done = hosts.run(*hosts.launch_arguments(hosts.hostfile(slots=2), *words), timeout_s=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 hosts, 4 ranks: TP 1, PP 2, CP 1, DP 2; 8 samples in a step" in done.stderr

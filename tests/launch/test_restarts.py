@@ -13,6 +13,7 @@ import pytest
 from tests.commands import run_package
 from tests.launch.cluster import ADDRESSES, Cluster, cluster, remove_processes, why_not
 from tests.launch.test_cluster import LLAMA
+from tests.ranks import WITHOUT_TREE
 
 FLAKY = """\
 import os, pathlib, sys
@@ -73,7 +74,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def training(hosts: Cluster, checkpoints: Path) -> list[str]:
     flags = f"{LLAMA} --train-iters 30 --save-interval 10 --save {checkpoints} --load {checkpoints}"
-    words = ["--embedded", "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags.split()]
+    words = [*WITHOUT_TREE, "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags.split()]
     return [*words, "--use-dpp", "--microbatch-rng"]
 
 

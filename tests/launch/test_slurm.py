@@ -16,7 +16,7 @@ from tests.commands import run_package
 from tests.launch.cluster import ADDRESSES, remove_processes, wait_until
 from tests.launch.slurm_cluster import Slurm, slurm, why_not
 from tests.launch.test_cluster import LLAMA, WAITING
-from tests.ranks import losses
+from tests.ranks import WITHOUT_TREE, losses
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,8 @@ def log_of(cluster: Slurm, job: str) -> str:
 @pytest.mark.slow
 def test_llama3_trains_in_an_allocation_that_says_all_about_its_hosts(cluster: Slurm) -> None:
     flags = [*LLAMA.split(), "--use-dpp", "--pipeline-transport", "tcp"]
-    launch = ["launch", "--embedded", "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags]
+    words = [*WITHOUT_TREE, "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags]
+    launch = ["launch", *words]
     code, output = allocated(cluster, "--nodes 2 --ntasks-per-node 2", *launch)
     assert code == 0, output
     assert "2 hosts, 4 ranks: TP 1, PP 2, CP 1, DP 2; 8 samples in a step" in output
@@ -152,7 +153,7 @@ def test_what_slurm_refuses_is_one_line(
 def test_an_allocation_that_is_too_small_is_one_line(cluster: Slurm) -> None:
     flags = ["--pipeline-model-parallel-size", "4"]
     code, output = allocated(
-        cluster, "--nodes 1 --ntasks-per-node 2", "launch", "--embedded", "--",
+        cluster, "--nodes 1 --ntasks-per-node 2", "launch", *WITHOUT_TREE, "--",
         "pretrain_gpt.py", *flags,
     )  # fmt: skip
     assert code == 2

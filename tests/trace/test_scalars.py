@@ -41,7 +41,7 @@ def on_a_terminal(argv: list[str]) -> None:
     assert sum(line.startswith(" pipeline: bubble ") for line in lines) == expected, lines
 
 
-def test_the_embedded_trainer_writes_them_and_a_line_on_a_terminal(tmp_path: Path) -> None:
+def test_training_without_a_tree_writes_them_and_a_line_on_a_terminal(tmp_path: Path) -> None:
     argv = f"{GPT}{PP2}--pipeline-schedule 1f1b --tensorboard-dir {tmp_path}".split()
     run_ranks(4, on_a_terminal, argv)
     check(read(tmp_path))

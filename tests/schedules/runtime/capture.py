@@ -5,6 +5,7 @@ Weights are drawn by name, so they do not depend on which rank builds which laye
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import random
@@ -15,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.ranks import run_ranks
+from megatron_ext import releases
+from tests.ranks import run_ranks, skip_bert_where_it_needs_a_tree, train_without_tree
 from tests.training.helpers import MOCK, NO_DROPOUT, fix_vocabulary_order
 
 GPT = MOCK + NO_DROPOUT + "--eval-iters 0 --train-iters 3 "
@@ -55,6 +57,8 @@ def train(
 
     Replicas of a parameter must agree. With a delay, actions of our schedules take random times.
     """
+    if model == "bert":
+        skip_bert_where_it_needs_a_tree()
     by_rank = run_ranks(
         num_ranks,
         run_here,
@@ -83,13 +87,11 @@ def _merge(mine: dict[str, str], theirs: dict[str, str], rank: int) -> None:
 
 
 def run_here(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Captured:
-    """Train as one rank."""
+    """Train as one rank, as an installation without a Megatron-LM tree does."""
     from megatron_ext.schedules.runtime import megatron_messages, runtimes
-    from megatron_ext.training import main as trainer
 
     fix_vocabulary_order()
-    captured = Captured()
-    trainer.Trainer = _capturing(trainer.Trainer, captured)  # this process is a rank and ends
+    captured = Captured()  # what is replaced below stays so: this process is a rank and ends
     make_table = runtimes.make_table
 
     def told(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +109,13 @@ def run_here(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Captured
     runtimes.make_table, runtimes.open_transport = told, opened
     runtimes.Executor = _telling(runtimes.Executor, captured, mean_delay_s)  # type: ignore[misc]
     megatron_messages.open_transport = opened
-    trainer.main(model, argv)
+    if releases.has_training():
+        _capture_loop_of_wheel(captured)
+    else:
+        from megatron_ext.training import main as trainer
+
+        trainer.Trainer = _capturing(trainer.Trainer, captured)
+    train_without_tree(model, argv)
     return captured
 
 
@@ -139,6 +147,62 @@ def _telling(base: Any, captured: Captured, mean_delay_s: float) -> Any:
     return TellingExecutor
 
 
+def _capture_loop_of_wheel(captured: Captured) -> None:
+    """Have `megatron.training`, which the wheel brings from 0.17 on, tell what it computes."""
+    from megatron_ext import devices
+
+    devices.current()  # before Megatron is imported
+    from megatron.training import get_args, training
+
+    set_up = training.setup_model_and_optimizer
+
+    @functools.wraps(set_up)
+    def capturing(*args: Any, **kwargs: Any) -> Any:
+        chunks, optimizer, scheduler = set_up(*args, **kwargs)
+        if not get_args().load:
+            _fill_by_name(chunks, optimizer)
+        # Only now: the patches of this job are in place, and those of a step run inside.
+        training.train_step = _capturing_step(training.train_step, captured, chunks, optimizer)
+        train = training.train
+
+        @functools.wraps(train)
+        def training_then_digesting(*args: Any, **kwargs: Any) -> Any:
+            result = train(*args, **kwargs)
+            captured.parameters.update({name: _digest(p) for name, p in _named(chunks)})
+            return result
+
+        training.train = training_then_digesting
+        return chunks, optimizer, scheduler
+
+    training.setup_model_and_optimizer = capturing
+
+
+def _capturing_step(base: Any, captured: Captured, chunks: list[Any], optimizer: Any) -> Any:
+    from megatron.training import get_args
+
+    @functools.wraps(base)
+    def capturing(*args: Any, **kwargs: Any) -> Any:
+        step = optimizer.step
+
+        def stepping() -> Any:
+            captured.gradients.append(_gradients(chunks, get_args()))
+            return step()
+
+        optimizer.step = stepping
+        losses, *rest = base(*args, **kwargs)
+        optimizer.step = step
+        captured.losses.append({key: loss.item() for key, loss in losses.items()})
+        return losses, *rest
+
+    return capturing
+
+
+def _gradients(chunks: list[Any], args: Any) -> dict[str, str]:
+    """Digests by name; the distributed optimizer leaves each rank a shard of them, so none."""
+    shards = args.use_distributed_optimizer
+    return {name: _digest(p.main_grad) for name, p in _named(chunks) if not shards}
+
+
 def _capturing(base: Any, captured: Captured) -> Any:
     class CapturingTrainer(base):
         def run(self) -> None:
@@ -152,11 +216,7 @@ def _capturing(base: Any, captured: Captured) -> Any:
             step = self.optimizer.step
 
             def stepping() -> Any:
-                # The distributed optimizer leaves each rank a shard of the reduced gradients.
-                shards = self.args.use_distributed_optimizer
-                captured.gradients.append(
-                    {n: _digest(p.main_grad) for n, p in _named(self.chunks) if not shards}
-                )
+                captured.gradients.append(_gradients(self.chunks, self.args))
                 return step()
 
             self.optimizer.step = stepping
