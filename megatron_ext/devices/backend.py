@@ -70,6 +70,14 @@ class TimingEvent(Protocol):
         """Put the mark into the current stream."""
         ...
 
+    def synchronize(self) -> None:
+        """Sleep until the mark completes.
+
+        Raises:
+            RuntimeError: The device failed, in work before the mark.
+        """
+        ...
+
     def elapsed_time(self, end: Any) -> float:
         """Return the milliseconds from this mark to another; both must have completed."""
         ...

@@ -69,10 +69,10 @@ class CudaDevice:
         return int(torch.cuda.max_memory_allocated())
 
     def timing_event(self) -> TimingEvent:
-        """Return an event of CUDA's clock."""
+        """Return an event of CUDA's clock; a thread that waits for it sleeps."""
         import torch
 
-        event: TimingEvent = torch.cuda.Event(enable_timing=True)
+        event: TimingEvent = torch.cuda.Event(enable_timing=True, blocking=True)
         return event
 
     def copies(self, device: torch.device) -> Copies:

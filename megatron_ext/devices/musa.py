@@ -118,8 +118,8 @@ class MusaDevice:
         return int(_musa().max_memory_allocated())
 
     def timing_event(self) -> TimingEvent:
-        """Return an event of MUSA's clock."""
-        event: TimingEvent = _musa().Event(enable_timing=True)
+        """Return an event of MUSA's clock; a thread that waits for it sleeps."""
+        event: TimingEvent = _musa().Event(enable_timing=True, blocking=True)
         return event
 
     def copies(self, device: torch.device) -> Copies:

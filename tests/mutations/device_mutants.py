@@ -13,6 +13,8 @@ _QUEUED = "tests/transport/test_queued.py::test_nothing_is_read_or_freed_too_ear
 _ONE_WAY = "tests/transport/test_queued.py::test_a_buffer_is_used_again_when_its_reader_has_read"
 _SCHEDULES = "tests/devices/test_queued_schedules.py::test_every_schedule_over_its_communicators"
 
+_RUN_AHEAD = "tests/schedules/runtime/test_run_ahead.py"
+
 
 def _on(way: str, *late: str) -> tuple[str, ...]:
     return tuple(f"{_QUEUED}[{way}-{what}]" for what in late)
@@ -116,6 +118,20 @@ DEVICE_MUTANTS = (
         "self._waiting[0].after <= self._calls:",
         "self._waiting[0].after <= self._calls + 2:",
         (f"{_SCHEDULES}[1f1b-1]",),
+    ),
+    Mutant(
+        "the host runs ahead without a bound",
+        "megatron_ext.schedules.runtime.executor",
+        "            self.run_ahead.wait_until(AHEAD - 1)\n",
+        "            pass\n",
+        (f"{_RUN_AHEAD}::test_memory_is_that_of_the_table_and_of_two_actions",),
+    ),
+    Mutant(
+        "an action ends before the device has computed it",
+        "megatron_ext.schedules.runtime.run_ahead",
+        "                event.synchronize()\n",
+        "",
+        (f"{_RUN_AHEAD}::test_memory_is_that_of_the_table_and_of_two_actions",),
     ),
     Mutant(
         "the two ranks of a pair make their group alone",

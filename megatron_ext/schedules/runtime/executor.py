@@ -17,6 +17,7 @@ import torch
 
 from megatron_ext.errors import MegatronExtError, TransportError
 from megatron_ext.schedules.runtime.observer import overrides
+from megatron_ext.schedules.runtime.run_ahead import AHEAD
 
 if TYPE_CHECKING:
     from megatron_ext.messages import Message
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.runtime.ordering import Order
     from megatron_ext.schedules.runtime.program import Program
     from megatron_ext.schedules.runtime.rank_table import Table
+    from megatron_ext.schedules.runtime.run_ahead import RunAhead
     from megatron_ext.schedules.runtime.split import Progress
     from megatron_ext.transport.base import Transport
 
@@ -102,6 +104,8 @@ class Executor:
     timeout_s: float
     name_of: Callable[[int | None], str]
     """Names a global rank in error messages; None stands for this rank."""
+    run_ahead: RunAhead | None = None
+    """Bounds how far the host runs ahead of the device; None if the device is the host."""
     observers: Sequence[Observer] = ()
     _handed: dict[Message, torch.Tensor | None] = field(default_factory=dict, init=False)
     """Tensors in transit between two stages of this rank."""
@@ -117,7 +121,8 @@ class Executor:
         """Run every action of the table in the order that `order` yields.
 
         Raises:
-            TransportError: An input timed out or its peer failed; names the blocked action.
+            TransportError: An input timed out or its peer failed, or an action did not end on the
+                device in time; names the blocked action.
             MegatronExtError: The order ended before every action was executed.
         """
         begin_s = time.perf_counter()
@@ -140,6 +145,8 @@ class Executor:
         stage = action.stage
         remaining = self._remaining[stage]
         is_first, is_last = remaining == self.table.actions_by_stage[stage], remaining == 1
+        if self.run_ahead is not None:
+            self.run_ahead.wait_until(AHEAD - 1)
         if is_first:
             self.parameters.before(stage)
         for credit in exchange.awaits:
@@ -155,6 +162,8 @@ class Executor:
         with self.gradients.around(action, is_last=is_last):
             outputs = self.compute.run(action, inputs, is_first=is_first, progress=progress)
         end_s = time.perf_counter()
+        if self.run_ahead is not None:
+            self.run_ahead.record(action)
         for observer in self._ends:
             observer.end_action(position, action)
         self._deliver(exchange, outputs)

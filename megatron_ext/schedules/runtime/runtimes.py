@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_ext import devices
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.runtime.agreement import Agreement, agree
@@ -40,6 +41,7 @@ from megatron_ext.schedules.runtime.program import (
     make_program,
 )
 from megatron_ext.schedules.runtime.rank_table import Table, check_agreement, make_table
+from megatron_ext.schedules.runtime.run_ahead import RunAhead, run_ahead_of
 from megatron_ext.schedules.runtime.split import split_backward
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.runtime.tree_compute import Forms, TreeEnds
@@ -75,6 +77,8 @@ class Runtime:
     """Swaps data with the twin on stages that run its micro-batches."""
     trees: TreeSteps | None
     """For stages that declare trees or routes."""
+    run_ahead: RunAhead | None
+    """Bounds how far the host runs ahead of the device; None if the device is the host."""
     measured: Measured = field(default_factory=Measured)
     _tables: dict[tuple[int, bool], Table] = field(default_factory=dict)
     _programs: dict[int, tuple[Table, Ends, Program]] = field(default_factory=dict)
@@ -138,6 +142,7 @@ class Runtime:
             transport=self.transport,
             timeout_s=self.pipeline.timeout_s,
             name_of=self._name_of,
+            run_ahead=self.run_ahead,
             observers=listening,
         )
         try:
@@ -203,6 +208,8 @@ class Runtimes:
     def close(self) -> None:
         """Close the transports."""
         for runtime in self:
+            if runtime.run_ahead is not None:
+                runtime.run_ahead.close()
             runtime.transport.close()
 
 
@@ -246,7 +253,10 @@ def runtime_of(
         open_transport(pipeline, device, channels, shapes, config.pipeline_dtype, routes)
     )
     exchange = _exchange(pipeline, peers, groups.pp.rank())
-    made = Runtime(pipeline, groups, device, transport, peers, agreement, exchange, trees)
+    run_ahead = run_ahead_of(devices.current(), device, pipeline.timeout_s)
+    made = Runtime(
+        pipeline, groups, device, transport, peers, agreement, exchange, trees, run_ahead
+    )
     runtimes[id(groups.pp)] = made
     return made
 
