@@ -63,7 +63,7 @@ def pipeline_of(args: Namespace, config: PipelineConfig) -> Pipeline:
         splits=not _completes_at_once(args),
         over_torch=torch_is_best(config, _world_size(args)),
     )
-    prove(args, found, sizes)
+    prove(found, sizes)
     refuse_flags_of_table(name, args, found.full)
     if config.dynamic is not None:
         refuse_flags_of_dynamic_order(args, found.placement)

@@ -40,9 +40,29 @@ def pipeline_of(args: Namespace, config: PipelineConfig) -> Pipeline:
     sizes = batches.sizes(args, pp, twins=1)
     own = replace(config, schedule=base_table(chunks), chunks=chunks if chunks > 1 else None)
     found = Pipeline(own, pp, sizes.num_microbatches)
+    if chunks > 1:
+        _check_groups(flag, pp, sizes)
     try:
         for global_batch in sizes.counts:
             validate(found.schedule(sizes.counts[global_batch]))
     except ScheduleError as error:
         raise ArgumentsError(f"{flag} with {sizes.explained(global_batch)}: {error}") from error
     return found
+
+
+def _check_groups(flag: str, pp: int, sizes: batches.Sizes) -> None:
+    """Check the groups in which Megatron's interleaved schedule sends micro-batches around.
+
+    Raises:
+        ArgumentsError: A group is not full; our interleaved takes any number.
+    """
+    for global_batch, count in sizes.counts.items():
+        if count % pp:
+            lower = count // pp * pp
+            fitting = f"{lower} or {lower + pp}" if lower else f"{pp}"
+            raise ArgumentsError(
+                f"{flag} with {sizes.explained(global_batch)}: Megatron's interleaved schedule "
+                f"sends micro-batches in groups of pp = {pp}, so their number must be a multiple "
+                f"of it; use {fitting} micro-batches, or add --pipeline-schedule interleaved, "
+                "which takes any number"
+            )

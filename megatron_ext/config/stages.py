@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.config.build import build_of
-from megatron_ext.config.incompatible import refuse_flags_of_table
-from megatron_ext.config.pipeline_config import PipelineConfig
-from megatron_ext.config.sized_pipeline import Pipeline
-from megatron_ext.errors import ArgumentsError, ScheduleError, UserError
-from megatron_ext.schedules import comparison
-from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate, get, registered
+from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.schedules.generators.catalog import CSV_PREFIX, get
 
-__all__ = ["best_schedule", "chunks_of_megatron", "flags_for", "num_chunks"]
+if TYPE_CHECKING:
+    from megatron_ext.config.sized_pipeline import Pipeline
+
+__all__ = ["chunks_of_megatron", "flags_for", "num_chunks"]
 
 _LAYOUT = "--pipeline-model-parallel-layout"
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
@@ -32,7 +31,6 @@ _UNEVEN = (
     "heterogeneous_layers_config_encoded_json",
 )
 """Arguments that allow stages with different numbers of layers."""
-_SEARCHED_UP_TO_PP = 32
 """A search for more ranks takes seconds, too long for advice."""
 
 
@@ -196,35 +194,3 @@ def _check_layers(args: Namespace, pipeline: Pipeline) -> None:
             f"{' or '.join(str(n) for n in fitting if n > 0)}, or give each stage its layers "
             f"with {_LAYOUT}"
         )
-
-
-def best_schedule(args: Namespace, instead_of: Pipeline, num_microbatches: int) -> str | None:
-    """Return the flags of the fastest other schedule for these sizes, or None.
-
-    Args:
-        args: Parsed arguments that the other schedule must fit.
-        instead_of: The pipeline that cannot run; its ranks and costs apply.
-        num_microbatches: Micro-batches of the whole pipeline world in one step.
-    """
-    pp, costs = instead_of.pp, instead_of.costs
-    found = []
-    for generator in registered().values():
-        too_slow = generator.needs_costs and pp > _SEARCHED_UP_TO_PP
-        if generator.name == instead_of.name or too_slow:
-            continue
-        try:
-            chunks = num_chunks(args, generator.name)
-            count = num_microbatches // generator.twins
-            config = PipelineConfig(schedule=generator.name, chunks=chunks, costs=costs)
-            other = Pipeline(config, pp, count)
-            table = generate(generator.name, pp, num_microbatches, chunks, costs)
-            refuse_flags_of_table(generator.name, args, table)
-            flags_for(args, other)
-        except UserError:
-            continue
-        chosen = generator.chosen_by(table)
-        if generator.free_chunks and _said(args) is not None:
-            chosen = f"--pipeline-schedule {generator.name}"  # the user's flag fixes the chunks
-        timeline = comparison.evaluate(table, costs)
-        found.append(((timeline.makespan, timeline.peak_activations), chosen))
-    return min(found)[1] if found else None

@@ -81,7 +81,6 @@ def test_what_to_build(
             {"num_layers": 12},
             "num_layers 12 must be a multiple of the 8 stages",
         ),
-        ({"schedule": "interleaved"}, {"num_microbatches": 6}, "use 4 or 8 micro-batches"),
         ({"dynamic": DynamicOrder()}, {}, "need a seed; pass seed"),
         ({"disaggregation": megatron_ext.Disaggregation()}, {}, "both roles"),
         ({"device": "musa"}, {}, "device musa came after the cpu backend was armed"),

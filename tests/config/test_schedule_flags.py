@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from megatron_ext.config import active
 from megatron_ext.errors import UserError
 from megatron_ext.schedules import comparison, generate, registered
+from megatron_ext.schedules.representation import csv_io
 from megatron_ext.schedules.representation.costs import UNIT, Costs
 from tests.ranks import run_ranks, start_script
 
@@ -222,7 +224,8 @@ REFUSED = {
     "transport for other groups": (
         PP4 + "--pipeline-transport shm --num-layers-per-virtual-pipeline-stage 2 "
         "--global-batch-size 12", 4,
-        ["--pipeline-transport shm with 6 micro-batches", "use 4 or 8 micro-batches"],
+        ["--pipeline-transport shm with 6 micro-batches (--global-batch-size 12 / (",
+         "use 4 or 8 micro-batches, or add --pipeline-schedule interleaved"],
     ),
     "addresses without a wire": (
         PP4 + "--node-ips 10.0.0.1", 4, ["--pipeline-transport torch has none; use"],
@@ -243,18 +246,9 @@ REFUSED = {
         ["at least 4; use 4"],
     ),
     "world": (PP4 + "--enable-bitpipe-schedule", 6, ["world size 6", "pipeline 4", "start 4"]),
-    "few": (
-        "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe-v --global-batch-size 12", 4,
-        ["with 3 micro-batches (--global-batch-size 12 / (--micro-batch-size 2 x 2 data-parallel))",
-         "--global-batch-size 16, or --pipeline-schedule v-half for this batch size"],
-    ),
     "batch": (
         "--pipeline-model-parallel-size 8 --enable-bitpipe-schedule --global-batch-size 14", 8,
         ["global batch of 14", "2 replicas (two for each mirrored", "--global-batch-size 12 or 16"],
-    ),
-    "paper": (
-        PP4 + "--enable-bitpipe-schedule --bitpipe-order paper --global-batch-size 12", 4,
-        ["units of pp = 4, got 6", "--global-batch-size 16, or"],
     ),
     "layers of a v": (
         PP4 + "--pipeline-schedule zb-v --num-layers 12", 4,
@@ -304,21 +298,23 @@ def test_what_cannot_run_is_refused_with_what_can(way: str) -> None:
 
 @pytest.mark.tree
 @pytest.mark.usefixtures("megatron_lm_path")
-def test_every_batch_of_a_ramp_up_is_checked() -> None:
+def test_every_batch_of_a_ramp_up_is_checked(tmp_path: Path) -> None:
     """Only upstream's script ramps up."""
-    ramping = "--pipeline-schedule interleaved --rampup-batch-size 4 4 100"
-    (message,) = run("upstream", (PP4.replace("16", "32") + ramping, 4))
+    flags = PP4.replace("16", "32") + "--rampup-batch-size 4 4 100 --pipeline-schedule "
+    table = tmp_path / "table.csv"
+    table.write_text(csv_io.dumps(generate("1f1b", 4, 16)))
+    accepted, message = run("upstream", (flags + "interleaved", 4), (flags + f"csv:{table}", 4))
+    assert not isinstance(accepted, str), accepted
     assert isinstance(message, str), "was accepted"
-    assert "with 2 micro-batches (--global-batch-size 4" in message
-    assert "use 4 micro-batches" in message
+    assert "not 2 micro-batches (--global-batch-size 4" in message
 
 
 def test_mistakes_end_in_one_line(way: str) -> None:
-    flags = MODEL + "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe-v"
+    flags = MODEL + "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --num-layers 5"
     run = start_script(2, "pretrain_gpt.py", flags.split(), embedded=way == "embedded")
     assert run.exit_codes == [2, 2], run.describe()
     assert "Traceback" not in "".join(run.logs)
     [line] = [
         line for log in run.logs for line in log.splitlines() if "megatron_ext: error" in line
     ]
-    assert "--pipeline-schedule dualpipe-v with 1 micro-batches" in line
+    assert "--num-layers 5 does not divide into the schedule's 4 stages" in line

@@ -120,7 +120,7 @@ def test_a_csv_needs_no_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path
         ("plan --microbatches 8", ["--pp is missing"]),
         ("plan --pp 8", ["--microbatches is missing"]),
         ("plan --pp 7 --microbatches 8 --schedule bitpipe", ["pp must be even", "use 6 or 8"]),
-        ("plan --pp 4 --microbatches 3 --schedule interleaved", ["use 4 micro-batches"]),
+        ("plan --pp 4 --microbatches 3 --schedule bitpipe", ["must be even, got 3", "use 4"]),
         ("plan --pp 4 --microbatches 8 --schedule zb_v", ["no schedule 'zb_v'", "zb-v"]),
         ("plan --pp 4 --microbatches 8 --costs 1,2", ["--costs needs three numbers", "1,1,1"]),
         ("plan --pp 4 --microbatches 8 --costs 1,0,1", ["must be positive"]),

@@ -41,10 +41,11 @@ twins in the other order; losses then agree to 1e-6 (`routing=local`: bit for bi
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import Size, register
+from megatron_ext.schedules.generators.patterns import shortened
 from megatron_ext.schedules.representation import placement
 from megatron_ext.schedules.representation.actions import Action, Option, Schedule
 from megatron_ext.schedules.search.greedy import Problem, Rows, Rule, search
@@ -65,7 +66,9 @@ def bubble(size: Size, costs: Costs) -> float | None:
 
 
 def _paper_bubble(pp: int, num_microbatches: int, costs: Costs) -> float | None:
-    units = num_microbatches // pp
+    units, rest = divmod(num_microbatches, pp)
+    if rest:
+        return None
     if units == 1:
         return (pp / 2 - 1) * max(costs.forward, costs.backward)
     if costs.backward == 2 * costs.forward:
@@ -94,16 +97,7 @@ def peak(size: Size) -> float:
 def bitpipe(
     pp: int, num_microbatches: int, costs: Costs, *, order: str, routing: placement.Routing
 ) -> Schedule:
-    """Return the table of one of BitPipe's two mirrored pipelines.
-
-    Raises:
-        ScheduleError: The paper's order does not fit the number of micro-batches.
-    """
-    if order == "paper" and num_microbatches % pp:
-        raise ScheduleError(
-            f"the paper's order runs micro-batches in units of pp = {pp}, got {num_microbatches}; "
-            f"use a multiple of {pp}, or --bitpipe-order zb, which accepts any even number"
-        )
+    """Return the table of one of BitPipe's two mirrored pipelines."""
     folded = placement.mirrored(placement.w(pp // 2), routing)
     if order == "paper":
         rows = _paper_rows(pp, num_microbatches // 2)
@@ -116,7 +110,11 @@ def bitpipe(
 
 
 def _paper_rows(pp: int, num_microbatches: int) -> Rows:
-    return tuple(_paper_row(rank, pp, num_microbatches) for rank in range(pp // 2))
+    """Return the published order; of a last unit that is not full, without what is not there."""
+    h = pp // 2
+    whole = math.ceil(num_microbatches / h) * h
+    rows = tuple(_paper_row(rank, pp, whole) for rank in range(h))
+    return rows if whole == num_microbatches else shortened(rows, num_microbatches)
 
 
 def _paper_row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:

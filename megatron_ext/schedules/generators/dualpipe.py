@@ -11,8 +11,8 @@ dualpipe overlap=False: pp 4, m 8, makespan 25, bubble 1 (4.0 %), peak 5
 2|.  F4 F0 F5 F1 F6 B0--- F2 B4--- F7 B1--- F3 B5--- B2--- B6--- I3 I7 W3 W7
 3|F4 F5 F6 F0 I0 W0 F1 F7 B1--- F2 B4--- B2--- F3 .  B5--- B3--- I6 W6 I7 W7
 
-Bubble: (pp/2 - 1)Tf at Tf = Tb = Tw. Activations: pp + 1 on every rank.
-Needs even pp and even m >= 2pp. Each direction sums its gradients in the order of its
+Bubble: (pp/2 - 1)Tf for m >= 2pp at Tf = Tb = Tw. Activations: pp + 1 on every rank.
+Needs even pp and even m. Each direction sums its gradients in the order of its
 micro-batches; then the twins are reduced, as data-parallel ranks are.
 """
 
@@ -20,9 +20,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import Size, register
-from megatron_ext.schedules.generators.dualpipe_v import step_list
+from megatron_ext.schedules.generators.dualpipe_v import step_lists
 from megatron_ext.schedules.representation import placement
 from megatron_ext.schedules.representation.actions import Schedule
 
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
 
 
 def bubble(size: Size, costs: Costs) -> float | None:
-    """Return (pp / 2 - 1)Tf at Tf = Tb = Tw."""
-    if costs.forward == costs.input == costs.weight:
+    """Return (pp / 2 - 1)Tf for m >= 2pp at Tf = Tb = Tw."""
+    if size.num_microbatches >= 2 * size.pp and costs.forward == costs.input == costs.weight:
         return (size.pp / 2 - 1) * costs.forward
     return None
 
@@ -51,17 +50,7 @@ def peak(size: Size) -> float:
     twins=2,
 )
 def dualpipe(pp: int, num_microbatches: int) -> Schedule:
-    """Return the table of one of DualPipe's two mirrored pipelines.
-
-    Raises:
-        ScheduleError: There are fewer than 2 pp micro-batches.
-    """
-    if num_microbatches < 2 * pp:
-        raise ScheduleError(
-            f"dualpipe needs at least 2 * pp = {2 * pp} micro-batches, got {num_microbatches}; "
-            f"use {2 * pp} or more, or zb-v, which accepts any number"
-        )
+    """Return the table of one of DualPipe's two mirrored pipelines."""
     h, each = pp // 2, num_microbatches // 2
     folded = placement.mirrored(placement.v(h), "twin")
-    rows = tuple(step_list(rank, h, each) for rank in range(h))
-    return Schedule("dualpipe", folded, each, rows, {"overlap": False})
+    return Schedule("dualpipe", folded, each, step_lists(h, each), {"overlap": False})

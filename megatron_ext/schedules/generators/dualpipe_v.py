@@ -17,7 +17,8 @@ dualpipe-v chunks=2 overlap=False: pp 4, m 8, makespan 25.5, bubble 1.5 (5.9 %),
 2|-- f7 .  B3--- b5--- B4--- b6--- I5 i7 I6 W5 I7 w7 W6 W7
 3|f7 B3--- b4--- B4--- b5--- B5--- i6 I6 i7 I7 w6 W6 w7 W7
 
-Bubble: (pp - 1)Tf / 2 at Tf = Tb = Tw. Activations: pp + 1/2 on every rank. Needs m >= 2pp.
+Bubble: (pp - 1)Tf / 2 for m >= 2pp at Tf = Tb = Tw. Activations: pp + 1/2 on every rank.
+With fewer than 2pp micro-batches it is the table of 2pp without those that are not there.
 Gradients are summed in the order of the micro-batches, as without a pipeline.
 """
 
@@ -25,19 +26,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import Size, register
-from megatron_ext.schedules.generators.patterns import expand
+from megatron_ext.schedules.generators.patterns import expand, shortened
 from megatron_ext.schedules.representation import placement
-from megatron_ext.schedules.representation.actions import Action, Schedule
+from megatron_ext.schedules.representation.actions import Action, Row, Schedule
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.costs import Costs
 
 
 def bubble(size: Size, costs: Costs) -> float | None:
-    """Return (pp - 1)Tf / 2 at Tf = Tb = Tw."""
-    if costs.forward == costs.input == costs.weight:
+    """Return (pp - 1)Tf / 2 for m >= 2pp at Tf = Tb = Tw."""
+    if size.num_microbatches >= 2 * size.pp and costs.forward == costs.input == costs.weight:
         return (size.pp - 1) * costs.forward / 2
     return None
 
@@ -55,23 +55,20 @@ def peak(size: Size) -> float:
     num_chunks=2,
 )
 def dualpipe_v(pp: int, num_microbatches: int) -> Schedule:
-    """Return the table of DualPipeV.
-
-    Raises:
-        ScheduleError: There are fewer than 2 pp micro-batches.
-    """
-    if num_microbatches < 2 * pp:
-        raise ScheduleError(
-            f"dualpipe-v needs at least 2 * pp = {2 * pp} micro-batches, got {num_microbatches}; "
-            f"use {2 * pp} or more, or zb-v, which accepts any number"
-        )
-    rows = tuple(step_list(rank, pp, num_microbatches) for rank in range(pp))
+    """Return the table of DualPipeV."""
+    rows = step_lists(pp, num_microbatches)
     options = {"chunks": 2, "overlap": False}
     return Schedule("dualpipe-v", placement.v(pp), num_microbatches, rows, options)
 
 
-def step_list(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
-    """Return the published steps of one rank."""
+def step_lists(pp: int, num_microbatches: int) -> tuple[Row, ...]:
+    """Return the published steps of all ranks, shortened for fewer than 2pp micro-batches."""
+    rows = tuple(_step_list(rank, pp, max(num_microbatches, 2 * pp)) for rank in range(pp))
+    return rows if num_microbatches >= 2 * pp else shortened(rows, num_microbatches)
+
+
+def _step_list(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
+    """Return the published steps of one rank, which has at least 2pp micro-batches."""
     below = pp - 1 - rank
     half = (rank + 1) // 2
     if rank % 2:

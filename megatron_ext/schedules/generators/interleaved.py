@@ -12,17 +12,22 @@ interleaved chunks=2: pp 4, m 4, makespan 16.5, bubble 4.5 (27.3 %), peak 4
 2|.  .  F0 F1 F2 F3 f0 f1 f2 .  b0--- f3 b1--- .  b2--- .  b3--- B0--- B1--- B2--- B3--- .  .  .  .
 3|.  .  .  F0 F1 F2 F3 f0 b0--- f1 b1--- f2 b2--- f3 b3--- B0--- B1--- B2--- B3--- .  .  .  .  .  .
 
-Bubble: (pp - 1)(Tf + Tb + Tw) / v. Activations: min(m, (2(pp - 1) + (v - 1)pp + 1) / v) on rank 0.
+If m is no multiple of pp, the last group is smaller: the table is that of a full group without the
+micro-batches that are not there.
+
+Bubble: (pp - 1)(Tf + Tb + Tw) / v for m = k pp.
+Activations: min(m, (2(pp - 1) + (v - 1)pp + 1) / v) on rank 0.
 Gradients are summed in the order of the micro-batches, as without a pipeline.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import Size, register
-from megatron_ext.schedules.generators.patterns import alternate
+from megatron_ext.schedules.generators.patterns import alternate, shortened
 from megatron_ext.schedules.representation import placement
 from megatron_ext.schedules.representation.actions import Action, Schedule
 
@@ -30,8 +35,10 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.representation.costs import Costs
 
 
-def bubble(size: Size, costs: Costs) -> float:
-    """Return (pp - 1)(Tf + Tb + Tw) / v."""
+def bubble(size: Size, costs: Costs) -> float | None:
+    """Return (pp - 1)(Tf + Tb + Tw) / v, if the groups are full."""
+    if size.num_microbatches % size.pp:
+        return None
     return (size.pp - 1) * costs.work / size.num_chunks
 
 
@@ -57,18 +64,14 @@ def interleaved(pp: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """Return the table of interleaved 1F1B.
 
     Raises:
-        ScheduleError: The number of micro-batches is not a multiple of pp.
+        ScheduleError: There is only one rank.
     """
     if pp < 2:
         raise ScheduleError("interleaved needs at least 2 ranks, got pp 1; use 1f1b")
-    if num_microbatches % pp:
-        lower = num_microbatches // pp * pp
-        fitting = f"{lower} or {lower + pp}" if lower else f"{pp}"
-        raise ScheduleError(
-            f"interleaved sends micro-batches in groups of pp = {pp}, so their number must be a "
-            f"multiple of it, got {num_microbatches}; use {fitting} micro-batches, or 1f1b"
-        )
-    rows = tuple(_row(rank, pp, num_microbatches, num_chunks) for rank in range(pp))
+    whole = math.ceil(num_microbatches / pp) * pp
+    rows = tuple(_row(rank, pp, whole, num_chunks) for rank in range(pp))
+    if whole > num_microbatches:
+        rows = shortened(rows, num_microbatches)
     options = {"chunks": num_chunks}
     return Schedule("interleaved", placement.loop(pp, num_chunks), num_microbatches, rows, options)
 

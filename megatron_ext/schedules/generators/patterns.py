@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 
-from megatron_ext.schedules.representation.actions import Action, Kind
+from megatron_ext.schedules.representation.actions import Action, Kind, Row
 
-__all__ = ["alternate", "expand"]
+__all__ = ["alternate", "expand", "shortened"]
 
 
 def alternate(
@@ -20,6 +20,17 @@ def alternate(
         row += (forward, backward)
     row += backwards[len(forwards) - warm_up :]
     return tuple(row)
+
+
+def shortened(rows: Sequence[Row], num_microbatches: int) -> tuple[Row, ...]:
+    """Return the rows of a longer table with its first micro-batches only.
+
+    Actions of different micro-batches depend on each other only through their order on a rank. So
+    what is left of a table that ends still ends, in the same order and with no more activations.
+    """
+    return tuple(
+        tuple(action for action in row if action.microbatch < num_microbatches) for row in rows
+    )
 
 
 def expand(phases: Iterable[tuple[str, int]], stages: Sequence[int]) -> tuple[Action, ...]:

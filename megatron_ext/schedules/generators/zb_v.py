@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_ext.schedules.generators.catalog import Size, register
-from megatron_ext.schedules.generators.patterns import expand
+from megatron_ext.schedules.generators.patterns import expand, shortened
 from megatron_ext.schedules.representation import placement
 from megatron_ext.schedules.representation.actions import Action, Schedule
 from megatron_ext.schedules.search.greedy import Problem, Rows, Rule, search, spread
@@ -76,7 +76,9 @@ def _table(pp: int, num_microbatches: int, rows: Rows) -> Schedule:
 
 
 def _published_rows(pp: int, num_microbatches: int) -> Rows:
-    return tuple(_row(rank, pp, num_microbatches) for rank in range(pp))
+    count = max(num_microbatches, 2 * pp - 1)
+    rows = tuple(_row(rank, pp, count) for rank in range(pp))
+    return rows if count == num_microbatches else shortened(rows, num_microbatches)
 
 
 def _searched_rows(pp: int, num_microbatches: int, costs: Costs) -> Rows:
@@ -89,14 +91,13 @@ def _searched_rows(pp: int, num_microbatches: int, costs: Costs) -> Rows:
 
 def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
     below = pp - 1 - rank
-    count = max(num_microbatches, 2 * pp - 1)
     phases = (
         # Warm-up: down the V, then as many forwards as memory allows, then up.
         ("F0", 2 * below + 1),
         ("F1 F0", rank),
         ("F1 I1 W1", below + 1),
         # Steady: no rank ever waits.
-        ("F0 I0 W0 F1 I1 W1", count - 2 * pp + rank + 1),
+        ("F0 I0 W0 F1 I1 W1", num_microbatches - 2 * pp + rank + 1),
         ("I0 W0 F1 I1 W1", below),
         # Cool-down: the I that others wait for first, the remaining W last.
         ("I0 I1", rank),
@@ -104,7 +105,4 @@ def _row(rank: int, pp: int, num_microbatches: int) -> tuple[Action, ...]:
         ("W1", rank),
         ("W0", rank),
     )
-    row = expand(phases, (rank, 2 * pp - 1 - rank))
-    if count == num_microbatches:
-        return row
-    return tuple(action for action in row if action.microbatch < num_microbatches)
+    return expand(phases, (rank, 2 * pp - 1 - rank))

@@ -19,7 +19,7 @@ from megatron_ext.schedules.representation.communication import (
 )
 from megatron_ext.schedules.representation.forward_only import forward_only, slots_for_forward
 from megatron_ext.schedules.representation.validation import validate
-from megatron_ext.schedules.search.queues import MessageOrder
+from megatron_ext.schedules.search.queues import MessageOrder, check_queues
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -128,6 +128,8 @@ def make_table(
         slots = slots_for_forward(schedule) + (num_microbatches if routes else 0)
         return Table(replace(schedule, routes=routes), rank, slots)
     schedule = replace(pipeline.schedule(num_microbatches), routes=routes)
+    if pipeline.transport == "torch":  # may be the first step with this number
+        check_queues(schedule)
     return Table(schedule, rank, _most_on_an_edge(validate(schedule).slots))
 
 
