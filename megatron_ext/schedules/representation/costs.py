@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from operator import mul
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.representation.actions import KINDS, Kind, Schedule
@@ -36,6 +37,8 @@ class Costs:
     queue on their link; different links are independent."""
     stage_scale: tuple[float, ...] = ()
     """Factor on the durations of each stage, for uneven stages; empty: all 1."""
+    microbatch_scale: tuple[float, ...] = ()
+    """Factor on the durations of each micro-batch, for uneven lengths; empty: all 1."""
     jitter: float = 0.0
     """Sigma of the log-normal factor (mean 1) on each action's duration."""
     link_jitter: float = 0.0
@@ -56,6 +59,11 @@ class Costs:
             )
         if self.bandwidth is not None and not self.bandwidth > 0:
             raise ScheduleError(f"the bandwidth must be positive, got {self.bandwidth:g}")
+        if not all(0 <= scale <= _LONGEST for scale in self.microbatch_scale):
+            raise ScheduleError(
+                f"factors of micro-batches must be 0 or more, up to {_LONGEST:g}, got "
+                f"{', '.join(f'{scale:g}' for scale in self.microbatch_scale)}"
+            )
         if self.jitter < 0 or self.link_jitter < 0:
             raise ScheduleError(
                 f"jitter must be 0 or more, got {min(self.jitter, self.link_jitter):g}; it is the "
@@ -118,10 +126,31 @@ class Costs:
             for kind, time in zip(KINDS, times, strict=True)
         }
 
+    @property
+    def has_factors(self) -> bool:
+        """Whether micro-batches differ, so that `action_factors` are needed."""
+        return bool(self.jitter or self.microbatch_scale)
+
     def action_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """Return the jitter of each action by kind and `stage * num_microbatches + microbatch`."""
+        """Return the factor on each action by kind and `stage * num_microbatches + microbatch`.
+
+        It is the jitter times the scale of the micro-batch.
+
+        Raises:
+            ScheduleError: `microbatch_scale` does not have one factor for each micro-batch.
+        """
         count = schedule.num_stages * schedule.num_microbatches
-        return {kind: self._factors(self.jitter, kind, count) for kind in KINDS}
+        factors = {kind: self._factors(self.jitter, kind, count) for kind in KINDS}
+        scales = self.microbatch_scale
+        if not scales:
+            return factors
+        if len(scales) != schedule.num_microbatches:
+            raise ScheduleError(
+                f"microbatch_scale has {len(scales)} factors, {schedule.label} has "
+                f"{schedule.num_microbatches} micro-batches; give one factor for each"
+            )
+        by_action = scales * schedule.num_stages
+        return {kind: list(map(mul, row, by_action)) for kind, row in factors.items()}
 
     def link_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
         """Return the jitter of each message by the action that sends it; B covers I as well."""

@@ -111,7 +111,7 @@ class Clock:
         self.starts: list[list[float]] = [[] for _ in schedule.rows]
         self.ends: list[list[float]] = [[] for _ in schedule.rows]
         self.durations = costs.durations(schedule)
-        self.factors = costs.action_factors(schedule) if costs.jitter else None
+        self.factors = costs.action_factors(schedule) if costs.has_factors else None
         self.links = Links(schedule, costs)
 
     def run_action(self, rank: int, action: Action, now: float) -> float | None:

@@ -1,0 +1,309 @@
+"""Packs the samples of a global batch by what they cost, so that all pipelines end together.
+
+Attention is quadratic in the length L of a sample, everything else linear: a sample costs
+a*L + b*L^2. Packs of equal tokens therefore differ in cost, and a pipeline waits for its costliest
+micro-batch in every stage. Only the place of a sample changes: the global batch, and so the sum
+that its gradient is, stay the same.
+
+Everything here is deterministic and depends on the lengths alone, so that ranks that know them
+agree without a message. Standard library only.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.representation.costs import UNIT, Costs
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.representation.placement import Placement
+
+__all__ = ["LengthCost", "Packing", "num_fills", "pack_by_cost", "pack_in_file_order", "shortest"]
+
+Packing = tuple[tuple[tuple[int, ...], ...], ...]
+"""Indexes of samples by replica, then by micro-batch. All replicas have equally many micro-batches;
+one that is left over is empty."""
+
+
+@dataclass(frozen=True)
+class LengthCost:
+    """What a sample of L tokens costs: `linear * L + quadratic * L^2`, in any unit.
+
+    Raises:
+        ScheduleError: A coefficient is negative, or both are 0.
+    """
+
+    linear: float
+    """For each token: projections and the feed-forward network."""
+    quadratic: float
+    """For each pair of tokens of one sample: attention."""
+
+    def __post_init__(self) -> None:
+        """Check the coefficients."""
+        if min(self.linear, self.quadratic) < 0 or not self.linear + self.quadratic > 0:
+            raise ScheduleError(
+                f"a sample of L tokens cannot cost {self.linear:g} * L + {self.quadratic:g} * L^2; "
+                "use coefficients of 0 or more, one of them positive, for example 1,0.0001"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> LengthCost:
+        """Parse `A,B`, for example `1,0.0001`.
+
+        Raises:
+            ScheduleError: The text is not two such numbers.
+        """
+        try:
+            linear, quadratic = map(float, text.split(","))
+        except ValueError:
+            raise ScheduleError(
+                f"the cost of a length must be two numbers A,B, for A*L + B*L^2, for example "
+                f"1,0.0001; got {text!r}"
+            ) from None
+        return cls(linear, quadratic)
+
+    @classmethod
+    def of_model(
+        cls,
+        hidden_size: int,
+        ffn_hidden_size: int | None = None,
+        *,
+        gated: bool = False,
+        query_width: int | None = None,
+        key_width: int | None = None,
+    ) -> LengthCost:
+        """Return the floating-point operations of one layer's forward with causal attention.
+
+        Two for each weight and token: query and output projections, keys and values, and the
+        matrices of the feed-forward network. Two for each product of Q K^T and of A V, of which a
+        causal mask leaves half. With the defaults this is 24 h^2 L + 2 h L^2: the count of
+        Narayanan et al. 2021 (arXiv 2104.04473, appendix) with half of its attention. A backward
+        is twice that, so the ratio stays.
+
+        Args:
+            hidden_size: h, the width of the model.
+            ffn_hidden_size: Width of the feed-forward network, with mixtures of experts of all that
+                a token visits; None: 4h.
+            gated: Whether the network has a third matrix, as SwiGLU has.
+            query_width: Heads times width of a head; None: h.
+            key_width: Groups of keys times width of a head; None: that of the queries.
+        """
+        query_width = query_width or hidden_size
+        key_width = key_width or query_width
+        ffn = (3 if gated else 2) * (ffn_hidden_size or 4 * hidden_size)
+        weights = hidden_size * (2 * query_width + 2 * key_width + ffn)
+        return cls(2.0 * weights, 2.0 * query_width)
+
+    def of_length(self, length: int) -> float:
+        """Return the cost of one sample of so many tokens."""
+        return self.linear * length + self.quadratic * length * length
+
+    def of_pack(self, lengths: Sequence[int]) -> float:
+        """Return the cost of a micro-batch of samples that do not attend to each other."""
+        return sum(map(self.of_length, lengths))
+
+    def of_packing(self, packing: Packing, lengths: Sequence[int]) -> list[list[float]]:
+        """Return the cost of each micro-batch of each replica."""
+        return [
+            [self.of_pack([lengths[i] for i in pack]) for pack in replica] for replica in packing
+        ]
+
+
+def num_fills(pp: int, num_chunks: int) -> float:
+    """Return how many whole micro-batches a pipeline takes to fill and drain: (pp - 1) / v."""
+    return (pp - 1) / num_chunks
+
+
+def pack_in_file_order(lengths: Sequence[int], num_replicas: int, max_tokens: int) -> Packing:
+    """Return the packing of a sampler that reads its file: the next sample goes into the open pack.
+
+    A pack is closed by the first sample that does not fit. Replicas take turns, as in Megatron.
+
+    Args:
+        lengths: Tokens of each sample of the global batch.
+        num_replicas: Data-parallel replicas.
+        max_tokens: What a micro-batch holds at most.
+
+    Raises:
+        ScheduleError: A sample does not fit into a micro-batch, or there is none.
+    """
+    _check(lengths, num_replicas, max_tokens)
+    packs: list[list[int]] = []
+    room = 0
+    for index, length in enumerate(lengths):
+        if length > room:
+            packs.append([])
+            room = max_tokens
+        packs[-1].append(index)
+        room -= length
+    packs += [[] for _ in range(-len(packs) % num_replicas)]
+    return tuple(
+        tuple(tuple(pack) for pack in packs[first::num_replicas]) for first in range(num_replicas)
+    )
+
+
+def pack_by_cost(
+    lengths: Sequence[int],
+    num_replicas: int,
+    max_tokens: int,
+    cost: LengthCost,
+    fills: float = 0.0,
+) -> Packing:
+    """Return a packing whose costliest replica costs little; never more than in file order.
+
+    A replica costs the sum of its micro-batches, plus `fills` times the costliest of them: the
+    makespan of a flow shop whose jobs take equally long on all machines, in any order (Pinedo,
+    Scheduling, 2016, section 6.1). Samples are dealt out longest first (Graham 1969), each to the
+    cheapest replica, and there to the cheapest micro-batch that has room. There are as many
+    micro-batches as file order needs, none of them empty if it can be avoided.
+
+    Args:
+        lengths: Tokens of each sample of the global batch.
+        num_replicas: Data-parallel replicas.
+        max_tokens: What a micro-batch holds at most.
+        cost: Cost of a sample by its length.
+        fills: How many micro-batches the pipeline takes to fill and drain, see `num_fills`.
+
+    Raises:
+        ScheduleError: A sample does not fit into a micro-batch, or there is none.
+    """
+    in_file_order = pack_in_file_order(lengths, num_replicas, max_tokens)
+
+    def costliest(packing: Packing) -> float:
+        rows = cost.of_packing(packing, lengths)
+        return max(sum(row) + fills * max(row) for row in rows)
+
+    found = [in_file_order]
+    for key in (_cheapest, _fullest):
+        dealt = _Deal(lengths, len(in_file_order[0]), num_replicas, max_tokens, cost).run(key)
+        if dealt is not None:
+            found.append(dealt)
+    return min(found, key=costliest)
+
+
+def shortest(
+    sample_costs: Sequence[float],
+    num_replicas: int,
+    placement: Placement,
+    costs: Costs = UNIT,
+) -> float:
+    """Return a step time that no packing and no order can beat, in the unit of costs times `costs`.
+
+    One replica has at least the mean of all work. A rank waits for the forward of its first
+    micro-batch, which holds at least the smallest sample, through the stages before its own. And
+    the longest sample goes down all stages, and its gradient back.
+
+    Args:
+        sample_costs: Cost of each sample of the global batch.
+        num_replicas: Data-parallel replicas.
+        placement: Where the stages of a replica are.
+        costs: Durations for a sample of cost 1, and the latency of links.
+    """
+    share = placement.num_ranks / placement.num_stages  # of a rank's work that one stage is
+    heads = [min(stages) for stages in placement.stages_of]
+    fill = max(heads) * share * costs.forward * min(sample_costs)
+    mean = costs.work * sum(sample_costs) / num_replicas
+    hops = sum(hop != "local" for hop in placement.hops)
+    through = placement.num_ranks * (costs.forward + costs.input) * max(sample_costs)
+    return max(mean + fill, through + 2 * hops * costs.latency)
+
+
+def _check(lengths: Sequence[int], num_replicas: int, max_tokens: int) -> None:
+    if not lengths:
+        raise ScheduleError("there are no lengths; give at least one sample")
+    if num_replicas < 1:
+        raise ScheduleError(f"{num_replicas} replicas cannot share a batch; use 1 or more")
+    if min(lengths) < 1:
+        raise ScheduleError(f"a sample has {min(lengths)} tokens; leave out samples without any")
+    if max(lengths) > max_tokens:
+        raise ScheduleError(
+            f"a sample has {max(lengths)} tokens, a micro-batch holds at most {max_tokens}; "
+            "cut the sample, or raise the limit"
+        )
+
+
+@dataclass
+class _Pack:
+    cost: float = 0.0
+    tokens: int = 0
+
+
+_Key = Callable[[_Pack], float]
+
+
+def _cheapest(pack: _Pack) -> float:
+    return pack.cost
+
+
+def _fullest(pack: _Pack) -> float:
+    """Best fit, for batches that leave hardly any room."""
+    return -pack.tokens if pack.tokens else 0.0
+
+
+class _Deal:
+    """One way to deal out samples."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        num_packs: int,
+        num_replicas: int,
+        max_tokens: int,
+        cost: LengthCost,
+    ) -> None:
+        self._lengths = lengths
+        self._max_tokens = max_tokens
+        self._cost = cost
+        self._packs = [[_Pack() for _ in range(num_packs)] for _ in range(num_replicas)]
+        self._samples: list[list[list[int]]] = [
+            [[] for _ in range(num_packs)] for _ in range(num_replicas)
+        ]
+        self._num_empty = num_packs * num_replicas
+
+    def run(self, key: _Key) -> Packing | None:
+        """Deal out all samples; None if one of them finds no room.
+
+        Args:
+            key: Of the packs of a replica that have room, the one with the least key gets the
+                sample.
+        """
+        lengths = self._lengths
+        replicas = [(0.0, replica) for replica in range(len(self._packs))]
+        by_length = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+        for done, index in enumerate(by_length):
+            fills_empty = len(lengths) - done <= self._num_empty
+            skipped = []
+            while replicas:
+                entry = heapq.heappop(replicas)
+                number = self._choose(entry[1], lengths[index], key, fills_empty)
+                if number is not None:
+                    break
+                skipped.append(entry)
+            else:
+                return None
+            self._put(index, entry[1], number)
+            added = self._cost.of_length(lengths[index])
+            for again in (*skipped, (entry[0] + added, entry[1])):
+                heapq.heappush(replicas, again)
+        return tuple(tuple(tuple(sorted(pack)) for pack in replica) for replica in self._samples)
+
+    def _choose(self, replica: int, length: int, key: _Key, fills_empty: bool) -> int | None:
+        """Return the number of the pack for a sample, or None if it cannot go to this replica."""
+        packs = self._packs[replica]
+        fitting = [
+            number
+            for number, pack in enumerate(packs)
+            if pack.tokens + length <= self._max_tokens and not (fills_empty and pack.tokens)
+        ]
+        return min(fitting, key=lambda number: (key(packs[number]), number), default=None)
+
+    def _put(self, index: int, replica: int, number: int) -> None:
+        pack, length = self._packs[replica][number], self._lengths[index]
+        self._num_empty -= not pack.tokens
+        pack.tokens += length
+        pack.cost += self._cost.of_length(length)
+        self._samples[replica][number].append(index)

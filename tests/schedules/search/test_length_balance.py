@@ -1,0 +1,188 @@
+"""Packing by cost: what any packing has to keep, and a bound that none beats."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules import Costs, generate, simulate
+from megatron_ext.schedules.search.length_balance import (
+    LengthCost,
+    Packing,
+    num_fills,
+    pack_by_cost,
+    pack_in_file_order,
+    shortest,
+)
+from megatron_ext.schedules.search.length_order import best_order, makespan_of
+
+MAX_TOKENS = 100
+LENGTHS = st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=60)
+REPLICAS = st.integers(1, 5)
+LENGTH_COSTS = st.builds(
+    LengthCost, st.sampled_from([0.5, 1.0]), st.sampled_from([0.0, 0.01, 0.04, 1.0])
+)
+FILLS = st.sampled_from([0.0, 1.5, 7.0])
+
+
+def costliest(packing: Packing, lengths: list[int], cost: LengthCost, fills: float) -> float:
+    """The measure, written down once more."""
+    found = 0.0
+    for replica in packing:
+        row = [
+            sum(cost.linear * n + cost.quadratic * n**2 for n in map(lengths.__getitem__, p))
+            for p in replica
+        ]
+        found = max(found, sum(row) + fills * max(row))
+    return found
+
+
+def packs(packing: Packing, lengths: list[int]) -> Counter[tuple[int, ...]]:
+    """How often each pack of lengths is there."""
+    return Counter(tuple(sorted(lengths[i] for i in pack)) for pack in chain.from_iterable(packing))
+
+
+@given(LENGTHS, REPLICAS, LENGTH_COSTS, FILLS)
+def test_a_packing_holds_each_sample_once_and_within_its_limit(
+    lengths: list[int], replicas: int, cost: LengthCost, fills: float
+) -> None:
+    for packing in (
+        pack_in_file_order(lengths, replicas, MAX_TOKENS),
+        pack_by_cost(lengths, replicas, MAX_TOKENS, cost, fills),
+    ):
+        assert len(packing) == replicas
+        assert len({len(replica) for replica in packing}) == 1
+        all_packs = list(chain.from_iterable(packing))
+        assert sorted(chain.from_iterable(all_packs)) == list(range(len(lengths)))
+        assert all(sum(lengths[i] for i in pack) <= MAX_TOKENS for pack in all_packs)
+
+
+@given(LENGTHS, REPLICAS, LENGTH_COSTS, FILLS)
+def test_packing_by_cost_never_costs_more_than_file_order(
+    lengths: list[int], replicas: int, cost: LengthCost, fills: float
+) -> None:
+    in_file_order = pack_in_file_order(lengths, replicas, MAX_TOKENS)
+    by_cost = pack_by_cost(lengths, replicas, MAX_TOKENS, cost, fills)
+    assert len(by_cost[0]) <= len(in_file_order[0])
+    assert costliest(by_cost, lengths, cost, fills) <= 1e-12 + (1 + 1e-12) * costliest(
+        in_file_order, lengths, cost, fills
+    )
+
+
+@given(LENGTHS, REPLICAS, LENGTH_COSTS, st.randoms(use_true_random=False))
+def test_the_order_of_the_file_decides_nothing_but_the_number_of_packs(
+    lengths: list[int], replicas: int, cost: LengthCost, rnd: random.Random
+) -> None:
+    shuffled = list(lengths)
+    rnd.shuffle(shuffled)
+    found = [pack_by_cost(each, replicas, MAX_TOKENS, cost) for each in (lengths, shuffled)]
+    in_file_order = [pack_in_file_order(each, replicas, MAX_TOKENS) for each in (lengths, shuffled)]
+    if len(found[0][0]) == len(found[1][0]) and not set(found) & set(in_file_order):
+        assert packs(found[0], lengths) == packs(found[1], shuffled)
+
+
+def test_no_pack_is_empty_while_another_could_spare_a_sample() -> None:
+    # One sample costs more than all others, so its replica gets no second one for its cost.
+    packing = pack_by_cost([100, 40, 30, 30, 20, 10, 5, 5], 2, MAX_TOKENS, LengthCost(0, 1))
+    in_file_order = pack_in_file_order([100, 40, 30, 30, 20, 10, 5, 5], 2, MAX_TOKENS)
+    assert len(packing[0]) == len(in_file_order[0]) == 2
+    assert all(chain.from_iterable(packing))
+
+
+def test_long_samples_do_not_share_a_replica() -> None:
+    lengths = [90, 10, 90, 10, 10, 10, 10, 10]
+    cost = LengthCost(1.0, 0.1)
+    before = costliest(pack_in_file_order(lengths, 2, MAX_TOKENS), lengths, cost, 3.0)
+    packing = pack_by_cost(lengths, 2, MAX_TOKENS, cost, 3.0)
+    assert [sum(lengths[i] == 90 for i in chain.from_iterable(row)) for row in packing] == [1, 1]
+    assert costliest(packing, lengths, cost, 3.0) < before
+
+
+def test_a_batch_without_any_room_is_still_packed() -> None:
+    # Dealt out by cost, 6 + 5 + 5 + 4 do not go into two packs of 10 unless 6 meets 4.
+    lengths = [6, 4, 5, 5]
+    assert packs(pack_by_cost(lengths, 1, 10, LengthCost(1, 0)), lengths) == {(4, 6): 1, (5, 5): 1}
+
+
+SIZES = st.sampled_from(
+    [("1f1b", 4, {}), ("interleaved", 4, {"chunks": 2}), ("zb-v", 4, {}), ("zb-h1", 3, {})]
+)
+
+
+@given(
+    SIZES,
+    REPLICAS,
+    LENGTH_COSTS,
+    st.sampled_from([Costs(), Costs(1, 0.5, 2), Costs(1, 1, 1, latency=0.3)]),
+    st.randoms(use_true_random=False),
+)
+def test_no_packing_and_no_order_beats_the_bound(
+    size: tuple[str, int, dict[str, int]],
+    replicas: int,
+    cost: LengthCost,
+    costs: Costs,
+    rnd: random.Random,
+) -> None:
+    name, pp, options = size
+    schedule = generate(name, pp, 2 * pp, costs=costs, **options)
+    packing = [
+        [[rnd.randint(1, 50) for _ in range(rnd.randint(1, 3))] for _ in range(2 * pp)]
+        for _ in range(replicas)
+    ]
+    of_samples = [cost.of_length(n) for row in packing for pack in row for n in pack]
+    bound = shortest(of_samples, replicas, schedule.placement, costs)
+    rows = [[cost.of_pack(pack) for pack in row] for row in packing]
+    step = max(makespan_of(schedule, row, best_order(schedule, row, costs), costs) for row in rows)
+    assert bound <= step * (1 + 1e-9)
+
+
+def test_the_bound_is_reached() -> None:
+    # One replica of one rank; and one sample that goes through all ranks alone.
+    one_rank = generate("1f1b", 1, 3)
+    assert shortest([1.0, 2.0, 4.0], 1, one_rank.placement) == 21.0
+    assert makespan_of(one_rank, [1.0, 2.0, 4.0], (0, 1, 2)) == 21.0
+    split = generate("zb-h1", 4, 1)
+    assert shortest([2.0], 1, split.placement) == 16.0
+    assert simulate(split, Costs(microbatch_scale=(2.0,))).makespan == 18.0  # and its last W
+
+
+@pytest.mark.parametrize(
+    ("lengths", "replicas", "said"),
+    [
+        ([], 1, "there are no lengths; give at least one sample"),
+        ([0, 5], 1, "a sample has 0 tokens; leave out samples without any"),
+        ([101], 1, "a sample has 101 tokens, a micro-batch holds at most 100; cut the sample"),
+        ([1], 0, "0 replicas cannot share a batch; use 1 or more"),
+    ],
+)
+def test_impossible_batches_are_refused(lengths: list[int], replicas: int, said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        pack_by_cost(lengths, replicas, MAX_TOKENS, LengthCost(1, 0))
+
+
+@pytest.mark.parametrize("text", ["1", "1,2,3", "a,b", "-1,2", "0,0"])
+def test_impossible_costs_are_refused(text: str) -> None:
+    with pytest.raises(ScheduleError, match=r"for example 1,0\.0001"):
+        LengthCost.parse(text)
+
+
+def test_the_cost_of_a_model_is_the_published_count() -> None:
+    # 24 h^2 L + 4 h L^2 (Narayanan et al.), of whose second part a causal mask leaves half.
+    assert LengthCost.of_model(1024) == LengthCost(24 * 1024**2, 2 * 1024)
+    # Llama 3 8B: 32 heads of 128, 8 groups of keys, three matrices of 14336.
+    llama = LengthCost.of_model(4096, 14336, gated=True, query_width=4096, key_width=1024)
+    weights_of_a_layer = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    assert llama.linear == 2 * weights_of_a_layer
+    assert llama.of_length(2) == 2 * llama.linear + 4 * llama.quadratic
+
+
+@pytest.mark.parametrize("pp", [4, 8])
+def test_interleaving_fills_faster(pp: int) -> None:
+    assert num_fills(pp, 1) == pp - 1
+    assert num_fills(pp, 2) == (pp - 1) / 2
