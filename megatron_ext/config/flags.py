@@ -42,6 +42,7 @@ _FLAG_OF = {
     "dynamic": "--use-dpp",
     "policy": "--dpp-policy",
     "extra_activations": "--dpp-extra-activations",
+    "balance": "--pipeline-balance",
     "transport": "--pipeline-transport",
     "device_path": "--pipeline-device-path",
     "checksums": "--pipeline-checksum",

@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.policies import PolicyName
 
 __all__ = [
+    "BALANCES",
     "DEVICE_PATHS",
     "TRANSPORTS",
     "Activations",
+    "Balance",
     "ConfigurationError",
     "DevicePath",
     "Disaggregation",
@@ -48,6 +50,12 @@ DEVICE_PATHS: tuple[DevicePath, ...] = ("staged", "ipc")
 """How device tensors reach other ranks: through pinned host memory, or directly by CUDA IPC."""
 
 Activations = Literal["recompute", "ship"]
+
+Balance = Literal["off", "order"]
+
+BALANCES: tuple[Balance, ...] = ("off", "order")
+"""What follows from the lengths of a step's micro-batches: nothing, or the order in which they
+enter the pipeline."""
 
 
 class ConfigurationError(ArgumentsError):
@@ -188,6 +196,9 @@ class PipelineConfig:
     """Durations that the table is generated and simulated for; None: `Costs()`, all equal."""
     dynamic: DynamicOrder | None = None
     """Settings of the dynamic order; None: every rank runs the order of the table."""
+    balance: Balance = "off"
+    """`order`: the micro-batches of a step enter the pipeline in an order that follows from their
+    lengths; `off`: in the order of the file."""
     transport: TransportName | None = None
     """Transport of activations and gradients; None: torch, or auto with `dynamic` or
     `disaggregation`."""
@@ -219,6 +230,7 @@ class PipelineConfig:
         if self.transport is not None:
             _check_choice("transport", self.transport, TRANSPORTS)
         _check_choice("device_path", self.device_path, DEVICE_PATHS)
+        _check_choice("balance", self.balance, BALANCES)
         _check_choice("device", self.device, DEVICES)
         _check_seconds("message_timeout_s", self.message_timeout_s)
         if self.hang_timeout_s is not None:
@@ -234,6 +246,12 @@ class PipelineConfig:
             raise ConfigurationError(
                 "{disaggregation} cannot run with {schedule}, {dynamic} or {costs}: it brings its "
                 "own schedule; leave one of them out"
+            )
+        if self.balance != "off":
+            raise ConfigurationError(
+                "{disaggregation} cannot run with {balance} {how}: its processes of two roles read "
+                "the data in the order of the file; leave one of them out",
+                how=self.balance,
             )
         if self.transport == "torch":
             raise ConfigurationError(
@@ -251,6 +269,12 @@ class PipelineConfig:
         if name is None:
             if self.dynamic is not None:
                 return
+            if self.balance != "off":
+                raise ConfigurationError(
+                    "{balance} {how} is for schedules of this package; add {schedule} NAME, such "
+                    "as 1f1b or interleaved, or leave it out",
+                    how=self.balance,
+                )
             for what in ("costs", "options"):
                 if getattr(self, what):
                     raise ConfigurationError(

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config import dynamic_flags, stages, transport_flags
+from megatron_ext.config.pipeline_config import BALANCES, PipelineConfig
 from megatron_ext.config.sized_pipeline import base_table
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules.generators.catalog import registered
@@ -45,6 +46,14 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
         "1/pp of the model, and of a message. The schedule is generated and simulated for them "
         f"(default: {UNIT}).",
     )
+    group.add_argument(
+        "--pipeline-balance",
+        choices=BALANCES,
+        default=PipelineConfig.balance,
+        help="order: let the micro-batches of a step enter the pipeline in an order that follows "
+        "from their lengths, for data of variable or packed lengths. The gradient is the same sum "
+        "in that order (default: off).",
+    )
     dynamic_flags.add_flags(group)
     group.add_argument(
         "--microbatch-rng",
@@ -68,6 +77,7 @@ def schedule_fields(args: Namespace) -> dict[str, Any]:
         "options": _options(args, name),
         "costs": _costs(args),
         "dynamic": dynamic_flags.dynamic_order(args),
+        "balance": getattr(args, "pipeline_balance", None) or PipelineConfig.balance,
     }
 
 

@@ -72,6 +72,9 @@ def forward_backward(
     )
     runtime = runtime_of(pipeline, groups, chunks, iterators, config, shapes)
     table = runtime.table(num_microbatches, backward=not forward_only)
+    balanced = None if forward_only else runtime.balanced(table, config)
+    if balanced is not None:
+        iterators = [balanced.iterator(items) for items in iterators]
     call = Call(
         forward_step_func=forward_step_func,
         data=runtime.data(iterators),
@@ -93,7 +96,10 @@ def forward_backward(
                 pg_collection=groups,
                 force_all_reduce=force_all_reduce,
             )
-    return [report for _, report in sorted(compute.reports.items())]
+    reports = compute.reports
+    if balanced is not None:
+        reports = balanced.in_file_order(reports, groups.tp, chunks)
+    return [report for _, report in sorted(reports.items())]
 
 
 def refuse_modules(groups: Any) -> None:

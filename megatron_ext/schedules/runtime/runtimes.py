@@ -19,6 +19,7 @@ from megatron_ext import devices
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.runtime.agreement import Agreement, agree
+from megatron_ext.schedules.runtime.balanced_order import BalancedStep, cost_of_model
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
 from megatron_ext.schedules.runtime.connect import open_transport
 from megatron_ext.schedules.runtime.declared_trees import (
@@ -92,6 +93,17 @@ class Runtime:
             MicrobatchData(iterator, self.exchange if is_crossed else None)
             for iterator, is_crossed in zip(iterators, crossed, strict=True)
         ]
+
+    def balanced(self, table: Table, config: Any) -> BalancedStep | None:
+        """Return what orders the micro-batches of one step; None: they keep the file's order.
+
+        Args:
+            table: The table of the step.
+            config: The model's `TransformerConfig`.
+        """
+        if self.pipeline.config.balance == "off":
+            return None
+        return BalancedStep(table.schedule, self.pipeline.costs, cost_of_model(config))
 
     def table(self, num_microbatches: int, *, backward: bool) -> Table:
         """Return the cached table for a number of micro-batches.
