@@ -63,8 +63,10 @@ def test_upstream(model: str, tmp_path: Path, megatron_lm_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("emulated_musa")
 @pytest.mark.parametrize("model", ["llama3", "deepseek-v3"])
-def test_moore_threads(model: str, tmp_path: Path, on_the_cpu: Callable[[str], list[float]]) -> None:
-    """On the emulated device: the flags that the script takes for it, and the losses of the CPU."""
+def test_moore_threads(
+    model: str, tmp_path: Path, on_the_cpu: Callable[[str], list[float]]
+) -> None:
+    """On the emulated device: the script takes its flags, and losses are those of the CPU."""
     from tests.fake_musa.build import environment
 
     found = train(
