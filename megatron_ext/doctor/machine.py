@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_ext.doctor.finding import Finding, fail, ok, warn
 from megatron_ext.errors import MegatronExtError
+from megatron_ext.launch.preflight import MIN_SHARED_BYTES
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.representation.validation import validate
 
@@ -28,7 +29,6 @@ __all__ = [
     "slots_per_peer",
 ]
 
-_MIN_SHARED_BYTES = 1 << 30
 _MIN_LOCKED_BYTES = 1 << 30
 _DEFAULT_PORT = 29500
 _SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written to
@@ -43,7 +43,7 @@ def check_shared_memory(path: Path = _SHM) -> Iterator[Finding]:
         yield fail(name, error.strerror or str(error), "mount a tmpfs there")
         return
     found = f"{_gib(usage.total)} in all, {_gib(usage.free)} free"
-    if usage.free < _MIN_SHARED_BYTES:
+    if usage.free < MIN_SHARED_BYTES:
         remedy = "give the container more (docker run --shm-size=16g), or remove old files there"
         yield warn(name, found, remedy)
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import LaunchError
@@ -26,6 +26,8 @@ MIN_FREE_BYTES = 64 << 20
 """Less free space than this for the logs of a host is an error."""
 MAX_SKEW_S = 5.0
 """Difference of clocks that triggers a warning, because log lines cannot be compared then."""
+MIN_SHARED_BYTES = 1 << 30
+"""Less free shared memory than this triggers a warning; a container has 64 MiB by default."""
 _CALL_OFF_S = 2.0
 
 
@@ -204,7 +206,18 @@ def _problems_of(plan: Plan, index: int, found: dict[str, Any]) -> list[str]:
 def warnings(plan: Plan, findings: Sequence[dict[str, Any]]) -> list[str]:
     """Return warnings that do not stop the job."""
     return [
-        f"{node.host.name}: its clock is {found['ahead_s']:+.0f} s off this machine's"
+        f"{node.host.name}: {warning}"
         for node, found in zip(plan.nodes, findings, strict=True)
-        if abs(found["ahead_s"]) > MAX_SKEW_S
+        for warning in _warnings_of(found)
     ]
+
+
+def _warnings_of(found: dict[str, Any]) -> Iterator[str]:
+    if abs(found["ahead_s"]) > MAX_SKEW_S:
+        yield f"its clock is {found['ahead_s']:+.0f} s off this machine's"
+    free_bytes = found.get("shared_free_bytes", 0)
+    if free_bytes < MIN_SHARED_BYTES:
+        yield (
+            f"{free_bytes >> 20} MiB are free in /dev/shm, and data loaders and NCCL take more; "
+            f"start its container with more (docker run --shm-size=16g)"
+        )

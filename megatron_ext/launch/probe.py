@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -21,6 +22,8 @@ from megatron_ext.launch import protocol
 from megatron_ext.transport.address import source_address
 
 __all__ = ["code_hash", "installed_version", "interface_of", "look", "versions"]
+
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, not written to
 
 
 def look(
@@ -47,6 +50,8 @@ def look(
         from megatron_ext.devices.count import count_devices
 
         found["devices"] = count_devices()
+    with contextlib.suppress(OSError):
+        found["shared_free_bytes"] = shutil.disk_usage(_SHARED_MEMORY).free
     if log_error is None:
         found["free_bytes"] = shutil.disk_usage(log_dir).free
     found["script_error"], found["script_hash"] = workdir_error, None

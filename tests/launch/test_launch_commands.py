@@ -268,6 +268,21 @@ def test_damaged_records_of_a_run_are_one_line(
         assert len(told) < 1000
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small file system is mounted, which needs root")
+def test_a_container_with_little_shared_memory_is_told_what_to_ask_for() -> None:
+    Path("hosts").write_text("localhost slots=1\n")
+    launch = f"{sys.executable} -m megatron_ext launch --hostfile hosts --per-node -- true"
+    script = f"mount -t tmpfs -o size=64m none /dev/shm || exit 99; exec {launch}"
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, check=False
+    )
+    if done.returncode == 99 or "unshare" in done.stderr:
+        pytest.skip(f"no file system can be mounted here: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    assert "localhost: 64 MiB are free in /dev/shm" in done.stderr
+    assert "docker run --shm-size=16g" in done.stderr
+
+
 def test_localhost_needs_no_ssh_and_failures_name_rank_code_and_lines() -> None:
     Path("job.py").write_text(
         "import os, sys, time\n"
