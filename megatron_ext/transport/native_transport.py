@@ -18,24 +18,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from megatron_ext.errors import (
-    MessageMismatch,
-    PeerAborted,
-    PeerClosed,
-    PeerDied,
-    TransportError,
-    TransportTimeout,
-)
+from megatron_ext.errors import MessageMismatch, PeerClosed, TransportError
 from megatron_ext.transport.address import NOT_PROBED
 from megatron_ext.transport.base import Expected, Stats
 from megatron_ext.transport.dtypes import CAPSULE_CODE_OF, CODE_OF, plain, tensor_on
 from megatron_ext.transport.native import require_native
+from megatron_ext.transport.peer_failures import failure_of
 from megatron_ext.transport.rendezvous import Connection, Store, connect_peers
 from megatron_ext.transport.tags import NOTE, NUM_STEPS, Tags
 
 if TYPE_CHECKING:
     from megatron_ext.messages import Message
-    from megatron_ext.transport._C import Endpoint, Link, PeerReport
+    from megatron_ext.transport._C import Endpoint, Link
     from megatron_ext.transport._C import Message as Arrived
     from megatron_ext.transport.address import Wire
 
@@ -356,39 +350,10 @@ class NativeTransport:
     def _failure(
         self, what: str, peer: int, message: Message | None, cause: float | TransportError
     ) -> TransportError:
-        """Return the exception of a failed call, by the state of `peer` first, then of the others.
-
-        Args:
-            what: The failure, the beginning of the error message.
-            peer: Global rank that the call depended on.
-            message: Message that the call depended on.
-            cause: The time-out in seconds, or the core's error.
-        """
+        """Return the exception of a failed call, which names the tag of `message`."""
         if message is not None:
             what = f"{what} (tag {self._tags[message] | self._step:#x})"
-        # `peer` first: its end may have caused that of the others.
-        reports = sorted(self._usable().peers(), key=lambda report: report.rank != peer)
-        for report in reports:
-            if report.state == "aborted":
-                return PeerAborted(f"{what}; {self._place(report)} gave up: {report.reason}")
-        for report in reports:
-            why = f" ({report.reason})" if report.reason else ""
-            if report.state == "died":
-                return PeerDied(f"{what}; {self._place(report)} died{why}")
-            if report.state == "closed" and report.rank == peer:
-                return PeerClosed(f"{what}; {self._place(report)} closed its transport")
-        if isinstance(cause, TransportError):
-            return TransportError(f"{what}: {cause}")
-        links = "; ".join(
-            f"{self._place(report)} is {report.state}: {report.num_arrived} messages arrived but "
-            f"not received, {report.num_held} of {self._slots} slots in use, {report.num_queued} "
-            f"messages queued for it"
-            for report in reports
-        )
-        return TransportTimeout(f"{what} of {cause:g} s; {links or 'there are no peers'}")
-
-    def _place(self, report: PeerReport) -> str:
-        return f"rank {report.rank} on host {self._hosts[report.rank]} (wire {report.wire})"
+        return failure_of(what, peer, self._usable().peers(), cause, self._hosts, self._slots)
 
     def _warn_if_narrow(self, slots: int) -> None:
         """Warn once if `slots` messages of each of two kinds exceed the room of a peer."""
