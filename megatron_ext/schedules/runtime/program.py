@@ -23,7 +23,16 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.runtime.rank_table import Table
     from megatron_ext.schedules.search.queues import Post
 
-__all__ = ["Ends", "Form", "Peers", "PipelineEnds", "Program", "Shapes", "make_program"]
+__all__ = [
+    "Ends",
+    "Form",
+    "PeerEnds",
+    "Peers",
+    "PipelineEnds",
+    "Program",
+    "Shapes",
+    "make_program",
+]
 
 Shapes = Mapping[str, Sequence[tuple[int, ...] | None]]
 """By message kind (F, B), the shape of each tensor, `[s, b, h]`. None: the shape travels with the
@@ -90,16 +99,11 @@ class Ends(Protocol):
         """Return the parts that a SEND or LOCAL moves to each rank at the other end."""
 
 
-@dataclass(frozen=True)
-class PipelineEnds:
-    """The ends of an ordinary pipeline: one peer per transfer, one dtype for all tensors."""
+class PeerEnds:
+    """Ends of a pipeline with one peer per transfer. Subclasses say which tensors a message has."""
 
     peers: Peers
-    shapes: Shapes
-    """Shapes of the tensors that this rank receives."""
-    dtype: torch.dtype
     rank: int
-    """Pipeline rank of this process."""
 
     @property
     def leads(self) -> bool:
@@ -109,6 +113,18 @@ class PipelineEnds:
     def ranks(self, transfer: Transfer) -> Sequence[int]:
         """Return the one global rank at the other end."""
         return (self.peers.of(transfer),)
+
+
+@dataclass(frozen=True)
+class PipelineEnds(PeerEnds):
+    """The ends of an ordinary pipeline, with one dtype for all tensors (`Ends`)."""
+
+    peers: Peers
+    shapes: Shapes
+    """Shapes of the tensors that this rank receives."""
+    dtype: torch.dtype
+    rank: int
+    """Pipeline rank of this process."""
 
     def forms(self, kind: MessageKind) -> Sequence[Form]:
         """Return the tensors of one message, in order."""

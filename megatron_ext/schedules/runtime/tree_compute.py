@@ -19,7 +19,7 @@ from megatron_ext.messages import HEADER
 from megatron_ext.schedules.representation.route_plan import plan_routes
 from megatron_ext.schedules.runtime.compute import StageCompute
 from megatron_ext.schedules.runtime.local_devices import device_of
-from megatron_ext.schedules.runtime.program import Form
+from megatron_ext.schedules.runtime.program import Form, PeerEnds
 from megatron_ext.schedules.runtime.trees import Leaf, TreeForm, flatten, joined, pack, unpack
 
 if TYPE_CHECKING:
@@ -102,22 +102,13 @@ class Forms:
 
 
 @dataclass(frozen=True)
-class TreeEnds:
-    """Resolves the transfers of a model with trees or routes (`program.Ends`)."""
+class TreeEnds(PeerEnds):
+    """The ends of a model with trees or routes (`program.Ends`)."""
 
     peers: Peers
     forms_agreed: bool
     rank: int
     """Pipeline rank of this process."""
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank sends to its twin before it receives; the lower global rank does."""
-        return self.peers.twin is None or self.peers.pipeline[self.rank] < self.peers.twin
-
-    def ranks(self, transfer: Transfer) -> Sequence[int]:
-        """Return the one global rank at the other end."""
-        return (self.peers.of(transfer),)
 
     def forms(self, kind: MessageKind) -> Sequence[Form]:
         """Return the tensors of one message: uint8 bytes, after a header until forms are agreed."""
