@@ -7,11 +7,7 @@
 // strictest reading of CUDA's guarantees: a blocked stream may block every other stream.
 #pragma once
 
-#include <c10/util/Exception.h>
-
 #include <chrono>
-#include <condition_variable>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -24,6 +20,7 @@
 
 #include "host.h"
 #include "mode.h"
+#include "task_run.h"
 #include "tasks.h"
 
 namespace fake_musa {
@@ -73,7 +70,7 @@ class Device {
 
     bool query(const MarkPtr& mark) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        require_healthy();
+        failure_.check();
         return mark == nullptr || mark->done;
     }
 
@@ -91,12 +88,12 @@ class Device {
         const double deadline_s = now_s() + timeout_s;
         std::unique_lock<std::mutex> lock(mutex_);
         host_state_ = "waits for " + mark->where;
-        while (!mark->done && failure_.empty() && now_s() < deadline_s) {
+        while (!mark->done && !failure_.is_set() && now_s() < deadline_s) {
             const double left_s = std::max(0.0, deadline_s - now_s());
             mark->passed.wait_for(lock, std::chrono::duration<double>(std::min(left_s, 0.2)));
         }
         host_state_.clear();
-        require_healthy();
+        failure_.check();
         return mark->done;
     }
 
@@ -147,7 +144,7 @@ class Device {
         const std::shared_ptr<Message> message = messages_.at(number);
         messages_.erase(number);
         if (!error.empty()) {
-            fail(message->name + ": " + error);
+            failure_.set(message->name + ": " + error);
         }
         message->done = true;
         message->changed.notify_all();
@@ -208,7 +205,7 @@ class Device {
     // Stops the device with an error: no task runs any more, and every wait of the host raises it.
     void give_up(const std::string& text) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        fail(text);
+        failure_.set(text);
     }
 
     static std::string name_of(StreamKey key) {
@@ -222,26 +219,12 @@ class Device {
     }
 
   private:
-    struct Queue {
-        std::deque<Task> tasks;  // the first one runs or waits
-        bool computes = false;
-        std::condition_variable filled;
-        std::mt19937_64 random;
-    };
     struct Stream {
         Queue* queue = nullptr;
         int64_t submitted = 0;
     };
 
     Device() = default;
-
-    void fail(const std::string& text) {
-        if (failure_.empty()) {
-            failure_ = text;
-        }
-    }
-
-    void require_healthy() const { TORCH_CHECK(failure_.empty(), "MUSA error: ", failure_); }
 
     Stream& stream(StreamKey key, int device) {
         Stream& found = streams_[key];
@@ -301,7 +284,8 @@ class Device {
             Task ended;  // destroyed without the lock
             std::unique_lock<std::mutex> lock(mutex_);
             queue.filled.wait(lock, [&] { return !queue.tasks.empty(); });
-            carry_out(queue, queue.tasks.front(), lock);
+            // The task stays valid: a push does not move the elements of a deque.
+            TaskRun(queue, queue.tasks.front(), lock, failure_).carry_out();
             ended = std::move(queue.tasks.front());
             queue.tasks.pop_front();
             ++ended_;
@@ -313,95 +297,14 @@ class Device {
         }
     }
 
-    // `task` stays valid: a push does not move the elements of a deque.
-    void carry_out(Queue& queue, Task& task, std::unique_lock<std::mutex>& lock) {
-        const auto step = std::chrono::milliseconds(200);
-        switch (task.kind) {
-            case Kind::kRecord:
-                return;
-            case Kind::kWait:
-                while (!task.mark->done && failure_.empty()) {
-                    task.mark->passed.wait_for(lock, step);
-                }
-                return;
-            case Kind::kPoll:
-                guarded(lock, task, [&] {
-                    while (!task.has_come()) {
-                        std::this_thread::sleep_for(std::chrono::microseconds(200));
-                    }
-                });
-                return;
-            case Kind::kMessage:
-                sleep(lock, time_us(queue, task));
-                task.message->turn = true;
-                task.message->changed.notify_all();
-                while (!task.message->done && failure_.empty()) {
-                    task.message->changed.wait_for(lock, step);
-                }
-                return;
-            default:
-                if (failure_.empty()) {
-                    compute(queue, task, lock);
-                }
-        }
-    }
-
-    // Calls a function without the lock; its exception becomes the device's failure.
-    template <typename Function>
-    void guarded(std::unique_lock<std::mutex>& lock, const Task& task, Function&& function) {
-        std::string error;
-        lock.unlock();
-        try {
-            function();
-        } catch (const std::exception& raised) {
-            error = task.name + ": " + raised.what();
-        }
-        lock.lock();
-        if (!error.empty()) {
-            fail(error.substr(0, error.find("\nException raised from")));
-        }
-    }
-
-    // Reads in the middle of the task's duration and writes at its end. So a missing wait shows in
-    // both directions: a reader finds its input unwritten, or its input overwritten too early.
-    void compute(Queue& queue, Task& task, std::unique_lock<std::mutex>& lock) {
-        const double half_us = time_us(queue, task) / 2;
-        queue.computes = true;
-        sleep(lock, half_us);
-        guarded(lock, task, task.run);
-        sleep(lock, half_us);
-        if (task.publish && failure_.empty()) {
-            guarded(lock, task, task.publish);
-        }
-        queue.computes = false;
-    }
-
-    static double time_us(Queue& queue, const Task& task) {
-        const double jitter_us = Costs::instance().jitter_us;
-        if (jitter_us <= 0 || task.kind == Kind::kPoison) {
-            return task.lasts_us;
-        }
-        // One task in eight is late, by a mean of eight times the jitter.
-        const bool late = queue.random() % 8 == 0;
-        std::exponential_distribution<double> draw(1 / (8 * jitter_us));
-        return task.lasts_us + (late ? draw(queue.random) : 0);
-    }
-
-    static void sleep(std::unique_lock<std::mutex>& lock, double us) {
-        if (us > 0) {
-            lock.unlock();
-            std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(us));
-            lock.lock();
-        }
-    }
-
     std::mutex mutex_;
     std::map<std::pair<int, int>, std::unique_ptr<Queue>> queues_;  // by device and index
     std::map<StreamKey, Stream> streams_;
     std::map<int, int> num_streams_;
     std::map<int64_t, std::shared_ptr<Message>> messages_;
     int64_t last_stream_ = 0, last_message_ = 0, submitted_ = 0, ended_ = 0;
-    std::string failure_, host_state_;
+    Failure failure_;
+    std::string host_state_;
 };
 
 }  // namespace fake_musa

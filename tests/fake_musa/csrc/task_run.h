@@ -1,0 +1,140 @@
+// How the thread of a queue carries out the first task: what the task waits for, when it reads and
+// when it writes.
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+
+#include "mode.h"
+#include "tasks.h"
+
+namespace fake_musa {
+
+struct Queue {
+    std::deque<Task> tasks;  // the first one runs or waits
+    bool computes = false;
+    std::condition_variable filled;
+    std::mt19937_64 random;
+};
+
+// The first error of a device, which stops all its tasks.
+class Failure {
+  public:
+    void set(const std::string& text) {
+        if (text_.empty()) {
+            text_ = text;
+        }
+    }
+
+    bool is_set() const { return !text_.empty(); }
+
+    // Raises the error, if there is one.
+    void check() const { TORCH_CHECK(text_.empty(), "MUSA error: ", text_); }
+
+  private:
+    std::string text_;
+};
+
+// One task of a queue, which runs under the lock of the device except while it computes or sleeps.
+class TaskRun {
+  public:
+    TaskRun(Queue& queue, Task& task, std::unique_lock<std::mutex>& lock, Failure& failure)
+        : queue_(queue), task_(task), lock_(lock), failure_(failure) {}
+
+    void carry_out() {
+        const auto step = std::chrono::milliseconds(200);
+        switch (task_.kind) {
+            case Kind::kRecord:
+                return;
+            case Kind::kWait:
+                while (!task_.mark->done && !failure_.is_set()) {
+                    task_.mark->passed.wait_for(lock_, step);
+                }
+                return;
+            case Kind::kPoll:
+                guarded([&] {
+                    while (!task_.has_come()) {
+                        std::this_thread::sleep_for(std::chrono::microseconds(200));
+                    }
+                });
+                return;
+            case Kind::kMessage:
+                sleep(time_us());
+                task_.message->turn = true;
+                task_.message->changed.notify_all();
+                while (!task_.message->done && !failure_.is_set()) {
+                    task_.message->changed.wait_for(lock_, step);
+                }
+                return;
+            default:
+                if (!failure_.is_set()) {
+                    compute();
+                }
+        }
+    }
+
+  private:
+    // Calls a function without the lock; its exception becomes the device's failure.
+    template <typename Function>
+    void guarded(Function&& function) {
+        std::string error;
+        lock_.unlock();
+        try {
+            function();
+        } catch (const std::exception& raised) {
+            error = task_.name + ": " + raised.what();
+        }
+        lock_.lock();
+        if (!error.empty()) {
+            failure_.set(error.substr(0, error.find("\nException raised from")));
+        }
+    }
+
+    // Reads in the middle of the task's duration and writes at its end. So a missing wait shows in
+    // both directions: a reader finds its input unwritten, or its input overwritten too early.
+    void compute() {
+        const double half_us = time_us() / 2;
+        queue_.computes = true;
+        sleep(half_us);
+        guarded(task_.run);
+        sleep(half_us);
+        if (task_.publish && !failure_.is_set()) {
+            guarded(task_.publish);
+        }
+        queue_.computes = false;
+    }
+
+    double time_us() {
+        const double jitter_us = Costs::instance().jitter_us;
+        if (jitter_us <= 0 || task_.kind == Kind::kPoison) {
+            return task_.lasts_us;
+        }
+        // One task in eight is late, by a mean of eight times the jitter.
+        const bool late = queue_.random() % 8 == 0;
+        std::exponential_distribution<double> draw(1 / (8 * jitter_us));
+        return task_.lasts_us + (late ? draw(queue_.random) : 0);
+    }
+
+    void sleep(double us) {
+        if (us > 0) {
+            lock_.unlock();
+            std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(us));
+            lock_.lock();
+        }
+    }
+
+    Queue& queue_;
+    Task& task_;
+    std::unique_lock<std::mutex>& lock_;
+    Failure& failure_;
+};
+
+}  // namespace fake_musa
