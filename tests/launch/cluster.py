@@ -48,6 +48,19 @@ def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=check, timeout=60)
 
 
+def commands_in(namespace: str, *without: str) -> list[str]:
+    """Return the command lines of the processes in a namespace that hold none of these words."""
+    found = []
+    for pid in _run("ip", "netns", "pids", namespace).stdout.split():
+        try:
+            text = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+        except OSError:
+            continue
+        if text and not any(word in text for word in without):
+            found.append(text)
+    return found
+
+
 @dataclass
 class Cluster:
     """Hosts that can be logged in to, and the place that commands are run from."""

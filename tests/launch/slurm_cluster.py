@@ -114,19 +114,7 @@ class Slurm:
 
     def left_on(self, node: int) -> list[str]:
         """Command lines of what runs on a node, besides Slurm's own."""
-        listed = subprocess.run(
-            ["ip", "netns", "pids", self.namespaces[node]],
-            capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
-        found = []
-        for pid in listed.split():
-            try:
-                text = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-            except OSError:
-                continue
-            if text and "slurmd" not in text and "slurmstepd" not in text:
-                found.append(text)
-        return found
+        return cluster.commands_in(self.namespaces[node], "slurmd", "slurmstepd")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.launch.process import marked
-from tests.launch.cluster import ADDRESSES, Cluster, cluster, wait_until, why_not
+from tests.launch.cluster import ADDRESSES, Cluster, cluster, commands_in, wait_until, why_not
 from tests.ranks import WITHOUT_TREE, losses
 
 # Llama 3, small, as the example trains it.
@@ -68,19 +68,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def in_namespace(hosts: Cluster, index: int) -> list[str]:
     """Command lines of what runs on a host, besides its ssh server."""
-    name = hosts.namespaces[index]
-    listed = subprocess.run(
-        ["ip", "netns", "pids", name], capture_output=True, text=True, check=True
-    ).stdout
-    found = []
-    for pid in listed.split():
-        try:
-            text = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-        except OSError:
-            continue
-        if text and "sshd" not in text:
-            found.append(text)
-    return found
+    return commands_in(hosts.namespaces[index], "sshd")
 
 
 def run_id_of(launcher: subprocess.Popen[str], lines: list[str], ranks: int) -> str:

@@ -17,20 +17,16 @@ from . import _communicator
 from ._communicator import Communicator, Operation
 
 
-class _Work(dist.Work):
-    """One or more gloo operations under way, and what remains to be done when they have ended."""
+class _Together(dist.Work):
+    """Several operations as one. They are of one communicator, so they end in their order."""
 
-    def __init__(self, operation):
+    def __init__(self, works):
         super().__init__()
-        self._works = operation.start()
-        self._finish = operation.finish
+        self._works = works
 
     def wait(self, timeout=None):
         for work in self._works:
             work.wait() if timeout is None else work.wait(timeout)
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
         return True
 
     def is_completed(self):
@@ -41,6 +37,21 @@ class _Work(dist.Work):
         future = torch.futures.Future()
         future.set_result(None)
         return future
+
+
+class _Work(_Together):
+    """The gloo operations under way, and what remains to be done when they have ended."""
+
+    def __init__(self, operation):
+        super().__init__(operation.start())
+        self._finish = operation.finish
+
+    def wait(self, timeout=None):
+        super().wait(timeout)
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+        return True
 
 
 def _is_async():
@@ -253,28 +264,6 @@ class ProcessGroupMCCL(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-
-class _Together(dist.Work):
-    """Several operations as one. They are of one communicator, so they end in their order."""
-
-    def __init__(self, works):
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout=None):
-        for work in self._works:
-            work.wait() if timeout is None else work.wait(timeout)
-        return True
-
-    def is_completed(self):
-        return all(work.is_completed() for work in self._works)
-
-    def get_future(self):
-        self.wait()
-        future = torch.futures.Future()
-        future.set_result(None)
-        return future
 
 
 def _create(options, _own_options):
