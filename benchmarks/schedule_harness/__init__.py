@@ -1,13 +1,15 @@
 """Runs pipeline schedules of several systems on emulated stages, side by side.
 
 Processes, autograd and messages are real; only the computation is emulated, by sleeping, so that a
-laptop can distinguish schedules and runtimes. `benchmarks/schedules.py` is the command.
+laptop can distinguish schedules and runtimes. `benchmarks/schedules.py` is the command;
+`benchmarks/device_step.py` runs the same stages on an emulated device, which takes their time.
 
     ops.py        the records of ranks, and the nominal durations of ops
     stage.py      the emulated stage, and the probe that records its ops and live activations
     systems.py    the systems to be measured, one for each row of the table
     megatron_core.py, torch_pipelining.py, own.py    one step of each system, on one rank
     noise.py, late.py    random durations of ops and messages
+    device_probe.py, device_rank.py, device_figures.py    the same on a device behind its host
     scenarios.py  comparison of systems in disturbed steps
     launch.py     starts the ranks
     wakeup.py     the wake-up latency of a process on this machine

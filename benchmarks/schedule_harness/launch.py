@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from tests.ranks import run_ranks
@@ -19,9 +19,15 @@ _T = TypeVar("_T")
 
 
 def run(
-    measure: Callable[..., _T], system: System, sizes: Sizes, *args: object, repeats: int = 1
+    measure: Callable[..., _T],
+    system: System,
+    sizes: Sizes,
+    *args: object,
+    repeats: int = 1,
+    device: str = "cpu",
+    env: Mapping[str, str] | None = None,
 ) -> list[_T]:
-    """Run a function of `rank.py` on as many processes as the pipeline has ranks.
+    """Run a measurement on as many processes as the pipeline has ranks.
 
     Args:
         measure: Takes system, sizes and `args`.
@@ -29,6 +35,8 @@ def run(
         sizes: How much is run.
         args: More for `measure`.
         repeats: How often it runs the steps of `sizes`.
+        device: The device backend of the ranks.
+        env: What to add to their environment.
 
     Returns:
         What it returned, by rank.
@@ -38,7 +46,9 @@ def run(
     """
     work_s = 3 * sizes.forward_s * sizes.num_microbatches * (sizes.warmup + sizes.steps) * repeats
     limit_s = sizes.timeout_s + 4 * work_s
-    return run_ranks(sizes.pp, measure, system, sizes, *args, timeout_s=limit_s)
+    return run_ranks(
+        sizes.pp, measure, system, sizes, *args, timeout_s=limit_s, env=env, device=device
+    )
 
 
 def clean_up_when_terminated() -> None:

@@ -89,7 +89,7 @@ def _forward_step(data: Iterator[torch.Tensor], chunk: Chunk) -> tuple[torch.Ten
 def step_keywords(chunks: list[Chunk], num_microbatches: int) -> dict[str, Any]:
     """Return the arguments of a forward-backward function."""
     seq_length, micro_batch_size, _ = MESSAGE_SHAPE
-    data = torch.zeros(MESSAGE_SHAPE)
+    data = torch.zeros(MESSAGE_SHAPE, device=chunks[0].stage.probe.device)
     return {
         "forward_step_func": _forward_step,
         "data_iterator": [itertools.repeat(data) for _ in chunks],

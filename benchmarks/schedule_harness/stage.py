@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,6 +58,8 @@ class Probe:
     """Records the ops of one rank and counts the activations that its stages keep alive."""
 
     times: OpTimes
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where stages keep their tensors."""
     records: list[tuple[int, Kind, int, float, float]] = field(default_factory=list)
     """Of ops, as `Op` has it; made one when no op waits for that."""
     peak_live: int = 0
@@ -79,7 +82,7 @@ class Probe:
     """By kind: how much later than asked its ops end, on the median."""
     _alive: list[StorageWeakRef] = field(default_factory=list)
 
-    def op(self, kind: Kind, stage: int, microbatch: int) -> _RecordedOp:
+    def op(self, kind: Kind, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Record what runs inside as one op."""
         return _RecordedOp(self, kind, stage, microbatch)
 
@@ -195,8 +198,8 @@ class EmulatedStage(torch.nn.Module):
         super().__init__()
         self.probe = probe
         hidden = MESSAGE_SHAPE[-1]
-        self.z = torch.nn.Parameter(torch.zeros(hidden))
-        self.weight = torch.nn.Parameter(torch.zeros(hidden, 1))
+        self.z = torch.nn.Parameter(torch.zeros(hidden, device=probe.device))
+        self.weight = torch.nn.Parameter(torch.zeros(hidden, 1, device=probe.device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the stage's output."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig
@@ -15,12 +15,12 @@ from megatron_ext.schedules.representation.placement import linear, loop, v
 from megatron_ext.schedules.representation.split_backwards import split_backwards
 
 if TYPE_CHECKING:
-    from megatron_ext.config.pipeline_config import TransportName
+    from megatron_ext.config.pipeline_config import DevicePath, TransportName
     from megatron_ext.schedules import Schedule
 
     from .stage import Probe
 
-__all__ = ["Own", "Peer", "System", "all_systems", "disturbed_systems"]
+__all__ = ["Own", "Peer", "System", "all_systems", "device_systems", "disturbed_systems"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,8 @@ class Own(System):
     """What a searched table is made for, as training is told by --pipeline-costs."""
     transport: TransportName = "torch"
     """As training is told by --pipeline-transport."""
+    device_path: DevicePath = "staged"
+    """As training is told by --pipeline-device-path."""
     dynamic: DynamicOrder | None = None
     """As training is told by --use-dpp and its options."""
     splits: bool = False
@@ -107,6 +109,7 @@ class Own(System):
             costs=self.costs,
             message_timeout_s=timeout_s,
             transport=self.transport,
+            device_path=self.device_path,
             dynamic=self.dynamic,
         )
         made = _SplitPipeline if self.splits else Pipeline
@@ -160,14 +163,14 @@ that waits for it in another process."""
 
 def all_systems() -> list[System]:
     """Return every system, in the order of the table."""
-    own = [system for name in _TRANSPORTS for system in _own(name)]
+    own: list[System] = [system for name in _TRANSPORTS for system in _own(name)]
     return [*(Peer(*row) for row in _PEERS), *own]
 
 
-def _own(transport: TransportName) -> list[System]:
+def _own(transport: TransportName) -> list[Own]:
     """Return our schedules over one transport."""
     prefix = f"megatron_ext, {_TRANSPORTS[transport]}:"
-    systems: list[System] = []
+    systems: list[Own] = []
     for name, generator in registered().items():
         for variant in generator.variants:
             options = "".join(f" {key}={value}" for key, value in variant.items())
@@ -212,6 +215,27 @@ def disturbed_systems() -> list[System]:
             for n in (0, 1)
         ),
     ]
+
+
+def device_systems() -> list[System]:
+    """Return what is compared on a device.
+
+    These are Megatron's own schedules over the device's communicators, our tables over both paths
+    between devices, and one of them with split backwards beside the dynamic orders over it.
+    """
+    systems: list[System] = [Peer(*row) for row in _PEERS if row[1] == "megatron_core"]
+    for transport, path in (("torch", "communicator"), ("shm", "ipc")):
+        for system in _own(transport):
+            if not system.costs.latency:
+                name = f"{path}: {system.name.split(': ')[1]}"
+                device_path = "ipc" if path == "ipc" else "staged"
+                systems.append(replace(system, name=name, device_path=device_path))
+    for system in disturbed_systems():
+        if not isinstance(system, Own) or system.schedule != "interleaved":
+            continue
+        if system.splits or (system.dynamic and system.dynamic.policy == "hint"):
+            systems.append(replace(system, name=f"ipc: {system.name}", device_path="ipc"))
+    return systems
 
 
 def _by_policy(schedule: str, options: Mapping[str, Any]) -> list[System]:

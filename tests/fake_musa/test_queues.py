@@ -101,6 +101,22 @@ def test_events_tell_the_time_of_the_device() -> None:
     assert _alone(_timed, kernel_us=30_000) >= 60
 
 
+def _time_spent():
+    begin, end = (torch.musa.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    torch.ops.fake_musa.spend(0, 40_000)
+    end.record()
+    at_once = end.query()
+    end.synchronize()
+    return at_once, begin.elapsed_time(end)
+
+
+def test_a_kernel_can_take_time_and_compute_nothing() -> None:
+    at_once, lasted_ms = _alone(_time_spent)
+    assert not at_once
+    assert lasted_ms >= 40
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 

@@ -158,6 +158,14 @@ TORCH_LIBRARY_FRAGMENT(fake_musa, m) {
     m.def("raw_alias(Tensor self) -> Tensor",
           [](const at::Tensor& tensor) { return raw_alias(tensor); });
     m.def("reserved_bytes() -> int", [] { return Pool::instance().reserved_bytes(); });
+    // A kernel that computes nothing and takes a time, in the current stream.
+    m.def("spend(int device, float lasts_us) -> ()", [](int64_t device, double lasts_us) {
+        Task task;
+        task.name = "spend";
+        task.lasts_us = lasts_us;
+        task.run = [] {};
+        Device::instance().submit(current_stream_key(checked(device)), std::move(task));
+    });
     m.def("event_new() -> int", [] { return Marks::instance().add(); });
     m.def("event_delete(int event) -> ()", [](int64_t event) { Marks::instance().remove(event); });
     m.def("event_record(int event, int device, int stream) -> ()",

@@ -1,0 +1,176 @@
+"""Steps on a device that runs behind its host: our tables, dynamic order, Megatron's own schedules.
+
+    python benchmarks/device_step.py [--pp P] [--microbatches M] [--forward-ms T] [--steps N]
+        [--connections N] [--scenario NAME ...] [--only TEXT ...] [--quick] [--json FILE]
+
+Runs on the emulated device of the tests (tests/fake_musa/README.md), which needs a C++ compiler:
+processes, launches, events, copies and messages are real, and a kernel takes the time of an action
+without using the processor. The defaults take ten minutes. Columns of the table:
+
+    T ms          median step time, from the first rank's begin until all devices are idle
+    T/ideal       T over the undisturbed work of one rank
+    T/order       T over the time of the order that ran, simulated with exact ops and free messages
+    runtime %     what host, events and messages added to that order with its ops as they were
+    ops %         excess of ops over their time: a busy machine wakes the device's threads late
+    waits/action  how often the host waited for its device, for each action
+    speed         of a dynamic order: time of its table over its own, at the same draw
+    of orders     the same of the simulated times of both orders that ran
+
+Megatron's own schedules and tables over the communicator use the emulated MCCL, which orders its
+operations as NCCL does; ipc copies from device to device. With `--scenario` ops take random times,
+and every step of `--steps` is another draw, the same for all systems.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
+
+from benchmarks.common.json_output import add_json, write_json  # noqa: E402
+from benchmarks.schedule_harness import device_figures, launch  # noqa: E402
+from benchmarks.schedule_harness.device_figures import DeviceFigures, Row  # noqa: E402
+from benchmarks.schedule_harness.device_rank import measure_on_device  # noqa: E402
+from benchmarks.schedule_harness.noise import SCENARIOS  # noqa: E402
+from benchmarks.schedule_harness.ops import Sizes  # noqa: E402
+from benchmarks.schedule_harness.systems import Own, System, device_systems  # noqa: E402
+from megatron_ext.errors import ScheduleError  # noqa: E402
+from tests.fake_musa.build import NoCompiler  # noqa: E402
+from tests.fake_musa.queued import queued  # noqa: E402
+from tests.ranks import RanksFailed  # noqa: E402
+
+_COSTS = {"copy_us": 10.0, "copied_per_us": 20_000.0, "message_us": 30.0}
+"""A copy from device to device and an operation of a communicator, beside their launch."""
+
+_QUICK = ("megatron-core 1F1B", "communicator: 1f1b", "ipc: 1f1b")
+_OPS = [name for name, scenario in SCENARIOS.items() if not scenario.delays_messages]
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pp", type=int, default=4, help="processes, the ranks of the pipeline")
+    parser.add_argument("--microbatches", type=int, default=16, help="in one step")
+    parser.add_argument(
+        "--forward-ms", type=float, default=10.0, help="forward of 1/pp of the model"
+    )
+    parser.add_argument("--steps", type=int, default=5, help="measured steps, after two others")
+    parser.add_argument("--connections", type=int, default=8, help="hardware queues of a device")
+    parser.add_argument(
+        "--scenario",
+        nargs="+",
+        default=["quiet", "jitter-0.3"],
+        choices=_OPS,
+        metavar="NAME",
+        help=f"disturb ops of dynamic orders and their table: {', '.join(_OPS)}",
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="TEXT", help="systems whose name has one of these"
+    )
+    parser.add_argument("--quick", action="store_true", help="three systems, a few short actions")
+    parser.add_argument("--timeout-s", type=float, default=120.0, help="for every wait")
+    add_json(parser)
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.pp, args.microbatches, args.forward_ms, args.steps = 2, 4, 2.0, 1
+        args.scenario = ["quiet"]
+    if not chosen(args):
+        names = "; ".join(system.name for system in device_systems())
+        parser.error(f"no system has {' or '.join(args.only)} in its name; there are: {names}")
+    return args
+
+
+def chosen(args: argparse.Namespace) -> list[System]:
+    """Return the systems to measure."""
+    if args.quick:
+        return [system for system in device_systems() if system.name in _QUICK]
+    return [
+        system
+        for system in device_systems()
+        if not args.only or any(text in system.name for text in args.only)
+    ]
+
+
+def tables() -> dict[str, str]:
+    """Return the table of each dynamic order."""
+    own = [system for system in device_systems() if isinstance(system, Own)]
+    return {
+        dynamic.name: table.name
+        for dynamic in own
+        for table in own
+        if dynamic.dynamic and table.splits and table.schedule == dynamic.schedule
+    }
+
+
+def measure(args: argparse.Namespace, sizes: Sizes) -> tuple[dict[Row, DeviceFigures], list[str]]:
+    """Run all systems in all their scenarios; return the figures and what failed."""
+    env = queued(connections=args.connections, stuck_s=args.timeout_s / 2, **_COSTS)
+    compared = {name for pair in tables().items() for name in pair}
+    found, failed = {}, []
+    for system in chosen(args):
+        for scenario in args.scenario if system.name in compared else ["quiet"]:
+            row = Row(system.name, scenario)
+            print(f"{system.name}, {scenario}", file=sys.stderr)
+            try:
+                system.check(sizes.pp, sizes.num_microbatches)
+                steps = launch.run(
+                    measure_on_device, system, sizes, scenario, device="musa", env=env
+                )
+            except (ScheduleError, RanksFailed) as error:
+                failed.append(f"{system.name}, {scenario}: {error}")
+                continue
+            found[row] = device_figures.device_figures(steps, system, sizes, scenario)
+    return found, failed
+
+
+def conditions(args: argparse.Namespace, load: float) -> str:
+    """Say under which conditions the figures were taken."""
+    packages = ", ".join(f"{p} {metadata.version(p)}" for p in ("torch", "megatron-core"))
+    return (
+        f"pp {args.pp}, {args.microbatches} micro-batches, forward = input gradient = weight "
+        f"gradient = {args.forward_ms:g} ms, {args.connections} hardware queues, a copy "
+        f"{_COSTS['copy_us']:g} us and {_COSTS['copied_per_us'] / 1e3:g} GB/s, a message of a "
+        f"communicator {_COSTS['message_us']:g} us, median of {args.steps} steps; {packages}, "
+        f"{os.cpu_count()} cores, load average {load:.1f} before"
+    )
+
+
+def main() -> int:
+    """Measure and print; 1 if a system failed."""
+    args = parse()
+    launch.clean_up_when_terminated()
+    load = os.getloadavg()[0]
+    sizes = Sizes(
+        pp=args.pp,
+        num_microbatches=args.microbatches,
+        forward_s=args.forward_ms / 1e3,
+        warmup=1 if args.quick else 2,
+        steps=args.steps,
+        timeout_s=args.timeout_s,
+    )
+    try:
+        found, failed = measure(args, sizes)
+    except NoCompiler as error:
+        raise SystemExit(f"device_step.py: the emulated device cannot be built: {error}") from None
+    faster = device_figures.speeds(found, tables())
+    text = conditions(args, load)
+    print(f"{device_figures.device_table(found, faster)}\n\n{text}.")
+    for reason in failed:
+        print(f"\n{reason}", file=sys.stderr)
+    if args.json:
+        rows = [
+            {**row._asdict(), **asdict(figures), "speed": faster.get(row)}
+            for row, figures in found.items()
+        ]
+        write_json(args.json, {"conditions": text, "measured": rows, "failures": failed})
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

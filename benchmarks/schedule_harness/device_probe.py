@@ -1,0 +1,95 @@
+"""The probe of a device that runs behind its host.
+
+The emulated device of the tests takes the time of each op; the host only launches it. Events
+before and after an op, in the device's stream, give its times.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_ext import devices
+
+from .ops import Op
+from .stage import Probe
+
+if TYPE_CHECKING:
+    from megatron_ext.devices.backend import TimingEvent
+    from megatron_ext.schedules import Kind
+
+    from .ops import OpTimes
+
+__all__ = ["DeviceProbe"]
+
+_CLOCK_SAMPLES = 10
+
+
+class DeviceProbe(Probe):
+    """Lets the device take the time of ops, and reads it from events."""
+
+    def __init__(self, times: OpTimes, device: torch.device) -> None:
+        super().__init__(times, device)
+        self._timed: list[tuple[tuple[int, Kind, int], TimingEvent, TimingEvent]] = []
+        self.set_clock()
+
+    def set_clock(self) -> None:
+        """Find the host's time of a point in the device's stream, on an idle device."""
+        best_s = float("inf")
+        for _ in range(_CLOCK_SAMPLES):
+            event = _event()
+            begin_s = time.perf_counter()
+            event.record()
+            devices.current().synchronize()
+            end_s = time.perf_counter()
+            if end_s - begin_s < best_s:
+                best_s = end_s - begin_s
+                self._zero, self._zero_s = event, (begin_s + end_s) / 2
+
+    def op(self, kind: Kind, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Record what the device does inside as one op."""
+        return _TimedOp(self, kind, stage, microbatch)
+
+    def spend(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Enqueue the time of an op, or of a part of it."""
+        lasts_us = 1e6 * self.times.seconds(kind, stage, microbatch)
+        torch.ops.fake_musa.spend(self.device.index, lasts_us)
+
+    def add(self, name: tuple[int, Kind, int], begin: TimingEvent, end: TimingEvent) -> None:
+        """Note an op and the events around it."""
+        self._timed.append((name, begin, end))
+
+    def take(self) -> tuple[list[Op], int]:
+        """Return ops and peak since the last call; the device must have finished them."""
+        ops = [Op(*name, self._at_s(begin), self._at_s(end)) for name, begin, end in self._timed]
+        self._timed, peak, self.peak_live = [], self.peak_live, 0
+        return ops, peak
+
+    def _at_s(self, event: TimingEvent) -> float:
+        return self._zero_s + 1e-3 * self._zero.elapsed_time(event)
+
+
+class _TimedOp:
+    """Puts an event before and after what is launched inside `with`."""
+
+    def __init__(self, probe: DeviceProbe, kind: Kind, stage: int, microbatch: int) -> None:
+        self._probe, self._name = probe, (stage, kind, microbatch)
+        self._begin, self._end = _event(), _event()
+
+    def __enter__(self) -> None:
+        stage, _, microbatch = self._name
+        self._probe.current = stage, microbatch
+        self._begin.record()
+
+    def __exit__(self, *_: object) -> None:
+        self._end.record()
+        self._probe.add(self._name, self._begin, self._end)
+
+
+def _event() -> TimingEvent:
+    event = devices.current().timing_event()
+    assert event is not None, "the device is the host"
+    return event

@@ -1,0 +1,88 @@
+"""The benchmark of steps on a device measures what it says; how long they take is not tested."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.schedule_harness.device_figures import Row, device_figures, device_table, speeds
+from benchmarks.schedule_harness.device_rank import DeviceStep
+from benchmarks.schedule_harness.ops import Op, Sizes, Step
+from benchmarks.schedule_harness.systems import Own, Peer, device_systems
+from megatron_ext.schedules import registered, simulate
+
+ROOT = Path(__file__).parents[1]
+SYSTEMS = {system.name: system for system in device_systems()}
+
+
+def _as_simulated(system: Own, late_s: float, waits: int) -> list[list[DeviceStep]]:
+    """Return a step that runs as simulated, is late, and waits so often on each rank."""
+    timeline = simulate(system.pipeline(4, 8).full)
+    found = []
+    for row, starts, ends in zip(
+        timeline.schedule.rows, timeline.starts, timeline.ends, strict=True
+    ):
+        ops = [
+            Op(*action, start + late_s, end + late_s)
+            for action, start, end in zip(row, starts, ends, strict=True)
+        ]
+        step = Step(0.0, timeline.makespan + late_s, ops, 0, 0.0)
+        found.append([DeviceStep(step, {"item": waits})])
+    return found
+
+
+def test_figures_are_ratios_to_the_order_that_ran() -> None:
+    system, sizes = SYSTEMS["ipc: zb-h1"], Sizes(4, 8, 1.0, 0, 1, 60)
+    assert isinstance(system, Own)
+    makespan = simulate(system.pipeline(4, 8).full).makespan
+    found = device_figures(_as_simulated(system, 0.5, 3), system, sizes, "quiet")
+    assert found.order_s == [pytest.approx(makespan)]
+    assert found.of_order == pytest.approx((makespan + 0.5) / makespan)
+    assert found.overheads == [pytest.approx(0.0)], "only the begin was late"
+    assert found.op_inflation == pytest.approx(0.0)
+    assert found.waits_per_action == 3 * 4 / (3 * 8 * 4)
+    late = device_figures(_as_simulated(system, makespan, 0), system, sizes, "quiet")
+    rows = {Row("table", "quiet"): late, Row("dynamic", "quiet"): found}
+    faster = speeds(rows, {"dynamic": "table"})
+    assert list(faster) == [Row("dynamic", "quiet")]
+    assert faster[Row("dynamic", "quiet")] == pytest.approx((2 * makespan / (makespan + 0.5), 1.0))
+    assert len({line.count("|") for line in device_table(rows, faster).splitlines()}) == 1
+
+
+def test_every_schedule_is_measured_on_both_paths_beside_upstream() -> None:
+    own = [system for system in SYSTEMS.values() if isinstance(system, Own)]
+    for path in ("torch", "shm"):
+        static = {s.schedule for s in own if s.transport == path and s.dynamic is None}
+        assert static == set(registered())
+    peers = [system for system in SYSTEMS.values() if isinstance(system, Peer)]
+    assert {peer.schedule for peer in peers} >= {"1f1b", "interleaved-overlap"}
+    assert {peer.module for peer in peers} == {"megatron_core"}
+
+
+@pytest.mark.usefixtures("emulated_musa")
+def test_command(tmp_path: Path) -> None:
+    script, path = ROOT / "benchmarks" / "device_step.py", tmp_path / "figures.json"
+    done = subprocess.run(
+        [sys.executable, str(script), "--quick", "--json", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    content = json.loads(path.read_text())
+    assert content["failures"] == []
+    names = ["megatron-core 1F1B", "communicator: 1f1b", "ipc: 1f1b"]
+    assert [row["system"] for row in content["measured"]] == names
+    assert all(f"| {name} | quiet |" in done.stdout for name in names)
+    order_s = 2e-3 * simulate(SYSTEMS["ipc: 1f1b"].pipeline(2, 4).full).makespan
+    for row in content["measured"]:
+        assert row["order_s"] == [pytest.approx(order_s)]
+        assert row["num_actions"] == 2 * 2 * 4
+    peer, *own = content["measured"]
+    assert peer["host_waits"], "Megatron's own batched P2P synchronises with the device"
+    assert [row["host_waits"] for row in own] == [{}, {}]
