@@ -111,10 +111,36 @@ def test_disaggregation(activations: str, connections: int) -> None:
     assert_equal(ours, stock(2, flags))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("way", ["torch", "ipc"])
-def test_delays_of_many_seeds(way: str, seed: int) -> None:
-    env = queued(jitter_us=300, kernel_us=5, copy_us=20, seed=seed)
-    found = train(4, f"{_FLAGS}{PP4}--pipeline-schedule zb-v {_WAYS[way]}", device="musa", env=env)
+_DELAYS = {"jitter_us": 300, "kernel_us": 5, "copy_us": 20}
+_QUICK_SEEDS, _SEEDS = 4, 20
+_DELAYED = {  # how tensors travel, in which order; the first two also run in the quick tests
+    "table by torch": _WAYS["torch"] + _ORDERS["zb-v"],
+    "dynamic by ipc": _WAYS["ipc"] + _ORDERS["dynamic"],
+    "table by ipc": _WAYS["ipc"] + _ORDERS["zb-v"],
+    "dynamic by staged": _WAYS["staged"] + _ORDERS["dynamic"],
+    "dynamic by tcp": _WAYS["tcp"] + _ORDERS["dynamic"],
+}
+
+
+_WITH_SEEDS = [
+    pytest.param(name, seed, marks=() if number < 2 and seed < _QUICK_SEEDS else pytest.mark.slow)
+    for number, name in enumerate(_DELAYED)
+    for seed in range(_SEEDS)
+]
+
+
+@pytest.mark.parametrize(("name", "seed"), _WITH_SEEDS)
+def test_delays_of_many_seeds(name: str, seed: int) -> None:
+    env = queued(connections=(1, 8)[seed % 2], seed=seed, **_DELAYS)
+    found = train(4, f"{_FLAGS}{PP4}{_DELAYED[name]}", device="musa", env=env)
     assert_equal(found, stock(4, _FLAGS + PP4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(_SEEDS))
+def test_delays_of_many_seeds_between_disaggregated_ranks(seed: int) -> None:
+    flags = _FLAGS + PP2
+    env = queued(connections=(1, 8)[seed % 2], seed=seed, **_DELAYS)
+    words = (flags + FBD).split()
+    ours, _ = together(run_ranks(4, run_role, words, device="musa", env=env, timeout_s=240))
+    assert_equal(ours, stock(2, flags))
