@@ -29,11 +29,22 @@ class Message(NamedTuple):
     """F, B: the stage that needs it. C: the one that may begin a micro-batch. W: the one whose
     weights they are. P, G: the one that made it. D: 0."""
     microbatch: int
-    """D: the number of the decision in the step. W: 0 says whether weights follow, n is their n-th
-    bucket."""
+    """D: the number of the decision, or of the action, in the step. W: 0 says whether weights
+    follow, n is their n-th bucket."""
     part: int = 0
     """F, B: which tensor of one hand-over it is, where stages exchange several; F, P: `HEADER` for
-    what says how to read them. W: 1 for the layout of the buckets."""
+    what says how to read them. W: 1 for the layout of the buckets. D: 1 for what a rank tells
+    itself, that its device has ended an action."""
+
+    @classmethod
+    def end_of(cls, number: int) -> Message:
+        """Return what a rank tells itself when its device has ended an action of the step."""
+        return cls("D", 0, number, 1)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a rank tells it itself."""
+        return self.kind == "D" and self.part == 1
 
     @property
     def for_host(self) -> bool:
@@ -53,6 +64,8 @@ class Message(NamedTuple):
             return f"the gradient of routes from stage {stage} for micro-batch {microbatch}"
         if kind == "C":
             return f"the credit of stage {stage} for micro-batch {microbatch}"
+        if self.is_own:
+            return f"the end of action {microbatch} on this rank's device"
         if kind == "D":
             return f"decision {microbatch} of the leader"
         if part:

@@ -41,9 +41,10 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
     transport_flags.add_flags(group)
     group.add_argument(
         "--pipeline-costs",
-        metavar="F,I,W[,LATENCY]",
+        metavar="F,I,W[,LATENCY[,LAUNCH]]",
         help="Durations, in any consistent unit, of forward, input gradient and weight gradient on "
-        "1/pp of the model, and of a message. The schedule is generated and simulated for them "
+        "1/pp of the model, of a message, and of launching an action on a device. The schedule is "
+        "generated and simulated for them "
         f"(default: {UNIT}).",
     )
     group.add_argument(

@@ -170,6 +170,10 @@ class Sharing(Protocol):
         """Copy a tensor into an own buffer after all queued work; the caller may free it."""
         ...
 
+    def pushed(self, buffer: SharedBuffer) -> Copied:
+        """Return the completion of the last `push` into a buffer, until the next one."""
+        ...
+
     def pull(
         self, buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:

@@ -14,12 +14,15 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from megatron_ext.devices.backend import SharedBuffer
 from megatron_ext.errors import DeviceError
+
+if TYPE_CHECKING:
+    from megatron_ext.devices.backend import Copied
 
 __all__ = ["RuntimeSharing"]
 
@@ -135,6 +138,10 @@ class RuntimeSharing:
             tensor.record_stream(self._out)
             self._out.record_event(buffer.used)
 
+    def pushed(self, buffer: SharedBuffer) -> Copied:
+        """Return the completion of the last push."""
+        return _Pushed(self._runtime, self._device, buffer.used)
+
     def pull(
         self, buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
@@ -180,7 +187,7 @@ class RuntimeSharing:
 
     def _event(self) -> Any:
         with self._runtime.device(self._device):
-            event = self._runtime.Event(interprocess=True)
+            event = self._runtime.Event(interprocess=True, blocking=True)
             event.ipc_handle()  # on the device that is current now
         return event
 
@@ -190,6 +197,19 @@ class RuntimeSharing:
             if code != 0:
                 self._functions["GetLastError"]()  # or torch finds it after its next kernel
                 raise RuntimeError(f"{self._error_text(code)} (error {code} of {name})")
+
+
+class _Pushed(NamedTuple):
+    """The completion of a push, by the event behind it."""
+
+    runtime: Any
+    device: torch.device
+    event: Any
+
+    def wait(self) -> None:
+        """Sleep until the tensor is in the buffer."""
+        with self.runtime.device(self.device):
+            self.event.synchronize()
 
 
 def _tensor(buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -3,7 +3,8 @@
 A send copies the tensor into a buffer of the sender's device that the receiver has mapped. The host
 transport carries a short message that names the buffer. The receiver's device copies the tensor
 out, and a note tells the sender that the buffer is free. The devices order these copies
-(`devices/sharing.py`): no thread waits for one.
+(`devices/sharing.py`): no thread waits for one. But a dynamic order chooses by what has arrived, so
+for it a thread sends the short message once the tensor is in the buffer.
 
 A send never waits. It uses a free buffer or allocates one. So a peer has as many buffers as it ever
 had messages in flight at once, which the schedule bounds.
@@ -18,11 +19,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 
 from megatron_ext.errors import MessageMismatch, TransportError
+from megatron_ext.transport.afterwards import Afterwards
 from megatron_ext.transport.dtypes import CODE_OF, DTYPE_OF
 
 if TYPE_CHECKING:
@@ -103,6 +106,9 @@ class DirectTransport:
         sharing: The memory sharing of this process's device.
         rank: Global rank of this process.
         timeout_s: How long to wait for the peers.
+        tells_when_there: Whether a message arrives when its tensor is there. Otherwise it arrives
+            when the sender has launched what computes it; a receiver that knows its order launches
+            ahead then.
 
     Raises:
         TransportError: A peer is on another host or not connected by shared memory, or its device
@@ -110,10 +116,18 @@ class DirectTransport:
     """
 
     def __init__(
-        self, host: NativeTransport, sharing: Sharing, rank: int, *, timeout_s: float
+        self,
+        host: NativeTransport,
+        sharing: Sharing,
+        rank: int,
+        *,
+        timeout_s: float,
+        tells_when_there: bool = False,
     ) -> None:
         self._host = host
         self._sharing = sharing
+        self._timeout_s = timeout_s
+        self._copies = Afterwards("copies", self._give_up) if tells_when_there else None
         self._expected: dict[tuple[int, Message], Expected] = {}
         self._num_messages = self._num_bytes = 0
         self._given_up = self._closed = False
@@ -126,7 +140,13 @@ class DirectTransport:
             raise TransportError(f"rank {rank}: {error}") from error
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        """Start a step. For device tensors the host receives buffer numbers, as bytes (uint8)."""
+        """Start a step. For device tensors the host receives buffer numbers, as bytes (uint8).
+
+        Raises:
+            TransportError: A message of the previous step was not sent in time, or not received.
+        """
+        if self._copies is not None:
+            self._copies.finish(self._timeout_s)  # their tags contain its number
         self._host.begin(
             [
                 item if item.message.for_host else item._replace(shape=None, dtype=torch.uint8)
@@ -142,8 +162,10 @@ class DirectTransport:
         """Send a tensor. The device copies it once it has computed it.
 
         Raises:
-            TransportError: The target is not a peer, the dtype is unsupported or the copy failed.
+            TransportError: The target is no peer, the dtype is unsupported, or a copy failed.
         """
+        if self._copies is not None:
+            self._copies.check()
         if message.for_host:
             self._host.isend(tensor, target, message)
             return
@@ -163,7 +185,11 @@ class DirectTransport:
             self._fail(f"{message} could not be copied for rank {target}", error)
         place = _HEAD.pack(number, code, len(shape)) + struct.pack(f"<{len(shape)}q", *shape)
         text = torch.frombuffer(bytearray(place + handle), dtype=torch.uint8)
-        self._host.isend(text, target, message)
+        if self._copies is None:
+            self._host.isend(text, target, message)
+        else:
+            copied = self._sharing.pushed(peer.lent[number])
+            self._copies.after(copied, partial(self._host.isend, text, target, message), text)
         self._num_messages += 1
         self._num_bytes += tensor.nbytes
 
@@ -197,7 +223,9 @@ class DirectTransport:
         return tensor
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
-        """Return the messages that arrived; the sender's device may still be computing them."""
+        """Return the messages that arrived; see `tells_when_there` for what that means."""
+        if self._copies is not None:
+            self._copies.check()
         return self._host.poll(timeout_s)
 
     def flush(self, timeout_s: float) -> None:
@@ -206,7 +234,10 @@ class DirectTransport:
         Raises:
             TransportError: A peer does not accept its messages in time.
         """
-        self._host.flush(timeout_s)
+        begin_s = time.perf_counter()
+        if self._copies is not None:
+            self._copies.finish(timeout_s)
+        self._host.flush(max(0.0, begin_s + timeout_s - time.perf_counter()))
 
     def abort(self, reason: str) -> None:
         """Abort for good. Peers may still read the buffers, which stay until this process exits."""
@@ -221,6 +252,8 @@ class DirectTransport:
         if self._closed:
             return
         self._closed = True
+        if self._copies is not None and not self._copies.stop(_TAKEN_S):
+            _log.warning("the device did not finish its copies within %g s", _TAKEN_S)
         try:
             if not self._given_up:
                 self._await_peers(lambda peer: not peer.lent, _TAKEN_S)
@@ -338,6 +371,10 @@ class DirectTransport:
             if peer.has_unmapped:  # others may be reading; the driver frees their buffers at exit
                 for buffer in (*peer.free.values(), *peer.lent.values()):
                     self._sharing.free(buffer)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Abort, which ends the waits of this rank and its peers."""
+        self.abort(f"a tensor could not be copied or sent: {error}")
 
     def _fail(self, what: str, error: RuntimeError) -> NoReturn:
         """Raise the cause of a failed copy: a peer's death if there was one, else the device.

@@ -13,21 +13,20 @@ that peers need.
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron_ext.errors import TransportError, TransportTimeout
+from megatron_ext.errors import TransportError
+from megatron_ext.transport.afterwards import Afterwards
 from megatron_ext.transport.dtypes import plain
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.devices.backend import Copied, Copies
+    from megatron_ext.devices.backend import Copies
     from megatron_ext.messages import Message
     from megatron_ext.transport.base import Expected, Stats, Transport
     from megatron_ext.transport.native_transport import NativeTransport
@@ -70,8 +69,8 @@ class StagedTransport:
         self._copies = copies
         self._timeout_s = timeout_s
         self._drained_s = 0.0
-        self._sends = _Afterwards("sends", self._give_up)
-        self._releases = _Afterwards("releases", self._give_up)
+        self._sends = Afterwards("sends", self._give_up)
+        self._releases = Afterwards("releases", self._give_up)
         self._pinned: list[int] = []
         for address, num_bytes in host.arenas:
             if not copies.pin(address, num_bytes):
@@ -166,15 +165,11 @@ class StagedTransport:
 
     def _drain(self, timeout_s: float) -> None:
         begin_s = time.perf_counter()
-        left = self._sends.drain(timeout_s)
-        waited_s = time.perf_counter() - begin_s
-        self._drained_s += waited_s
+        try:
+            self._sends.finish(timeout_s)
+        finally:
+            self._drained_s += time.perf_counter() - begin_s
         self._check()
-        if left:
-            raise TransportTimeout(
-                f"the device did not copy {left} tensors that are to be sent: waited "
-                f"{waited_s:.1f} s of {timeout_s:g} s; their kernels may wait for another rank"
-            )
 
     def _give_up(self, error: BaseException) -> None:
         """Abort the host transport, which ends the waits of this rank and its peers."""
@@ -182,76 +177,12 @@ class StagedTransport:
 
     def _check(self) -> None:
         for thread in (self._sends, self._releases):
-            if thread.error is not None:
-                raise _described(thread.error) from thread.error
+            thread.check()
 
     def _raise(self, error: TransportError) -> NoReturn:
         """Raise the error of a copy thread if there is one, else `error`."""
         self._check()
         raise error
-
-
-class _Afterwards:
-    """A thread that runs callbacks in order, each once its copy is complete.
-
-    After an error it only drops the references of the remaining jobs.
-    """
-
-    def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
-        self.error: BaseException | None = None
-        self._failed = failed
-        self._jobs: queue.SimpleQueue[tuple[Copied, Callable[[], None], object] | None] = (
-            queue.SimpleQueue()
-        )
-        self._num_left = 0
-        self._changed = threading.Condition()
-        # A daemon: the interpreter joins other threads before the exit hook closes the transport.
-        self._thread = threading.Thread(target=self._run, name=f"megatron-ext {name}", daemon=True)
-        self._thread.start()
-
-    def after(self, copied: Copied, then: Callable[[], None], kept: object) -> None:
-        """Run `then` once a copy is complete; keep a reference to `kept` until then."""
-        with self._changed:
-            self._num_left += 1
-        self._jobs.put((copied, then, kept))
-
-    def drain(self, timeout_s: float) -> int:
-        """Wait until all jobs are done or one failed; return the number of remaining jobs."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_left == 0 or self.error is not None, timeout_s)
-            return self._num_left
-
-    def stop(self, timeout_s: float) -> bool:
-        """End the thread after its last job; return False after the time-out."""
-        self._jobs.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            copied, then, kept = job
-            del job
-            if self.error is None:
-                self._do(copied, then)
-            del copied, then, kept  # before drain() returns
-            with self._changed:
-                self._num_left -= 1
-                self._changed.notify_all()
-
-    def _do(self, copied: Copied, then: Callable[[], None]) -> None:
-        try:
-            copied.wait()
-            then()
-        except BaseException as error:  # noqa: BLE001 - the next call raises it
-            self.error = error
-            self._failed(error)
-
-
-def _described(error: BaseException) -> TransportError:
-    """Return the exception for the caller: of the same class if it is a TransportError."""
-    if isinstance(error, TransportError):
-        return type(error)(str(error))
-    return TransportError(f"a tensor could not be copied between device and host: {error}")
 
 
 def _nothing() -> None:

@@ -13,6 +13,7 @@ _QUEUED = "tests/transport/test_queued.py::test_nothing_is_read_or_freed_too_ear
 _ONE_WAY = "tests/transport/test_queued.py::test_a_buffer_is_used_again_when_its_reader_has_read"
 _SCHEDULES = "tests/devices/test_queued_schedules.py::test_every_schedule_over_its_communicators"
 
+_LOOKING_AHEAD = "tests/schedules/runtime/test_looking_ahead.py"
 _RUN_AHEAD = "tests/schedules/runtime/test_run_ahead.py"
 
 
@@ -132,6 +133,27 @@ DEVICE_MUTANTS = (
         "                event.synchronize()\n",
         "",
         (f"{_RUN_AHEAD}::test_memory_is_that_of_the_table_and_of_two_actions",),
+    ),
+    Mutant(
+        "an order chooses when the last action is launched",
+        "megatron_ext.schedules.runtime.ordering",
+        "while len(self._running) >= AHEAD or (self._running and not self.policy.looks_ahead()):",
+        "while False:",
+        (_LOOKING_AHEAD,),
+    ),
+    Mutant(
+        "an order jumps while its last action runs",
+        "megatron_ext.schedules.runtime.ordering",
+        " or (self._running and not self.policy.looks_ahead()):",
+        ":",
+        (_LOOKING_AHEAD,),
+    ),
+    Mutant(
+        "a message for a dynamic order arrives before its tensor",
+        "megatron_ext.transport.afterwards",
+        "            copied.wait()\n",
+        "",
+        (_LOOKING_AHEAD,),
     ),
     Mutant(
         "the two ranks of a pair make their group alone",

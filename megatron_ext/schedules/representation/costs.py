@@ -9,8 +9,12 @@ from operator import mul
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.representation.actions import KINDS, Kind, Schedule
 
-__all__ = ["UNIT", "Costs"]
+__all__ = ["AHEAD", "UNIT", "Costs"]
 
+AHEAD = 2
+"""Actions that a host may have launched on its device that have not ended: one runs, and the next
+waits in the device's queue. One alone would let the device idle between actions; more cost memory
+and gain nothing."""
 
 _SHORTEST, _LONGEST = 1e-9, 1e9
 """Durations in this range sum up over any table without visible rounding errors."""
@@ -43,6 +47,9 @@ class Costs:
     """Sigma of the log-normal factor (mean 1) on each action's duration."""
     link_jitter: float = 0.0
     """Sigma of the log-normal factor (mean 1) on each message's latency."""
+    launch: float = 0.0
+    """Time of the host to launch an action, on a device that runs behind it; 0: the host computes.
+    A launch begins when at most `AHEAD - 1` earlier actions of its rank still run."""
     seed: int = 0
     """Seed of the jitter; the factor of an action depends on the seed and the action only."""
 
@@ -56,6 +63,10 @@ class Costs:
         if not 0 <= self.latency <= _LONGEST:
             raise ScheduleError(
                 f"the latency of a link must be 0 or more, up to {_LONGEST:g}, got {self.latency:g}"
+            )
+        if not 0 <= self.launch <= _LONGEST:
+            raise ScheduleError(
+                f"the time of a launch must be 0 or more, up to {_LONGEST:g}, got {self.launch:g}"
             )
         if self.bandwidth is not None and not self.bandwidth > 0:
             raise ScheduleError(f"the bandwidth must be positive, got {self.bandwidth:g}")
@@ -72,26 +83,28 @@ class Costs:
 
     @classmethod
     def parse(cls, text: str) -> Costs:
-        """Parse `F,I,W` or `F,I,W,latency`, for example `1,1.2,0.8`.
+        """Parse `F,I,W`, `F,I,W,latency` or `F,I,W,latency,launch`, for example `1,1.2,0.8`.
 
         Raises:
             ScheduleError: The text is not such a list of numbers, or a number is impossible.
         """
         try:
             forward, input_gradient, weight, *rest = map(float, text.split(","))
-            (latency,) = rest or (0.0,)
+            latency, launch = (*rest, 0.0, 0.0)[: max(2, len(rest))]
         except ValueError:
             raise ScheduleError(
-                f"costs must be three numbers F,I,W and optionally a latency, for example "
-                f"1,1.2,0.8 or 1,1,1,0.1; got {text!r}"
+                f"costs must be three numbers F,I,W and optionally a latency and the time of a "
+                f"launch, for example 1,1.2,0.8 or 1,1,1,0.1 or 1,1,1,0.1,0.02; got {text!r}"
             ) from None
-        return cls(forward, input_gradient, weight, latency=latency)
+        return cls(forward, input_gradient, weight, latency=latency, launch=launch)
 
     def __str__(self) -> str:
         """Return the text form that `parse` accepts."""
         numbers = [self.forward, self.input, self.weight]
-        if self.latency:
+        if self.latency or self.launch:
             numbers.append(self.latency)
+        if self.launch:
+            numbers.append(self.launch)
         return ",".join(f"{number:.15g}" for number in numbers)
 
     @property

@@ -89,7 +89,13 @@ def open_transport(
     )
     transport: Transport
     if sharing is not None:
-        transport = DirectTransport(host, sharing, me, timeout_s=pipeline.timeout_s)
+        transport = DirectTransport(
+            host,
+            sharing,
+            me,
+            timeout_s=pipeline.timeout_s,
+            tells_when_there=pipeline.dynamic is not None,
+        )
     else:
         transport = staged(host, backend.copies(device), timeout_s=pipeline.timeout_s)
     # Tell peers that still run that this rank exited cleanly.

@@ -158,6 +158,8 @@ class Executor:
         progress = self.gradients.progress(stage) if is_last and action.kind == "W" else None
         for observer in self._begins:
             observer.begin_action(action)
+        if self.run_ahead is not None:
+            self.run_ahead.begin()
         begin_s = time.perf_counter()
         with self.gradients.around(action, is_last=is_last):
             outputs = self.compute.run(action, inputs, is_first=is_first, progress=progress)

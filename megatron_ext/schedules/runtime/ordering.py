@@ -1,13 +1,15 @@
 """Orders a rank's actions: by its table, by a policy, or by its leader's decisions.
 
-The executor iterates over positions in the table. When it asks for the next position, the previous
-action is complete.
+The executor iterates over positions in the table. When it asks for the next position, it has
+launched the previous action. On the host that action is complete then; a device may still run it.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,12 +18,14 @@ import torch.distributed as dist
 
 from megatron_ext.errors import TransportTimeout
 from megatron_ext.messages import Message
+from megatron_ext.schedules.runtime.run_ahead import AHEAD
 from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from megatron_ext.schedules.runtime.rank_table import Table
+    from megatron_ext.schedules.runtime.run_ahead import RunAhead
     from megatron_ext.schedules.search.policies import Policy
     from megatron_ext.transport.base import Transport
 
@@ -61,7 +65,11 @@ class TableOrder:
 
 @dataclass
 class PolicyOrder:
-    """Runs what a policy chooses among actions whose inputs have arrived; sleeps if none has."""
+    """Runs what a policy chooses among actions whose inputs have arrived; sleeps if none has.
+
+    On a device it sleeps until a message arrives or an action ends, whichever is first: the thread
+    that waits for the ends sends this rank a message of its own.
+    """
 
     policy: Policy
     table: Table
@@ -71,23 +79,50 @@ class PolicyOrder:
     followers: Sequence[int]
     """Global ranks that follow these decisions."""
     timeout_s: float
+    run_ahead: RunAhead | None = None
+    """Tells when the device has ended an action; None if the host computes."""
     _parts: dict[Message, int] = field(default_factory=dict, init=False)
     """Parts that have arrived, for messages of several tensors."""
     _ran_s: float = field(default=0.0, init=False)
-    """Time in this step's actions so far, in seconds of host time."""
+    """Time in this step's finished actions, in seconds."""
     _ran_units: float = field(default=0.0, init=False)
     """The same in cost units of the table; only counted if the policy has patience."""
+    _running: deque[int] = field(default_factory=deque, init=False)
+    """Actions that the device has not ended, oldest first."""
+    _took_s: deque[float] = field(default_factory=deque, init=False)
+    """Durations of ended actions that `_note` has not seen. Another thread appends to it."""
+    _idle_s: float = field(default=0.0, init=False)
+    """When this rank had nothing to run any more, by the host's clock."""
 
     def expected(self) -> list[Expected]:
-        """Return nothing: the leader receives no decisions."""
-        return []
+        """Return what this rank tells itself: the end of each action on the device."""
+        if self.run_ahead is None:
+            return []
+        me, ends = dist.get_rank(), range(len(self.table.exchanges))
+        return [Expected(me, Message.end_of(number), (0,), torch.uint8) for number in ends]
 
     def __iter__(self) -> Iterator[int]:
         """Choose an action, send its position to the followers, and yield it.
 
+        On a device an action is chosen while the last one runs if the policy looks ahead, so that
+        its launch takes no time of the device. Otherwise it is chosen when the last one has ended.
+
         Raises:
             TransportTimeout: No action is ready, and nothing arrived for `timeout_s`.
         """
+        if self.run_ahead is None:
+            yield from self._choices()
+            return
+        self.run_ahead.wait_until(0)  # an evaluation may still run
+        self.run_ahead.tell(self._bell())
+        try:
+            yield from self._choices()
+            while self._running:
+                self._wait(self.timeout_s)
+        finally:
+            self.run_ahead.tell(None)
+
+    def _choices(self) -> Iterator[int]:
         progress, number = self.policy.progress, 0
         for exchange in self.table.exchanges:
             for transfer in exchange.inputs:
@@ -101,10 +136,11 @@ class PolicyOrder:
                 self.transport.isend(choice, follower, Message("D", 0, number))
             begin_s = time.perf_counter()
             yield position
-            self._ran_s += time.perf_counter() - begin_s
-            if self.policy.patience is not None:
-                self._ran_units += self.policy.patience.durations[index]
-            progress.finished(index)
+            if self.run_ahead is None:
+                self._ended(index, time.perf_counter() - begin_s)
+            else:
+                self._running.append(index)
+            progress.finished(index)  # what it enables runs behind it, on the same device
             number += 1
 
     def handed(self, message: Message) -> None:
@@ -112,16 +148,52 @@ class PolicyOrder:
         self._note([message])
 
     def _choose(self) -> int:
-        free_s = time.perf_counter()
+        self._idle_s = time.perf_counter()
         self._note(self.transport.poll(0.0))
+        while len(self._running) >= AHEAD or (self._running and not self.policy.looks_ahead()):
+            self._wait(self.timeout_s)
         while True:
-            wait_s = free_s + self._patience_s() - time.perf_counter()
+            wait_s = self._idle_s + self._patience_s() - time.perf_counter()
             if wait_s <= 0 and (index := self.policy.choose()) is not None:
                 return index
-            arrived = self.transport.poll(wait_s if wait_s > 0 else self.timeout_s)
-            if not arrived and wait_s <= 0:
-                raise TransportTimeout(self._missing())
-            self._note(arrived)
+            if wait_s <= 0:
+                self._wait(self.timeout_s)
+            else:
+                self._note(self.transport.poll(wait_s))
+
+    def _wait(self, timeout_s: float) -> None:
+        """Sleep until a message arrives or an action ends.
+
+        Raises:
+            TransportTimeout: Nothing happened in time.
+        """
+        arrived = self.transport.poll(timeout_s)
+        if not arrived:
+            raise TransportTimeout(self._missing())
+        self._note(arrived)
+
+    def _bell(self) -> Callable[[float], None]:
+        """Return a function that tells this rank of the end of its next action."""
+        numbers, me, nothing = itertools.count(), dist.get_rank(), torch.empty(0, dtype=torch.uint8)
+
+        def tell(took_s: float) -> None:
+            self._took_s.append(took_s)
+            self.transport.isend(nothing, me, Message.end_of(next(numbers)))
+
+        return tell
+
+    def _ended(self, index: int, took_s: float) -> None:
+        self._ran_s += took_s
+        if self.policy.patience is not None:
+            self._ran_units += self.policy.patience.durations[index]
+
+    def _note_end(self, message: Message) -> None:
+        """Take note of the end of the oldest running action."""
+        assert self.run_ahead is not None
+        self.transport.recv(dist.get_rank(), message, self.timeout_s)
+        self.run_ahead.wait_until(len(self._running))  # raises if the device has failed
+        self._ended(self._running.popleft(), self._took_s.popleft())
+        self._idle_s = time.perf_counter()
 
     def _patience_s(self) -> float:
         """Return how long to wait before choosing, in seconds.
@@ -133,6 +205,9 @@ class PolicyOrder:
 
     def _note(self, messages: Sequence[Message]) -> None:
         for part in messages:
+            if part.is_own:
+                self._note_end(part)
+                continue
             assert part.kind != "D", "a leader receives no decisions"
             message, number = part._replace(part=0), self.num_parts[part.kind]
             if number > 1:
@@ -142,6 +217,12 @@ class PolicyOrder:
             self.policy.progress.arrived(message)
 
     def _missing(self) -> str:
+        if self._running:
+            action = self.policy.progress.row[self._running[0]]
+            return (
+                f"rank {dist.get_rank()} (pipeline rank {self.table.rank}): {action} of "
+                f"{self.table.schedule.label} did not end on its device for {self.timeout_s:g} s"
+            )
         done = self.policy.progress.done
         row = self.policy.progress.row
         remaining = [action for index, action in enumerate(row) if not done[index]]

@@ -14,9 +14,12 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import MegatronExtError, TransportTimeout
+from megatron_ext.schedules.representation.costs import AHEAD
 
 if TYPE_CHECKING:
     import torch
@@ -25,13 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["AHEAD", "RunAhead", "run_ahead_of"]
 
-AHEAD = 2
-"""Actions that may be launched and unfinished: one runs, and the next waits in the device's queue.
-One alone would let the device idle between actions; more cost memory and gain nothing."""
-
 
 class RunAhead:
-    """Counts the actions that the device has finished.
+    """Counts and times the actions that the device has finished.
 
     One thread makes all calls. A second thread sleeps on the events, because a device's own waits
     have no time-out.
@@ -49,20 +48,39 @@ class RunAhead:
         self._unfinished: deque[object] = deque()
         """Names of the actions that have not ended, oldest first."""
         self._error: BaseException | None = None
+        self._began: TimingEvent | None = None
+        """Start of the action that is being launched."""
+        self._tell: Callable[[float], None] | None = None
         self._changed = threading.Condition()
-        self._events: queue.SimpleQueue[TimingEvent | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[TimingEvent | None, TimingEvent] | None] = (
+            queue.SimpleQueue()
+        )
         # A daemon: a device that hangs must not keep the process from exiting.
         self._thread = threading.Thread(target=self._watch, name="megatron-ext ends", daemon=True)
         self._thread.start()
 
+    def tell(self, ended: Callable[[float], None] | None) -> None:
+        """Call a function at the end of each action, in the second thread; None: no more.
+
+        Args:
+            ended: Takes the seconds that the device spent on the action. If the device has failed
+                it is called once more, and `wait_until` raises the reason.
+        """
+        self._tell = ended
+
+    def begin(self) -> None:
+        """Mark the start of an action behind the wait of the current stream for its inputs."""
+        self._began = self._event()
+        self._began.record()
+
     def record(self, action: object) -> TimingEvent:
         """Mark the end of an action behind all work of the current stream; return the event."""
-        event = self._backend.timing_event()
-        assert event is not None, "the device is the host"
+        event = self._event()
         event.record()
         with self._changed:
             self._unfinished.append(action)
-        self._events.put(event)
+        self._events.put((self._began, event))
+        self._began = None
         return event
 
     def wait_until(self, unfinished: int) -> None:
@@ -93,18 +111,34 @@ class RunAhead:
         """Forget all actions and end the thread once the device has reached their events."""
         self._events.put(None)
 
+    def _event(self) -> TimingEvent:
+        event = self._backend.timing_event()
+        assert event is not None, "the device is the host"
+        return event
+
     def _watch(self) -> None:
         try:
             self._backend.bind(self._device.index)  # a new thread is on the first device
-            while (event := self._events.get()) is not None:
-                event.synchronize()
-                with self._changed:
-                    self._unfinished.popleft()
-                    self._changed.notify_all()
+            while (events := self._events.get()) is not None:
+                self._ended(*events)
         except BaseException as error:  # noqa: BLE001 - the next wait raises it
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+            with suppress(BaseException):  # the error to raise is the first one
+                self._call(0.0)
+
+    def _ended(self, begin: TimingEvent | None, end: TimingEvent) -> None:
+        end.synchronize()
+        took_s = 0.0 if begin is None else 1e-3 * begin.elapsed_time(end)
+        with self._changed:
+            self._unfinished.popleft()
+            self._changed.notify_all()
+        self._call(took_s)
+
+    def _call(self, took_s: float) -> None:
+        if (tell := self._tell) is not None:
+            tell(took_s)
 
 
 def run_ahead_of(backend: Device, device: torch.device, timeout_s: float) -> RunAhead | None:

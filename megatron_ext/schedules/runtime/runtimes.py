@@ -204,6 +204,7 @@ class Runtime:
             num_parts,
             agreement.followers,
             timeout_s,
+            self.run_ahead,
         )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.messages import Message
-from megatron_ext.schedules.representation.costs import UNIT, Costs
+from megatron_ext.schedules.representation.costs import AHEAD, UNIT, Costs
 from megatron_ext.schedules.search.simulate import Clock, Timeline
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ def simulate_dynamic(
     Raises:
         ScheduleError: The policies stopped before all actions had run.
     """
-    return _Run(schedule, policies, costs).timeline()
+    run = _DeviceRun if costs.launch else _Run
+    return run(schedule, policies, costs).timeline()
 
 
 class _Run:
@@ -88,10 +89,7 @@ class _Run:
         if not event.chooses:
             heapq.heappush(self._events, _Event(event.time, True, rank))
             return
-        policy = self._policies[rank]
-        running, self._running[rank] = self._running[rank], None
-        if running is not None:
-            policy.progress.finished(running)
+        policy = self._after_last(rank)
         again = (ends[-1] if ends else 0.0) + policy.wait()
         if event.time < again:
             heapq.heappush(self._events, _Event(again, True, rank))
@@ -99,6 +97,14 @@ class _Run:
         index = self._running[rank] = policy.choose()
         if index is not None:
             self._run(rank, policy.progress.row[index], event.time)
+
+    def _after_last(self, rank: int) -> Policy:
+        """Return the policy of a rank, which knows that the last action has run."""
+        policy = self._policies[rank]
+        running, self._running[rank] = self._running[rank], None
+        if running is not None:
+            policy.progress.finished(running)
+        return policy
 
     def _run(self, rank: int, action: Action, now: float) -> None:
         self._rows[rank].append(action)
@@ -114,3 +120,48 @@ class _Run:
         target = self._schedule.placement.rank_of[stage]
         event = _Event(arrival, False, target, Message(kind, stage, action.microbatch))
         heapq.heappush(self._events, event)
+
+
+class _DeviceRun(_Run):
+    """The state of one simulated step on devices that run behind their hosts.
+
+    The rule is that of `runtime/ordering.py`: an action is chosen while the last one runs if the
+    policy looks ahead, otherwise when it has ended. Its launch takes time of the host.
+    """
+
+    def __init__(self, schedule: Schedule, policies: Callable[[int], Policy], costs: Costs) -> None:
+        super().__init__(schedule, policies, costs)
+        self._launched = [0.0] * len(schedule.rows)
+        """By rank: when its last launch was done."""
+
+    def _wake(self, event: _Event) -> None:
+        """Let a rank choose, after all arrivals at this time, if its host and its policy may."""
+        rank, ends = event.rank, self._clock.ends[event.rank]
+        idle = ends[-1] if ends else 0.0
+        free = max(self._launched[rank], ends[-AHEAD] if len(ends) >= AHEAD else 0.0)
+        if not event.chooses or event.time < free:
+            heapq.heappush(self._events, _Event(max(event.time, free), True, rank))
+            return
+        policy = self._after_last(rank)
+        again = idle + policy.wait()
+        if event.time < again and not (event.time < idle and policy.looks_ahead()):
+            heapq.heappush(self._events, _Event(again, True, rank))
+            return
+        index = self._running[rank] = policy.choose()
+        if index is not None:
+            self._launch(rank, policy.progress.row[index], event.time, idle)
+
+    def _launch(self, rank: int, action: Action, now: float, idle: float) -> None:
+        """Run an action once it is launched and the device is idle."""
+        launched = self._launched[rank] = now + self._costs.launch
+        self._rows[rank].append(action)
+        made = self._clock.run_action(rank, action, max(launched, idle))
+        if made is not None:
+            # What goes to a stage of the same rank is there for everything launched later.
+            self._announce(action, launched if self._is_local(action) else made)
+        heapq.heappush(self._events, _Event(launched, True, rank))
+
+    def _is_local(self, action: Action) -> bool:
+        target = action.stage + (1 if action.kind == "F" else -1)
+        rank_of = self._schedule.placement.rank_of
+        return rank_of[target] == rank_of[action.stage]

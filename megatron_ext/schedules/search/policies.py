@@ -78,6 +78,13 @@ class Policy(Protocol):
     def wait(self) -> float:
         """Return how long to wait before choosing, measured from when the rank became idle."""
 
+    def looks_ahead(self) -> bool:
+        """Return whether to choose while the last action still runs on the device.
+
+        Only if the order's own next action is ready. What arrives until the last action ends may
+        be better than any other.
+        """
+
     def choose(self) -> int | None:
         """Choose the next action: its position in the rank's row, or None if none may run."""
 
@@ -119,6 +126,11 @@ class Hint:
         if not self.progress.left or self.progress.is_ready(self._head):
             return 0.0
         return self.patience.waits[self._head]
+
+    def looks_ahead(self) -> bool:
+        """Return whether the head of the table is ready."""
+        self._advance()
+        return bool(self.progress.left) and self.progress.is_ready(self._head)
 
     def choose(self) -> int | None:
         """Choose the head of the table, else the first ready and admissible later action."""
@@ -172,6 +184,11 @@ class Greedy:
     def wait(self) -> float:
         """Return 0."""
         return 0.0
+
+    def looks_ahead(self) -> bool:
+        """Return whether the other direction than last time is ready."""
+        progress = self.progress
+        return bool(progress.backwards if self._backward_next else progress.forwards)
 
     def choose(self) -> int | None:
         """Choose the other direction than last time if one is ready."""

@@ -66,9 +66,10 @@ class Replay:
         steps, factors, links = self._steps, clock.factors, clock.links
         m, sends = clock.schedule.num_microbatches, clock.schedule.disaggregated
         begin, end = clock.starts[rank].append, clock.ends[rank].append
-        now = 0.0
+        launch, now, last, launched = clock.launch, 0.0, 0.0, 0.0
         for stage, kind, microbatch in clock.schedule.rows[rank]:
             needs, makes, time = steps[kind][stage]
+            ended = now
             if needs >= 0:
                 at = there[needs + microbatch]
                 if at is None:
@@ -78,6 +79,9 @@ class Replay:
                     assert at is not None, "resumed too early"
                 if at > now:
                     now = at
+            if launch:  # `last` ended before the action that ended now: AHEAD is 2
+                launched = max(launched, last) + launch
+                last, now = ended, max(now, launched)
             begin(now)
             now += time if factors is None else time * factors[kind][stage * m + microbatch]
             end(now)

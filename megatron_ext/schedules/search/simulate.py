@@ -1,9 +1,9 @@
 """Simulates a table: the time of each action, the makespan of the step, and the activations alive.
 
 Every rank runs its list in order; an action starts as soon as the rank is idle and its inputs have
-arrived. A full backward sends its input gradient when it ends, a split one at the end of I.
-Activations are alive from the start of F to the end of B or W. Times are in the unit of the costs,
-activations in Ma (memory.py). Needs neither Megatron nor torch.
+arrived, on a device once its host has launched it. A full backward sends its input gradient when it
+ends, a split one at the end of I. Activations are alive from the start of F to the end of B or W.
+Times are in the unit of the costs, activations in Ma (memory.py). Needs neither Megatron nor torch.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ class Clock:
         self.durations = costs.durations(schedule)
         self.factors = costs.action_factors(schedule) if costs.has_factors else None
         self.links = Links(schedule, costs)
+        self.launch = costs.launch
 
     def run_action(self, rank: int, action: Action, now: float) -> float | None:
         """Run one action with its inputs present; return when its output reaches the next stage."""

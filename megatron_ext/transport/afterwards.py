@@ -1,0 +1,104 @@
+"""A thread that acts when copies of the device are complete, so that no caller waits for them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import TransportError, TransportTimeout
+
+if TYPE_CHECKING:
+    from megatron_ext.devices.backend import Copied
+
+__all__ = ["Afterwards"]
+
+
+class Afterwards:
+    """A thread that runs callbacks in order, each once its copy is complete.
+
+    After an error it only drops the references of the remaining jobs.
+    """
+
+    def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
+        self.error: BaseException | None = None
+        self._failed = failed
+        self._jobs: queue.SimpleQueue[tuple[Copied, Callable[[], None], object] | None] = (
+            queue.SimpleQueue()
+        )
+        self._num_left = 0
+        self._changed = threading.Condition()
+        # A daemon: the interpreter joins other threads before the exit hook closes the transport.
+        self._thread = threading.Thread(target=self._run, name=f"megatron-ext {name}", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise the error of an earlier job if there is one.
+
+        Raises:
+            TransportError: A copy or what follows it failed; of that class.
+        """
+        if self.error is not None:
+            raise _described(self.error) from self.error
+
+    def after(self, copied: Copied, then: Callable[[], None], kept: object) -> None:
+        """Run `then` once a copy is complete; keep a reference to `kept` until then."""
+        with self._changed:
+            self._num_left += 1
+        self._jobs.put((copied, then, kept))
+
+    def drain(self, timeout_s: float) -> int:
+        """Wait until all jobs are done or one failed; return the number of remaining jobs."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_left == 0 or self.error is not None, timeout_s)
+            return self._num_left
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until all jobs are done.
+
+        Raises:
+            TransportError: One failed, or they took too long.
+        """
+        begin_s = time.perf_counter()
+        left = self.drain(timeout_s)
+        self.check()
+        if left:
+            waited_s = time.perf_counter() - begin_s
+            raise TransportTimeout(
+                f"{left} tensors to be sent were not copied from the device: waited {waited_s:.1f} "
+                f"s of {timeout_s:g} s; what computes them may be waiting for another rank"
+            )
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread after its last job; return False after the time-out."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            copied, then, kept = job
+            del job
+            if self.error is None:
+                self._do(copied, then)
+            del copied, then, kept  # before drain() returns
+            with self._changed:
+                self._num_left -= 1
+                self._changed.notify_all()
+
+    def _do(self, copied: Copied, then: Callable[[], None]) -> None:
+        try:
+            copied.wait()
+            then()
+        except BaseException as error:  # noqa: BLE001 - the next call raises it
+            self.error = error
+            self._failed(error)
+
+
+def _described(error: BaseException) -> TransportError:
+    """Return the exception for the caller: of the same class if it is a TransportError."""
+    if isinstance(error, TransportError):
+        return type(error)(str(error))
+    return TransportError(f"a tensor could not be copied between device and host: {error}")

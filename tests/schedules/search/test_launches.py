@@ -1,0 +1,90 @@
+"""Simulated devices whose host takes time to launch an action."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules import Costs, generate, simulate
+from megatron_ext.schedules.representation.costs import AHEAD
+from megatron_ext.schedules.representation.split_backwards import split_backwards
+from megatron_ext.schedules.search.dynamic import simulate_dynamic
+from megatron_ext.schedules.search.patience import policies
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.search.simulate import Timeline
+
+_TABLES = {
+    name: split_backwards(generate(name, 4, 16))
+    for name in ("1f1b", "interleaved", "bitpipe", "zb-v", "zb-h1", "v-half")
+}
+
+
+def _runs(name: str, costs: Costs) -> tuple[Timeline, Timeline]:
+    table = _TABLES[name]
+    fills = name in ("1f1b", "interleaved", "bitpipe")
+    policy = policies("hint", table, weights_fill=fills)
+    return simulate(table, costs), simulate_dynamic(table, policy, costs)
+
+
+def test_short_launches_are_hidden_but_the_first() -> None:
+    table = generate("1f1b", 1, 4)
+    assert simulate(table, Costs(launch=0.25)).makespan == 12.25
+    assert simulate_dynamic(table, policies("hint", table), Costs(launch=0.25)).makespan == 12.25
+
+
+def test_a_slow_host_sets_the_pace() -> None:
+    """Eight launches of 3, and then the last backward of 2."""
+    assert simulate(generate("1f1b", 1, 4), Costs(launch=3)).makespan == 8 * 3 + 2
+
+
+@pytest.mark.parametrize("name", _TABLES)
+def test_hosts_are_at_most_two_actions_ahead(name: str) -> None:
+    costs = Costs(latency=0.05, jitter=0.3, seed=3, launch=0.02)
+    for timeline in _runs(name, costs):
+        for starts, ends in zip(timeline.starts, timeline.ends, strict=True):
+            assert starts[0] >= costs.launch
+            assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+            for before, start in zip(ends, starts[AHEAD:], strict=False):
+                assert start >= before + costs.launch - 1e-9
+
+
+@pytest.mark.parametrize("name", _TABLES)
+def test_an_order_that_jumps_waits_for_the_end_of_its_last_action(name: str) -> None:
+    costs = Costs(latency=0.5, jitter=0.3, link_jitter=1.0, seed=1, launch=0.02)
+    static, dynamic = _runs(name, costs)
+    num_jumps = 0
+    for rank, row in enumerate(dynamic.schedule.rows):
+        position = {action: index for index, action in enumerate(static.schedule.rows[rank])}
+        places = [position[action] for action in row]
+        assert sorted(places) == list(range(len(row)))
+        ends, starts = dynamic.ends[rank], dynamic.starts[rank]
+        for number, (_, place) in enumerate(pairwise(places), start=1):
+            head = min(set(range(len(row))) - set(places[:number]))
+            is_split_by_us = static.schedule.rows[rank][head].kind == "W"
+            if place != head and not is_split_by_us:  # a ready W may be left for better
+                num_jumps += 1
+                assert starts[number] >= ends[number - 1] + costs.launch - 1e-9
+    assert num_jumps
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "bitpipe", "zb-v", "zb-h1"])
+def test_while_nothing_is_late_a_dynamic_order_takes_the_time_of_its_table(name: str) -> None:
+    static, dynamic = _runs(name, Costs(latency=0.02, launch=0.02))
+    assert dynamic.makespan <= static.makespan / 0.99
+
+
+def test_a_launch_is_part_of_what_users_write() -> None:
+    costs = Costs.parse("1,1.2,0.8,0.05,0.02")
+    assert (costs.latency, costs.launch) == (0.05, 0.02)
+    assert str(costs) == "1,1.2,0.8,0.05,0.02"
+    assert str(Costs(launch=0.5)) == "1,1,1,0,0.5"
+    assert Costs.parse("1,1,1").launch == 0.0
+    for wrong in ("1,1,1,0,0.1,2", "1,1"):
+        with pytest.raises(ScheduleError, match="three numbers"):
+            Costs.parse(wrong)
+    with pytest.raises(ScheduleError, match="time of a launch must be 0 or more"):
+        Costs(launch=-1)
