@@ -25,7 +25,7 @@ __all__ = [
     "rows",
 ]
 
-_TABLES = ("off_cuda", "torch_adam", "without_te")
+_TABLES = ("off_cuda", "packed_attention", "torch_adam", "without_te")
 
 
 def rows() -> list[Patch]:
