@@ -11,17 +11,19 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.files import cannot_write, write_text
-from megatron_ext.schedules import comparison
+from megatron_ext.schedules import comparison, length_plan
 from megatron_ext.schedules.drawing import render, svg
 from megatron_ext.schedules.generators.catalog import MAX_PASSES, MAX_RANKS, registered
 from megatron_ext.schedules.representation import csv_io, json_io
 from megatron_ext.schedules.representation.costs import Costs
 from megatron_ext.schedules.search.gains import gains
+from megatron_ext.schedules.search.length_balance import LengthCost
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Option
@@ -59,7 +61,35 @@ def add_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         action="store_true",
         help="also show the gain or loss of a dynamic order over each table",
     )
+    _add_lengths(parser)
     parser.set_defaults(run=_run_plan)
+
+
+def _add_lengths(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lengths",
+        type=Path,
+        metavar="FILE",
+        help="lengths of the samples in tokens, one a line, or JSON lines: predict what packing "
+        "and ordering them by cost gains",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="T", help="of a micro-batch, with --lengths"
+    )
+    parser.add_argument(
+        "--replicas", type=int, metavar="D", help="data-parallel replicas, with --lengths"
+    )
+    parser.add_argument(
+        "--length-costs",
+        metavar="A,B",
+        help="with --lengths: a sample of L tokens costs A*L + B*L^2, in any unit",
+    )
+    parser.add_argument(
+        "--hidden-size",
+        type=int,
+        metavar="H",
+        help="instead of --length-costs: width of a model with a feed-forward network of 4H",
+    )
 
 
 def add_plot(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
@@ -167,9 +197,63 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _run_lengths(args: argparse.Namespace) -> int:
+    """Predict what packing and ordering by cost gain."""
+    for flag, value in (("--use-dpp", args.use_dpp), ("--chunks", args.chunks)):
+        if value:
+            raise ScheduleError(f"{flag} cannot be combined with --lengths; leave it out")
+    if args.max_tokens is None:
+        raise ScheduleError("--max-tokens is missing; give what a micro-batch holds at most")
+    sizes = length_plan.Sizes(args.pp, args.microbatches, _or_one(args.replicas), args.max_tokens)
+    found, num_batches = length_plan.predict(
+        length_plan.read_lengths(args.lengths),
+        args.schedule[0],
+        sizes,
+        _length_cost(args),
+        _costs(args),
+    )
+    if args.json:
+        print(json.dumps([asdict(gains) for gains in found], indent=1))
+        return 0
+    print(length_plan.table(found))
+    print(
+        f"\nsteps, mean of {num_batches} global batches; 1 = forward of the mean micro-batch on "
+        "1/pp of the model\norder: train with --pipeline-balance order. pack: what a sampler would "
+        "gain that packs by cost"
+    )
+    return 0
+
+
+def _or_one(value: int | None) -> int:
+    return 1 if value is None else value
+
+
+def _length_cost(args: argparse.Namespace) -> LengthCost:
+    if (args.length_costs is None) == (args.hidden_size is None):
+        raise ScheduleError(
+            "--lengths needs --length-costs A,B or --hidden-size H, one of them, to tell what a "
+            "length costs; for example --hidden-size 4096"
+        )
+    if args.length_costs is not None:
+        return LengthCost.parse(args.length_costs)
+    return LengthCost.of_model(args.hidden_size)
+
+
+def _check_lengths(args: argparse.Namespace) -> None:
+    if args.lengths is not None:
+        return
+    for name in ("max_tokens", "replicas", "length_costs", "hidden_size"):
+        if getattr(args, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ScheduleError(f"{flag} is for --lengths FILE; add it, or leave {flag} out")
+
+
 @_without_garbage_collection()
 def _run_plan(args: argparse.Namespace) -> int:
+    _check_lengths(args)
     _check_sizes(args)
+    if args.lengths is not None:
+        return _run_lengths(args)
     timelines, left_out = comparison.compare(
         args.schedule[0], args.pp, args.microbatches, _costs(args), args.chunks, _options(args)
     )

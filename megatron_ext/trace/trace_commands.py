@@ -52,6 +52,10 @@ def _run_plan(args: argparse.Namespace) -> int:
             )
         simulated: Any = args.run_simulated
         return int(simulated(args))
+    if args.lengths is not None:
+        raise ArgumentsError(
+            "--from-trace and --lengths predict different things; leave one of them out"
+        )
     from megatron_ext.trace import forecast
 
     found = forecast.forecast(args.from_trace, args.memory_gb)

@@ -91,7 +91,12 @@ class LengthCost:
             gated: Whether the network has a third matrix, as SwiGLU has.
             query_width: Heads times width of a head; None: h.
             key_width: Groups of keys times width of a head; None: that of the queries.
+
+        Raises:
+            ScheduleError: The width is not positive.
         """
+        if hidden_size < 1:
+            raise ScheduleError(f"a model of width {hidden_size} has no cost; use 1 or more")
         query_width = query_width or hidden_size
         key_width = key_width or query_width
         ffn = (3 if gated else 2) * (ffn_hidden_size or 4 * hidden_size)

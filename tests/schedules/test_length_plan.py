@@ -1,0 +1,111 @@
+"""`megatron-ext plan --lengths`: what balancing by cost gains with a user's lengths."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from megatron_ext import cli
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules import Costs, generate, registered, simulate
+from megatron_ext.schedules.length_plan import Sizes, predict, read_lengths
+from megatron_ext.schedules.search.length_balance import LengthCost
+
+SIZES = "plan --pp 2 --microbatches 4 --max-tokens 100"
+
+
+def _lengths(count: int = 400) -> list[int]:
+    drawn = random.Random(5)
+    return [min(100, 1 + int(drawn.paretovariate(1.1) * 5)) for _ in range(count)]
+
+
+def _written(path: Path, lines: list[str]) -> Path:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["3", "1", "", "2"],
+        ['{"length": 3}', '{"length": 1}', '{"length": 2}'],
+        ['{"tokens": [5, 6, 7]}', "[9]", '{"num_tokens": 2, "text": "a b"}'],
+    ],
+)
+def test_lengths_are_read(tmp_path: Path, lines: list[str]) -> None:
+    assert read_lengths(_written(tmp_path / "lengths", lines)) == [3, 1, 2]
+
+
+@pytest.mark.parametrize("line", ["x", "1.5", "0", "-3", "true", "null", '{"text": "a"}', "[]"])
+def test_a_line_without_a_length_is_named(tmp_path: Path, line: str) -> None:
+    path = _written(tmp_path / "lengths", ["7", line])
+    with pytest.raises(ScheduleError, match=r"line 2: .* is no length; write a whole number of 1"):
+        read_lengths(path)
+
+
+def test_every_schedule_of_one_pipeline_is_predicted() -> None:
+    found, num_batches = predict(
+        _lengths(), "all", Sizes(4, 8, 2, 100), LengthCost(1, 0.02), Costs()
+    )
+    names = {gains.schedule.split()[0] for gains in found}
+    assert names == {name for name, generator in registered().items() if generator.twins == 1}
+    assert num_batches == 4
+    for gains in found:
+        assert gains.bound <= gains.pack_and_order <= gains.pack + 1e-9
+        assert gains.order <= gains.in_file_order + 1e-9
+    steps = [gains.pack_and_order for gains in found]
+    assert steps == sorted(steps)
+
+
+def test_equal_samples_have_nothing_to_gain() -> None:
+    [gains], _ = predict([100] * 64, "1f1b", Sizes(4, 8, 2, 100), LengthCost(1, 0.02), Costs())
+    usual = simulate(generate("1f1b", 4, 8)).makespan
+    steps = gains.in_file_order, gains.order, gains.pack, gains.pack_and_order
+    assert steps == pytest.approx((usual,) * 4)
+
+
+def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = _written(tmp_path / "lengths", list(map(str, _lengths())))
+    words = [*SIZES.split(), "--lengths", str(path), "--replicas", "2"]
+    assert cli.main([*words, "--hidden-size", "64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["schedule", "file", "order"]
+    assert "train with --pipeline-balance order" in lines[-1]
+    assert cli.main([*words, "--length-costs", "1,0.1", "--schedule", "1f1b", "--json"]) == 0
+    [entry] = json.loads(capsys.readouterr().out)
+    assert list(entry) == ["schedule", "in_file_order", "order", "pack", "pack_and_order", "bound"]
+    assert entry["bound"] < entry["pack_and_order"] < entry["in_file_order"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--lengths {}", "needs --length-costs A,B or --hidden-size H, one of them"),
+        ("--lengths {} --hidden-size 8 --length-costs 1,1", "one of them"),
+        ("--lengths {} --length-costs 1", "two numbers A,B"),
+        ("--lengths {} --hidden-size 0", "a model of width 0 has no cost; use 1 or more"),
+        ("--lengths {} --hidden-size 8 --replicas 0", "--replicas 0 must be 1 or more"),
+        ("--lengths {} --hidden-size 8 --replicas 99", "give more lengths, or lower"),
+        ("--lengths {} --hidden-size 8 --chunks 2", "--chunks cannot be combined with --lengths"),
+        ("--lengths {} --hidden-size 8 --schedule bitpipe", "bitpipe mirrors two pipelines"),
+        ("--lengths {} --hidden-size 8 --schedule csv:x", "registered schedules, not csv:x"),
+        ("--lengths {}.no --hidden-size 8", "cannot be read: No such file"),
+        ("--hidden-size 8", "--max-tokens is for --lengths FILE; add it, or leave"),
+    ],
+)
+def test_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str, said: str
+) -> None:
+    path = _written(tmp_path / "lengths", list(map(str, _lengths())))
+    assert cli.main([*SIZES.split(), *words.format(path).split()]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_sample_longer_than_a_micro_batch_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="a sample has 101 tokens, a micro-batch holds at most"):
+        predict([101] * 8, "1f1b", Sizes(2, 4, 1, 100), LengthCost(1, 0), Costs())
