@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, partial
+from functools import cached_property, partial, update_wrapper
 from types import ModuleType
 from typing import Any
 
@@ -271,7 +271,8 @@ class Registry:
         call = wrapped
         for patch in reversed(active):
             self.acted.add(patch.id)
-            call = partial(_step, patch.fn, call, instance)
+            # Further wraps ask it for the parameters of the target.
+            call = update_wrapper(partial(_step, patch.fn, call, instance), wrapped)
         return call(*args, **kwargs)
 
     # -- looking ---------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import sys
 from collections.abc import Callable
@@ -28,6 +29,26 @@ def test_a_patch_waits_for_its_module_and_reaches_every_copy(
     assert [row.state for row in registry.rows()] == ["pending"]
     assert load("user").plus(1) == ("x", 2)
     assert [row.state for row in registry.rows()] == ["installed"]
+
+
+def test_wraps_around_wraps_see_the_parameters_of_the_target(
+    package: str, registry: Registry
+) -> None:
+    seen = {}
+
+    def look(name: str) -> Callable[..., Any]:
+        def fn(call: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+            seen[name] = inspect.signature(call).bind(*args, **kwargs).arguments
+            return call(*args, **kwargs)
+
+        return fn
+
+    registry.register(
+        [Patch(id=i, target="fake_upstream.core:add", reason="-", fn=look(i)) for i in "abc"]
+    )
+    registry.activate()
+    assert load("core").add(1, b=2) == 3
+    assert seen == {name: {"a": 1, "b": 2} for name in "abc"}
 
 
 def test_arming_late_mends_renamed_copies_by_identity(
