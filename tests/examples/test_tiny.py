@@ -42,14 +42,14 @@ def train(model: str, out: Path, *flags: str, device: str = "cpu", **env: str) -
 
 
 @pytest.fixture(scope="module")
-def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
     """The losses of a model without a tree on the CPU."""
     return functools.cache(lambda model: train(model, tmp_path_factory.mktemp(model)))
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_without_a_tree(model: str, on_the_cpu: Callable[[str], list[float]]) -> None:
-    found = on_the_cpu(model)
+def test_without_a_tree(model: str, on_cpu: Callable[[str], list[float]]) -> None:
+    found = on_cpu(model)
     assert found[-1] < found[0]
 
 
@@ -63,9 +63,7 @@ def test_upstream(model: str, tmp_path: Path, megatron_lm_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("emulated_musa")
 @pytest.mark.parametrize("model", ["llama3", "deepseek-v3"])
-def test_moore_threads(
-    model: str, tmp_path: Path, on_the_cpu: Callable[[str], list[float]]
-) -> None:
+def test_moore_threads(model: str, tmp_path: Path, on_cpu: Callable[[str], list[float]]) -> None:
     """On the emulated device: the script takes its flags, and losses are those of the CPU."""
     from tests.fake_musa.build import environment
 
@@ -77,4 +75,4 @@ def test_moore_threads(
         device="musa",
         **{**environment(), "MEGATRON_EXT_DEVICE": "auto"},
     )
-    assert found == pytest.approx(on_the_cpu(model), rel=1e-5)
+    assert found == pytest.approx(on_cpu(model), rel=1e-5)

@@ -9,7 +9,14 @@ from pathlib import Path
 
 from megatron_ext.errors import UserError
 from megatron_ext.training.board import make_writer
-from tests.ranks import RankRun, _run_script, losses, run_ranks, start_ranks
+from tests.ranks import (
+    RankRun,
+    _run_script,
+    losses,
+    run_ranks,
+    skip_where_training_is_in_the_wheel,
+    start_ranks,
+)
 from tests.scalars import written_scalars
 
 from .helpers import MOCK
@@ -27,6 +34,7 @@ def train_in_room(room_bytes: int | None, argv: Sequence[str]) -> None:
 
 
 def train(flags: str, room_bytes: int | None = None) -> RankRun:
+    skip_where_training_is_in_the_wheel()
     run = start_ranks(1, train_in_room, room_bytes, (_FLAGS + flags).split())
     assert run.exit_codes == [0], run.describe()
     return run

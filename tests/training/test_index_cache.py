@@ -9,7 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.ranks import RankRun, _run_script, losses, start_ranks
+from tests.ranks import (
+    RankRun,
+    _run_script,
+    losses,
+    skip_where_training_is_in_the_wheel,
+    start_ranks,
+)
 
 from .helpers import GPT, bert_flags, errors, write_dataset
 
@@ -26,6 +32,7 @@ def train_in_room(script: str, argv: Sequence[str], room_bytes: int | None) -> N
 
 
 def train(flags: str, room_bytes: int | None = None, script: str = "pretrain_gpt.py") -> RankRun:
+    skip_where_training_is_in_the_wheel()
     return start_ranks(2, train_in_room, script, flags.split(), room_bytes)
 
 

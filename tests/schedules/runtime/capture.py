@@ -115,7 +115,11 @@ def run_here(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Captured
         from megatron_ext.training import main as trainer
 
         trainer.Trainer = _capturing(trainer.Trainer, captured)
-    train_without_tree(model, argv)
+    try:
+        train_without_tree(model, argv)
+    except SystemExit as ended:  # how upstream's loop ends by --exit-interval
+        if ended.code:
+            raise
     return captured
 
 
@@ -167,9 +171,10 @@ def _capture_loop_of_wheel(captured: Captured) -> None:
 
         @functools.wraps(train)
         def training_then_digesting(*args: Any, **kwargs: Any) -> Any:
-            result = train(*args, **kwargs)
-            captured.parameters.update({name: _digest(p) for name, p in _named(chunks)})
-            return result
+            try:
+                return train(*args, **kwargs)
+            finally:
+                captured.parameters.update({name: _digest(p) for name, p in _named(chunks)})
 
         training.train = training_then_digesting
         return chunks, optimizer, scheduler
