@@ -67,8 +67,8 @@ class Afterwards:
         if left:
             waited_s = time.perf_counter() - begin_s
             raise TransportTimeout(
-                f"{left} tensors to be sent were not copied from the device: waited {waited_s:.1f} "
-                f"s of {timeout_s:g} s; what computes them may be waiting for another rank"
+                f"the device did not copy {left} tensors that are to be sent: waited "
+                f"{waited_s:.1f} s of {timeout_s:g} s; their kernels may wait for another rank"
             )
 
     def stop(self, timeout_s: float) -> bool:
