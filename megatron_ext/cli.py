@@ -20,23 +20,7 @@ from megatron_ext import releases, upstream
 from megatron_ext.errors import MegatronExtError, UserError, line_of
 from megatron_ext.version import __version__
 
-__all__ = ["SUBCOMMANDS", "build_parser", "main"]
-
-SUBCOMMANDS = (
-    "aggregate",
-    "collect",
-    "doctor",
-    "launch",
-    "logs",
-    "patches",
-    "plan",
-    "plot",
-    "preprocess",
-    "report",
-    "status",
-    "stop",
-    "upstream",
-)
+__all__ = ["build_parser", "main"]
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _Subparsers = Any  # argparse._SubParsersAction is private

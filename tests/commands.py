@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+from megatron_ext import cli
 
 _ROOT = Path(__file__).resolve().parent.parent
 _TIMEOUT_S = 200
@@ -31,3 +34,10 @@ def run_python(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 def run_package(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m megatron_ext` with these arguments."""
     return run_python("-m", "megatron_ext", *arguments, **env)
+
+
+def subcommands() -> set[str]:
+    """Return the subcommands of `megatron-ext`."""
+    actions = cli.build_parser()._actions
+    [found] = [action for action in actions if isinstance(action, argparse._SubParsersAction)]
+    return set(found.choices)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import subcommands
+
 REPO = Path(__file__).parents[1]
 DOCUMENTS = sorted(
     path
@@ -163,14 +165,12 @@ def test_flags_exist(path: Path, known_flags: set[str]) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
 def test_commands_exist(path: Path) -> None:
-    from megatron_ext import cli
-
     files = tracked()
     for program, *rest in commands(text_of(path)):
         if program == "bash":
             assert rest[0] in files, rest
         elif program == "megatron-ext":
-            assert rest[0] in cli.SUBCOMMANDS, rest
+            assert rest[0] in subcommands(), rest
         elif program == "python":
             script = rest[1].replace(".", "/") + ".py" if rest[0] == "-m" else rest[0]
             assert script in files, rest

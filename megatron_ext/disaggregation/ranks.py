@@ -16,11 +16,9 @@ from typing import Literal, NamedTuple
 
 from megatron_ext.errors import ArgumentsError
 
-__all__ = ["ROLES", "Place", "RankMap", "Role", "rank_map"]
+__all__ = ["Place", "RankMap", "Role", "rank_map"]
 
 Role = Literal["forward", "backward"]
-
-ROLES: tuple[Role, Role] = ("forward", "backward")
 
 
 class Place(NamedTuple):

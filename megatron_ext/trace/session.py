@@ -27,7 +27,7 @@ from megatron_ext.version import __version__
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Schedule
 
-__all__ = ["Run", "Session", "close", "current", "is_observing", "is_tracing", "start"]
+__all__ = ["Run", "Session", "close", "current", "is_observing", "start"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +132,6 @@ def current() -> Session | None:
 def is_observing() -> bool:
     """Return whether this process is observed."""
     return current() is not None
-
-
-def is_tracing() -> bool:
-    """Return whether an iteration is being recorded."""
-    found = current()
-    return found is not None and found.recorder is not None and found.recorder.active
 
 
 def close() -> None:

@@ -17,7 +17,6 @@ from megatron_ext.version import __version__
 
 __all__ = [
     "NOT_PROBED",
-    "WIRES",
     "Address",
     "Wire",
     "address_towards",
@@ -27,7 +26,6 @@ __all__ = [
 ]
 
 Wire = Literal["auto", "shm", "tcp", "rdma"]
-WIRES: tuple[Wire, ...] = ("auto", "shm", "tcp", "rdma")
 
 NOT_PROBED = "it was not probed"
 """Why a process that did not look for RDMA has none."""
