@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, cast, overload
 
 import megatron_ext
 from megatron_ext import devices, hosts
@@ -12,12 +12,37 @@ from megatron_ext.config.build import ModelBuild, build_of, check_ranks
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
 from megatron_ext.config.sized_pipeline import Pipeline, base_table, twins_of
 from megatron_ext.config.wires import torch_is_best
-from megatron_ext.errors import DeviceError
+from megatron_ext.errors import ArgumentsError, DeviceError
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.schedules.representation.validation import validate
 from megatron_ext.trace import session
 
-__all__ = ["await_host", "configure"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Sizes", "await_host", "configure"]
+
+
+class _Needed(TypedDict):
+    pipeline_ranks: int
+    """Ranks of one pipeline, of both where a schedule mirrors two."""
+    num_microbatches: int
+    """Of one step of these ranks, both mirrored pipelines together."""
+    num_layers: int
+    """Transformer layers of the model, without those of multi-token prediction."""
+
+
+class Sizes(_Needed, total=False):
+    """The sizes of a job, keywords of `configure`."""
+
+    mtp_num_layers: int | None
+    """Layers of multi-token prediction."""
+    layout: str | None
+    """Which layers each stage has, in Megatron's notation; None: the same number in each."""
+    world_size: int | None
+    """Ranks of the job; None: one pipeline."""
+    seed: int | None
+    """Of the run; needed where random numbers are drawn by micro-batch."""
 
 
 @overload
@@ -25,17 +50,7 @@ def configure(config: PipelineConfig) -> None: ...
 
 
 @overload
-def configure(
-    config: PipelineConfig,
-    *,
-    pipeline_ranks: int,
-    num_microbatches: int,
-    num_layers: int,
-    mtp_num_layers: int | None = None,
-    layout: str | None = None,
-    world_size: int | None = None,
-    seed: int | None = None,
-) -> ModelBuild: ...
+def configure(config: PipelineConfig, **sizes: Unpack[Sizes]) -> ModelBuild: ...
 
 
 def configure(config: PipelineConfig, **sizes: Any) -> ModelBuild | None:
@@ -52,20 +67,16 @@ def configure(config: PipelineConfig, **sizes: Any) -> ModelBuild | None:
 
     Args:
         config: The settings.
-        **sizes: `pipeline_ranks`: ranks of one pipeline, of both where a schedule mirrors two.
-            `num_microbatches`: of one step of these ranks, both mirrored pipelines together.
-            `num_layers`: transformer layers of the model, without those of multi-token prediction;
-            `mtp_num_layers`: those. `layout`: which layers each stage has, in Megatron's notation;
-            None: the same number in each. `world_size`: ranks of the job; None: one pipeline.
-            `seed`: of the run; needed where random numbers are drawn by micro-batch.
+        **sizes: The sizes of the job, see `Sizes`: `pipeline_ranks`, `num_microbatches`,
+            `num_layers`, and where needed `mtp_num_layers`, `layout`, `world_size`, `seed`.
 
     Raises:
-        UserError: The sizes do not fit the configuration, the device was named too late, or
-            no host is installed.
+        UserError: A size is missing or unknown, the sizes do not fit the configuration, the device
+            was named too late, or no host is installed.
         UpstreamMismatch: Active patches do not fit the installed Megatron.
     """
     if sizes:
-        build = _configure(config, **sizes)
+        build = _configure(config, _complete(sizes))
     else:
         hosts.check_some_host()
         await_host(config)
@@ -73,6 +84,19 @@ def configure(config: PipelineConfig, **sizes: Any) -> ModelBuild | None:
     megatron_ext.activate()
     REGISTRY.raise_mismatches()
     return build
+
+
+def _complete(sizes: dict[str, Any]) -> Sizes:
+    missing = [name for name in _Needed.__annotations__ if name not in sizes]
+    if missing:
+        raise ArgumentsError(f"configure needs all sizes; give {', '.join(missing)} too")
+    unknown = [name for name in sizes if name not in Sizes.__annotations__]
+    if unknown:
+        raise ArgumentsError(
+            f"configure has no size {unknown[0]}; sizes are {', '.join(Sizes.__annotations__)}, "
+            "settings go into the PipelineConfig"
+        )
+    return cast("Sizes", sizes)
 
 
 def await_host(config: PipelineConfig) -> None:
@@ -87,38 +111,31 @@ def _begin(config: PipelineConfig) -> None:
     _select_device(config.device)
     if config.disaggregation is not None:
         raise ConfigurationError(
-            "{disaggregation} needs a training loop that knows both roles; start Megatron's own or "
-            "the embedded one with --forward-backward-disaggregating"
+            "{disaggregation} needs a training loop that supports both roles; start Megatron's own "
+            "or the embedded one with --forward-backward-disaggregating"
         )
 
 
-def _configure(
-    config: PipelineConfig,
-    *,
-    pipeline_ranks: int,
-    num_microbatches: int,
-    num_layers: int,
-    mtp_num_layers: int | None = None,
-    layout: str | None = None,
-    world_size: int | None = None,
-    seed: int | None = None,
-) -> ModelBuild:
+def _configure(config: PipelineConfig, sizes: Sizes) -> ModelBuild:
     _begin(config)
+    seed = sizes.get("seed") if config.draws_by_microbatch else None
     if config.draws_by_microbatch and seed is None:
         raise ConfigurationError(
             "{microbatch_rng} and {dynamic} need a seed; pass seed, the same on all ranks"
         )
-    pipeline = _pipeline(config, pipeline_ranks, num_microbatches, world_size or pipeline_ranks)
-    _check_layers(pipeline, num_layers, layout)
-    build = build_of(pipeline, num_layers, mtp_num_layers=mtp_num_layers, layout=layout)
+    ranks, layers, layout = sizes["pipeline_ranks"], sizes["num_layers"], sizes.get("layout")
+    world_size = sizes.get("world_size") or ranks
+    pipeline = _pipeline(config, ranks, sizes["num_microbatches"], world_size)
+    _check_layers(pipeline, layers, layout)
+    build = build_of(pipeline, layers, mtp_num_layers=sizes.get("mtp_num_layers"), layout=layout)
     runs = config.schedule is not None or config.dynamic is not None
-    served = not runs and pipeline_ranks > 1 and pipeline.transport != "torch"
+    served = not runs and ranks > 1 and pipeline.transport != "torch"
     activate_configuration(
         Active(
             config,
             pipeline if runs else None,
             transport_only=pipeline if served else None,
-            seed=seed if config.draws_by_microbatch else None,
+            seed=seed,
             asked=config,
         )
     )
