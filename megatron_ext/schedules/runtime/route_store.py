@@ -224,10 +224,15 @@ class RouteStore:
         said = self._declared[stage]
         for name in said.publishes:
             if name not in self._published:
-                raise ScheduleError(f"{self._where(name)}: declared, and not published")
+                raise ScheduleError(
+                    f"{self._where(name)}: declared, but not published; publish it in every "
+                    f"forward, None where there is no tensor"
+                )
         for name in said.takes:
             if name not in self._taken:
-                raise ScheduleError(f"{self._where(name)}: declared, and never taken")
+                raise ScheduleError(
+                    f"{self._where(name)}: declared, but never taken; take it in every forward"
+                )
 
     def forget(self, batch: Batch, names: Iterable[str]) -> None:
         """Drop tensors that this rank no longer needs.
