@@ -58,9 +58,8 @@ def test_a_cause_that_stays_ends_the_job_with_its_exit_code(tmp_path: Path) -> N
 def test_spares_are_fewer_than_hosts(tmp_path: Path) -> None:
     done = launched(tmp_path, "--spares", "1", "--", "flaky.py")
     assert done.returncode == 2
-    assert done.stderr == (
-        "megatron-ext: error: --spares is 1 of 1 hosts; at least one has to be in use\n"
-    )
+    [line] = done.stderr.splitlines()
+    assert "--spares is 1 of 1 hosts; " in line
 
 
 @pytest.fixture(scope="module")
