@@ -44,9 +44,9 @@ TRANSPORTS: tuple[TransportName, ...] = ("torch", "auto", "shm", "tcp", "rdma")
 """torch: torch.distributed, the default. auto: our native core over the best wire of each pair of
 ranks. shm, tcp, rdma: the native core over this wire only."""
 
-DevicePath = Literal["staged", "ipc"]
+DevicePath = Literal["auto", "staged", "ipc"]
 
-DEVICE_PATHS: tuple[DevicePath, ...] = ("staged", "ipc")
+DEVICE_PATHS: tuple[DevicePath, ...] = ("auto", "staged", "ipc")
 """How device tensors reach other ranks: through pinned host memory, or directly by CUDA IPC."""
 
 Activations = Literal["recompute", "ship"]
@@ -202,8 +202,9 @@ class PipelineConfig:
     transport: TransportName | None = None
     """Transport of activations and gradients; None: torch, or auto with `dynamic` or
     `disaggregation`."""
-    device_path: DevicePath = "staged"
-    """How device tensors reach other ranks if the transport is not torch."""
+    device_path: DevicePath = "auto"
+    """How device tensors reach other ranks if the transport is not torch. auto: under the transport
+    auto from device to device for each pair of ranks that can, otherwise staged."""
     node_ips: tuple[str, ...] = ()
     """Addresses of nodes or ranks, for wires between hosts; empty: detected."""
     checksums: bool = False
@@ -326,6 +327,11 @@ class PipelineConfig:
                 "shm, or leave {device_path} out",
                 name=name,
             )
+
+    @property
+    def tries_ipc(self) -> bool:
+        """Whether each pair of ranks whose devices reach each other uses that."""
+        return self.wire == "auto" and self.device_path == "auto" and not self.checksums
 
     @property
     def wire(self) -> TransportName:

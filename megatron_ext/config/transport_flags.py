@@ -17,8 +17,9 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
         choices=TRANSPORTS,
         help="Transport between pipeline ranks, under Megatron's own schedules too: "
         "torch.distributed, shared memory of one host, TCP or RDMA; over the last three, GPU "
-        "tensors go through pinned memory. auto picks the best for each pair of ranks: on the GPUs "
-        "of one host that is torch.distributed unless --use-dpp is given (default: "
+        "tensors go through pinned memory. auto picks the best for each pair of ranks: GPUs of one "
+        "host exchange tensors directly if they can; other pairs use torch.distributed, or RDMA or "
+        "TCP with --use-dpp (default: "
         f"{TRANSPORTS[0]}; with --use-dpp: auto).",
     )
     group.add_argument(
@@ -33,7 +34,8 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
         choices=DEVICE_PATHS,
         help="How GPU tensors reach ranks of the same host over --pipeline-transport shm or auto: "
         "staged through pinned memory, or from GPU to GPU by CUDA IPC, which every pair of GPUs "
-        f"must support (default: {DEVICE_PATHS[0]}).",
+        "must support. auto: under --pipeline-transport auto by CUDA IPC where a pair can, "
+        f"otherwise staged (default: {DEVICE_PATHS[0]}).",
     )
     group.add_argument(
         "--pipeline-checksum",

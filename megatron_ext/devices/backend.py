@@ -143,8 +143,8 @@ class Sharing(Protocol):
     """Device memory shared between processes of one host.
 
     Owner and reader take turns: after `push` the owner notifies the reader, which calls `pull` and
-    notifies the owner, which may `push` again. Neither call blocks: each makes its device wait for
-    the work of the other. Errors of the driver raise RuntimeError with the driver's text.
+    notifies the owner, which may `push` again once `is_read`. Neither call blocks: `pull` makes its
+    device wait for the push. Errors of the driver raise RuntimeError with the driver's text.
     """
 
     name: str
@@ -163,7 +163,11 @@ class Sharing(Protocol):
         ...
 
     def attach(self, buffer: SharedBuffer, handle: bytes) -> None:
-        """Make writes to an own buffer wait for its reader, by the handle that `open` created."""
+        """Know when the reader of an own buffer has read it, by the handle that `open` created."""
+        ...
+
+    def is_read(self, buffer: SharedBuffer) -> bool:
+        """Return whether the device of an own buffer's reader has copied the last message out."""
         ...
 
     def push(self, buffer: SharedBuffer, tensor: torch.Tensor) -> None:

@@ -125,13 +125,15 @@ class RuntimeSharing:
         with self._runtime.device(self._device):
             buffer.used_there = self._runtime.Event.from_ipc_handle(self._device, handle)
 
+    def is_read(self, buffer: SharedBuffer) -> bool:
+        """Query the reader's event."""
+        return buffer.used_there is None or bool(buffer.used_there.query())
+
     def push(self, buffer: SharedBuffer, tensor: torch.Tensor) -> None:
         """Copy into a buffer in a separate stream."""
         tensor = tensor.detach().to(self._device).contiguous()
         with self._runtime.device(self._device):
             self._out.wait_stream(self._runtime.current_stream(self._device))
-            if buffer.used_there is not None:
-                self._out.wait_event(buffer.used_there)
             with self._runtime.stream(self._out):
                 target = _tensor(buffer, tensor.shape, tensor.dtype)
                 target.copy_(tensor, non_blocking=True)

@@ -83,7 +83,7 @@ class Address:
         """Serialise the address as JSON."""
         return json.dumps(asdict(self))
 
-    def _why_no_memory_with(self, other: Address) -> str | None:
+    def why_no_memory_with(self, other: Address) -> str | None:
         """Return why the two processes cannot share memory; None if they can."""
         if (other.host, other.boot_id) != (self.host, self.boot_id):
             return f"it runs on host {other.host}, this one on {self.host}"
@@ -118,7 +118,7 @@ def choose_wire(rank: int, mine: Address, peer: int, theirs: Address) -> tuple[s
             f"rank {peer} has the wire {theirs.wire}, rank {rank} {mine.wire}; give all ranks the "
             f"same --pipeline-transport"
         )
-    no_memory = mine._why_no_memory_with(theirs)
+    no_memory = mine.why_no_memory_with(theirs)
     no_rdma = [
         f"host {address.host} has no RDMA: {address.no_rdma}"
         for address in (mine, theirs)

@@ -6,8 +6,9 @@ out, and a note tells the sender that the buffer is free. The devices order thes
 (`devices/sharing.py`): no thread waits for one. But a dynamic order chooses by what has arrived, so
 for it a thread sends the short message once the tensor is in the buffer.
 
-A send never waits. It uses a free buffer or allocates one. So a peer has as many buffers as it ever
-had messages in flight at once, which the schedule bounds.
+A send never waits, neither on the host nor on the device. It uses a buffer that its reader has
+read, or allocates one. So a peer has as many buffers as it ever had messages in flight at once,
+which the schedule and the hosts' run-ahead (`schedules/runtime/run_ahead.py`) bound.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ import logging
 import math
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from megatron_ext.errors import MessageMismatch, TransportError
 from megatron_ext.transport.afterwards import Afterwards
-from megatron_ext.transport.dtypes import CODE_OF, DTYPE_OF
+from megatron_ext.transport.device_notes import Answer, packed, parsed
+from megatron_ext.transport.dtypes import CODE_OF
 
 if TYPE_CHECKING:
     from megatron_ext.devices.backend import SharedBuffer, Sharing
@@ -40,10 +42,6 @@ _log = logging.getLogger(__name__)
 
 NOTE_BYTES = 1024
 """Size of a host slot: the longest message or note of this transport, decisions aside."""
-
-_HEAD = struct.Struct("<QHB")
-"""Header of a message: buffer number, dtype code, number of dimensions. The sizes follow (int64
-each), then the buffer's handle at its first use."""
 
 _RELEASE = struct.Struct("<Q")
 """Header of a release note: buffer number. The reader's handle follows at the first use."""
@@ -66,22 +64,6 @@ _NOTICED_S = 0.5
 _REMEDY = "take --pipeline-device-path staged"
 
 
-class _Answer(NamedTuple):
-    """The result of mapping a peer's first buffer."""
-
-    reason: str
-    """Why the mapping failed; empty if it succeeded."""
-    handle: bytes = b""
-
-    def dumps(self) -> bytes:
-        return self.reason.encode() + b"\0" + self.handle
-
-    @classmethod
-    def parse(cls, text: bytes | None) -> _Answer:
-        reason, _, handle = (text or b"").partition(b"\0")
-        return cls(reason.decode(), handle)
-
-
 @dataclass
 class _Peer:
     """The buffers to and from one rank, by number."""
@@ -102,13 +84,15 @@ class DirectTransport:
     them has to construct its transport too.
 
     Args:
-        host: Carries the buffer numbers and notes, with slots of `NOTE_BYTES`; closed with this.
+        host: Carries the buffer numbers and notes, with slots of `NOTE_BYTES` or more.
         sharing: The memory sharing of this process's device.
         rank: Global rank of this process.
         timeout_s: How long to wait for the peers.
         tells_when_there: Whether a message arrives when its tensor is there. Otherwise it arrives
             when the sender has launched what computes it; a receiver that knows its order launches
             ahead then.
+        peers: Global ranks of the peers; None: all of `host`.
+        owns_host: Whether `host` is closed with this transport, which then also starts its steps.
 
     Raises:
         TransportError: A peer is on another host or not connected by shared memory, or its device
@@ -123,15 +107,20 @@ class DirectTransport:
         *,
         timeout_s: float,
         tells_when_there: bool = False,
+        peers: Collection[int] | None = None,
+        owns_host: bool = True,
     ) -> None:
         self._host = host
+        self._owns_host = owns_host
         self._sharing = sharing
         self._timeout_s = timeout_s
         self._copies = Afterwards("copies", self._give_up) if tells_when_there else None
         self._expected: dict[tuple[int, Message], Expected] = {}
         self._num_messages = self._num_bytes = 0
         self._given_up = self._closed = False
-        self._peers = {peer: _Peer() for peer in host.stats().wires}
+        self._peers = {
+            peer: _Peer() for peer in host.stats().wires if peers is None or peer in peers
+        }
         try:
             self._meet(rank, timeout_s)
         except (RuntimeError, TransportError) as error:
@@ -147,13 +136,14 @@ class DirectTransport:
         """
         if self._copies is not None:
             self._copies.finish(self._timeout_s)  # their tags contain its number
-        self._host.begin(
-            [
-                item if item.message.for_host else item._replace(shape=None, dtype=torch.uint8)
-                for item in expected
-            ],
-            slots,
-        )
+        notes = [
+            item if item.message.for_host else item._replace(shape=None, dtype=torch.uint8)
+            for item in expected
+        ]
+        if self._owns_host:
+            self._host.begin(notes, slots)
+        else:
+            self._host.expect(notes)
         self._expected = {
             (item.source, item.message): item for item in expected if not item.message.for_host
         }
@@ -183,8 +173,7 @@ class DirectTransport:
             self._sharing.push(peer.lent[number], tensor)
         except RuntimeError as error:
             self._fail(f"{message} could not be copied for rank {target}", error)
-        place = _HEAD.pack(number, code, len(shape)) + struct.pack(f"<{len(shape)}q", *shape)
-        text = torch.frombuffer(bytearray(place + handle), dtype=torch.uint8)
+        text = packed(number, code, shape, handle)
         if self._copies is None:
             self._host.isend(text, target, message)
         else:
@@ -204,7 +193,7 @@ class DirectTransport:
         if message.for_host:
             return text
         expected = self._expected.pop((source, message))
-        number, shape, dtype, handle = _parsed(text)
+        number, shape, dtype, handle = parsed(text)
         if dtype != expected.dtype or expected.shape not in (None, shape):
             raise MessageMismatch(
                 f"{message} from rank {source} has shape {shape} and {dtype}, expected shape "
@@ -262,7 +251,8 @@ class DirectTransport:
                 else:
                     _log.warning("the device did not finish its copies within %g s", _TAKEN_S)
         finally:
-            self._host.close()
+            if self._owns_host:
+                self._host.close()
 
     def stats(self) -> Stats:
         """Return the totals since the transport was opened."""
@@ -280,7 +270,7 @@ class DirectTransport:
             TransportError: The devices of this rank and a peer cannot share memory.
         """
         for target, wire in self._host.stats().wires.items():
-            if wire != "shm":
+            if target in self._peers and wire != "shm":
                 raise TransportError(
                     f"rank {target} is reached over {wire}, but devices share memory only within "
                     f"one host and over shm; {_REMEDY}"
@@ -291,7 +281,7 @@ class DirectTransport:
             self._host.note(target, _NAME.pack(self._sharing.name.encode()) + handle)
         answers = {source: self._answer(source, timeout_s) for source in self._peers}
         for source, peer in self._peers.items():
-            theirs = _Answer.parse(self._host.noted(source, timeout_s))
+            theirs = Answer.parse(self._host.noted(source, timeout_s))
             reason = answers[source].reason or theirs.reason
             if reason:
                 raise TransportError(
@@ -302,24 +292,29 @@ class DirectTransport:
             if rank < source:
                 _log.info("rank %d and rank %d: ipc (from device to device)", rank, source)
 
-    def _answer(self, source: int, timeout_s: float) -> _Answer:
+    def _answer(self, source: int, timeout_s: float) -> Answer:
         """Map a peer's first buffer, report the result to the peer and return it."""
         hello = self._host.noted(source, timeout_s) or b""
         name = _NAME.unpack_from(hello)[0].rstrip(b"\0").decode()
-        answer = _Answer(self._sharing.why_unreachable(name) or "")
+        answer = Answer(self._sharing.why_unreachable(name) or "")
         if not answer.reason:
             try:
-                answer = _Answer("", self._map(source, 0, hello[_NAME.size :]))
+                answer = Answer("", self._map(source, 0, hello[_NAME.size :]))
             except RuntimeError as error:
-                answer = _Answer(f"memory of device {name} cannot be mapped: {error}")
+                answer = Answer(f"memory of device {name} cannot be mapped: {error}")
         self._host.note(source, answer.dumps())
         return answer
 
     def _lend(self, peer: _Peer, num_bytes: int) -> tuple[int, bytes]:
-        """Lend the smallest fitting buffer, or a new one; return its number, and handle if new."""
+        """Lend the smallest fitting buffer, or a new one; return its number, and handle if new.
+
+        A buffer that the peer's device has yet to read is not waited for: on a device with one
+        queue the push would hold up messages that the peer's read waits for.
+        """
         fitting = [n for n, buffer in peer.free.items() if buffer.num_bytes >= num_bytes]
-        if fitting:
-            number = min(fitting, key=lambda n: peer.free[n].num_bytes)
+        fitting.sort(key=lambda n: peer.free[n].num_bytes)
+        number = next((n for n in fitting if self._sharing.is_read(peer.free[n])), None)
+        if number is not None:
             peer.lent[number] = peer.free.pop(number)
             return number, b""
         number = len(peer.free) + len(peer.lent)
@@ -388,12 +383,3 @@ class DirectTransport:
             raise type(found)(f"{what} ({error}); {found}") from error
         self.abort(f"{what}: {error}")
         raise TransportError(f"{what}: {error}") from error
-
-
-def _parsed(content: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype, bytes]:
-    """Return buffer number, shape, dtype and handle (may be empty) from a message's bytes."""
-    text = content.numpy().tobytes()
-    number, code, num_dims = _HEAD.unpack_from(text)
-    sizes = struct.Struct(f"<{num_dims}q")
-    end = _HEAD.size + sizes.size
-    return number, sizes.unpack_from(text, _HEAD.size), DTYPE_OF[code], text[end:]

@@ -172,9 +172,14 @@ class NativeTransport:
             left = next(iter(self._expected.values()))
             raise TransportError(f"{left.message} of the previous step was never received")
         self._warn_if_narrow(slots)
-        self._step = step = (self._step + 1) % NUM_STEPS
-        tags = self._tags
-        self._expected = {(item.source, tags[item.message] | step): item for item in expected}
+        self._step = (self._step + 1) % NUM_STEPS
+        self._expected = {}
+        self.expect(expected)
+
+    def expect(self, expected: Iterable[Expected]) -> None:
+        """Announce further messages of the current step."""
+        tags, step = self._tags, self._step
+        self._expected.update({(item.source, tags[item.message] | step): item for item in expected})
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         """Send a CPU tensor. The bytes are copied at once, or as soon as the receiver has room.

@@ -150,7 +150,7 @@ class TorchTransport:
         self._stats.messages += 1
         self._stats.bytes += tensor.nbytes
         self._forget_sent(pair)
-        self._count_call()
+        self.count_call()
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         """Wait for a message and return its tensor. With NCCL and MCCL only the device waits.
@@ -167,7 +167,7 @@ class TorchTransport:
         posted = self._posted.pop((source, message))
         if posted.is_header:
             posted = self._post_message(posted, timeout_s)
-        self._count_call()
+        self.count_call()
         self._wait(posted, timeout_s)
         return posted.tensor
 
@@ -206,7 +206,8 @@ class TorchTransport:
         """Return the totals since the transport was opened."""
         return self._stats
 
-    def _count_call(self) -> None:
+    def count_call(self) -> None:
+        """Count an `isend` or `recv`, also one that another transport has carried."""
         self._calls += 1
         if not self._one_by_one:
             self._post_due()

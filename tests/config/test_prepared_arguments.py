@@ -247,7 +247,7 @@ def test_ranks_that_wait_in_a_circle_are_shown(args: Namespace, tmp_path: Path) 
         choose(args, f"csv:{path}")
 
 
-def test_auto_leaves_the_devices_of_one_host_to_torch(
+def test_auto_leaves_tables_between_devices_to_torch(
     args: Namespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def chosen(world_size: int = 2, **asked: Any) -> str:
@@ -263,11 +263,12 @@ def test_auto_leaves_the_devices_of_one_host_to_torch(
     assert chosen(pipeline_transport="shm") == "shm"
     assert chosen(pipeline_transport="auto", use_dpp=True) == chosen(use_dpp=True) == "auto"
     assert chosen(pipeline_transport="auto", pipeline_device_path="ipc") == "auto"
-    assert chosen(4, pipeline_transport="auto") == "auto"  # on two hosts
     assert not caplog.records
     assert chosen(pipeline_transport="auto") == chosen() == "torch"
     [told] = caplog.messages
     assert told.startswith("--pipeline-transport auto: torch.distributed")
+    assert "for pairs of ranks that do not share device memory" in told
+    assert chosen(4, pipeline_transport="auto") == "torch"  # on two hosts
 
 
 def test_from_device_to_device_there_has_to_be_shared_memory(args: Namespace) -> None:
@@ -281,7 +282,9 @@ def test_from_device_to_device_there_has_to_be_shared_memory(args: Namespace) ->
     args.pipeline_transport = "shm"
     assert choose(args, "1f1b").config.device_path == "ipc"
     args.pipeline_device_path = None
-    assert choose(args, "1f1b").config.device_path == "staged"
+    found = choose(args, "1f1b").config
+    assert found.device_path == "auto"
+    assert not found.tries_ipc
 
 
 def test_checksums_are_for_what_passes_the_native_core(args: Namespace) -> None:

@@ -12,7 +12,7 @@ _IPC = " --pipeline-device-path ipc"
 _CASES = {
     "a table": "--pipeline-schedule zb-h1 --pipeline-transport shm",
     "Megatron's own schedule": "--pipeline-transport shm",
-    "what arrives first": "--pipeline-schedule 1f1b --use-dpp",
+    "what arrives first": "--pipeline-schedule 1f1b --use-dpp --pipeline-device-path staged",
     "Megatron's own schedule, from device to device": "--pipeline-transport auto" + _IPC,
     "what arrives first, from device to device": "--pipeline-schedule 1f1b --use-dpp" + _IPC,
 }

@@ -57,7 +57,7 @@ def test_four_stages_compute_what_one_process_does(
 ) -> None:
     flags = GPT + PP4 + _PLAIN + _CASES[case]
     ranks = processes.run(4, train, flags, directory=tmp_path / "run")
-    taken = "DirectTransport" if case == "ipc" else "StagedTransport"
+    taken = "DirectTransport" if case in ("ipc", "dpp") else "StagedTransport"
     assert [rank.transports for rank in ranks] == [[taken]] * 4
     for loss, alone in zip(ranks[-1].losses, one_process.losses, strict=True):
         assert loss == pytest.approx(alone, rel=1e-6)

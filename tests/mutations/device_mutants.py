@@ -30,10 +30,10 @@ DEVICE_MUTANTS = (
         _on("ipc", "kernels"),
     ),
     Mutant(
-        "a push does not wait for the reader of its buffer",
+        "a buffer is used again before its reader has read it",
         _SHARING,
-        "                self._out.wait_event(buffer.used_there)\n",
-        "                pass\n",
+        "        return buffer.used_there is None or bool(buffer.used_there.query())\n",
+        "        return True\n",
         (f"{_ONE_WAY}[ipc]",),
     ),
     Mutant(

@@ -11,6 +11,7 @@ import gc
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -165,6 +166,9 @@ def _one_way() -> tuple[int, int, int]:
             ]
         transport.flush(_LONG_S)
         counts.append(_num_buffers())
+        for buffer in transport._peers[1 - _rank()].free.values():
+            while not transport._sharing.is_read(buffer):  # what is being read is not used again
+                time.sleep(1e-3)
     transport.close()
     return tuple(counts)
 
