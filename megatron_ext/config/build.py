@@ -27,6 +27,8 @@ class ModelBuild:
     """Data-parallel replicas that Megatron sees on the pipeline ranks: 1, or 2 if mirrored."""
     num_microbatches: int
     """Micro-batches of one such replica in one step."""
+    variable_seq_lengths: bool
+    """Whether micro-batches may have sequences of different lengths."""
     stages_of: tuple[tuple[int, ...], ...]
     """By pipeline rank in Megatron's eyes: the stages that its chunks are."""
 
@@ -59,11 +61,13 @@ class ModelBuild:
     @property
     def transformer(self) -> dict[str, Any]:
         """Keywords for `megatron.core.transformer.TransformerConfig`."""
+        varying = {"variable_seq_lengths": True} if self.variable_seq_lengths else {}
         return {
             **self.groups,
             "pipeline_model_parallel_layout": self.pipeline_model_parallel_layout,
             "overlap_p2p_comm": self.overlaps_p2p,
             "batch_p2p_comm": not self.overlaps_p2p,
+            **varying,
         }
 
 
@@ -97,6 +101,7 @@ def build_of(
         pipeline_model_parallel_layout=layout,
         replicas=pipeline.twins,
         num_microbatches=pipeline.num_microbatches,
+        variable_seq_lengths=pipeline.config.variable_seq_lengths,
         stages_of=placement.stages_of,
     )
 

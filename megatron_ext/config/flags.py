@@ -47,6 +47,7 @@ _FLAG_OF = {
     "device_path": "--pipeline-device-path",
     "checksums": "--pipeline-checksum",
     "node_ips": "--node-ips",
+    "variable_seq_lengths": "--variable-seq-lengths",
     "disaggregation": disaggregation_flags.FLAG,
     "tracing": "--trace",
     "interval": "--trace-interval",
@@ -140,6 +141,7 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
             disaggregation=disaggregation_flags.disaggregation(args),
             tracing=trace_flags.tracing(args),
             hang_timeout_s=getattr(args, "hang_timeout", None),
+            variable_seq_lengths=bool(getattr(args, "variable_seq_lengths", False)),
             microbatch_rng=bool(getattr(args, "microbatch_rng", False)),
             device=getattr(args, "device_backend", None) or PipelineConfig.device,
         )

@@ -24,6 +24,7 @@ __all__ = [
     "refuse_flags_of_table",
     "refuse_flags_with_microbatch_rng",
     "refuse_flags_with_transport",
+    "refuse_flags_with_varying_lengths",
 ]
 
 
@@ -259,6 +260,22 @@ CROSSED_DYNAMIC = (
 """For ranks that choose their order and get activations from their twin."""
 
 
+VARYING_LENGTHS = (
+    Rule(
+        lambda args: (
+            _given("num_experts")(args) and _value(args, "moe_token_dispatcher_type") == "allgather"
+        ),
+        "--moe-token-dispatcher-type allgather: it gathers tokens in buffers of one size; use "
+        "alltoall",
+    ),
+    Rule(
+        _records_graphs,
+        "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph): they replay tensors of one shape; "
+        "leave one of them out",
+    ),
+)
+"""For micro-batches of different lengths."""
+
 STOCK = (
     Rule(
         _given("use_ring_exchange_p2p"),
@@ -338,6 +355,15 @@ def refuse_flags_with_transport(transport: str, args: Namespace) -> None:
         ArgumentsError: One line for each mistake.
     """
     _refuse(f"--pipeline-transport {transport}", args, STOCK)
+
+
+def refuse_flags_with_varying_lengths(args: Namespace) -> None:
+    """Refuse flags that need sequences of one length.
+
+    Raises:
+        ArgumentsError: One line for each mistake.
+    """
+    _refuse("--variable-seq-lengths", args, VARYING_LENGTHS)
 
 
 def _refuse(flag: str, args: Namespace, rules: Iterable[Rule]) -> None:

@@ -217,6 +217,8 @@ class PipelineConfig:
     """Longest time a training step may go without progress; None: the process groups' time-out."""
     message_timeout_s: float = 600.0
     """Longest time a rank waits for one message."""
+    variable_seq_lengths: bool = False
+    """Whether micro-batches may have sequences of different lengths: shapes travel with tensors."""
     microbatch_rng: bool = False
     """Whether iteration, stage and micro-batch determine the dropout masks. Implied by
     `dynamic`."""

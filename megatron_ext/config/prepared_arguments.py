@@ -21,7 +21,10 @@ from megatron_ext.config.active import (
 )
 from megatron_ext.config.device_flags import device_arguments
 from megatron_ext.config.flags import DROPPED, completed, naming_flags, pipeline_config
-from megatron_ext.config.incompatible import refuse_flags_with_microbatch_rng
+from megatron_ext.config.incompatible import (
+    refuse_flags_with_microbatch_rng,
+    refuse_flags_with_varying_lengths,
+)
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.trace import session
 
@@ -54,6 +57,8 @@ def prepare(args: Namespace, asked: PipelineConfig | None = None) -> None:
         config = replace(config, microbatch_rng=True)  # both roles must draw the same masks
     if config.draws_by_microbatch:
         refuse_flags_with_microbatch_rng(given)
+    if config.variable_seq_lengths:
+        refuse_flags_with_varying_lengths(given)
     seed: int | None = given.seed if config.draws_by_microbatch else None
     found, wanted = Active(config, seed=seed, asked=asked), {}
     if config.disaggregation is not None:
@@ -65,9 +70,19 @@ def prepare(args: Namespace, asked: PipelineConfig | None = None) -> None:
         with naming_flags(given) if asked is None else nullcontext():
             pipeline = hosting.pipeline_of(given, config)
         found, wanted = replace(found, pipeline=pipeline), hosting.hosted_arguments(given, pipeline)
-    _rewrite(args, {**wanted, **device_arguments(given, config)})
+    _rewrite(args, {**wanted, **_lengths(given, config), **device_arguments(given, config)})
     _tell_dropped(given)
     activate_configuration(found)
+
+
+def _lengths(given: Namespace, config: PipelineConfig) -> dict[str, Any]:
+    """Return the arguments for sequences of different lengths.
+
+    Megatron refuses them with the allgather dispatcher, its default, in models without experts too.
+    """
+    if not config.variable_seq_lengths or getattr(given, "num_experts", None):
+        return {}
+    return {"moe_token_dispatcher_type": "alltoall"}
 
 
 def _tell_dropped(args: Namespace) -> None:
@@ -85,6 +100,8 @@ def check(args: Namespace) -> None:
         ArgumentsError: They differ, or Megatron builds layers that the schedule cannot use.
     """
     found = required()
+    if found.config.variable_seq_lengths:
+        args.variable_seq_lengths = True  # no flag of Megatron's; its validation clears it
     try:
         activate_configuration(_checked(args, found))
     except ArgumentsError:

@@ -57,6 +57,12 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
     )
     dynamic_flags.add_flags(group)
     group.add_argument(
+        "--variable-seq-lengths",
+        action="store_true",
+        help="Micro-batches may have sequences of different lengths, up to "
+        "--max-position-embeddings: shapes travel with the tensors, under every schedule.",
+    )
+    group.add_argument(
         "--microbatch-rng",
         action="store_true",
         help="Draw dropout masks by iteration, stage and micro-batch, so that all schedules, "

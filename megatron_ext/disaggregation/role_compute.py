@@ -41,8 +41,8 @@ class RoleEnds:
     """The peers of a role's transfers, and the shapes of the messages."""
 
     job: Job
-    shape: tuple[int, ...]
-    """Shape of activations and gradients between stages: `[s, b, h]`."""
+    shape: tuple[int, ...] | None
+    """Shape of activations and gradients between stages, `[s, b, h]`; None: it travels."""
     dtype: torch.dtype
     num_layers: int | None
     """Transformer layers of this stage if their outputs are shipped, else None."""
@@ -64,7 +64,8 @@ class RoleEnds:
             return [Form(self.shape, self.dtype)]
         place, num_stages = self.job.place, self.job.ranks.pp
         made = max(0, self.num_layers - (place.pp < num_stages - 1))
-        shipped = Form(((place.pp > 0) + made, *self.shape), self.dtype)
+        shape = None if self.shape is None else ((place.pp > 0) + made, *self.shape)
+        shipped = Form(shape, self.dtype)
         return [shipped, Form(None, torch.uint8, 1)] if self._ships_generators() else [shipped]
 
     def parts(self, transfer: Transfer) -> Sequence[int]:

@@ -126,8 +126,8 @@ def _run(runtime: _Runtime, call: dict[str, Any], chunks: list[torch.nn.Module])
         collect_non_loss_data=bool(call.get("collect_non_loss_data")),
         first_val_step=call.get("first_val_step"),
     )
-    compute = StageCompute(step_call, table)
     shape, layers = _shape(config, groups, call), runtime.layers
+    compute = StageCompute(step_call, table, handed_on=[shape])
     ends = RoleEnds(job, shape, config.pipeline_dtype, None if layers is None else len(layers))
     sync: GradientSync | NoSync = NoSync()
     parameters: ParameterSync | NoSync = NoSync()
@@ -248,8 +248,10 @@ def _as_list(iterators: Any) -> list[Any]:
     return iterators if isinstance(iterators, list) else [iterators]
 
 
-def _shape(config: Any, groups: Any, call: dict[str, Any]) -> tuple[int, ...]:
-    """Return the shape of activations between stages: `[s, b, h]`."""
+def _shape(config: Any, groups: Any, call: dict[str, Any]) -> tuple[int, ...] | None:
+    """Return the shape of activations between stages: `[s, b, h]`; None: it travels with them."""
+    if config.variable_seq_lengths:
+        return None
     length = call.get("decoder_seq_length") or call["seq_length"]
     divisor = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
     return (length // divisor, call["micro_batch_size"], config.hidden_size)

@@ -16,10 +16,11 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["Channel", "TorchTransport"]
 
 _MAX_DIMS = 7
+_ABORTED = "megatron_ext/aborted"
+"""Prefix of the store's keys under which ranks say why they abort."""
 
 _KINDS: tuple[MessageKind, ...] = ("F", "B", "P", "G")
 """The message kinds of this wire."""
@@ -101,6 +104,8 @@ class TorchTransport:
         self._step = 0
         self._calls = 0
         """Number of `isend` and `recv` calls in this step."""
+        self._told = f"{_ABORTED}/{self._me}"
+        _store().delete_key(self._told)
         wire = f"torch.distributed, {dist.get_backend(group)}"
         peers = {rank for pair in self._groups for rank in pair} - {self._me}
         self._stats = Stats(wires=dict.fromkeys(peers, wire))
@@ -189,14 +194,19 @@ class TorchTransport:
                 self._wait_sent(pair, sent.popleft()[0], timeout_s)
 
     def abort(self, reason: str) -> None:
-        """Drop all operations. Peers find out by their time-outs, or when this process exits."""
+        """Drop all operations. Peers learn the reason when this process exits, or time out."""
+        with suppress(RuntimeError, ValueError):  # the store may have gone with its process
+            _store().set(self._told, reason)
+        self._drop()
+
+    def _drop(self) -> None:
         self._waiting.clear()
         self._posted.clear()
         self._sent.clear()
 
     def close(self) -> None:
         """Drop all operations and destroy the communicators of this transport."""
-        self.abort("closed")
+        self._drop()
         if not self._matches_tags:
             for group in self._groups.values():
                 dist.destroy_process_group(group)
@@ -301,7 +311,7 @@ class TorchTransport:
         except RuntimeError as error:
             raise TransportError(
                 f"rank {pair[1]} did not receive what rank {pair[0]} sent: waited "
-                f"{time.perf_counter() - begin:.1f} s; {_first_line(error)}"
+                f"{time.perf_counter() - begin:.1f} s; {_reason(pair[1], error)}"
             ) from error
 
     def _wait(self, posted: _Posted, timeout_s: float) -> None:
@@ -313,7 +323,8 @@ class TorchTransport:
             limit_s = timeout_s if self._matches_tags else self._timeout_s
             raise TransportError(
                 f"{posted.expected.message} did not come from rank {posted.expected.source}: "
-                f"waited {waited_s:.1f} s of {limit_s:g} s; {_first_line(error)}"
+                f"waited {waited_s:.1f} s of {limit_s:g} s; "
+                f"{_reason(posted.expected.source, error)}"
             ) from error
         self._stats.waited_s += time.perf_counter() - begin
 
@@ -325,5 +336,15 @@ class TorchTransport:
             work.wait(timedelta(seconds=timeout_s))
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _reason(peer: int, error: Exception) -> str:
+    """Return why a peer aborted, if it said so, else what torch.distributed says."""
+    said = str(error)
+    key = f"{_ABORTED}/{peer}"
+    with suppress(RuntimeError, ValueError):
+        if _store().check([key]):
+            said = f"it aborted: {_store().get(key).decode()}"
+    return said.partition("\n")[0]

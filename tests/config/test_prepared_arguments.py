@@ -303,3 +303,18 @@ def test_checksums_are_for_what_passes_the_native_core(args: Namespace) -> None:
     assert choose(args, "1f1b").config.checksums
     args.pipeline_checksum = False
     assert not choose(args, "1f1b").config.checksums
+
+
+def test_lengths_that_vary(args: Namespace) -> None:
+    """Megatron clears the setting in its validation, and refuses its own default dispatcher."""
+    args.variable_seq_lengths, args.moe_token_dispatcher_type = True, "allgather"
+    choose(args, "1f1b")
+    assert args.moe_token_dispatcher_type == "alltoall"
+    args.variable_seq_lengths, args.data_parallel_size = False, 1
+    check(args)
+    assert args.variable_seq_lengths
+    prepare(args)
+    assert active.required().config.variable_seq_lengths
+    args.num_experts, args.moe_token_dispatcher_type = 4, "allgather"
+    with pytest.raises(ArgumentsError, match="allgather: it gathers tokens in buffers"):
+        prepare(args)

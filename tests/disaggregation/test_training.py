@@ -124,6 +124,34 @@ def test_over_tcp() -> None:
     assert_equal(ours, stock(2, flags))
 
 
+def run_varying(argv: list[str]) -> tuple[str, Captured]:
+    """Train as one rank on samples of different lengths."""
+    from megatron.core.datasets.gpt_dataset import MockGPTDataset
+
+    whole = MockGPTDataset.__getitem__
+
+    def cut(self: Any, index: int) -> dict[str, Any]:
+        length = 32 - 5 * (index % 4)
+        fields = whole(self, index)
+        for name, field in fields.items():
+            fields[name] = field[..., :length]
+        if "attention_mask" in fields:
+            fields["attention_mask"] = fields["attention_mask"][..., :length, :]
+        return fields
+
+    setattr(MockGPTDataset, "__getitem__", cut)  # noqa: B010
+    return run_role(argv)
+
+
+@pytest.mark.parametrize("activations", ["", RECOMPUTE + SHIP])
+def test_lengths_may_vary(activations: str) -> None:
+    flags = GPT.replace("--eval-iters 0", "--eval-iters 1 --eval-interval 2") + PP2
+    flags += "--micro-batch-size 1 --variable-seq-lengths " + activations.removesuffix(SHIP)
+    megatrons, _ = together(run_ranks(2, run_varying, flags.split()))
+    ours, _ = together(run_ranks(4, run_varying, (flags + FBD + activations[-len(SHIP) :]).split()))
+    assert_equal(ours, megatrons)
+
+
 def run_counting(argv: list[str]) -> tuple[tuple[str, Captured], list[bool]]:
     """Train as one rank; also return which steps changed the weights, on backward ranks."""
     from megatron_ext.disaggregation.weights import WeightSender

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from megatron_ext.errors import TransportError
 from megatron_ext.messages import Message
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.torch_dist import Channel, TorchTransport
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, start_ranks
 
 _SHAPE = (2, 3)
 
@@ -37,6 +39,24 @@ def _expected(
     keys: list[Message], source: int, dtype: torch.dtype = torch.float32
 ) -> list[Expected]:
     return [Expected(source, key, _SHAPE, dtype) for key in keys]
+
+
+def _gone() -> str:
+    """Rank 1 aborts and ends; rank 0, which keeps the store, waits for it."""
+    transport = _open()
+    key = Message("F", 1, 0)
+    if dist.get_rank() == 1:
+        transport.abort("stage 1, micro-batch 0: too long")
+        os._exit(0)
+    transport.begin(_expected([key], 1), slots=1)
+    with pytest.raises(TransportError) as raised:
+        transport.recv(1, key, 30)
+    return str(raised.value)
+
+
+def test_the_reason_of_a_peer_that_aborted() -> None:
+    told = start_ranks(2, _gone).values[0]
+    assert told.endswith("it aborted: stage 1, micro-batch 0: too long")
 
 
 def _any_order() -> int:

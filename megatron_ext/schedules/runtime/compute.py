@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +18,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules as upstream
 from megatron.core.utils import get_model_type
 
+from megatron_ext.schedules.runtime.lengths import check_handed_on, refusing_long_sequences
 from megatron_ext.schedules.runtime.local_devices import device_of
 from megatron_ext.schedules.runtime.rng import rng_of_this_step
 from megatron_ext.schedules.runtime.split import SplitBackward, split_backward
@@ -69,6 +70,8 @@ class StageCompute:
     table: Table
     num_inputs: int = 1
     """Activations that a stage receives; the first stage gets None for each."""
+    handed_on: Sequence[tuple[int, ...] | None] = ()
+    """Shapes of the activations that a stage sends, `[s, b, h]` each, as far as they are fixed."""
     reports: dict[int, Any] = field(default_factory=dict)
     """Reports of the loss function by micro-batch; only on the rank of the last stage."""
     _num_tokens: list[torch.Tensor] = field(default_factory=list, init=False)
@@ -120,7 +123,7 @@ class StageCompute:
             if self._is_split(stage, microbatch)
             else _UNCHANGED
         )
-        with splits, rng_of_this_step(stage, microbatch):
+        with splits, rng_of_this_step(stage, microbatch), self._length_check(stage, microbatch):
             outputs: Tensors
             outputs, num_tokens = upstream.forward_step(
                 call.forward_step_func,
@@ -140,6 +143,8 @@ class StageCompute:
                 vp_stage=place.vp_stage,
                 is_last_stage=place.is_last,
             )
+        if not place.is_last:
+            check_handed_on(stage, microbatch, outputs, self.handed_on)
         self._forwards += 1
         self._num_tokens.append(num_tokens)
         if store:
@@ -232,6 +237,14 @@ class StageCompute:
 
     def _is_split(self, stage: int, microbatch: int) -> bool:
         return (stage, microbatch) in self.table.split_backwards
+
+    def _length_check(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Return the context that checks what a first stage reads, where lengths may vary."""
+        call = self.call
+        if stage > 0 or not call.config.variable_seq_lengths:
+            return _UNCHANGED
+        model = self._stage(stage).model
+        return refusing_long_sequences(model, stage, microbatch, call.cp_group_size)
 
     def _checkpoints_all_layers(self) -> bool | None:
         """Apply upstream's partial checkpointing: of the live micro-batches, spare the first few.

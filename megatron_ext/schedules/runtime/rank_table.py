@@ -158,6 +158,6 @@ def check_agreement(
         if different:
             raise ScheduleError(
                 f"rank {dist.get_rank()} made another table for {table.schedule.label} than ranks "
-                f"{', '.join(map(str, different))}; give all ranks the same flags and the same "
-                "megatron_ext"
+                f"{', '.join(map(str, different))}; give all ranks the same flags, the same "
+                "megatron_ext and the same number of micro-batches"
             )

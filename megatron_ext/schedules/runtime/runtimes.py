@@ -135,7 +135,7 @@ class Runtime:
         for stage, chunk in zip(stages, call.chunks, strict=True):
             split.register_modules(stage, chunk)
         forms = None if self.trees is None else self.trees.forms(call, shapes)
-        compute = StageCompute(call, table, num_inputs=len(shapes["F"]))
+        compute = StageCompute(call, table, num_inputs=len(shapes["F"]), handed_on=shapes["B"])
         if forms is not None and self.trees is not None:
             compute = self.trees.compute(call, table, forms)
         # Statistics cover training only.

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 import random
+import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import megatron_ext
 from megatron_ext import devices
 from megatron_ext.config.active import clear_configuration
 from megatron_ext.config.pipeline_config import DynamicOrder
-from megatron_ext.schedules import registered
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules import generate, registered
+from megatron_ext.schedules.runtime.lengths import refusing_long_sequences
 from megatron_ext.schedules.search.policies import POLICIES
 from tests.pipelines import make_pipeline, use
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, start_ranks
 
-from . import toy
+from . import fake, threads_as_ranks, toy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,6 +70,22 @@ class _Stage(toy.Stage):
 def _init(weight: torch.Tensor) -> None:
     with torch.no_grad():
         weight.copy_(torch.linspace(-1, 1, weight.numel()).view_as(weight))
+
+
+class _Reader(_Stage):
+    """A stage whose model has a limit, as language models do, and reads tokens `[b, s]`."""
+
+    max_sequence_length = 8
+
+    @property
+    def pre_process(self) -> bool:
+        return self.number == 0
+
+    def forward(self, tokens: torch.Tensor | None) -> torch.Tensor:
+        embedded = None
+        if tokens is not None:
+            embedded = torch.nn.functional.one_hot(tokens.T, toy.WIDTH).float()
+        return super().forward(embedded)
 
 
 def _microbatches(draw: random.Random, number: int) -> list[Microbatch]:
@@ -196,3 +218,114 @@ def _compare(model: list[_Stage], whole: list[_Stage], what: str) -> int:
 def test_bits_of_one_process(ranks: int, number: int) -> None:
     for compared in run_ranks(ranks, _random_steps, 0, number, timeout_s=60 + 6 * number):
         assert compared > number
+
+
+def _one_step(schedule: str, transport: str, lengths: list[int], varying: bool) -> None:
+    """Run a step in which the first stage reads sequences of these lengths."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    _start(2)
+    pipeline = make_pipeline(schedule, 2, len(lengths), transport=transport, message_timeout_s=30.0)
+    use(pipeline)
+    mine = pipeline.placement.stages_of[dist.get_rank()]
+    config = toy.config(**(VARYING if varying else {}))
+    model = [_Reader(config, s, i if len(mine) > 1 else None) for i, s in enumerate(mine)]
+
+    def forward_step(tokens: Iterator[torch.Tensor], stage: _Reader) -> Any:
+        read = next(tokens)
+        made = stage(read if stage.number == 0 else None)
+        return made, lambda output: (output.sum(), output.sum().item())
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[map(_tokens, lengths) for _ in model],
+        model=model,
+        num_microbatches=len(lengths),
+        seq_length=4,
+        micro_batch_size=1,
+    )
+
+
+def _tokens(length: int) -> torch.Tensor:
+    return torch.arange(length)[None] % toy.WIDTH
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "torch"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_sequence_beyond_the_model_ends_the_step_on_every_rank(
+    schedule: str, transport: str
+) -> None:
+    says = "stage 0, micro-batch 2: a sequence has 9 tokens, the model has 8 positions; cut or pack"
+    _ends_with(says, schedule, transport, [8, 1, 9, 8], True)
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_lengths_that_vary_unannounced_end_the_step_on_every_rank(transport: str) -> None:
+    says = "stage 0, micro-batch 1: hands on [3, 1, 4], and the step was called for [4, 1, 4]; if "
+    _ends_with(says, "1f1b", transport, [4, 3, 4], False)
+
+
+def _ends_with(says: str, *settings: Any) -> None:
+    begin_s = time.monotonic()
+    ended = start_ranks(2, _one_step, *settings, timeout_s=60)
+    assert ended.exit_codes == [1, 1], ended.describe()
+    assert time.monotonic() - begin_s < 30, "nobody waits for a time-out"
+    # Over torch.distributed others learn the reason from a store, which here dies with rank 0.
+    told = ended.logs[:1] if settings[1] == "torch" else ended.logs
+    for log in told:
+        assert says in log.splitlines()[-1]
+
+
+def test_packed_sequences_are_measured_one_by_one() -> None:
+    model = torch.nn.Identity()
+    model.max_sequence_length, model.pre_process = 8, True  # type: ignore[assignment]
+    tokens, sums = torch.zeros(1, 12, dtype=torch.int64), torch.tensor([0, 8, 12])
+    for longest in (None, 8):
+        packed = SimpleNamespace(max_seqlen_q=longest, cu_seqlens_q=sums)
+        with refusing_long_sequences(model, 0, 0, 1):
+            _call(model, tokens, packed)
+    with (
+        refusing_long_sequences(model, 0, 3, 1),
+        pytest.raises(ScheduleError, match="micro-batch 3: a sequence has 9 tokens"),
+    ):
+        _call(model, tokens, SimpleNamespace(max_seqlen_q=9, cu_seqlens_q=sums))
+    with refusing_long_sequences(model, 0, 0, 2), pytest.raises(ScheduleError, match="10 tokens"):
+        model(tokens[:, :5])
+    model(tokens)  # nothing is left of the checks
+
+
+def _call(model: torch.nn.Module, tokens: torch.Tensor, packed: Any) -> None:
+    model.forward = lambda x, **_: x
+    model(tokens, packed_seq_params=packed)
+
+
+class _LongCompute(fake.Compute):
+    """A computation whose tensors are as long as their micro-batch, and hold one number each."""
+
+    def __init__(self, lengths: list[int], start: float) -> None:
+        super().__init__(start=start)
+        self.lengths = lengths
+
+    def run(self, action: Any, inputs: Any, **keywords: Any) -> Any:
+        length = self.lengths[action.microbatch]
+        assert all(tensor.shape == (length,) for tensor in inputs)
+        made = super().run(action, [tensor[:1] for tensor in inputs], **keywords)
+        return [tensor.repeat(length) for tensor in made]
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_every_action_gets_what_the_chain_of_stages_has_for_it(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(list(registered())))
+    twins = registered()[name].twins
+    ranks = 4 if twins == 2 else data.draw(st.integers(2, 4))
+    count = data.draw(st.integers(1, 9))
+    schedule = generate(name, ranks, count * twins)
+    lengths = data.draw(st.lists(st.integers(1, 50), min_size=count, max_size=count))
+    for row, compute, expected in threads_as_ranks.by_rank(
+        schedule, make=lambda start: _LongCompute(lengths, start)
+    ):
+        assert compute.inputs.keys() >= {action for action in row if action.kind != "W"}
+        for action in row:
+            if action.kind != "W":
+                assert compute.inputs[action] == expected(action)

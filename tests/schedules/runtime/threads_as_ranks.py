@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _LONG_S = 60.0
 
+Make = Callable[[float], fake.Compute]
+
 
 class Network:
     """The wires of all ranks, which are threads; notices when all of them wait."""
@@ -84,17 +86,21 @@ class SharedWire(fake.Wire):
             return super().recv(source, message, timeout_s)
 
 
-def run_all(schedule: Schedule, num_parts: int = 1) -> list[fake.Compute]:
+def run_all(schedule: Schedule, num_parts: int = 1, make: Make | None = None) -> list[fake.Compute]:
     """Run every rank of a table, of both twins; return what each computed.
 
     Args:
         schedule: The table.
         num_parts: Tensors of one hand-over.
+        make: Makes the computation of a rank from the data of its twin; its tensors may have any
+            length.
     """
     num_ranks, twins = len(schedule.rows), schedule.placement.twins
     network = Network(num_ranks * twins)
     computes = [
         fake.Compute(num_parts=num_parts, start=start_of(number // num_ranks))
+        if make is None
+        else make(start_of(number // num_ranks))
         for number in range(num_ranks * twins)
     ]
 
@@ -159,11 +165,11 @@ Rank = tuple[Row, fake.Compute, Callable[[Action], list[float]]]
 """Its row, what it computed, and the inputs that a model has for an action of it."""
 
 
-def by_rank(schedule: Schedule, num_parts: int = 1) -> Iterator[Rank]:
+def by_rank(schedule: Schedule, num_parts: int = 1, make: Make | None = None) -> Iterator[Rank]:
     """Run a schedule; yield what is known of each rank."""
     chains = [chain(schedule, start_of(twin)) for twin in range(schedule.placement.twins)]
     num_ranks = len(schedule.rows)
-    for number, compute in enumerate(run_all(schedule, num_parts)):
+    for number, compute in enumerate(run_all(schedule, num_parts, make)):
         twin, rank = divmod(number, num_ranks)
 
         def expected(action: Action, twin: int = twin) -> list[float]:
