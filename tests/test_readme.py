@@ -126,7 +126,9 @@ FOREIGN_FLAGS = {
     "--wandb-project",
     "--nproc-per-node",
     "--nproc_per_node",
+    "--rampup-batch-size",
     "--rerun-mode",
+    "--sft",
     "--step-batch-size-schedule",
 }
 
