@@ -50,8 +50,8 @@ def item_cost(item: Any, cost: LengthCost) -> float:
     """Return what a micro-batch costs.
 
     Args:
-        item: What the data iterator gives: `tokens`, `[b, s]`, or for packed samples `cu_seqlens`
-            as well, where each sample begins and the last one ends.
+        item: What the data iterator gives: `tokens`, `[b, s]` with any s from 0 on, or for packed
+            samples `cu_seqlens` as well, where each sample begins and the last one ends.
         cost: Cost of a sample by its length.
 
     Raises:
@@ -66,7 +66,7 @@ def item_cost(item: Any, cost: LengthCost) -> float:
         return float(cost.linear * count + cost.quadratic * squares)
     if tokens is not None:
         length = int(tokens.shape[-1])
-        return int(tokens.numel()) // length * cost.of_length(length)
+        return tokens.numel() // length * cost.of_length(length) if length else 0.0
     found = ", ".join(map(str, fields)) if fields else f"a {type(item).__name__}"
     raise ScheduleError(
         f"--pipeline-balance order needs the lengths of micro-batches, from tokens or cu_seqlens "

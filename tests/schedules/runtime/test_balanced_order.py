@@ -163,6 +163,13 @@ def test_equal_lengths_keep_the_order_of_the_file() -> None:
     assert step.order == (0, 1, 2, 3)
 
 
+def test_empty_microbatches_are_ordered_too() -> None:
+    step = _step()
+    taken = step.iterator(iter([{"tokens": torch.zeros(1, n)} for n in (5, 0, 0, 5)]))
+    assert taken is not None
+    assert [item["tokens"].shape[-1] for item in taken] == [0, 5, 5, 0]
+
+
 def test_nothing_is_fetched_beyond_the_step() -> None:
     step, items = _step(), iter([{"tokens": torch.zeros(1, n)} for n in (9, 1, 9, 1, 5, 5)])
     taken = step.iterator(items)
@@ -181,6 +188,7 @@ def test_the_cost_of_a_packed_microbatch_is_that_of_its_samples() -> None:
     assert item_cost(packed, cost) == 10 + 0.5 * (16 + 36)
     assert item_cost({"cu_seqlens": torch.tensor([0, 4, 10])}, cost) == 10 + 0.5 * (16 + 36)
     assert item_cost({"tokens": torch.zeros(3, 10)}, cost) == 3 * (10 + 0.5 * 100)
+    assert item_cost({"tokens": torch.zeros(3, 0)}, cost) == 0
 
 
 def test_the_cost_of_a_model_counts_the_experts_of_a_token() -> None:
