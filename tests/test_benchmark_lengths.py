@@ -1,0 +1,82 @@
+"""The benchmark of lengths measures what it says; how long things take is not tested here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.length_harness.ways import UPSTREAM, Batch, ScaledTimes, ways
+from benchmarks.length_harness.workloads import WORKLOADS
+from megatron_ext.schedules.search.length_balance import pack_in_file_order
+from tests.commands import run_python
+
+ROOT = Path(__file__).parents[1]
+WAYS = {way.name: way for way in ways()}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_batch_fills_its_packs_in_file_order(name: str) -> None:
+    workload = WORKLOADS[name]
+    lengths = workload.batch(16, seed=3)
+    assert lengths == workload.batch(16, seed=3) != workload.batch(16, seed=4)
+    packing = pack_in_file_order(lengths, 4, workload.max_tokens)
+    assert [len(replica) for replica in packing] == [4] * 4
+    assert all(pack for replica in packing for pack in replica)
+
+
+def test_general_data_are_as_long_as_published() -> None:
+    lengths = WORKLOADS["sft"].batch(400, seed=1)
+    assert sum(lengths) / len(lengths) == pytest.approx(846.1, rel=0.05)
+
+
+def test_attention_at_the_longest_length_costs_as_much_as_the_rest_or_more() -> None:
+    assert all(workload.attention >= 1.0 for workload in WORKLOADS.values())
+
+
+def test_all_ways_do_the_same_work() -> None:
+    batch = Batch(WORKLOADS["long-64k"], pp=4, num_microbatches=8, num_replicas=2, seed=0)
+    work = {name: sum(map(sum, batch.rows(way))) for name, way in WAYS.items()}
+    assert work == pytest.approx(dict.fromkeys(WAYS, 16.0))
+    file, ordered = (batch.rows(WAYS[f"interleaved, {how}"]) for how in ("file order", "order"))
+    assert file != ordered
+    assert list(map(sorted, file)) == list(map(sorted, ordered))
+    packed = batch.rows(WAYS["interleaved, pack"])
+    assert max(map(sum, packed)) < max(map(sum, file))
+    assert batch.rows(WAYS[UPSTREAM]) == file
+
+
+def test_ops_take_what_their_microbatch_costs() -> None:
+    times = ScaledTimes(0.5, 0.5, (1.0, 3.0))
+    assert times.seconds("F", 0, 0) == 0.25
+    assert times.seconds("B", 1, 1) == 1.5
+
+
+def test_command(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    options = ("--quick", "--only", "interleaved, file", "interleaved, pack", "--json", str(path))
+    done = run_python(str(ROOT / "benchmarks/lengths.py"), *options)
+    assert done.returncode == 0, done.stderr
+    [table] = json.loads(path.read_text())["tables"]
+    assert list(table["lines"]) == [
+        UPSTREAM,
+        "interleaved, file order",
+        "interleaved, pack",
+        "interleaved, pack and order",
+        "interleaved, pack, order and dynamic",
+    ]
+    reference = table["lines"][UPSTREAM]
+    assert reference["of_order"] == pytest.approx(
+        table["lines"]["interleaved, file order"]["of_order"]
+    )
+    for line in table["lines"].values():
+        assert len(line["overheads"]) == 2, "one step for each replica"
+        assert table["bounds"][0] <= line["of_order"][0] <= line["seconds"][0]
+    assert "bound" in done.stdout
+
+
+def test_a_size_that_is_none_is_refused() -> None:
+    done = run_python(str(ROOT / "benchmarks/lengths.py"), "--size", "4")
+    assert done.returncode == 2
+    assert "'4' is no size such as 4x16" in done.stderr
