@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import TYPE_CHECKING
 
+from megatron_ext.schedules.text_table import aligned
+
 if TYPE_CHECKING:
     from .metrics import Figures
 
@@ -40,13 +42,7 @@ def table(figures: Mapping[str, Figures], weights: Mapping[str, int]) -> str:
         weights: How often each stores every weight.
     """
     rows = [_HEADS, *(_row(name, found, weights[name]) for name, found in figures.items())]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells))
-    return "\n".join(lines)
+    return aligned(rows)
 
 
 def _row(name: str, found: Figures, weights: int) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from megatron_ext.schedules.generators.catalog import (
 from megatron_ext.schedules.representation.costs import UNIT, Costs
 from megatron_ext.schedules.representation.validation import check_actions
 from megatron_ext.schedules.search.simulate import Timeline, simulate
+from megatron_ext.schedules.text_table import aligned
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Option, Schedule
@@ -134,13 +135,7 @@ _HEADS = ("schedule", "makespan", "ideal", "bubble", "bubble %", "peak act.", "w
 def table(timelines: Sequence[Timeline]) -> str:
     """Return the comparison as text, in the order given."""
     rows = [_HEADS, *map(_table_row, timelines)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells))
-    return "\n".join(lines)
+    return aligned(rows)
 
 
 def _table_row(timeline: Timeline) -> tuple[str, ...]:

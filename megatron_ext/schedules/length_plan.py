@@ -19,6 +19,7 @@ from megatron_ext.schedules.search.length_balance import (
     shortest,
 )
 from megatron_ext.schedules.search.length_order import best_order, makespan_of
+from megatron_ext.schedules.text_table import aligned
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Schedule
@@ -258,10 +259,4 @@ def table(found: Sequence[LengthGains]) -> str:
         steps = gains.in_file_order, gains.order, gains.pack, gains.pack_and_order, gains.bound
         gained = gains.in_file_order / gains.pack_and_order
         rows.append((gains.schedule, *(f"{step:.4g}" for step in steps), f"{gained:.3f}"))  # type: ignore[arg-type]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells))
-    return "\n".join(lines)
+    return aligned(rows)

@@ -24,6 +24,7 @@ from megatron_ext.schedules.generators.catalog import registered
 from megatron_ext.schedules.representation.costs import Costs
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.policies import POLICIES
+from megatron_ext.schedules.text_table import aligned
 from megatron_ext.trace import summary
 from megatron_ext.trace.aggregate import Run, read_run
 from megatron_ext.trace.measured_costs import StageCosts, load_schedule, measured_costs
@@ -301,24 +302,20 @@ def table(found: Forecast, limit: int = 20) -> str:
     rows += [
         (p.label, f"{1e3 * p.step_s:.1f}", f"{100 * p.bubble_ratio:.1f}", _gib(p)) for p in shown
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     traced = f"traced: {found.measured}, step {1e3 * found.measured_s:.1f} ms"
     for own in found.predictions:
         if own.label == found.measured:
             traced += f", itself predicted as {1e3 * own.step_s:.1f} ms"
     if found.shared_cpus is not None:
         traced += f" for ranks with a CPU or a device each ({found.shared_cpus})"
-    lines = [f"{traced}; predicted:"]
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells))
+    lines = [f"{traced}; predicted:", aligned(rows)]
     if len(found.predictions) > limit:
         lines.append(f"and {len(found.predictions) - limit} more (--json shows all)")
     if not all(p.bounds_memory for p in shown):
         lines.append("* not bounded: ranks may keep all micro-batches if others are late")
+    width = max(len(row[0]) for row in rows)
     lines.append("\nflags:")
-    lines += [f"  {p.label.ljust(widths[0])}  {p.flags}" for p in shown]
+    lines += [f"  {p.label.ljust(width)}  {p.flags}" for p in shown]
     return "\n".join(lines)
 
 
