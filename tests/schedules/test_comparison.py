@@ -20,13 +20,9 @@ def test_all_schedules_the_fastest_first() -> None:
 
 def test_what_cannot_run_is_left_out_with_the_reason() -> None:
     timelines, left_out = comparison.compare("all", 3, 5, Costs())
-    assert {t.schedule.name for t in timelines} == {"1f1b", "gpipe", "v-half", "zb-h1", "zb-v"}
-    assert [reason.split()[0] for reason in left_out] == [
-        "bitpipe",
-        "dualpipe",
-        "dualpipe-v",
-        "interleaved",
-    ]
+    names = {t.schedule.name for t in timelines}
+    assert names == {"1f1b", "dualpipe-v", "gpipe", "interleaved", "v-half", "zb-h1", "zb-v"}
+    assert [reason.split()[0] for reason in left_out] == ["bitpipe", "dualpipe"]
     with pytest.raises(ScheduleError, match="no schedule can run") as raised:
         comparison.compare("all", 0, 5, Costs())
     assert len(str(raised.value).splitlines()) == 2, "one reason, told once"
