@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext import releases
 from tests.ranks import start_ranks, train_without_tree
 from tests.schedules.runtime.capture import GPT, PP2
 
@@ -56,5 +57,10 @@ def test_a_killed_process_is_named(victim: int, when: str, witnesses: list[int])
     expected = [0] * 4
     expected[victim] = -signal.SIGKILL
     assert run.exit_codes == expected, run.describe()
-    told = [run.values[rank] for rank in witnesses]
-    assert all(re.search(rf"rank {victim} on host \S+ \(wire shm\) died", t) for t in told), told
+    named = rf"rank {victim} on host \S+ \(wire shm\) died"
+    for rank in witnesses:
+        told = named
+        if releases.has_training() and {rank, victim} == {0, 2}:
+            # Before an evaluation, upstream's loop has a barrier of the forward ranks.
+            told += "|^torch: .*Connection closed by peer"
+        assert re.search(told, run.values[rank]), (rank, run.values[rank])
