@@ -79,6 +79,15 @@ def _num_left() -> int:
     return _num_buffers() + sum("memfd:fake_musa" in file for file in files)
 
 
+def _await_readers(transport: DirectTransport) -> None:
+    """Wait until all buffers have been read: others are not used again."""
+    transport._await_peers(lambda peer: not peer.lent, _LONG_S)
+    for peer in transport._peers.values():
+        for buffer in peer.free.values():
+            while not transport._sharing.is_read(buffer):
+                time.sleep(1e-3)
+
+
 def _step(transport: DirectTransport, num_ranks: int, num_messages: int, seed: int) -> None:
     """Each rank sends all it has, to all, and takes what it gets in another order."""
     me, order = _rank(), random.Random(seed + _rank())
@@ -124,6 +133,7 @@ def _exchange(num_ranks: int, num_messages: int) -> tuple[list[str], list[int], 
     for seed in range(3):
         _step(transport, num_ranks, num_messages, seed)
         num_buffers.append(_num_buffers())
+        _await_readers(transport)
     stats = transport.stats()
     assert set(stats.wires.values()) == {"ipc"}
     assert stats.messages == 3 * num_messages * (num_ranks - 1)
@@ -166,9 +176,7 @@ def _one_way() -> tuple[int, int, int]:
             ]
         transport.flush(_LONG_S)
         counts.append(_num_buffers())
-        for buffer in transport._peers[1 - _rank()].free.values():
-            while not transport._sharing.is_read(buffer):  # what is being read is not used again
-                time.sleep(1e-3)
+        _await_readers(transport)
     transport.close()
     return tuple(counts)
 
