@@ -1,13 +1,49 @@
-"""Skips the checks where there is no NVIDIA GPU, saying so."""
+"""Skips the checks where there is no NVIDIA GPU, saying so; under run.sh, what is skipped fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from typing import Any
 
 import pytest
 
-from .processes import why_no_gpu
+from .processes import CHECKS, why_no_gpu
+
+_UNDER_RUN_SH = CHECKS in os.environ
 
 
 @pytest.fixture(scope="session", autouse=True)
 def gpu() -> None:
-    """The first NVIDIA GPU of this machine."""
+    """The first NVIDIA GPU of this machine, or what stands in for it."""
     reason = why_no_gpu()
     if reason is not None:
         pytest.skip(f"needs an NVIDIA GPU: {reason}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let a skipped check fail under run.sh: nothing was checked."""
+    report = yield
+    if _UNDER_RUN_SH and report.skipped:
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} was skipped: {report.longrepr}"
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print one table of all checks with what they found."""
+    if not _UNDER_RUN_SH:
+        return
+    rows = [("check", "result", "found"), ("---", "---", "---")]
+    for outcome in ("passed", "failed", "error"):
+        for report in terminalreporter.getreports(outcome):
+            if report.when == "call" or outcome != "passed":
+                # A module that cannot be imported has a report without properties.
+                properties = getattr(report, "user_properties", ())
+                found = "; ".join(f"{name}: {value}" for name, value in properties)
+                rows.append((report.nodeid.removeprefix("tests/gpu/"), outcome, found))
+    for row in rows:
+        terminalreporter.write_line(f"| {' | '.join(row)} |")

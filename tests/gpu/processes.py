@@ -1,4 +1,4 @@
-"""Runs a function of a test module as several ranks that share the first GPU.
+"""Runs a function of a test module as several ranks that share the first GPU, or its stand-in.
 
 Every rank is a fresh process: a GPU cannot be used after a fork. Ranks rendezvous in the directory
 of the run, where each leaves its result and its log; collectives are gloo's, because NCCL refuses
@@ -20,10 +20,18 @@ from typing import Any
 
 import torch
 
+from tests.fake_musa import build
+from tests.fake_musa.queued import queued
+
 REPO = Path(__file__).resolve().parents[2]
 
+CHECKS = "MEGATRON_EXT_GPU_CHECKS"
+"""Variable that run.sh sets: cuda, or emulated for the emulated device."""
+
+EMULATED = os.environ.get(CHECKS) == "emulated"
+
 _ENVIRONMENT = {
-    "MEGATRON_EXT_DEVICE": "cuda",
+    "MEGATRON_EXT_DEVICE": "musa" if EMULATED else "cuda",
     "LOCAL_RANK": "0",  # which is the number of the GPU
     "GLOO_SOCKET_IFNAME": "lo",
     "MASTER_ADDR": "127.0.0.1",
@@ -38,6 +46,12 @@ _ENVIRONMENT = {
 
 def why_no_gpu() -> str | None:
     """Return why the checks cannot run here, or None."""
+    if EMULATED:
+        try:
+            build.library()
+        except build.NoCompiler as error:
+            return f"the emulated device cannot be built: {error}"
+        return None
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
     if not torch.cuda.is_available():
@@ -74,7 +88,7 @@ def run(
     ranks = []
     for rank in range(num_ranks):
         own = {
-            **os.environ, **_ENVIRONMENT, "PYTHONPATH": path, "RANK": str(rank),
+            **os.environ, **_ENVIRONMENT, "PYTHONPATH": path, **_stand_in(path), "RANK": str(rank),
             "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), **environment,
         }  # fmt: skip
         ranks.append(_start(directory, rank, own))
@@ -83,6 +97,15 @@ def run(
         tails = (_tail(directory / f"{rank}.log") for rank in range(num_ranks))
         raise AssertionError(f"exit codes {codes}\n" + "\n".join(tails))
     return [pickle.loads((directory / f"{rank}.result").read_bytes()) for rank in range(num_ranks)]
+
+
+def _stand_in(path: str) -> dict[str, str]:
+    """Return what the emulated device needs, with jitter, so that a missing wait shows."""
+    if not EMULATED:
+        return {}
+    found = {**build.environment(devices=1), **queued(connections=1, jitter_us=100, seed=1)}
+    found["PYTHONPATH"] = os.pathsep.join([found["PYTHONPATH"], path])
+    return found
 
 
 def _start(directory: Path, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -120,9 +143,10 @@ def store() -> torch.distributed.FileStore:
 
 
 def join() -> None:
-    """Make the default process group, with gloo."""
+    """Make the default process group, with gloo; the emulated MCCL takes ranks of one device."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.distributed.init_process_group("gloo", store=store(), rank=rank, world_size=size)
+    backend = "mccl" if EMULATED else "gloo"
+    torch.distributed.init_process_group(backend, store=store(), rank=rank, world_size=size)
 
 
 def _main() -> None:

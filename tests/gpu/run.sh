@@ -1,21 +1,47 @@
 #!/usr/bin/env bash
-# Runs the checks that need an NVIDIA GPU, in the Python environment that is active (or PYTHON). It
-# needs torch with CUDA, pytest, and for training megatron-core; nothing is downloaded. The package
-# is installed from this tree if its native core is not there yet, which needs pip, a C++ compiler,
-# cmake, ninja, pybind11 and scikit-build-core. Several ranks share the first GPU. Arguments go to
-# pytest: bash tests/gpu/run.sh -k transport -x
+# Runs the checks that need an NVIDIA GPU, in the Python environment that is active (or PYTHON), and
+# prints one table. Several ranks share the first GPU. A check that would be skipped fails.
+#
+#     bash tests/gpu/run.sh [--emulated] [--wheels DIR] [ARGUMENTS OF PYTEST]
+#
+#   --emulated    on the emulated device of the tests, which runs behind its host as a GPU does: the
+#                 same checks with little work, so that the first run on a GPU is not their first
+#   --wheels DIR  first installs all wheels of DIR, without dependencies and without an index. Fill it
+#                 where there is one:
+#                     pip download --no-deps -d DIR megatron-core wrapt pytest iniconfig pluggy
+#
+# It needs torch with CUDA, pytest and megatron-core; nothing is downloaded. The package is installed
+# from this tree if its native core is not there yet, which needs pip, a C++ compiler, cmake, ninja,
+# pybind11 and scikit-build-core.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-python3}
+export MEGATRON_EXT_REQUIRE_NATIVE=1 MEGATRON_EXT_GPU_CHECKS=cuda
+while (($#)); do
+    case $1 in
+        --emulated)
+            export MEGATRON_EXT_GPU_CHECKS=emulated
+            shift
+            ;;
+        --wheels)
+            wheels=("${2:?run.sh: --wheels needs a folder}"/*.whl)
+            [[ -e ${wheels[0]} ]] || { echo "run.sh: there is no wheel in $2" >&2 && exit 2; }
+            "$python" -m pip install --quiet --no-index --no-deps "${wheels[@]}"
+            shift 2
+            ;;
+        *) break ;;
+    esac
+done
 
 "$python" -c 'import sys; sys.path[:0] = ["."]; from tests.gpu.processes import why_no_gpu as why
 reason = why(); sys.exit(f"run.sh: needs an NVIDIA GPU: {reason}" if reason else 0)'
 if ! "$python" -c 'import megatron_ext.transport._C' 2>/dev/null; then
     echo "run.sh: installs megatron_ext from $PWD, to build its native core"
-    MEGATRON_EXT_REQUIRE_NATIVE=1 "$python" -m pip install --quiet --no-index --no-deps \
-        --no-build-isolation --editable .
+    "$python" -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
 fi
-nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || true
-"$python" -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda)'
-MEGATRON_EXT_REQUIRE_NATIVE=1 exec "$python" -m pytest tests/gpu -m gpu -s -v -p no:cacheprovider "$@"
+if [[ $MEGATRON_EXT_GPU_CHECKS == cuda ]]; then
+    nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader || true
+    "$python" -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda)'
+fi
+exec "$python" -m pytest tests/gpu -m gpu -v -p no:cacheprovider "$@"

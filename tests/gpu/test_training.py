@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,6 +30,7 @@ _CASES = {
     "Megatron's own schedule": "--pipeline-transport shm",
     "zb-h1": "--pipeline-schedule zb-h1 --pipeline-transport shm",
     "dpp": "--pipeline-schedule 1f1b --use-dpp",
+    "dpp staged": "--pipeline-schedule 1f1b --use-dpp --pipeline-device-path staged",
     "ipc": "--pipeline-schedule 1f1b --pipeline-transport shm --pipeline-device-path ipc",
 }
 
@@ -53,7 +55,10 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Captured:
 
 @pytest.mark.parametrize("case", _CASES)
 def test_four_stages_compute_what_one_process_does(
-    case: str, one_process: Captured, tmp_path: Path
+    case: str,
+    one_process: Captured,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     flags = GPT + PP4 + _PLAIN + _CASES[case]
     ranks = processes.run(4, train, flags, directory=tmp_path / "run")
@@ -65,4 +70,4 @@ def test_four_stages_compute_what_one_process_does(
     expected = one_process.gradients[0]
     assert expected.keys() <= found.keys()  # the last stage has the tied weight once more
     same = sum(found[name] == digest for name, digest in expected.items())
-    print(f"\n{case}: {same} of {len(expected)} gradients of the first step equal in all bits")
+    record_property("gradients of the first step equal in all bits", f"{same} of {len(expected)}")
