@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copyreg
+import enum
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
@@ -10,6 +15,7 @@ from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 __all__ = ["PATCHES"]
 
 
+_COMMON = "megatron.core.dist_checkpointing.strategies.common"
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
@@ -28,19 +34,69 @@ def _start_without_main(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
             names["__file__"] = path
 
 
-PATCHES = tuple(
-    Patch(
-        id="dist_checkpointing.queue_process",
-        target=f"{_WRITER}:{name}",
-        fn=_start_without_main,
-        required=False,
-        reason="the process behind the queue imports the training script, which takes seconds, "
-        "and fails if the script needs `python -m megatron_ext` to find Megatron",
-        since=since,
-        until=until,
-    )
-    for name, since, until in (
-        ("_get_write_results_queue", None, "0.17"),
-        ("get_write_results_queue", "0.17", None),
-    )
+@cache
+def _enums_are_written_as_getattr() -> bool:
+    """Return whether this Python pickles a member of an enum as a call of `getattr`."""
+
+    class Probe(enum.Enum):
+        MEMBER = 0
+
+    return Probe.MEMBER.__reduce_ex__(2)[0] is getattr
+
+
+def _with_enums_by_value(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Write Megatron's enums as later Pythons do: the class, called with the value."""
+    from megatron.core.safe_globals import SAFE_GLOBALS
+
+    classes = [each for each in SAFE_GLOBALS if isinstance(each, type)]
+    with _by_value([each for each in classes if issubclass(each, enum.Enum)]):
+        return call(*args, **kwargs)
+
+
+@contextmanager
+def _by_value(classes: list[type[enum.Enum]]) -> Iterator[None]:
+    new = [each for each in classes if each not in copyreg.dispatch_table]
+    for each in new:
+        copyreg.pickle(each, lambda member: (type(member), (member.value,)))
+    try:
+        yield
+    finally:
+        for each in new:
+            del copyreg.dispatch_table[each]
+
+
+PATCHES = (
+    *(
+        Patch(
+            id="dist_checkpointing.enums_by_value",
+            target=f"{_COMMON}:{name}",
+            fn=_with_enums_by_value,
+            when=_enums_are_written_as_getattr,
+            required=False,
+            reason="Python 3.11.0 to 3.11.3 pickle enums in a way that torch's loader refuses, so "
+            "no run goes on from a checkpoint that was saved there",
+            since=since,
+            until=until,
+        )
+        for name, since, until in (
+            ("TorchCommonSaveStrategy.save_common", None, "0.17"),
+            ("save_common", "0.17", None),
+        )
+    ),
+    *(
+        Patch(
+            id="dist_checkpointing.queue_process",
+            target=f"{_WRITER}:{name}",
+            fn=_start_without_main,
+            required=False,
+            reason="the process behind the queue imports the training script, which takes seconds, "
+            "and fails if the script needs `python -m megatron_ext` to find Megatron",
+            since=since,
+            until=until,
+        )
+        for name, since, until in (
+            ("_get_write_results_queue", None, "0.17"),
+            ("get_write_results_queue", "0.17", None),
+        )
+    ),
 )

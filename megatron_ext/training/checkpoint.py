@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -286,6 +287,12 @@ def _opening(path: Path, load: Callable[..., _T], *args: Any) -> _T:
     try:
         return load(*args)
     except _UNREADABLE as error:
+        if refused := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
+            raise DataError(
+                f"{path} contains {refused[1]}, which torch loads only from files that you trust; "
+                "if you do, set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 (Python 3.11.0 to 3.11.3 write "
+                "enums as getattr)"
+            ) from error
         raise DataError(
             f"{path} is damaged: {reason_of(error)}; restore it, or write the number of another "
             f"iteration into {path.parent.parent / _TRACKER}"
