@@ -300,10 +300,15 @@ def test_what_cannot_run_is_refused_with_what_can(way: str) -> None:
 @pytest.mark.usefixtures("megatron_lm_path")
 def test_every_batch_of_a_ramp_up_is_checked(tmp_path: Path) -> None:
     """Only upstream's script ramps up."""
-    flags = PP4.replace("16", "32") + "--rampup-batch-size 4 4 100 --pipeline-schedule "
+    sizes = PP4.replace("16", "32") + "--train-samples 400 --rampup-batch-size 4 4 100 "
     table = tmp_path / "table.csv"
     table.write_text(csv_io.dumps(generate("1f1b", 4, 16)))
-    accepted, message = run("upstream", (flags + "interleaved", 4), (flags + f"csv:{table}", 4))
+    model = MODEL.replace("--train-iters 5 ", "")
+    accepted, message = run_ranks(
+        1, outcomes, "upstream",
+        [("gpt", f"{model}{sizes}--pipeline-schedule {name}", 4)
+         for name in ("interleaved", f"csv:{table}")],
+    )[0]  # fmt: skip
     assert not isinstance(accepted, str), accepted
     assert isinstance(message, str), "was accepted"
     assert "not 2 micro-batches (--global-batch-size 4" in message
