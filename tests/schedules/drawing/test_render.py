@@ -8,7 +8,6 @@ from xml.etree import ElementTree as ET
 import pytest
 from hypothesis import given, settings
 
-from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Costs, Schedule, generate, registered, simulate
 from megatron_ext.schedules.drawing import render, svg
 from tests.schedules.strategies import COSTS, schedules
@@ -24,10 +23,8 @@ VARIANTS = [
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
 def test_the_picture_in_the_docstring_is_the_table(name: str, variant: dict[str, str]) -> None:
     text = importlib.import_module(registered()[name].module).__doc__ or ""
-    try:
-        timeline = simulate(generate(name, 4, 4, **variant))
-    except ScheduleError:  # needs more micro-batches
-        timeline = simulate(generate(name, 4, 8, **variant))
+    num_microbatches = 8 if name.startswith("dualpipe") else 4  # below 2 pp, a part of that table
+    timeline = simulate(generate(name, 4, num_microbatches, **variant))
     assert f"\n{render.caption(timeline)}\n{render.grid(timeline)}\n" in text
     assert "Bubble:" in text
     assert "Activations:" in text
