@@ -153,12 +153,24 @@ def encode_batches(
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool as error:
+        _end_writing(pool)
         raise LaunchError(
             f"one of the {num_workers} preprocessing workers exited early (out of memory?); "
             f"retry with fewer --workers"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _end_writing(pool: ProcessPoolExecutor) -> None:
+    """Lets a pool without workers shut down.
+
+    In Pythons without the fix of cpython#94777 (3.11.2 has none) its thread writes the next batch
+    to workers that are gone, and `shutdown` waits for it. A pipe without a reader ends the write.
+    """
+    queue = getattr(pool, "_call_queue", None)
+    if queue is not None:
+        queue._reader.close()
 
 
 def start_fork_server() -> None:

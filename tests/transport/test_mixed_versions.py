@@ -28,4 +28,4 @@ def test_each_rank_names_the_one_with_another_version() -> None:
         assert "Traceback" not in log
         [line] = [line for line in log.splitlines() if "megatron_ext: error:" in line]
         assert "0.0.1" in line
-        assert "install the same on all hosts" in line
+        assert "install one version on all hosts" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,10 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
     assert "fits only the stages that it was saved with" in told[0]
 
 
+@pytest.mark.skipif(
+    (3, 11) <= sys.version_info < (3, 11, 4),
+    reason="this Python writes enums into these files that Megatron cannot load",
+)
 def test_files_by_rank_are_refused(tmp_path: Path) -> None:
     """The format that has one file for each rank would put weights into other layers."""
     by_rank = f"--ckpt-format torch --train-iters 2 --save {tmp_path} --save-interval 2 "
