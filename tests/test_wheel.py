@@ -73,9 +73,8 @@ def test_the_wheel_trains_without_a_compiler(wheel: Path, tmp_path: Path) -> Non
     run(
         [str(python), "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel)], tmp_path
     )
-    site = Path(
-        run([str(python), "-c", "import site; print(*site.getsitepackages())"], tmp_path).strip()
-    )
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"  # Debian's Python has two
+    site = Path(run([str(python), "-c", where], tmp_path).strip())
     (site / "torch_and_megatron.pth").write_text(sysconfig.get_path("purelib"))
     (home / "bin" / "torchrun").write_text(
         f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n'
