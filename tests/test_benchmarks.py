@@ -21,6 +21,7 @@ from benchmarks.schedule_harness.systems import Own, System, all_systems
 from benchmarks.schedule_harness.wakeup import wakeup_s
 from megatron_ext.schedules import Costs, Schedule, generate, simulate
 from tests.commands import run_python
+from tests.tiers import first_quick
 
 ROOT = Path(__file__).parents[1]
 PP, MICROBATCHES = 4, 8
@@ -157,7 +158,7 @@ def test_unknown_system() -> None:
     assert "no system has gpipes in its name; there are: megatron-core 1F1B; " in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", first_quick([signal.SIGINT, signal.SIGTERM]))
 def test_nothing_is_left_after_an_interrupt(tmp_path: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(
         command("--forward-ms=1000", "--only", "gloo: 1f1b"),
@@ -231,6 +232,6 @@ def test_the_way_from_a_killed_rank_to_the_next_step_is_broken_down(tmp_path: Pa
     done = run_python(program, "--rounds", "1", "--json", str(figures))
     assert done.returncode == 0, done.stdout + done.stderr
     [parts] = json.loads(figures.read_text())
-    assert len(parts) == 4
+    assert len(parts) == 5
     assert all(seconds > 0 for seconds in parts.values())
     assert all(part in done.stdout for part in parts)
