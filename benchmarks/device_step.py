@@ -5,7 +5,7 @@
 
 Runs on the emulated device of the tests (tests/fake_musa/README.md), which needs a C++ compiler:
 processes, launches, events, copies and messages are real, and a kernel takes the time of an action
-without using the processor. The defaults take ten minutes. Columns of the table:
+without using the processor. The defaults take three minutes. Columns of the table:
 
     T ms          median step time, from the first rank's begin until all devices are idle
     T/ideal       T over the undisturbed work of one rank
