@@ -65,38 +65,29 @@ def _by_value(classes: list[type[enum.Enum]]) -> Iterator[None]:
             del copyreg.dispatch_table[each]
 
 
+def _rows(old: str, new: str, **common: Any) -> Iterator[Patch]:
+    """Yield one patch of a method of 0.16 that is a function from 0.17 on."""
+    module = new.partition(":")[0]
+    yield Patch(target=f"{module}:{old}", until="0.17", required=False, **common)
+    yield Patch(target=new, since="0.17", required=False, **common)
+
+
 PATCHES = (
-    *(
-        Patch(
-            id="dist_checkpointing.enums_by_value",
-            target=f"{_COMMON}:{name}",
-            fn=_with_enums_by_value,
-            when=_enums_are_written_as_getattr,
-            required=False,
-            reason="Python 3.11.0 to 3.11.3 pickle enums in a way that torch's loader refuses, so "
-            "no run goes on from a checkpoint that was saved there",
-            since=since,
-            until=until,
-        )
-        for name, since, until in (
-            ("TorchCommonSaveStrategy.save_common", None, "0.17"),
-            ("save_common", "0.17", None),
-        )
+    *_rows(
+        "TorchCommonSaveStrategy.save_common",
+        f"{_COMMON}:save_common",
+        id="dist_checkpointing.enums_by_value",
+        fn=_with_enums_by_value,
+        when=_enums_are_written_as_getattr,
+        reason="Python 3.11.0 to 3.11.3 pickle enums in a way that torch's loader refuses, so no "
+        "run goes on from a checkpoint that was saved there",
     ),
-    *(
-        Patch(
-            id="dist_checkpointing.queue_process",
-            target=f"{_WRITER}:{name}",
-            fn=_start_without_main,
-            required=False,
-            reason="the process behind the queue imports the training script, which takes seconds, "
-            "and fails if the script needs `python -m megatron_ext` to find Megatron",
-            since=since,
-            until=until,
-        )
-        for name, since, until in (
-            ("_get_write_results_queue", None, "0.17"),
-            ("get_write_results_queue", "0.17", None),
-        )
+    *_rows(
+        "_get_write_results_queue",
+        f"{_WRITER}:get_write_results_queue",
+        id="dist_checkpointing.queue_process",
+        fn=_start_without_main,
+        reason="the process behind the queue imports the training script, which takes seconds, "
+        "and fails if the script needs `python -m megatron_ext` to find Megatron",
     ),
 )

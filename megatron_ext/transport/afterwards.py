@@ -49,12 +49,6 @@ class Afterwards:
             self._num_left += 1
         self._jobs.put((copied, then, kept))
 
-    def drain(self, timeout_s: float) -> int:
-        """Wait until all jobs are done or one failed; return the number of remaining jobs."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_left == 0 or self.error is not None, timeout_s)
-            return self._num_left
-
     def finish(self, timeout_s: float) -> None:
         """Wait until all jobs are done.
 
@@ -62,7 +56,9 @@ class Afterwards:
             TransportError: One failed, or they took too long.
         """
         begin_s = time.perf_counter()
-        left = self.drain(timeout_s)
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_left == 0 or self.error is not None, timeout_s)
+            left = self._num_left
         self.check()
         if left:
             waited_s = time.perf_counter() - begin_s
@@ -83,7 +79,7 @@ class Afterwards:
             del job
             if self.error is None:
                 self._do(copied, then)
-            del copied, then, kept  # before drain() returns
+            del copied, then, kept  # before finish() returns
             with self._changed:
                 self._num_left -= 1
                 self._changed.notify_all()
