@@ -2,64 +2,25 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_ext import devices
-from megatron_ext.schedules import Action, generate
+from megatron_ext.schedules import generate
 from megatron_ext.schedules.representation.split_backwards import split_backwards
-from megatron_ext.schedules.runtime.executor import Executor
 from megatron_ext.schedules.runtime.ordering import PolicyOrder
-from megatron_ext.schedules.runtime.program import Peers, PipelineEnds, make_program
 from megatron_ext.schedules.runtime.run_ahead import AHEAD, RunAhead
 from megatron_ext.schedules.search.policies import Hint, Patience
-from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
-from megatron_ext.transport.native_transport import NativeTransport
+from megatron_ext.transport.direct import DirectTransport
 from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks
-from tests.transport.native_ranks import store
 
 from . import fake
+from .one_kernel import LONG_S, notes_to_neighbours, run_step, this_rank
 
-if TYPE_CHECKING:
-    from megatron_ext.schedules.runtime.compute import Tensors
-
-_LONG_S = 60.0
-_SHAPE = (64, 32)
 _PP, _MICROBATCHES = 4, 8
 _KERNEL_S = 0.02
-
-
-class _OneKernel:
-    """A computation of one long kernel for each action."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._data = torch.ones(_SHAPE, device=device)
-        self._kept: dict[tuple[int, int], torch.Tensor] = {}
-
-    def run(self, action: Action, inputs: Tensors, *, is_first: bool, progress: Any) -> Tensors:
-        place = action.stage, action.microbatch
-        given = inputs[0] if inputs else self._data
-        assert given is not None
-        if action.kind == "F":
-            self._kept[place] = given
-            return [given + 1]
-        if action.kind == "I":
-            return [given + self._kept[place]]
-        self._data = self._data + self._kept.pop(place)
-        return []
-
-    def saved_tensors(self, stage: int, microbatch: int) -> object:
-        return None
-
-    def release(self, outputs: Tensors) -> None:
-        pass
-
-    def unfinished(self) -> list[str]:
-        return []
 
 
 class _KeptEvents(RunAhead):
@@ -94,15 +55,9 @@ class _WatchedHint(Hint):
 
 def _a_step() -> tuple[list[tuple[int, bool]], list[bool], float, float]:
     """Run a step; return the choices, whether data was there at each receive, and durations."""
-    me = int(os.environ["RANK"])
-    backend = devices.current()
-    backend.bind(me)
-    device = backend.torch_device(me)
+    me, backend, device = this_rank()
     torch.distributed.init_process_group(backend.distributed_backend)
-    host = NativeTransport(
-        store(), me, [rank for rank in (me - 1, me + 1) if 0 <= rank < _PP], run_id="ahead",
-        device=torch.device("cpu"), wire="shm", slots=4 * _MICROBATCHES, slot_bytes=NOTE_BYTES,
-    )  # fmt: skip
+    host = notes_to_neighbours(me, _PP, slots=4 * _MICROBATCHES)
     sharing = backend.sharing(device)
     pull, there = sharing.pull, []
 
@@ -111,31 +66,16 @@ def _a_step() -> tuple[list[tuple[int, bool]], list[bool], float, float]:
         return pull(buffer, *args)
 
     sharing.pull = noting  # type: ignore[method-assign]
-    transport = DirectTransport(host, sharing, me, timeout_s=_LONG_S, tells_when_there=True)
+    transport = DirectTransport(host, sharing, me, timeout_s=LONG_S, tells_when_there=True)
     table = fake.table_of(split_backwards(generate("1f1b", _PP, _MICROBATCHES)), me)
-    ahead = _KeptEvents(backend, device, timeout_s=_LONG_S)
+    ahead = _KeptEvents(backend, device, timeout_s=LONG_S)
     num_actions = len(table.exchanges)
     policy = _WatchedHint(
         table.schedule, me, cap=_PP + 1, weights_fill=False, events=ahead.events,
         patience=Patience(waits=[0.0] * num_actions, durations=[1.0] * num_actions),
     )  # fmt: skip
-    order = PolicyOrder(policy, table, transport, {"F": 1, "B": 1}, (), _LONG_S, ahead)
-    sync = fake.Sync([])
-    step = Executor(
-        table=table,
-        program=make_program(
-            table, PipelineEnds(Peers(range(_PP)), {k: [_SHAPE] for k in "FB"}, torch.float32, me)
-        ),
-        order=order,
-        compute=_OneKernel(device),
-        gradients=sync,
-        parameters=sync,
-        transport=transport,
-        timeout_s=_LONG_S,
-        name_of=str,
-        run_ahead=ahead,
-    )  # fmt: skip
-    step.run()
+    order = PolicyOrder(policy, table, transport, {"F": 1, "B": 1}, (), LONG_S, ahead)
+    run_step(table, order, transport, ahead, device)
     ahead.close()
     transport.close()
     return policy.choices, there, order._ran_s, order._ran_units

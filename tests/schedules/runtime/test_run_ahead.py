@@ -2,101 +2,41 @@
 
 from __future__ import annotations
 
-import os
+import math
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_ext import devices
 from megatron_ext.devices.cpu import CpuDevice
 from megatron_ext.errors import MegatronExtError, TransportTimeout
 from megatron_ext.schedules import Action, generate
 from megatron_ext.schedules.runtime import executor as executor_module
-from megatron_ext.schedules.runtime.executor import Executor
 from megatron_ext.schedules.runtime.ordering import TableOrder
-from megatron_ext.schedules.runtime.program import Peers, PipelineEnds, make_program
 from megatron_ext.schedules.runtime.run_ahead import AHEAD, RunAhead, run_ahead_of
-from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
-from megatron_ext.transport.native_transport import NativeTransport
+from megatron_ext.transport.direct import DirectTransport
 from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks
-from tests.transport.native_ranks import store
 
 from . import fake
+from .one_kernel import LONG_S, SHAPE, notes_to_neighbours, run_step, this_rank
 
-if TYPE_CHECKING:
-    from megatron_ext.schedules.runtime.compute import Tensors
-
-_LONG_S = 60.0
-_SHAPE = (64, 32)
-_TENSOR_BYTES = 4 * 64 * 32
+_TENSOR_BYTES = 4 * math.prod(SHAPE)
 _PP, _MICROBATCHES = 4, 16
-
-
-class _OneKernel:
-    """A computation of one long kernel for each action; keeps the input until the backward."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._data = torch.ones(_SHAPE, device=device)
-        self._kept: dict[tuple[int, int], torch.Tensor] = {}
-
-    def run(self, action: Action, inputs: Tensors, *, is_first: bool, progress: Any) -> Tensors:
-        place = action.stage, action.microbatch
-        given = inputs[0] if inputs else self._data
-        assert given is not None
-        if action.kind == "F":
-            self._kept[place] = given
-            return [given + 1]
-        return [given + self._kept.pop(place)]
-
-    def saved_tensors(self, stage: int, microbatch: int) -> object:
-        return None
-
-    def release(self, outputs: Tensors) -> None:
-        for tensor in outputs:
-            assert tensor is not None
-            tensor.data = torch.empty(0, device=tensor.device)
-
-    def unfinished(self) -> list[str]:
-        return []
 
 
 def _reserved_bytes(ahead: int) -> int:
     """Run a step of 1F1B from device to device; return what it adds to the allocator's memory."""
     executor_module.AHEAD = ahead  # type: ignore[attr-defined]  # this process is a rank and ends
-    me = int(os.environ["RANK"])
-    backend = devices.current()
-    backend.bind(me)
-    device = backend.torch_device(me)
-    neighbours = [rank for rank in (me - 1, me + 1) if 0 <= rank < _PP]
-    host = NativeTransport(
-        store(), me, neighbours, run_id="ahead", device=torch.device("cpu"), wire="shm",
-        slots=4 * _MICROBATCHES, slot_bytes=NOTE_BYTES,
-    )  # fmt: skip
-    transport = DirectTransport(host, backend.sharing(device), me, timeout_s=_LONG_S)
+    me, backend, device = this_rank()
+    host = notes_to_neighbours(me, _PP, slots=4 * _MICROBATCHES)
+    transport = DirectTransport(host, backend.sharing(device), me, timeout_s=LONG_S)
     table = fake.table_of(generate("1f1b", _PP, _MICROBATCHES), me)
-    shapes = {kind: [_SHAPE] for kind in "FB"}
-    sync = fake.Sync([])
-    bound = run_ahead_of(backend, device, _LONG_S)
+    bound = run_ahead_of(backend, device, LONG_S)
     assert bound is not None
-    step = Executor(
-        table=table,
-        program=make_program(
-            table, PipelineEnds(Peers(range(_PP)), shapes, torch.float32, me)
-        ),
-        order=TableOrder(table),
-        compute=_OneKernel(device),
-        gradients=sync,
-        parameters=sync,
-        transport=transport,
-        timeout_s=_LONG_S,
-        name_of=str,
-        run_ahead=bound,
-    )  # fmt: skip
     before = torch.cuda.memory_reserved()
-    step.run()
+    run_step(table, TableOrder(table), transport, bound, device)
     torch.cuda.synchronize()
     bound.close()
     transport.close()
@@ -147,7 +87,7 @@ class _Backend(CpuDevice):
         return next(self._events)
 
 
-def _bound(*events: _Event, timeout_s: float = _LONG_S) -> RunAhead:
+def _bound(*events: _Event, timeout_s: float = LONG_S) -> RunAhead:
     return RunAhead(_Backend(*events), torch.device("cuda", 3), timeout_s=timeout_s)
 
 
@@ -169,7 +109,7 @@ def test_a_wait_ends_with_the_action_it_is_for() -> None:
     waiter.join(0.2)
     assert not done
     events[1].passed.set()
-    waiter.join(_LONG_S)
+    waiter.join(LONG_S)
     assert done
     events[2].passed.set()
     bound.wait_until(0)
@@ -196,4 +136,4 @@ def test_a_failure_of_the_device_reaches_the_wait() -> None:
 
 
 def test_a_host_that_computes_itself_needs_no_bound() -> None:
-    assert run_ahead_of(CpuDevice(), torch.device("cpu"), _LONG_S) is None
+    assert run_ahead_of(CpuDevice(), torch.device("cpu"), LONG_S) is None
