@@ -67,7 +67,7 @@ check_environment() {
     local kind=$1 missing modules=(torch megatron.core megatron_ext) remedy="pip install -e '${REPO}[upstream]'"
     [[ -x $PYTHON ]] || fail "VIRTUAL_ENV=$VIRTUAL_ENV has no bin/python; activate an environment, or unset it"
     if [[ $kind == test ]]; then
-        modules+=(hypothesis pytest pytest_timeout)
+        modules+=(hypothesis pytest pytest_timeout xdist)
         remedy="MEGATRON_EXT_REQUIRE_NATIVE=1 pip install -e '${REPO}[dev]'"
     fi
     missing=$("$PYTHON" - "${modules[@]}" <<'PYTHON'

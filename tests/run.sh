@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs every test, in an environment of its own (.venv) unless one is activated (VIRTUAL_ENV).
-# Arguments go to pytest: bash tests/run.sh -k preprocess -x
+# Runs every test, in an environment of its own (.venv) unless one is activated (VIRTUAL_ENV), side by
+# side on all cores. Arguments go to pytest: bash tests/run.sh -k preprocess -x; with a debugger: -n 0 --pdb
 set -euo pipefail
 
 # shellcheck source=examples/common.sh
@@ -13,4 +13,5 @@ fi
 cd "$REPO"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export MEGATRON_EXT_REQUIRE_NATIVE=1
-exec "$PYTHON" -m pytest "$@"
+# The tests of a file share what they compare with, so one process runs them.
+exec "$PYTHON" -m pytest -n logical --maxprocesses 8 --dist loadfile "$@"

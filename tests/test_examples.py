@@ -295,6 +295,7 @@ def test_the_tiny_run_goes_on_under_another_schedule(tmp_path: Path) -> None:
     assert losses[2] < losses[1]
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.tree
 def test_both_ways_print_the_same_losses(tmp_path: Path, megatron_lm_path: Path) -> None:

@@ -89,6 +89,7 @@ assert accelerator.current_accelerator() == asked == torch.device("cuda")
 """)
 
 
+@pytest.mark.slow
 def test_a_training(tmp_path: Path) -> None:
     """With worker processes of the data loader, an evaluation, a checkpoint and its resumption."""
     flags = f"{MOCK}--num-workers 1 --save {tmp_path} --load {tmp_path} --save-interval 2"

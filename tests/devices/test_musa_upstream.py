@@ -49,6 +49,7 @@ def test_losses_equal_those_of_the_cpu(flags):
     assert on_musa == pytest.approx(on_cpu, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_sharded_run_resumes(tmp_path):
     flags = runs.GPT + _SHARDED + f"--save {tmp_path} --load {tmp_path} --save-interval 3 "
     whole = _train(runs.GPT + _SHARDED, "musa")

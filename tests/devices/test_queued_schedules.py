@@ -14,6 +14,7 @@ from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks
 from tests.schedules.runtime.capture import GPT, PP2, PP4, run_here, train
 from tests.schedules.runtime.test_equality import UNCLIPPED, VPP2, assert_equal, stock
+from tests.tiers import first_quick
 
 pytestmark = pytest.mark.usefixtures("emulated_musa")
 
@@ -33,7 +34,7 @@ _CASES = {
 }
 
 
-@pytest.mark.parametrize("connections", [1, 8])
+@pytest.mark.parametrize("connections", first_quick([1, 8]))
 @pytest.mark.parametrize("schedule", _CASES)
 def test_every_schedule_over_its_communicators(schedule: str, connections: int) -> None:
     ours, theirs = _CASES[schedule]
@@ -89,7 +90,7 @@ _ORDERS = {
 }
 
 
-@pytest.mark.parametrize("connections", [1, 8])
+@pytest.mark.parametrize("connections", first_quick([1, 8]))
 @pytest.mark.parametrize("way", ["ipc", "staged", "tcp"])
 @pytest.mark.parametrize("order", _ORDERS)
 def test_other_ways_between_devices(order: str, way: str, connections: int) -> None:
@@ -100,7 +101,7 @@ def test_other_ways_between_devices(order: str, way: str, connections: int) -> N
     assert_equal(found, stock(4, _FLAGS + PP4))
 
 
-@pytest.mark.parametrize("connections", [1, 8])
+@pytest.mark.parametrize("connections", first_quick([1, 8]))
 @pytest.mark.parametrize("activations", ["", SHIP + RECOMPUTE])
 def test_disaggregation(activations: str, connections: int) -> None:
     flags = _FLAGS + PP2 + activations.removeprefix(SHIP)
@@ -112,7 +113,7 @@ def test_disaggregation(activations: str, connections: int) -> None:
 
 
 _DELAYS = {"jitter_us": 300, "kernel_us": 5, "copy_us": 20}
-_QUICK_SEEDS, _SEEDS = 4, 20
+_QUICK_SEEDS, _SEEDS = 2, 20
 _DELAYED = {  # how tensors travel, in which order; the first two also run in the quick tests
     "table by torch": _WAYS["torch"] + _ORDERS["zb-v"],
     "dynamic by ipc": _WAYS["ipc"] + _ORDERS["dynamic"],

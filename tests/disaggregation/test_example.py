@@ -39,6 +39,7 @@ def test_what_the_scripts_start(script: str, flags: list[str], tp: int, processe
         clear_configuration()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "flags", "processes"),
     [

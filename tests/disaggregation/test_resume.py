@@ -10,6 +10,7 @@ from tests.ranks import losses, run_script
 from tests.scalars import written_scalars
 from tests.schedules.runtime import capture
 from tests.schedules.runtime.capture import GPT, PP2
+from tests.tiers import first_quick
 
 from .test_training import FBD, train
 
@@ -17,6 +18,7 @@ EVALUATING = "--eval-iters 2 --eval-interval 1 "
 MERGED = FBD + "--ignore-forward-tensor-parallel --tensor-model-parallel-size 2 "
 
 
+@pytest.mark.slow
 def test_steps_by_turns(tmp_path: Path) -> None:
     """Step 1 and 3 with two roles, 2 without; the loss of each step is that of one plain run."""
     flags = GPT + PP2
@@ -30,7 +32,7 @@ def test_steps_by_turns(tmp_path: Path) -> None:
     assert third.parameters == whole.parameters
 
 
-@pytest.mark.parametrize(("num_ranks", "roles"), [(4, FBD), (6, MERGED)])
+@pytest.mark.parametrize(("num_ranks", "roles"), first_quick([(4, FBD), (6, MERGED)]))
 def test_evaluation_is_that_of_an_ordinary_job(num_ranks: int, roles: str, tmp_path: Path) -> None:
     """Forward ranks evaluate, with the weights of the step; backward ranks log and write it."""
     flags = GPT.replace("--eval-iters 0", EVALUATING) + PP2

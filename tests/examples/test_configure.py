@@ -45,5 +45,6 @@ def test_zb_v_has_the_bits_of_1f1b(megatrons: dict[int, float]) -> None:
     assert losses("zb-v") == megatrons
 
 
+@pytest.mark.slow
 def test_bitpipe_differs_by_the_order_of_sums(megatrons: dict[int, float]) -> None:
     assert losses("bitpipe") == pytest.approx(megatrons, rel=1e-5)

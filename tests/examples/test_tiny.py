@@ -11,6 +11,7 @@ import pytest
 
 from tests.examples.scripts import dry_run, make_data, megatron_flags
 from tests.ranks import losses, run_script
+from tests.tiers import first_quick
 
 # Llama 3 trains in tests/test_examples.py, through its script.
 MODELS = ("mixtral", "deepseek-v2", "deepseek-v3", "gpt", "bert")
@@ -47,14 +48,14 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[flo
     return functools.cache(lambda model: train(model, tmp_path_factory.mktemp(model)))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", first_quick(MODELS, 2))
 def test_without_a_tree(model: str, on_cpu: Callable[[str], list[float]]) -> None:
     found = on_cpu(model)
     assert found[-1] < found[0]
 
 
 @pytest.mark.tree
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", first_quick(MODELS))
 def test_upstream(model: str, tmp_path: Path, megatron_lm_path: Path) -> None:
     found = train(model, tmp_path, MEGATRON_LM_PATH=str(megatron_lm_path))
     assert found[-1] < found[0]

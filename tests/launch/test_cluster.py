@@ -16,6 +16,7 @@ import pytest
 from megatron_ext.launch.process import marked
 from tests.launch.cluster import ADDRESSES, Cluster, cluster, commands_in, wait_until, why_not
 from tests.ranks import WITHOUT_TREE, losses
+from tests.tiers import first_quick
 
 # Llama 3, small, as the example trains it.
 LLAMA = (
@@ -141,7 +142,7 @@ def rank_on(run_id: str, node: int) -> int:
 
 @pytest.mark.parametrize(
     ("victim", "slots"),
-    [("launcher", 1), ("agent", 1), ("torchrun", 1), ("rank", 2)],
+    first_quick([("launcher", 1), ("agent", 1), ("torchrun", 1), ("rank", 2)]),
     ids=["launcher", "agent", "torchrun", "rank with stubborn peers"],
 )
 def test_whatever_is_killed_all_of_it_ends_and_a_neighbour_does_not(

@@ -46,6 +46,7 @@ def test_a_job_starts_again_until_it_ends_well(tmp_path: Path) -> None:
     assert (tmp_path / "runs/flaky-r1/result.json").exists()
 
 
+@pytest.mark.slow
 def test_a_cause_that_stays_ends_the_job_with_its_exit_code(tmp_path: Path) -> None:
     script = [str(tmp_path / "flaky.py"), str(tmp_path / "count"), "9"]
     done = launched(tmp_path, "--max-restarts", "1", "--", *script)

@@ -84,6 +84,7 @@ def test_llama3_trains_in_an_allocation_that_says_all_about_its_hosts(cluster: S
     assert is_gone(cluster, job)
 
 
+@pytest.mark.slow
 def test_a_submitted_job_is_seen_and_stopped_by_its_id(cluster: Slurm) -> None:
     words = ["--nproc", "1", "--", "waiting.py"]
     job = submitted(cluster, "--nodes 2", *words)

@@ -11,12 +11,15 @@ import pytest
 from megatron_ext.upstream import find_tree
 from tests.commands import run_package, run_python
 from tests.ranks import losses, start_script
+from tests.tiers import first_quick
 from tests.training.helpers import LENGTH, SHAPE
 
 NO_NETWORK = {"HF_ENDPOINT": "http://127.0.0.1:9"}
 """Nobody listens there."""
 TEXT = "The low lower lowest of the new newest things. "
-LEGACY = pytest.mark.parametrize("legacy", [[], ["--legacy-tokenizer"]], ids=["default", "legacy"])
+LEGACY = pytest.mark.parametrize(
+    "legacy", first_quick([[], ["--legacy-tokenizer"]]), ids=["default", "legacy"]
+)
 
 
 def gpt2_files(directory: Path) -> list[str]:
@@ -66,7 +69,7 @@ def test_gpt2(tmp_path: Path, legacy: list[str]) -> None:
 
 
 @LEGACY
-@pytest.mark.parametrize(("kind", "first"), [("LowerCase", "the"), ("Case", "The")])
+@pytest.mark.parametrize(("kind", "first"), first_quick([("LowerCase", "the"), ("Case", "The")]))
 def test_word_pieces(tmp_path: Path, kind: str, first: str, legacy: list[str]) -> None:
     flags = [*bert_files(tmp_path), *legacy]
     ids = preprocess(tmp_path, f"BertWordPiece{kind}", flags, **NO_NETWORK)
@@ -112,7 +115,7 @@ print(json.dumps([tokenizer.tokenize(sys.argv[4]), tokenizer.vocab_size]))
 @pytest.mark.tree
 @pytest.mark.usefixtures("megatron_lm_path")
 @LEGACY
-@pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "BertWordPieceLowerCase"])
+@pytest.mark.parametrize("kind", first_quick(["GPT2BPETokenizer", "BertWordPieceLowerCase"]))
 def test_ids_are_those_of_upstreams_own_tokenizers(
     tmp_path: Path, kind: str, legacy: list[str]
 ) -> None:

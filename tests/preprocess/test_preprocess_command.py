@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext import cli
+from tests.tiers import first_quick
 
 REPO = Path(__file__).parents[2]
 BYTES = ("--tokenizer-type", "ByteLevelTokenizer")
@@ -109,7 +110,7 @@ def hugging_face_tokenizer(folder: Path) -> Path:
 
 
 @pytest.mark.tree
-@pytest.mark.parametrize("tokenizer", ["null", "hugging-face"])
+@pytest.mark.parametrize("tokenizer", first_quick(["null", "hugging-face"]))
 def test_the_bytes_are_those_of_upstreams_tool(
     tmp_path: Path, megatron_lm_path: Path, tokenizer: str
 ) -> None:
@@ -209,7 +210,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 120) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", first_quick([signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_ends_everything_and_leaves_nothing(
     tmp_path: Path, running: subprocess.Popen[str], number: signal.Signals
 ) -> None:

@@ -12,6 +12,7 @@ from megatron_ext import cli
 from megatron_ext.schedules import registered
 from tests.config.test_schedule_flags import outcomes
 from tests.ranks import run_ranks, start_script
+from tests.tiers import first_quick
 from tests.trace.runs import write_run
 
 MODEL = (
@@ -85,7 +86,7 @@ def test_options_of_plan_can_be_trained_with(
     assert not refused(cases)
 
 
-@pytest.mark.parametrize("traced", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("traced", first_quick(["1f1b", "zb-h1"]))
 def test_training_takes_everything_that_a_forecast_recommends(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, traced: str
 ) -> None:
@@ -102,6 +103,7 @@ def test_training_takes_everything_that_a_forecast_recommends(
     assert not refused(cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(2, 4), (4, 6)], ids=str)
 def test_the_first_recommendation_trains(
     capsys: pytest.CaptureFixture[str], size: tuple[int, int]

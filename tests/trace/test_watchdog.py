@@ -68,7 +68,12 @@ def hang(kind: str) -> tuple[RankRun, str]:
     ("kind", "error", "end"),
     [
         ("stall", "rank 1 holds the job up: rank ", "rank 1, which runs 1F1 for "),
-        ("stop", "rank 1 holds the job up: rank ", "rank 1, which says nothing: its process"),
+        pytest.param(
+            "stop",
+            "rank 1 holds the job up: rank ",
+            "rank 1, which says nothing: its process",
+            marks=pytest.mark.slow,
+        ),
         ("wrong schedule", "ranks 1, 2 hold each other up", "their tables do not fit each other"),
     ],
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
+from tests.tiers import first_quick
 
 from .helpers import (
     GPT,
@@ -39,43 +40,50 @@ def same_as_upstream(num_ranks: int, flags: str, script: str = "pretrain_gpt.py"
 
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
-    [
-        pytest.param(1, MOCK, id="gpt-dropout"),
-        pytest.param(1, MOCK + LLAMA + NO_DROPOUT, id="llama"),
-        pytest.param(2, MOCK + PP2, id="pp2"),
-        pytest.param(2, MOCK + PP2 + "--num-layers-per-virtual-pipeline-stage 1", id="vpp2"),
-        pytest.param(
-            2, MOCK + LLAMA + "--tensor-model-parallel-size 2 --sequence-parallel", id="tp2-sp"
-        ),
-        pytest.param(2, MOCK + DISTRIBUTED_OPTIMIZER, id="dp2-distributed-optimizer"),
-        pytest.param(
-            2,
-            MOCK + LLAMA + MOE + "--expert-model-parallel-size 2 --moe-z-loss-coeff 1e-3 "
-            "--moe-token-dispatcher-type alltoall",
-            id="moe-ep2",
-        ),
-        pytest.param(
-            2,
-            MOCK + MLA + MOE + PP2 + "--moe-router-score-function sigmoid "
-            "--moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 32",
-            id="mla-mtp-moe-pp2",
-        ),
-        pytest.param(
-            1,
-            MOCK + "--bf16 --recompute-granularity full --recompute-method uniform "
-            "--recompute-num-layers 1",
-            id="bf16-recompute",
-        ),
-        pytest.param(
-            2, MOCK + "--fp16 --initial-loss-scale 65536 --use-distributed-optimizer", id="fp16-dp2"
-        ),
-        pytest.param(
-            1,
-            SHAPE + NULL + "--mock-data --train-samples 48 --lr-warmup-samples 8 --eval-iters 1 "
-            "--eval-interval 50 --lr-decay-style cosine --optimizer sgd",
-            id="samples-sgd",
-        ),
-    ],
+    first_quick(
+        [
+            pytest.param(1, MOCK, id="gpt-dropout"),
+            pytest.param(1, MOCK + LLAMA + NO_DROPOUT, id="llama"),
+            pytest.param(2, MOCK + PP2, id="pp2"),
+            pytest.param(2, MOCK + PP2 + "--num-layers-per-virtual-pipeline-stage 1", id="vpp2"),
+            pytest.param(
+                2, MOCK + LLAMA + "--tensor-model-parallel-size 2 --sequence-parallel", id="tp2-sp"
+            ),
+            pytest.param(2, MOCK + DISTRIBUTED_OPTIMIZER, id="dp2-distributed-optimizer"),
+            pytest.param(
+                2,
+                MOCK + LLAMA + MOE + "--expert-model-parallel-size 2 --moe-z-loss-coeff 1e-3 "
+                "--moe-token-dispatcher-type alltoall",
+                id="moe-ep2",
+            ),
+            pytest.param(
+                2,
+                MOCK + MLA + MOE + PP2 + "--moe-router-score-function sigmoid "
+                "--moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 32",
+                id="mla-mtp-moe-pp2",
+            ),
+            pytest.param(
+                1,
+                MOCK + "--bf16 --recompute-granularity full --recompute-method uniform "
+                "--recompute-num-layers 1",
+                id="bf16-recompute",
+            ),
+            pytest.param(
+                2,
+                MOCK + "--fp16 --initial-loss-scale 65536 --use-distributed-optimizer",
+                id="fp16-dp2",
+            ),
+            pytest.param(
+                1,
+                SHAPE
+                + NULL
+                + "--mock-data --train-samples 48 --lr-warmup-samples 8 --eval-iters 1 "
+                "--eval-interval 50 --lr-decay-style cosine --optimizer sgd",
+                id="samples-sgd",
+            ),
+        ],
+        5,
+    ),
 )
 def test_gpt_on_mock_data(num_ranks: int, flags: str) -> None:
     same_as_upstream(num_ranks, flags)

@@ -70,6 +70,7 @@ def test_a_loss_that_is_no_number_ends_the_job(tmp_path: Path) -> None:
     assert "Unexpected result nan" in ended.logs[-1]
 
 
+@pytest.mark.slow
 def test_merged(tmp_path: Path) -> None:
     tp2 = "--tensor-model-parallel-size 2 --sequence-parallel "
     start = save_start(tmp_path, EVALUATED)

@@ -211,9 +211,9 @@ DROPOUT += "--global-batch-size 16 "
 GROUPS = pytest.mark.parametrize(
     "group",
     [
-        pytest.param(TP2, id="tp2"),
         pytest.param(SHARDED, id="dp2-distributed-optimizer-overlaps"),
-        pytest.param(LLAMA + MOE + EP2, id="ep2"),
+        pytest.param(TP2, id="tp2", marks=pytest.mark.slow),
+        pytest.param(LLAMA + MOE + EP2, id="ep2", marks=pytest.mark.slow),
     ],
 )
 

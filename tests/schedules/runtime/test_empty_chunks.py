@@ -49,6 +49,7 @@ def test_the_layout_that_a_refusal_recommends(ours: str, tmp_path: Path) -> None
     assert_equal(found, stock(4, _FLAGS + PP2))
 
 
+@pytest.mark.slow
 def test_checkpoints(tmp_path: Path) -> None:
     flags = _FLAGS + SHARDED + "--dist-ckpt-optim-fully-reshardable "
     saving = f"--save {tmp_path} --save-interval 1 --exit-interval 1 "

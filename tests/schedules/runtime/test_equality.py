@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiers import first_quick
 from tests.training.helpers import LLAMA, MOE, bert_flags
 
 from .capture import GPT, PP2, PP4, Captured, train
@@ -82,12 +83,15 @@ def test_few_and_odd_micro_batches(schedule: str, m: int) -> None:
     check(2, schedule, flags, theirs=PP2, ours=PP2)
 
 
-@pytest.mark.parametrize("flags", ["", "--bitpipe-routing local ", "--bitpipe-order paper "])
+@pytest.mark.parametrize(
+    "flags", first_quick(["", "--bitpipe-routing local ", "--bitpipe-order paper "])
+)
 def test_bitpipe_is_half_the_pipeline_twice(flags: str) -> None:
     ours = f"--pipeline-model-parallel-size 4 {flags}"
     check(4, "bitpipe", GPT + UNCLIPPED + EIGHT_LAYERS, theirs=PP2, ours=ours)
 
 
+@pytest.mark.slow
 def test_bitpipe_on_eight_ranks() -> None:
     flags = GPT + UNCLIPPED + "--num-layers 16 --global-batch-size 32 " + SHARDED
     check(8, "bitpipe", flags, theirs=PP4, ours="--pipeline-model-parallel-size 8 ")
@@ -110,13 +114,10 @@ PARALLELISM = {
 
 
 def every_schedule_with_every_parallelism() -> Iterator[Any]:
-    """Yield all pairs; a third of them is quick, in which each schedule and each other side occur.
-
-    Of each parallelism that third has a chain, a V or a loop, and often twins.
-    """
+    """Yield all pairs; in the quick ones each schedule occurs, and each parallelism."""
     for column, (name, case) in enumerate(PARALLELISM.items()):
         for row, schedule in enumerate(EVERY):
-            marks = [] if (row + column) % 3 == 0 else [pytest.mark.slow]
+            marks = [] if (row + column) % 6 == 0 else [pytest.mark.slow]
             yield pytest.param(schedule, *case, id=f"{name}-{schedule}", marks=marks)
 
 
@@ -162,7 +163,7 @@ def test_full_backwards_overlap_their_reduction(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "bitpipe"])
-@pytest.mark.parametrize("model", ["", LLAMA + MOE + EP2], ids=["gpt", "experts"])
+@pytest.mark.parametrize("model", first_quick(["", LLAMA + MOE + EP2]), ids=["gpt", "experts"])
 def test_weights_overlap_their_reduction(schedule: str, model: str) -> None:
     """Several buckets, reduced during the last W."""
     flags = f"{GPT}{UNCLIPPED}{EIGHT_LAYERS}--global-batch-size 16 {model}{SHARDED}"
