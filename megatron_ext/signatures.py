@@ -17,7 +17,7 @@ from typing import Any
 
 __all__ = [
     "attribute",
-    "backward_step",
+    "backward_step_of",
     "build_tokenizer",
     "default_groups",
     "flag_destination",
@@ -64,22 +64,21 @@ def _exists(module: str) -> bool:
         return False
 
 
-def backward_step(
-    inputs: Any, outputs: Any, gradients: Any, model_type: Callable[[], Any], config: Any
-) -> Any:
-    """Run Megatron's `backward_step`, which accepts the type of the model only in 0.16.
+def backward_step_of(model: Any, config: Any) -> Callable[[Any, Any, Any], Any]:
+    """Return Megatron's `backward_step` for one model, for every backward of a step.
+
+    It takes the inputs of the stage, `[s, b, h]`, its outputs and their gradients. Only 0.16 also
+    needs the type of the model, which lies below its wrappers and is looked up once.
 
     Args:
-        inputs: Inputs of the stage, `[s, b, h]`.
-        outputs: Outputs of the stage.
-        gradients: Gradients of the outputs.
-        model_type: Returns the type of the model; called only if needed.
+        model: The chunk of the stage, in its wrappers.
         config: Configuration of the model.
     """
     step = import_module(_SCHEDULES).backward_step
-    if _takes_model_type():
-        return step(inputs, outputs, gradients, model_type(), config)
-    return step(inputs, outputs, gradients, config)
+    if not _takes_model_type():
+        return lambda inputs, outputs, gradients: step(inputs, outputs, gradients, config)
+    model_type = import_module("megatron.core.utils").get_model_type(model)
+    return lambda inputs, outputs, gradients: step(inputs, outputs, gradients, model_type, config)
 
 
 @cache

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import schedules as upstream
-from megatron.core.utils import get_model_type
 
 from megatron_ext.schedules.runtime.lengths import check_handed_on, refusing_long_sequences
 from megatron_ext.schedules.runtime.local_devices import device_of
 from megatron_ext.schedules.runtime.rng import rng_of_this_step
 from megatron_ext.schedules.runtime.split import SplitBackward, split_backward
-from megatron_ext.signatures import backward_step
+from megatron_ext.signatures import backward_step_of
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Action
@@ -60,6 +59,8 @@ class _Stage(NamedTuple):
     vp_stage: int | None
     """Megatron's virtual stage: the chunk, or None if the rank has only one."""
     is_last: bool
+    backward_step: Callable[[Tensors, Tensors, Tensors], Tensors]
+    """Megatron's, for this model."""
 
 
 @dataclass
@@ -200,13 +201,7 @@ class StageCompute:
         """
         inputs, outputs = self._live.pop((stage, microbatch))
         with self._splits.defer(stage, microbatch) if split else _UNCHANGED:
-            found = backward_step(
-                inputs,
-                outputs,
-                gradients,
-                functools.partial(get_model_type, self._stage(stage).model),
-                self.call.config,
-            )
+            found = self._stage(stage).backward_step(inputs, outputs, gradients)
         # A stage may ignore an input, but the previous stage still waits for its gradient.
         return [
             torch.zeros_like(x) if x is not None and grad is None else grad
@@ -227,11 +222,13 @@ class StageCompute:
         if found is None:
             schedule, chunks = self.table.schedule, self.call.chunks
             chunk = schedule.placement.chunk_of(stage)
+            model = chunks[chunk]
             found = self._stages[stage] = _Stage(
-                model=chunks[chunk],
+                model=model,
                 data=self.call.data[chunk],
                 vp_stage=chunk if len(chunks) > 1 else None,
                 is_last=stage == schedule.num_stages - 1,
+                backward_step=backward_step_of(model, self.call.config),
             )
         return found
 
