@@ -30,6 +30,17 @@ from typing import Any, BinaryIO
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 5.0
+_LATER = (
+    "torch._dynamo",  # by the first step of any optimizer
+    "megatron.core.tokenizers.text.utils.build_tokenizer",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron_ext.runner",
+    "megatron_ext.schedules.runtime.megatron_messages",
+    "megatron_ext.disaggregation.trainer",
+    "megatron_ext.transport.native_transport",
+    "tests.schedules.runtime.capture",
+)
+"""What ranks import in the course of a training. Together that is most of a short one."""
 PRELOAD = "MEGATRON_EXT_TESTS_PRELOAD"
 """Variable with more modules that every rank needs, comma between them."""
 
@@ -85,10 +96,11 @@ def preload() -> None:
         importlib.import_module(name)
     if os.environ.get("MEGATRON_LM_PATH"):
         importlib.import_module("megatron.training.training")
-    # Each takes as long as the rest: the first step of any optimizer imports the one, Megatron's
-    # tokenizers the other.
-    importlib.import_module("torch._dynamo")
-    importlib.import_module("megatron.core.tokenizers.text")
+    from megatron_ext import releases
+
+    loop = "wheel" if releases.has_training() else "main"
+    for name in (*_LATER, f"megatron_ext.training.{loop}"):
+        importlib.import_module(name)
     _shrink_mock_data()
     _tell_quickly()
     for name in filter(None, os.environ.get(PRELOAD, "").split(",")):

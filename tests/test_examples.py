@@ -260,21 +260,21 @@ def test_termination_reaches_the_command(tmp_path: Path) -> None:
 @pytest.mark.e2e
 def test_the_tiny_run_learns_and_resumes(tmp_path: Path) -> None:
     flags = ["--tiny", "--out", str(tmp_path), "--log-interval", "1", "--eval-iters", "1"]
-    first = bash(LLAMA3, *flags, "--train-iters", "6")
+    first = bash(LLAMA3, *flags, "--train-iters", "6", NPROC="2")
     assert first.returncode == 0, first.stdout + first.stderr
     assert "starts from random weights" in first.stdout
     shown = re.search(r"loss (\S+) at iteration 1, (\S+) at iteration 6", first.stdout)
     assert shown, first.stdout
     assert float(shown[2]) < float(shown[1]) < 7
 
-    second = bash(LLAMA3, *flags, "--train-iters", "8")
+    second = bash(LLAMA3, *flags, "--train-iters", "8", NPROC="2")
     assert second.returncode == 0, second.stdout + second.stderr
     assert f"resumes from iteration 6 of {tmp_path}/checkpoints" in second.stdout
     resumed = re.search(r"loss (\S+) at iteration 7, (\S+) at iteration 8", second.stdout)
     assert resumed, second.stdout
     assert float(resumed[1]) < float(shown[1])
 
-    third = bash(LLAMA3, *flags, "--train-iters", "8")
+    third = bash(LLAMA3, *flags, "--train-iters", "8", NPROC="2")
     assert third.returncode == 0
     assert "nothing to do: trained to --train-iters 8" in third.stdout
 
