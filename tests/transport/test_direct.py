@@ -134,6 +134,9 @@ def _exchange(num_ranks: int, num_messages: int) -> tuple[list[str], list[int], 
         _step(transport, num_ranks, num_messages, seed)
         num_buffers.append(_num_buffers())
         _await_readers(transport)
+    everybody = store()
+    everybody.set(f"read by {_rank()}", "")  # a peer that has ended has no events to wait for
+    everybody.wait([f"read by {rank}" for rank in range(num_ranks)])
     stats = transport.stats()
     assert set(stats.wires.values()) == {"ipc"}
     assert stats.messages == 3 * num_messages * (num_ranks - 1)
