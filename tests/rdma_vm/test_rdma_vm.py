@@ -16,9 +16,12 @@ from tests.ranks import losses
 from . import vm
 from .guest_training import RUNS
 
-pytestmark = pytest.mark.skipif(
-    vm.missing() is not None, reason=f"no virtual machine can be booted: {vm.missing()}"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        vm.missing() is not None, reason=f"no virtual machine can be booted: {vm.missing()}"
+    ),
+]
 # Fast enough for a test: a peer that does not answer is given up after half a second.
 ENVIRONMENT = {"MEGATRON_EXT_DISABLE": "1", "MEGATRON_EXT_IB_TIMEOUT": "14"}
 
@@ -51,7 +54,6 @@ def two(tmp_path_factory) -> list[dict[str, Any]]:
     return [json.loads((share / f"results{node}.json").read_text()) for node in (0, 1)]
 
 
-@pytest.mark.slow
 def test_the_probe_finds_the_device_as_pyverbs_does(one):
     usable, reason, differences = one["probe"]
     assert usable
@@ -59,7 +61,6 @@ def test_the_probe_finds_the_device_as_pyverbs_does(one):
     assert differences in ([], None)  # None: pyverbs is not installed
 
 
-@pytest.mark.slow
 def test_the_probe_tells_what_is_missing(one):
     usable, reason, _ = one["probe of another address"]
     assert not usable
@@ -73,7 +74,6 @@ def test_the_probe_tells_what_is_missing(one):
     assert "rxe0 port 1 is down" in reason
 
 
-@pytest.mark.slow
 def test_ten_thousand_messages_of_any_size_and_order_cross_one_device(one):
     """Between two, between four and between eight processes."""
     for result in one["messages"]:
@@ -84,7 +84,6 @@ def test_ten_thousand_messages_of_any_size_and_order_cross_one_device(one):
     assert sum(result["messages"] for result in one["messages"]) >= 10_000
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("who", ["receiver killed", "sender killed"])
 def test_a_killed_peer_is_noticed(one, who):
     result = one[who]
@@ -121,7 +120,6 @@ TRAINING = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_two_nodes_train_over_rdma(tmp_path):
     """With the losses, digit for digit, that other messages give on the same processor.
