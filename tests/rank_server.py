@@ -32,7 +32,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 5.0
 _LATER = (
     "torch._dynamo",  # by the first step of any optimizer
-    "megatron.core.tokenizers.text.utils.build_tokenizer",
+    "megatron.core.tokenizers.text",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron_ext.runner",
     "megatron_ext.schedules.runtime.megatron_messages",
