@@ -4,8 +4,12 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <optional>
+#include <utility>
 
+#include "core/arena.h"
 #include "core/wait.h"
 
 namespace megatron_ext {
@@ -30,6 +34,13 @@ inline int to_fd(const pybind11::object& file) {
         throw pybind11::error_already_set();
     }
     return fd;
+}
+
+/// An address and a number of bytes, for Python.
+using Range = std::pair<std::uintptr_t, std::size_t>;
+
+inline Range slots_of(const Arena& arena) {
+    return {reinterpret_cast<std::uintptr_t>(arena.bytes(0)), arena.num_slots_bytes()};
 }
 
 /// Adds the links between processes to the module.

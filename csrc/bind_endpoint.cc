@@ -99,22 +99,34 @@ void set_shape(MessageInfo& info, const py::tuple& shape) {
     info.num_bytes = *num_bytes;
 }
 
-std::pair<std::uintptr_t, std::size_t> slots_of(const ShmLink& self) {
-    const Arena& arena = self.arena();
-    return {reinterpret_cast<std::uintptr_t>(arena.bytes(0)), arena.num_slots_bytes()};
-}
-
-void send(Endpoint& self, int peer, std::uint64_t tag, unsigned dtype, const py::tuple& shape,
-          std::uintptr_t address, py::object owner) {
+MessageInfo make_info(std::uint64_t tag, unsigned dtype, const py::tuple& shape) {
     MessageInfo info;
     info.tag = tag;
     info.dtype_code = static_cast<std::uint8_t>(dtype >> 8);
     info.dtype_bits = static_cast<std::uint8_t>(dtype & 0xFF);
     set_shape(info, shape);
+    return info;
+}
+
+void send(Endpoint& self, int peer, std::uint64_t tag, unsigned dtype, const py::tuple& shape,
+          std::uintptr_t address, py::object owner) {
+    const MessageInfo info = make_info(tag, dtype, shape);
     // This reference outlives send(): an owner that is done at once is released with the GIL held.
     const std::shared_ptr<void> shared = share(std::move(owner));
     py::gil_scoped_release no_gil;
     self.send(peer, info, reinterpret_cast<const void*>(address), shared);
+}
+
+std::optional<Message> reserve(Endpoint& self, int peer, std::uint64_t tag, unsigned dtype,
+                               const py::tuple& shape) {
+    const MessageInfo info = make_info(tag, dtype, shape);
+    py::gil_scoped_release no_gil;
+    return self.reserve(peer, info);
+}
+
+Range add_buffers(Endpoint& self, std::size_t num_slots) {
+    const auto [first, num_bytes] = self.add_buffers(num_slots);
+    return {reinterpret_cast<std::uintptr_t>(first), num_bytes};
 }
 
 std::vector<std::pair<int, std::uint64_t>> arrivals(Endpoint& self,
@@ -307,7 +319,12 @@ void bind_endpoint(py::module_& module) {
         module, "ShmLink", py::is_final(), "The connection with a peer, through shared memory.")
         .def(py::init(&offer_shm), py::arg("endpoint"), py::arg("peer"), py::arg("socket"),
              "Give a peer, over a connected SOCK_SEQPACKET socket, what it needs to send to us.")
-        .def_property_readonly("slots", &slots_of, "Address and bytes of the peer's messages.")
+        .def_property_readonly(
+            "slots", [](const ShmLink& self) { return slots_of(self.arena()); },
+            "Address and bytes of the peer's messages.")
+        .def_property_readonly(
+            "peer_slots", [](const ShmLink& self) { return slots_of(self.peer_arena()); },
+            "Address and bytes of the messages to the peer.")
         .def("accept", &accept_shm, py::arg("timeout_s") = py::none(),
              "Wait for the same from the peer.");
 
@@ -334,6 +351,12 @@ void bind_endpoint(py::module_& module) {
         .def("send", &send, py::arg("peer"), py::arg("tag"), py::arg("dtype"), py::arg("shape"),
              py::arg("address"), py::arg("owner"),
              "Send bytes; `owner` is kept until they are copied.")
+        .def("reserve", &reserve, py::arg("peer"), py::arg("tag"), py::arg("dtype"),
+             py::arg("shape"), "A message to be filled and published; None: send it instead.")
+        .def("publish", &Endpoint::publish, py::arg("peer"), py::arg("message"), no_gil,
+             "Send a message of reserve(), once its bytes are complete.")
+        .def("add_buffers", &add_buffers, py::arg("num_slots"), no_gil,
+             "Memory at a fixed address for messages that do not stay where they arrived.")
         .def("take", &take, py::arg("source"), py::arg("tag"), py::arg("timeout_s") = py::none(),
              py::arg("capsule_dtype") = 0,
              "Wait for a message and take it; None if it does not come.")

@@ -87,6 +87,12 @@ void bind_rdma(py::module_& module) {
              py::arg("sysfs") = "/sys", "Take what is needed of this host.")
         .def("connect", &connect_rdma, py::arg("timeout_s") = py::none(),
              "Connect with the peer, which does the same.")
+        .def_property_readonly(
+            "slots", [](const RdmaLink& self) { return slots_of(self.arena()); },
+            "Address and bytes of the peer's messages.")
+        .def_property_readonly(
+            "peer_slots", [](const RdmaLink& self) { return slots_of(self.mirror()); },
+            "Address and bytes of the messages to the peer, until the device has written them.")
         .def_property_readonly("text", &RdmaLink::text, "Both ends of the connection.");
 
     module.def("rdma_devices", &list_devices, no_gil, py::arg("sysfs") = "/sys",

@@ -6,8 +6,12 @@
 #include <list>
 #include <mutex>
 #include <new>
+#include <optional>
+#include <stdexcept>
+#include <vector>
 
 #include "core/process.h"
+#include "core/segment.h"
 
 namespace megatron_ext {
 namespace {
@@ -20,6 +24,10 @@ struct Block {
 };
 
 using Blocks = std::list<Block>;
+
+std::size_t whole_pages(std::size_t num_bytes) {
+    return (num_bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
 
 /// A list of one block: lists exchange elements without an allocation, so without a failure.
 Blocks allocate(std::size_t capacity) {
@@ -42,9 +50,44 @@ class BufferPool::State {
         }  // none is in use: each keeps the state
     }
 
+    std::pair<std::byte*, std::size_t> add_slots(std::size_t num_slots, std::size_t slot_bytes) {
+        const std::size_t stride = whole_pages(slot_bytes);
+        const std::lock_guard lock(mutex_);
+        if (slots_) {
+            throw std::logic_error("a pool gets its slots once");
+        }
+        free_slots_.reserve(num_slots);
+        slots_.emplace(Segment::create(num_slots * stride));
+        auto* const first = static_cast<std::byte*>(slots_->data());
+        for (std::size_t slot = num_slots; slot-- > 0;) {
+            free_slots_.push_back(first + slot * stride);
+        }
+        slot_bytes_ = stride;
+        return {first, num_slots * stride};
+    }
+
+    /// A free slot that fits; null without one.
+    std::byte* take_slot(std::size_t num_bytes) {
+        const std::lock_guard lock(mutex_);
+        if (num_bytes > slot_bytes_ || free_slots_.empty()) {
+            return nullptr;
+        }
+        std::byte* const slot = free_slots_.back();
+        free_slots_.pop_back();
+        return slot;
+    }
+
+    /// Called by the last owner, where no exception can be caught.
+    void give_back_slot(std::byte* slot) noexcept {
+        if (process_.is_this()) {
+            const std::lock_guard lock(mutex_);
+            free_slots_.push_back(slot);  // there is room for all
+        }
+    }
+
     /// The smallest idle block that fits and is not mostly waste, or a new one.
     Blocks::iterator take(std::size_t num_bytes) {
-        const std::size_t capacity = (num_bytes + kAlignment - 1) / kAlignment * kAlignment;
+        const std::size_t capacity = whole_pages(num_bytes);
         const std::lock_guard lock(mutex_);
         auto best = idle_.end();
         for (auto it = idle_.begin(); it != idle_.end(); ++it) {
@@ -97,6 +140,9 @@ class BufferPool::State {
 
     const Process process_;
     std::mutex mutex_;
+    std::optional<Segment> slots_;
+    std::size_t slot_bytes_ = 0;
+    std::vector<std::byte*> free_slots_;
     Blocks used_;
     Blocks idle_;  // the longest idle first
     std::size_t idle_bytes_ = 0;
@@ -106,7 +152,15 @@ class BufferPool::State {
 
 BufferPool::BufferPool() : state_(std::make_shared<State>()) {}
 
+std::pair<std::byte*, std::size_t> BufferPool::add_slots(std::size_t num_slots,
+                                                         std::size_t slot_bytes) const {
+    return state_->add_slots(num_slots, slot_bytes);
+}
+
 std::shared_ptr<std::byte> BufferPool::take(std::size_t num_bytes) const {
+    if (std::byte* const slot = state_->take_slot(num_bytes)) {
+        return {slot, [state = state_](std::byte* taken) { state->give_back_slot(taken); }};
+    }
     const Blocks::iterator block = state_->take(num_bytes);
     return {block->data, [state = state_, block](std::byte*) { state->give_back(block); }};
 }

@@ -124,6 +124,27 @@ Link& Endpoint::link_to(int peer) const {
     return *found->second.link;
 }
 
+/// The link to a peer that takes messages, after all work that needs no wait.
+Link& Endpoint::open_link(int peer) {
+    Link& link = link_to(peer);
+    progress();
+    if (!is_open(link)) {
+        throw TransportError("the link to rank " + std::to_string(peer) + " is not open");
+    }
+    return link;
+}
+
+/// Counts a message of `num_bytes`, and sees that the rest of it is sent once there is room.
+void Endpoint::count_sent(int peer, std::uint64_t num_bytes) {
+    counts_.num_messages += 1;
+    counts_.num_bytes += num_bytes;
+    const Entry& entry = links_.at(peer);
+    if (!entry.served && entry.link->counts().num_queued != 0) {
+        start_service();
+        bell_->wake_service();
+    }
+}
+
 void Endpoint::send(int peer, const MessageInfo& info, const void* bytes,
                     std::shared_ptr<void> owner) {
     check_usable();
@@ -142,20 +163,38 @@ void Endpoint::send(int peer, const MessageInfo& info, const void* bytes,
         bell_->ring();  // another thread may wait for it
         return;
     }
-    Link& link = link_to(peer);
-    progress();
-    if (!is_open(link)) {
-        throw TransportError("the link to rank " + std::to_string(peer) + " is not open");
-    }
+    Link& link = open_link(peer);
     Events events(*this, peer);
     link.send(info, bytes, std::move(owner), events);
-    counts_.num_messages += 1;
-    counts_.num_bytes += info.num_bytes;
-    if (!links_.at(peer).served && link.counts().num_queued != 0) {
-        start_service();  // it sends the rest when the receiver has room
-        bell_->wake_service();
-    }
+    count_sent(peer, info.num_bytes);
     done.swap(done_);
+}
+
+std::optional<Message> Endpoint::reserve(int peer, const MessageInfo& info) {
+    check_usable();
+    if (peer == rank_) {
+        return std::nullopt;
+    }
+    Owners done;
+    const Lock lock(mutex_);
+    Message message{info, open_link(peer).reserve(info.num_bytes)};
+    done.swap(done_);
+    return message.bytes ? std::optional(std::move(message)) : std::nullopt;
+}
+
+void Endpoint::publish(int peer, const Message& message) {
+    check_usable();
+    Owners done;
+    const Lock lock(mutex_);
+    Link& link = open_link(peer);
+    Events events(*this, peer);
+    link.publish(message, events);
+    count_sent(peer, message.info.num_bytes);
+    done.swap(done_);
+}
+
+std::pair<std::byte*, std::size_t> Endpoint::add_buffers(std::size_t num_slots) {
+    return pool_.add_slots(num_slots, static_cast<std::size_t>(room_.slot_bytes));
 }
 
 /// Does all work that needs no wait, on the calling thread.
@@ -173,46 +212,6 @@ void Endpoint::progress() {
 bool Endpoint::progress_of(int peer, Link& link) {
     Events events(*this, peer);
     return link.progress(events);
-}
-
-void Endpoint::start_service() {
-    if (!service_.running()) {
-        service_.start([this](const Service::News& news) { return serve(news); });
-    }
-}
-
-/// The work of the service thread between two sleeps. Returns when to wake at the latest.
-Deadline Endpoint::serve(const Service::News& news) noexcept {
-    try {
-        const Lock lock(mutex_);
-        return error_ ? kNever : serve_links(news);
-    } catch (...) {
-        const Lock lock(mutex_);
-        error_ = std::current_exception();
-    }
-    bell_->ring();
-    return kNever;
-}
-
-Deadline Endpoint::serve_links(const Service::News& news) {
-    const bool queued = std::any_of(links_.begin(), links_.end(), [](const auto& entry) {
-        return !entry.second.served && entry.second.link->counts().num_queued != 0;
-    });
-    bell_->listen(queued);  // first, so that no release after the check below goes unnoticed
-    bool changed = false;
-    Deadline next = kNever;
-    for (const auto& [peer, entry] : links_) {
-        Link& link = *entry.link;
-        const bool named = std::find(news.ids.begin(), news.ids.end(), peer) != news.ids.end();
-        if (news.woken || named || link.next_progress() <= Clock::now()) {
-            changed |= progress_of(peer, link);
-        }
-        next = std::min(next, link.next_progress());
-    }
-    if (changed) {
-        bell_->ring();
-    }
-    return next;
 }
 
 bool Endpoint::failed() const noexcept {

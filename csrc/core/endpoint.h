@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/arena.h"
@@ -48,10 +49,10 @@ struct EndpointCounts {
 /// receiver rings when there is room. Without either there is no such thread. The next call throws
 /// its errors.
 ///
-/// Concurrency: one thread makes all calls; another one may call send() and abort() at any time
-/// before close(). Any thread may release messages, also during a call and after the end of the
-/// endpoint. A forked child must not use it: its calls throw, and its destructor does not notify
-/// the peers.
+/// Concurrency: one thread makes all calls; another one may call send(), publish() and abort() at
+/// any time before close(). Any thread may release messages, also during a call and after the end
+/// of the endpoint. A forked child must not use it: its calls throw, and its destructor does not
+/// notify the peers.
 class Endpoint {
   public:
     /// `room` is that of each link.
@@ -71,6 +72,23 @@ class Endpoint {
     /// copied, which may be before this returns. Throws TransportError if the peer is gone, and
     /// std::invalid_argument if there is none of that rank.
     void send(int peer, const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner);
+
+    /// The message with memory of the peer, or memory from which a device writes to it, to be
+    /// filled and then published: so it is copied once less. std::nullopt if the wire has no such
+    /// memory, or none for this message now; then send() it. The memory stays mapped as long as the
+    /// message lives, also after the peer's death and after close(); if it is never published, it
+    /// is never used again. Throws like send().
+    std::optional<Message> reserve(int peer, const MessageInfo& info);
+
+    /// Sends a message of reserve(), whose bytes are complete. Throws like send(), and
+    /// std::invalid_argument if the message was published before or was not reserved for this peer.
+    void publish(int peer, const Message& message);
+
+    /// Gives messages that do not stay where they arrived memory at a fixed address, `num_slots`
+    /// times the size of a slot, and returns its address and its size in bytes. To be called once.
+    /// Longer messages, and those beyond that number, lie elsewhere. Throws TransportError if
+    /// memory is short.
+    std::pair<std::byte*, std::size_t> add_buffers(std::size_t num_slots);
 
     /// Waits for a message and takes it. Returns std::nullopt if the deadline comes first, if
     /// `source` closed before it sent the message, or if any peer died or aborted.
@@ -113,6 +131,8 @@ class Endpoint {
 
     void check_usable() const;
     Link& link_to(int peer) const;
+    Link& open_link(int peer);
+    void count_sent(int peer, std::uint64_t num_bytes);
     void progress();
     bool progress_of(int peer, Link& link);
     void start_service();

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -57,6 +58,10 @@ struct LinkCounts {
 ///
 /// - Sending: send() takes a message at once, whatever the peer does. What finds no room waits in
 ///   the link, with its owner, and goes on in progress().
+/// - Handing out: a wire on which a sender writes into slots may hand out the memory of one before
+///   the message is there, so that a device writes into it: reserve(), then publish(). The memory
+///   stays mapped as long as its pointer lives, whatever becomes of the link: a device that writes
+///   cannot be stopped.
 /// - Receiving: progress() hands every complete message to LinkEvents::arrived(), whether anybody
 ///   waits for it or not. The last owner of a message's bytes lets them go on any thread and
 ///   without the lock, also after the end of the link. If that gives room back to the sender, note
@@ -89,6 +94,16 @@ class Link {
     /// copied: send() may release it, or passes it to LinkEvents::sent(). Never waits.
     virtual void send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
                       LinkEvents& events) = 0;
+
+    /// Memory of a slot for a message of this size; null if there is none, now or ever. Then send()
+    /// is the way. Never waits.
+    virtual std::shared_ptr<std::byte> reserve(std::uint64_t /*num_bytes*/) { return nullptr; }
+
+    /// Sends a message whose bytes are in memory of reserve(); only while the state is kOpen.
+    /// Throws std::invalid_argument if they are elsewhere. Never waits.
+    virtual void publish(Message, LinkEvents&) {
+        throw std::invalid_argument("nothing is reserved on this wire");
+    }
 
     /// Does all work that needs no wait. Returns whether a waiting caller should check again: a
     /// message arrived, the last queued send left, or the state changed.

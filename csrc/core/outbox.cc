@@ -2,18 +2,47 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 #include <utility>
 
 namespace megatron_ext {
 
 Outbox::Outbox(Arena arena, std::shared_ptr<ProcessBell> bell, bool checksums)
-    : arena_(std::move(arena)), bell_(std::move(bell)), checksums_(checksums) {
-    free_slots_.reserve(arena_.size().num_slots);
+    : arena_(std::make_shared<const Arena>(std::move(arena))),
+      bell_(std::move(bell)),
+      checksums_(checksums) {
+    free_slots_.reserve(arena_->size().num_slots);
 }
 
 void Outbox::send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
                   LinkEvents& events) {
-    queue_.push_back({info, static_cast<const std::byte*>(bytes), std::move(owner), 0});
+    queue_.push_back({info, static_cast<const std::byte*>(bytes), std::move(owner), 0, {}});
+    push(events);
+}
+
+std::shared_ptr<std::byte> Outbox::reserve(std::uint64_t num_bytes) {
+    const ArenaSize size = arena_->size();
+    // The receiver keeps up to half of the slots (Inbox), and one has to be left.
+    const std::uint32_t max_reserved = (size.num_slots - 1) / 2;
+    if (num_bytes == 0 || num_bytes > size.slot_bytes || !queue_.empty() ||
+        reserved_.size() >= max_reserved || !find_free_slots()) {
+        return nullptr;
+    }
+    reserved_.push_back(take_free_slot());
+    return {arena_, arena_->bytes(reserved_.back())};
+}
+
+void Outbox::publish(Message message, LinkEvents& events) {
+    const auto found = std::find_if(reserved_.begin(), reserved_.end(), [&](std::uint32_t slot) {
+        return arena_->bytes(slot) == message.bytes.get();
+    });
+    if (found == reserved_.end()) {
+        throw std::invalid_argument("a message can be published once, from memory reserved for it");
+    }
+    const std::uint32_t slot = *found;
+    reserved_.erase(found);
+    const std::byte* const bytes = message.bytes.get();
+    queue_.push_back({message.info, bytes, std::move(message.bytes), 0, slot});
     push(events);
 }
 
@@ -25,7 +54,7 @@ void Outbox::drop_queued(LinkEvents& events) {
 }
 
 void Outbox::push(LinkEvents& events) {
-    while (!queue_.empty() && (find_free_slots() || wants_room())) {
+    while (!queue_.empty() && (queue_.front().slot || find_free_slots() || wants_room())) {
         Pending& pending = queue_.front();
         publish_piece(pending);
         if (pending.sent_bytes == pending.info.num_bytes) {
@@ -38,14 +67,14 @@ void Outbox::push(LinkEvents& events) {
 /// Collects released slots; returns whether a slot is free. Released slots go on top, to be used
 /// next: their memory is still in the caches, unlike that of slots used long ago.
 bool Outbox::find_free_slots() {
-    for (std::size_t word = 0; word < arena_.num_released_words(); ++word) {
-        if (arena_.released(word).load(std::memory_order_seq_cst) == 0) {
+    for (std::size_t word = 0; word < arena_->num_released_words(); ++word) {
+        if (arena_->released(word).load(std::memory_order_seq_cst) == 0) {
             continue;
         }
-        std::uint64_t bits = arena_.released(word).exchange(0, std::memory_order_seq_cst);
+        std::uint64_t bits = arena_->released(word).exchange(0, std::memory_order_seq_cst);
         for (std::uint32_t bit = 0; bits != 0; ++bit, bits >>= 1) {
             const auto slot = static_cast<std::uint32_t>(word) * 64 + bit;
-            if ((bits & 1) != 0 && slot < arena_.size().num_slots) {
+            if ((bits & 1) != 0 && slot < arena_->size().num_slots) {
                 free_slots_.push_back(slot);
             }
         }
@@ -56,25 +85,30 @@ bool Outbox::find_free_slots() {
 /// Asks the receiver to ring at its next release, and checks again for one in between. Returns
 /// whether a slot is free.
 bool Outbox::wants_room() {
-    arena_.sender_waits().store(1, std::memory_order_seq_cst);
+    arena_->sender_waits().store(1, std::memory_order_seq_cst);
     return find_free_slots();
 }
 
-void Outbox::publish_piece(Pending& pending) {
+std::uint32_t Outbox::take_free_slot() {
     const std::uint32_t slot = free_slots_.back();
     free_slots_.pop_back();
+    return slot;
+}
+
+void Outbox::publish_piece(Pending& pending) {
+    const std::uint32_t slot = pending.slot ? *pending.slot : take_free_slot();
     const MessageInfo& info = pending.info;
     const std::uint64_t num_bytes =
-        std::min(arena_.size().slot_bytes, info.num_bytes - pending.sent_bytes);
+        std::min(arena_->size().slot_bytes, info.num_bytes - pending.sent_bytes);
     const std::byte* const from = pending.bytes + pending.sent_bytes;
-    if (num_bytes > 0) {
-        std::memcpy(arena_.bytes(slot), from, static_cast<std::size_t>(num_bytes));
+    if (num_bytes > 0 && !pending.slot) {
+        std::memcpy(arena_->bytes(slot), from, static_cast<std::size_t>(num_bytes));
     }
-    arena_.descriptor(slot) =
+    arena_->descriptor(slot) =
         describe_piece(info, next_sequence_, pending.sent_bytes, num_bytes, from, checksums_);
-    arena_.order(next_sequence_) = slot;
+    arena_->order(next_sequence_) = slot;
     ++next_sequence_;
-    arena_.published().store(next_sequence_, std::memory_order_release);
+    arena_->published().store(next_sequence_, std::memory_order_release);
     pending.sent_bytes += num_bytes;
     bell_->ring();
 }

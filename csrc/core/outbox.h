@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "core/arena.h"
@@ -14,6 +15,10 @@
 namespace megatron_ext {
 
 /// The sending end of an arena, with a queue of messages that wait for room. Not synchronised.
+///
+/// A slot may be handed out before its message is there: reserve(), then publish(). What fills it
+/// may be a device, which nothing here can stop. So a slot that is never published is never used
+/// again, and its memory stays mapped with the pointer of reserve(), also after the outbox.
 class Outbox {
   public:
     /// `bell` is the receiver's.
@@ -24,11 +29,23 @@ class Outbox {
     void send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
               LinkEvents& events);
 
+    /// The memory of a free slot for a message of this size, to be filled and then published. Null
+    /// if no slot holds the message, if messages are queued, or if too many slots are handed out:
+    /// with those that a receiver keeps, they always leave one for the queue.
+    std::shared_ptr<std::byte> reserve(std::uint64_t num_bytes);
+
+    /// Sends a message that is in memory of reserve(), after those that are queued. Throws
+    /// std::invalid_argument if it is elsewhere.
+    void publish(Message message, LinkEvents& events);
+
     /// Copies queued messages; `events` gets the owners of completed ones. If messages remain
     /// queued, the receiver will ring when it releases a slot.
     void push(LinkEvents& events);
 
     std::size_t num_queued() const noexcept { return queue_.size(); }
+
+    /// The memory of the slots, for drivers that pin it.
+    const Arena& arena() const noexcept { return *arena_; }
 
     /// Drops all queued messages; `events` gets their owners.
     void drop_queued(LinkEvents& events);
@@ -39,16 +56,19 @@ class Outbox {
         const std::byte* bytes;
         std::shared_ptr<void> owner;
         std::uint64_t sent_bytes;
+        std::optional<std::uint32_t> slot;  // that it is in already
     };
 
     bool find_free_slots();
     bool wants_room();
+    std::uint32_t take_free_slot();
     void publish_piece(Pending& pending);
 
-    Arena arena_;
+    const std::shared_ptr<const Arena> arena_;
     std::shared_ptr<ProcessBell> bell_;
     bool checksums_;
     std::vector<std::uint32_t> free_slots_;
+    std::vector<std::uint32_t> reserved_;  // handed out and not published
     std::deque<Pending> queue_;
     std::uint64_t next_sequence_ = 0;
 };

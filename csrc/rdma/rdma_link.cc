@@ -47,6 +47,20 @@ void RdmaLink::connect(Deadline deadline, InterruptCheck check) {
 void RdmaLink::send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
                     LinkEvents& events) {
     outbox_.send(info, bytes, std::move(owner), events);
+    write(events);
+}
+
+std::shared_ptr<std::byte> RdmaLink::reserve(std::uint64_t num_bytes) {
+    return outbox_.reserve(num_bytes);
+}
+
+void RdmaLink::publish(Message message, LinkEvents& events) {
+    outbox_.publish(std::move(message), events);
+    write(events);
+}
+
+/// Writes what the outbox has published. Arranges for probes while something waits for room.
+void RdmaLink::write(LinkEvents& events) {
     try {
         channel_.send();
     } catch (const RdmaError& error) {

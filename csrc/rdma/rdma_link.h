@@ -37,12 +37,19 @@ class RdmaLink final : public Link {
     /// TransportError if there is no connection before the deadline.
     void connect(Deadline deadline, InterruptCheck check);
 
+    /// The memory of this process that receives the peer's messages, and that from which the device
+    /// writes to the peer.
+    const Arena& arena() const noexcept { return inbox_.arena(); }
+    const Arena& mirror() const noexcept { return outbox_.arena(); }
+
     /// Both ends of the connection, for logs.
     std::string text() const { return channel_.text(); }
 
     const char* wire() const noexcept override { return "rdma"; }
     void send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
               LinkEvents& events) override;
+    std::shared_ptr<std::byte> reserve(std::uint64_t num_bytes) override;
+    void publish(Message message, LinkEvents& events) override;
     bool progress(LinkEvents& events) override;
     PeerState state() const noexcept override { return state_; }
     std::string reason() const override { return reason_; }
@@ -54,6 +61,7 @@ class RdmaLink final : public Link {
     Deadline next_progress() const noexcept override;
 
   private:
+    void write(LinkEvents& events);
     bool move_messages(LinkEvents& events);
     bool take_arrived(LinkEvents& events);
     void look_at_control(LinkEvents& events);

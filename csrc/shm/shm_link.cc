@@ -34,6 +34,14 @@ void ShmLink::send(const MessageInfo& info, const void* bytes, std::shared_ptr<v
     outbox_->send(info, bytes, std::move(owner), events);
 }
 
+std::shared_ptr<std::byte> ShmLink::reserve(std::uint64_t num_bytes) {
+    return outbox_->reserve(num_bytes);
+}
+
+void ShmLink::publish(Message message, LinkEvents& events) {
+    outbox_->publish(std::move(message), events);
+}
+
 bool ShmLink::progress(LinkEvents& events) {
     bool changed = look_at_control();  // first: messages sent before the end have then arrived
     if (outbox_->num_queued() != 0 && control_.state() == PeerState::kOpen) {

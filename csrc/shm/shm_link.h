@@ -30,9 +30,14 @@ class ShmLink final : public Link {
     /// The memory that receives the peer's messages.
     const Arena& arena() const noexcept { return inbox_.arena(); }
 
+    /// The peer's memory that receives the messages of this process. After accept().
+    const Arena& peer_arena() const noexcept { return outbox_->arena(); }
+
     const char* wire() const noexcept override { return "shm"; }
     void send(const MessageInfo& info, const void* bytes, std::shared_ptr<void> owner,
               LinkEvents& events) override;
+    std::shared_ptr<std::byte> reserve(std::uint64_t num_bytes) override;
+    void publish(Message message, LinkEvents& events) override;
     bool progress(LinkEvents& events) override;
     PeerState state() const noexcept override { return control_.state(); }
     std::string reason() const override { return control_.reason(); }

@@ -1,10 +1,13 @@
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
 #include "check.h"
 #include "core/buffer_pool.h"
+#include "core/errors.h"
 
 using namespace megatron_ext;
 
@@ -30,6 +33,32 @@ TEST(memory_stays_below_what_was_used_at_once) {
     CHECK_EQ(pool.idle_bytes(), 0U);  // 10 pages in use, which is more than 3 ever were
 }
 
+TEST(slots_have_one_address_and_come_first) {
+    BufferPool pool;
+    const auto [first, num_bytes] = pool.add_slots(3, 5000);
+    CHECK_EQ(num_bytes, 3U * 8192U);
+    CHECK_EQ(reinterpret_cast<std::uintptr_t>(first) % 4096, 0U);
+    const auto is_slot = [first = first, end = first + num_bytes](const std::byte* buffer) {
+        return buffer >= first && buffer < end;
+    };
+    CHECK(!is_slot(pool.take(8193).get()));
+    std::vector<std::shared_ptr<std::byte>> taken;
+    for (std::size_t i = 0; i < 3; ++i) {
+        taken.push_back(pool.take(i == 0 ? 1 : 8192));
+        CHECK(is_slot(taken.back().get()));
+        std::memset(taken.back().get(), 1, 8192);
+    }
+    const std::byte* const second = taken[1].get();
+    CHECK(taken[0].get() != second && taken[2].get() != second);
+    CHECK(!is_slot(pool.take(8192).get()));
+    taken.erase(taken.begin() + 1);
+    CHECK(pool.take(100).get() == second);
+    CHECK_THROWS(pool.add_slots(1, 1), std::logic_error, "once");
+    BufferPool other;
+    CHECK_THROWS(other.add_slots(1024, std::size_t{1} << 40), TransportError, "bytes");
+    CHECK(other.take(10));
+}
+
 TEST(buffers_outlive_their_pool) {
     std::shared_ptr<std::byte> buffer;
     {
@@ -37,10 +66,17 @@ TEST(buffers_outlive_their_pool) {
         buffer = pool.take(5000);
     }
     std::memset(buffer.get(), 1, 5000);
+    {
+        BufferPool pool;
+        pool.add_slots(2, 5000);
+        buffer = pool.take(5000);
+    }
+    std::memset(buffer.get(), 1, 5000);
 }
 
 TEST(threads_give_back_while_others_take) {
     BufferPool pool;
+    pool.add_slots(1, 16384);
     const auto use = [pool] {
         for (std::size_t i = 1; i < 500; ++i) {
             const auto buffer = pool.take(i * 64);

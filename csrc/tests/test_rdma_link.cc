@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <numeric>
 #include <optional>
 #include <random>
@@ -72,6 +73,32 @@ TEST(messages_are_taken_in_any_order) {
     other.join();
     CHECK(std::string(report(pair.left).wire) == "rdma");
     CHECK_EQ(report(pair.left).counts.num_queued, std::size_t{0});
+}
+
+TEST(a_device_writes_into_the_memory_that_is_sent) {
+    Linked pair;
+    const auto publish = [&](std::uint64_t tag) {
+        MessageInfo info;
+        info.tag = tag;
+        info.num_bytes = 4096 - tag;
+        std::optional<Message> message;
+        while (!(message = pair.left.reserve(1, info))) {  // until a credit has come
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        CHECK(!pair.left.reserve(1, info));  // one of four: the receiver may keep two
+        const auto bytes = content(tag, static_cast<std::size_t>(info.num_bytes));
+        std::memcpy(message->bytes.get(), bytes->data(), bytes->size());
+        pair.left.publish(1, *message);
+    };
+    for (std::uint64_t tag = 0; tag < 30; ++tag) {
+        publish(tag);
+        check_content(pair.right.take(0, tag, kForEver, nullptr));
+    }
+    CHECK(pair.left.flush(kForEver, nullptr));
+    const Faults faults("wc=12");
+    publish(30);
+    CHECK(!pair.left.flush(kForEver, nullptr));
+    CHECK(report(pair.left).state == PeerState::kDied);
 }
 
 TEST(ten_thousand_random_messages_arrive_undamaged) {

@@ -175,6 +175,10 @@ class ShmLink(Link):
         Whole pages, mapped as long as the link or a message of it lives.
         """
 
+    @property
+    def peer_slots(self) -> tuple[int, int]:
+        """The same of the peer's memory that messages to it stand in. After `accept`."""
+
     def accept(self, timeout_s: float | None = None) -> None:
         """Wait until the peer has made its own.
 
@@ -225,9 +229,9 @@ class EndpointCounts:
 class Endpoint:
     """One process of a job, and its links to others.
 
-    Calls come from one thread; `send` and `abort` may come from another. What has to go on while
-    the process computes, such as messages that found no room, is done by a thread of the core. In a
-    forked child every call is a TransportError.
+    Calls come from one thread; `send`, `publish` and `abort` may come from another. What has to go
+    on while the process computes, such as messages that found no room, is done by a thread of the
+    core. In a forked child every call is a TransportError.
 
     Args:
         rank: Name of this process among its peers.
@@ -261,6 +265,42 @@ class Endpoint:
             ValueError: There is no such peer, or the shape has more than 8 dimensions, or one below
                 0.
             TransportError: The peer is gone.
+        """
+
+    def reserve(self, peer: int, tag: int, dtype: int, shape: tuple[int, ...]) -> Message | None:
+        """Return a message whose bytes are to be filled, by a device for example; never waits.
+
+        They stand where the peer reads them, or where its device fetches them. They stay there as
+        long as the message, also after the peer's death and after `close`. What is never published
+        is never used for another message.
+
+        Returns:
+            None on TCP, for messages without bytes or longer than a slot, while others wait for
+            room, and if so many are handed out that none would be left: `send` it then.
+
+        Raises:
+            ValueError: As `send`.
+            TransportError: The peer is gone.
+        """
+
+    def publish(self, peer: int, message: Message) -> None:
+        """Send a message of `reserve`, whose bytes must not change any more; never waits.
+
+        Raises:
+            ValueError: It was published before, or reserved for another peer.
+            TransportError: The peer is gone.
+        """
+
+    def add_buffers(self, num_slots: int) -> tuple[int, int]:
+        """Allocate memory for messages that do not stay where they arrived, `slot_bytes` for each.
+
+        To be called once. Longer messages, and those beyond that number, stand elsewhere.
+
+        Returns:
+            Address and number of bytes; whole pages, mapped as long as the endpoint or a message.
+
+        Raises:
+            TransportError: Memory is short.
         """
 
     def take(
@@ -347,6 +387,14 @@ class RdmaLink(Link):
             TransportError: It does not come in time, gives up, or cannot be reached; names both
                 ends.
         """
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Address and number of bytes of the memory that the peer's messages stand in."""
+
+    @property
+    def peer_slots(self) -> tuple[int, int]:
+        """The same of the memory from which the device fetches messages to the peer."""
 
     @property
     def text(self) -> str:
