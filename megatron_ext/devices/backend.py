@@ -102,8 +102,15 @@ class Copies(Protocol):
     not change, and only work on the device may use the copy.
     """
 
-    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copied]:
-        """Copy a contiguous device tensor after all work queued before."""
+    def to_host(
+        self, tensor: torch.Tensor, target: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Copied]:
+        """Copy a contiguous device tensor after all work queued before.
+
+        Args:
+            tensor: The source.
+            target: Where to, in memory that `pin` has registered; None: new pinned memory.
+        """
         ...
 
     def to_device(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copied]:

@@ -59,15 +59,19 @@ class StreamCopies:
         self._down = runtime.Stream(device)
         self._up = runtime.Stream(device)
 
-    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Copied]:
+    def to_host(
+        self, tensor: torch.Tensor, target: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, _Copied]:
         """Start a copy to pinned memory, ordered after all work of the current stream.
-
-        The memory comes from torch's caching allocator of pinned memory.
 
         Args:
             tensor: Contiguous. The caller keeps it, unchanged, until the copy is done.
+            target: Of the same shape and dtype, in registered memory; the caller keeps it, too.
+                None: memory of torch's caching allocator of pinned memory.
         """
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = target
+        if host is None:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._down.wait_stream(self._runtime.current_stream(self._device))
         with self._runtime.stream(self._down):
             host.copy_(tensor.detach(), non_blocking=True)
@@ -106,7 +110,7 @@ class StreamCopies:
         if code != 0:
             self._forget_error()
             _log.warning(
-                "%d bytes of shared memory cannot be registered with %s (error %d of its driver): "
+                "%d bytes of host memory cannot be registered with %s (error %d of its driver): "
                 "messages are copied to the device while their rank waits",
                 num_bytes, self._device, code,
             )  # fmt: skip

@@ -19,7 +19,8 @@ __all__ = ["Afterwards"]
 class Afterwards:
     """A thread that runs callbacks in order, each once its copy is complete.
 
-    After an error it only drops the references of the remaining jobs.
+    After an error it runs no more callbacks, but keeps what belongs to a copy until that has ended:
+    the device does not know of the error.
     """
 
     def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
@@ -77,8 +78,7 @@ class Afterwards:
         while (job := self._jobs.get()) is not None:
             copied, then, kept = job
             del job
-            if self.error is None:
-                self._do(copied, then)
+            self._do(copied, then)
             del copied, then, kept  # before finish() returns
             with self._changed:
                 self._num_left -= 1
@@ -87,10 +87,12 @@ class Afterwards:
     def _do(self, copied: Copied, then: Callable[[], None]) -> None:
         try:
             copied.wait()
-            then()
+            if self.error is None:
+                then()
         except BaseException as error:  # noqa: BLE001 - the next call raises it
-            self.error = error
-            self._failed(error)
+            if self.error is None:
+                self.error = error
+                self._failed(error)
 
 
 def _described(error: BaseException) -> TransportError:

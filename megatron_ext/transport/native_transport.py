@@ -10,7 +10,6 @@ each peer.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -22,14 +21,15 @@ from megatron_ext.errors import MessageMismatch, PeerClosed, TransportError
 from megatron_ext.transport.address import NOT_PROBED
 from megatron_ext.transport.base import Expected, Stats
 from megatron_ext.transport.dtypes import CAPSULE_CODE_OF, CODE_OF, plain, tensor_on
+from megatron_ext.transport.links import add_links, default_spin_s, why_no_rdma
 from megatron_ext.transport.native import require_native
 from megatron_ext.transport.peer_failures import failure_of
-from megatron_ext.transport.rendezvous import Connection, Store, connect_peers
+from megatron_ext.transport.rendezvous import Store, connect_peers
 from megatron_ext.transport.tags import NOTE, NUM_STEPS, Tags
 
 if TYPE_CHECKING:
     from megatron_ext.messages import Message
-    from megatron_ext.transport._C import Endpoint, Link
+    from megatron_ext.transport._C import Endpoint
     from megatron_ext.transport._C import Message as Arrived
     from megatron_ext.transport.address import Wire
 
@@ -40,14 +40,11 @@ _log = logging.getLogger(__name__)
 # The public function looks for __dlpack__ first, a third of its time when given a capsule.
 _from_dlpack = getattr(torch._C, "_from_dlpack", from_dlpack)
 
-# How long a wait spins before it sleeps, on a host with a CPU for each rank.
-_SPIN_S = 20e-6
-
 
 class NativeTransport:
     """Carries CPU tensors between processes, in any order.
 
-    One thread makes all calls; a second one may call `isend` and `abort` too.
+    One thread makes all calls; a second one may call `isend`, `publish` and `abort` too.
 
     A send completes before it returns if the receiver has room. Otherwise the transport keeps the
     tensor, and a thread of the core sends it while this process computes. The constructor connects
@@ -119,47 +116,18 @@ class NativeTransport:
         """Source and tag of arrivals that `poll` has yet to return, in order."""
         connections = connect_peers(
             store, rank, peers, run_id=run_id, timeout_s=connect_timeout_s, wire=wire, ip=ip,
-            no_rdma=_why_no_rdma(ip) if wire in ("auto", "rdma") else NOT_PROBED,
+            no_rdma=why_no_rdma(ip) if wire in ("auto", "rdma") else NOT_PROBED,
         )  # fmt: skip
         self._hosts = {peer: connection.host for peer, connection in connections.items()}
         self._wires = {peer: connection.wire for peer, connection in connections.items()}
-        self.arenas: list[tuple[int, int]] = []
-        """Address and size in bytes of each shared-memory arena that receives messages."""
-        self._connect(connections, ip, connect_timeout_s, silence_s, rail)
+        self._memory = add_links(
+            self._endpoint, rank, connections, ip=ip, timeout_s=connect_timeout_s,
+            silence_s=silence_s, rail=rail,
+        )  # fmt: skip
+        """Address and size in bytes of the slots of all links."""
         if spin_s is None:
-            spin_s = _default_spin_s(connections, ranks_per_node)
-        self._usable().set_spin(spin_s)
-
-    def _connect(
-        self,
-        connections: dict[int, Connection],
-        ip: str | None,
-        timeout_s: float,
-        silence_s: float,
-        rail: int,
-    ) -> None:
-        """Create all links before finishing any: both ends of a link have to take part in that."""
-        native, endpoint = require_native(), self._usable()
-        links: dict[int, Link] = {}
-        try:
-            for peer, (wire, _, socket) in connections.items():
-                if wire == "shm":
-                    links[peer] = native.ShmLink(endpoint, peer, socket)
-                elif wire == "tcp":
-                    links[peer] = native.TcpLink(endpoint, peer, socket, silence_s)
-                else:
-                    links[peer] = native.RdmaLink(endpoint, peer, socket, ip or "", rail, silence_s)
-            for peer, link in sorted(links.items()):
-                if isinstance(link, native.ShmLink):
-                    link.accept(timeout_s)
-                    self.arenas.append(link.slots)
-                elif isinstance(link, native.RdmaLink):
-                    link.connect(timeout_s)
-                    _log.info("rank %d and rank %d: %s", self._rank, peer, link.text)
-                endpoint.add(peer, link)
-        finally:
-            for connection in connections.values():
-                connection.socket.close()
+            spin_s = default_spin_s(connections, ranks_per_node)
+        self._endpoint.set_spin(spin_s)
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step. Messages of peers that are ahead may have arrived already.
@@ -202,8 +170,56 @@ class NativeTransport:
                 target, tag, code, tensor.shape, tensor.data_ptr(), tensor.untyped_storage()
             )
         except TransportError as error:
-            what = f"{message} cannot be sent to rank {target}"
-            raise self._failure(what, target, message, error) from error
+            raise self._unsent(target, message, error) from error
+
+    def fixed_memory(self) -> Sequence[tuple[int, int]]:
+        """Return address and size in bytes of the memory that messages of up to a slot lie in.
+
+        For a device that has to know it, here and at the peers of this host. The call, of which
+        there is one, gives messages over TCP such memory, enough for those of half the slots.
+
+        Raises:
+            TransportError: Memory is short.
+        """
+        num_over_tcp = sum(wire == "tcp" for wire in self._wires.values())
+        if num_over_tcp:
+            num_slots = num_over_tcp * ((self._slots + 1) // 2)
+            self._memory.append(self._usable().add_buffers(num_slots))
+        return self._memory
+
+    def reserve(
+        self, target: int, message: Message, shape: torch.Size, dtype: torch.dtype
+    ) -> Arrived | None:
+        """Return a message for a device to write, in memory from which it is sent uncopied.
+
+        When it is complete, pass it to `publish`. If it never is, its memory is never used again.
+
+        Returns:
+            None if the wire has no such memory, or none that is free and large enough; then
+            `isend` a copy.
+
+        Raises:
+            TransportError: The peer is gone.
+        """
+        code = CODE_OF.get(dtype)
+        if code is None:
+            return None  # `isend` says that it is unsupported
+        tag = self._tags[message] | self._step
+        try:
+            return self._usable().reserve(target, tag, code, shape)
+        except TransportError as error:
+            raise self._unsent(target, message, error) from error
+
+    def publish(self, target: int, message: Message, reserved: Arrived) -> None:
+        """Send what `reserve` returned.
+
+        Raises:
+            TransportError: The peer is gone.
+        """
+        try:
+            self._usable().publish(target, reserved)
+        except TransportError as error:
+            raise self._unsent(target, message, error) from error
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         """Wait for a message and return its CPU tensor, whose memory nobody else writes.
@@ -360,6 +376,10 @@ class NativeTransport:
             what = f"{what} (tag {self._tags[message] | self._step:#x})"
         return failure_of(what, peer, self._usable().peers(), cause, self._hosts, self._slots)
 
+    def _unsent(self, target: int, message: Message, error: TransportError) -> TransportError:
+        what = f"{message} cannot be sent to rank {target}"
+        return self._failure(what, target, message, error)
+
     def _warn_if_narrow(self, slots: int) -> None:
         """Warn once if `slots` messages of each of two kinds exceed the room of a peer."""
         if 2 * slots > self._slots and not self._warned:
@@ -377,18 +397,3 @@ def _require_cpu(device: torch.device) -> None:
             f"the native core sends tensors of the CPU only, not of {device}; send them through a "
             f"StagedTransport"
         )
-
-
-def _why_no_rdma(ip: str | None) -> str:
-    """Return why this process cannot use RDMA; empty if it can."""
-    from megatron_ext.transport.rdma_probe import probe
-
-    result = probe(ip)
-    return "" if result.usable else result.reason
-
-
-def _default_spin_s(connections: dict[int, Connection], ranks_per_node: int | None) -> float:
-    """Return how long a wait spins before it sleeps: 0 if ranks may have to share a CPU."""
-    local = 1 + sum(connection.wire == "shm" for connection in connections.values())
-    num_ranks = local if ranks_per_node is None else ranks_per_node
-    return _SPIN_S if num_ranks <= len(os.sched_getaffinity(0)) else 0.0

@@ -1,10 +1,14 @@
 """Device tensors over a transport of host tensors, staged through pinned memory.
 
 A send copies the tensor to pinned host memory, on a stream of its own that waits for the
-computation. A thread sleeps until the copy is complete and then sends it. A received tensor is
-copied to the device from its place in host memory, usually a slot of shared memory. The device's
-stream waits for that copy, and a thread sleeps until it can release the slot. So the caller never
-waits for the device, and nobody reads memory before its copy is complete.
+computation: over shared memory and RDMA to a slot, from which nobody copies it again on the host.
+A thread sleeps until the copy is complete and then sends it, or publishes the slot. A received
+tensor is copied to the device from its place in host memory, a slot or a buffer that the device
+knows. The device's stream waits for that copy, and a thread sleeps until it can release the place.
+So the caller never waits for the device, and nobody reads memory before its copy is complete.
+
+A device that copies cannot be stopped. Whatever fails, memory that it may be using stays mapped and
+registered until its copy has ended, and a slot whose copy may not have ended is not used again.
 
 Sends and releases have a thread each: a send that waits for a long computation must not hold slots
 that peers need.
@@ -21,7 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megatron_ext.errors import TransportError
 from megatron_ext.transport.afterwards import Afterwards
-from megatron_ext.transport.dtypes import plain
+from megatron_ext.transport.dtypes import plain, tensor_on
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +63,7 @@ class StagedTransport:
     device.
 
     Args:
-        host: Carries the copies. The constructor pins its shared memory.
+        host: Carries the copies. The constructor pins the memory of its messages.
         copies: The device's copy engine.
         timeout_s: How long `begin` waits for the sends of the previous step.
     """
@@ -72,13 +76,15 @@ class StagedTransport:
         self._sends = Afterwards("sends", self._give_up)
         self._releases = Afterwards("releases", self._give_up)
         self._pinned: list[int] = []
-        for address, num_bytes in host.arenas:
+        memory = host.fixed_memory()
+        for address, num_bytes in memory:
             if not copies.pin(address, num_bytes):
-                break  # pin() logs the reason, and the other arenas would fail too
+                break  # pin() logs the reason, and the others would fail too
             self._pinned.append(address)
-        if self._pinned:
-            total = sum(num_bytes for _, num_bytes in host.arenas)
-            _log.info("pinned %d MiB of shared memory", total >> 20)
+        self._writes_slots = bool(memory) and len(self._pinned) == len(memory)
+        if self._writes_slots:
+            total = sum(num_bytes for _, num_bytes in memory)
+            _log.info("the device knows %d MiB of memory for messages", total >> 20)
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Wait for the sends of the previous step, whose tags contain its number; start a step.
@@ -94,7 +100,7 @@ class StagedTransport:
         """Send a tensor: a host tensor now, a device tensor once its copy is complete.
 
         Raises:
-            TransportError: An earlier copy or send failed.
+            TransportError: An earlier copy or send failed, or the peer is gone.
         """
         self._check()
         if tensor.is_cpu:
@@ -102,8 +108,19 @@ class StagedTransport:
             return
         # An alias of the storage: the caller may replace the `data` of its own tensor.
         source = plain(tensor.detach())
-        copy, copied = self._copies.to_host(source)
-        self._sends.after(copied, partial(self._host.isend, copy, target, message), source)
+        slot = None
+        if self._writes_slots:
+            try:
+                slot = self._host.reserve(target, message, source.shape, source.dtype)
+            except TransportError as error:
+                self._raise(error)
+        if slot is None:
+            copy, copied = self._copies.to_host(source)
+            send = partial(self._host.isend, copy, target, message)
+        else:
+            copy, copied = self._copies.to_host(source, tensor_on(slot))
+            send = partial(self._host.publish, target, message, slot)
+        self._sends.after(copied, send, (source, copy))
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         """Return the tensor of a message, on the device, whose later work waits for the copy.
@@ -145,16 +162,20 @@ class StagedTransport:
             self._raise(error)
 
     def abort(self, reason: str) -> None:
-        """Abort for good. Unsent copies are dropped."""
+        """Abort for good. Unsent copies are dropped, each when the device has made it."""
         self._host.abort(reason)
 
     def close(self) -> None:
-        """Wait for the running copies and release all resources."""
-        for thread in (self._sends, self._releases):
-            if not thread.stop(_CLOSE_S):
-                _log.warning("the device did not finish its copies within %g s", _CLOSE_S)
-        for address in self._pinned:
-            self._copies.unpin(address)
+        """Wait for the running copies and release all resources.
+
+        The memory of copies that do not end in time stays as it is until the process ends.
+        """
+        have_ended = [thread.stop(_CLOSE_S) for thread in (self._sends, self._releases)]
+        if all(have_ended):
+            for address in self._pinned:
+                self._copies.unpin(address)
+        else:
+            _log.warning("the device did not finish its copies within %g s", _CLOSE_S)
         self._pinned.clear()
         self._host.close()
 

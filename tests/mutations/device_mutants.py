@@ -8,9 +8,11 @@ __all__ = ["DEVICE_MUTANTS"]
 
 _SHARING = "megatron_ext.devices.sharing"
 _COPIES = "megatron_ext.devices.copies"
+_STAGING = "megatron_ext.transport.staging"
 _TORCH = "megatron_ext.transport.torch_dist"
 _QUEUED = "tests/transport/test_queued.py::test_nothing_is_read_or_freed_too_early"
 _ONE_WAY = "tests/transport/test_queued.py::test_a_buffer_is_used_again_when_its_reader_has_read"
+_MEMORY = "tests/transport/test_device_memory.py"
 _SCHEDULES = "tests/devices/test_queued_schedules.py::test_every_schedule_over_its_communicators"
 
 _LOOKING_AHEAD = "tests/schedules/runtime/test_looking_ahead.py"
@@ -105,6 +107,48 @@ DEVICE_MUTANTS = (
         "            self.event.synchronize()\n",
         "            pass\n",
         _on("shm", "copies"),
+    ),
+    Mutant(
+        "the device does not know the slots that it writes",
+        "megatron_ext.transport.links",
+        "                memory += [link.slots, link.peer_slots]\n",
+        "                memory += [link.slots]\n",
+        (f"{_MEMORY}::test_no_copy_of_a_message_makes_the_host_wait[shm-8]",),
+    ),
+    Mutant(
+        "the device does not know the slots that it reads",
+        "megatron_ext.transport.links",
+        "                memory += [link.slots, link.peer_slots]\n",
+        "                memory += [link.peer_slots]\n",
+        (f"{_MEMORY}::test_no_copy_of_a_message_makes_the_host_wait[shm-8]",),
+    ),
+    Mutant(
+        "what arrives over TCP is not where the device knows memory",
+        "megatron_ext.transport.native_transport",
+        "        if num_over_tcp:\n",
+        "        if False:\n",
+        (f"{_MEMORY}::test_no_copy_of_a_message_makes_the_host_wait[tcp-8]",),
+    ),
+    Mutant(
+        "memory is unregistered while a copy uses it",
+        _STAGING,
+        "        if all(have_ended):\n",
+        "        if have_ended:\n",
+        (f"{_MEMORY}::test_memory_is_registered_as_long_as_a_copy_may_use_it",),
+    ),
+    Mutant(
+        "what is written into a slot is not kept until it was copied",
+        _STAGING,
+        "        self._sends.after(copied, send, (source, copy))\n",
+        "        self._sends.after(copied, send, None)\n",
+        _on("shm", "copies"),
+    ),
+    Mutant(
+        "after an error memory is freed before its copy has ended",
+        "megatron_ext.transport.afterwards",
+        "            copied.wait()\n            if self.error is None:\n",
+        "            if self.error is None:\n                copied.wait()\n",
+        (f"{_MEMORY}::test_after_an_error_memory_is_kept_until_its_copy_has_ended",),
     ),
     Mutant(
         "nothing waits for a receive",
