@@ -44,6 +44,11 @@ _ENVIRONMENT = {
 }
 
 
+def runtime() -> Any:
+    """Return `torch.cuda`, or the module of the emulated device that has the same names."""
+    return torch.musa if EMULATED else torch.cuda  # type: ignore[attr-defined]
+
+
 def why_no_gpu() -> str | None:
     """Return why the checks cannot run here, or None."""
     if EMULATED:

@@ -14,13 +14,12 @@ from tests.schedules.runtime.capture import GPT, PP4, Captured, run_here
 
 from . import processes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core"),
-]
+needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
+
+pytestmark = [pytest.mark.gpu, needs_megatron]
 
 # What needs neither Transformer Engine nor Apex.
-_PLAIN = (
+PLAIN = (
     "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
     "--no-gradient-accumulation-fusion --no-rope-fusion --no-bias-gelu-fusion "
     "--no-bias-dropout-fusion "
@@ -49,7 +48,7 @@ def train(flags: str) -> Captured:
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Captured:
     """What one process computes."""
     directory = tmp_path_factory.mktemp("one") / "run"
-    (found,) = processes.run(1, train, GPT + _PLAIN, directory=directory)
+    (found,) = processes.run(1, train, GPT + PLAIN, directory=directory)
     return found
 
 
@@ -60,7 +59,7 @@ def test_four_stages_compute_what_one_process_does(
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    flags = GPT + PP4 + _PLAIN + _CASES[case]
+    flags = GPT + PP4 + PLAIN + _CASES[case]
     ranks = processes.run(4, train, flags, directory=tmp_path / "run")
     taken = "DirectTransport" if case in ("ipc", "dpp") else "StagedTransport"
     assert [rank.transports for rank in ranks] == [[taken]] * 4

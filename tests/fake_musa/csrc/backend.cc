@@ -166,6 +166,16 @@ TORCH_LIBRARY_FRAGMENT(fake_musa, m) {
         task.run = [] {};
         Device::instance().submit(current_stream_key(checked(device)), std::move(task));
     });
+    // A kernel that runs until a word of host memory is not zero, in the current stream.
+    m.def("spin(int device, Tensor flag) -> ()", [](int64_t device, const at::Tensor& flag) {
+        Task task;
+        task.kind = Kind::kPoll;
+        task.name = "spin";
+        task.has_come = [flag] {
+            return __atomic_load_n(flag.data_ptr<int32_t>(), __ATOMIC_ACQUIRE) != 0;
+        };
+        Device::instance().submit(current_stream_key(checked(device)), std::move(task));
+    });
     m.def("event_new() -> int", [] { return Marks::instance().add(); });
     m.def("event_delete(int event) -> ()", [](int64_t event) { Marks::instance().remove(event); });
     m.def("event_record(int event, int device, int stream) -> ()",
