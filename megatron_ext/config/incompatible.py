@@ -168,6 +168,12 @@ SPLIT = (
         "--overlap-dispatch-backward-with-experts-wgrad: it postpones the weight gradients of "
         "experts, which the table does already; leave it out, or use 1f1b or interleaved",
     ),
+    Rule(
+        _given("moe_shared_expert_overlap"),
+        "--moe-shared-expert-overlap: the shared expert computes in a stream of its own, which "
+        "may use the memory of its weight gradients again before W has read it; leave it out, or "
+        "use 1f1b or interleaved",
+    ),
 )
 """For schedules that split backwards."""
 

@@ -154,6 +154,7 @@ def test_layers_that_are_left_whole_are_told(
         ("expert_tensor_parallel_num_weight_shards", 2, "1f1b"),
         ("step_batch_size_schedule", "0:8 1B:16", "1f1b"),
         ("overlap_dispatch_backward_with_experts_wgrad", True, "zb-h1"),
+        ("moe_shared_expert_overlap", True, "zb-h1"),
         ("is_hybrid_model", True, "zb-v"),
         ("hybrid_layer_pattern", "M*M-", "zb-v"),
         ("account_for_loss_in_pipeline_split", True, "zb-v"),
@@ -174,6 +175,7 @@ def test_features_that_order_computation_are_refused(
     [
         ("hybrid_layer_pattern", "M*M-", "1f1b"),
         ("overlap_dispatch_backward_with_experts_wgrad", True, "1f1b"),
+        ("moe_shared_expert_overlap", True, "1f1b"),
         ("tensor_parallel_num_weight_shards", 1, "zb-h1"),
     ],
 )

@@ -80,6 +80,20 @@ MUTANTS = (
         ("tests/schedules/search/test_policies.py",),
     ),
     Mutant(
+        "a dynamic order begins a stage with any forward",
+        "megatron_ext.schedules.search.readiness",
+        "        for first, *others in _forwards(self.row):\n",
+        "        for first, *others in [[0]]:\n",
+        ("tests/schedules/search/test_policies.py",),
+    ),
+    Mutant(
+        "a dynamic order computes W after a later B",
+        "megatron_ext.schedules.search.readiness",
+        '        if kind in "BW":\n',
+        '        if kind == "W":\n',
+        ("tests/schedules/search/test_policies.py",),
+    ),
+    Mutant(
         "a slot is freed before the copy out of it has ended",
         "megatron_ext.transport.staging",
         "self._releases.after(copied, _nothing, tensor)",

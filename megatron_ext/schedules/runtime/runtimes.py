@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron_ext import devices
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.representation.first_gradients import check_first_gradients
 from megatron_ext.schedules.runtime.agreement import Agreement, agree
 from megatron_ext.schedules.runtime.balanced_order import BalancedStep, cost_of_model
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
@@ -45,6 +46,7 @@ from megatron_ext.schedules.runtime.rank_table import Table, check_agreement, ma
 from megatron_ext.schedules.runtime.run_ahead import RunAhead, run_ahead_of
 from megatron_ext.schedules.runtime.split import split_backward
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
+from megatron_ext.schedules.runtime.te_layers import overwrites_first
 from megatron_ext.schedules.runtime.tree_compute import Forms, TreeEnds
 from megatron_ext.trace.session_observer import observed_transport, observers
 from megatron_ext.transport.pairs import groups_of_pairs
@@ -158,6 +160,8 @@ class Runtime:
             observers=listening,
         )
         try:
+            if not call.forward_only and any(map(overwrites_first, call.chunks)):
+                check_first_gradients(table.schedule, table.rank)
             with gradients:
                 executor.run()
         except BaseException as error:

@@ -27,7 +27,7 @@ from megatron_ext.errors import ScheduleError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DelayedModules", "left_whole", "prepare_config", "why_not"]
+__all__ = ["DelayedModules", "left_whole", "overwrites_first", "prepare_config", "why_not"]
 
 
 def _uses_te(config: Any) -> bool:
@@ -82,6 +82,16 @@ def left_whole(config: Any) -> str | None:
         "weight gradients of the projections to queries, keys and values are computed in I, "
         "because Transformer Engine computes them together with those of the biases; "
         "--disable-bias-linear without --add-qkv-bias moves them to W"
+    )
+
+
+def overwrites_first(module: torch.nn.Module) -> bool:
+    """Whether layers of a chunk overwrite their weight gradients in a step's first micro-batch."""
+    return any(
+        getattr(layer, "fuse_wgrad_accumulation", False)
+        and getattr(layer, "is_first_microbatch", None) is not None
+        and not getattr(layer, "disable_parameter_transpose_cache", False)
+        for layer in module.modules()
     )
 
 

@@ -1,18 +1,19 @@
 """Tracks the ready actions of one rank: the bookkeeping under every dynamic policy.
 
 An action is *ready* when its inputs exist: for F its input, for B and I the forward of the same
-rank and the gradient of the output, for W its I. In addition, the backwards of a stage, and its W,
-become ready only in the order of the micro-batches. That fixes the order in which gradients are
-summed, so the result equals that of the static table bit for bit, whatever arrives first. Forwards
-of the last stage keep the order of the table: some losses are averaged over replicas, which must
-meet there.
+rank and the gradient of the output, for W its I. In addition, the backwards of a stage, and what
+computes its weight gradients, become ready only in the order of the micro-batches. That fixes the
+order in which gradients are summed, so the result equals that of the static table bit for bit,
+whatever arrives first. Forwards of the last stage keep the order of the table: some losses are
+averaged over replicas, which must meet there. On every stage the first forward is that of the table
+(`representation/first_gradients.py` says why).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,9 @@ class Progress:
         for turns in _in_turn(self.row, last_stage):
             for before, after in pairwise(turns):
                 self._order(before, after)
+        for first, *others in _forwards(self.row):
+            for after in others:
+                self._order(first, after)
 
     def _order(self, before: int, after: int) -> None:
         self._enables[before].append(after)
@@ -108,11 +112,22 @@ class Progress:
 
 
 def _in_turn(row: Sequence[Action], last_stage: int) -> Iterator[list[int]]:
-    """Yield positions of actions that must run in sequence; B and I of a stage share one."""
+    """Yield positions of actions that must run in sequence: B and I of a stage, and B and W."""
     turns: dict[tuple[int, str], list[int]] = defaultdict(list)
     for index in sorted(range(len(row)), key=lambda i: row[i].microbatch):
         stage, kind, _ = row[index]
-        if kind != "F":
-            turns[stage, "W" if kind == "W" else "B"].append(index)
+        if kind in "BI":
+            turns[stage, "I"].append(index)
+        if kind in "BW":
+            turns[stage, "W"].append(index)
     yield from turns.values()
     yield [i for i, action in enumerate(row) if action.kind == "F" and action.stage == last_stage]
+
+
+def _forwards(row: Sequence[Action]) -> Iterable[list[int]]:
+    """Return the positions of the forwards of each stage."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for index, action in enumerate(row):
+        if action.kind == "F":
+            found[action.stage].append(index)
+    return found.values()

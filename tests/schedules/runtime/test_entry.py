@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -300,3 +301,22 @@ def test_several_models_in_one_job_are_refused() -> None:
         assert set(told) == {told[0]}
         assert "schedule_pg_collection of several modules (MIMO)" in told[0]
         assert "leave --pipeline-schedule out" in told[0]
+
+
+def _overwriting(file: str) -> str:
+    """Run a table with layers that overwrite the gradient of a step's first micro-batch."""
+    toy.start(2)
+    use(make_pipeline(f"csv:{file}", 2, 2))
+    config = toy.config()
+    model = toy.chunks(config, [dist.get_rank()])
+    model[0].fuse_wgrad_accumulation = model[0].is_first_microbatch = True  # type: ignore[assignment]
+    with pytest.raises(ScheduleError) as raised:
+        _step(config, model, 2)
+    return str(raised.value)
+
+
+def test_a_table_that_would_lose_gradients_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "table.csv"
+    file.write_text("0F1,0F0,0B0,0B1\n1F1,1F0,1B0,1B1\n")
+    for stage, told in enumerate(run_ranks(2, _overwriting, str(file))):
+        assert f"the first weight gradients of stage {stage} are those of micro-batch 0" in told

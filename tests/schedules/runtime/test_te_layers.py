@@ -252,6 +252,61 @@ def test_what_a_failed_step_left_is_dropped() -> None:
     assert all(map(torch.allclose, _main_grads(chunk), _main_grads(whole)))
 
 
+class _OverwritingLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, first: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.first = weight, first
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if ctx.first:
+            ctx.weight.main_grad.zero_()
+        ctx.weight.main_grad.add_(grad.t() @ x)
+        return grad @ weight, None, None
+
+
+class _Overwriting(torch.nn.Module):
+    """A layer whose first micro-batch of a step overwrites the gradient, as Megatron wraps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(4))
+        self.weight.main_grad = torch.zeros(4, 4)
+        self.fuse_wgrad_accumulation = self.is_first_microbatch = True
+        self.disable_parameter_transpose_cache = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, self.is_first_microbatch = self.is_first_microbatch, False
+        return _OverwritingLinear.apply(x, self.weight, first)
+
+
+@pytest.mark.parametrize("forwards", [(0, 1), (1, 0)])
+def test_a_gradient_before_that_of_the_first_forward_is_lost(forwards: tuple[int, int]) -> None:
+    layer = _Overwriting()
+    losses = {microbatch: _loss(layer, microbatch) for microbatch in forwards}
+    for microbatch in range(2):
+        losses[microbatch].backward()
+    expected = torch.zeros(4, 4)
+    for microbatch in range(2):
+        single = _Overwriting()
+        _loss(single, microbatch).backward()
+        expected += single.weight.main_grad
+    assert torch.allclose(layer.weight.main_grad, expected) == (forwards == (0, 1))
+
+
+def test_layers_that_overwrite_are_known() -> None:
+    chunk = torch.nn.Sequential(torch.nn.LayerNorm(4), _Overwriting())
+    assert te_layers.overwrites_first(chunk)
+    chunk[1].disable_parameter_transpose_cache = True  # then Megatron names no first one
+    assert not te_layers.overwrites_first(chunk)
+    chunk[1].disable_parameter_transpose_cache, chunk[1].fuse_wgrad_accumulation = False, False
+    assert not te_layers.overwrites_first(chunk)
+    assert not te_layers.overwrites_first(_Chunk(delay=True))
+
+
 def _config(**settings: Any) -> SimpleNamespace:
     usual = {
         "cuda_graph_impl": "none",

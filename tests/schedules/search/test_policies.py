@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Costs, Schedule, generate, simulate, validate
+from megatron_ext.schedules.representation.first_gradients import check_first_gradients
 from megatron_ext.schedules.representation.memory import measure
 from megatron_ext.schedules.representation.split_backwards import split_backwards
 from megatron_ext.schedules.search.curve import Curve
@@ -63,6 +64,8 @@ def test_every_policy_ends_within_its_memory(
     timeline = run(table, costs, name, extra=extra, fill=split)
     report = validate(timeline.schedule)
     assert report.ascending
+    for rank in range(len(table.rows)):
+        check_first_gradients(timeline.schedule, rank)
     if name == "hint":
         chunks = len(table.placement.stages_of[0])
         allowed = extra * chunks * table.pp / table.num_stages
