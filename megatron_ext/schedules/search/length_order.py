@@ -2,9 +2,7 @@
 
 While a pipeline fills and drains, its ranks wait for each other's micro-batches; in between they
 hardly do. So small ones belong to both ends. Which order is best depends on the table, so a few of
-them are simulated, that of the file included: an order never takes longer than that one. Of random
-exchanges of two micro-batches, 300 on top of these gain 1 % on the median with 16 and 3 % with 32
-micro-batches, for a hundred times the work.
+them are simulated, that of the file included: an order never takes longer than that one.
 """
 
 from __future__ import annotations
