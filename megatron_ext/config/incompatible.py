@@ -23,6 +23,7 @@ __all__ = [
     "refuse_flags_of_dynamic_order",
     "refuse_flags_of_table",
     "refuse_flags_with_microbatch_rng",
+    "refuse_flags_with_pack",
     "refuse_flags_with_transport",
     "refuse_flags_with_varying_lengths",
 ]
@@ -266,6 +267,15 @@ CROSSED_DYNAMIC = (
 """For ranks that choose their order and get activations from their twin."""
 
 
+PACK = (
+    Rule(
+        lambda args: "global_aux_loss" in _several(args, "moe_router_load_balancing_type"),
+        "--moe-router-load-balancing-type global_aux_loss: it depends on which micro-batches the "
+        "replicas run at the same time; use aux_loss or seq_aux_loss, or --pipeline-balance order",
+    ),
+)
+"""For micro-batches that data-parallel replicas share out."""
+
 VARYING_LENGTHS = (
     Rule(
         lambda args: (
@@ -352,6 +362,15 @@ def refuse_flags_with_microbatch_rng(args: Namespace) -> None:
         ArgumentsError: One line for each mistake.
     """
     _refuse("--microbatch-rng", args, MICROBATCH_RNG)
+
+
+def refuse_flags_with_pack(args: Namespace) -> None:
+    """Refuse flags whose gradient is another where replicas share out their micro-batches.
+
+    Raises:
+        ArgumentsError: One line for each mistake.
+    """
+    _refuse("--pipeline-balance pack", args, PACK)
 
 
 def refuse_flags_with_transport(transport: str, args: Namespace) -> None:

@@ -51,11 +51,11 @@ DEVICE_PATHS: tuple[DevicePath, ...] = ("auto", "staged", "ipc")
 
 Activations = Literal["recompute", "ship"]
 
-Balance = Literal["off", "order"]
+Balance = Literal["off", "order", "pack"]
 
-BALANCES: tuple[Balance, ...] = ("off", "order")
-"""What follows from the lengths of a step's micro-batches: nothing, or the order in which they
-enter the pipeline."""
+BALANCES: tuple[Balance, ...] = ("off", "order", "pack")
+"""What follows from the lengths of a step's micro-batches: nothing, the order in which they enter
+the pipeline, or also which data-parallel replica runs them."""
 
 
 class ConfigurationError(ArgumentsError):
@@ -198,7 +198,8 @@ class PipelineConfig:
     """Settings of the dynamic order; None: every rank runs the order of the table."""
     balance: Balance = "off"
     """`order`: the micro-batches of a step enter the pipeline in an order that follows from their
-    lengths; `off`: in the order of the file."""
+    lengths; `pack`: before that, data-parallel replicas share out the micro-batches of all of them
+    by cost; `off`: each replica runs its own in the order of the file."""
     transport: TransportName | None = None
     """Transport of activations and gradients; None: torch, or auto with `dynamic` or
     `disaggregation`."""

@@ -23,6 +23,7 @@ from megatron_ext.config.device_flags import device_arguments
 from megatron_ext.config.flags import DROPPED, completed, naming_flags, pipeline_config
 from megatron_ext.config.incompatible import (
     refuse_flags_with_microbatch_rng,
+    refuse_flags_with_pack,
     refuse_flags_with_varying_lengths,
 )
 from megatron_ext.errors import ArgumentsError
@@ -57,6 +58,8 @@ def prepare(args: Namespace, asked: PipelineConfig | None = None) -> None:
         config = replace(config, microbatch_rng=True)  # both roles must draw the same masks
     if config.draws_by_microbatch:
         refuse_flags_with_microbatch_rng(given)
+    if config.balance == "pack":
+        refuse_flags_with_pack(given)
     if config.variable_seq_lengths:
         refuse_flags_with_varying_lengths(given)
     seed: int | None = given.seed if config.draws_by_microbatch else None

@@ -51,9 +51,10 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
         "--pipeline-balance",
         choices=BALANCES,
         default=PipelineConfig.balance,
-        help="order: let the micro-batches of a step enter the pipeline in an order that follows "
-        "from their lengths, for data of variable or packed lengths. The gradient is the same sum "
-        "in that order (default: off).",
+        help="For data of variable or packed lengths. order: let the micro-batches of a step enter "
+        "the pipeline in an order that follows from their lengths. pack: before that, share out "
+        "the micro-batches of all data-parallel replicas by cost. The gradient is the same sum in "
+        "another order (default: off).",
     )
     dynamic_flags.add_flags(group)
     group.add_argument(

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from megatron_ext.errors import TransportError
 from megatron_ext.transport.base import Expected, Stats
 from megatron_ext.transport.dtypes import plain
-from megatron_ext.transport.pairs import Pair, groups_of_pairs
+from megatron_ext.transport.pairs import Pair, groups_of_ranks
 
 if TYPE_CHECKING:
     from megatron_ext.messages import Message, MessageKind
@@ -116,7 +116,7 @@ class TorchTransport:
         """Return the group of each pair: `group` for gloo, otherwise one for each direction."""
         if self._matches_tags:
             return dict.fromkeys(pairs, group)
-        groups = groups_of_pairs(pairs, self._timeout_s)
+        groups = groups_of_ranks(pairs, self._timeout_s)
         for (source, target), made in sorted(groups.items(), key=itemgetter(0)):
             # The first use of a group creates its communicator and waits for the peer: do it now.
             probe = torch.zeros(1, device=self._device)

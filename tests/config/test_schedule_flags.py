@@ -282,6 +282,16 @@ REFUSED = {
         PP4 + "--pipeline-schedule zb-h1 --defer-embedding-wgrad-compute", 4,
         ["cannot run with --defer-embedding-wgrad-compute", "use Megatron's own schedule"],
     ),
+    "shared out experts": (
+        PP4 + "--pipeline-schedule 1f1b --pipeline-balance pack --num-experts 4 "
+        "--moe-router-load-balancing-type global_aux_loss", 4,
+        ["--pipeline-balance pack cannot run with --moe-router-load-balancing-type global_aux_loss",
+         "use aux_loss or seq_aux_loss"],
+    ),
+    "balance of Megatron's schedule": (
+        PP4 + "--pipeline-balance pack", 4,
+        ["--pipeline-balance pack is for schedules of this package; add --pipeline-schedule NAME"],
+    ),
     "groups": (
         PP4 + "--pipeline-schedule 1f1b --microbatch-group-size-per-virtual-pipeline-stage 4", 4,
         ["the order of micro-batches is part of the schedule"],

@@ -4,26 +4,33 @@
 beginning, computes what each costs, and hands out the file's micro-batch `order[i]` as micro-batch
 i of the table. All ranks that read data see the same lengths, so they choose the same order without
 a message; ranks that read none run the table as ever. The gradient is the same sum, in this order.
+
+`--pipeline-balance pack` shares out the micro-batches of all data-parallel replicas before that
+(`replica_exchange.py`). All stages of a replica compute the same shares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import islice
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.runtime.item_sizes import item_size
 from megatron_ext.schedules.runtime.local_devices import device_of
-from megatron_ext.schedules.search.length_balance import LengthCost
+from megatron_ext.schedules.search.length_balance import LengthCost, fills_of
 from megatron_ext.schedules.search.length_order import best_order
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Schedule
     from megatron_ext.schedules.representation.costs import Costs
+    from megatron_ext.schedules.runtime.replica_exchange import ReplicaExchange
 
 __all__ = ["BalancedStep", "cost_of_model", "item_cost"]
 
@@ -50,27 +57,20 @@ def item_cost(item: Any, cost: LengthCost) -> float:
     """Return what a micro-batch costs.
 
     Args:
-        item: What the data iterator gives: `tokens`, `[b, s]` with any s from 0 on, or for packed
-            samples `cu_seqlens` as well, where each sample begins and the last one ends.
+        item: What the data iterator gives, see `item_size`.
         cost: Cost of a sample by its length.
 
     Raises:
-        ScheduleError: The item says neither.
+        ScheduleError: The item does not say how long its samples are.
     """
-    fields = item if isinstance(item, Mapping) else {}
-    tokens, bounds = fields.get("tokens"), fields.get("cu_seqlens")
-    if bounds is not None:
-        begins = bounds.flatten().tolist()
-        squares = sum((end - begin) ** 2 for begin, end in pairwise(begins))
-        count = begins[-1] if tokens is None else tokens.numel()
-        return float(cost.linear * count + cost.quadratic * squares)
-    if tokens is not None:
-        length = int(tokens.shape[-1])
-        return tokens.numel() // length * cost.of_length(length) if length else 0.0
-    found = ", ".join(map(str, fields)) if fields else f"a {type(item).__name__}"
+    size = item_size(item)
+    if size is not None:
+        return cost.linear * size.tokens + cost.quadratic * size.pairs
+    is_mapping = isinstance(item, Mapping) and item
+    found = ", ".join(map(str, item)) if is_mapping else f"a {type(item).__name__}"
     raise ScheduleError(
-        f"--pipeline-balance order needs the lengths of micro-batches, from tokens or cu_seqlens "
-        f"of what the data iterator gives, which is {found}; leave --pipeline-balance out"
+        f"--pipeline-balance needs the lengths of micro-batches, from tokens or cu_seqlens of what "
+        f"the data iterator gives, which is {found}; leave --pipeline-balance out"
     )
 
 
@@ -81,8 +81,13 @@ class BalancedStep:
     schedule: Schedule
     costs: Costs
     length_cost: LengthCost
+    replicas: ReplicaExchange | None = None
+    """Those that share out their micro-batches; None: this replica runs what it reads."""
     order: tuple[int, ...] | None = field(default=None, init=False)
-    """The micro-batch of the file by micro-batch of the table; None: no data was read so far."""
+    """By micro-batch of the table: its number in the file, which counts the micro-batches of all
+    `replicas`; None: no data was read so far."""
+    _received: dict[int, Any] | None = field(default=None, init=False)
+    """With `replicas`: what this replica runs, by number."""
 
     def iterator(self, items: Any) -> Iterator[Any] | None:
         """Return an iterator over a chunk's micro-batches in the order of the step.
@@ -99,23 +104,64 @@ class BalancedStep:
             return None
         if not hasattr(items, "__next__"):
             raise ScheduleError(
-                f"--pipeline-balance order reads the micro-batches of a step ahead, which a "
+                f"--pipeline-balance reads the micro-batches of a step ahead, which a "
                 f"{type(items).__name__} does not allow; leave --pipeline-balance out"
             )
         return self._ordered(items)
 
     def _ordered(self, items: Iterator[Any]) -> Iterator[Any]:
+        # Chunks of one rank read the same data.
+        held = self._decided(items) if self.order is None else self._numbered(self._fetched(items))
+        if self._received is not None:
+            # Forward steps write into what they read, and the next chunk reads it too.
+            held = {number: copy(item) for number, item in self._received.items()}
+        assert self.order is not None
+        for number in self.order:
+            yield held.pop(number)
+
+    def _decided(self, items: Iterator[Any]) -> dict[int, Any]:
+        """Choose the micro-batches and their order; return them by number."""
+        if self.replicas is None:
+            held = self._numbered(self._fetched(items))
+            costs = {number: item_cost(item, self.length_cost) for number, item in held.items()}
+        else:
+            held, costs = self._shared_out(items, self.replicas)
+        numbers = sorted(held)
+        places = best_order(self.schedule, [costs[number] for number in numbers], self.costs)
+        self.order = tuple(numbers[place] for place in places)
+        return held
+
+    def _shared_out(
+        self, items: Iterator[Any], replicas: ReplicaExchange
+    ) -> tuple[dict[int, Any], dict[int, float]]:
+        """Return the micro-batches of this replica, and what those of all replicas cost."""
+        try:
+            fetched = self._fetched(items)
+            mine = [item_cost(item, self.length_cost) for item in fetched]
+        except Exception:
+            replicas.costs([nan] * self.schedule.num_microbatches)  # the others wait for it
+            raise
+        costs = replicas.costs(mine)
+        fills = fills_of(self.schedule.placement)
+        self._received = replicas.shared_out(self._numbered(fetched), costs, fills)
+        return self._received, dict(enumerate(costs))
+
+    def _numbered(self, fetched: Sequence[Any]) -> dict[int, Any]:
+        """Return what was fetched by its number in the file."""
+        if self.replicas is None:
+            return dict(enumerate(fetched))
+        first, step = self.replicas.rank, self.replicas.size
+        return {first + step * place: item for place, item in enumerate(fetched)}
+
+    def _fetched(self, items: Iterator[Any]) -> list[Any]:
+        """Fetch the micro-batches of the step."""
         fetched = list(islice(items, self.schedule.num_microbatches))
         if len(fetched) < self.schedule.num_microbatches:
             raise ScheduleError(
                 f"the data ended after {len(fetched)} of {self.schedule.num_microbatches} "
                 "micro-batches of a step; train fewer iterations, or give more data"
             )
-        if self.order is None:  # chunks of one rank read the same data
-            scales = [item_cost(item, self.length_cost) for item in fetched]
-            self.order = best_order(self.schedule, scales, self.costs)
-        for number in self.order:
-            yield fetched[number]
+        return fetched
 
     def in_file_order(
         self,

@@ -43,13 +43,14 @@ from megatron_ext.schedules.runtime.program import (
     make_program,
 )
 from megatron_ext.schedules.runtime.rank_table import Table, check_agreement, make_table
+from megatron_ext.schedules.runtime.replica_exchange import ReplicaExchange
 from megatron_ext.schedules.runtime.run_ahead import RunAhead, run_ahead_of
 from megatron_ext.schedules.runtime.split import split_backward
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.runtime.te_layers import overwrites_first
 from megatron_ext.schedules.runtime.tree_compute import Forms, TreeEnds
 from megatron_ext.trace.session_observer import observed_transport, observers
-from megatron_ext.transport.pairs import groups_of_pairs
+from megatron_ext.transport.pairs import groups_of_ranks
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -78,6 +79,8 @@ class Runtime:
     """Leader and followers of a dynamic order; None: every rank runs the table's order."""
     exchange: TwinExchange | None
     """Swaps data with the twin on stages that run its micro-batches."""
+    replicas: ReplicaExchange | None
+    """Data-parallel replicas that share out their micro-batches; None: each runs what it reads."""
     trees: TreeSteps | None
     """For stages that declare trees or routes."""
     run_ahead: RunAhead | None
@@ -105,7 +108,8 @@ class Runtime:
         """
         if self.pipeline.config.balance == "off":
             return None
-        return BalancedStep(table.schedule, self.pipeline.costs, cost_of_model(config))
+        cost = cost_of_model(config)
+        return BalancedStep(table.schedule, self.pipeline.costs, cost, self.replicas)
 
     def table(self, num_microbatches: int, *, backward: bool) -> Table:
         """Return the cached table for a number of micro-batches.
@@ -270,9 +274,10 @@ def runtime_of(
         open_transport(pipeline, device, channels, shapes, config.pipeline_dtype, routes)
     )
     exchange = _exchange(pipeline, peers, groups.pp.rank())
+    replicas = _replicas(pipeline, groups, device)
     run_ahead = run_ahead_of(devices.current(), device, pipeline.timeout_s)
     made = Runtime(
-        pipeline, groups, device, transport, peers, agreement, exchange, trees, run_ahead
+        pipeline, groups, device, transport, peers, agreement, exchange, replicas, trees, run_ahead
     )
     runtimes[id(groups.pp)] = made
     return made
@@ -291,8 +296,25 @@ def _exchange(pipeline: Pipeline, peers: Peers, rank: int) -> TwinExchange | Non
         assert peers.twin is not None
         low, high = sorted((peers.pipeline[rank], peers.twin))
         pairs = [(low, high)]
-    groups = groups_of_pairs(pairs, pipeline.timeout_s)
+    groups = groups_of_ranks(pairs, pipeline.timeout_s)
     return TwinExchange(groups[pairs[0]]) if pairs else None
+
+
+def _replicas(
+    pipeline: Pipeline, groups: ProcessGroupCollection, device: torch.device
+) -> ReplicaExchange | None:
+    """Create the process group of replicas that share out their micro-batches; None without any.
+
+    Collective over all ranks of the job.
+    """
+    if pipeline.config.balance != "pack":
+        return None
+    found = getattr(groups, "dp", None) or parallel_state.get_data_parallel_group()
+    members = tuple(dist.get_process_group_ranks(found))
+    if len(members) == 1:  # so it is on all ranks
+        return None
+    made = groups_of_ranks([members], pipeline.timeout_s, backend="gloo")
+    return ReplicaExchange(made[members], device)
 
 
 def _agreement(

@@ -1,9 +1,10 @@
-"""Packs the samples of a global batch by what they cost, so that all pipelines end together.
+"""Shares out a global batch by what its samples cost, so that all pipelines end together.
 
 Attention is quadratic in the length L of a sample, everything else linear: a sample costs
 a*L + b*L^2. Packs of equal tokens therefore differ in cost, and a pipeline waits for its costliest
 micro-batch in every stage. Only the place of a sample changes: the global batch, and so the sum
-that its gradient is, stay the same.
+that its gradient is, stay the same. `deal_out` shares out micro-batches as they are, `pack_by_cost`
+packs their samples anew.
 
 Everything here is deterministic and depends on the lengths alone, so that ranks that know them
 agree without a message. Standard library only.
@@ -12,8 +13,10 @@ agree without a message. Standard library only.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import fsum
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
@@ -22,7 +25,16 @@ from megatron_ext.schedules.representation.costs import UNIT, Costs
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.placement import Placement
 
-__all__ = ["LengthCost", "Packing", "num_fills", "pack_by_cost", "pack_in_file_order", "shortest"]
+__all__ = [
+    "LengthCost",
+    "Packing",
+    "deal_out",
+    "fills_of",
+    "num_fills",
+    "pack_by_cost",
+    "pack_in_file_order",
+    "shortest",
+]
 
 Packing = tuple[tuple[tuple[int, ...], ...], ...]
 """Indexes of samples by replica, then by micro-batch. All replicas have equally many micro-batches;
@@ -121,6 +133,71 @@ class LengthCost:
 def num_fills(pp: int, num_chunks: int) -> float:
     """Return how many whole micro-batches a pipeline takes to fill and drain: (pp - 1) / v."""
     return (pp - 1) / num_chunks
+
+
+def fills_of(placement: Placement) -> float:
+    """Return `num_fills` of a placement."""
+    return num_fills(placement.num_ranks, placement.num_stages // placement.num_ranks)
+
+
+def deal_out(costs: Sequence[float], num_replicas: int, fills: float = 0.0) -> list[list[int]]:
+    """Return which micro-batches of a step each replica runs, all equally many.
+
+    The costliest replica costs little, never more than in the order of the file, by the measure of
+    `pack_by_cost`. Micro-batches are dealt out costliest first (Graham 1969), each to the cheapest
+    replica that has room. Of these shares each replica then takes one of which it has read much.
+
+    Args:
+        costs: Of each micro-batch in the order of the file, of which replica r reads those whose
+            number is r modulo `num_replicas`.
+        num_replicas: Data-parallel replicas.
+        fills: How many micro-batches the pipeline takes to fill and drain, see `num_fills`.
+
+    Returns:
+        The numbers of micro-batches by replica, ascending.
+
+    Raises:
+        ScheduleError: The micro-batches cannot be divided equally.
+    """
+    each, rest = divmod(len(costs), num_replicas)
+    if rest:
+        raise ScheduleError(
+            f"{len(costs)} micro-batches cannot be shared equally by {num_replicas} replicas; give "
+            "each replica the same number"
+        )
+
+    def costliest(shares: list[list[int]]) -> float:
+        rows = [[costs[number] for number in share] for share in shares]
+        return max((fsum(row) + fills * max(row) for row in rows if row), default=0.0)
+
+    in_file_order = [list(range(first, len(costs), num_replicas)) for first in range(num_replicas)]
+    dealt: list[list[int]] = [[] for _ in range(num_replicas)]
+    cheapest = [(0.0, share) for share in range(num_replicas)]
+    for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
+        cost, share = heapq.heappop(cheapest)
+        dealt[share].append(number)
+        if len(dealt[share]) < each:
+            heapq.heappush(cheapest, (cost + costs[number], share))
+    shares = min(in_file_order, dealt, key=costliest)
+    return _near(shares, num_replicas)
+
+
+def _near(shares: list[list[int]], num_replicas: int) -> list[list[int]]:
+    """Return the shares by replica, so that few micro-batches move."""
+    has_read = Counter(
+        (number % num_replicas, index) for index, share in enumerate(shares) for number in share
+    )
+    taken: dict[int, int] = {}
+    left = set(range(num_replicas))
+    for replica, index in sorted(has_read, key=lambda pair: (-has_read[pair], pair)):
+        if replica not in taken and index in left:
+            taken[replica] = index
+            left.remove(index)
+    others = iter(sorted(left))
+    return [
+        sorted(shares[taken[replica] if replica in taken else next(others)])
+        for replica in range(num_replicas)
+    ]
 
 
 def pack_in_file_order(lengths: Sequence[int], num_replicas: int, max_tokens: int) -> Packing:

@@ -187,6 +187,8 @@ def test_the_cost_of_a_packed_microbatch_is_that_of_its_samples() -> None:
     packed = {"tokens": torch.zeros(1, 10), "cu_seqlens": torch.tensor([[0, 4, 10]])}
     assert item_cost(packed, cost) == 10 + 0.5 * (16 + 36)
     assert item_cost({"cu_seqlens": torch.tensor([0, 4, 10])}, cost) == 10 + 0.5 * (16 + 36)
+    padded = {"tokens": torch.zeros(2, 10), "cu_seqlens": torch.tensor([[0, 4, 10], [0, 10, 10]])}
+    assert item_cost(padded, cost) == 20 + 0.5 * (16 + 36 + 100)
     assert item_cost({"tokens": torch.zeros(3, 10)}, cost) == 3 * (10 + 0.5 * 100)
     assert item_cost({"tokens": torch.zeros(3, 0)}, cost) == 0
 
@@ -228,7 +230,7 @@ def test_data_that_cannot_be_read_ahead_is_refused() -> None:
     [
         ({}, r"balance order is for schedules of this package; add schedule NAME"),
         ({"disaggregation": Disaggregation()}, "disaggregation cannot run with balance order"),
-        ({"schedule": "1f1b", "balance": "pack"}, "balance 'pack' must be one of off, order"),
+        ({"schedule": "1f1b", "balance": "best"}, "balance 'best' must be one of off, order, pack"),
     ],
 )
 def test_what_cannot_be_balanced_is_refused(settings: dict[str, Any], said: str) -> None:

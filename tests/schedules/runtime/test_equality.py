@@ -73,6 +73,10 @@ def test_equal_lengths_keep_their_order() -> None:
     check(2, "1f1b", GPT, theirs=PP2, ours=PP2 + "--pipeline-balance order ")
 
 
+def test_equal_lengths_keep_their_replica() -> None:
+    check(4, "1f1b", GPT, theirs=PP2, ours=PP2 + "--pipeline-balance pack ")
+
+
 def test_interleaved() -> None:
     check(4, "interleaved", GPT + EIGHT_LAYERS, theirs=PP4 + VPP2, ours=PP4 + VPP2)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from itertools import chain
+from itertools import chain, permutations
 
 import pytest
 from hypothesis import given
@@ -15,6 +15,8 @@ from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.schedules.search.length_balance import (
     LengthCost,
     Packing,
+    deal_out,
+    fills_of,
     num_fills,
     pack_by_cost,
     pack_in_file_order,
@@ -93,6 +95,77 @@ def test_no_pack_is_empty_while_another_could_spare_a_sample() -> None:
     in_file_order = pack_in_file_order([100, 40, 30, 30, 20, 10, 5, 5], 2, MAX_TOKENS)
     assert len(packing[0]) == len(in_file_order[0]) == 2
     assert all(chain.from_iterable(packing))
+
+
+MICROBATCH_COSTS = st.sampled_from([0.0, 0.1, 1.0, 2.0, 7.0, 30.0])
+
+
+@st.composite
+def _microbatches(draw: st.DrawFn, most: int = 8) -> tuple[list[float], int]:
+    """Costs in the order of the file, and the number of replicas."""
+    replicas = draw(st.integers(1, 5))
+    each = draw(st.integers(1, most))
+    size = replicas * each
+    return draw(st.lists(MICROBATCH_COSTS, min_size=size, max_size=size)), replicas
+
+
+def _costliest(shares: list[list[int]], costs: list[float], fills: float) -> float:
+    rows = [[costs[number] for number in share] for share in shares]
+    return max(sum(row) + fills * max(row) for row in rows)
+
+
+@given(_microbatches(), FILLS)
+def test_replicas_share_out_all_microbatches_equally(
+    batch: tuple[list[float], int], fills: float
+) -> None:
+    costs, replicas = batch
+    shares = deal_out(costs, replicas, fills)
+    assert sorted(chain.from_iterable(shares)) == list(range(len(costs)))
+    assert {len(share) for share in shares} == {len(costs) // replicas}
+    assert all(share == sorted(share) for share in shares)
+    in_file_order = [list(range(first, len(costs), replicas)) for first in range(replicas)]
+    before = _costliest(in_file_order, costs, fills)
+    assert _costliest(shares, costs, fills) <= before * (1 + 1e-12)
+
+
+@given(_microbatches(), FILLS)
+def test_what_is_shared_out_already_stays(batch: tuple[list[float], int], fills: float) -> None:
+    costs, replicas = batch
+    shares = deal_out(costs, replicas, fills)
+    again = [costs[number] for turn in zip(*shares, strict=True) for number in turn]
+    once_more = deal_out(again, replicas, fills)
+    assert _costliest(once_more, again, fills) == pytest.approx(_costliest(shares, costs, fills))
+
+
+@given(st.lists(MICROBATCH_COSTS, min_size=6, max_size=6))
+def test_shares_are_close_to_the_best(costs: list[float]) -> None:
+    # Costliest first is at most 4/3 of the best without the equal numbers (Graham 1969).
+    halves = ([list(found[:3]), list(found[3:])] for found in permutations(range(6)))
+    best = min(_costliest(shares, costs, 0.0) for shares in halves)
+    assert _costliest(deal_out(costs, 2), costs, 0.0) <= 4 / 3 * best + 1e-12
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_equal_microbatches_stay_where_they_were_read(replicas: int) -> None:
+    in_file_order = [list(range(first, 8, replicas)) for first in range(replicas)]
+    assert deal_out([0.1] * 8, replicas, 3.0) == in_file_order
+
+
+def test_few_microbatches_move() -> None:
+    # Replica 0 reads 9, 9, 1 and 1, replica 1 reads 1 four times: one 9 for one 1 is enough.
+    shares = deal_out([9.0, 1.0, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0], 2)
+    kept = [sum(number % 2 == r for number in share) for r, share in enumerate(shares)]
+    assert kept == [3, 3]
+
+
+def test_microbatches_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="7 micro-batches cannot be shared equally by 2"):
+        deal_out([1.0] * 7, 2)
+
+
+def test_chunks_fill_the_pipeline_faster() -> None:
+    assert fills_of(generate("1f1b", 4, 4).placement) == 3
+    assert fills_of(generate("interleaved", 4, 4, chunks=2).placement) == 1.5
 
 
 def test_long_samples_do_not_share_a_replica() -> None:
