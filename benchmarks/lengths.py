@@ -74,7 +74,9 @@ class Table:
     """Of each draw, all replicas together."""
     samples: list[int]
     pack_ms: float
-    """Processor time of packing one batch, at most."""
+    """Processor time of packing one batch anew, at most."""
+    deal_ms: float
+    """Processor time of sharing out its micro-batches between the replicas, at most."""
     order_ms: float
     """Processor time of ordering one replica's step, at most."""
     bounds: list[float]
@@ -153,6 +155,7 @@ def measure(args: argparse.Namespace, name: str, pp: int, num_microbatches: int)
         [batch.tokens for batch in batches],
         [len(batch.lengths) for batch in batches],
         1e3 * max(batch.pack_s for batch in batches),
+        1e3 * max(batch.deal_s for batch in batches),
         1e3 * max(batch.order_s for batch in batches),
         bounds,
         lines,
@@ -234,7 +237,10 @@ def text_of(table: Table, workload: Workload) -> str:
         f"{workload.attention:.1f} of the rest, {_median(table.samples):.0f} samples and "
         f"{_median(table.tokens):.0f} tokens in a batch"
     )
-    plan = f"processor time: pack {table.pack_ms:.1f} ms, order {table.order_ms:.1f} ms"
+    plan = (
+        f"processor time: share out {table.deal_ms:.1f} ms, order {table.order_ms:.1f} ms, repack "
+        f"{table.pack_ms:.1f} ms"
+    )
     return "\n".join([head, *lines, plan])
 
 

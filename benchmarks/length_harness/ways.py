@@ -8,13 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from benchmarks.schedule_harness.ops import OpTimes
 from benchmarks.schedule_harness.systems import Own, Peer, System, all_systems
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.search.length_balance import (
+    deal_out,
     num_fills,
     pack_by_cost,
     pack_in_file_order,
@@ -38,8 +39,9 @@ class Way:
 
     name: str
     system: System
-    packs: bool = False
-    """Whether samples are packed by cost; else in file order."""
+    shares: Literal["file", "pack", "repack"] = "file"
+    """How a batch is shared out: as the file has it, micro-batch by micro-batch between the
+    replicas (`--pipeline-balance pack`), or sample by sample into new packs."""
     orders: bool = False
     """Whether micro-batches are ordered by cost; else they stay in the order of their packs."""
 
@@ -60,13 +62,16 @@ def ways() -> list[Way]:
         Way(UPSTREAM, upstream),
         Way("interleaved, file order", static),
         Way("interleaved, order", static, orders=True),
-        Way("interleaved, pack", static, packs=True),
-        Way("interleaved, pack and order", static, packs=True, orders=True),
+        Way("interleaved, pack", static, "pack", orders=True),
+        Way("interleaved, repack", static, "repack"),
+        Way("interleaved, repack and order", static, "repack", orders=True),
         Way("interleaved, dynamic", dynamic),
-        Way("interleaved, pack, order and dynamic", dynamic, packs=True, orders=True),
+        Way("interleaved, pack and dynamic", dynamic, "pack", orders=True),
+        Way("interleaved, repack, order and dynamic", dynamic, "repack", orders=True),
         Way("zb-v, file order", zb_v),
-        Way("zb-v, pack and order", zb_v, packs=True, orders=True),
-        Way("zb-v, pack, order and dynamic", dynamic_zb_v, packs=True, orders=True),
+        Way("zb-v, pack", zb_v, "pack", orders=True),
+        Way("zb-v, repack and order", zb_v, "repack", orders=True),
+        Way("zb-v, repack, order and dynamic", dynamic_zb_v, "repack", orders=True),
     ]
 
 
@@ -84,7 +89,7 @@ class ScaledTimes(OpTimes):
 
 @dataclass
 class Batch:
-    """One drawn global batch, packed in both ways."""
+    """One drawn global batch, shared out in all ways."""
 
     workload: Workload
     pp: int
@@ -92,7 +97,9 @@ class Batch:
     num_replicas: int
     seed: int
     pack_s: float = 0.0
-    """Processor time of packing by cost."""
+    """Processor time of packing anew by cost."""
+    deal_s: float = 0.0
+    """Processor time of sharing out micro-batches between the replicas."""
     order_s: float = 0.0
     """Processor time of ordering one replica's micro-batches, at most."""
     lengths: list[int] = field(init=False)
@@ -107,7 +114,15 @@ class Batch:
         cost = self.workload.cost
         file_rows = cost.of_packing(pack_in_file_order(*settings), self.lengths)
         self._unit = sum(map(sum, file_rows)) / (self.num_microbatches * self.num_replicas)
-        self._rows = {False: file_rows, True: cost.of_packing(packed, self.lengths)}
+        costs = [each for turn in zip(*file_rows, strict=True) for each in turn]
+        begin_s = time.thread_time()
+        shares = deal_out(costs, self.num_replicas, num_fills(self.pp, 2))
+        self.deal_s = time.thread_time() - begin_s
+        self._rows = {
+            "file": file_rows,
+            "pack": [[costs[number] for number in share] for share in shares],
+            "repack": cost.of_packing(packed, self.lengths),
+        }
 
     @property
     def tokens(self) -> int:
@@ -119,7 +134,7 @@ class Batch:
 
         The unit is the mean micro-batch in file order.
         """
-        rows = [tuple(cost / self._unit for cost in row) for row in self._rows[way.packs]]
+        rows = [tuple(cost / self._unit for cost in row) for row in self._rows[way.shares]]
         return [self._ordered(row, way) for row in rows] if way.orders else rows
 
     def _ordered(self, row: Sequence[float], way: Way) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Predicts what packing and ordering by cost gain with the lengths of a data set."""
+"""Predicts what balancing by cost gains with the lengths of a data set."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from megatron_ext.schedules.generators.catalog import generate, registered
 from megatron_ext.schedules.search.length_balance import (
     LengthCost,
     Packing,
+    deal_out,
+    fills_of,
     num_fills,
     pack_by_cost,
     pack_in_file_order,
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Schedule
     from megatron_ext.schedules.representation.costs import Costs
 
-__all__ = ["LengthGains", "Sizes", "predict", "read_lengths", "table"]
+__all__ = ["Gains", "LengthGains", "Sizes", "predict", "read_lengths", "table"]
 
 MAX_BATCHES = 4
 """Global batches that are simulated: the first ones of the file."""
@@ -109,10 +111,26 @@ class LengthGains:
     """With its options."""
     in_file_order: float
     order: float
+    """With `--pipeline-balance order`."""
     pack: float
-    pack_and_order: float
+    """With `--pipeline-balance pack`: replicas share out the micro-batches, and order them."""
+    repack: float
+    """With samples packed anew by cost."""
+    repack_and_order: float
     bound: float
     """What no packing and no order can beat."""
+
+
+@dataclass(frozen=True)
+class Gains:
+    """A prediction for several schedules."""
+
+    found: list[LengthGains]
+    """Shortest step with `--pipeline-balance pack` first."""
+    num_batches: int
+    """Global batches that were simulated."""
+    left_out: list[str]
+    """Why other schedules are left out."""
 
 
 @dataclass(frozen=True)
@@ -120,13 +138,19 @@ class _Batch:
     """A global batch, packed. Costs are over that of the mean micro-batch in file order."""
 
     file_rows: list[list[float]]
-    cost_rows: list[list[float]]
+    repacked_rows: list[list[float]]
     sample_costs: list[float]
+
+    def dealt_rows(self, fills: float) -> list[list[float]]:
+        """Return what each replica runs if they share out their micro-batches."""
+        costs = [cost for turn in zip(*self.file_rows, strict=True) for cost in turn]
+        shares = deal_out(costs, len(self.file_rows), fills)
+        return [[costs[number] for number in share] for share in shares]
 
 
 def predict(
     lengths: Sequence[int], name: str, sizes: Sizes, cost: LengthCost, costs: Costs
-) -> tuple[list[LengthGains], int]:
+) -> Gains:
     """Simulate schedules with the lengths of a data set.
 
     Args:
@@ -135,10 +159,6 @@ def predict(
         sizes: How much one step takes.
         cost: Cost of a sample by its length.
         costs: Durations for the mean micro-batch, and latency.
-
-    Returns:
-        The steps by schedule, shortest with packing and order first, and the number of global
-        batches that were simulated.
 
     Raises:
         ScheduleError: The lengths do not fill one global batch, a sample is longer than a
@@ -150,7 +170,8 @@ def predict(
     fills = num_fills(sizes.pp, 1)
     batches = [_packed(batch, sizes, cost, fills) for batch in _global_batches(lengths, sizes)]
     found = [_gains(schedule, batches, costs) for schedule in schedules]
-    return sorted(found, key=lambda gains: gains.pack_and_order), len(batches)
+    found.sort(key=lambda gains: gains.pack)
+    return Gains(found, len(batches), list(dict.fromkeys(refused)))  # variants share reasons
 
 
 def _schedules(name: str, sizes: Sizes, costs: Costs) -> tuple[list[Schedule], list[str]]:
@@ -236,12 +257,14 @@ def _gains(schedule: Schedule, batches: Sequence[_Batch], costs: Costs) -> Lengt
     def mean(values: Iterator[float]) -> float:
         return sum(values) / len(batches)
 
+    fills = fills_of(schedule.placement)
     return LengthGains(
         schedule.label,
         mean(step(batch.file_rows, ordered=False) for batch in batches),
         mean(step(batch.file_rows, ordered=True) for batch in batches),
-        mean(step(batch.cost_rows, ordered=False) for batch in batches),
-        mean(step(batch.cost_rows, ordered=True) for batch in batches),
+        mean(step(batch.dealt_rows(fills), ordered=True) for batch in batches),
+        mean(step(batch.repacked_rows, ordered=False) for batch in batches),
+        mean(step(batch.repacked_rows, ordered=True) for batch in batches),
         mean(
             shortest(batch.sample_costs, len(batch.file_rows), schedule.placement, costs)
             for batch in batches
@@ -249,14 +272,30 @@ def _gains(schedule: Schedule, batches: Sequence[_Batch], costs: Costs) -> Lengt
     )
 
 
-_HEADS = ("schedule", "file order", "order", "pack", "pack, order", "bound", "gain of both")
+_HEADS = (
+    "schedule",
+    "file order",
+    "order",
+    "pack",
+    "repack",
+    "repack, order",
+    "bound",
+    "gain of pack",
+)
 
 
 def table(found: Sequence[LengthGains]) -> str:
     """Return the prediction as text, in the order given."""
     rows = [_HEADS]
     for gains in found:
-        steps = gains.in_file_order, gains.order, gains.pack, gains.pack_and_order, gains.bound
-        gained = gains.in_file_order / gains.pack_and_order
+        steps = (
+            gains.in_file_order,
+            gains.order,
+            gains.pack,
+            gains.repack,
+            gains.repack_and_order,
+            gains.bound,
+        )
+        gained = gains.in_file_order / gains.pack
         rows.append((gains.schedule, *(f"{step:.4g}" for step in steps), f"{gained:.3f}"))  # type: ignore[arg-type]
     return aligned(rows)

@@ -70,8 +70,8 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         type=Path,
         metavar="FILE",
-        help="lengths of the samples in tokens, one a line, or JSON lines: predict what packing "
-        "and ordering them by cost gains",
+        help="lengths of the samples in tokens, one a line, or JSON lines: predict what balancing "
+        "by cost gains",
     )
     parser.add_argument(
         "--max-tokens", type=int, metavar="T", help="of a micro-batch, with --lengths"
@@ -198,14 +198,14 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _run_lengths(args: argparse.Namespace) -> int:
-    """Predict what packing and ordering by cost gain."""
+    """Predict what balancing by cost gains."""
     for flag, value in (("--use-dpp", args.use_dpp), ("--chunks", args.chunks)):
         if value:
             raise ScheduleError(f"{flag} cannot be combined with --lengths; leave it out")
     if args.max_tokens is None:
         raise ScheduleError("--max-tokens is missing; give what a micro-batch holds at most")
     sizes = length_plan.Sizes(args.pp, args.microbatches, _or_one(args.replicas), args.max_tokens)
-    found, num_batches = length_plan.predict(
+    predicted = length_plan.predict(
         length_plan.read_lengths(args.lengths),
         args.schedule[0],
         sizes,
@@ -213,14 +213,15 @@ def _run_lengths(args: argparse.Namespace) -> int:
         _costs(args),
     )
     if args.json:
-        print(json.dumps([asdict(gains) for gains in found], indent=1))
-        return 0
-    print(length_plan.table(found))
-    print(
-        f"\nsteps, mean of {num_batches} global batches; 1 = forward of the mean micro-batch on "
-        "1/pp of the model\norder: train with --pipeline-balance order. pack: what a sampler would "
-        "gain that packs by cost"
-    )
+        print(json.dumps([asdict(gains) for gains in predicted.found], indent=1))
+    else:
+        print(length_plan.table(predicted.found))
+        print(
+            f"\nsteps, mean of {predicted.num_batches} global batches; 1 = forward of the mean "
+            "micro-batch on 1/pp of the model\norder, pack: train with --pipeline-balance order or "
+            "pack. repack: what a sampler would gain that packs samples anew by cost"
+        )
+    _print_left_out(predicted.left_out)
     return 0
 
 
@@ -264,9 +265,13 @@ def _run_plan(args: argparse.Namespace) -> int:
         _print_notes(args, timelines)
         if args.use_dpp:
             _print_dynamic(args, timelines)
-    for reason in left_out:
-        print(f"left out: {reason}", file=sys.stderr)
+    _print_left_out(left_out)
     return 0
+
+
+def _print_left_out(reasons: list[str]) -> None:
+    for reason in reasons:
+        print(f"left out: {reason}", file=sys.stderr)
 
 
 def _print_notes(args: argparse.Namespace, timelines: list[Timeline]) -> None:

@@ -47,37 +47,56 @@ def test_a_line_without_a_length_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_every_schedule_of_one_pipeline_is_predicted() -> None:
-    found, num_batches = predict(
-        _lengths(), "all", Sizes(4, 8, 2, 100), LengthCost(1, 0.02), Costs()
-    )
-    names = {gains.schedule.split()[0] for gains in found}
+    predicted = predict(_lengths(), "all", Sizes(4, 8, 2, 100), LengthCost(1, 0.02), Costs())
+    names = {gains.schedule.split()[0] for gains in predicted.found}
     assert names == {name for name, generator in registered().items() if generator.twins == 1}
-    assert num_batches == 4
-    for gains in found:
-        assert gains.bound <= gains.pack_and_order <= gains.pack + 1e-9
+    assert predicted.num_batches == 4
+    for gains in predicted.found:
+        assert gains.bound <= gains.repack_and_order <= gains.repack + 1e-9
+        assert gains.bound <= gains.pack
         assert gains.order <= gains.in_file_order + 1e-9
-    steps = [gains.pack_and_order for gains in found]
+    steps = [gains.pack for gains in predicted.found]
     assert steps == sorted(steps)
 
 
+def test_schedules_that_are_left_out_are_named() -> None:
+    predicted = predict([50] * 64, "all", Sizes(4, 8, 2, 100), LengthCost(1, 0.02), Costs())
+    mirrored = sorted(name for name, generator in registered().items() if generator.twins == 2)
+    assert sorted(reason.split()[0] for reason in predicted.left_out) == mirrored != []
+
+
+def test_replicas_that_share_out_long_microbatches_gain() -> None:
+    # Replicas take turns, so one has all the long micro-batches.
+    lengths = [100, 10] * 16
+    costs = LengthCost(1, 0.02)
+    [gains] = predict(lengths, "1f1b", Sizes(2, 8, 2, 100), costs, Costs()).found
+    assert gains.pack < 0.8 * gains.order
+
+
 def test_equal_samples_have_nothing_to_gain() -> None:
-    [gains], _ = predict([100] * 64, "1f1b", Sizes(4, 8, 2, 100), LengthCost(1, 0.02), Costs())
+    sizes = Sizes(4, 8, 2, 100)
+    [gains] = predict([100] * 64, "1f1b", sizes, LengthCost(1, 0.02), Costs()).found
     usual = simulate(generate("1f1b", 4, 8)).makespan
-    steps = gains.in_file_order, gains.order, gains.pack, gains.pack_and_order
-    assert steps == pytest.approx((usual,) * 4)
+    steps = gains.in_file_order, gains.order, gains.pack, gains.repack, gains.repack_and_order
+    assert steps == pytest.approx((usual,) * 5)
 
 
 def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = _written(tmp_path / "lengths", list(map(str, _lengths())))
     words = [*SIZES.split(), "--lengths", str(path), "--replicas", "2"]
     assert cli.main([*words, "--hidden-size", "64"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
     assert lines[0].split()[:3] == ["schedule", "file", "order"]
-    assert "train with --pipeline-balance order" in lines[-1]
+    assert "train with --pipeline-balance order or pack" in lines[-1]
+    assert "left out: bitpipe mirrors two pipelines" in printed.err
+    assert "left out: dualpipe mirrors two pipelines" in printed.err
     assert cli.main([*words, "--length-costs", "1,0.1", "--schedule", "1f1b", "--json"]) == 0
     [entry] = json.loads(capsys.readouterr().out)
-    assert list(entry) == ["schedule", "in_file_order", "order", "pack", "pack_and_order", "bound"]
-    assert entry["bound"] < entry["pack_and_order"] < entry["in_file_order"]
+    steps = ["in_file_order", "order", "pack", "repack", "repack_and_order", "bound"]
+    assert list(entry) == ["schedule", *steps]
+    assert entry["bound"] < entry["pack"] < entry["in_file_order"]
+    assert entry["bound"] < entry["repack_and_order"] < entry["in_file_order"]
 
 
 @pytest.mark.parametrize(
