@@ -48,6 +48,18 @@ def test_gpt(gpt: tuple[str, list[str]], schedule: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "schedule",
+    [
+        PP2 + "--pipeline-schedule interleaved --pipeline-balance pack ",
+        PP4 + "--enable-bitpipe-schedule --pipeline-balance order ",
+    ],
+)
+def test_equal_lengths_keep_their_place(gpt: tuple[str, list[str]], schedule: str) -> None:
+    start, stock = gpt
+    assert report(run(4, start + schedule)) == stock
+
+
+@pytest.mark.parametrize(
     "align", first_quick(["", "--no-align-grad-reduce "]), ids=["aligned", "free"]
 )
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v", "1f1b --use-dpp"])

@@ -39,6 +39,17 @@ EVERY = [
 ]  # fmt: skip
 
 
+PP2, PP4 = (f"--pipeline-model-parallel-size {pp} " for pp in (2, 4))
+BALANCED = [
+    (2, PP2 + "--pipeline-schedule 1f1b --pipeline-balance order "),
+    (4, PP4 + "--pipeline-schedule bitpipe --pipeline-balance order "),
+    (4, PP4 + "--pipeline-schedule dualpipe --pipeline-balance order "),
+    (4, PP2 + "--pipeline-schedule zb-v --pipeline-balance pack "),
+    (4, PP4 + "--pipeline-schedule bitpipe --pipeline-balance pack "),
+    (4, PP2 + "--use-dpp --pipeline-balance pack "),
+]
+
+
 @pytest.fixture(scope="module")
 def sft(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
     folder = tmp_path_factory.mktemp("sft")
@@ -83,3 +94,21 @@ def _tokenizer(folder: Path) -> Path:
 def test_losses_of_one_stage(sft: tuple[str, list[float]], ranks: int, schedule: str) -> None:
     start, alone = sft
     assert train(ranks, start + schedule) == alone
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), BALANCED)
+def test_losses_of_one_stage_in_another_order(
+    sft: tuple[str, list[float]], ranks: int, schedule: str
+) -> None:
+    start, alone = sft
+    assert train(ranks, start + schedule) == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_job_resumes_as_if_it_had_not_stopped(
+    sft: tuple[str, list[float]], tmp_path: Path
+) -> None:
+    flags = f"{sft[0]}{PP2}--pipeline-schedule 1f1b --pipeline-balance pack "
+    saving = f"--save {tmp_path} --save-interval 2 --exit-interval 2"
+    assert len(train(4, f"{flags}{saving}")) == 2
+    resumed = train(4, f"{flags.replace('--finetune ', '')}--load {tmp_path}")
+    assert resumed == train(4, flags)[2:]

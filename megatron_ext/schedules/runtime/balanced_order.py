@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import islice
 from math import nan
 from typing import TYPE_CHECKING, Any
 
@@ -155,12 +154,16 @@ class BalancedStep:
 
     def _fetched(self, items: Iterator[Any]) -> list[Any]:
         """Fetch the micro-batches of the step."""
-        fetched = list(islice(items, self.schedule.num_microbatches))
-        if len(fetched) < self.schedule.num_microbatches:
+        fetched: list[Any] = []
+        wanted = self.schedule.num_microbatches
+        try:
+            while len(fetched) < wanted:
+                fetched.append(next(items))  # Megatron's RerunDataIterator has no __iter__
+        except StopIteration:
             raise ScheduleError(
-                f"the data ended after {len(fetched)} of {self.schedule.num_microbatches} "
-                "micro-batches of a step; train fewer iterations, or give more data"
-            )
+                f"the data ended after {len(fetched)} of {wanted} micro-batches of a step; train "
+                "fewer iterations, or give more data"
+            ) from None
         return fetched
 
     def in_file_order(

@@ -178,6 +178,22 @@ def test_nothing_is_fetched_beyond_the_step() -> None:
     assert len(list(items)) == 2
 
 
+class _Reader:
+    """An iterator as Megatron's `RerunDataIterator`, which has no `__iter__`."""
+
+    def __init__(self, items: list[Item]) -> None:
+        self._items = iter(items)
+
+    def __next__(self) -> Item:
+        return next(self._items)
+
+
+def test_megatrons_own_iterator_is_read() -> None:
+    taken = _step().iterator(_Reader([{"tokens": torch.zeros(1, n)} for n in (9, 2, 1, 8)]))
+    assert taken is not None
+    assert [item["tokens"].shape[-1] for item in taken] == [1, 9, 8, 2]
+
+
 def test_chunks_without_data_stay_so() -> None:
     assert _step().iterator(None) is None
 
