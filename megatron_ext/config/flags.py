@@ -43,6 +43,7 @@ _FLAG_OF = {
     "policy": "--dpp-policy",
     "extra_activations": "--dpp-extra-activations",
     "balance": "--pipeline-balance",
+    "length_costs": "--pipeline-length-costs",
     "transport": "--pipeline-transport",
     "device_path": "--pipeline-device-path",
     "checksums": "--pipeline-checksum",

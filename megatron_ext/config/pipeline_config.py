@@ -21,6 +21,7 @@ from megatron_ext.schedules.generators.catalog import CSV_PREFIX, get
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Option
     from megatron_ext.schedules.representation.costs import Costs
+    from megatron_ext.schedules.search.length_balance import LengthCost
     from megatron_ext.schedules.search.policies import PolicyName
 
 __all__ = [
@@ -200,6 +201,8 @@ class PipelineConfig:
     """`order`: the micro-batches of a step enter the pipeline in an order that follows from their
     lengths; `pack`: before that, data-parallel replicas share out the micro-batches of all of them
     by cost; `off`: each replica runs its own in the order of the file."""
+    length_costs: LengthCost | None = None
+    """What a length costs, for `balance`; None: what follows from the shape of the model."""
     transport: TransportName | None = None
     """Transport of activations and gradients; None: torch, or auto with `dynamic` or
     `disaggregation`."""
@@ -235,6 +238,10 @@ class PipelineConfig:
             _check_choice("transport", self.transport, TRANSPORTS)
         _check_choice("device_path", self.device_path, DEVICE_PATHS)
         _check_choice("balance", self.balance, BALANCES)
+        if self.length_costs is not None and self.balance == "off":
+            raise ConfigurationError(
+                "{length_costs} is for {balance} order or pack; add one of them, or leave it out"
+            )
         _check_choice("device", self.device, DEVICES)
         _check_seconds("message_timeout_s", self.message_timeout_s)
         if self.hang_timeout_s is not None:

@@ -11,6 +11,7 @@ from megatron_ext.config.sized_pipeline import base_table
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules.generators.catalog import registered
 from megatron_ext.schedules.representation.costs import UNIT, Costs
+from megatron_ext.schedules.search.length_balance import LengthCost
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Option
@@ -56,6 +57,13 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
         "the micro-batches of all data-parallel replicas by cost. The gradient is the same sum in "
         "another order (default: off).",
     )
+    group.add_argument(
+        "--pipeline-length-costs",
+        metavar="A,B",
+        help="With --pipeline-balance: a sample of L tokens costs A*L + B*L^2, in any unit, for "
+        "example as `megatron-ext plan --lengths FILE --from-trace DIR` measures it (default: what "
+        "follows from the shape of the model).",
+    )
     dynamic_flags.add_flags(group)
     group.add_argument(
         "--variable-seq-lengths",
@@ -86,6 +94,7 @@ def schedule_fields(args: Namespace) -> dict[str, Any]:
         "costs": _costs(args),
         "dynamic": dynamic_flags.dynamic_order(args),
         "balance": getattr(args, "pipeline_balance", None) or PipelineConfig.balance,
+        "length_costs": _length_costs(args),
     }
 
 
@@ -131,3 +140,13 @@ def _costs(args: Namespace) -> Costs | None:
         return Costs.parse(text)
     except ScheduleError as error:
         raise ArgumentsError(f"--pipeline-costs: {error}") from error
+
+
+def _length_costs(args: Namespace) -> LengthCost | None:
+    text = getattr(args, "pipeline_length_costs", None)
+    if text is None:
+        return None
+    try:
+        return LengthCost.parse(text)
+    except ScheduleError as error:
+        raise ArgumentsError(f"--pipeline-length-costs: {error}") from error

@@ -37,6 +37,8 @@ __all__ = [
     "file_name",
     "header_line",
     "iteration_lines",
+    "sizes_in",
+    "size_fields",
 ]
 
 FORMAT = 1
@@ -123,6 +125,26 @@ def header_line(header: Header) -> str:
     """Return the first record of a file, with the bracket that opens the list."""
     content = {"name": "run", "ph": "M", "args": {"format": FORMAT, **asdict(header)}}
     return f"[{_compact(content)}\n"
+
+
+def size_fields(microbatch: int, tokens: int, pairs: int) -> dict[str, int]:
+    """Return the fields of a closing record that say how long a micro-batch is.
+
+    Args:
+        microbatch: 0 to m-1.
+        tokens: All of its tokens.
+        pairs: The sum of the squares of the lengths of its samples.
+    """
+    return {f"tokens {microbatch}": tokens, f"pairs {microbatch}": pairs}
+
+
+def sizes_in(fields: Mapping[str, int]) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Yield (micro-batch, (tokens, pairs)) for all that a closing record tells."""
+    for key, tokens in fields.items():
+        what, _, microbatch = key.partition(" ")
+        pairs = fields.get(f"pairs {microbatch}")
+        if what == "tokens" and microbatch.isdecimal() and pairs is not None:
+            yield int(microbatch), (tokens, pairs)
 
 
 def iteration_lines(

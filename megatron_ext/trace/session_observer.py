@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.schedules.runtime.item_sizes import item_size
 from megatron_ext.schedules.runtime.measured import Measured, StepMeasure
 from megatron_ext.schedules.runtime.observer import Observer
 from megatron_ext.trace import session
 from megatron_ext.trace.activations import kept_bytes
 from megatron_ext.trace.activity import made_by
-from megatron_ext.trace.records import ACTION_NAMES
+from megatron_ext.trace.records import ACTION_NAMES, size_fields
 from megatron_ext.transport.observed import ObservedTransport, TransportObserver
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_ext.transport.base import Expected, Transport
     from megatron_ext.transport.observed import WaitsFor
 
-__all__ = ["observed_transport", "observers"]
+__all__ = ["observed_transport", "observers", "size_notes"]
 
 
 def observers(compute: StageCompute) -> list[Observer]:
@@ -37,6 +38,21 @@ def observed_transport(transport: Transport) -> Transport:
     if found.recorder is not None:
         found.recorder.connected(transport.stats().wires)
     return ObservedTransport(transport, _MessageObserver(found))
+
+
+def size_notes() -> Callable[[int, Any], None] | None:
+    """Return what notes the lengths of micro-batches in the trace; None if none is recorded now."""
+    found = session.current()
+    recorder = None if found is None else found.recorder
+    if recorder is None or not recorder.active:
+        return None
+
+    def note(microbatch: int, item: Any) -> None:
+        size = item_size(item)
+        if size is not None:
+            recorder.notes |= size_fields(microbatch, size.tokens, size.pairs)
+
+    return note
 
 
 class _ActionObserver(Observer):

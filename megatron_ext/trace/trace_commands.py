@@ -33,7 +33,7 @@ def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         type=Path,
         metavar="DIR",
         help="predict the step of every schedule and policy from the folder of a traced run, which "
-        "gives sizes and costs",
+        "gives sizes and costs; with --lengths, what a length costs comes from it",
     )
     parser.add_argument(
         "--memory-gb",
@@ -53,9 +53,7 @@ def _run_plan(args: argparse.Namespace) -> int:
         simulated: Any = args.run_simulated
         return int(simulated(args))
     if args.lengths is not None:
-        raise ArgumentsError(
-            "--from-trace and --lengths predict different things; leave one of them out"
-        )
+        return _run_lengths(args)
     from megatron_ext.trace import forecast
 
     found = forecast.forecast(args.from_trace, args.memory_gb)
@@ -66,6 +64,31 @@ def _run_plan(args: argparse.Namespace) -> int:
     for note in found.notes:
         print(note, file=sys.stderr)
     return 0
+
+
+def _run_lengths(args: argparse.Namespace) -> int:
+    """Predict what balancing gains with what a length costs in a traced run."""
+    from megatron_ext.trace.length_costs import measured_length_cost
+
+    for flag, value in (
+        ("--length-costs", args.length_costs),
+        ("--hidden-size", args.hidden_size),
+        ("--memory-gb", args.memory_gb),
+    ):
+        if value is not None:
+            raise ArgumentsError(
+                f"--from-trace tells --lengths what a length costs; leave {flag} out"
+            )
+    measured = measured_length_cost(args.from_trace)
+    args.length_costs = f"{measured.cost.linear:.6g},{measured.cost.quadratic:.6g}"
+    print(
+        f"--length-costs {args.length_costs}: seconds of all stages for a token, and for a pair of "
+        f"tokens of one sample; {measured.num_points} measurements, median error "
+        f"{100 * measured.error:.1f} %",
+        file=sys.stderr,
+    )
+    simulated: Any = args.run_simulated
+    return int(simulated(args))
 
 
 def _add_aggregate(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:

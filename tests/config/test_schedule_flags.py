@@ -235,6 +235,14 @@ REFUSED = {
         PP4 + "--pipeline-schedule zb-v --pipeline-costs 1,2", 4,
         ["--pipeline-costs: costs must be three numbers", "'1,2'"],
     ),
+    "length costs": (
+        PP4 + "--pipeline-schedule zb-v --pipeline-balance pack --pipeline-length-costs 1", 4,
+        ["--pipeline-length-costs: the cost of a length must be two numbers A,B"],
+    ),
+    "length costs alone": (
+        PP4 + "--pipeline-schedule zb-v --pipeline-length-costs 1,2", 4,
+        ["--pipeline-length-costs is for --pipeline-balance order or pack; add one of them"],
+    ),
     "pp 1": ("--pipeline-schedule zb-v", 1, ["zb-v needs a pipeline", "use at least 2"]),
     "pp 1, bitpipe": ("--enable-bitpipe-schedule", 1, ["bitpipe-schedule needs a pipeline"]),
     "odd": (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ext.schedules import Costs, generate, simulate
@@ -10,7 +10,13 @@ from megatron_ext.schedules.representation import json_io
 from megatron_ext.schedules.representation.communication import exchanges
 from megatron_ext.trace.measured_costs import SCHEDULE_FILE
 from megatron_ext.trace.recorder import HostClock, Recorder
-from megatron_ext.trace.records import ACTION_NAMES, Header, directory_name, file_name
+from megatron_ext.trace.records import (
+    ACTION_NAMES,
+    Header,
+    directory_name,
+    file_name,
+    size_fields,
+)
 
 MS = 1_000_000
 COSTS = Costs(0.010, 0.012, 0.008, latency=0.001)
@@ -44,8 +50,12 @@ def write_run(
     clock_of: Callable[[int], str] = lambda rank: "boot",
     settings: dict[str, object] | None = None,
     wire_of: Callable[[int, int], str] | None = None,
+    sizes: Sequence[tuple[int, int]] = (),
 ) -> Path:
-    """Simulate some steps and record them; return the folder of the run."""
+    """Simulate some steps and record them; return the folder of the run.
+
+    With `sizes`, tokens and pairs of each micro-batch, the first rank notes them.
+    """
     table = generate(schedule, pp, microbatches)
     timeline = simulate(table, costs)
     directory = parent / directory_name((1, pp, 1), dynamic=False)
@@ -69,6 +79,8 @@ def write_run(
                 record(recorder, clock, origin, exchange, start, end, costs)
             clock.now_ns = origin + step_ns - MS
             recorder.notes["out_of_order"] = 2
+            for microbatch, size in enumerate(sizes if rank == 0 else ()):
+                recorder.notes |= size_fields(microbatch, *size)
             recorder.end_iteration()
         recorder.close()
     (directory / SCHEDULE_FILE).write_text(json_io.dumps(table))

@@ -6,7 +6,7 @@ import json
 import re
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,10 +16,14 @@ from megatron_ext.schedules import generate
 from megatron_ext.schedules.representation import json_io
 from megatron_ext.trace import forecast, report, session, summary
 from megatron_ext.trace.aggregate import Run, read_run, write_chrome_trace
+from megatron_ext.trace.records import sizes_in
 from tests.commands import run_package
 from tests.ranks import losses, run_ranks, run_script, start_script
 from tests.schedules.runtime.capture import GPT, PP2, PP4
 from tests.trace.test_report import content
+
+if TYPE_CHECKING:
+    from megatron_ext.trace.reader import Iteration
 
 LAYERS8 = GPT.replace("--num-layers 4", "--num-layers 8")
 
@@ -90,6 +94,16 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
     assert settings["pipeline_schedule"] == "interleaved"
     assert settings["dpp_policy"] == "hint"
     assert settings["transport"] == "shm"
+    ends = {rank for rank in range(4) for step in run.files[rank].iterations() if _told(step)}
+    assert ends == {0, 3}, "ranks that read data note how much"
+
+
+def _told(step: Iteration) -> bool:
+    """Return whether an iteration tells how long the micro-batches of its forwards are."""
+    sizes = dict(sizes_in(step.end))
+    forwards = {s.attributes["microbatch"] for s in step.spans if s.name == "forward"}
+    assert set(sizes.values()) <= {(2 * 16, 2 * 16**2)}, "tokens and pairs of [2, 16]"
+    return sizes.keys() == forwards
 
 
 def test_followers_wait_for_their_leader_and_links_have_their_wire(tmp_path: Path) -> None:

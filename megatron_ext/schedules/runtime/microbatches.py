@@ -26,13 +26,18 @@ class MicrobatchData:
         iterator: Megatron's iterator; None on ranks that read no data.
         exchange: Swaps an item with the twin's. Required on stages that run the twin's
             micro-batches: their data (such as BERT's padding mask) must match the activations.
+        taken: Called with each micro-batch and its item before a forward step reads it.
     """
 
     def __init__(
-        self, iterator: Iterator[Any] | None, exchange: Callable[[Any], Any] | None = None
+        self,
+        iterator: Iterator[Any] | None,
+        exchange: Callable[[Any], Any] | None = None,
+        taken: Callable[[int, Any], None] | None = None,
     ) -> None:
         self._iterator = iterator
         self._exchange = exchange
+        self._taken = taken
         self._fetched = 0
         self._kept: dict[int, Any] = {}
 
@@ -77,7 +82,11 @@ class MicrobatchData:
                 f"the forward step called next() a second time for micro-batch {microbatch}; with "
                 f"--pipeline-schedule call it once for each micro-batch"
             ) from None
-        return item if self._exchange is None else self._exchange(item)
+        if self._exchange is not None:
+            item = self._exchange(item)
+        if self._taken is not None:
+            self._taken(microbatch, item)
+        return item
 
 
 class TwinExchange:

@@ -49,7 +49,7 @@ from megatron_ext.schedules.runtime.split import split_backward
 from megatron_ext.schedules.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.runtime.te_layers import overwrites_first
 from megatron_ext.schedules.runtime.tree_compute import Forms, TreeEnds
-from megatron_ext.trace.session_observer import observed_transport, observers
+from megatron_ext.trace.session_observer import observed_transport, observers, size_notes
 from megatron_ext.transport.pairs import groups_of_ranks
 
 if TYPE_CHECKING:
@@ -92,10 +92,10 @@ class Runtime:
 
     def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:
         """Return each chunk's data, to be read by micro-batch."""
-        placement = self.pipeline.placement
+        placement, taken = self.pipeline.placement, size_notes()
         crossed = map(placement.is_crossed, placement.stages_of[self.groups.pp.rank()])
         return [
-            MicrobatchData(iterator, self.exchange if is_crossed else None)
+            MicrobatchData(iterator, self.exchange if is_crossed else None, taken)
             for iterator, is_crossed in zip(iterators, crossed, strict=True)
         ]
 
@@ -108,7 +108,7 @@ class Runtime:
         """
         if self.pipeline.config.balance == "off":
             return None
-        cost = cost_of_model(config)
+        cost = self.pipeline.config.length_costs or cost_of_model(config)
         return BalancedStep(table.schedule, self.pipeline.costs, cost, self.replicas)
 
     def table(self, num_microbatches: int, *, backward: bool) -> Table:

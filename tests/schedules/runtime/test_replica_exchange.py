@@ -30,6 +30,7 @@ LENGTHS = (40, 3, 25, 3, 40, 7, 12, 5, 31, 1, 2, 6, 38, 4, 9, 8)
 REPLICAS = 2
 M = len(LENGTHS) // REPLICAS
 READ = [list(range(first, len(LENGTHS), REPLICAS)) for first in range(REPLICAS)]
+MEASURED = LengthCost(0.0, 1.0)
 MIRRORED = "bitpipe", "dualpipe"
 """Their two pipelines are replicas to Megatron."""
 Item = dict[str, torch.Tensor]
@@ -119,7 +120,14 @@ def _one_process(num_stages: int, order: list[int]) -> tuple[list[torch.Tensor],
 
 def _orders(pipeline: Pipeline) -> list[list[int]]:
     """Return the micro-batches of each replica in the order in which it runs them."""
-    cost = cost_of_model(toy.config(**SETTINGS))
+    return _orders_by(pipeline, pipeline.config.length_costs or _cost_of_toy())
+
+
+def _cost_of_toy() -> LengthCost:
+    return cost_of_model(toy.config(**SETTINGS))
+
+
+def _orders_by(pipeline: Pipeline, cost: LengthCost) -> list[list[int]]:
     costs = [cost.of_length(length) for length in LENGTHS]
     schedule = pipeline.full
     shares = READ
@@ -149,6 +157,7 @@ def _runs(placement: Placement, replica: int, stage: int) -> int:
         pytest.param(
             "pack", "interleaved", {"chunks": 2, "dynamic": DynamicOrder()}, id="pack-dynamic"
         ),
+        pytest.param("pack", "1f1b", {"length_costs": MEASURED}, id="pack-measured"),
         pytest.param("pack", "bitpipe", {}, id="pack-bitpipe"),
         pytest.param("pack", "dualpipe", {}, id="pack-dualpipe"),
         pytest.param("order", "bitpipe", {}, id="order-bitpipe"),
@@ -167,6 +176,8 @@ def test_the_gradient_is_the_same_sum(balance: str, schedule: str, options: dict
     placement = pipeline.placement
     orders = _orders(pipeline)
     assert orders != READ, "no test if the order of the file is best"
+    if pipeline.config.length_costs is not None:
+        assert orders != _orders_by(pipeline, _cost_of_toy()), "no test if both are the same"
     expected = [_one_process(placement.num_stages, order) for order in orders]
     by_rank = run_ranks(ranks, _train, schedule, pp, options)
     seen = set()
