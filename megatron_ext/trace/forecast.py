@@ -28,6 +28,7 @@ from megatron_ext.schedules.text_table import aligned
 from megatron_ext.trace import summary
 from megatron_ext.trace.aggregate import Run, read_run
 from megatron_ext.trace.measured_costs import StageCosts, load_schedule, measured_costs
+from megatron_ext.trace.traffic import Traffic, measured_traffic
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Schedule
@@ -54,6 +55,8 @@ class Prediction:
     bounds_memory: bool = True
     """Whether ranks keep no more activations than the table; else up to all micro-batches, and
     how many depends on who is late."""
+    sent_bytes: int | None = None
+    """What stages hand on in a step, see `Traffic`; None: unknown from the trace."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the prediction under the keys of `plan --from-trace --json`."""
@@ -64,6 +67,7 @@ class Prediction:
             "bubble_ratio": self.bubble_ratio,
             "memory_bytes": self.memory_bytes,
             "bounds_memory": self.bounds_memory,
+            "sent_bytes": self.sent_bytes,
         }
 
 
@@ -94,6 +98,7 @@ class _Measured:
     activation_bytes: float
     """One micro-batch on 1/pp of the model."""
     num_layers: int | None
+    traffic: Traffic | None
 
 
 def forecast(directory: Path, memory_gb: float | None = None) -> Forecast:
@@ -237,7 +242,9 @@ def _of_table(measured: _Measured, pipeline: Pipeline, costs: Costs) -> Predicti
     makespan_s = statistics.fmean(step.makespan for step in steps)
     bubble = statistics.fmean(step.bubble_ratio for step in steps)
     bounded = pipeline.dynamic is None or pipeline.dynamic.policy == DynamicOrder.policy
-    return Prediction(label, flags, makespan_s + measured.outside_s, bubble, memory, bounded)
+    traffic = measured.traffic
+    sent = None if traffic is None else traffic.under(static.placement)
+    return Prediction(label, flags, makespan_s + measured.outside_s, bubble, memory, bounded, sent)
 
 
 def _simulate(pipeline: Pipeline, costs: Costs) -> Timeline:
@@ -275,6 +282,7 @@ def _measured(run: Run, schedule: Schedule, notes: list[str]) -> _Measured:
         max(fixed) if fixed else None,
         max(activations, default=0.0),
         layers[0] if isinstance(layers[0], int) else None,
+        measured_traffic(run.surveys, schedule.placement),
     )
 
 
@@ -297,10 +305,11 @@ def _step_and_pipeline(run: Run) -> tuple[float, float]:
 
 def table(found: Forecast, limit: int = 20) -> str:
     """Return the predictions as text, with the flags to paste."""
-    rows = [("schedule", "step ms", "bubble %", "memory GiB")]
+    rows = [("schedule", "step ms", "bubble %", "sent MiB", "memory GiB")]
     shown = found.predictions[:limit]
     rows += [
-        (p.label, f"{1e3 * p.step_s:.1f}", f"{100 * p.bubble_ratio:.1f}", _gib(p)) for p in shown
+        (p.label, f"{1e3 * p.step_s:.1f}", f"{100 * p.bubble_ratio:.1f}", _mib(p), _gib(p))
+        for p in shown
     ]
     traced = f"traced: {found.measured}, step {1e3 * found.measured_s:.1f} ms"
     for own in found.predictions:
@@ -321,6 +330,11 @@ def table(found: Forecast, limit: int = 20) -> str:
 
 def _dynamic_label(label: str, policy: object) -> str:
     return f"{label} dpp {policy}"
+
+
+def _mib(prediction: Prediction) -> str:
+    sent = prediction.sent_bytes
+    return "-" if sent is None else f"{sent / 2**20:.4g}"
 
 
 def _gib(prediction: Prediction) -> str:

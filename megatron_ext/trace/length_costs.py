@@ -67,7 +67,9 @@ class _Taken:
     """All actions of a stage for a micro-batch."""
 
     def take(self, file: TraceFile) -> None:
-        """Take in the trace of one rank."""
+        """Take in the trace of one rank; of tensor-parallel ranks, which do the same, the first."""
+        if file.header.tensor:
+            return
         for position, iteration in enumerate(file.iterations()):
             if position == 0 and iteration.number <= 1:
                 continue  # the first one warms up

@@ -127,6 +127,10 @@ class RankSurvey:
     of the rank."""
     waited: set[MessageKey] = field(default_factory=set)
     """Those of `stamps` that were received and had been waited for."""
+    sent: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
+    """Bytes of the messages that it sent, by kind and stage."""
+    counted: int = 0
+    """Iterations that `actions`, `times`, `links` and `sent` are about."""
     iterations: int = 0
     spans: int = 0
     damaged: int = 0
@@ -211,6 +215,8 @@ class _Role(NamedTuple):
     """The cause, if the rank computes nothing meanwhile."""
     source: int | None
     """The global rank that a receive or a wait is about."""
+    sent: tuple[str, int] | None
+    """Kind and stage of the message, if it is a send."""
     size_bytes: int
     is_wire: bool
     """Whether it says what carries the messages of a peer."""
@@ -244,6 +250,7 @@ class _Roles:
             ends_action=is_work or is_wait or is_receive,
             idle=_cause(span) if name in ("wait", "send", "weights") else None,
             source=source if type(source) is int else None,
+            sent=(str(about.get("for")), _whole(about.get("stage"))) if name == "send" else None,
             size_bytes=_whole(about.get("bytes")),
             is_wire=name == "wire",
             message=(
@@ -317,6 +324,7 @@ def _count(found: RankSurvey, told: _Told) -> None:
     costs: dict[tuple[str, int], list[int]] = defaultdict(list)
     times: dict[str, list[int]] = defaultdict(list)
     action: tuple[str, int] | None = None
+    found.counted += 1
     begun = ended = 0
     for (name, begin, end, _), role in told:
         if action is not None and role.ends_action:
@@ -329,6 +337,8 @@ def _count(found: RankSurvey, told: _Told) -> None:
         if role.is_wire:
             continue
         times[name].append(end - begin)
+        if role.sent is not None:
+            found.sent[role.sent] += role.size_bytes
         if role.source is not None:
             _add_to_link(found, role, end - begin)
     if action is not None:

@@ -16,7 +16,8 @@ from megatron_ext.schedules.representation import json_io
 from megatron_ext.schedules.search.length_balance import LengthCost
 from megatron_ext.trace.length_costs import Point, fit, measured_length_cost
 from megatron_ext.trace.measured_costs import SCHEDULE_FILE
-from tests.trace.runs import write_run
+from megatron_ext.trace.records import file_name
+from tests.trace.runs import trace_of, write_run
 
 LENGTHS = (100, 4000, 300, 50, 2500, 900, 4000, 10)
 TRUE = LengthCost(2e-6, 5e-9)
@@ -83,6 +84,17 @@ def test_a_run_tells_what_a_length_costs_its_stages_together(tmp_path: Path, sch
     assert measured.error < 0.02
     stages = 8 if schedule == "interleaved" else 4
     assert measured.num_points == 2 * stages * len(LENGTHS), "all but the first iteration"
+
+
+def test_tensor_parallel_ranks_count_once(tmp_path: Path) -> None:
+    folder = _run(tmp_path)
+    alone = measured_length_cost(folder)
+    for rank in range(4):
+        text = trace_of(folder, rank).read_text()
+        assert '"tensor":0' in text
+        twice = folder / file_name(0, rank, 1)
+        twice.write_text(text.replace('"tensor":0', '"tensor":1').replace('"rank":', '"rank":1'))
+    assert measured_length_cost(folder) == alone
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,10 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
     assert settings["pipeline_schedule"] == "interleaved"
     assert settings["dpp_policy"] == "hint"
     assert settings["transport"] == "shm"
+    sent = {p.label: p.sent_bytes for p in forecast.forecast(tmp_path / "run").predictions}
+    message = 2 * 16 * 32 * 4
+    assert sent["interleaved chunks=2 dpp hint"] == 7 * 2 * 4 * message, "7 boundaries, both ways"
+    assert sent["1f1b"] == 3 * 2 * 4 * message
     ends = {rank for rank in range(4) for step in run.files[rank].iterations() if _told(step)}
     assert ends == {0, 3}, "ranks that read data note how much"
 
