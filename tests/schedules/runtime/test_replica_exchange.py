@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.config.pipeline_config import DynamicOrder
-from megatron_ext.errors import ScheduleError
+from megatron_ext.errors import ScheduleError, TransportError
 from megatron_ext.schedules import Placement, generate
 from megatron_ext.schedules.runtime.balanced_order import BalancedStep, cost_of_model
 from megatron_ext.schedules.runtime.replica_exchange import ReplicaExchange
@@ -228,6 +228,26 @@ def test_a_replica_without_data_ends_all() -> None:
         "step; its own line says why"
     )
     assert starved.startswith(f"the data ended after 3 of {M} micro-batches of a step; train")
+
+
+def _ask_one_that_left() -> str:
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(TransportError) as raised:
+        ReplicaExchange(group, torch.device("cpu")).costs([1.0])
+    return str(raised.value)
+
+
+def test_a_replica_that_left_is_told() -> None:
+    said, _ = run_ranks(2, _ask_one_that_left)
+    assert said.startswith(
+        "--pipeline-balance pack: ranks 0, 1 could not tell each other what their micro-batches "
+        "cost: "
+    )
+    assert len(said.splitlines()) == 1
 
 
 def test_all_chunks_of_a_rank_read_the_same() -> None:
