@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -48,6 +50,26 @@ def _environment(name: str) -> str | None:
 
 def test_every_rank_returns_its_value() -> None:
     assert run_ranks(4, _sum_of_ranks, 1) == [10, 10, 10, 10]
+
+
+def test_a_run_that_is_cut_off_leaves_no_answer_for_the_next() -> None:
+    """As the time-out of a test cuts it off: by an exception in a signal's handler."""
+
+    def cut_off(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR2, cut_off)
+    me = threading.main_thread().ident
+    timer = threading.Timer(1.0, lambda: signal.pthread_kill(me, signal.SIGUSR2))
+    try:
+        assert run_ranks(1, _environment, "RANK") == ["0"]  # a server is there
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(2, _sleep_on, 1)
+        assert run_ranks(2, _environment, "RANK") == ["0", "1"]
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_the_first_failing_rank_is_named_and_the_others_are_stopped() -> None:
