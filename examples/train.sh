@@ -405,8 +405,8 @@ summary() {
 # torchrun ends with a report on every rank; what the user can mend was said in one line before it.
 explain_failure() {
     local reason
-    reason=$(grep -m 1 -oE 'megatron[_-]ext: error: .*' "$OUT/log.txt" || true)
-    fail "training ended with exit code $1${reason:+: ${reason#megatron?ext: error: }} (log: $OUT/log.txt)"
+    reason=$(grep -m 1 -oE '(megatron[_-]ext|pretrain_[a-z]+\.py): error: .*' "$OUT/log.txt" || true)
+    fail "training ended with exit code $1${reason:+: ${reason#*: error: }} (log: $OUT/log.txt)"
 }
 
 train() {
