@@ -31,7 +31,6 @@ _UNEVEN = (
     "heterogeneous_layers_config_encoded_json",
 )
 """Arguments that allow stages with different numbers of layers."""
-"""A search for more ranks takes seconds, too long for advice."""
 
 
 class _Said(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from megatron_ext.config import active, randomness
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES", "is_chosen", "log_statistics_of"]
@@ -12,14 +13,10 @@ __all__ = ["PATCHES", "is_chosen", "log_statistics_of"]
 
 def is_chosen() -> bool:
     """Return whether a schedule of ours runs."""
-    from megatron_ext.config import active
-
     return active.pipeline() is not None
 
 
 def _awaits_sizes() -> bool:
-    from megatron_ext.config import active
-
     found = active.active()
     return found is not None and not found.is_sized
 
@@ -43,8 +40,6 @@ def _ours(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _draws_by_microbatch() -> bool:
-    from megatron_ext.config import randomness
-
     return randomness.enabled()
 
 
@@ -66,8 +61,6 @@ def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
 
 
 def _begin_iteration(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    from megatron_ext.config import randomness
-
     randomness.begin_iteration(kwargs["iteration"])
     return call(*args, **kwargs)
 

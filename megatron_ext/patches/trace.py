@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from megatron_ext.config import active
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
@@ -25,12 +26,10 @@ def _is_observing() -> bool:
 
 
 def _sees_megatrons_steps() -> bool:
-    from megatron_ext.config import active
-    from megatron_ext.trace import session
-
     found = active.active()
-    ours = found is not None and (found.pipeline is not None or found.job is not None)
-    return session.is_observing() and not ours
+    if found is None or found.pipeline is not None or found.job is not None:
+        return False  # asked for each action, so our own schedules look no further
+    return _is_observing()
 
 
 def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -167,7 +167,7 @@ DEVICE_MUTANTS = (
     Mutant(
         "the host runs ahead without a bound",
         "megatron_ext.schedules.runtime.executor",
-        "            self.run_ahead.wait_until(AHEAD - 1)\n",
+        "            run_ahead.wait_until(AHEAD - 1)\n",
         "            pass\n",
         (f"{_RUN_AHEAD}::test_memory_is_that_of_the_table_and_of_two_actions",),
     ),

@@ -59,6 +59,8 @@ class _Stage(NamedTuple):
     vp_stage: int | None
     """Megatron's virtual stage: the chunk, or None if the rank has only one."""
     is_last: bool
+    checks_lengths: bool
+    """Whether it reads sequences whose lengths may vary."""
     backward_step: Callable[[Tensors, Tensors, Tensors], Tensors]
     """Megatron's, for this model."""
 
@@ -124,7 +126,8 @@ class StageCompute:
             if self._is_split(stage, microbatch)
             else _UNCHANGED
         )
-        with splits, rng_of_this_step(stage, microbatch), self._length_check(stage, microbatch):
+        lengths = self._length_check(stage, microbatch) if place.checks_lengths else _UNCHANGED
+        with splits, rng_of_this_step(stage, microbatch), lengths:
             outputs: Tensors
             outputs, num_tokens = upstream.forward_step(
                 call.forward_step_func,
@@ -228,6 +231,7 @@ class StageCompute:
                 data=self.call.data[chunk],
                 vp_stage=chunk if len(chunks) > 1 else None,
                 is_last=stage == schedule.num_stages - 1,
+                checks_lengths=stage == 0 and bool(self.call.config.variable_seq_lengths),
                 backward_step=backward_step_of(model, self.call.config),
             )
         return found
@@ -236,12 +240,8 @@ class StageCompute:
         return (stage, microbatch) in self.table.split_backwards
 
     def _length_check(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Return the context that checks what a first stage reads, where lengths may vary."""
-        call = self.call
-        if stage > 0 or not call.config.variable_seq_lengths:
-            return _UNCHANGED
         model = self._stage(stage).model
-        return refusing_long_sequences(model, stage, microbatch, call.cp_group_size)
+        return refusing_long_sequences(model, stage, microbatch, self.call.cp_group_size)
 
     def _checkpoints_all_layers(self) -> bool | None:
         """Apply upstream's partial checkpointing: of the live micro-batches, spare the first few.

@@ -143,10 +143,10 @@ class Executor:
     def _run(self, position: int, exchange: Exchange) -> None:
         action = exchange.action
         stage = action.stage
-        remaining = self._remaining[stage]
+        remaining, run_ahead = self._remaining[stage], self.run_ahead
         is_first, is_last = remaining == self.table.actions_by_stage[stage], remaining == 1
-        if self.run_ahead is not None:
-            self.run_ahead.wait_until(AHEAD - 1)
+        if run_ahead is not None:
+            run_ahead.wait_until(AHEAD - 1)
         if is_first:
             self.parameters.before(stage)
         for credit in exchange.awaits:
@@ -158,14 +158,14 @@ class Executor:
         progress = self.gradients.progress(stage) if is_last and action.kind == "W" else None
         for observer in self._begins:
             observer.begin_action(action)
-        if self.run_ahead is not None:
-            self.run_ahead.begin()
+        if run_ahead is not None:
+            run_ahead.begin()
         begin_s = time.perf_counter()
         with self.gradients.around(action, is_last=is_last):
             outputs = self.compute.run(action, inputs, is_first=is_first, progress=progress)
         end_s = time.perf_counter()
-        if self.run_ahead is not None:
-            self.run_ahead.record(action)
+        if run_ahead is not None:
+            run_ahead.record(action)
         for observer in self._ends:
             observer.end_action(position, action)
         self._deliver(exchange, outputs)
@@ -177,6 +177,8 @@ class Executor:
             self.gradients.after(stage)
 
     def _inputs(self, exchange: Exchange) -> Tensors:
+        if not exchange.inputs:
+            return []
         return [
             self._take(exchange.action, transfer.message)
             if transfer.verb == "LOCAL"

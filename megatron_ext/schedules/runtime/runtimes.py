@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,10 @@ class Runtime:
     _tables: dict[tuple[int, bool], Table] = field(default_factory=dict)
     _programs: dict[int, tuple[Table, Ends, Program]] = field(default_factory=dict)
     """By id of the table: the table, and the latest program with the ends it was made for."""
+    _checked: WeakKeyDictionary[torch.nn.Module, set[int]] = field(
+        default_factory=WeakKeyDictionary
+    )
+    """By chunk: ids of the tables that its layers can run."""
 
     def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:
         """Return each chunk's data, to be read by micro-batch."""
@@ -164,8 +169,8 @@ class Runtime:
             observers=listening,
         )
         try:
-            if not call.forward_only and any(map(overwrites_first, call.chunks)):
-                check_first_gradients(table.schedule, table.rank)
+            if not call.forward_only:
+                self._check_first_gradients(table, call.chunks)
             with gradients:
                 executor.run()
         except BaseException as error:
@@ -175,6 +180,14 @@ class Runtime:
         if forms is not None:
             forms.step_done()
         return compute
+
+    def _check_first_gradients(self, table: Table, chunks: Sequence[torch.nn.Module]) -> None:
+        """Check the table for layers that overwrite their first gradients, once for each chunk."""
+        for chunk in chunks:
+            tables = self._checked.setdefault(chunk, set())
+            if id(table) not in tables and overwrites_first(chunk):
+                check_first_gradients(table.schedule, table.rank)
+            tables.add(id(table))
 
     def _name_of(self, rank: int | None) -> str:
         """Return the name of a global rank for error messages; None stands for this rank."""
