@@ -14,5 +14,7 @@ cd "$REPO"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export MEGATRON_EXT_REQUIRE_NATIVE=1
 unset PYTHONDONTWRITEBYTECODE # thousands of processes would compile the package, each for itself
-# The tests of a file share what they compare with, so one process runs them.
-exec "$PYTHON" -m pytest -n logical --maxprocesses 8 --dist loadfile "$@"
+# The tests of a file share what they compare with, so one worker runs them. One more than there are cores:
+# ranks often wait for each other.
+workers=$(($(nproc) + 1))
+exec "$PYTHON" -m pytest -n $((workers < 8 ? workers : 8)) --dist loadfile "$@"

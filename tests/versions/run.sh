@@ -16,6 +16,7 @@
 # TESTS="flags or effects"     of tests/versions, which each release runs too, only these; TESTS=none: none of them
 # TORCH_VERSION=2.7.1          another torch
 # SKIP="0.17.1"                these are left out on purpose, and the table says so
+# LACKING=skip                 so are those that no Python here takes
 set -euo pipefail
 
 # shellcheck source=examples/common.sh
@@ -96,6 +97,19 @@ check_release() {
     [[ $found == "$1" ]] || fail "$PYTHON has megatron-core $found, and $1 is to be tried"
 }
 
+# Says why this release is not to be tried, if so.
+left_out() {
+    local given
+    given=PYTHON_$(minor_of "$1")
+    if [[ " ${SKIP:-} " == *" $1 "* ]]; then
+        say "$1 is left out, as SKIP says"
+    elif [[ ${LACKING:-} == skip && -z ${!given:-} ]] && ! (python_for "$1") >/dev/null 2>&1; then
+        say "$1 is left out: no Python here takes it"
+    else
+        return 1
+    fi
+}
+
 # Trains and tests with PYTHON.
 try() {
     local version=$1 file=$2 tree status=0
@@ -120,8 +134,7 @@ main() {
     for version in "${VERSIONS[@]}"; do
         file=$results/$version.json
         files+=("$file")
-        if [[ " ${SKIP:-} " == *" $version "* ]]; then
-            say "$version is left out, as SKIP says"
+        if left_out "$version"; then
             printf '{"version": "%s", "skipped": true}\n' "$version" >"$file"
             continue
         fi

@@ -69,6 +69,14 @@ def test_only_what_is_left_out_on_purpose_may_be_missing(tmp_path: Path) -> None
     assert "left out, as asked" in done.stdout
 
 
+def test_without_a_python_for_it_a_release_may_be_left_out(tmp_path: Path) -> None:
+    lacking = {f"PYTHON_FOR_{MINOR}": "/absent/python3"}
+    done = _run(tmp_path, OTHER, LACKING="skip", **lacking)
+    assert done.returncode == 0, done.stderr
+    assert f"{OTHER} is left out: no Python here takes it" in done.stdout
+    assert "left out, as asked" in done.stdout
+
+
 ABOUT = {"version": "0.19.2", "python": "3.12.1", "torch": "2.13.0", "loop": "the wheel"}
 EQUAL = {"equal": True, "ours": ["| lm loss: 6.2E+00 |"], "theirs": ["| lm loss: 6.2E+00 |"]}
 
