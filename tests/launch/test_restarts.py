@@ -72,7 +72,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield made
 
 
-def training(hosts: Cluster, checkpoints: Path) -> list[str]:
+def training(checkpoints: Path) -> list[str]:
+    """What `launch` is told: the tiny Llama, from the last checkpoint, if there is one."""
     flags = f"{LLAMA} --train-iters 30 --save-interval 10 --save {checkpoints} --load {checkpoints}"
     words = [*WITHOUT_TREE, "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags.split()]
     return [*words, "--use-dpp", "--microbatch-rng"]
@@ -84,13 +85,21 @@ def losses_of(text: str) -> dict[int, str]:
     return {int(n): loss for n, loss in re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", last)}
 
 
+def checkpoint_of(checkpoints: Path, iteration: int, alone: Path) -> Path:
+    """Copy one checkpoint to a folder of its own."""
+    name = f"iter_{iteration:07d}"
+    shutil.copytree(checkpoints / name, alone / name)
+    (alone / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return alone
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(580)  # three starts of a training job, which may share their cores
 def test_a_lost_host_is_replaced_and_losses_stay_the_same(hosts: Cluster) -> None:
     checkpoints = hosts.directory / "checkpoints"
     launcher = hosts.start(
         hosts.hostfile(slots=2), "--max-restarts", "1", "--spares", "1",
-        *training(hosts, checkpoints),
+        *training(checkpoints),
     )  # fmt: skip
     lines = []
     assert launcher.stdout is not None
@@ -107,13 +116,10 @@ def test_a_lost_host_is_replaced_and_losses_stay_the_same(hosts: Cluster) -> Non
     assert begin in (11, 21)
     assert max(resumed) == 30
 
-    again = hosts.directory / "again"
-    name = f"iter_{begin - 1:07d}"
-    shutil.copytree(checkpoints / name, again / name)
-    (again / "latest_checkpointed_iteration.txt").write_text(str(begin - 1))
+    again = checkpoint_of(checkpoints, begin - 1, hosts.directory / "again")
     undisturbed = hosts.run(
         *hosts.launch_arguments(hosts.hostfile(slots=2), "--include", ADDRESSES[1]),
-        *training(hosts, again),
+        *training(again),
         timeout_s=250,
     )
     assert undisturbed.returncode == 0, undisturbed.stderr

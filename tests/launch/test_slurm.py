@@ -16,6 +16,7 @@ from tests.commands import run_package
 from tests.launch.cluster import ADDRESSES, remove_processes, wait_until
 from tests.launch.slurm_cluster import Slurm, slurm, why_not
 from tests.launch.test_cluster import LLAMA, WAITING
+from tests.launch.test_restarts import checkpoint_of, losses_of, training
 from tests.ranks import WITHOUT_TREE, losses
 
 
@@ -163,34 +164,37 @@ def test_an_allocation_that_is_too_small_is_one_line(cluster: Slurm) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(580)  # Slurm takes its time to notice
+@pytest.mark.timeout(580)  # three starts of a training job, and Slurm takes its time to notice
 def test_a_lost_node_is_replaced_by_a_spare_one(tmp_path: Path) -> None:
     reason = why_not()
     if reason is not None:
         pytest.skip(f"needs a Slurm: {reason}")
+    tasks, over_tcp = ("--ntasks-per-node", "2"), ("--pipeline-transport", "tcp")
     with slurm(tmp_path) as cluster:
-        (tmp_path / "once.py").write_text(
-            "import os, pathlib, time\n"
-            "if pathlib.Path('second').exists(): raise SystemExit\n"
-            "pathlib.Path('second').touch()\n"
-            "print('pid', os.getpid(), flush=True)\n"
-            "time.sleep(300)\n"
-        )
+        checkpoints = tmp_path / "checkpoints"
         launcher = cluster.start(
-            "salloc", "--quiet", "--nodes", "2", "--no-kill",
-            *cluster.ours("launch", "--max-restarts", "1", "--spares", "1", "--nproc", "1",
-                          "--preflight-timeout", "20", "--", "once.py"),
+            "salloc", "--quiet", "--nodes", "2", *tasks, "--no-kill",
+            *cluster.ours("launch", "--max-restarts", "1", "--spares", "1",
+                          "--preflight-timeout", "20", *training(checkpoints), *over_tcp),
         )  # fmt: skip
         assert launcher.stdout is not None
         lines = []
         for line in launcher.stdout:
             lines.append(line)
-            if "] pid " in line:
+            if re.search(r"iteration +12/", line) and len(losses_of("".join(lines))) == 12:
                 remove_processes(cluster.namespaces[0])  # slurmd of n1 and all that it started
         assert launcher.wait(60) == 0, "".join(lines)
         text = "".join(lines)
         assert "restart 1 of 1 in 1 s, because of n1: the connection to the agent" in text
-        assert "-r1: 1 host, 1 ranks" in text
+        assert "-r1: 1 host, 2 ranks" in text
+        resumed = losses_of(text)
+        assert max(resumed) == 30
+
+        alone = checkpoint_of(checkpoints, min(resumed) - 1, tmp_path / "again")
+        options = f"--nodelist n2 --nodes 1 {' '.join(tasks)}"
+        code, output = allocated(cluster, options, "launch", *training(alone), *over_tcp)
+        assert code == 0, output
+        assert losses_of(output) == resumed
 
 
 def test_what_is_submitted_starts_the_same_launch(tmp_path: Path) -> None:
