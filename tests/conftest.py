@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from megatron_ext.config.active import clear_configuration
 
 # A shell without job control starts what it runs in the background with SIGINT ignored, and so all
 # processes of the tests would be, some of which are interrupted.
@@ -40,3 +43,10 @@ def emulated_musa() -> None:
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep tests away from the user's cache (a fetched tree there would change what runs)."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _own_configuration() -> Iterator[None]:
+    """Leave no configuration to the next test of this process."""
+    yield
+    clear_configuration()

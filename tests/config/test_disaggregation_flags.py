@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from megatron_ext.config.active import clear_configuration
 from megatron_ext.config.prepared_arguments import prepare
 from megatron_ext.disaggregation.job import current
 from megatron_ext.errors import ArgumentsError
@@ -23,12 +20,6 @@ SHIP = (
     "--recompute-num-layers 1 "
 )
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
-
-
-@pytest.fixture(autouse=True)
-def _no_job() -> Iterator[None]:
-    yield
-    clear_configuration()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,6 @@ import pytest
 
 from megatron_ext import devices
 from megatron_ext.config import active, prepared_arguments
-from megatron_ext.config.active import clear_configuration
 from megatron_ext.config.prepared_arguments import check, prepare
 from megatron_ext.config.schedule_flags import add_flags
 from megatron_ext.errors import ArgumentsError, UserError
@@ -25,12 +23,12 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def args(monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
+def args(monkeypatch: pytest.MonkeyPatch) -> Namespace:
     """Arguments as parsed, enough for a schedule, on a device that runs anything."""
     monkeypatch.setattr(prepared_arguments, "device_arguments", lambda *_: {})
     parser = ArgumentParser()
     add_flags(parser)
-    yield Namespace(
+    return Namespace(
         **vars(parser.parse_args([])),
         pipeline_model_parallel_size=4,
         tensor_model_parallel_size=1,
@@ -39,7 +37,6 @@ def args(monkeypatch: pytest.MonkeyPatch) -> Iterator[Namespace]:
         global_batch_size=8,
         num_layers=8,
     )
-    clear_configuration()
 
 
 def choose(args: Namespace, name: str) -> Pipeline:
