@@ -101,6 +101,8 @@ class TorchTransport:
         """Receives in progress, by source and message."""
         self._sent: dict[Pair, deque[tuple[dist.Work, torch.Tensor]]] = defaultdict(deque)
         self._slots = 1
+        self._parts = 1
+        """Most tensors that one of this rank's messages had so far."""
         self._step = 0
         self._calls = 0
         """Number of `isend` and `recv` calls in this step."""
@@ -147,6 +149,7 @@ class TorchTransport:
         if self._one_by_one:
             self._post_due()
         pair = (self._me, target)
+        self._parts = max(self._parts, message.part + 1)
         # An alias: the caller may replace the `data` of its own tensor to free the output.
         tensor = plain(tensor.detach())
         if self._shapes_travel:
@@ -267,8 +270,8 @@ class TorchTransport:
         sent = self._sent[pair]
         while sent and sent[0][0].is_completed():
             sent.popleft()
-        # Two kinds of messages, and their headers.
-        limit = 2 * self._slots * (2 if self._shapes_travel else 1)
+        # Two directions of data flow, all tensors of a message, and their headers.
+        limit = 2 * self._slots * self._parts * (2 if self._shapes_travel else 1)
         while len(sent) > limit:
             self._wait_sent(pair, sent.popleft()[0], None)
 

@@ -83,6 +83,23 @@ def test_messages_are_taken_in_any_order() -> None:
     assert run_ranks(2, _any_order) == [36, 36]
 
 
+def _several_tensors() -> None:
+    """Both ends send all tensors of a message before either starts to receive."""
+    transport = _open()
+    peer = 1 - dist.get_rank()
+    keys = [Message("F", 1, 0, part) for part in range(6)]
+    transport.begin([Expected(peer, key, _SHAPE, torch.float32, len(keys)) for key in keys], 1)
+    for key in keys:
+        transport.isend(_value(key) + key.part, peer, key)
+    for key in keys:
+        assert torch.equal(transport.recv(peer, key, 30), _value(key) + key.part)
+    transport.flush(30)
+
+
+def test_no_send_waits_for_the_other_tensors_of_its_message() -> None:
+    run_ranks(2, _several_tensors)
+
+
 def _shapes() -> None:
     transport = _open(shapes_travel=True)
     peer = 1 - dist.get_rank()

@@ -14,7 +14,7 @@ completes with them, because no route leads to an earlier stage.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _Key = TypeVar("_Key")
 _Item = TypeVar("_Item")
 
-__all__ = ["Hop", "Plan", "Route", "connect", "plan_routes", "routed_peaks"]
+__all__ = ["Hop", "Plan", "Route", "connect", "most_hops", "plan_routes", "routed_peaks"]
 
 
 class Route(NamedTuple):
@@ -163,6 +163,14 @@ def plan_routes(routes: tuple[Route, ...], placement: Placement) -> Plan:
         dropped["F", max(users)].append(route.name)
         dropped["B", min(users)].append(route.name)
     return Plan(_fixed(sent), _fixed(received), _fixed(dropped))
+
+
+def most_hops(routes: tuple[Route, ...], placement: Placement) -> int:
+    """Return the most messages that one micro-batch's routes send from one rank to another."""
+    rank_of = placement.rank_of
+    hops = (hop for sent in plan_routes(routes, placement).sent.values() for hop in sent)
+    edges = Counter((rank_of[hop.stage], rank_of[hop.taker]) for hop in hops if hop.kind == "P")
+    return max(edges.values(), default=0)
 
 
 def routed_peaks(schedule: Schedule) -> tuple[int, ...]:

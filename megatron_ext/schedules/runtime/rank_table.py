@@ -18,6 +18,7 @@ from megatron_ext.schedules.representation.communication import (
     reduction_order,
 )
 from megatron_ext.schedules.representation.forward_only import forward_only, slots_for_forward
+from megatron_ext.schedules.representation.route_plan import most_hops
 from megatron_ext.schedules.representation.validation import validate
 from megatron_ext.schedules.search.queues import MessageOrder, check_queues
 
@@ -124,8 +125,10 @@ def make_table(
         ScheduleError: The schedule cannot run this number of micro-batches.
     """
     if not backward:
-        schedule = forward_only(pipeline.placement, num_microbatches)
-        slots = slots_for_forward(schedule) + (num_microbatches if routes else 0)
+        placement = pipeline.placement
+        schedule = forward_only(placement, num_microbatches)
+        # Nothing bounds what routes have under way but the number of micro-batches.
+        slots = slots_for_forward(schedule) + num_microbatches * most_hops(routes, placement)
         return Table(replace(schedule, routes=routes), rank, slots)
     schedule = replace(pipeline.schedule(num_microbatches), routes=routes)
     if pipeline.transport == "torch":  # may be the first step with this number
