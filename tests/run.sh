@@ -15,6 +15,6 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export MEGATRON_EXT_REQUIRE_NATIVE=1
 unset PYTHONDONTWRITEBYTECODE # thousands of processes would compile the package, each for itself
 # The tests of a file share what they compare with, so one worker runs them. One more than there are cores:
-# ranks often wait for each other.
-workers=$(($(nproc) + 1))
+# ranks often wait for each other. nproc would answer with OMP_NUM_THREADS.
+workers=$(($(env -u OMP_NUM_THREADS nproc) + 1))
 exec "$PYTHON" -m pytest -n $((workers < 8 ? workers : 8)) --dist loadfile "$@"
