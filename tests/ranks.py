@@ -156,14 +156,15 @@ def start_ranks(
 
 
 @contextmanager
-def _turn(num_ranks: int) -> Iterator[None]:
+def _turn(num_ranks: int, file: Path = Path(__file__)) -> Iterator[None]:
     """Wait until this machine has a core for each rank, or all its cores for more ranks than cores.
 
     Runs of one checkout, also of several test sessions at once, would slow each other down into
-    their time-outs otherwise. Each core is a byte of this file, which a run locks.
+    their time-outs otherwise. Each core is a byte of this file, which a run locks. A run that finds
+    no core free waits for one of them, even if another is free before it.
     """
     num_cores = os.cpu_count() or 1
-    with Path(__file__).open("rb+") as cores, Path(__file__).open() as queue:
+    with file.open("rb+") as cores, file.open() as queue:
         fcntl.flock(queue, fcntl.LOCK_EX)  # so many ranks are not overtaken by few for ever
         wanted = min(num_ranks, num_cores)
         free = [core for core in range(num_cores) if _locked(cores, core, fcntl.LOCK_NB)]

@@ -108,15 +108,27 @@ def test_losses_are_read_from_upstreams_log_line() -> None:
     assert losses([line, line.replace("5.545E+00", "nan")])[0] == 5.545
 
 
-def test_runs_of_several_sessions_share_the_cores() -> None:
-    """Two of one rank run side by side, and one of all cores after both."""
+def test_runs_of_several_sessions_share_the_cores(tmp_path: Path) -> None:
+    """Two of one rank run side by side, and one of all cores after both.
+
+    They share a file of their own. A test on another worker may hold a core of this session's.
+    """
     num_cores = os.cpu_count() or 1
     if num_cores < 2:
         pytest.skip("this machine has one core")
-    code = "import sys; from tests.ranks import _turn\nwith _turn({}): print(flush=True); input()"
+    code = """
+import sys
+from pathlib import Path
+from tests.ranks import _turn
+with _turn(int(sys.argv[1]), Path(sys.argv[2])):
+    print(flush=True)
+    input()
+"""
+    cores = tmp_path / "cores"
+    cores.touch()
 
     def turn(num_ranks: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", code.format(num_ranks)]
+        command = [sys.executable, "-c", code, str(num_ranks), str(cores)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         return stack.enter_context(subprocess.Popen(command, cwd=ROOT, text=True, **pipes))
 
