@@ -63,9 +63,10 @@ class Active:
             kind: The first call constructs it without arguments. Clearing the configuration calls
                 its `close` method, if it has one.
         """
-        if kind not in self._states:
-            self._states[kind] = kind()
-        return cast("_State", self._states[kind])
+        found = self._states.get(kind)
+        if found is None:
+            found = self._states[kind] = kind()
+        return cast("_State", found)
 
     def close(self) -> None:
         """Close all states that have a `close` method, latest first, and drop them."""

@@ -27,14 +27,10 @@ class _Progress:
     iteration: int | None = None
 
 
-def _seed() -> int | None:
-    found = active()
-    return None if found is None else found.seed
-
-
 def enabled() -> bool:
     """Return whether random numbers are drawn by micro-batch."""
-    return _seed() is not None
+    found = active()
+    return found is not None and found.seed is not None
 
 
 def begin_iteration(number: int) -> None:
@@ -66,7 +62,8 @@ def seed_of(*key: int | str) -> int:
     Raises:
         ScheduleError: The run has no seed.
     """
-    seed = _seed()
+    found = active()
+    seed = None if found is None else found.seed
     if seed is None:
         raise ScheduleError("random numbers by micro-batch need a seed; give --microbatch-rng")
     digest = hashlib.blake2b(repr((seed, *key)).encode(), digest_size=8).digest()

@@ -268,12 +268,13 @@ class Registry:
         if len(active) > 1:
             _check_conflicts(site.target, active)
             active.sort(key=lambda patch: (patch.kind == "replace", patch.order, patch.id))
-        call = wrapped
-        for patch in reversed(active):
+        for patch in active:
             self.acted.add(patch.id)
-            # Further wraps ask it for the parameters of the target.
+        call = wrapped
+        for patch in active[:0:-1]:
+            # The wraps around it ask it for the parameters of the target.
             call = update_wrapper(partial(_step, patch.fn, call, instance), wrapped)
-        return call(*args, **kwargs)
+        return active[0].fn(call, instance, args, kwargs)
 
     # -- looking ---------------------------------------------------------------------------------
 

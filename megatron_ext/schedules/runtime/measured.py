@@ -67,13 +67,14 @@ class StepMeasure(Observer):
 
     def count(self, position: int, action: Action, duration_s: float) -> None:
         """Add a finished action; `position` is its index in table order."""
-        into = self.into
+        into, done = self.into, self._done
         into.actions += 1
-        into.out_of_order += position != self._head
         into.busy_s += duration_s
-        self._done[position] = 1
-        while self._head < len(self._done) and self._done[self._head]:
-            self._head += 1
+        done[position] = 1
+        if position != self._head:
+            into.out_of_order += 1
+        else:
+            self._head = done.find(0, position)
         self._live += _CHANGE[action.kind]
         into.peak_live = max(into.peak_live, self._live)
 
