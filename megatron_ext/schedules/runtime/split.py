@@ -14,8 +14,8 @@ Contract with the executor:
 * If F ran in `defer`, the backward must run in `defer` too, followed by `run`. The F of an unsplit
   B runs without `defer`.
 * Each W adds to `main_grad`, so the order of a stage's Ws decides the last bits. With sequence
-  parallelism W all-gathers the sequence again, so all ranks of a tensor-parallel group must run
-  their Ws in the same order.
+  parallelism W all-gathers the sequence again, one layer ahead of the GEMMs, so all ranks of a
+  tensor-parallel group must run their Ws in the same order.
 * A received gradient may itself be an operand, and so may a received activation if the first layer
   uses it directly. Message memory may be reused after W, not after I.
 * DDP's hooks fire in I, before weight gradients are complete. So split chunks stay in `no_sync` for
@@ -28,12 +28,18 @@ from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.active import required
 from megatron_ext.schedules.runtime import te_layers
 from megatron_ext.schedules.runtime.te_layers import DelayedModules, prepare_config
-from megatron_ext.schedules.runtime.weight_gradients import Record, WeightGradient, accumulate
+from megatron_ext.schedules.runtime.weight_gradients import (
+    Fetching,
+    Record,
+    WeightGradient,
+    accumulate,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -128,8 +134,9 @@ class SplitBackward:
                 progress(remaining)
 
         finished()
+        fetching = Fetching(chain.from_iterable(by_weight.values()))
         for weight, gradients in by_weight.items():
-            accumulate(gradients)
+            accumulate(gradients, fetching)
             finished(weight)
         if modules is not None:
             modules.run(microbatch, finished)

@@ -3,14 +3,16 @@
 The backward of a linear layer is two GEMMs: the input gradient, which the previous stage waits for,
 and the weight gradient, which is not needed before the optimizer step. Here a layer's backward
 computes the first and records the second as a `WeightGradient`, which keeps both operands until
-`accumulate`. The result is bitwise equal to upstream's backward.
+`accumulate`. The result is bitwise equal to upstream's backward. With sequence parallelism, the
+input of the next layer is gathered while this layer's GEMM runs (`Fetching`).
 
 The idea comes from "Zero Bubble Pipeline Parallelism" (Qi et al., 2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +27,7 @@ from megatron.core.utils import (
 from megatron_ext.signatures import linear_parameters
 
 __all__ = [
+    "Fetching",
     "Record",
     "WeightGradient",
     "accumulate",
@@ -36,6 +39,10 @@ __all__ = [
 
 _EMBEDDING = "megatron_ext_is_embedding"
 
+_BUFFERS = ("mpu", "megatron_ext.mpu")
+"""Megatron's memory for gathered inputs, and a second one, which a gather writes while a GEMM reads
+the first."""
+
 
 class WeightGradient(Protocol):
     """A deferred weight-gradient GEMM."""
@@ -43,6 +50,13 @@ class WeightGradient(Protocol):
     weight: torch.nn.Parameter
     fused: bool
     """Whether the GEMM kernel itself accumulates into `main_grad`."""
+
+    def fetch(self, buffer: str) -> None:
+        """Start to gather an operand that other ranks have a part of, if there is one.
+
+        Args:
+            buffer: The name of Megatron's global memory that the operand may take.
+        """
 
     def compute(self) -> torch.Tensor | None:
         """Return the gradient; if `fused`, accumulate it into `main_grad` and return None."""
@@ -71,8 +85,30 @@ def is_splittable(weight: torch.Tensor) -> bool:
     return weight.is_leaf and not (hasattr(weight, _EMBEDDING) or hasattr(weight, "__fsdp_param__"))
 
 
+class Fetching:
+    """Starts gathers of operands, always one gradient ahead of the GEMMs.
+
+    So the gather of the next operand overlaps the GEMM of this one. All tensor-parallel ranks of a
+    stage compute the same gradients in the same order, which is also the order of the gathers.
+
+    Args:
+        gradients: All gradients of a W, in the order in which they will be computed.
+    """
+
+    def __init__(self, gradients: Iterable[WeightGradient]) -> None:
+        self._ahead = deque(gradients)
+        self._num_started = 0
+        self.advance()
+
+    def advance(self) -> None:
+        """Start the next gather, just before a gradient is computed."""
+        if self._ahead:
+            self._ahead.popleft().fetch(_BUFFERS[self._num_started % 2])
+            self._num_started += 1
+
+
 @torch.no_grad()
-def accumulate(products: list[WeightGradient]) -> None:
+def accumulate(products: list[WeightGradient], fetching: Fetching) -> None:
     """Compute one weight's deferred gradients, accumulate them and drop their operands.
 
     Unfused gradients are summed first, in recording order, and the sum is added once, as autograd
@@ -81,11 +117,13 @@ def accumulate(products: list[WeightGradient]) -> None:
 
     Args:
         products: The gradients of one weight; empty afterwards.
+        fetching: Fetches the operands of these and of later gradients.
     """
     weight = products[0].weight
     total: torch.Tensor | None = None
     products.reverse()
     while products:
+        fetching.advance()
         product = products.pop().compute()
         total = product if total is None or product is None else total.add_(product)
     if total is None:
@@ -127,14 +165,30 @@ class _LinearGradient:
     """The group over which sequence parallelism splits `input`; None if it is whole."""
     fused: bool
     _unchanged: _Unchanged = field(init=False)
+    _gathered: tuple[torch.Tensor, torch.distributed.Work] | None = field(default=None, init=False)
+    """The whole input `[s, b, h]`, and when it is there."""
 
     def __post_init__(self) -> None:
         self._unchanged = _Unchanged(self.input, self.grad_output)
 
+    def fetch(self, buffer: str) -> None:
+        if self.gather_group is None:
+            return
+        size = [self.input.size(0) * self.gather_group.size(), *self.input.shape[1:]]
+        whole = get_global_memory_buffer().get_tensor(size, self.input.dtype, buffer)
+        arrival = layers.dist_all_gather_func(
+            whole, self.input, group=self.gather_group, async_op=True
+        )
+        self._gathered = whole, arrival
+
     def compute(self) -> torch.Tensor | None:
         self._unchanged.check(self.input, self.grad_output)
+        total_input = self.input
+        if self._gathered is not None:
+            total_input, arrival = self._gathered
+            arrival.wait()
         grad_output, total_input = prepare_input_tensors_for_wgrad_compute(
-            self.grad_output, self._gathered()
+            self.grad_output, total_input
         )
         if not self.fused:
             return torch.matmul(grad_output.t(), total_input)
@@ -145,15 +199,6 @@ class _LinearGradient:
         else:
             kernels.wgrad_gemm_accum_fp16(total_input, grad_output, main_grad)
         return None
-
-    def _gathered(self) -> torch.Tensor:
-        """Return the whole input `[s, b, h]`; if gathered, in upstream's shared global buffer."""
-        if self.gather_group is None:
-            return self.input
-        size = [self.input.size(0) * self.gather_group.size(), *self.input.shape[1:]]
-        whole: torch.Tensor = get_global_memory_buffer().get_tensor(size, self.input.dtype, "mpu")
-        layers.dist_all_gather_func(whole, self.input, group=self.gather_group)
-        return whole
 
 
 class _GradOutputBuffer:
@@ -258,6 +303,9 @@ class _GroupedGradient:
 
     def __post_init__(self) -> None:
         self._unchanged = _Unchanged(self.grad_output)
+
+    def fetch(self, buffer: str) -> None:
+        """Do nothing: this rank has all operands."""
 
     def compute(self) -> torch.Tensor:
         self._unchanged.check(self.grad_output)

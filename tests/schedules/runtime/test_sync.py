@@ -254,8 +254,8 @@ def last_step(argv: list[str]) -> list[str]:
             log.clear()
             super().run()
 
-    def accumulating(gradients: Any) -> None:
-        accumulate(gradients)
+    def accumulating(gradients: Any, fetching: Any) -> None:
+        accumulate(gradients, fetching)
         log.append("W")
 
     def going_back(*args: Any, **named: Any) -> Any:

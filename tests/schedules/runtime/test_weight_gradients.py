@@ -120,6 +120,40 @@ def test_fused_accumulation_calls_upstreams_kernel(tp: int) -> None:
     run_ranks(tp, fused_layers, tp)
 
 
+def gathers_and_gemms() -> list[str]:
+    """Return what this rank did in a W of three gradients."""
+    from megatron.core.tensor_parallel import layers as upstream
+
+    from megatron_ext.schedules.runtime import weight_gradients
+    from tests.pipelines import splits
+
+    log: list[str] = []
+
+    def logged(what: str, call: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            log.append(what)
+            return call(*args, **kwargs)
+
+        return run
+
+    start_parallel(tensor_model_parallel_size=2)
+    settings = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    layer = _layer("column", False, torch.float32, **settings)
+    with splits().defer(0, 0):
+        for _ in range(3):
+            layer(torch.randn(6, 3, 12))[0].sum().backward()
+    upstream.dist_all_gather_func = logged("gather", upstream.dist_all_gather_func)
+    product = weight_gradients._LinearGradient
+    product.compute = logged("GEMM", product.compute)  # type: ignore[method-assign]
+    splits().run(0, 0)
+    return log
+
+
+def test_the_next_input_is_gathered_while_a_gemm_runs() -> None:
+    for log in run_ranks(2, gathers_and_gemms):
+        assert log == ["gather", "gather", "GEMM", "gather", "GEMM", "GEMM"]
+
+
 def modified_operand() -> None:
     from tests.pipelines import splits
 
