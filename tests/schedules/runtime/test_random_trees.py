@@ -113,7 +113,7 @@ def _check(chunks: list[RandomStage], losses: list[float], expected: Any, what: 
     [
         (2, 0, 50),
         (4, 0, 50),
-        *(pytest.param(4, first, 200, marks=pytest.mark.slow) for first in range(0, 1000, 200)),
+        *(pytest.param(4, first, 200, marks=pytest.mark.slow) for first in range(0, 1800, 200)),
         *(pytest.param(8, first, 50, marks=pytest.mark.slow) for first in range(0, 200, 50)),
     ],
 )
