@@ -103,7 +103,7 @@ def cancel(job: str) -> None:
     Raises:
         LaunchError: The job belongs to another user, or has ended.
     """
-    _ask("scancel", job)
+    _cancel(job)
 
 
 def end(job: str, timeout_s: float) -> None:
@@ -117,7 +117,7 @@ def end(job: str, timeout_s: float) -> None:
         LaunchError: The job belongs to another user, or does not end in time.
     """
     if state(job) == "RUNNING":
-        _ask("scancel", "--batch", "--signal=TERM", job)
+        _cancel("--batch", "--signal=TERM", job)
     deadline = time.monotonic() + timeout_s
     while (now := state(job)) in ("RUNNING", "COMPLETING"):
         if time.monotonic() > deadline:
@@ -125,6 +125,19 @@ def end(job: str, timeout_s: float) -> None:
                 f"Slurm's job {job} is {now} after {timeout_s:g} s; `scancel {job}` ends it at once"
             )
         time.sleep(_POLL_S)
+
+
+def _cancel(*words: str) -> None:
+    """Run scancel with these options; the last word is the job."""
+    try:
+        _ask("scancel", *words)
+    except LaunchError as error:
+        if "denied" not in str(error):
+            raise
+        owner = _ask("squeue", "--noheader", "--format=%u", "--jobs", words[-1]).strip()
+        raise LaunchError(
+            f"Slurm's job {words[-1]} belongs to {owner}; only they or an operator may stop it"
+        ) from None
 
 
 def batch_script(options: str, arguments: Sequence[str], workdir: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -127,6 +129,25 @@ def test_a_job_that_waits_is_shown_and_cancelled(cluster: Slurm) -> None:
     code, output = cluster.run(*cluster.ours("stop", job))
     assert code == 0, output
     wait_until(lambda: ours_state(cluster, job) is None, 30)
+
+
+def test_a_job_of_somebody_else_is_left_alone(cluster: Slurm) -> None:
+    job = submitted(cluster, "--nodes 2 --hold", "--nproc", "1", "--", "waiting.py")
+    programs = cluster.directory / "programs"
+    programs.mkdir()
+    stranger = programs / "scancel"  # another user, who may read the files of this test
+    stranger.write_text(
+        "#!/bin/sh\nexec setpriv --reuid=65534 --clear-groups --inh-caps=+dac_override "
+        f'--ambient-caps=+dac_override {shutil.which("scancel")} "$@"\n'
+    )
+    stranger.chmod(0o755)
+    path = f"PATH={programs}:{os.environ['PATH']}"
+    code, output = cluster.run("env", path, *cluster.ours("stop", job))
+    assert code == 2
+    [line] = output.splitlines()
+    assert f"job {job} belongs to root" in line
+    assert ours_state(cluster, job) == "PENDING"
+    cluster.ask("scancel", job)
 
 
 @pytest.mark.parametrize(
