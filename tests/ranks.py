@@ -16,11 +16,12 @@ import fcntl
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +31,7 @@ from tests.rank_server import Answer, Request, receive, send
 
 _ROOT = Path(__file__).resolve().parent.parent
 _TAIL_LINES = 50
+_OTHERS_TIMEOUT_S = 1800.0
 _BASE_ENV = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -147,12 +149,30 @@ def start_ranks(
             env=dict(env or {}),
         )
         server = _server(device)
-        with _turn(num_ranks):
+        with ExitStack() as held:
+            with _waiting_for_others():
+                held.enter_context(_turn(num_ranks))
             answer = server.run(request)
         base = Path(directory)
         logs = [(base / f"rank{r}.log").read_text(errors="replace") for r in range(num_ranks)]
         values = [_value(base / f"rank{r}.value") for r in range(num_ranks)]
     return RankRun(answer.exit_codes, logs, values, answer.first_failed, answer.timed_out)
+
+
+@contextmanager
+def _waiting_for_others() -> Iterator[None]:
+    """Leave out the time that other tests compute from this test's time-out.
+
+    pytest-timeout keeps it in this timer. The others have time-outs of their own.
+    """
+    left_s, _ = signal.getitimer(signal.ITIMER_REAL)
+    if left_s > 0:
+        signal.setitimer(signal.ITIMER_REAL, left_s + _OTHERS_TIMEOUT_S)
+    try:
+        yield
+    finally:
+        if left_s > 0:
+            signal.setitimer(signal.ITIMER_REAL, left_s)
 
 
 @contextmanager

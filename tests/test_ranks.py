@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import RanksFailed, losses, run_ranks, start_ranks
+from tests.ranks import RanksFailed, _waiting_for_others, losses, run_ranks, start_ranks
 
 ROOT = Path(__file__).parents[1]
 
@@ -145,3 +145,13 @@ with _turn(int(sys.argv[1]), Path(sys.argv[2])):
         end(narrow[1])
         assert wide.stdout.readline() == "\n"
         end(wide)
+
+
+def test_waiting_for_other_tests_is_none_of_a_tests_time() -> None:
+    left_s, _ = signal.getitimer(signal.ITIMER_REAL)
+    if left_s == 0:
+        pytest.skip("pytest-timeout is off")
+    with _waiting_for_others():
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 1000
+        time.sleep(1)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] > left_s - 0.9
