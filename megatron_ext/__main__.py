@@ -29,7 +29,9 @@ def _record(script: str, argv: list[str], *, embedded: bool) -> int:
     process.die_with_parent()  # if `megatron-ext launch` started it
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    return record(runner.run)(script, argv, embedded=embedded) or 0
+    from megatron_ext.launch.error_file import WholeErrorFile
+
+    return record(runner.run, WholeErrorFile())(script, argv, embedded=embedded) or 0
 
 
 if __name__ == "__main__":

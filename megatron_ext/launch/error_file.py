@@ -1,0 +1,30 @@
+"""The file in which a rank tells torchrun why it failed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+__all__ = ["WholeErrorFile"]
+
+_PATH = "TORCHELASTIC_ERROR_FILE"
+
+
+class WholeErrorFile(ErrorHandler):
+    """Writes the file whole or not at all.
+
+    When a rank is killed, its peers fail, and torchrun sends them SIGTERM while they write. It ends
+    with a traceback of its own if it finds half a file, and nobody learns which rank was first.
+    """
+
+    def record_exception(self, e: BaseException) -> None:
+        """Write the exception that ends this rank."""
+        path = os.environ.get(_PATH)
+        if path is None:
+            super().record_exception(e)
+            return
+        os.environ[_PATH] = part = f"{path}.part"
+        super().record_exception(e)
+        Path(part).replace(path)
