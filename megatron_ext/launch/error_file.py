@@ -22,7 +22,7 @@ class WholeErrorFile(ErrorHandler):
     def record_exception(self, e: BaseException) -> None:
         """Write the exception that ends this rank."""
         path = os.environ.get(_PATH)
-        if path is None:
+        if not path:
             super().record_exception(e)
             return
         os.environ[_PATH] = part = f"{path}.part"

@@ -103,7 +103,7 @@ def cancel(job: str) -> None:
     Raises:
         LaunchError: The job belongs to another user, or has ended.
     """
-    _cancel(job)
+    _scancel(job)
 
 
 def end(job: str, timeout_s: float) -> None:
@@ -117,7 +117,7 @@ def end(job: str, timeout_s: float) -> None:
         LaunchError: The job belongs to another user, or does not end in time.
     """
     if state(job) == "RUNNING":
-        _cancel("--batch", "--signal=TERM", job)
+        _scancel(job, "--batch", "--signal=TERM")
     deadline = time.monotonic() + timeout_s
     while (now := state(job)) in ("RUNNING", "COMPLETING"):
         if time.monotonic() > deadline:
@@ -127,16 +127,16 @@ def end(job: str, timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _cancel(*words: str) -> None:
-    """Run scancel with these options; the last word is the job."""
+def _scancel(job: str, *options: str) -> None:
+    """Run scancel; name the owner of a job that this user may not touch."""
     try:
-        _ask("scancel", *words)
+        _ask("scancel", *options, job)
     except LaunchError as error:
         if "denied" not in str(error):
             raise
-        owner = _ask("squeue", "--noheader", "--format=%u", "--jobs", words[-1]).strip()
+        owner = _ask("squeue", "--noheader", "--format=%u", "--jobs", job).strip()
         raise LaunchError(
-            f"Slurm's job {words[-1]} belongs to {owner}; only they or an operator may stop it"
+            f"Slurm's job {job} belongs to {owner}; only they or an operator may stop it"
         ) from None
 
 
