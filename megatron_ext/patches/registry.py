@@ -272,7 +272,8 @@ class Registry:
             self.acted.add(patch.id)
         call = wrapped
         for patch in active[:0:-1]:
-            # The wraps around it ask it for the parameters of the target.
+            # All but the outermost, inner ones first: the wraps around it ask for the parameters of
+            # the target.
             call = update_wrapper(partial(_step, patch.fn, call, instance), wrapped)
         return active[0].fn(call, instance, args, kwargs)
 
