@@ -11,9 +11,8 @@ import torch
 
 import megatron_ext
 
-schedule = sys.argv[1] if len(sys.argv) > 1 else None
 build = megatron_ext.configure(
-    megatron_ext.PipelineConfig(schedule=schedule, device="cpu"),
+    megatron_ext.PipelineConfig(schedule=next(iter(sys.argv[1:]), None), device="cpu"),
     pipeline_ranks=4, num_microbatches=8, num_layers=8,
 )  # fmt: skip
 
@@ -47,19 +46,15 @@ config = TransformerConfig(
     init_method=init, output_layer_init_method=init, pipeline_dtype=torch.float32,
     finalize_model_grads_func=distributed.finalize_model_grads, **build.transformer,
 )  # fmt: skip
-chunks = []
-for vp_stage in range(build.num_chunks) if build.num_chunks > 1 else [None]:
-    ends = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
-    model = GPTModel(
-        config, gpt_layer_specs.get_gpt_layer_local_spec(), 64, 16, vp_stage=vp_stage,
-        pre_process=parallel_state.is_pipeline_first_stage(**ends),
-        post_process=parallel_state.is_pipeline_last_stage(**ends),
-    )  # fmt: skip
-    ddp = distributed.DistributedDataParallelConfig()
-    chunks.append(distributed.DistributedDataParallel(config, ddp, model))
-replica = parallel_state.get_data_parallel_rank()
+chunks = [
+    distributed.DistributedDataParallel(
+        config, distributed.DistributedDataParallelConfig(),
+        GPTModel(config, gpt_layer_specs.get_gpt_layer_local_spec(), 64, 16, **keywords),
+    )
+    for keywords in build.chunks(parallel_state.get_pipeline_model_parallel_rank())
+]  # fmt: skip
 for step in range(3):
-    mine = range(8 * step + replica, 8 * (step + 1), build.replicas)
+    mine = range(8 * step + parallel_state.get_data_parallel_rank(), 8 * (step + 1), build.replicas)
     for chunk in chunks:
         chunk.zero_grad_buffer()
     losses = pipeline_parallel.get_forward_backward_func()(

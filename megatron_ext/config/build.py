@@ -70,6 +70,21 @@ class ModelBuild:
             **varying,
         }
 
+    def chunks(self, rank: int) -> list[dict[str, Any]]:
+        """Return keywords for each of a rank's model chunks, such as `GPTModel`.
+
+        Args:
+            rank: The pipeline rank, `parallel_state.get_pipeline_model_parallel_rank()`.
+        """
+        return [
+            {
+                "vp_stage": index if self.num_chunks > 1 else None,
+                "pre_process": stage == 0,
+                "post_process": stage == self.num_stages - 1,
+            }
+            for index, stage in enumerate(self.stages_of[rank])
+        ]
+
 
 def build_of(
     pipeline: Pipeline,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -39,6 +40,16 @@ def megatrons() -> dict[int, float]:
     assert sorted(found) == list(range(24))
     assert found[23] != found[0]
     return found
+
+
+def test_it_has_fewer_than_thirty_statements() -> None:
+    statements = [node for node in ast.walk(ast.parse(PROGRAM.read_text())) if _is_code(node)]
+    assert 20 < len(statements) < 30
+
+
+def _is_code(node: ast.AST) -> bool:
+    is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return isinstance(node, ast.stmt) and not is_docstring
 
 
 def test_zb_v_has_the_bits_of_1f1b(megatrons: dict[int, float]) -> None:
