@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -67,13 +67,8 @@ class Compute(Protocol):
 class Gradients(Protocol):
     """Starts gradient reductions over the data-parallel ranks."""
 
-    def around(self, action: Action, *, is_last: bool) -> AbstractContextManager[None]:
-        """Return the context that an action runs in.
-
-        Args:
-            action: The action about to run.
-            is_last: Whether it is its stage's last one and completes the gradients.
-        """
+    def around_last(self, action: Action) -> AbstractContextManager[None]:
+        """Return the context that a stage's last action runs in, which completes the gradients."""
 
     def progress(self, stage: int) -> Progress | None:
         """Return the progress callback of the stage's last W, or None."""
@@ -149,26 +144,24 @@ class Executor:
             run_ahead.wait_until(AHEAD - 1)
         if is_first:
             self.parameters.before(stage)
-        for credit in exchange.awaits:
-            self._receive(exchange, credit)
         inputs = self._inputs(exchange)
-        for credit in exchange.grants:
-            self.transport.isend(torch.empty(0, dtype=torch.uint8), credit.peer, credit.message)
-        saved = self.compute.saved_tensors(stage, action.microbatch)
+        is_backward = action.kind in ("B", "I")
+        saved = self.compute.saved_tensors(stage, action.microbatch) if is_backward else None
         progress = self.gradients.progress(stage) if is_last and action.kind == "W" else None
         for observer in self._begins:
             observer.begin_action(action)
         if run_ahead is not None:
             run_ahead.begin()
         begin_s = time.perf_counter()
-        with self.gradients.around(action, is_last=is_last):
+        with self.gradients.around_last(action) if is_last else _UNCHANGED:
             outputs = self.compute.run(action, inputs, is_first=is_first, progress=progress)
         end_s = time.perf_counter()
         if run_ahead is not None:
             run_ahead.record(action)
         for observer in self._ends:
             observer.end_action(position, action)
-        self._deliver(exchange, outputs)
+        if exchange.outputs:
+            self._deliver(exchange, outputs)
         # Send results before bookkeeping: freeing a backward's graph takes as long as a send.
         del saved
         self._remaining[stage] = remaining - 1
@@ -177,14 +170,18 @@ class Executor:
             self.gradients.after(stage)
 
     def _inputs(self, exchange: Exchange) -> Tensors:
-        if not exchange.inputs:
-            return []
-        return [
-            self._take(exchange.action, transfer.message)
-            if transfer.verb == "LOCAL"
-            else self._receive(exchange, transfer)
-            for transfer in exchange.inputs
-        ]
+        """Receive the credits and tensors that an action awaits, then grant its own credits."""
+        for credit in exchange.awaits:
+            self._receive(exchange, credit)
+        inputs: Tensors = []
+        for transfer in exchange.inputs:
+            if transfer.verb == "LOCAL":
+                inputs.append(self._take(exchange.action, transfer.message))
+            else:
+                inputs.append(self._receive(exchange, transfer))
+        for credit in exchange.grants:
+            self.transport.isend(torch.empty(0, dtype=torch.uint8), credit.peer, credit.message)
+        return inputs
 
     def _take(self, action: Action, message: Message) -> torch.Tensor | None:
         if message not in self._handed:
@@ -203,10 +200,7 @@ class Executor:
             ) from error
 
     def _deliver(self, exchange: Exchange, tensors: Tensors) -> None:
-        outputs = exchange.outputs
-        if not outputs:
-            return
-        for transfer, tensor in zip(outputs, tensors, strict=True):
+        for transfer, tensor in zip(exchange.outputs, tensors, strict=True):
             if transfer.verb == "LOCAL":
                 self._hand_over(transfer.message, tensor)
             else:
@@ -238,3 +232,6 @@ class Executor:
             raise MegatronExtError(
                 f"{self.table.schedule.label}: {leftovers[0]} was never executed"
             )
+
+
+_UNCHANGED = nullcontext()

@@ -80,9 +80,9 @@ class GradientSync:
         for stack in self._entered:
             stack.close()
 
-    def around(self, action: Action, *, is_last: bool) -> AbstractContextManager[None]:
+    def around_last(self, action: Action) -> AbstractContextManager[None]:
         """Enable DDP's hooks during a chunk's last whole backward, if they reduce its gradients."""
-        if is_last and action.kind == "B" and self._hooks_reduce(action.stage):
+        if action.kind == "B" and self._hooks_reduce(action.stage):
             return self._reducing(action)
         return _UNCHANGED
 
@@ -158,7 +158,7 @@ class NoSync:
     def __exit__(self, *_: object) -> None:
         """Do nothing."""
 
-    def around(self, action: Action, *, is_last: bool) -> AbstractContextManager[None]:
+    def around_last(self, action: Action) -> AbstractContextManager[None]:
         """Return a null context."""
         return _UNCHANGED
 

@@ -165,9 +165,8 @@ class Sync:
     def before(self, stage: int) -> None:
         self.log.append(f"gather {stage}")
 
-    def around(self, action: Action, *, is_last: bool) -> AbstractContextManager[None]:
-        if is_last:
-            self.log.append(f"last {action}")
+    def around_last(self, action: Action) -> AbstractContextManager[None]:
+        self.log.append(f"last {action}")
         return nullcontext()
 
     def progress(self, stage: int) -> None:
