@@ -121,7 +121,7 @@ class LengthCost:
 
     def of_pack(self, lengths: Sequence[int]) -> float:
         """Return the cost of a micro-batch of samples that do not attend to each other."""
-        return sum(map(self.of_length, lengths))
+        return fsum(map(self.of_length, lengths))
 
     def of_packing(self, packing: Packing, lengths: Sequence[int]) -> list[list[float]]:
         """Return the cost of each micro-batch of each replica."""
@@ -257,7 +257,7 @@ def pack_by_cost(
 
     def costliest(packing: Packing) -> float:
         rows = cost.of_packing(packing, lengths)
-        return max(sum(row) + fills * max(row) for row in rows)
+        return max(fsum(row) + fills * max(row) for row in rows)
 
     found = [in_file_order]
     for key in (_cheapest, _fullest):

@@ -89,6 +89,16 @@ def test_the_order_of_the_file_decides_nothing_but_the_number_of_packs(
         assert packs(found[0], lengths) == packs(found[1], shuffled)
 
 
+def test_rounding_does_not_choose_between_packings() -> None:
+    """Two packings of these lengths cost the same but for the order in which costs are summed."""
+    lengths = [3, 16, 21, 30, 32, 34, 42, 47, 55, 52, 52, 52, 68]
+    cost = LengthCost(1.0, 0.04)
+    expected = packs(pack_by_cost(lengths, 4, MAX_TOKENS, cost), lengths)
+    for seed in range(20):
+        shuffled = random.Random(seed).sample(lengths, len(lengths))
+        assert packs(pack_by_cost(shuffled, 4, MAX_TOKENS, cost), shuffled) == expected
+
+
 def test_no_pack_is_empty_while_another_could_spare_a_sample() -> None:
     # One sample costs more than all others, so its replica gets no second one for its cost.
     packing = pack_by_cost([100, 40, 30, 30, 20, 10, 5, 5], 2, MAX_TOKENS, LengthCost(0, 1))
