@@ -3,7 +3,7 @@
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.T5 import t5_spec
-from stages import LENGTH, MASK, Stage, linear, transformer_layer
+from stages import LENGTH, MASK, Stage, linear, project, transformer_layer
 
 from megatron_ext import routes
 
@@ -20,7 +20,8 @@ class HyperConnections(Stage):
     def build(self):
         layers = super().build()
         for number in self.numbers:
-            layers[f"mix{number}"] = torch.nn.Linear(self.STREAMS, self.STREAMS + 1, bias=False)
+            mix = torch.nn.Linear(self.STREAMS, self.STREAMS + 1, bias=False)
+            layers[f"mix{number}"] = self.shared(mix)
         return layers
 
     def forward(self, sample):
@@ -53,7 +54,8 @@ class AttentionOverBlocks(Stage):
     def build(self):
         layers = super().build()
         for number in self.numbers:
-            layers[f"query{number}"] = torch.nn.Linear(self.config.hidden_size, 1, bias=False)
+            query = torch.nn.Linear(self.config.hidden_size, 1, bias=False)
+            layers[f"query{number}"] = self.shared(query)
         return layers
 
     def forward(self, sample):
@@ -103,10 +105,10 @@ class VisionLanguage(Stage):
     def forward(self, sample):
         hidden = self.tokens(sample) if self.is_first else self.received
         if self.is_first:
-            image = sample["image"] if sample["text"][0, 0] % 2 else None
+            image = self.part(sample["image"]) if sample["text"][0, 0] % 2 else None
             for level in range(self.LEVELS):
                 if image is not None:
-                    image = torch.tanh(self.layers[f"tower{level}"](image)[0])
+                    image = self.part(torch.tanh(project(self.layers[f"tower{level}"], image)))
                 routes.publish(f"features{level}", image)
         every = max(1, self.config.num_layers // 4)
         for number in self.numbers:
@@ -147,7 +149,7 @@ class EncoderDecoder(Stage):
         return layers
 
     def forward(self, sample):
-        hidden = self.embedding(sample["source"][:-1]) if self.is_first else self.received
+        hidden = self.tokens(sample, "source") if self.is_first else self.received
         everything = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool)
         for number in self.numbers:
             if number < self.half:
@@ -157,7 +159,7 @@ class EncoderDecoder(Stage):
                     hidden = None
                 continue
             if number == self.half:
-                hidden = self.layers["target"](sample["text"][:-1])
+                hidden = self.part(self.layers["target"](sample["text"][:-1]))
             hidden, _ = self.layers[str(number)](
                 hidden,
                 attention_mask=MASK,
@@ -194,7 +196,7 @@ class LossAlone(Stage):
                 hidden, _ = self.layers[str(number)](hidden, attention_mask=MASK)
             made = hidden
         if hasattr(self, "head"):
-            made = {"logits": self.head(made)[0], "labels": sample["text"][1:]}
+            made = {"logits": project(self.head, made), "labels": sample["text"][1:]}
         return self.loss_of(made["logits"], made["labels"]) if self.is_last else made
 
 

@@ -8,8 +8,13 @@ same however it is cut.
 import zlib
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import build_module
 
@@ -60,13 +65,25 @@ class Stage(torch.nn.Module):
         """Take what the stage before handed on; Megatron calls it."""
         self.received = tensors[0]
 
-    def tokens(self, sample):
+    def tokens(self, sample, kind="text"):
         """Return a micro-batch's tokens, embedded: [s, b, h]."""
-        return self.embedding(sample["text"][:-1])
+        return self.part(self.embedding(sample[kind][:-1]))
+
+    def part(self, whole):
+        """Return this rank's part of [s, b, h] if sequence parallelism splits it, else all."""
+        if self.config.sequence_parallel:
+            return scatter_to_sequence_parallel_region(whole)
+        return whole
+
+    def shared(self, module):
+        """Tell Megatron that a module's weights run on parts of a sequence: it sums gradients."""
+        for weight in module.parameters():
+            weight.sequence_parallel = self.config.sequence_parallel
+        return module
 
     def loss(self, hidden, sample):
         """Return the loss of a micro-batch, a scalar."""
-        return self.loss_of(self.head(hidden)[0], sample["text"][1:])
+        return self.loss_of(project(self.head, hidden), sample["text"][1:])
 
     @staticmethod
     def loss_of(logits, labels):
@@ -80,6 +97,8 @@ def transformer_layer(config, number, spec=None):
     alone = TransformerConfig(
         num_layers=config.num_layers, hidden_size=config.hidden_size, hidden_dropout=0.0,
         num_attention_heads=config.num_attention_heads, attention_dropout=0.0,
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        sequence_parallel=config.sequence_parallel,
     )  # fmt: skip
     return build_module(spec, config=alone, layer_number=number + 1)
 
@@ -91,13 +110,23 @@ def linear(config, rows, columns):
     )
 
 
+def project(layer, hidden):
+    """Run a `linear` on [s, b, h] or this rank's part of it; return all its columns, whole."""
+    return gather_from_tensor_model_parallel_region(layer(hidden)[0])
+
+
 def fill(module):
-    """Give each weight values that follow from its name."""
+    """Give each weight values that follow from its name; a tensor-parallel rank gets its part."""
+    parts = parallel_state.get_tensor_model_parallel_world_size()
+    part = parallel_state.get_tensor_model_parallel_rank()
     with torch.no_grad():
         for name, weight in module.named_parameters():
             if weight.dim() > 1:
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
+                split = getattr(weight, "partition_dim", -1)
+                shape = [n * parts if i == split else n for i, n in enumerate(weight.shape)]
+                whole = torch.randn(shape, generator=generator) * 0.2
+                weight.copy_(whole if split < 0 else whole.chunk(parts, split)[part])
 
 
 def sample(number):

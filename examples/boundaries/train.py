@@ -16,9 +16,14 @@ import megatron_ext
 MICROBATCHES, LAYERS, STEPS = 8, 16, 3
 
 
-def train(model, schedule=None, steps=STEPS, seed=None, **settings):
-    """Train, and return this rank's losses and the gradients of its last step, by name."""
-    ranks = int(os.environ["WORLD_SIZE"])
+def train(model, schedule=None, steps=STEPS, seed=None, parallel=None, replicas=1, **settings):
+    """Train, and return this rank's losses and the gradients of its last step, by name.
+
+    `parallel` has further keywords for `TransformerConfig`: tensor and sequence parallelism.
+    """
+    parallel = parallel or {}
+    tensor_ranks = parallel.get("tensor_model_parallel_size", 1)
+    ranks = int(os.environ["WORLD_SIZE"]) // tensor_ranks // replicas
     build = megatron_ext.configure(
         megatron_ext.PipelineConfig(schedule=schedule, **settings),
         pipeline_ranks=ranks, num_microbatches=MICROBATCHES, num_layers=LAYERS, seed=seed,
@@ -29,12 +34,14 @@ def train(model, schedule=None, steps=STEPS, seed=None, **settings):
     from stages import BATCH, LENGTH, WIDTH, sample
 
     torch.distributed.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(**build.groups)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_ranks, **build.groups
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
         num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=2, hidden_dropout=0.0,
         attention_dropout=0.0, pipeline_dtype=torch.float32,
-        finalize_model_grads_func=distributed.finalize_model_grads, **build.transformer,
+        finalize_model_grads_func=distributed.finalize_model_grads, **parallel, **build.transformer,
     )  # fmt: skip
     chunks = [
         distributed.DistributedDataParallel(
@@ -48,10 +55,11 @@ def train(model, schedule=None, steps=STEPS, seed=None, **settings):
     def forward_step(samples, chunk):
         return chunk(next(samples)), lambda loss: (loss, loss.item())
 
-    replica = parallel_state.get_data_parallel_rank()
+    replica, replicas = parallel_state.get_data_parallel_rank(), replicas * build.replicas
+    batch = replicas * build.num_microbatches
     losses = []
     for step in range(steps):
-        mine = range(MICROBATCHES * step + replica, MICROBATCHES * (step + 1), build.replicas)
+        mine = range(batch * step + replica, batch * (step + 1), replicas)
         megatron_ext.begin_iteration(step)
         for chunk in chunks:
             chunk.zero_grad_buffer()

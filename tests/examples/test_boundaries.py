@@ -33,16 +33,19 @@ def train_here(model: str, schedule: str | None, settings: dict[str, Any]) -> An
     from train import train  # type: ignore[import-not-found]
 
     losses, gradients = train(model, schedule, **settings)
+    from megatron.core import parallel_state
+
+    part = parallel_state.get_tensor_model_parallel_rank()
     torch.distributed.barrier()  # a rank of the tests ends without a farewell
-    return losses, {name: gradient.numpy() for name, gradient in gradients.items()}
+    return losses, {f"{part}.{name}": each.numpy() for name, each in gradients.items()}
 
 
 def train(ranks: int, model: str, schedule: str | None, **settings: Any) -> Any:
-    """Train on some ranks; return losses and the gradients of all stages."""
-    losses: list[float] = []
+    """Return the losses of each replica, and the gradients of all stages by tensor rank."""
+    losses: set[tuple[float, ...]] = set()
     together: dict[str, Any] = {}
     for mine, gradients in run_ranks(ranks, train_here, model, schedule, settings):
-        losses = mine or losses
+        losses.update([tuple(mine)] if mine else [])
         for name, gradient in gradients.items():
             assert (together.setdefault(name, gradient) == gradient).all(), name
     return losses, together
@@ -59,8 +62,8 @@ def assert_equal(found: Any, expected: Any) -> None:
     assert found[1].keys() == expected[1].keys()
     different = [n for n, gradient in found[1].items() if (gradient != expected[1][n]).any()]
     assert not different, different
-    idle = [n for n, gradient in found[1].items() if n.endswith("weight") and not gradient.any()]
-    assert set(idle) <= {"layers.query0.weight"}, (
+    idle = {n for n, gradient in found[1].items() if n.endswith("weight") and not gradient.any()}
+    assert {name.partition(".")[2] for name in idle} <= {"layers.query0.weight"}, (
         "what has one block to choose from has no gradient"
     )
 
@@ -92,6 +95,34 @@ def test_as_in_one_stage(model: str) -> None:
 )
 def test_every_schedule(model: str, ranks: int, schedule: str, settings: dict[str, Any]) -> None:
     assert_equal(train(ranks, model, schedule, **settings), alone(model))
+
+
+TENSOR = {"parallel": {"tensor_model_parallel_size": 2}}
+SEQUENCE = {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
+REPLICAS = {"replicas": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize(
+    "beside", [TENSOR, SEQUENCE, REPLICAS], ids=["tensor", "sequence", "replicas"]
+)
+def test_beside_other_parallelism(model: str, schedule: str, beside: dict[str, Any]) -> None:
+    """Two stages on four ranks have the bits of one stage on two."""
+    found, expected = train(4, model, schedule, **beside), train(2, model, None, **beside)
+    assert_equal(found, expected)
+    assert len(found[0]) == beside.get("replicas", 1)
+
+
+@pytest.mark.slow
+def test_parts_of_a_layer_are_those_of_the_whole_one() -> None:
+    """What tensor-parallel ranks run is the same model, up to the order of its sums."""
+    [whole], [split] = (
+        train(ranks, "hyper-connections", None, steps=1, **beside)[0]
+        for ranks, beside in ((1, {}), (2, SEQUENCE))
+    )
+    assert split == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.slow
