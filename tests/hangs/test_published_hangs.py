@@ -155,7 +155,7 @@ def _exchange_shapes(one_by_one: bool) -> tuple[list[int], list[int]]:
 
     rank, device = _join()
     if one_by_one:
-        dist.batch_isend_irecv = _one_by_one  # this process is a rank and ends
+        dist.batch_isend_irecv = start_one_by_one  # this process is a rank and ends
     config = ModelParallelConfig(
         pipeline_model_parallel_size=4, pipeline_dtype=torch.float32, variable_seq_lengths=True
     )
@@ -169,7 +169,8 @@ def _exchange_shapes(one_by_one: bool) -> tuple[list[int], list[int]]:
     return found
 
 
-def _one_by_one(operations: list[dist.P2POp]) -> list[dist.Work]:
+def start_one_by_one(operations: list[dist.P2POp]) -> list[dist.Work]:
+    """Do what `batch_isend_irecv` begins together one after the other."""
     for one in operations:
         work = one.op(one.tensor, one.peer, one.group)
         assert work is not None
