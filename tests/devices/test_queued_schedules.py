@@ -50,17 +50,17 @@ def _waits_in_steps(argv: list[str]) -> list[dict[tuple[str, str, str], int]]:
     """Train; return for each step what made the host wait between its first and last action."""
     from torch_musa import host_waits
 
-    from megatron_ext.schedules.runtime import runtimes
+    from megatron_ext.schedules.runtime import model_runtime
 
     found = []
 
-    class CountingExecutor(runtimes.Executor):
+    class CountingExecutor(model_runtime.Executor):
         def run(self) -> None:
             host_waits.reset()
             super().run()
             found.append(host_waits.by_line())
 
-    runtimes.Executor = CountingExecutor  # type: ignore[misc]  # this process is a rank and ends
+    model_runtime.Executor = CountingExecutor  # type: ignore[misc]  # this process is a rank and ends
     run_here("gpt", argv)
     return found
 

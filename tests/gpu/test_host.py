@@ -148,17 +148,17 @@ def test_a_wait_of_the_host_is_an_error(tmp_path: Path) -> None:
 
 def train_without_waits(flags: str) -> int:
     """Train as one rank; return the steps whose actions the host launched without a wait."""
-    from megatron_ext.schedules.runtime import runtimes
+    from megatron_ext.schedules.runtime import model_runtime
 
     steps: list[None] = []
 
-    class StrictExecutor(runtimes.Executor):
+    class StrictExecutor(model_runtime.Executor):
         def run(self) -> None:
             with _no_waits():
                 super().run()
             steps.append(None)
 
-    runtimes.Executor = StrictExecutor  # type: ignore[misc]  # this process is a rank and ends
+    model_runtime.Executor = StrictExecutor  # type: ignore[misc]  # this process is a rank and ends
     devices.current().bind(0)
     processes.join()
     run_here("gpt", flags.split())

@@ -152,18 +152,18 @@ def not_observed() -> list[str]:
     """Return the classes of transport and observers when nobody observes."""
     import torch
 
-    from megatron_ext.schedules.runtime import entry, runtimes
+    from megatron_ext.schedules.runtime import entry, model_runtime
     from tests.schedules.runtime import toy
 
     found: list[str] = []
-    executor = runtimes.Executor
+    executor = model_runtime.Executor
 
     def told(**fields: Any) -> Any:
         listening = [fields["transport"], *fields["observers"]]
         found.extend(type(each).__name__ for each in listening)
         return executor(**fields)
 
-    runtimes.Executor = told  # this process is a rank and ends
+    model_runtime.Executor = told  # this process is a rank and ends
     from tests.pipelines import make_pipeline, use
 
     toy.start(2)

@@ -20,7 +20,7 @@ def train(kind: str, steps: int = 2) -> None:
     import torch.distributed as dist
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_ext.schedules.runtime import runtimes
+    from megatron_ext.schedules.runtime import model_runtime
     from megatron_ext.trace import session
     from tests.pipelines import make_pipeline, use
 
@@ -28,7 +28,7 @@ def train(kind: str, steps: int = 2) -> None:
     rank = dist.get_rank()
     count = MICROBATCHES
     if kind == "wrong schedule":
-        runtimes.check_agreement = lambda *_: None  # this process is a rank and ends
+        model_runtime.check_agreement = lambda *_: None  # this process is a rank and ends
         count -= 2 * (rank == 1)
     use(make_pipeline("1f1b", RANKS, count, hang_timeout_s=TIMEOUT_S))
     session.start(session.Run())

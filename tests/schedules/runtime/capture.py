@@ -88,11 +88,11 @@ def _merge(mine: dict[str, str], theirs: dict[str, str], rank: int) -> None:
 
 def run_here(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Captured:
     """Train as one rank, as an installation without a Megatron-LM tree does."""
-    from megatron_ext.schedules.runtime import megatron_messages, runtimes
+    from megatron_ext.schedules.runtime import megatron_messages, model_runtime, runtimes
 
     fix_vocabulary_order()
     captured = Captured()  # what is replaced below stays so: this process is a rank and ends
-    make_table = runtimes.make_table
+    make_table = model_runtime.make_table
 
     def told(*args: Any, **kwargs: Any) -> Any:
         table = make_table(*args, **kwargs)
@@ -106,8 +106,8 @@ def run_here(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Captured
         captured.transports.append(type(transport).__name__)
         return transport
 
-    runtimes.make_table, runtimes.open_transport = told, opened
-    runtimes.Executor = _telling(runtimes.Executor, captured, mean_delay_s)  # type: ignore[misc]
+    model_runtime.make_table, runtimes.open_transport = told, opened
+    model_runtime.Executor = _telling(model_runtime.Executor, captured, mean_delay_s)  # type: ignore[misc]
     megatron_messages.open_transport = opened
     if releases.has_training():
         _capture_loop_of_wheel(captured)

@@ -243,13 +243,13 @@ def last_step(argv: list[str]) -> list[str]:
     """Train; return what this rank did in the last step: weights done, backwards, reductions."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
 
-    from megatron_ext.schedules.runtime import runtimes, split
+    from megatron_ext.schedules.runtime import model_runtime, split
     from megatron_ext.schedules.runtime.compute import StageCompute
 
     log: list[str] = []
     accumulate, start, backward = split.accumulate, Group.start_grad_sync, StageCompute.backward
 
-    class Executor(runtimes.Executor):
+    class Executor(model_runtime.Executor):
         def run(self) -> None:
             log.clear()
             super().run()
@@ -270,7 +270,7 @@ def last_step(argv: list[str]) -> list[str]:
 
     split.accumulate, Group.start_grad_sync = accumulating, starting
     StageCompute.backward = going_back  # type: ignore[method-assign]
-    runtimes.Executor = Executor  # type: ignore[misc]
+    model_runtime.Executor = Executor  # type: ignore[misc]
     run_here("gpt", argv)
     return log
 
