@@ -19,8 +19,10 @@ from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
+from zlib import crc32
 
 from megatron_ext import releases, upstream
+from tests.examples import test_boundaries as boundaries
 from tests.ranks import RankRun, RanksFailed
 from tests.training.helpers import bert_flags
 from tests.upstream_script.runs import DEEPSEEK, GPT, UNTIED, run
@@ -139,6 +141,10 @@ class Comparisons:
             theirs += told(run(2, f"{flags}{saved}--load {path} "))
         return ours, theirs
 
+    def of_boundaries(self) -> tuple[list[str], list[str]]:
+        """Train models whose stages hand on trees and routes, and the same in one stage."""
+        return _boundaries(2, "zb-v", transport="shm"), _boundaries(1, None)
+
     def _run_theirs(self, script: str, model: str, theirs: str, ranks: int) -> list[str]:
         return told(run(ranks, self._start(script, model) + theirs, script=script))
 
@@ -163,10 +169,25 @@ class Comparisons:
         return Path(tempfile.mkdtemp(dir=self._folder))
 
 
+def _boundaries(ranks: int, schedule: str | None, **settings: str) -> list[str]:
+    """Train the models of `examples/boundaries`; return losses, and checksums of gradients."""
+    found = []
+    for model in boundaries.MODELS:
+        losses, gradients = boundaries.train(ranks, model, schedule, **settings)
+        found += [f"{model} loss: {loss!r}" for replica in losses for loss in replica]
+        checksums = {name: crc32(gradient.tobytes()) for name, gradient in gradients.items()}
+        found += [f"{model} {name}: {checksum:08x}" for name, checksum in sorted(checksums.items())]
+    return found
+
+
 def tests(comparisons: Comparisons) -> dict[str, Callable[[], tuple[list[str], list[str]]]]:
     """Return all comparisons by name."""
     named = {case.name: partial(comparisons.of, case) for case in CASES}
-    return {**named, "checkpoint to another schedule": comparisons.of_checkpoints}
+    return {
+        **named,
+        "checkpoint to another schedule": comparisons.of_checkpoints,
+        "trees and routes, zb-v": comparisons.of_boundaries,
+    }
 
 
 def judge(name: str, test: Callable[[], tuple[list[str], list[str]]]) -> dict[str, object]:
