@@ -49,6 +49,7 @@ def test_what_is_skipped_fails() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1900)  # four minutes alone, and other tests run beside it
 @pytest.mark.usefixtures("emulated_musa")
 def test_all_checks_run_on_the_emulated_device() -> None:
     done = run_script("--emulated", timeout_s=1800)

@@ -251,9 +251,12 @@ def _survive(killed_after: str) -> tuple[str, str, float]:
         os.kill(os.getpid(), signal.SIGKILL)
     transport, key = _open(), Message("F", 0, 0)
     transport.begin([Expected(1, key, None, torch.float32)], 1)
+    if killed_after == "a send":
+        os.waitpid(pid, 0)  # what it sent can be read until then
     kind, told = _error_of(functools.partial(transport.recv, 1, key, _LONG_S))
     transport.close()
-    os.waitpid(pid, 0)
+    if killed_after == "nothing":
+        os.waitpid(pid, 0)
     return kind, told
 
 
