@@ -76,7 +76,7 @@ class Stage(torch.nn.Module):
         return whole
 
     def shared(self, module):
-        """Tell Megatron that a module's weights run on parts of a sequence: it sums gradients."""
+        """Mark weights that each rank runs on its part of a sequence: Megatron sums gradients."""
         for weight in module.parameters():
             weight.sequence_parallel = self.config.sequence_parallel
         return module

@@ -19,7 +19,8 @@ MICROBATCHES, LAYERS, STEPS = 8, 16, 3
 def train(model, schedule=None, steps=STEPS, seed=None, parallel=None, replicas=1, **settings):
     """Train, and return this rank's losses and the gradients of its last step, by name.
 
-    `parallel` has further keywords for `TransformerConfig`: tensor and sequence parallelism.
+    `parallel` has further keywords for `TransformerConfig`: tensor and sequence parallelism. Of the
+    ranks, each of `replicas` takes an equal part.
     """
     parallel = parallel or {}
     tensor_ranks = parallel.get("tensor_model_parallel_size", 1)
@@ -55,11 +56,12 @@ def train(model, schedule=None, steps=STEPS, seed=None, parallel=None, replicas=
     def forward_step(samples, chunk):
         return chunk(next(samples)), lambda loss: (loss, loss.item())
 
-    replica, replicas = parallel_state.get_data_parallel_rank(), replicas * build.replicas
-    batch = replicas * build.num_microbatches
+    replica = parallel_state.get_data_parallel_rank()
+    all_replicas = parallel_state.get_data_parallel_world_size()
+    batch = all_replicas * build.num_microbatches
     losses = []
     for step in range(steps):
-        mine = range(batch * step + replica, batch * (step + 1), replicas)
+        mine = range(batch * step + replica, batch * (step + 1), all_replicas)
         megatron_ext.begin_iteration(step)
         for chunk in chunks:
             chunk.zero_grad_buffer()

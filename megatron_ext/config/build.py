@@ -71,7 +71,7 @@ class ModelBuild:
         }
 
     def chunks(self, rank: int) -> list[dict[str, Any]]:
-        """Return keywords for each of a rank's model chunks, such as `GPTModel`.
+        """Return the keywords to build each of a rank's model chunks with, say a `GPTModel`.
 
         Args:
             rank: The pipeline rank, `parallel_state.get_pipeline_model_parallel_rank()`.

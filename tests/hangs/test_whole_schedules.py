@@ -38,11 +38,10 @@ class Step(NamedTuple):
     config: dict[str, Any]
 
 
-_VARYING = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
 _OVERLAPS = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
 
-_LENGTHS_ON_TWO = Step(2, 2, _VARYING)
-_LENGTHS_ON_FOUR = Step(4, None, _VARYING)
+_LENGTHS_ON_TWO = Step(2, 2, toy.VARYING)
+_LENGTHS_ON_FOUR = Step(4, None, toy.VARYING)
 
 
 def _run(step: Step, ours: str | None = None, one_by_one: bool = False) -> dict[int, Any]:
@@ -94,7 +93,7 @@ def _together(by_rank: list[dict[int, Any]]) -> dict[int, Any]:
 @cache
 def _right(ranks: int, chunks: int | None) -> dict[int, Any]:
     """The gradients that upstream's schedule computes on the CPU, in a configuration that ends."""
-    settings = _VARYING | (_OVERLAPS if chunks else {})
+    settings = toy.VARYING | (_OVERLAPS if chunks else {})
     return _together(run_ranks(ranks, _run, Step(ranks, chunks, settings)))
 
 
@@ -139,6 +138,6 @@ def test_the_step_of_megatron_5100_ends_right_here(connections: int) -> None:
 def test_upstreams_own_ends_where_no_report_says_otherwise(connections: int) -> None:
     """1F1B with operations in batches; interleaved with overlap, whose hang is intermittent."""
     env = queued(connections=connections)
-    for step in (_LENGTHS_ON_FOUR, Step(4, 2, _VARYING | _OVERLAPS)):
+    for step in (_LENGTHS_ON_FOUR, Step(4, 2, toy.VARYING | _OVERLAPS)):
         found = _together(run_ranks(4, _run, step, device="musa", env=env))
         assert found == _right(step.ranks, step.chunks)

@@ -70,9 +70,9 @@ def _train(
         "overlap_p2p_comm": True,  # upstream's other way needs more than two ranks
         "batch_p2p_comm": False,
     }
-    travel = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
     config = toy.config(
-        **(interleaved if len(stages) > 1 else {}), **(travel if last_batch < toy.BATCH else {})
+        **(interleaved if len(stages) > 1 else {}),
+        **(toy.VARYING if last_batch < toy.BATCH else {}),
     )
     model = [_Late(config, s, i if len(stages) > 1 else None) for i, s in enumerate(stages)]
     for stage in model:

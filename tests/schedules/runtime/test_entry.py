@@ -79,7 +79,7 @@ _WRONG_LENGTH = toy.LENGTH + 7
         pytest.param({"calculate_per_token_loss": True}, {}, id="per-token-loss"),
         pytest.param({}, {"force_all_reduce": True}, id="force-all-reduce"),
         pytest.param(
-            {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"},
+            toy.VARYING,
             {},
             id="shapes-travel",
         ),

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from megatron_ext.config.sized_pipeline import Pipeline
 
-VARYING = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
 STEPS = 4
 """Of each model. Each has its own number of micro-batches, and the last one is an evaluation."""
 
@@ -158,7 +157,7 @@ def _random_steps(first: int, number: int) -> int:
         draw = random.Random(seed)
         pipeline = _random_pipeline(draw)
         use(pipeline, seed=1)
-        config = toy.config(**VARYING)
+        config = toy.config(**toy.VARYING)
         mine = pipeline.placement.stages_of[dist.get_rank()]
         model = [_Stage(config, s, i if len(mine) > 1 else None) for i, s in enumerate(mine)]
         whole = [_Stage(config, s, None) for s in range(pipeline.placement.num_stages)]
@@ -228,7 +227,7 @@ def _one_step(schedule: str, transport: str, lengths: list[int], varying: bool) 
     pipeline = make_pipeline(schedule, 2, len(lengths), transport=transport, message_timeout_s=30.0)
     use(pipeline)
     mine = pipeline.placement.stages_of[dist.get_rank()]
-    config = toy.config(**(VARYING if varying else {}))
+    config = toy.config(**(toy.VARYING if varying else {}))
     model = [_Reader(config, s, i if len(mine) > 1 else None) for i, s in enumerate(mine)]
 
     def forward_step(tokens: Iterator[torch.Tensor], stage: _Reader) -> Any:

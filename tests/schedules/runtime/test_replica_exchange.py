@@ -34,7 +34,7 @@ MEASURED = LengthCost(0.0, 1.0)
 MIRRORED = "bitpipe", "dualpipe"
 """Their two pipelines are replicas to Megatron."""
 Item = dict[str, torch.Tensor]
-SETTINGS = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+SETTINGS = toy.VARYING
 
 
 def _item(number: int) -> Item:

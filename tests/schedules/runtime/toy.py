@@ -9,6 +9,9 @@ import torch
 
 WIDTH, LENGTH, BATCH = 4, 3, 2
 
+VARYING = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+"""Settings for micro-batches of different lengths."""
+
 
 class Stage(torch.nn.Module):
     """A linear layer that behaves as a chunk of a Megatron model."""
