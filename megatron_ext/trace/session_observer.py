@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.schedules.runtime.item_sizes import item_size
-from megatron_ext.schedules.runtime.measured import Measured, StepMeasure
-from megatron_ext.schedules.runtime.observer import Observer
+from megatron_ext.schedules.runtime.measured import num_out_of_order
+from megatron_ext.schedules.runtime.observer import Executed, Observer
 from megatron_ext.trace import session
 from megatron_ext.trace.activations import kept_bytes
 from megatron_ext.trace.activity import made_by
@@ -64,7 +64,6 @@ class _ActionObserver(Observer):
         self._bytes_by_stage = observing.activation_bytes
         self._compute = compute
         self._table = compute.table
-        self._order = StepMeasure(compute.table, Measured())
         self._began: Any = None
 
     def begin_action(self, action: Action) -> None:
@@ -87,13 +86,16 @@ class _ActionObserver(Observer):
             "pp_rank": self._table.rank,
         }
         recorder.add(ACTION_NAMES["F" if kind == "R" else kind], self._began, about)
-        self._order.count(position, action, 0.0)
-        recorder.notes["out_of_order"] = self._order.into.out_of_order
         if kind in ("F", "R") and stage not in self._bytes_by_stage:
             saved = self._compute.saved_tensors(stage, microbatch)
             if saved is not None:
                 model = self._compute.call.chunks[chunk]
                 self._bytes_by_stage[stage] = kept_bytes(saved[1], model)
+
+    def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
+        """Note how far the step left the table's order."""
+        if self._recorder is not None and self._recorder.active:
+            self._recorder.notes["out_of_order"] = num_out_of_order(executed)
 
 
 class _MessageObserver(TransportObserver):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from megatron.core.pipeline_parallel import schedules as upstream
 
+from megatron_ext.config import randomness
 from megatron_ext.schedules.runtime.lengths import check_handed_on, refusing_long_sequences
 from megatron_ext.schedules.runtime.local_devices import device_of
 from megatron_ext.schedules.runtime.rng import rng_of_this_step
@@ -87,6 +88,10 @@ class StageCompute:
     def _splits(self) -> SplitBackward:
         return split_backward()
 
+    @cached_property
+    def _draws_by_microbatch(self) -> bool:
+        return randomness.enabled()
+
     def run(
         self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
     ) -> Tensors:
@@ -121,13 +126,7 @@ class StageCompute:
         """
         call, place = self.call, self._stage(stage)
         store: list[Any] = []
-        splits = (
-            self._splits.defer(stage, microbatch)
-            if self._is_split(stage, microbatch)
-            else _UNCHANGED
-        )
-        lengths = self._length_check(stage, microbatch) if place.checks_lengths else _UNCHANGED
-        with splits, rng_of_this_step(stage, microbatch), lengths:
+        with self._around_forward(stage, microbatch):
             outputs: Tensors
             outputs, num_tokens = upstream.forward_step(
                 call.forward_step_func,
@@ -236,12 +235,24 @@ class StageCompute:
             )
         return found
 
-    def _is_split(self, stage: int, microbatch: int) -> bool:
-        return (stage, microbatch) in self.table.split_backwards
+    def _around_forward(self, stage: int, microbatch: int) -> AbstractContextManager[Any]:
+        """Return the context of an F: deferred weight gradients, seeds, a check of lengths.
 
-    def _length_check(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        model = self._stage(stage).model
-        return refusing_long_sequences(model, stage, microbatch, self.call.cp_group_size)
+        Most forwards need none of them, and an empty context costs as much as a real one.
+        """
+        contexts: list[AbstractContextManager[None]] = []
+        if (stage, microbatch) in self.table.split_backwards:
+            contexts.append(self._splits.defer(stage, microbatch))
+        if self._draws_by_microbatch:
+            contexts.append(rng_of_this_step(stage, microbatch))
+        place = self._stage(stage)
+        if place.checks_lengths:
+            contexts.append(
+                refusing_long_sequences(place.model, stage, microbatch, self.call.cp_group_size)
+            )
+        if len(contexts) > 1:
+            return _nested(contexts)
+        return contexts[0] if contexts else _UNCHANGED
 
     def _checkpoints_all_layers(self) -> bool | None:
         """Apply upstream's partial checkpointing: of the live micro-batches, spare the first few.
@@ -254,6 +265,14 @@ class StageCompute:
 
 
 _UNCHANGED = nullcontext()
+
+
+@contextmanager
+def _nested(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 @functools.cache

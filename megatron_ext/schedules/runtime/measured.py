@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from megatron_ext.schedules.runtime.observer import Executed, Observer
 
 if TYPE_CHECKING:
     from megatron_ext.config.sized_pipeline import Pipeline
-    from megatron_ext.schedules.representation.actions import Action
     from megatron_ext.schedules.runtime.rank_table import Table
 
-__all__ = ["Measured", "StepMeasure", "in_words"]
+__all__ = ["Measured", "StepMeasure", "in_words", "num_out_of_order"]
 
 _CHANGE = {"F": 1, "R": 1, "B": -1, "I": 0, "W": -1}
 """Change in live activations by kind of action. An activation lives until B or W ends."""
@@ -50,33 +50,33 @@ class StepMeasure(Observer):
 
     table: Table
     into: Measured
-    _done: bytearray = field(init=False)
-    _head: int = field(default=0, init=False)
-    _live: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        """Mark every action as not done."""
-        self._done = bytearray(len(self.table.exchanges))
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
         """Add a finished step."""
-        self.into.steps += 1
-        self.into.wall_s += wall_s
-        for position, action, duration_s in executed:
-            self.count(position, action, duration_s)
+        into = self.into
+        into.steps += 1
+        into.wall_s += wall_s
+        into.actions += len(executed)
+        into.busy_s += sum(duration_s for _, _, duration_s in executed)
+        into.out_of_order += num_out_of_order(executed)
+        live = accumulate(_CHANGE[action.kind] for _, action, _ in executed)
+        into.peak_live = max(into.peak_live, *live)
 
-    def count(self, position: int, action: Action, duration_s: float) -> None:
-        """Add a finished action; `position` is its index in table order."""
-        into, done = self.into, self._done
-        into.actions += 1
-        into.busy_s += duration_s
+
+def num_out_of_order(executed: Sequence[Executed]) -> int:
+    """Return how many actions of a complete step ran before an earlier action of the table."""
+    positions = [position for position, _, _ in executed]
+    if positions == sorted(positions):  # every static order: spare it the loop
+        return 0
+    done = bytearray(len(positions))
+    head = found = 0
+    for position in positions:
         done[position] = 1
-        if position != self._head:
-            into.out_of_order += 1
+        if position == head:
+            head = done.find(0, head)
         else:
-            self._head = done.find(0, position)
-        self._live += _CHANGE[action.kind]
-        into.peak_live = max(into.peak_live, self._live)
+            found += 1
+    return found
 
 
 def in_words(together: Measured, pipeline: Pipeline, device: str, where: str = "") -> str:

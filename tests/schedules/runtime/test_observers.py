@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_ext.messages import Message
 from megatron_ext.schedules import Action, generate
-from megatron_ext.schedules.runtime.measured import Measured, StepMeasure
+from megatron_ext.schedules.runtime.measured import Measured, StepMeasure, num_out_of_order
 from megatron_ext.schedules.runtime.observer import Executed, Observer
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.observed import ObservedTransport, TransportObserver
@@ -85,3 +87,9 @@ def test_an_observed_transport_tells_of_each_message_and_wait() -> None:
         ("begin_wait", "slot"),
         ("end_wait", "slot", ()),
     ]
+
+
+@given(st.integers(0, 12).flatmap(lambda number: st.permutations(range(number))))
+def test_an_action_is_out_of_order_if_an_earlier_one_has_yet_to_run(order: list[int]) -> None:
+    expected = sum(min(order[index:]) < position for index, position in enumerate(order))
+    assert num_out_of_order([(p, Action(0, "F", p), 0.0) for p in order]) == expected
