@@ -46,6 +46,8 @@ def order_in_words(pipeline: Pipeline) -> str:
     if isinstance(policy, Hint):
         most = share * policy.cap
         bound = f"at most {most:g} activations (+{pipeline.dynamic.margin})"
+        if pipeline.config.stash_ratio > 1:
+            bound += f", {pipeline.config.stash_ratio:g} between I and W"
     else:
         bound = f"no bound on activations, up to {schedule.num_microbatches}"
     split = "" if pipeline.splits else ", backwards whole"

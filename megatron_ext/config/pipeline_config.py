@@ -203,6 +203,9 @@ class PipelineConfig:
     by cost; `off`: each replica runs its own in the order of the file."""
     length_costs: LengthCost | None = None
     """What a length costs, for `balance`; None: what follows from the shape of the model."""
+    stash_ratio: float = 1.0
+    """Memory that a micro-batch holds between I and W over what it holds between F and I, at least
+    1. Bounds on memory count it. From flags, what Transformer Engine's layers keep."""
     transport: TransportName | None = None
     """Transport of activations and gradients; None: torch, or auto with `dynamic` or
     `disaggregation`."""
@@ -241,6 +244,12 @@ class PipelineConfig:
         if self.length_costs is not None and self.balance == "off":
             raise ConfigurationError(
                 "{length_costs} is for {balance} order or pack; add one of them, or leave it out"
+            )
+        if not 1 <= self.stash_ratio < inf:
+            raise ConfigurationError(
+                "{stash_ratio} {value:g} must be at least 1, which counts activations until W; "
+                "use 1",
+                value=self.stash_ratio,
             )
         _check_choice("device", self.device, DEVICES)
         _check_seconds("message_timeout_s", self.message_timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config import dynamic_flags, stages, transport_flags
@@ -11,6 +12,7 @@ from megatron_ext.config.sized_pipeline import base_table
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules.generators.catalog import registered
 from megatron_ext.schedules.representation.costs import UNIT, Costs
+from megatron_ext.schedules.representation.memory import gathered_stash_ratio
 from megatron_ext.schedules.search.length_balance import LengthCost
 
 if TYPE_CHECKING:
@@ -95,6 +97,7 @@ def schedule_fields(args: Namespace) -> dict[str, Any]:
         "dynamic": dynamic_flags.dynamic_order(args),
         "balance": getattr(args, "pipeline_balance", None) or PipelineConfig.balance,
         "length_costs": _length_costs(args),
+        "stash_ratio": _stash_ratio(args),
     }
 
 
@@ -111,6 +114,21 @@ def _chosen(args: Namespace) -> str | None:
     if name is None and getattr(args, "use_dpp", False):
         name = base_table(stages.chunks_of_megatron(args))
     return name
+
+
+def _stash_ratio(args: Namespace) -> float:
+    """Return what layers hold between I and W: Transformer Engine's keep what they gathered.
+
+    Megatron's own layers keep their part and gather it again.
+    """
+    ranks = getattr(args, "tensor_model_parallel_size", 1)
+    if not getattr(args, "sequence_parallel", False) or ranks < 2:
+        return PipelineConfig.stash_ratio
+    if getattr(args, "transformer_impl", None) != "transformer_engine":
+        return PipelineConfig.stash_ratio
+    if find_spec("transformer_engine") is None:
+        return PipelineConfig.stash_ratio
+    return gathered_stash_ratio(ranks)
 
 
 def _options(args: Namespace, name: str | None) -> dict[str, Option]:

@@ -143,5 +143,6 @@ class Pipeline:
                 extra_activations=self.dynamic.margin,
                 weights_fill=self._fills[num_microbatches],
                 costs=self.costs,
+                stash_ratio=self.config.stash_ratio,
             )
         return self._policies[num_microbatches](rank)

@@ -133,6 +133,7 @@ def _settings(args: Namespace, active: Active) -> dict[str, Any]:
     pipeline = active.pipeline
     if pipeline is not None:  # includes settings that other flags imply
         found |= {"pipeline_schedule": pipeline.name, "transport": pipeline.transport}
+        found["stash_ratio"] = pipeline.config.stash_ratio
         if pipeline.dynamic is not None:
             found["dpp_policy"] = pipeline.dynamic.policy
             found["dpp_extra_activations"] = pipeline.dynamic.margin

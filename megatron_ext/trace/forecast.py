@@ -22,6 +22,7 @@ from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules import comparison
 from megatron_ext.schedules.generators.catalog import registered
 from megatron_ext.schedules.representation.costs import Costs
+from megatron_ext.schedules.representation.memory import activation_peaks
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.policies import POLICIES
 from megatron_ext.schedules.text_table import aligned
@@ -99,6 +100,8 @@ class _Measured:
     """One micro-batch on 1/pp of the model."""
     num_layers: int | None
     traffic: Traffic | None
+    stash_ratio: float
+    """What a micro-batch holds between I and W over what it holds before I."""
 
 
 def forecast(directory: Path, memory_gb: float | None = None) -> Forecast:
@@ -122,7 +125,7 @@ def forecast(directory: Path, memory_gb: float | None = None) -> Forecast:
     notes = list(run.notes)
     measured = _measured(run, schedule, notes)
     found, left_out = [], []
-    for pipeline in _pipelines(schedule):
+    for pipeline in _pipelines(schedule, measured.stash_ratio):
         try:
             _check_halves(schedule, pipeline)
             found.append(_predict(measured, pipeline))
@@ -166,7 +169,7 @@ def _shared_cpus(run: Run) -> str | None:
     return f"{ranks[worst]} ranks shared {len(cpus[worst])} CPUs"
 
 
-def _pipelines(measured: Schedule) -> Iterator[Pipeline]:
+def _pipelines(measured: Schedule, stash_ratio: float) -> Iterator[Pipeline]:
     """Yield every configuration that fits the ranks and micro-batches of a run."""
     seen: set[tuple[object, ...]] = set()
     for generator in registered().values():
@@ -178,6 +181,7 @@ def _pipelines(measured: Schedule) -> Iterator[Pipeline]:
                 schedule=generator.name,
                 chunks=None if chunks is None else int(chunks),
                 options=options,
+                stash_ratio=stash_ratio,
             )
             yield Pipeline(config, measured.pp, count)
             for policy in POLICIES:
@@ -234,7 +238,7 @@ def _of_table(measured: _Measured, pipeline: Pipeline, costs: Costs) -> Predicti
     if pipeline.dynamic is not None:
         label = _dynamic_label(label, pipeline.dynamic.policy)
         flags = f"{flags} --use-dpp --dpp-policy {pipeline.dynamic.policy}"
-    peak = max(step.peak_activations for step in steps)
+    peak = max(max(activation_peaks(step.schedule, measured.stash_ratio)) for step in steps)
     memory = None
     if measured.fixed_bytes is not None:
         weights = static.weight_copies / measured.schedule.weight_copies
@@ -270,7 +274,7 @@ def _measured(run: Run, schedule: Schedule, notes: list[str]) -> _Measured:
         mine = summary.figures([survey])
         kept = max((step.activation_bytes for step in survey.steps), default=0)
         if kept and mine.memory_bytes:
-            fixed.append(max(0, mine.memory_bytes - kept * mine.peak_live))
+            fixed.append(max(0, mine.memory_bytes - kept * mine.peak_kept))
             activations.append(kept * schedule.num_stages / schedule.pp)
     if not fixed:
         notes.append("no rank tells what a forward keeps: memory is not predicted")
@@ -283,6 +287,7 @@ def _measured(run: Run, schedule: Schedule, notes: list[str]) -> _Measured:
         max(activations, default=0.0),
         layers[0] if isinstance(layers[0], int) else None,
         measured_traffic(run.surveys, schedule.placement),
+        run.surveys[0].stash_ratio,
     )
 
 

@@ -33,6 +33,7 @@ class Figures:
     """Mean per step after the last action."""
     memory_bytes: int
     peak_live: int
+    peak_kept: float
     out_of_order_ratio: float
 
     @property
@@ -46,7 +47,7 @@ def figures(surveys: Iterable[RankSurvey]) -> Figures:
     """Summarise the steps of some ranks, without each rank's first step, which warms up."""
     steps = [step for survey in surveys for step in survey.complete_steps]
     if not steps:
-        return Figures(0, 0, 0, {}, 0, 0, 0, 0)
+        return Figures(0, 0, 0, {}, 0, 0, 0, 0, 0)
     idle: dict[str, float] = defaultdict(float)
     for step in steps:
         for cause, time_ns in step.idle_ns.items():
@@ -60,6 +61,7 @@ def figures(surveys: Iterable[RankSurvey]) -> Figures:
         after_ns=statistics.fmean(step.after_ns for step in steps),
         memory_bytes=max(step.memory_bytes for step in steps),
         peak_live=max(step.peak_live for step in steps),
+        peak_kept=max(step.peak_kept for step in steps),
         out_of_order_ratio=sum(step.out_of_order for step in steps) / actions if actions else 0.0,
     )
 

@@ -59,6 +59,8 @@ class Step(NamedTuple):
     memory_bytes: int
     peak_live: int
     """Most forwards that waited for the end of their backward at once, in stages."""
+    peak_kept: float
+    """The same in activations of one stage; a weight stash may count more than 1."""
     actions: int
     out_of_order: int
     """Actions that ran although an earlier one of the table had not run."""
@@ -136,6 +138,12 @@ class RankSurvey:
     damaged: int = 0
 
     @property
+    def stash_ratio(self) -> float:
+        """What a micro-batch holds between I and W over what it holds before I."""
+        given = self.header.settings.get("stash_ratio")
+        return given if isinstance(given, int | float) and given >= 1 else 1.0
+
+    @property
     def complete_steps(self) -> list[Step]:
         """All steps except the first, which warms up; if there is only one, that step."""
         return self.steps[1:] or self.steps
@@ -156,7 +164,7 @@ def survey(file: TraceFile) -> RankSurvey:
         iteration.spans.sort(key=_begin_of)
         told = [(span, roles.of(span)) for span in iteration.spans]
         if len(found.steps) < MAX_STEPS:
-            found.steps.append(_step(iteration, told))
+            found.steps.append(_step(iteration, told, found.stash_ratio))
         if found.iterations > 1 or iteration.number > 1:  # the first one warms up
             _count(found, told)
         for span, role in told:
@@ -264,7 +272,7 @@ _Told = list[tuple[Span, _Role]]
 """The spans of an iteration in the order of their begins, each with its role."""
 
 
-def _step(iteration: Iteration, told: _Told) -> Step:
+def _step(iteration: Iteration, told: _Told, stash_ratio: float) -> Step:
     work = [span for span, role in told if role.action is not None]
     begin = work[0].begin_ns if work else 0
     end = max((span.end_ns for span in work), default=0)
@@ -286,7 +294,8 @@ def _step(iteration: Iteration, told: _Told) -> Step:
         idle,
         iteration.duration_ns - end,
         given("memory_bytes", 0),
-        _peak_live(work),
+        int(_peak_live(work)),
+        _peak_live(work, stash_ratio),
         len(work),
         given("out_of_order", 0),
         given("activation_bytes", 0),
@@ -301,21 +310,30 @@ def _cause(span: Span) -> str:
     return cause if on is None else f"{cause} of rank {on}"
 
 
-def _peak_live(work: list[Span]) -> int:
-    """Count the forwards whose backward, or whose weight gradient, has not ended."""
+def _peak_live(work: list[Span], stash_ratio: float = 1.0) -> float:
+    """Count the forwards whose backward, or whose weight gradient, has not ended.
+
+    Args:
+        work: The actions of an iteration, in order.
+        stash_ratio: What one between its input gradient and its weight gradient counts.
+    """
     splits = {
         (span.attributes.get("stage"), span.attributes.get("microbatch"))
         for span in work
         if span.name == "weight_gradient"
     }
-    live = peak = 0
+    live = peak = 0.0
     for span in work:
+        about = span.attributes.get("stage"), span.attributes.get("microbatch")
         if span.name == "forward":
             live += 1
-            peak = max(peak, live)
+        elif about not in splits:
+            live -= 1
+        elif span.name == "input_gradient":
+            live += stash_ratio - 1
         else:
-            about = span.attributes.get("stage"), span.attributes.get("microbatch")
-            live -= span.name != "input_gradient" or about not in splits
+            live -= stash_ratio
+        peak = max(peak, live)
     return peak
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import megatron_ext
 from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, Tracing
+from megatron_ext.config import schedule_flags
 from megatron_ext.config.flags import add_arguments, pipeline_config
 from megatron_ext.errors import ArgumentsError, ScheduleError, UserError
 from megatron_ext.schedules.representation.costs import Costs
@@ -34,6 +35,7 @@ from megatron_ext.schedules.representation.costs import Costs
         ({"device": "tpu"}, "device 'tpu' must be one of auto"),
         ({"hang_timeout_s": 0.0}, "hang_timeout_s 0 must be a positive number of seconds"),
         ({"message_timeout_s": -1.0}, "message_timeout_s -1 must be a positive number"),
+        ({"stash_ratio": 0.5}, "stash_ratio 0.5 must be at least 1"),
         ({"disaggregation": Disaggregation(), "schedule": "1f1b"}, "brings its own schedule"),
         ({"disaggregation": Disaggregation(), "transport": "torch"}, "are two jobs; use auto"),
     ],
@@ -101,6 +103,27 @@ def test_it_is_frozen_and_travels() -> None:
 def test_flags_are_one_translation(flags: str, config: PipelineConfig) -> None:
     parser = add_arguments(ArgumentParser())
     assert pipeline_config(parser.parse_args(flags.split())) == config
+
+
+@pytest.mark.parametrize(
+    ("installed", "settings", "ratio"),
+    [
+        (True, {}, 1.6875),
+        (True, {"tensor_model_parallel_size": 8}, 2.625),
+        (True, {"tensor_model_parallel_size": 1}, 1),
+        (True, {"sequence_parallel": False}, 1),
+        (True, {"transformer_impl": "local"}, 1),
+        (False, {}, 1),
+    ],
+)
+def test_what_transformer_engine_keeps_for_w_follows_from_flags(
+    monkeypatch: pytest.MonkeyPatch, installed: bool, settings: dict[str, Any], ratio: float
+) -> None:
+    monkeypatch.setattr(schedule_flags, "find_spec", lambda name: name if installed else None)
+    args = add_arguments(ArgumentParser()).parse_args(["--pipeline-schedule", "zb-v"])
+    te = {"transformer_impl": "transformer_engine", "sequence_parallel": True}
+    vars(args).update({**te, "tensor_model_parallel_size": 4, **settings})
+    assert pipeline_config(args).stash_ratio == ratio
 
 
 def test_flags_are_named_where_flags_were_given() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules import Costs, generate, simulate
+from megatron_ext.schedules.representation.memory import activation_peaks
 from megatron_ext.trace import forecast
 from megatron_ext.trace.measured_costs import SCHEDULE_FILE, StageCosts
 from tests.commands import run_package
@@ -68,6 +69,24 @@ def test_memory_is_predicted_and_held(tmp_path: Path) -> None:
     assert "gpipe" not in held
     with pytest.raises(ScheduleError, match=r"needs 1\.37 GiB"):
         predicted(directory, memory_gb=1.0)
+
+
+def test_a_large_weight_stash_is_predicted(tmp_path: Path) -> None:
+    """A stash of 2.25 activations, in a traced zb-h1, whose own peaks are known."""
+    ratio, mib = 2.25, 1 << 20
+    directory = write_run(tmp_path, schedule="zb-h1", settings={"stash_ratio": ratio})
+    for rank, kept in enumerate(activation_peaks(generate("zb-h1", 4, 8), ratio)):
+        path = trace_of(directory, rank)
+        peak = 1000 * mib + round(100 * mib * kept)
+        told = f'"memory_bytes":{peak},"activation_bytes":{100 * mib}'
+        path.write_text(path.read_text().replace('"memory_bytes":0', told))
+    found = predicted(directory)
+    assert found["gpipe"].memory_bytes == 1800 * mib, "nothing is between I and W"
+    for name in ("zb-h1", "zb-v chunks=2"):
+        table = generate(name.split()[0], 4, 8)
+        most = max(activation_peaks(table, ratio))
+        assert most > max(activation_peaks(table))
+        assert found[name].memory_bytes == pytest.approx((1000 + 100 * most) * mib)
 
 
 def test_models_whose_layers_do_not_fill_the_stages_are_left_out(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 The activations of one stage and micro-batch live from the start of F to the end of B, or of W if
 the backward is split. The part that W needs after I is the *weight stash*. Both are counted in Ma:
 the activations of one micro-batch for 1/pp of the model, so one stage holds pp/num_stages of it.
+
+Most layers hold less after I than before. Layers that keep their gathered input for W hold more:
+the *stash ratio* is what a micro-batch holds between I and W over what it holds between F and I.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import ceil
 from typing import TYPE_CHECKING
 
 from megatron_ext.schedules.representation.route_plan import plan_routes, routed_peaks
@@ -17,7 +21,15 @@ from megatron_ext.schedules.representation.route_plan import plan_routes, routed
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Row, Schedule
 
-__all__ = ["Edge", "Memory", "activation_peaks", "live_counts", "measure", "slots_needed"]
+__all__ = [
+    "Edge",
+    "Memory",
+    "activation_peaks",
+    "gathered_stash_ratio",
+    "live_counts",
+    "measure",
+    "slots_needed",
+]
 
 Edge = tuple[int, int, str]
 """(sending rank, receiving rank, kind of message); equal ranks: to the twin."""
@@ -33,20 +45,50 @@ class Memory:
     """Tensors of routes that are kept for their takers, in tensors; empty without routes."""
 
 
-def live_counts(row: Row) -> Iterator[int]:
-    """Yield for each action of a row the activations (one stage, one micro-batch) then alive."""
+def gathered_stash_ratio(tensor_parallel: int) -> float:
+    """Return the stash ratio of layers that keep gathered operands from I to W.
+
+    A transformer layer of width h with a feed-forward network of 4h keeps 34/t bytes for each token
+    and unit of width over t tensor-parallel ranks with sequence parallelism (Korthikanti et al.,
+    "Reducing Activation Recomputation in Large Transformer Models", 2022, in 16 bits). Its four
+    linear layers keep two operands each until W. One of the two is whole: the gathered input of a
+    column-parallel layer, the gathered gradient of a row-parallel one, h in all four. The others
+    are divided: 3h/t, h/t, 4h/t and 4h/t. That makes 8 + 24/t bytes.
+
+    Args:
+        tensor_parallel: The number t of ranks.
+
+    Returns:
+        A ratio of at least 1, a multiple of 1/16, so that sums of it are exact.
+    """
+    ratio = (8 * tensor_parallel + 24) / 34
+    return max(1.0, ceil(16 * ratio) / 16)
+
+
+def live_counts(row: Row, stash_ratio: float = 1.0) -> Iterator[float]:
+    """Yield for each action of a row the activations (one stage, one micro-batch) then alive.
+
+    Args:
+        row: The actions of a rank, in the order in which it runs them.
+        stash_ratio: What a weight stash counts; 1: it counts as the activations until W.
+    """
+    growth = stash_ratio - 1
     kinds = {kind for _, kind, _ in row}
     if kinds == {"F"}:  # no backward needs them
         yield from [1] * len(row)
         return
     opens = "R" if "R" in kinds else "F"
-    live = 0
+    live: float = 0
     for _, kind, _ in row:
         if kind == opens:
             live += 1
+        elif kind == "I" and growth:
+            live += growth
         yield live
-        if kind in ("B", "W"):
+        if kind == "B":
             live -= 1
+        elif kind == "W":
+            live -= stash_ratio if growth else 1
 
 
 def _stash_peak(row: Row) -> int:
@@ -60,9 +102,11 @@ def _stash_peak(row: Row) -> int:
     return peak
 
 
-def activation_peaks(schedule: Schedule) -> tuple[float, ...]:
+def activation_peaks(schedule: Schedule, stash_ratio: float = 1.0) -> tuple[float, ...]:
     """Return the peak of activations on each rank of a schedule, in Ma."""
     share = schedule.pp / schedule.num_stages
+    if stash_ratio != 1:
+        return tuple(share * max(live_counts(row, stash_ratio), default=0) for row in schedule.rows)
     return tuple(share * _activation_peak(row) for row in schedule.rows)
 
 

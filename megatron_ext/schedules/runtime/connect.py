@@ -227,5 +227,6 @@ def _more_slots(pipeline: Pipeline) -> int:
     if pipeline.dynamic is None:
         return 0
     table = pipeline.full
+    stash_ratio = pipeline.config.stash_ratio
     least = min(max(live_counts(row)) for row in table.rows)
-    return activation_cap(table, pipeline.dynamic.margin) - least
+    return math.ceil(activation_cap(table, pipeline.dynamic.margin, stash_ratio) - least)

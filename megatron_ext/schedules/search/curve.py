@@ -15,17 +15,17 @@ class Curve:
     maximum of their running sum, at least 0.
     """
 
-    def __init__(self, changes: Sequence[int]) -> None:
+    def __init__(self, changes: Sequence[float]) -> None:
         self._size = 1
         while self._size < len(changes) + 1:
             self._size *= 2
         padding = [0] * (self._size - len(changes))
-        self._sum = [0] * self._size + [*changes, *padding]
-        self._top = [max(0, change) for change in self._sum]
+        self._sum: list[float] = [0] * self._size + [*changes, *padding]
+        self._top: list[float] = [max(0, change) for change in self._sum]
         for node in range(self._size - 1, 0, -1):
             self._pull(node)
 
-    def take(self, position: int) -> int:
+    def take(self, position: int) -> float:
         """Remove the change at a position, and return it."""
         node = position + self._size
         sums, tops = self._sum, self._top
@@ -41,9 +41,9 @@ class Curve:
             tops[node] = high if high > low else low
         return change
 
-    def top(self, end: int) -> int:
+    def top(self, end: int) -> float:
         """Return the maximum of the running sum before a position, at least 0."""
-        node, top = end + self._size, 0
+        node, top = end + self._size, 0.0
         sums, tops = self._sum, self._top
         while node > 1:
             if node & 1:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
@@ -62,6 +63,7 @@ def policies(
     extra_activations: int = 0,
     weights_fill: bool = False,
     costs: Costs = UNIT,
+    stash_ratio: float = 1.0,
 ) -> Callable[[int], Policy]:
     """Return the factory of a rank's policy, for one step.
 
@@ -71,6 +73,7 @@ def policies(
         extra_activations: As for `activation_cap`.
         weights_fill: Whether W has no fixed place in the table and runs when nothing else can.
         costs: Durations that the table is simulated with.
+        stash_ratio: What a weight stash counts (`representation/memory.py`).
 
     Raises:
         ScheduleError: The table sums gradients in another order than policies (`readiness.py`).
@@ -80,13 +83,14 @@ def policies(
             f"{schedule.label}: backwards of a stage are not in the order of micro-batches, in "
             "which a dynamic order adds gradients; sort them, or leave --use-dpp out"
         )
-    cap = activation_cap(schedule, extra_activations)
+    cap = activation_cap(schedule, extra_activations, stash_ratio)
+    made = partial(make_policy, name, schedule, cap=cap, stash_ratio=stash_ratio)
 
     def at_once(rank: int) -> Policy:
-        return make_policy(name, schedule, rank, cap, weights_fill=weights_fill)
+        return made(rank=rank, weights_fill=weights_fill)
 
     def filling(rank: int) -> Policy:
-        return make_policy(name, schedule, rank, cap, weights_fill=True)
+        return made(rank=rank, weights_fill=True)
 
     if name != "hint":
         return at_once
@@ -97,7 +101,14 @@ def policies(
     patience = [waits_of(static, rank) for rank in range(len(schedule.rows))]
 
     def patiently(rank: int) -> Policy:
-        return Hint(schedule, rank, cap, weights_fill=False, patience=patience[rank])
+        return Hint(
+            schedule,
+            rank,
+            cap,
+            weights_fill=False,
+            patience=patience[rank],
+            stash_ratio=stash_ratio,
+        )
 
     def loses_nothing(policy: Callable[[int], Policy]) -> bool:
         return simulate_dynamic(schedule, policy, calm).makespan <= static.makespan * (1 + 1e-9)

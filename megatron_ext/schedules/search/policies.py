@@ -5,7 +5,8 @@ whenever the rank is idle, by the messages that have arrived. It performs no I/O
 the executor drive the same object through `Progress.arrived`, `choose` and `finished`.
 
 `hint` follows a static table as long as possible. If the head of the table waits, it runs the first
-later action that is ready and keeps the activation curve of the remaining table below the cap. If
+later action that is ready and keeps the activation curve of the remaining table below the cap. A
+weight stash that is larger than the activations before it counts as what it is. If
 the W come from our own splitting (`representation/split_backwards.py`), a W runs only if nothing
 else can. `patience.py` decides how long a rank waits for the head first. The cap is the same on all
 ranks: the table's peak on its worst rank, plus the user's margin. Two properties follow:
@@ -40,7 +41,7 @@ from megatron_ext.schedules.search.curve import Curve
 from megatron_ext.schedules.search.readiness import Progress
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.actions import Action, Schedule
+    from megatron_ext.schedules.representation.actions import Action, Kind, Schedule
 
 __all__ = [
     "POLICIES",
@@ -54,8 +55,12 @@ __all__ = [
 
 PolicyName = Literal["hint", "breadth-first", "depth-first"]
 
-_CHANGE = {"F": 1, "B": -1, "I": 0, "W": -1}
-"""Change in the number of activations on the rank, by kind of action."""
+
+def _changes(stash_ratio: float) -> dict[Kind, float]:
+    """Return the change in the activations on the rank, by kind of action."""
+    if stash_ratio == 1:
+        return {"F": 1, "B": -1, "I": 0, "W": -1}
+    return {"F": 1, "B": -1, "I": stash_ratio - 1, "W": -stash_ratio}
 
 
 @dataclass(frozen=True)
@@ -99,21 +104,24 @@ class Hint:
             table's own peak there.
         weights_fill: Whether W has no fixed place in the table and runs when nothing else can.
         patience: See `patience.py`; None: never wait for the head.
+        stash_ratio: What a weight stash counts (`representation/memory.py`), at least 1.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         rank: int,
-        cap: int,
+        cap: float,
         *,
         weights_fill: bool,
         patience: Patience | None = None,
+        stash_ratio: float = 1.0,
     ) -> None:
         self.progress = Progress(schedule, rank)
-        self._rest = Curve([_CHANGE[action.kind] for action in self.progress.row])
+        self._changes = _changes(stash_ratio)
+        self._rest = Curve([self._changes[action.kind] for action in self.progress.row])
         self.cap = cap
-        self.live = 0
+        self.live: float = 0
         self.patience = patience
         self._head = 0
         self._weights_fill = weights_fill
@@ -150,20 +158,25 @@ class Hint:
     def _first(self) -> list[int] | None:
         progress = self.progress
         best, weights, forwards = progress.backwards, progress.weights, progress.forwards
+        if best and not self._is_admissible(best[0]):
+            best = []
         if weights and not self._weights_fill and (not best or weights[0] < best[0]):
             best = weights
-        # Last, because only forwards need a query of the curve.
+        # Last, because forwards always need a query of the curve.
         if forwards and (not best or forwards[0] < best[0]) and self._is_admissible(forwards[0]):
             best = forwards
         return best or weights or None
 
     def _is_admissible(self, index: int) -> bool:
-        """Return whether a forward may run now: the curve before it, one higher, must fit.
+        """Return whether an action may run now: the curve before it, as much higher, must fit.
 
         Behind its position the curve is unchanged. So if the first ready forward does not fit, no
         later one does.
         """
-        return index == self._head or self.live + self._rest.top(index) + 1 <= self.cap
+        change = self._changes[self.progress.row[index].kind]
+        if change <= 0 or index == self._head:
+            return True
+        return self.live + self._rest.top(index) + change <= self.cap
 
 
 class Greedy:
@@ -217,44 +230,50 @@ def _reordered(schedule: Schedule, rank: int, depth_first: bool) -> Schedule:
     return replace(schedule, rows=tuple(rows))
 
 
-def activation_cap(schedule: Schedule, extra_activations: int = 0) -> int:
+def activation_cap(
+    schedule: Schedule, extra_activations: int = 0, stash_ratio: float = 1.0
+) -> float:
     """Return the cap of `hint`, in activations of one stage each, the same on all ranks.
 
     Args:
         schedule: The table.
         extra_activations: Micro-batches beyond the table's peak, each on all stages of a rank.
+        stash_ratio: What a weight stash counts.
     """
-    peak = max(max(live_counts(row), default=0) for row in schedule.rows)
+    peak = max(max(live_counts(row, stash_ratio), default=0) for row in schedule.rows)
     return peak + extra_activations * max(map(len, schedule.placement.stages_of))
 
 
-def _hint(schedule: Schedule, rank: int, cap: int, weights_fill: bool) -> Policy:
-    return Hint(schedule, rank, cap, weights_fill=weights_fill)
+def _hint(
+    schedule: Schedule, rank: int, cap: float, weights_fill: bool, stash_ratio: float
+) -> Policy:
+    return Hint(schedule, rank, cap, weights_fill=weights_fill, stash_ratio=stash_ratio)
 
 
-def _breadth_first(schedule: Schedule, rank: int, _cap: int, _fill: bool) -> Policy:
+def _breadth_first(schedule: Schedule, rank: int, *_: object) -> Policy:
     return Greedy(schedule, rank, depth_first=False)
 
 
-def _depth_first(schedule: Schedule, rank: int, _cap: int, _fill: bool) -> Policy:
+def _depth_first(schedule: Schedule, rank: int, *_: object) -> Policy:
     return Greedy(schedule, rank, depth_first=True)
 
 
-POLICIES: dict[PolicyName, Callable[[Schedule, int, int, bool], Policy]] = {
+POLICIES: dict[PolicyName, Callable[[Schedule, int, float, bool, float], Policy]] = {
     "hint": _hint,
     "breadth-first": _breadth_first,
     "depth-first": _depth_first,
 }
-"""(table, rank, cap on activations, whether W fills) -> policy; the default first."""
+"""(table, rank, cap on activations, whether W fills, stash ratio) -> policy; the default first."""
 
 
 def make_policy(
     name: PolicyName,
     schedule: Schedule,
     rank: int,
-    cap: int,
+    cap: float,
     *,
     weights_fill: bool = False,
+    stash_ratio: float = 1.0,
 ) -> Policy:
     """Return the policy of one rank for one step.
 
@@ -264,10 +283,11 @@ def make_policy(
         rank: Pipeline rank.
         cap: The result of `activation_cap`; greedy policies ignore it.
         weights_fill: Whether W has no fixed place and runs when nothing else can.
+        stash_ratio: What a weight stash counts, as in `cap`.
 
     Raises:
         ScheduleError: The policy does not exist.
     """
     if name not in POLICIES:
         raise ScheduleError(f"there is no policy {name!r}; use one of {', '.join(POLICIES)}")
-    return POLICIES[name](schedule, rank, cap, weights_fill)
+    return POLICIES[name](schedule, rank, cap, weights_fill, stash_ratio)

@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Costs, Schedule, generate, simulate, validate
 from megatron_ext.schedules.representation.first_gradients import check_first_gradients
-from megatron_ext.schedules.representation.memory import measure
+from megatron_ext.schedules.representation.memory import (
+    activation_peaks,
+    gathered_stash_ratio,
+    measure,
+)
 from megatron_ext.schedules.representation.split_backwards import split_backwards
 from megatron_ext.schedules.search.curve import Curve
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
@@ -70,6 +74,43 @@ def test_every_policy_ends_within_its_memory(
         chunks = len(table.placement.stages_of[0])
         allowed = extra * chunks * table.pp / table.num_stages
         assert max(report.memory.activations) <= max(measure(table).activations) + allowed + 1e-9
+
+
+@given(st.sampled_from(TABLES), st.integers(0, 2), st.booleans(), st.sampled_from([1, 4, 8]), noise)
+def test_a_large_weight_stash_counts_as_what_it_is(
+    size: tuple[str, int, int], extra: int, split: bool, ranks: int, costs: Costs
+) -> None:
+    table = generate(*size)
+    table = split_backwards(table) if split else table
+    ratio = gathered_stash_ratio(ranks)
+    made = policies("hint", table, extra_activations=extra, weights_fill=split, stash_ratio=ratio)
+    timeline = simulate_dynamic(table, made, costs)
+    allowed = extra * len(table.placement.stages_of[0]) * table.pp / table.num_stages
+    kept = max(activation_peaks(timeline.schedule, ratio))
+    assert kept <= max(activation_peaks(table, ratio)) + allowed
+
+
+def test_a_bound_that_ignores_the_stash_is_exceeded() -> None:
+    """An order chosen as if a weight stash were no larger than the activations before it."""
+    table, ratio = split_backwards(generate("interleaved", 4, 16)), gathered_stash_ratio(8)
+    costs = [Costs(latency=0.5, link_jitter=1.0, seed=seed) for seed in range(8)]
+    bound = max(activation_peaks(table, ratio))
+
+    def kept(assumed: float) -> float:
+        made = policies("hint", table, weights_fill=True, stash_ratio=assumed)
+        orders = [simulate_dynamic(table, made, these).schedule for these in costs]
+        return max(max(activation_peaks(order, ratio)) for order in orders)
+
+    assert kept(ratio) <= bound < kept(1.0)
+
+
+def test_gathered_operands_are_what_transformer_engine_keeps() -> None:
+    """Of a layer of width 1 and one token: two operands each of four linear layers, in 16 bits."""
+    for ranks in (1, 2, 4, 8):
+        operands = [(1, 3 / ranks), (1 / ranks, 1), (1, 4 / ranks), (4 / ranks, 1)]
+        kept = 2 * sum(map(sum, operands))
+        exact = max(1.0, kept / (34 / ranks))
+        assert exact <= gathered_stash_ratio(ranks) < exact + 1 / 16
 
 
 @given(st.sampled_from(TABLES))
