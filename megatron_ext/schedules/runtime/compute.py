@@ -202,8 +202,12 @@ class StageCompute:
             The gradients of the inputs, `[s, b, h]` each; None for the first stage.
         """
         inputs, outputs = self._live.pop((stage, microbatch))
-        with self._splits.defer(stage, microbatch) if split else _UNCHANGED:
-            found = self._stage(stage).backward_step(inputs, outputs, gradients)
+        backward_step = self._stage(stage).backward_step
+        if split:
+            with self._splits.defer(stage, microbatch):
+                found = backward_step(inputs, outputs, gradients)
+        else:
+            found = backward_step(inputs, outputs, gradients)
         # A stage may ignore an input, but the previous stage still waits for its gradient.
         return [
             torch.zeros_like(x) if x is not None and grad is None else grad

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -153,8 +153,11 @@ class Executor:
         if run_ahead is not None:
             run_ahead.begin()
         begin_s = time.perf_counter()
-        with self.gradients.around_last(action) if is_last else _UNCHANGED:
-            outputs = self.compute.run(action, inputs, is_first=is_first, progress=progress)
+        if is_last:
+            with self.gradients.around_last(action):
+                outputs = self.compute.run(action, inputs, is_first=is_first, progress=progress)
+        else:  # an empty context would take as long as the bookkeeping
+            outputs = self.compute.run(action, inputs, is_first=is_first, progress=None)
         end_s = time.perf_counter()
         if run_ahead is not None:
             run_ahead.record(action)
@@ -232,6 +235,3 @@ class Executor:
             raise MegatronExtError(
                 f"{self.table.schedule.label}: {leftovers[0]} was never executed"
             )
-
-
-_UNCHANGED = nullcontext()
