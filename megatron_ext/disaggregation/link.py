@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megatron_ext import devices
 from megatron_ext.config.active import count_transport, required
 from megatron_ext.disaggregation.ranks import Place
+from megatron_ext.disaggregation.role_trees import MESSAGES
 from megatron_ext.disaggregation.worlds import shared_store
 from megatron_ext.errors import TransportError
 from megatron_ext.trace.session_observer import observed_transport
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_ext.disaggregation.job import Job
+    from megatron_ext.disaggregation.role_trees import RoleTrees
     from megatron_ext.messages import Message
     from megatron_ext.transport.base import Expected, Transport
 
@@ -39,15 +41,36 @@ class RoleLink:
     Args:
         job: The disaggregated job.
         device: The device of this process.
+        trees: What the model declares, if its stages exchange more than one tensor.
+        evaluates: Whether it connects the forward ranks alone, for evaluations. Ranks at both ends
+            of a transport count its steps, and backward ranks take no part in these.
 
     Raises:
         TransportError: A neighbour does not connect, or the wire cannot reach it.
     """
 
-    def __init__(self, job: Job, device: torch.device) -> None:
+    def __init__(
+        self,
+        job: Job,
+        device: torch.device,
+        trees: RoleTrees | None = None,
+        *,
+        evaluates: bool = False,
+    ) -> None:
         self._job = job
         self._device = device
-        self.wire: Transport = observed_transport(_open(job, device))
+        peers = _neighbours(job, set() if trees is None else trees.linked_stages)
+        if evaluates:
+            peers = [rank for rank in peers if job.ranks.place(rank).role == "forward"]
+        # A message may stay in its slot while computation uses it.
+        slots = (job.window + 2) * (1 if trees is None else MESSAGES)
+        label = "evaluation" if evaluates else "roles"
+        self.wire: Transport = observed_transport(_open(job, device, peers, slots, label))
+
+    @property
+    def timeout_s(self) -> float:
+        """Longest time that a process waits for another."""
+        return self._job.timeout_s
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step; sources are global ranks."""
@@ -101,20 +124,22 @@ class RoleLink:
         self.wire.abort(reason)
 
 
-def _open(job: Job, device: torch.device) -> Transport:
+def _open(
+    job: Job, device: torch.device, peers: Sequence[int], slots: int, label: str
+) -> Transport:
     environment = required().environment
     host = open_native(
         shared_store(),
         job.rank,
-        _neighbours(job),
-        run_id="/".join(["roles", *environment.run, str(count_transport("roles"))]),
+        peers,
+        run_id="/".join([label, *environment.run, str(count_transport(label))]),
         world_size=job.ranks.num_ranks,
         ranks_per_node=environment.local_world_size,
         rail=environment.local_rank,
         wire=job.wire,
         node_ips=job.node_ips,
         rendezvous_host=environment.rendezvous_host,
-        slots=job.window + 2,  # a message may stay in its slot while computation uses it
+        slots=slots,
         slot_bytes=job.message_bytes,
         timeout_s=job.timeout_s,
         checksums=job.checksums,
@@ -124,15 +149,15 @@ def _open(job: Job, device: torch.device) -> Transport:
     return transport
 
 
-def _neighbours(job: Job) -> list[int]:
+def _neighbours(job: Job, linked: set[int]) -> list[int]:
     """Return the global ranks of all neighbours; the relation is symmetric.
 
-    Neighbours are the adjacent stages of both roles, and the same stage of the other role. Weights
-    may come from all replicas.
+    Neighbours are the adjacent and the linked stages of both roles, and the same stage of the other
+    role. Weights may come from all replicas.
     """
     place, ranks = job.place, job.ranks
     found = {ranks.rank(twin) for twin in job.weight_partners}
-    for stage in {place.pp - 1, place.pp + 1} & set(range(ranks.pp)):
+    for stage in ({place.pp - 1, place.pp + 1} | linked - {place.pp}) & set(range(ranks.pp)):
         there = Place(place.role, place.dp, stage, place.tp)
         found.add(ranks.rank(there))
         found |= {ranks.rank(twin) for twin in ranks.twins(there)}

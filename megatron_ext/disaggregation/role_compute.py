@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.runtime.compute import StageCompute, Tensors
     from megatron_ext.schedules.runtime.split import Progress
 
-__all__ = ["BackwardCompute", "ForwardCompute", "RoleEnds"]
+__all__ = ["BackwardCompute", "ForwardCompute", "RoleEnds", "drawn"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class ForwardCompute:
     ) -> Tensors:
         """Run F; return the tensors for the next forward rank, then those for backward ranks."""
         stage, _, microbatch = action
-        with self._saving() as saved, torch.no_grad(), _drawn(action):
+        with self._saving() as saved, torch.no_grad(), drawn(action):
             [made] = self._compute.forward(stage, microbatch, inputs or [None], is_first=is_first)
         results: Tensors = [made] if self._feeds_forward else []
         if self._layers is not None:
@@ -159,20 +159,16 @@ class BackwardCompute:
 
     def __init__(self, compute: StageCompute, layers: Layers | None) -> None:
         self._compute, self._layers = compute, layers
-        self._last_stage = compute.table.schedule.num_stages - 1
         self.saved_tensors = compute.saved_tensors
 
     def run(
         self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
     ) -> Tensors:
-        """Run B as on any rank; run R as a forward from the received tensors."""
-        if action.kind != "R":
-            return self._compute.run(action, inputs, is_first=is_first, progress=progress)
-        if self._layers is None:
-            self._forward(action, inputs, is_first=is_first)
-        else:
+        """Run R, from shipped activations if there are any, or B."""
+        if action.kind == "R" and self._layers is not None:
             self._replay(action, inputs, len(self._layers), is_first=is_first)
-        return []
+            return []
+        return self._compute.run(action, inputs, is_first=is_first, progress=progress)
 
     def release(self, outputs: Tensors) -> None:
         """Do nothing: R has released its outputs."""
@@ -180,12 +176,6 @@ class BackwardCompute:
     def unfinished(self) -> list[str]:
         """Return backwards that did not run."""
         return self._compute.unfinished()
-
-    def _forward(self, action: Action, inputs: Tensors, *, is_first: bool) -> None:
-        forward = action._replace(kind="F")
-        outputs = self._compute.run(forward, inputs, is_first=is_first, progress=None)
-        if action.stage < self._last_stage:  # only the graph is needed, as after a send
-            self._compute.release(outputs)
 
     def _replay(self, action: Action, inputs: Tensors, num_layers: int, *, is_first: bool) -> None:
         """Build the graph of a forward from shipped activations, `[layers, s, b, h]`."""
@@ -195,7 +185,7 @@ class BackwardCompute:
         outputs = packed[1:] if action.stage else packed
         replay = Replay(outputs.unbind(), states[0] if states else None)
         with replaying(replay):
-            self._forward(action, given, is_first=is_first)
+            self._compute.run(action, given, is_first=is_first, progress=None)
         if replay.num_replayed != num_layers:
             raise MegatronExtError(
                 f"{action} recomputed layers although their outputs were shipped: it reused only "
@@ -203,7 +193,7 @@ class BackwardCompute:
             )
 
 
-def _drawn(action: Action) -> AbstractContextManager[None]:
+def drawn(action: Action) -> AbstractContextManager[None]:
     """Draw the same random numbers as a forward with a graph."""
     if not randomness.enabled():
         return nullcontext()

@@ -8,7 +8,7 @@ and sends its outputs to both roles; a backward rank runs the R and B of its row
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.utils import get_model_config
@@ -17,25 +17,32 @@ from megatron_ext.config.active import required
 from megatron_ext.disaggregation.job import Job, current
 from megatron_ext.disaggregation.link import RoleLink
 from megatron_ext.disaggregation.role_compute import BackwardCompute, ForwardCompute, RoleEnds
+from megatron_ext.disaggregation.role_trees import (
+    MESSAGES,
+    RoleTrees,
+    TreeForwardCompute,
+    role_trees,
+)
 from megatron_ext.disaggregation.ship import Layers
 from megatron_ext.disaggregation.weights import WeightReceiver, WeightSender
 from megatron_ext.disaggregation.worlds import beat
-from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.representation.validation import validate
 from megatron_ext.schedules.runtime.compute import Call, StageCompute
-from megatron_ext.schedules.runtime.executor import Compute, Executor
+from megatron_ext.schedules.runtime.executor import Compute, Executor, Gradients, Parameters
 from megatron_ext.schedules.runtime.local_devices import device_of
 from megatron_ext.schedules.runtime.microbatches import MicrobatchData
 from megatron_ext.schedules.runtime.ordering import TableOrder
 from megatron_ext.schedules.runtime.program import make_program
 from megatron_ext.schedules.runtime.rank_table import Table
-from megatron_ext.schedules.runtime.route_declarations import Declared, declared
 from megatron_ext.schedules.runtime.sync import GradientSync, NoSync, ParameterSync
 from megatron_ext.signatures import default_groups
 from megatron_ext.trace.session_observer import observers
 
 if TYPE_CHECKING:
     import torch
+
+    from megatron_ext.schedules.runtime.observer import Observer
+    from megatron_ext.schedules.runtime.program import Ends
 
 __all__ = ["forward_backward", "link_of_this_rank", "step_done", "weights_s"]
 
@@ -50,6 +57,10 @@ class _Runtime:
     receiver: WeightReceiver | None
     layers: Layers | None
     """Layers of this stage if their inputs are shipped, else None."""
+    trees: RoleTrees | None
+    """For a model that declares trees or routes."""
+    evaluation: RoleLink | None = None
+    """Connects the forward ranks for evaluations of such a model, once there was one."""
     tables: dict[int, Table] = field(default_factory=dict)
     """By number of micro-batches."""
     due: int = 1
@@ -63,9 +74,11 @@ class _Kept:
     runtime: _Runtime | None = None
 
     def close(self) -> None:
-        """Close the link to the other ranks."""
+        """Close the links to the other ranks."""
         if self.runtime is not None:
             self.runtime.link.close()
+            if self.runtime.evaluation is not None:
+                self.runtime.evaluation.close()
 
 
 def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
@@ -85,6 +98,8 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     runtime = _ready(chunks)
     if call.get("forward_only"):
         beat()
+        if runtime.trees is not None:
+            return _evaluate(runtime, runtime.trees, call, chunks)
         with runtime.link.explaining_failures():
             return stock(**call)
     config = get_model_config(chunks[0])
@@ -112,54 +127,104 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
 
 def _run(runtime: _Runtime, call: dict[str, Any], chunks: list[torch.nn.Module]) -> StageCompute:
     """Run this process's row of the table once."""
-    job, config, count = runtime.job, get_model_config(chunks[0]), call["num_microbatches"]
-    groups = default_groups()
-    table = _table(runtime, count)
-    step_call = Call(
-        forward_step_func=call["forward_step_func"],
-        data=[MicrobatchData(i) for i in _as_list(call["data_iterator"])],
-        chunks=chunks,
-        config=config,
-        num_microbatches=count,
-        cp_group_size=groups.cp.size(),
-        forward_only=job.role == "forward",
-        collect_non_loss_data=bool(call.get("collect_non_loss_data")),
-        first_val_step=call.get("first_val_step"),
-    )
-    shape, layers = _shape(config, groups, call), runtime.layers
-    compute = StageCompute(step_call, table, handed_on=[shape])
-    ends = RoleEnds(job, shape, config.pipeline_dtype, None if layers is None else len(layers))
+    job, config = runtime.job, get_model_config(chunks[0])
+    table = _table(runtime, call["num_microbatches"])
+    step_call = _step_call(call, chunks, forward_only=job.role == "forward")
+    compute, ends, role = _parts(runtime, table, step_call, _shape(config, default_groups(), call))
     sync: GradientSync | NoSync = NoSync()
     parameters: ParameterSync | NoSync = NoSync()
-    role: Compute = ForwardCompute(job, compute, layers)
     if job.role == "backward":
-        role = BackwardCompute(compute, layers)
         force = bool(call.get("force_all_reduce"))
         sync = GradientSync(config, chunks, table, force_all_reduce=force)
         parameters = ParameterSync(config, chunks, table)
     with sync:
-        Executor(
-            table=table,
-            program=make_program(table, ends),
-            order=TableOrder(table),
-            compute=role,
-            gradients=sync,
-            parameters=parameters,
-            transport=runtime.link.wire,
-            timeout_s=job.timeout_s,
-            name_of=runtime.link.name_of,
-            observers=observers(compute),
-        ).run()
+        _executor(runtime.link, table, ends, role, sync, parameters, observers(compute)).run()
+    if runtime.trees is not None:
+        runtime.trees.training_done()
     return compute
+
+
+def _step_call(call: dict[str, Any], chunks: list[torch.nn.Module], *, forward_only: bool) -> Call:
+    """Return the arguments of a step under our names."""
+    return Call(
+        forward_step_func=call["forward_step_func"],
+        data=[MicrobatchData(i) for i in _as_list(call["data_iterator"])],
+        chunks=chunks,
+        config=get_model_config(chunks[0]),
+        num_microbatches=call["num_microbatches"],
+        cp_group_size=default_groups().cp.size(),
+        forward_only=forward_only,
+        collect_non_loss_data=bool(call.get("collect_non_loss_data")),
+        first_val_step=call.get("first_val_step"),
+    )
+
+
+def _parts(
+    runtime: _Runtime, table: Table, step_call: Call, shape: tuple[int, ...] | None
+) -> tuple[StageCompute, Ends, Compute]:
+    """Return the compute of the stage, the ends of its messages, and the compute of the role."""
+    job, layers, forward = runtime.job, runtime.layers, runtime.job.role == "forward"
+    if runtime.trees is not None:
+        trees, tree_ends = runtime.trees.training(step_call, table)
+        role = TreeForwardCompute(job, trees) if forward else BackwardCompute(trees, None)
+        return trees, tree_ends, role
+    compute = StageCompute(step_call, table, handed_on=[shape])
+    num_layers = None if layers is None else len(layers)
+    ends = RoleEnds(job, shape, step_call.config.pipeline_dtype, num_layers)
+    if forward:
+        return compute, ends, ForwardCompute(job, compute, layers)
+    return compute, ends, BackwardCompute(compute, layers)
+
+
+def _evaluate(
+    runtime: _Runtime, trees: RoleTrees, call: dict[str, Any], chunks: list[torch.nn.Module]
+) -> list[Any]:
+    """Run an evaluation's forwards by our executor; Megatron's schedule sends one tensor."""
+    compute, ends = trees.evaluation(_step_call(call, chunks, forward_only=True))
+    if runtime.evaluation is None:
+        runtime.evaluation = RoleLink(runtime.job, device_of(chunks), trees, evaluates=True)
+    link, sync = runtime.evaluation, NoSync()
+    try:
+        _executor(link, compute.table, ends, compute, sync, sync).run()
+    except BaseException as error:
+        link.abort(str(error))
+        runtime.link.abort(str(error))
+        raise
+    trees.evaluation_done()
+    return [report for _, report in sorted(compute.reports.items())]
+
+
+def _executor(
+    link: RoleLink,
+    table: Table,
+    ends: Ends,
+    compute: Compute,
+    gradients: Gradients,
+    parameters: Parameters,
+    observers: Sequence[Observer] = (),
+) -> Executor:
+    return Executor(
+        table=table,
+        program=make_program(table, ends),
+        order=TableOrder(table),
+        compute=compute,
+        gradients=gradients,
+        parameters=parameters,
+        transport=link.wire,
+        timeout_s=link.timeout_s,
+        name_of=link.name_of,
+        observers=observers,
+    )
 
 
 def _table(runtime: _Runtime, num_microbatches: int) -> Table:
     """Return the table for a number of micro-batches, validated once."""
     if num_microbatches not in runtime.tables:
-        job = runtime.job
-        schedule = job.schedule(num_microbatches)
+        job, trees = runtime.job, runtime.trees
+        routes = () if trees is None else trees.routes
+        schedule = replace(job.schedule(num_microbatches), routes=routes)
         validate(schedule)
-        slots = min(num_microbatches, job.window // 2 + 1)
+        slots = min(num_microbatches, job.window // 2 + 1) * (1 if trees is None else MESSAGES)
         table = Table(schedule, job.position, slots=slots, window=job.window)
         runtime.tables[num_microbatches] = table
     return runtime.tables[num_microbatches]
@@ -203,8 +268,9 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> _Runtime:
     assert job is not None
     runtime = kept.runtime
     if runtime is None:
-        _refuse_trees(chunks)
-        link = RoleLink(job, device_of(chunks))
+        travel = get_model_config(chunks[0]).variable_seq_lengths
+        trees = role_trees(job, chunks, default_groups().pp, shapes_travel=travel)
+        link = RoleLink(job, device_of(chunks), trees)
         forward = job.role == "forward"
         kept.runtime = runtime = _Runtime(
             job,
@@ -212,6 +278,7 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> _Runtime:
             None if forward else WeightSender(job, link, chunks),
             WeightReceiver(job, link, chunks) if forward else None,
             _shipped_layers(job, chunks),
+            trees,
         )
         if runtime.sender is not None:
             runtime.sender.send(updated=True)
@@ -220,19 +287,6 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> _Runtime:
             runtime.receiver.receive()
         runtime.due = 0
     return runtime
-
-
-def _refuse_trees(chunks: Sequence[torch.nn.Module]) -> None:
-    """Refuse models whose stages hand on more than one tensor.
-
-    Raises:
-        ScheduleError: This one does.
-    """
-    if any(declared(chunk) != Declared() for chunk in chunks):
-        raise ScheduleError(
-            "the model declares routes or boundaries, but forward and backward ranks exchange one "
-            "tensor [s, b, h] for each stage; leave --forward-backward-disaggregating out"
-        )
 
 
 def _shipped_layers(job: Job, chunks: Sequence[torch.nn.Module]) -> Layers | None:

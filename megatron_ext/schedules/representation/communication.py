@@ -17,7 +17,7 @@ from megatron_ext.schedules.representation.route_plan import plan_routes
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.representation.actions import Action, Row, Schedule
-    from megatron_ext.schedules.representation.route_plan import Plan
+    from megatron_ext.schedules.representation.route_plan import Hop, Plan
 
 __all__ = [
     "Exchange",
@@ -25,6 +25,7 @@ __all__ = [
     "exchanges",
     "lower",
     "reduction_order",
+    "route_receivers",
     "runs_forward",
 ]
 
@@ -91,16 +92,36 @@ def _routed(
     """Return the messages of routes around an action."""
     if plan is None:
         return ()
-    receives = verb == "RECV"
-    return tuple(
-        Transfer(
-            verb,
-            hop.message(action.microbatch),
-            schedule.placement.rank_of[hop.stage if receives else hop.taker],
-            hop.to_twin,
+    rank_for, microbatch = schedule.placement.rank_for, action.microbatch
+    if verb == "RECV":
+        return tuple(
+            Transfer(
+                verb, hop.message(microbatch), rank_for(hop.stage, _SENDERS[hop.kind]), hop.to_twin
+            )
+            for hop in plan.hops_in(action)
         )
-        for hop in (plan.hops_in(action) if receives else plan.hops_out(action))
+    return tuple(
+        Transfer(verb, hop.message(microbatch), rank_for(hop.taker, kind), hop.to_twin)
+        for hop in plan.hops_out(action)
+        for kind in route_receivers(schedule, hop)
     )
+
+
+_SENDERS = {"P": "F", "G": "B"}
+"""By kind of a route's message, the kind of action that sends it."""
+
+
+def route_receivers(schedule: Schedule, hop: Hop) -> tuple[str, ...]:
+    """Return the kinds of action that receive a route's message, each on its own rank.
+
+    In a disaggregated table the forward rank and the backward rank of a stage both run the layer
+    that takes the tensor.
+    """
+    if hop.kind == "G":
+        return ("B",)
+    if not schedule.disaggregated:
+        return ("F",)
+    return ("F", "R") if runs_forward(schedule, hop.taker) else ("R",)
 
 
 def lower(schedule: Schedule) -> tuple[tuple[Action | Transfer, ...], ...]:

@@ -124,15 +124,17 @@ class Plan:
 
     def hops_out(self, action: Action) -> tuple[Hop, ...]:
         """Return the messages that an action sends."""
-        return self.sent.get((_MESSAGES.get(action.kind, ""), action.stage), ())
+        return self.sent.get((_SENT.get(action.kind, ""), action.stage), ())
 
     def hops_in(self, action: Action) -> tuple[Hop, ...]:
         """Return the messages that an action receives."""
-        return self.received.get((_MESSAGES.get(action.kind, ""), action.stage), ())
+        return self.received.get((_RECEIVED.get(action.kind, ""), action.stage), ())
 
 
-_MESSAGES = {"F": "P", "B": "G", "I": "G"}
-"""By kind of action, the kind of route messages that it sends and receives."""
+_SENT = {"F": "P", "B": "G", "I": "G"}
+"""By kind of action, the kind of route messages that it sends."""
+_RECEIVED = {"R": "P", **_SENT}
+"""The same for those that it receives. R repeats a forward whose messages F has sent."""
 
 _Place = tuple[int, bool]
 """(pipeline rank, whether the twin's micro-batches run there)."""
@@ -188,7 +190,7 @@ def _peak(row: Row, keeps: Mapping[int, int], ends: Mapping[tuple[str, int], int
     trains = any(kind != "F" for _, kind, _ in row)
     live = peak = 0
     for stage, kind, _ in row:
-        if kind == "F":
+        if kind in ("F", "R"):
             live += keeps.get(stage, 0)
             peak = max(peak, live)
         if kind in ("B", "I") or (kind == "F" and not trains):

@@ -100,12 +100,17 @@ class StageCompute:
         Activations from the previous stage become leaves; their gradients go back there.
         """
         stage, kind, microbatch = action
-        if kind == "F":
+        if kind in ("F", "R"):
             for tensor in inputs:
                 if tensor is not None:
                     tensor.requires_grad_()
             inputs = inputs or [None] * self.num_inputs
-            return self.forward(stage, microbatch, inputs, is_first=is_first)
+            outputs = self.forward(stage, microbatch, inputs, is_first=is_first)
+            if kind == "F":
+                return outputs
+            if not self._stage(stage).is_last:  # only the graph is needed, as after a send
+                self.release(outputs)
+            return []
         if kind == "W":
             self.weights(stage, microbatch, progress)
             return []

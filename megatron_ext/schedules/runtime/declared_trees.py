@@ -38,10 +38,14 @@ class TreeSteps:
         """Return the tree forms for steps of this kind."""
         return self._forms.setdefault((call.forward_only, str(shapes)), Forms(self.declared.varies))
 
-    def compute(self, call: Call, table: Table, forms: Forms) -> TreeCompute:
-        """Return the `TreeCompute` of one step."""
-        store = RouteStore(dict(self.declared.declared))
-        return TreeCompute(call, table, forms=forms, store=store, trees=self.declared)
+    def compute(
+        self, call: Call, table: Table, forms: Forms, *, of_roles: bool = False
+    ) -> TreeCompute:
+        """Return the `TreeCompute` of one step; `of_roles`: of a disaggregated training step."""
+        store = RouteStore(dict(self.declared.declared), floating=of_roles)
+        return TreeCompute(
+            call, table, forms=forms, store=store, trees=self.declared, of_roles=of_roles
+        )
 
 
 def agree_trees(

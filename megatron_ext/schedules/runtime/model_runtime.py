@@ -183,7 +183,7 @@ class Runtime:
         """Return the cached program; make a new one if shapes have changed."""
         ends: Ends = PipelineEnds(self.peers, shapes, dtype, table.rank)
         if forms is not None:
-            ends = TreeEnds(self.peers, forms.agreed, table.rank)
+            ends = TreeEnds(forms.agreed, self.peers, table.rank)
         _, known, program = self._programs.get(id(table), (table, None, None))
         if program is None or known != ends:
             program = make_program(table, ends)

@@ -94,10 +94,15 @@ class RouteStore:
     Args:
         declared: Declarations by stage. None outside a megatron_ext pipeline, where a published
             tensor stays valid until the name is published again.
+        floating: Whether gradients travel for all floating-point tensors, because those who sent
+            them had no graph that says which need one.
     """
 
-    def __init__(self, declared: dict[int, Declared] | None = None) -> None:
+    def __init__(
+        self, declared: dict[int, Declared] | None = None, *, floating: bool = False
+    ) -> None:
         self._declared = declared
+        self._floating = floating
         self._known: dict[tuple[Batch, str], _Published] = {}
         """By micro-batch and name."""
         self._stage = 0
@@ -186,17 +191,24 @@ class RouteStore:
         return [origin for origin in found if origin is not None]
 
     def with_gradient(self, batch: Batch, names: Sequence[str]) -> list[str]:
-        """Return the names whose tensors require grad, so gradients travel for them."""
-        return [name for name in names if self._wants(batch, name)]
+        """Return the names for whose tensors gradients travel."""
+        return [name for name in names if self._travels(batch, name)]
 
-    def _wants(self, batch: Batch, name: str) -> bool:
+    def _travels(self, batch: Batch, name: str) -> bool:
         value = self._known[batch, name].value
-        return value is not None and value.requires_grad
+        if value is None:
+            return False
+        return value.is_floating_point() if self._floating else value.requires_grad
 
     def put_gradients(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> None:
-        """Add gradients received from takers in later stages on other ranks."""
+        """Add gradients received from takers in later stages on other ranks, where one is needed.
+
+        What has no graph here, such as frozen features, needs none.
+        """
         for name, gradient in gradients.items():
-            self._known[batch, name].takers.add(gradient)
+            known = self._known[batch, name]
+            if known.value is not None and known.value.requires_grad:
+                known.takers.add(gradient)
 
     def look(self, batch: Batch, name: str) -> Leaf:
         """Return the shape and dtype of a published tensor, which its gradient shares."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.runtime.route_store import Batch, RouteStore
     from megatron_ext.schedules.runtime.split import Progress
 
-__all__ = ["Forms", "TreeCompute", "TreeEnds", "Trees"]
+__all__ = ["Forms", "TreeCompute", "TreeEnds", "TreeMessages", "Trees"]
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,10 @@ class Forms:
 
 
 @dataclass(frozen=True)
-class TreeEnds(PeerEnds):
-    """The ends of a model with trees or routes (`program.Ends`)."""
+class TreeMessages:
+    """The tensors of messages of a model with trees or routes, a part of `program.Ends`."""
 
-    peers: Peers
     forms_agreed: bool
-    rank: int
-    """Pipeline rank of this process."""
 
     def forms(self, kind: MessageKind) -> Sequence[Form]:
         """Return the tensors of one message: uint8 bytes, after a header until forms are agreed."""
@@ -119,16 +116,26 @@ class TreeEnds(PeerEnds):
         return self._parts(transfer.message.kind)
 
     def _parts(self, kind: MessageKind) -> tuple[int, ...]:
-        return (0,) if self.forms_agreed or kind in ("B", "G") else (HEADER, 0)
+        return (HEADER, 0) if kind in ("F", "P") and not self.forms_agreed else (0,)
+
+
+@dataclass(frozen=True)
+class TreeEnds(TreeMessages, PeerEnds):
+    """The ends of a model with trees or routes (`program.Ends`)."""
+
+    peers: Peers
+    rank: int
+    """Pipeline rank of this process."""
 
 
 class _End(NamedTuple):
     """What a backward needs to know about its forward."""
 
     leaves: tuple[Leaf, ...]
-    """The sent tensors for which a gradient comes back."""
+    """The sent tensors for which a gradient comes back; not all of them need it."""
     gradients: list[torch.Tensor | None]
-    """Filled before the backward: gradients of `leaves`, then None for each published tensor."""
+    """Filled before the backward: gradients of the leaves that need one, then None for each
+    published tensor."""
     num_published: int
     """Published tensors from which the backward starts."""
 
@@ -140,6 +147,9 @@ class TreeCompute(StageCompute):
     forms: Forms = field(kw_only=True)
     store: RouteStore = field(kw_only=True)
     trees: Trees = field(kw_only=True)
+    of_roles: bool = field(default=False, kw_only=True)
+    """Whether forwards and backwards have their own ranks. Those that send trees then have no graph
+    and cannot tell which tensors need a gradient, so one comes back for all floating-point ones."""
     _ends: dict[tuple[int, int], _End] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -160,7 +170,7 @@ class TreeCompute(StageCompute):
         if kind == "W":
             self.weights(stage, microbatch, progress)
             return []
-        if kind == "F":
+        if kind in ("F", "R"):
             return self._run_forward(action, iter(inputs), is_first=is_first)
         return self._run_backward(action, iter(inputs))
 
@@ -184,27 +194,31 @@ class TreeCompute(StageCompute):
         with self.store.running(stage, batch):
             [made] = self.forward(stage, microbatch, [tree], is_first=is_first)
         self.store.check_forward(stage)
-        outputs = self._finish_forward(action, leaves, made)
+        if not self.call.forward_only:
+            self._keep(stage, microbatch, leaves, made)
+        outputs: Tensors = []
+        if stage < self._last_stage and action.kind == "F":
+            outputs = self._bytes_of(made, ("F", stage, stage + 1), microbatch)
         for hop in self._plan.hops_out(action):
             values = self.store.values(batch, hop.names)
             outputs += self._bytes_of(values, ("P", stage, hop.taker), microbatch)
         self._forget_after_forward(stage, microbatch)
         return outputs
 
-    def _finish_forward(
-        self, action: Action, leaves: list[torch.Tensor], made: object
-    ) -> list[torch.Tensor | None]:
-        """Join a stage's outputs into one root; return the messages for the next stage."""
-        stage, _, microbatch = action
-        is_last = stage == self._last_stage
-        if not self.call.forward_only:
-            tensors: list[torch.Tensor] = []
-            if not is_last:
-                tensors, _ = flatten(made, self._what(stage, microbatch), gradients=True)
-                tensors = [tensor for tensor in tensors if tensor.requires_grad]
-            origins = self.store.origins(self._batch(stage, microbatch), self._published(stage))
-            self._root(stage, microbatch, leaves, tensors, origins)
-        return [] if is_last else self._bytes_of(made, ("F", stage, stage + 1), microbatch)
+    def _keep(self, stage: int, microbatch: int, leaves: list[torch.Tensor], made: object) -> None:
+        """Keep what the backward needs: one root of all outputs, and the inputs."""
+        tensors: list[torch.Tensor] = []
+        if stage < self._last_stage:
+            flat, form = flatten(made, self._what(stage, microbatch), self._needs_gradient)
+            tensors = [t for t, leaf in zip(flat, form.leaves, strict=True) if leaf.requires_grad]
+        origins = self.store.origins(self._batch(stage, microbatch), self._published(stage))
+        self._root(stage, microbatch, leaves, tensors, origins)
+
+    def _needs_gradient(self, tensor: torch.Tensor) -> bool:
+        """Return whether a gradient comes back for a tensor of a sent tree."""
+        if self.of_roles:
+            return tensor.is_floating_point()
+        return tensor.requires_grad and not self.call.forward_only
 
     def _root(
         self,
@@ -218,10 +232,10 @@ class TreeCompute(StageCompute):
         _, outputs = self._live[stage, microbatch]
         gradients: list[torch.Tensor | None] = []
         if stage < self._last_stage:
-            roots = [*tensors, *origins]
+            roots = [*(t for t in tensors if t.requires_grad), *origins]
             outputs = [joined(roots, gradients) if roots else torch.zeros(())]
         self._live[stage, microbatch] = (list(leaves), outputs)
-        looks = tuple(Leaf(tuple(t.shape), t.dtype, True) for t in tensors)
+        looks = tuple(Leaf(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
         self._ends[stage, microbatch] = _End(looks, gradients, len(origins))
 
     def _run_backward(self, action: Action, inputs: Iterator[torch.Tensor | None]) -> Tensors:
@@ -231,7 +245,10 @@ class TreeCompute(StageCompute):
         of_root: Tensors = [None]
         if stage < self._last_stage:
             what = self._what(stage, microbatch)
-            end.gradients.extend(self._gradients(inputs, end.leaves, what))
+            arrived = self._gradients(inputs, end.leaves, what)
+            end.gradients.extend(
+                grad for grad, leaf in zip(arrived, end.leaves, strict=True) if leaf.requires_grad
+            )
             end.gradients.extend([None] * end.num_published)
             of_root = [torch.zeros((), device=self._device)]
         for hop in self._plan.hops_in(action):
@@ -281,7 +298,7 @@ class TreeCompute(StageCompute):
     ) -> list[torch.Tensor | None]:
         """Return a tree's tensors to send: a header until its form is agreed, then the bytes."""
         what = self._what(key[1], microbatch)
-        tensors, form = flatten(tree, what, gradients=not self.call.forward_only)
+        tensors, form = flatten(tree, what, self._needs_gradient)
         return [*self.forms.headers(key, form, what), pack(tensors, self._device)]
 
     def _forget_after_forward(self, stage: int, microbatch: int) -> None:

@@ -9,7 +9,7 @@ travels as a header before each tree.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -96,13 +96,15 @@ def _leaf(shape: list[int], dtype: str, requires_grad: bool) -> Leaf:
     return Leaf(tuple(shape), found, requires_grad)
 
 
-def flatten(tree: Tree, what: str, *, gradients: bool) -> tuple[list[torch.Tensor], TreeForm]:
+def flatten(
+    tree: Tree, what: str, needs_gradient: Callable[[torch.Tensor], bool]
+) -> tuple[list[torch.Tensor], TreeForm]:
     """Return a tree's tensors, in order, and its form.
 
     Args:
         tree: The output of a stage.
         what: Names the tree in error messages.
-        gradients: Whether a backward follows; otherwise no leaf of the form requires grad.
+        needs_gradient: Whether a gradient comes back for a tensor: its leaf requires grad.
 
     Raises:
         ScheduleError: The tree contains an object of an unsupported type.
@@ -110,8 +112,7 @@ def flatten(tree: Tree, what: str, *, gradients: bool) -> tuple[list[torch.Tenso
     tensors: list[torch.Tensor] = []
     skeleton = _cut(tree, tensors, what)
     leaves = [
-        (list(x.shape), str(x.dtype).removeprefix("torch."), gradients and x.requires_grad)
-        for x in tensors
+        (list(x.shape), str(x.dtype).removeprefix("torch."), needs_gradient(x)) for x in tensors
     ]
     return tensors, _parsed(json.dumps([skeleton, leaves], separators=(",", ":")).encode())
 
