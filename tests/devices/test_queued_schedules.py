@@ -46,6 +46,17 @@ def test_every_schedule_over_its_communicators(schedule: str, connections: int) 
     assert_equal(found, stock(4, _FLAGS + theirs))
 
 
+@pytest.mark.parametrize("connections", first_quick([1, 8]))
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_layers_that_gather_their_input_ahead_of_w(schedule: str, connections: int) -> None:
+    """Sequence parallelism: W gathers the next layer's input while a product of this one runs."""
+    sizes = f"{_FLAGS}{PP2}--tensor-model-parallel-size 2 --sequence-parallel "
+    env = queued(connections=connections, jitter_us=100, seed=connections)
+    found = train(4, f"{sizes}--pipeline-schedule {schedule} ", device="musa", env=env)
+    assert found.transports == ["TorchTransport"]
+    assert_equal(found, stock(4, sizes))
+
+
 def _waits_in_steps(argv: list[str]) -> list[dict[tuple[str, str, str], int]]:
     """Train; return for each step what made the host wait between its first and last action."""
     from torch_musa import host_waits

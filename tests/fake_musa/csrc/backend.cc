@@ -171,8 +171,9 @@ TORCH_LIBRARY_FRAGMENT(fake_musa, m) {
         Task task;
         task.kind = Kind::kPoll;
         task.name = "spin";
-        task.has_come = [flag] {
-            return __atomic_load_n(flag.data_ptr<int32_t>(), __ATOMIC_ACQUIRE) != 0;
+        task.came_s = [flag] {
+            const bool is_set = __atomic_load_n(flag.data_ptr<int32_t>(), __ATOMIC_ACQUIRE) != 0;
+            return is_set ? now_s() : 0.0;
         };
         Device::instance().submit(current_stream_key(checked(device)), std::move(task));
     });
@@ -218,11 +219,12 @@ TORCH_LIBRARY_FRAGMENT(fake_musa, m) {
               return Device::instance().new_message(stream_key(static_cast<int>(device), stream),
                                                     name);
           });
-    m.def("message_await_turn(int message) -> ()",
-          [](int64_t message) { Device::instance().await_turn(message); });
-    m.def("message_end(int message, str error) -> ()",
-          [](int64_t message, const std::string& error) {
-              Device::instance().end_message(message, error);
+    m.def("lags() -> bool", [] { return Costs::instance().lag_us > 0; });
+    m.def("message_await_turn(int message) -> float",
+          [](int64_t message) { return Device::instance().await_turn(message); });
+    m.def("message_end(int message, float end_s, str error) -> ()",
+          [](int64_t message, double end_s, const std::string& error) {
+              Device::instance().end_message(message, end_s, error);
           });
     m.def("host_state(str text) -> ()",
           [](const std::string& text) { Device::instance().set_host_state(text); });

@@ -32,6 +32,7 @@ struct Costs {
     double copied_per_us = 0;  // bytes of a copy per us; 0: infinite
     double message_us = 0;     // each operation of a communicator, once all its ranks have joined
     double jitter_us = 0;      // mean random delay of a task; one task in eight gets it
+    double lag_us = 0;         // how late a queue's thread may be without its device being late
     int64_t seed = 0;
 
     // Whether any task has a duration, so that its read and write times differ.
@@ -71,6 +72,7 @@ struct Costs {
                : name == "copied_per_us" ? &copied_per_us
                : name == "message_us"    ? &message_us
                : name == "jitter_us"     ? &jitter_us
+               : name == "lag_us"        ? &lag_us
                                          : nullptr;
     }
 };

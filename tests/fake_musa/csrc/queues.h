@@ -131,21 +131,24 @@ class Device {
         return last_message_;
     }
 
-    // Waits until the operation is the first of its queue.
-    void await_turn(int64_t number) {
+    // Waits until the operation is the first of its queue; returns when it became that.
+    double await_turn(int64_t number) {
         const ReleaseGil release;
         std::unique_lock<std::mutex> lock(mutex_);
         const std::shared_ptr<Message> message = messages_.at(number);
         message->changed.wait(lock, [&] { return message->turn; });
+        return message->turn_s;
     }
 
-    void end_message(int64_t number, const std::string& error) {
+    // Ends an operation that all its ranks had come to at `end_s`.
+    void end_message(int64_t number, double end_s, const std::string& error) {
         const std::lock_guard<std::mutex> lock(mutex_);
         const std::shared_ptr<Message> message = messages_.at(number);
         messages_.erase(number);
         if (!error.empty()) {
             failure_.set(message->name + ": " + error);
         }
+        message->end_s = end_s;
         message->done = true;
         message->changed.notify_all();
     }
@@ -257,6 +260,7 @@ class Device {
         }
         Stream& target = streams_.at(key);
         task.stream = key;
+        task.given_s = now_s();
         ++target.submitted;
         ++submitted_;
         target.queue->tasks.push_back(std::move(task));
@@ -291,7 +295,7 @@ class Device {
             ++ended_;
             if (ended.kind == Kind::kRecord) {
                 ended.mark->done = true;
-                ended.mark->time_s = now_s();
+                ended.mark->time_s = queue.clock_s;
                 ended.mark->passed.notify_all();
             }
         }

@@ -1,4 +1,4 @@
-// Interprocess events for waits of streams: two counters in shared memory.
+// Interprocess events for waits of streams: two counters and a time in shared memory.
 #pragma once
 
 #include <sys/mman.h>
@@ -42,7 +42,10 @@ class SharedEvents {
         const int64_t count = ++event.words->recorded;
         Task task;
         task.name = "an event of several processes";
-        task.run = [words = event.words, count] { words->done = count; };
+        task.run = [words = event.words, count, mark = Device::instance().record(stream)] {
+            words->done_s = mark->time_s;
+            words->done = count;
+        };
         Device::instance().submit(stream, std::move(task));
     }
 
@@ -53,12 +56,12 @@ class SharedEvents {
         Task task;
         task.kind = Kind::kPoll;
         task.name = "wait for an event of process " + std::to_string(event.pid);
-        task.has_come = [event, count] {
+        task.came_s = [event, count] {
             if (event.words->done >= count) {
-                return true;
+                return event.words->done_s.load();
             }
             TORCH_CHECK(Standstill::lives(event.pid), "the process of an event is gone");
-            return false;
+            return 0.0;
         };
         Device::instance().submit(stream, std::move(task));
     }
@@ -72,6 +75,7 @@ class SharedEvents {
     static constexpr size_t kBytes = 4096;
     struct Words {
         std::atomic<int64_t> recorded, done;
+        std::atomic<double> done_s;  // by the clock of the queue that recorded it
     };
     struct Event {
         std::shared_ptr<Words> words;

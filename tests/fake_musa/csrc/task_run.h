@@ -4,6 +4,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -20,6 +21,7 @@ namespace fake_musa {
 
 struct Queue {
     std::deque<Task> tasks;  // the first one runs or waits
+    double clock_s = 0;      // when the last task ended, had this thread never been late
     bool computes = false;
     std::condition_variable filled;
     std::mt19937_64 random;
@@ -51,6 +53,7 @@ class TaskRun {
 
     void carry_out() {
         const auto step = std::chrono::milliseconds(200);
+        advance(task_.given_s);
         switch (task_.kind) {
             case Kind::kRecord:
                 return;
@@ -58,21 +61,20 @@ class TaskRun {
                 while (!task_.mark->done && !failure_.is_set()) {
                     task_.mark->passed.wait_for(lock_, step);
                 }
+                advance(task_.mark->time_s);
                 return;
             case Kind::kPoll:
-                guarded([&] {
-                    while (!task_.has_come()) {
-                        std::this_thread::sleep_for(std::chrono::microseconds(200));
-                    }
-                });
+                guarded([&] { advance(poll()); });
                 return;
             case Kind::kMessage:
-                sleep(time_us());
+                pass(time_us());
+                task_.message->turn_s = queue_.clock_s;
                 task_.message->turn = true;
                 task_.message->changed.notify_all();
                 while (!task_.message->done && !failure_.is_set()) {
                     task_.message->changed.wait_for(lock_, step);
                 }
+                advance(task_.message->end_s);
                 return;
             default:
                 if (!failure_.is_set()) {
@@ -103,9 +105,9 @@ class TaskRun {
     void compute() {
         const double half_us = time_us() / 2;
         queue_.computes = true;
-        sleep(half_us);
+        pass(half_us);
         guarded(task_.run);
-        sleep(half_us);
+        pass(half_us);
         if (task_.publish && !failure_.is_set()) {
             guarded(task_.publish);
         }
@@ -123,12 +125,33 @@ class TaskRun {
         return task_.lasts_us + (late ? draw(queue_.random) : 0);
     }
 
-    void sleep(double us) {
-        if (us > 0) {
-            lock_.unlock();
-            std::this_thread::sleep_for(std::chrono::duration<double, std::micro>(us));
-            lock_.lock();
+    // Returns when the event came.
+    double poll() {
+        for (;;) {
+            if (const double came_s = task_.came_s()) {
+                return came_s;
+            }
+            std::this_thread::sleep_for(std::chrono::microseconds(200));
         }
+    }
+
+    // Moves the clock of the queue on to a time, and up to now but for what it may lag behind.
+    void advance(double time_s) {
+        const double lag_s = 1e-6 * Costs::instance().lag_us;
+        queue_.clock_s = std::max({queue_.clock_s, time_s, now_s() - lag_s});
+    }
+
+    // Lets a time pass on the clock of the queue, and sleeps until then.
+    void pass(double us) {
+        if (us <= 0) {
+            return;
+        }
+        advance(0);
+        queue_.clock_s += 1e-6 * us;
+        lock_.unlock();
+        const double left_s = std::max(0.0, queue_.clock_s - now_s());
+        std::this_thread::sleep_for(std::chrono::duration<double>(left_s));
+        lock_.lock();
     }
 
     Queue& queue_;

@@ -23,7 +23,7 @@ inline double now_s() {
 struct Mark {
     std::string where;
     bool done = false;
-    double time_s = 0;
+    double time_s = 0;  // by the clock of its queue
     std::condition_variable passed;
 };
 using MarkPtr = std::shared_ptr<Mark>;
@@ -32,6 +32,7 @@ using MarkPtr = std::shared_ptr<Mark>;
 struct Message {
     std::string name;
     bool turn = false, done = false;
+    double turn_s = 0, end_s = 0;  // by the clock of the queue
     std::condition_variable changed;
 };
 
@@ -40,12 +41,14 @@ enum class Kind { kKernel, kCopy, kMessage, kRecord, kWait, kPoll, kPoison };
 struct Task {
     Kind kind = Kind::kKernel;
     std::string name;
+    double given_s = 0;  // when the host submitted it
     double lasts_us = 0;
     std::function<void()> run;      // in the middle of its duration: reads and computes
     std::function<void()> publish;  // at its end: writes; may be empty
     MarkPtr mark;                   // kRecord: the mark to pass; kWait: the mark to wait for
     std::shared_ptr<Message> message;
-    std::function<bool()> has_come;  // kPoll: whether the event has come; raises if it never will
+    std::function<double()> came_s;  // kPoll: when the event came, 0 if it has yet to come; raises
+                                     // if it never will
     StreamKey stream = 0;
 };
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,6 +34,8 @@ class Operation:
     tensors: list
     """Which it reads and writes."""
     finish: Callable | None = None
+    meet: Callable | None = None
+    """Tells the other rank when this one came to the operation; returns works and their stamp."""
 
 
 class Communicator:
@@ -65,32 +68,36 @@ class Communicator:
             for tensor in operation.tensors:
                 tensor.record_stream(self._stream)
         event = self._stream.record_event()
-        starts = [(operation.start, operation.finish) for operation in operations]
-        self._jobs.put((number, starts))
+        parts = [(one.start, one.finish, one.meet) for one in operations]
+        self._jobs.put((number, parts))
         return QueuedWork(event, name)
 
     def _work(self):
         while True:
             number, operations = self._jobs.get()
-            torch.ops.fake_musa.message_await_turn(number)
-            error = ""
+            turn_s = torch.ops.fake_musa.message_await_turn(number)
+            end_s, error = turn_s, ""
             try:
                 if not _given_up:
-                    _carry_out(operations)
+                    end_s = _carry_out(operations, turn_s)
             except Exception as raised:  # whatever it is, the device reports it
                 error = f"{type(raised).__name__}: {raised}"
-            torch.ops.fake_musa.message_end(number, error)
+            torch.ops.fake_musa.message_end(number, end_s, error)
             del operations
 
 
-def _carry_out(operations):
-    """Begin all, then wait for all."""
-    works = [work for start, _ in operations for work in start()]
-    for work in works:
+def _carry_out(operations, turn_s):
+    """Begin all, then wait for all; return when all ranks had come, by their devices' clocks."""
+    works = [work for start, _, _ in operations for work in start()]
+    meetings = [meet(turn_s) for _, _, meet in operations if meet is not None]
+    for work in works + [work for their_works, _ in meetings for work in their_works]:
         work.wait()
-    for _, finish in operations:
+    for _, finish, _ in operations:
         if finish is not None:
             finish()
+    if len(meetings) < len(operations):
+        return time.monotonic()  # a collective, whose other ranks do not tell
+    return max(turn_s, *(stamp.item() for _, stamp in meetings))
 
 
 class QueuedWork(dist.Work):

@@ -227,16 +227,26 @@ class ProcessGroupMCCL(dist.ProcessGroup):
     # -- between two ranks -------------------------------------------------------------------------
 
     def send(self, tensors, peer, tag=0):
-        return self._transfer(f"send to {peer}", self._gloo.send, tensors, peer)
+        return self._transfer(f"send to {peer}", self._gloo.send, tensors, peer, (2, 4))
 
     def recv(self, tensors, peer, tag=0):
-        return self._transfer(f"recv from {peer}", self._gloo.recv, tensors, peer)
+        return self._transfer(f"recv from {peer}", self._gloo.recv, tensors, peer, (4, 2))
 
-    def _transfer(self, name, start, tensors, peer):
+    def _transfer(self, name, start, tensors, peer, stamp_tags):
         aliases, batched = _aliases(tensors), self._batch is not None
+
+        def meet(turn_s):
+            ours, theirs = torch.tensor([turn_s], dtype=torch.float64), torch.zeros(1).double()
+            told, heard = (tag + int(batched) for tag in stamp_tags)
+            works = self._gloo.send([ours], peer, told), self._gloo.recv([theirs], peer, heard)
+            return works, theirs
+
         # One of a batch is none of those between its two ranks alone.
         operation = Operation(
-            f"{name} of {self._name}", lambda: [start(aliases, peer, int(batched))], tensors
+            f"{name} of {self._name}",
+            lambda: [start(aliases, peer, int(batched))],
+            tensors,
+            meet=meet if torch.ops.fake_musa.lags() else None,
         )
         if not _is_async():
             return _Work(operation)
