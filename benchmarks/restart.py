@@ -36,7 +36,8 @@ _FLAGS = (
     "--max-position-embeddings 16 --swiglu --normalization RMSNorm --disable-bias-linear "
     "--position-embedding-type rope --untie-embeddings-and-output-weights --tokenizer-type "
     "NullTokenizer --vocab-size 100 --mock-data --micro-batch-size 2 --lr 1e-3 --train-iters 8 "
-    "--eval-iters 0 --log-interval 1 --num-workers 0 --pipeline-model-parallel-size 2 --use-dpp "
+    "--eval-iters 0 --eval-interval 8 --log-interval 1 --num-workers 0 "
+    "--pipeline-model-parallel-size 2 --use-dpp "
     "--save-interval 2"
 )
 _KILLED_AFTER = 5

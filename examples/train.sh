@@ -26,6 +26,7 @@ readonly LLM_TRAINING=(
     --adam-beta2 0.95
     --clip-grad 1.0
     --seed 42
+    --eval-interval 1000
     --eval-iters 0
     --split 1
     --log-interval 1

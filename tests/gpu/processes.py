@@ -59,7 +59,8 @@ def why_no_gpu() -> str | None:
         return None
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
-    if not torch.cuda.is_available():
+    # Not `torch.cuda.is_available`: without a GPU the package lets it say yes to Megatron.
+    if torch._C._cuda_getDeviceCount() < 1:
         return "torch sees no NVIDIA GPU"
     return None
 

@@ -25,7 +25,7 @@ LLAMA = (
     "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
     "--rotary-base 500000 --untie-embeddings-and-output-weights --tokenizer-type NullTokenizer "
     "--vocab-size 100 --mock-data --micro-batch-size 2 --lr 1e-3 --train-iters 3 --eval-iters 0 "
-    "--log-interval 1 --num-workers 0 --pipeline-model-parallel-size 2 "
+    "--eval-interval 1000 --log-interval 1 --num-workers 0 --pipeline-model-parallel-size 2 "
 )
 WAITING = """\
 import os, signal, sys, time

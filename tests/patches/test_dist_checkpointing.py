@@ -15,17 +15,19 @@ from tests.ranks import run_ranks
 def queue_process(script: str, patched: bool) -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    name = "get_write_results_queue"  # with an underscore before 0.19
+    make_queue = getattr(filesystem_async, name, None) or getattr(filesystem_async, f"_{name}")
     main = ModuleType("__main__")
     main.__file__ = script
     sys.modules["__main__"] = main
     if patched:
-        queue = filesystem_async._get_write_results_queue()
+        queue = make_queue()
         queue.put("written")
         assert queue.get() == "written"
         assert main.__file__ == script
     else:
         with without("dist_checkpointing.queue_process"), pytest.raises(EOFError):
-            filesystem_async._get_write_results_queue()
+            make_queue()
 
 
 @pytest.mark.parametrize("patched", [True, False])

@@ -190,15 +190,22 @@ def shared() -> tuple[dict[str, float], list[float] | None]:
     start_parallel(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     assert share_losses({}) == {}
     share_mtp_losses()
-    assert "values" not in MTPLossLoggingHelper.tracker
+    tracker = MTPLossLoggingHelper.tracker
+    if hasattr(MTPLossLoggingHelper, "save_loss_to_tracker"):
+        save, others = MTPLossLoggingHelper.save_loss_to_tracker, []
+        reduce, key = MTPLossLoggingHelper.reduce_loss_in_tracker, "values"
+    else:  # from 0.19 on, which counts correct tokens, and all, beside the loss
+        save, others = MTPLossLoggingHelper.save_metrics_to_tracker, [torch.tensor(1.0)] * 2
+        reduce, key = MTPLossLoggingHelper.reduce_metrics_in_tracker, "loss_values"
+    assert key not in tracker
     own = {}
     if distributed.get_rank() == 0:
         own = {"lm loss": torch.tensor(1.5), "other": torch.tensor([2.0, 3.0])}
-        MTPLossLoggingHelper.save_loss_to_tracker(torch.tensor(4.0), 1, 2)
+        save(torch.tensor(4.0), *others, 1, 2)
     losses = share_losses(own)
     share_mtp_losses()
-    MTPLossLoggingHelper.reduce_loss_in_tracker()
-    values = MTPLossLoggingHelper.tracker["values"].tolist()
+    reduce()
+    values = tracker[key].tolist()
     return {key: loss.sum().item() for key, loss in losses.items()}, values
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,8 @@ def test_patch(case) -> None:
 
 
 def test_grouped_experts_where_the_library_is_installed(tmp_path: Path) -> None:
+    if find_spec("megatron.core.transformer.moe.grouped_gemm_util") is None:
+        pytest.skip("this release has no experts that use the library grouped_gemm")
     (tmp_path / "grouped_gemm.py").write_text(_STAND_IN)
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "MEGATRON_EXT_DEVICE": "cpu"}
     run = subprocess.run(

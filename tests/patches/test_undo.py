@@ -22,12 +22,15 @@ from megatron_ext import patches
 from megatron_ext.patches import listing
 from tests.patches.attributes import described, different, held
 
+MEGATRONS_OWN = ["torch.storage:_load_from_bytes"]  # megatron.core replaces it from 0.19 on
+
 def import_everything():
     patches.register()
     listing.import_targets()
 
 import torch
 import torch._dynamo, torch._inductor.config  # which Megatron imports; they change torch
+torch.compile(lambda: None)()  # from 0.19 on Megatron's import compiles, which changes it too
 if sys.argv[1] == "megatron":
     import_everything()
 for _ in range(2):  # the second time megatron.core is there in any case
@@ -39,7 +42,7 @@ for _ in range(2):  # the second time megatron.core is there in any case
     assert torch.cuda.is_available()
     megatron_ext.deactivate()
     assert len(before) > 80_000, len(before)
-    print("attributes", different(before, held()))
+    print("attributes", [a for a in different(before, held()) if a not in MEGATRONS_OWN])
     if "megatron.legacy.fused_kernels" in sys.modules:  # of a tree; it empties this when imported
         environment.setdefault("TORCH_CUDA_ARCH_LIST", "")
     assert dict(os.environ) == environment

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.upstream import find_tree
 from tests.commands import run_package, run_python
-from tests.ranks import losses, start_script
+from tests.ranks import losses, skip_where_training_is_in_the_wheel, start_script
 from tests.tiers import first_quick
 from tests.training.helpers import LENGTH, SHAPE
 
@@ -132,6 +132,8 @@ def test_ids_are_those_of_upstreams_own_tokenizers(
 def test_training_reads_them(tmp_path: Path, embedded: bool, request) -> None:
     if not embedded:
         request.getfixturevalue("megatron_lm_path")
+    else:
+        skip_where_training_is_in_the_wheel()
     files = gpt2_files(tmp_path)
     preprocess(tmp_path, "GPT2BPETokenizer", [*files, "--append-eod"], **NO_NETWORK)
     flags = (

@@ -30,13 +30,13 @@ FIRST_PORT = 29500
 
 
 def train(port: int, flags: list[str]) -> None:
-    from megatron_ext import runner
+    from megatron_ext import releases, runner
 
     os.environ.update(
         RANK=NODE, WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
         MASTER_ADDR="10.77.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="eth0",
     )  # fmt: skip
-    sys.exit(runner.run("pretrain_gpt.py", flags, embedded=True))
+    sys.exit(runner.run("pretrain_gpt.py", flags, embedded=not releases.has_training()))
 
 
 def fork(run: str, port: int, flags: list[str]) -> int:

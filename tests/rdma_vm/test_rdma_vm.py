@@ -116,7 +116,8 @@ TRAINING = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32 "
     "--micro-batch-size 2 --global-batch-size 8 --log-interval 1 --num-workers 0 --lr 1e-3 "
     "--min-lr 1e-4 --train-iters 3 --lr-warmup-iters 1 --eval-iters 0 --seq-length 16 "
-    "--tokenizer-type NullTokenizer --vocab-size 100 --mock-data --microbatch-rng"
+    "--eval-interval 1000 --tokenizer-type NullTokenizer --vocab-size 100 --mock-data "
+    "--microbatch-rng"
 )
 
 

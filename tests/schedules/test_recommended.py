@@ -18,7 +18,7 @@ from tests.trace.runs import write_run
 MODEL = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 1 --train-iters 5 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 127 "
+    "--vocab-size 127 --eval-interval 1000 "
 )
 SIZES = range(2, 9)
 PAPER = "--pipeline-schedule bitpipe --bitpipe-order paper"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext import releases
 from megatron_ext.trace.aggregate import read_run
 from megatron_ext.trace.recorder import MAX_KEPT, Recorder
 from tests.ranks import RankRun, _run_script, losses, start_ranks
@@ -81,6 +82,8 @@ def test_training_goes_on_when_there_is_no_room_for_a_trace_at_all(small_disk: P
 
 
 def test_training_goes_on_when_a_trace_exceeds_what_a_file_may_have(tmp_path: Path) -> None:
+    if releases.has_training():
+        pytest.skip("the log of this release exceeds it as well, for it lists more arguments")
     run = train(tmp_path / "run", _ROOM_BYTES)
     check_warnings(run, tmp_path / "run", "File too large")
     recorded = read_run(tmp_path / "run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -244,4 +245,6 @@ def grouped_experts(overlap: bool) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_grouped_experts(overlap: bool) -> None:
+    if find_spec("megatron.core.transformer.moe.grouped_gemm_util") is None:
+        pytest.skip("this release has no experts that use the library grouped_gemm")
     run_ranks(1, grouped_experts, overlap)
