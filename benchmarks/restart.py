@@ -46,7 +46,7 @@ _PAUSE = "pause before the first restart"
 _PARTS = {
     "noticed, the other processes ended": r"restart 1 of 1 in (\S+) s",
     "hosts asked, agents started": r"run \S+-r1: ",
-    "imports, groups, model, checkpoint": r"loaded .*, going on from iteration",
+    "imports, groups, model, checkpoint": r"loaded .*(?:, going on from| at) iteration",
     "first step": r"iteration +\d+/",
 }
 """What takes time, and the line that ends it. The first line also names the pause that follows."""
