@@ -119,26 +119,6 @@ def test_a_kernel_can_take_time_and_compute_nothing() -> None:
     assert lasted_ms >= 40
 
 
-def _late_threads() -> float:
-    """Spend 20 ms in 20 kernels, with others between them that take no time of the device."""
-    begin, end = (torch.musa.Event(enable_timing=True) for _ in range(2))
-    table, flag = torch.ones(200, 200, device="musa"), torch.zeros(1, dtype=torch.int32)
-    torch.ops.fake_musa.spin(0, flag)  # so that the host is ahead
-    begin.record()
-    for _ in range(20):
-        torch.ops.fake_musa.spend(0, 1000)
-        table = table @ table / 200
-    end.record()
-    flag.fill_(1)
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
-def test_a_late_thread_need_not_make_the_device_late() -> None:
-    assert _alone(_late_threads) > 20
-    assert _alone(_late_threads, lag_us=1e6) == pytest.approx(20, abs=1e-4)
-
-
 # -- memory ----------------------------------------------------------------------------------------
 
 
@@ -388,44 +368,6 @@ def _sent_and_dropped() -> list[float]:
 def test_what_was_sent_may_be_dropped() -> None:
     env = queued(message_us=20_000)
     assert run_ranks(2, _sent_and_dropped, device="musa", env=env)[1] == [0.0, 1.0, 2.0, 3.0, 4.0]
-
-
-def _told_late(by_event: bool) -> float:
-    """Return when rank 0 has spent 50 ms, or when rank 1 hears of it, by their devices' clocks."""
-    rank, device = _join()
-    store = dist.distributed_c10d._get_default_store()
-    end, flag = torch.musa.Event(enable_timing=True), torch.zeros(1, dtype=torch.int32)
-    tensor = torch.ones(1, device=device)
-    _first_use(dist.group.WORLD, rank, device)
-    if rank == 0:
-        torch.ops.fake_musa.spin(rank, flag)
-        torch.ops.fake_musa.spend(rank, 50_000)
-        end.record()
-        if by_event:
-            shared = torch.musa.Event(interprocess=True)
-            shared.record()
-            store.set("event", shared.ipc_handle())
-        else:
-            dist.isend(tensor, 1)
-        store.wait(["launched"])
-        flag.fill_(1)
-    else:
-        if by_event:
-            torch.musa.Event.from_ipc_handle(device, store.get("event")).wait()
-        else:
-            dist.irecv(tensor, 0).wait()
-        end.record()
-        store.set("launched", "")
-    end.synchronize()
-    dist.barrier()
-    return end._point.time_s
-
-
-@pytest.mark.parametrize(("by_event", "message_s"), [(True, 0), (False, 0.03)])
-def test_ranks_share_one_clock(by_event: bool, message_s: float) -> None:
-    env = queued(lag_us=1e6, message_us=30_000)
-    spent_s, heard_s = run_ranks(2, _told_late, by_event, device="musa", env=env)
-    assert heard_s - spent_s == pytest.approx(message_s, abs=1e-6)
 
 
 def _a_peer_dies() -> None:
