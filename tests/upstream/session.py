@@ -168,7 +168,7 @@ class _Fixtures:
 
         MultiStorageClientFeature.disable()
         if find_spec("megatron.core.dist_checkpointing.strategies.base") is None:
-            yield  # later releases know `torch_dist` only
+            yield  # later releases save so by default
             return
         from megatron.core.dist_checkpointing.strategies.base import (
             StrategyAction,
