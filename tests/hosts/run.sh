@@ -13,7 +13,9 @@ PYTHON=${MEGATRON_BRIDGE_PYTHON:-$BRIDGE_DIR/bin/python}
 
 if [[ -z ${MEGATRON_BRIDGE_PYTHON:-} && ! -f $BRIDGE_DIR/.complete ]]; then
     python3.12 -m venv "$BRIDGE_DIR"
-    "$PYTHON" -m pip install --quiet "megatron-core>=0.19,<0.20" ".[upstream]" pytest pytest-timeout hypothesis
+    # Editable: the package of this folder, which the tests are beside, finds its native module no other way.
+    MEGATRON_EXT_REQUIRE_NATIVE=1 "$PYTHON" -m pip install --quiet "megatron-core>=0.19,<0.20" --editable ".[upstream]" \
+        pytest pytest-timeout hypothesis
     # Bridge names packages that need a GPU, or a newer C library: it comes alone, with what it imports on a CPU.
     "$PYTHON" -m pip install --quiet --no-deps "megatron-bridge>=0.6,<0.7"
     "$PYTHON" -m pip install --quiet "transformers>=5.8,<5.12" omegaconf "hydra-core>=1.3.4,<1.4" datasets peft accelerate \
