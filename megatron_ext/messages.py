@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-__all__ = ["HEADER", "Message", "MessageKind"]
+__all__ = ["HEADER", "LAUNCHED", "Message", "MessageKind"]
 
 MessageKind = Literal["F", "B", "C", "D", "W", "P", "G"]
 """F: an activation. B: the gradient of one. C: a credit, which lets a rank run one more micro-batch
@@ -17,6 +17,17 @@ a stage published on routes. G: their gradients."""
 
 HEADER = 7
 """The part of F and P that says what the tensors of a hand-over are."""
+
+LAUNCHED = 8
+"""Added to the part: not the tensor, but the news that its sender's device will compute it."""
+
+_OF_MICROBATCHES: dict[MessageKind, str] = {
+    "F": "the activation that stage {} needs",
+    "B": "the gradient that stage {} needs",
+    "P": "what stage {} published",
+    "G": "the gradient of routes from stage {}",
+    "C": "the credit of stage {}",
+}
 
 _HOST_KINDS: frozenset[MessageKind] = frozenset(("C", "D"))
 
@@ -47,6 +58,21 @@ class Message(NamedTuple):
         return self.kind == "D" and self.part == 1
 
     @property
+    def launch(self) -> Message:
+        """The news that the sender has launched what computes this tensor."""
+        return self._replace(part=self.part | LAUNCHED)
+
+    @property
+    def is_launch(self) -> bool:
+        """Whether it is such news."""
+        return bool(self.part & LAUNCHED)
+
+    @property
+    def launched(self) -> Message:
+        """The tensor that such news is about."""
+        return self._replace(part=self.part & ~LAUNCHED)
+
+    @property
     def for_host(self) -> bool:
         """Whether the host acts on it: its tensor never goes to a device."""
         return self.kind in _HOST_KINDS or (self.part == HEADER and self.kind in ("F", "P"))
@@ -54,16 +80,10 @@ class Message(NamedTuple):
     def __str__(self) -> str:
         """Return its name for error messages."""
         kind, stage, microbatch, part = self
-        if kind == "F":
-            return f"the activation that stage {stage} needs for micro-batch {microbatch}"
-        if kind == "B":
-            return f"the gradient that stage {stage} needs for micro-batch {microbatch}"
-        if kind == "P":
-            return f"what stage {stage} published for micro-batch {microbatch}"
-        if kind == "G":
-            return f"the gradient of routes from stage {stage} for micro-batch {microbatch}"
-        if kind == "C":
-            return f"the credit of stage {stage} for micro-batch {microbatch}"
+        if self.is_launch:
+            return f"the launch of {self.launched}"
+        if kind in _OF_MICROBATCHES:
+            return _OF_MICROBATCHES[kind].format(stage) + f" for micro-batch {microbatch}"
         if self.is_own:
             return f"the end of action {microbatch} on this rank's device"
         if kind == "D":

@@ -4,7 +4,7 @@ A send copies the tensor into a buffer of the sender's device that the receiver 
 transport carries a short message that names the buffer. The receiver's device copies the tensor
 out, and a note tells the sender that the buffer is free. The devices order these copies
 (`devices/sharing.py`): no thread waits for one. But a dynamic order chooses by what has arrived, so
-for it a thread sends the short message once the tensor is in the buffer.
+for it a thread sends one more message, an empty one, once the tensor is in the buffer.
 
 A send never waits, neither on the host nor on the device. It uses a buffer that its reader has
 read, or allocates one. So a peer has as many buffers as it ever had messages in flight at once,
@@ -88,9 +88,9 @@ class DirectTransport:
         sharing: The memory sharing of this process's device.
         rank: Global rank of this process.
         timeout_s: How long to wait for the peers.
-        tells_when_there: Whether a message arrives when its tensor is there. Otherwise it arrives
-            when the sender has launched what computes it; a receiver that knows its order launches
-            ahead then.
+        tells_when_there: Whether a message arrives when its tensor is there, and the news of its
+            launch (`Message.launch`) before. Otherwise it arrives when the sender has launched
+            what computes it, which is all that a receiver who follows a table has to know.
         peers: Global ranks of the peers; None: all of `host`.
         owns_host: Whether `host` is closed with this transport, which then also starts its steps.
 
@@ -116,6 +116,8 @@ class DirectTransport:
         self._timeout_s = timeout_s
         self._copies = Afterwards("copies", self._give_up) if tells_when_there else None
         self._expected: dict[tuple[int, Message], Expected] = {}
+        self._coming: list[tuple[int, Message]] = []
+        """Received messages whose tensors may not be there; the empty messages have yet to come."""
         self._num_messages = self._num_bytes = 0
         self._given_up = self._closed = False
         self._peers = {
@@ -136,10 +138,7 @@ class DirectTransport:
         """
         if self._copies is not None:
             self._copies.finish(self._timeout_s)  # their tags contain its number
-        notes = [
-            item if item.message.for_host else item._replace(shape=None, dtype=torch.uint8)
-            for item in expected
-        ]
+        notes = [note for item in expected for note in self._notes(item)]
         if self._owns_host:
             self._host.begin(notes, slots)
         else:
@@ -177,21 +176,27 @@ class DirectTransport:
         if self._copies is None:
             self._host.isend(text, target, message)
         else:
-            copied = self._sharing.pushed(peer.lent[number])
-            self._copies.after(copied, partial(self._host.isend, text, target, message), text)
+            self._host.isend(text, target, message.launch)
+            there = partial(self._host.isend, torch.empty(0, dtype=text.dtype), target, message)
+            self._copies.after(self._sharing.pushed(peer.lent[number]), there, None)
         self._num_messages += 1
         self._num_bytes += tensor.nbytes
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
-        """Return the tensor of a message, on the device, whose later work waits for the copy.
+        """Return a message's tensor, on the device, whose later work waits for the copy.
 
         Raises:
             MessageMismatch: The tensor's shape or dtype is not the expected one.
             TransportError: The message did not arrive in time, the copy failed or the peer is gone.
         """
-        text = self._host.recv(source, message, timeout_s)
         if message.for_host:
-            return text
+            return self._host.recv(source, message, timeout_s)
+        text = self._host.recv(
+            source, message if self._copies is None else message.launch, timeout_s
+        )
+        if self._copies is not None:
+            self._coming.append((source, message))
+            self._coming = [name for name in self._coming if not self._host.drop(*name)]
         expected = self._expected.pop((source, message))
         number, shape, dtype, handle = parsed(text)
         if dtype != expected.dtype or expected.shape not in (None, shape):
@@ -212,7 +217,7 @@ class DirectTransport:
         return tensor
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
-        """Return the messages that arrived; see `tells_when_there` for what that means."""
+        """Return what arrived; see `tells_when_there` for what that means."""
         if self._copies is not None:
             self._copies.check()
         return self._host.poll(timeout_s)
@@ -221,12 +226,16 @@ class DirectTransport:
         """Wait until all peers can receive their messages. The devices order the reuse of buffers.
 
         Raises:
-            TransportError: A peer does not accept its messages in time.
+            TransportError: A peer does not accept its messages in time, or the tensor of a message
+                received before did not come.
         """
-        begin_s = time.perf_counter()
+        deadline_s = time.perf_counter() + timeout_s
         if self._copies is not None:
             self._copies.finish(timeout_s)
-        self._host.flush(max(0.0, begin_s + timeout_s - time.perf_counter()))
+        for name in self._coming:
+            self._host.recv(*name, max(0.0, deadline_s - time.perf_counter()))
+        self._coming.clear()
+        self._host.flush(max(0.0, deadline_s - time.perf_counter()))
 
     def abort(self, reason: str) -> None:
         """Abort for good. Peers may still read the buffers, which stay until this process exits."""
@@ -262,6 +271,15 @@ class DirectTransport:
             bytes=self._num_bytes,
             wires=dict.fromkeys(self._peers, "ipc"),
         )
+
+    def _notes(self, item: Expected) -> list[Expected]:
+        """Return what the host receives for a message of the device or the host."""
+        if item.message.for_host:
+            return [item]
+        text = item._replace(shape=None, dtype=torch.uint8)
+        if self._copies is None:
+            return [text]
+        return [text._replace(message=item.message.launch), text._replace(shape=(0,))]
 
     def _meet(self, rank: int, timeout_s: float) -> None:
         """Exchange device names and a first buffer with each peer, then the results of mapping it.

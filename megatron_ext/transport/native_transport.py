@@ -262,6 +262,15 @@ class NativeTransport:
             )
         return tensor
 
+    def drop(self, source: int, message: Message) -> bool:
+        """Receive a message if it has arrived, without its tensor; return whether it had."""
+        name = (source, self._tags[message] | self._step)
+        if self._usable().take(*name, 0.0) is None:
+            return False
+        self._expected.pop(name, None)
+        self._told.pop(name, None)
+        return True
+
     def poll(self, timeout_s: float) -> Sequence[Message]:
         """Return the messages that arrived since the last call; sleep until one arrives.
 

@@ -56,7 +56,7 @@ class ObservedTransport:
     """Delegates to another transport and reports to an observer.
 
     An error ends the step: the call that raised it has a begin and no end. What a rank tells itself
-    is no message to the observer; any thread may send it.
+    is no message to the observer, for any thread may send it, and neither is the news of a launch.
 
     Args:
         transport: Carries the messages; closed with this one.
@@ -123,4 +123,4 @@ class ObservedTransport:
 
 
 def _of_others(messages: Sequence[Message]) -> list[Message]:
-    return [message for message in messages if not message.is_own]
+    return [message for message in messages if not (message.is_own or message.is_launch)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from megatron_ext.errors import TransportError
-from megatron_ext.messages import Message, MessageKind
+from megatron_ext.messages import LAUNCHED, Message, MessageKind
 
 __all__ = ["NOTE", "NUM_STEPS", "Tags"]
 
-# A tag is, from the highest bit: kind 3, part 3, stage 11, micro-batch 24, step 23.
+# A tag is, from the highest bit: kind 3, part 4, stage 11, micro-batch 23, step 23.
 _KINDS: dict[MessageKind, int] = {"F": 0, "B": 1, "C": 2, "D": 3, "W": 4, "P": 5, "G": 6}
-_MAX_PARTS, _MAX_STAGES, _MAX_MICROBATCHES = 1 << 3, 1 << 11, 1 << 24
+_MAX_STAGES, _MAX_MICROBATCHES = 1 << 11, 1 << 23
 
 NUM_STEPS = 1 << 23
 """Number of steps that tags distinguish; the low bits of a tag are the step modulo this."""
@@ -30,12 +30,12 @@ class Tags(dict[Message, int]):
         if (
             message.stage >= _MAX_STAGES
             or message.microbatch >= _MAX_MICROBATCHES
-            or message.part >= _MAX_PARTS
+            or message.part >= 2 * LAUNCHED
         ):
             raise TransportError(
                 f"{message} has no tag: a step has at most {_MAX_STAGES} stages, "
-                f"{_MAX_MICROBATCHES} micro-batches and {_MAX_PARTS} tensors for each of them"
+                f"{_MAX_MICROBATCHES} micro-batches and {LAUNCHED} tensors for each of them"
             )
-        high = (_KINDS[message.kind] << 3 | message.part) << 11 | message.stage
-        tag = self[message] = (high << 24 | message.microbatch) << 23
+        high = (_KINDS[message.kind] << 4 | message.part) << 11 | message.stage
+        tag = self[message] = (high << 23 | message.microbatch) << 23
         return tag

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_ext import devices
 from megatron_ext.devices import copies, sharing  # noqa: F401  (mutants are looked for there)
+from megatron_ext.errors import TransportTimeout
 from megatron_ext.messages import Message
 from megatron_ext.transport.base import Expected, Transport
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
@@ -52,10 +53,16 @@ def _open(way: str, me: int) -> Transport:
     host = NativeTransport(
         store(), me, [1 - me], run_id="queued", device=torch.device("cpu"), slots=4,
         wire="tcp" if way == "tcp" else "shm",
-        slot_bytes=NOTE_BYTES if way == "ipc" else 4 * _SHAPE[0] * _SHAPE[1],
+        slot_bytes=NOTE_BYTES if "ipc" in way else 4 * _SHAPE[0] * _SHAPE[1],
     )  # fmt: skip
-    if way == "ipc":
-        return DirectTransport(host, device.sharing(here), me, timeout_s=_LONG_S)
+    if "ipc" in way:
+        return DirectTransport(
+            host,
+            device.sharing(here),
+            me,
+            timeout_s=_LONG_S,
+            tells_when_there=way == "ipc, telling",
+        )
     return staged(host, device.copies(here), timeout_s=_LONG_S)
 
 
@@ -107,7 +114,7 @@ def _exchange(way: str, costs: Sequence[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("late", _LATE)
-@pytest.mark.parametrize("way", ["ipc", "shm", "tcp", "torch"])
+@pytest.mark.parametrize("way", ["ipc", "ipc, telling", "shm", "tcp", "torch"])
 def test_nothing_is_read_or_freed_too_early(way: str, late: str) -> None:
     found = run_ranks(2, _exchange, way, _LATE[late], device="musa", env=queued())
     assert found == [[], []]
@@ -155,3 +162,43 @@ def test_one_queue_for_everything(way: str) -> None:
     costs = ("jitter_us=100,seed=5", "jitter_us=100,seed=6")
     env = queued(connections=1)
     assert run_ranks(2, _exchange, way, costs, device="musa", env=env) == [[], []]
+
+
+def _told() -> tuple[list[list[Message]], str, bool]:
+    """Take one tensor on the news of its launch, and another when it is there."""
+    me = int(os.environ["RANK"])
+    os.environ["FAKE_MUSA_COST"] = "kernel_us=300000" if me == 0 else "kernel_us=1"
+    transport = _open("ipc, telling", me)
+    device = torch.device("cuda", me)
+    one, other = (Message("F", 0, number) for number in range(2))
+    if me == 0:
+        transport.begin([], 2)
+        for key in (one, other):
+            transport.isend(torch.full(_SHAPE, 5.0, device=device), 1, key)
+        transport.flush(_LONG_S)
+        transport.close()
+        return [], "", True
+    transport.begin([Expected(0, key, _SHAPE, torch.float32) for key in (one, other)], 2)
+    polls = [list(transport.poll(_LONG_S))]
+    while len(polls[0]) < 2:
+        polls[0] += transport.poll(_LONG_S)
+    behind = transport.recv(0, one, _LONG_S)
+    error = ""
+    try:
+        transport.flush(0.01)
+    except TransportTimeout as found:
+        error = str(found)
+    polls += [list(transport.poll(_LONG_S)), list(transport.poll(_LONG_S))]
+    tensors = [behind, transport.recv(0, other, _LONG_S)]
+    transport.flush(_LONG_S)
+    right = all(bool((tensor.cpu() == 5.0).all()) for tensor in tensors)
+    transport.close()
+    return polls, error, right
+
+
+def test_launches_are_told_before_tensors_are_there() -> None:
+    _, (polls, error, right) = run_ranks(2, _told, device="musa", env=queued())
+    one, other = (Message("F", 0, number) for number in range(2))
+    assert polls == [[one.launch, other.launch], [one], [other]]
+    assert error.startswith(f"{one} did not come from rank 0"), "flush waits for what was received"
+    assert right

@@ -120,7 +120,10 @@ class _Opening:
     def native(
         self, peers: Set[int], slot_bytes: int | None = None, *, wire: Wire | None = None
     ) -> NativeTransport:
-        """Open the native transport to some peers, with slots for whole tensors by default."""
+        """Open the native transport to some peers, with slots for whole tensors by default.
+
+        Short slots are for what is written about tensors, up to two notes for each of them.
+        """
         environment = required().environment
         name = self.pipeline.transport if wire is None else wire
         assert name != "torch"
@@ -135,7 +138,7 @@ class _Opening:
             wire=name,
             node_ips=self.pipeline.config.node_ips,
             rendezvous_host=environment.rendezvous_host,
-            slots=_slots(self.pipeline, self.routes),
+            slots=_slots(self.pipeline, self.routes) * (2 if slot_bytes else 1),
             slot_bytes=slot_bytes or _slot_bytes(self.known, self.dtype),
             timeout_s=self.pipeline.timeout_s,
             checksums=self.pipeline.config.checksums,

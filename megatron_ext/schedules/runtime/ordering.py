@@ -82,7 +82,7 @@ class PolicyOrder:
     run_ahead: RunAhead | None = None
     """Tells when the device has ended an action; None if the host computes."""
     _parts: dict[Message, int] = field(default_factory=dict, init=False)
-    """Parts that have arrived, for messages of several tensors."""
+    """Parts that have arrived, for messages of several tensors; also those that are launched."""
     _ran_s: float = field(default=0.0, init=False)
     """Time in this step's finished actions, in seconds."""
     _ran_units: float = field(default=0.0, init=False)
@@ -209,12 +209,21 @@ class PolicyOrder:
                 self._note_end(part)
                 continue
             assert part.kind != "D", "a leader receives no decisions"
-            message, number = part._replace(part=0), self.num_parts[part.kind]
-            if number > 1:
-                self._parts[message] = self._parts.get(message, 0) + 1
-                if self._parts[message] < number:
-                    continue
-            self.policy.progress.arrived(message)
+            message, progress = part._replace(part=0), self.policy.progress
+            if part.is_launch:
+                if self._is_whole(message.launch):
+                    progress.launched(message)
+            elif self._is_whole(message):
+                progress.arrived(message)
+            elif part.for_host and self._is_whole(message.launch):
+                progress.launched(message)  # no news precede what the host receives
+
+    def _is_whole(self, message: Message) -> bool:
+        """Count one more part of a message, or of its launch; return whether it was the last."""
+        number = self.num_parts[message.kind]
+        if number > 1:
+            self._parts[message] = self._parts.get(message, 0) + 1
+        return number == 1 or self._parts[message] == number
 
     def _missing(self) -> str:
         if self._running:

@@ -29,10 +29,10 @@ class _Event(NamedTuple):
 
     time: float
     chooses: bool
-    """Whether the rank chooses an action; else a tensor arrives."""
+    """Whether the rank chooses an action; else a message arrives."""
     rank: int
     arrival: Message | None = None
-    """(F or B, stage that needs it, micro-batch)."""
+    """A tensor (F or B, stage that needs it, micro-batch), or the news of its launch."""
 
 
 def simulate_dynamic(
@@ -72,7 +72,7 @@ class _Run:
         while self._events:
             event = heapq.heappop(self._events)
             if event.arrival is not None:
-                self._policies[event.rank].progress.arrived(event.arrival)
+                self._note(event.rank, event.arrival)
             self._wake(event)
         left = sum(policy.progress.left for policy in self._policies)
         if left:
@@ -80,6 +80,13 @@ class _Run:
         done = replace(self._schedule, rows=tuple(map(tuple, self._rows)))
         starts, ends = self._clock.starts, self._clock.ends
         return Timeline(done, self._costs, tuple(starts), tuple(ends))
+
+    def _note(self, rank: int, message: Message) -> None:
+        progress = self._policies[rank].progress
+        if message.is_launch:
+            progress.launched(message.launched)
+        else:
+            progress.arrived(message)
 
     def _wake(self, event: _Event) -> None:
         """Let an idle rank choose, after all arrivals at this time."""
@@ -110,29 +117,41 @@ class _Run:
         self._rows[rank].append(action)
         made = self._clock.run_action(rank, action, now)
         if made is not None:
-            self._announce(action, made)
+            self._announce(_output(action), made)
         heapq.heappush(self._events, _Event(self._clock.ends[rank][-1], True, rank))
 
-    def _announce(self, action: Action, arrival: float) -> None:
-        """Schedule the arrival of an action's output on the rank of the next stage."""
-        kind: MessageKind = "F" if action.kind == "F" else "B"
-        stage = action.stage + (1 if kind == "F" else -1)
-        target = self._schedule.placement.rank_of[stage]
-        event = _Event(arrival, False, target, Message(kind, stage, action.microbatch))
-        heapq.heappush(self._events, event)
+    def _announce(self, message: Message, arrival: float) -> None:
+        """Schedule the arrival of a message on the rank of its stage."""
+        target = self._schedule.placement.rank_of[message.stage]
+        heapq.heappush(self._events, _Event(arrival, False, target, message))
+
+
+def _output(action: Action) -> Message:
+    """Return what an action makes for the next stage, or the gradient for the one before."""
+    kind: MessageKind = "F" if action.kind == "F" else "B"
+    return Message(kind, action.stage + (1 if kind == "F" else -1), action.microbatch)
+
+
+def _input(action: Action) -> Message:
+    """Return the tensor of another stage that an F, B or I needs."""
+    return Message("F" if action.kind == "F" else "B", action.stage, action.microbatch)
 
 
 class _DeviceRun(_Run):
     """The state of one simulated step on devices that run behind their hosts.
 
     The rule is that of `runtime/ordering.py`: an action is chosen while the last one runs if the
-    policy looks ahead, otherwise when it has ended. Its launch takes time of the host.
+    policy looks ahead, otherwise when it has ended. Its launch takes time of the host. The next
+    rank hears of it at once if links are steady, as between devices of one host
+    (`transport/direct.py`); links with jitter are those of a network, which brings no such news.
     """
 
     def __init__(self, schedule: Schedule, policies: Callable[[int], Policy], costs: Costs) -> None:
         super().__init__(schedule, policies, costs)
         self._launched = [0.0] * len(schedule.rows)
         """By rank: when its last launch was done."""
+        self._arrivals: dict[Message, float] = {}
+        """When tensors of other ranks arrive, or have arrived."""
 
     def _wake(self, event: _Event) -> None:
         """Let a rank choose, after all arrivals at this time, if its host and its policy may."""
@@ -152,16 +171,21 @@ class _DeviceRun(_Run):
             self._launch(rank, policy.progress.row[index], event.time, idle)
 
     def _launch(self, rank: int, action: Action, now: float, idle: float) -> None:
-        """Run an action once it is launched and the device is idle."""
+        """Run an action once it is launched, its input is there and the device is idle."""
         launched = self._launched[rank] = now + self._costs.launch
         self._rows[rank].append(action)
-        made = self._clock.run_action(rank, action, max(launched, idle))
+        there = 0.0 if action.kind == "W" else self._arrivals.get(_input(action), 0.0)
+        made = self._clock.run_action(rank, action, max(launched, idle, there))
         if made is not None:
-            # What goes to a stage of the same rank is there for everything launched later.
-            self._announce(action, launched if self._is_local(action) else made)
+            self._tell(rank, _output(action), launched, made)
         heapq.heappush(self._events, _Event(launched, True, rank))
 
-    def _is_local(self, action: Action) -> bool:
-        target = action.stage + (1 if action.kind == "F" else -1)
-        rank_of = self._schedule.placement.rank_of
-        return rank_of[target] == rank_of[action.stage]
+    def _tell(self, rank: int, message: Message, launched: float, made: float) -> None:
+        """Announce an output that is launched."""
+        if self._schedule.placement.rank_of[message.stage] == rank:
+            self._announce(message, launched)  # it is there for everything launched later
+            return
+        self._arrivals[message] = made
+        if not self._costs.link_jitter:
+            self._announce(message.launch, launched)
+        self._announce(message, made)

@@ -20,6 +20,11 @@ A separate cap for each rank, its own peak in the table, would save no memory th
 rank needs as much as the worst one. But 1F1B and interleaved tables keep far less on the last ranks
 than on the first, so the last ranks could never run ahead.
 
+On devices, which run behind their hosts, the head does not wait once its sender has launched what
+it needs: it is launched behind that. So a launch costs the pipeline no time, as under a table, and
+a rank never jumps over a head that is about to arrive. It terminates: launches follow each other
+in time, and each device runs them in that order.
+
 `breadth-first` and `depth-first` are greedy rules without a table and without a bound on memory:
 forwards and backwards alternate, breadth-first in the order of chunks, depth-first with the deepest
 stage first. They need up to m activations and serve as a baseline.
@@ -127,28 +132,38 @@ class Hint:
         self._weights_fill = weights_fill
 
     def wait(self) -> float:
-        """Return how long to wait for the head of the table; 0 if it is ready."""
+        """Return how long to wait for the head of the table; 0 if it can run or follow."""
         if self.patience is None:
             return 0.0
         self._advance()
-        if not self.progress.left or self.progress.is_ready(self._head):
+        if not self.progress.left or self.progress.can_follow(self._head):
             return 0.0
         return self.patience.waits[self._head]
 
     def looks_ahead(self) -> bool:
-        """Return whether the head of the table is ready."""
+        """Return whether the head of the table is ready, or can follow what is launched."""
         self._advance()
-        return bool(self.progress.left) and self.progress.is_ready(self._head)
+        return bool(self.progress.left) and self.progress.can_follow(self._head)
 
     def choose(self) -> int | None:
         """Choose the head of the table, else the first ready and admissible later action."""
         self._advance()
-        found = self._first()
-        if found is None:
-            return None
-        index = heapq.heappop(found)
+        index = self._head_behind_its_sender()
+        if index is None:
+            found = self._first()
+            if found is None:
+                return None
+            index = heapq.heappop(found)
         self.live += self._rest.take(index)
         return index
+
+    def _head_behind_its_sender(self) -> int | None:
+        """Return the head if it is not ready but can follow what it needs."""
+        progress, head = self.progress, self._head
+        if not progress.left or progress.is_ready(head) or not progress.can_follow(head):
+            return None
+        progress.begin(head)
+        return head
 
     def _advance(self) -> None:
         done = self.progress.done

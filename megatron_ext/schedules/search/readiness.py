@@ -7,6 +7,8 @@ order in which gradients are summed, so the result equals that of the static tab
 whatever arrives first. Forwards of the last stage keep the order of the table: some losses are
 averaged over replicas, which must meet there. On every stage the first forward is that of the table
 (`representation/first_gradients.py` says why).
+
+On a device an action can *follow* its inputs as soon as they are launched: it runs behind them.
 """
 
 from __future__ import annotations
@@ -41,12 +43,19 @@ class Progress:
         self.weights: list[int] = []
         self._missing = [0] * len(self.row)
         """By position: the number of tensors and actions that it waits for."""
+        self._unlaunched: list[int] = []
+        """By position: those among them that are not even launched."""
+        self._launched: set[Message] = set()
+        """Tensors that are launched and have not arrived."""
+        self._begun = bytearray(len(self.row))
+        """By position: whether it was chosen before its inputs arrived."""
         self._enables: list[list[int]] = [[] for _ in self.row]
         """By position: the actions of this rank that wait for it."""
         self._takers: dict[Message, int] = {}
         """By message, activation or gradient: the position of the action that needs it."""
         self._heap_of = [self._heap(action.kind) for action in self.row]
         self._connect(schedule.num_stages - 1)
+        self._unlaunched = list(self._missing)
         for index, missing in enumerate(self._missing):
             if not missing:
                 heapq.heappush(self._heap_of[index], index)
@@ -89,25 +98,45 @@ class Progress:
         assert self._missing[index], f"{action} may have been chosen already"
         self._takers[message] = index
         self._missing[index] += 1
+        self._unlaunched[index] += 1
+
+    def launched(self, message: Message) -> None:
+        """Record that the device of another rank will compute a message, with all its parts."""
+        self._launched.add(message)
+        self._unlaunched[self._takers[message]] -= 1
 
     def arrived(self, message: Message) -> None:
         """Record the arrival of a message that an action needs, with all its parts."""
-        self._supply(self._takers[message])
+        index = self._takers[message]
+        if message in self._launched:
+            self._launched.remove(message)
+        else:
+            self._unlaunched[index] -= 1
+        self._supply(index)
 
     def finished(self, index: int) -> None:
         """Record that an action has run, which may make others of this rank ready."""
         self.done[index] = 1
         self.left -= 1
         for after in self._enables[index]:
+            self._unlaunched[after] -= 1
             self._supply(after)
+
+    def begin(self, index: int) -> None:
+        """Record that an action which is not ready is chosen; its inputs may come later."""
+        self._begun[index] = 1
 
     def is_ready(self, index: int) -> bool:
         """Return whether an action may run, or has run."""
         return not self._missing[index]
 
+    def can_follow(self, index: int) -> bool:
+        """Return whether all that an action needs is at least launched, or the action has run."""
+        return not self._unlaunched[index]
+
     def _supply(self, index: int) -> None:
         self._missing[index] -= 1
-        if not self._missing[index]:
+        if not self._missing[index] and not self._begun[index]:
             heapq.heappush(self._heap_of[index], index)
 
 

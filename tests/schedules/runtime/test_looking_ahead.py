@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -35,26 +36,38 @@ class _KeptEvents(RunAhead):
         return self.events[-1]
 
 
+class _Choice(NamedTuple):
+    num_running: int
+    """Actions that had not ended."""
+    follows: bool
+    """Whether it is the head of the table."""
+    index: int
+    """Position in the row of the rank."""
+
+
 class _WatchedHint(Hint):
-    """Notes at each choice how many actions have not ended, and whether it follows the table."""
+    """Notes its choices. One host is late once, so its neighbours hear of no launch."""
 
     def __init__(self, *args: Any, events: list[Any], **options: Any) -> None:
         super().__init__(*args, **options)
         self._events = events
-        self.choices: list[tuple[int, bool]] = []
+        self.choices: list[_Choice] = []
+        self._is_late = args[1] == _PP // 2
 
     def choose(self) -> int | None:
         self._advance()
+        if self._is_late and len(self.choices) == 2 * _PP:
+            time.sleep(8 * _KERNEL_S)
         head = self._head
         num_running = sum(not event.query() for event in self._events)
         index = super().choose()
         if index is not None:
-            self.choices.append((num_running, index == head))
+            self.choices.append(_Choice(num_running, index == head, index))
         return index
 
 
-def _a_step() -> tuple[list[tuple[int, bool]], list[bool], float, float]:
-    """Run a step; return the choices, whether data was there at each receive, and durations."""
+def _a_step() -> tuple[list[_Choice], dict[int, bool], float, float]:
+    """Run a step; return the choices, whether the input of each was there, and durations."""
     me, backend, device = this_rank()
     torch.distributed.init_process_group(backend.distributed_backend)
     host = notes_to_neighbours(me, _PP, slots=4 * _MICROBATCHES)
@@ -78,7 +91,13 @@ def _a_step() -> tuple[list[tuple[int, bool]], list[bool], float, float]:
     run_step(table, order, transport, ahead, device)
     ahead.close()
     transport.close()
-    return policy.choices, there, order._ran_s, order._ran_units
+    receives = [
+        choice.index
+        for choice in policy.choices
+        if table.exchanges[table.positions[policy.progress.row[choice.index]]].inputs
+    ]
+    was_there = dict(zip(receives, there, strict=True))
+    return policy.choices, was_there, order._ran_s, order._ran_units
 
 
 @pytest.mark.parametrize("connections", [1, 8])
@@ -88,12 +107,16 @@ def test_choices_are_made_when_their_reasons_are_known(connections: int) -> None
     found = run_ranks(_PP, _a_step, device="musa", env=env)
     all_choices = [choice for choices, *_ in found for choice in choices]
     assert len(all_choices) == _PP * 3 * _MICROBATCHES
-    assert max(num_running for num_running, _ in all_choices) == AHEAD - 1, "launches are hidden"
-    jumps = [num_running for num_running, is_head in all_choices if not is_head]
+    assert max(choice.num_running for choice in all_choices) == AHEAD - 1, "launches are hidden"
+    jumps = [choice for choice in all_choices if not choice.follows]
     assert jumps, "some head was late"
-    assert set(jumps) == {0}, "until then the head may come"
-    for rank, (_, there, ran_s, ran_units) in enumerate(found):
-        assert len(there) == _MICROBATCHES * (1 if rank in (0, _PP - 1) else 2)
-        assert all(there), "what has arrived is in the buffer"
+    assert {choice.num_running for choice in jumps} == {0}, "until then the head may come"
+    assert not all(there for _, was_there, *_ in found for there in was_there.values()), (
+        "some head was launched behind its sender"
+    )
+    for rank, (choices, was_there, ran_s, ran_units) in enumerate(found):
+        assert len(was_there) == _MICROBATCHES * (1 if rank in (0, _PP - 1) else 2)
+        jumped = [choice.index for choice in choices if not choice.follows]
+        assert all(was_there.get(index, True) for index in jumped), "only a head may run behind"
         assert ran_units == 3 * _MICROBATCHES
         assert ran_s >= 3 * _MICROBATCHES * _KERNEL_S, "the device's time, not that of launches"

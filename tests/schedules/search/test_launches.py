@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -75,6 +76,35 @@ def test_an_order_that_jumps_waits_for_the_end_of_its_last_action(name: str) -> 
 def test_while_nothing_is_late_a_dynamic_order_takes_the_time_of_its_table(name: str) -> None:
     static, dynamic = _runs(name, Costs(latency=0.02, launch=0.02))
     assert dynamic.makespan <= static.makespan / 0.99
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "bitpipe", "zb-v", "zb-h1"])
+def test_launches_that_hide_behind_actions_cost_a_dynamic_order_nothing(name: str) -> None:
+    """Heads are launched behind their senders, so no action waits for a launch but the first."""
+    for seed in range(4):
+        costs = Costs(latency=0.01, jitter=0.3, seed=seed)
+        short, long = (_runs(name, replace(costs, launch=s))[1].makespan for s in (0.001, 0.1))
+        assert long <= short * 1.01
+
+
+@pytest.mark.parametrize("name", _TABLES)
+def test_a_head_that_is_launched_behind_its_sender_runs_when_its_input_is_there(name: str) -> None:
+    costs = Costs(latency=0.1, jitter=0.3, seed=2, launch=0.02)
+    dynamic = _runs(name, costs)[1]
+    rank_of = dynamic.schedule.placement.rank_of
+    starts, ends = (
+        {
+            action: time
+            for row, times in zip(dynamic.schedule.rows, of_ranks, strict=True)
+            for action, time in zip(row, times, strict=True)
+        }
+        for of_ranks in (dynamic.starts, dynamic.ends)
+    )
+    for action, start in starts.items():
+        source = action._replace(stage=action.stage + (-1 if action.kind == "F" else 1))
+        if action.kind != "W" and source in ends:
+            crosses = rank_of[source.stage] != rank_of[action.stage]
+            assert start >= ends[source] + (costs.latency if crosses else 0) - 1e-9
 
 
 def test_a_launch_is_part_of_what_users_write() -> None:

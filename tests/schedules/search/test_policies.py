@@ -52,6 +52,7 @@ noise = st.builds(
     latency=st.sampled_from([0.0, 0.3]),
     jitter=st.sampled_from([0.0, 0.5]),
     link_jitter=st.sampled_from([0.0, 1.0]),
+    launch=st.sampled_from([0.0, 0.05, 0.6]),
     seed=st.integers(0, 1000),
 )
 
