@@ -97,10 +97,14 @@ def installed_core() -> Path | None:
 
 
 def core_version() -> str | None:
-    """Return the version of the `megatron.core` that is, or would be, imported, or None."""
+    """Return the version of the `megatron.core` that is, or would be, imported, or None.
+
+    Without what a wheel adds when it is imported: the commit of a repository that its files lie in,
+    as those of an environment within a checkout do, whatever that repository is.
+    """
     info = sys.modules.get("megatron.core.package_info")
     if info is not None:
-        return str(info.__version__)
+        return str(info.__version__).partition("+")[0]
     core = installed_core()
     places = [Path(entry or ".") / "megatron" / "core" for entry in sys.path]
     found = (written_version(place) for place in ([core] if core else places))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,6 +36,14 @@ def test_releases_from_the_oldest_on_pass(site: Path, version: str) -> None:
     releases.check_core()
     assert releases.core_version() == version
     assert releases.is_newer_than_known(releases.installed_release()) == (version == "0.20.0")
+
+
+def test_the_commit_of_a_repository_around_the_environment_is_no_part_of_the_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    info = SimpleNamespace(__version__="0.19.2+60acd9d")  # as of its import
+    monkeypatch.setitem(sys.modules, "megatron.core.package_info", info)
+    assert releases.core_version() == "0.19.2"
 
 
 def test_each_release_has_the_reference_of_its_minor_and_newer_ones_the_newest() -> None:
