@@ -141,9 +141,8 @@ class _DeviceRun(_Run):
     """The state of one simulated step on devices that run behind their hosts.
 
     The rule is that of `runtime/ordering.py`: an action is chosen while the last one runs if the
-    policy looks ahead, otherwise when it has ended. Its launch takes time of the host. The next
-    rank hears of it at once if links are steady, as between devices of one host
-    (`transport/direct.py`); links with jitter are those of a network, which brings no such news.
+    policy looks ahead, otherwise when it has ended. Its launch takes time of the host, and the next
+    rank hears of it at once, as between devices of one host (`transport/direct.py`).
     """
 
     def __init__(self, schedule: Schedule, policies: Callable[[int], Policy], costs: Costs) -> None:
@@ -186,6 +185,5 @@ class _DeviceRun(_Run):
             self._announce(message, launched)  # it is there for everything launched later
             return
         self._arrivals[message] = made
-        if not self._costs.link_jitter:
-            self._announce(message.launch, launched)
+        self._announce(message.launch, launched)
         self._announce(message, made)

@@ -20,10 +20,10 @@ A separate cap for each rank, its own peak in the table, would save no memory th
 rank needs as much as the worst one. But 1F1B and interleaved tables keep far less on the last ranks
 than on the first, so the last ranks could never run ahead.
 
-On devices, which run behind their hosts, the head does not wait once its sender has launched what
-it needs: it is launched behind that. So a launch costs the pipeline no time, as under a table, and
-a rank never jumps over a head that is about to arrive. It terminates: launches follow each other
-in time, and each device runs them in that order.
+On devices, which run behind their hosts, the head is launched behind what it needs, as under a
+table, once its sender has launched that: if no other action is ready, and none will be by what
+other senders have launched. So where the pipeline fills and drains, a launch costs no time. It
+terminates: launches follow each other in time, and each device runs them in that order.
 
 `breadth-first` and `depth-first` are greedy rules without a table and without a bound on memory:
 forwards and backwards alternate, breadth-first in the order of chunks, depth-first with the deepest
@@ -136,34 +136,35 @@ class Hint:
         if self.patience is None:
             return 0.0
         self._advance()
-        if not self.progress.left or self.progress.can_follow(self._head):
+        if not self.progress.left or self._runs_head():
             return 0.0
         return self.patience.waits[self._head]
 
     def looks_ahead(self) -> bool:
-        """Return whether the head of the table is ready, or can follow what is launched."""
+        """Return whether the head of the table is ready, or follows what is launched."""
         self._advance()
-        return bool(self.progress.left) and self.progress.can_follow(self._head)
+        return bool(self.progress.left) and self._runs_head()
 
     def choose(self) -> int | None:
         """Choose the head of the table, else the first ready and admissible later action."""
         self._advance()
-        index = self._head_behind_its_sender()
-        if index is None:
-            found = self._first()
-            if found is None:
-                return None
+        found = self._first()
+        if found is not None:
             index = heapq.heappop(found)
+        elif self.progress.left and self.progress.can_follow(self._head):
+            index = self._head
+            self.progress.begin(index)
+        else:
+            return None
         self.live += self._rest.take(index)
         return index
 
-    def _head_behind_its_sender(self) -> int | None:
-        """Return the head if it is not ready but can follow what it needs."""
+    def _runs_head(self) -> bool:
+        """Return whether the head is ready, or follows what is launched: nothing else is ready."""
         progress, head = self.progress, self._head
-        if not progress.left or progress.is_ready(head) or not progress.can_follow(head):
-            return None
-        progress.begin(head)
-        return head
+        if progress.is_ready(head):
+            return True
+        return progress.can_follow(head) and self._first() is None
 
     def _advance(self) -> None:
         done = self.progress.done

@@ -8,7 +8,7 @@ whatever arrives first. Forwards of the last stage keep the order of the table: 
 averaged over replicas, which must meet there. On every stage the first forward is that of the table
 (`representation/first_gradients.py` says why).
 
-On a device an action can *follow* its inputs as soon as they are launched: it runs behind them.
+On a device an action can *follow* its inputs once they are launched: it runs behind them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Progress:
         """By position: those among them that are not even launched."""
         self._launched: set[Message] = set()
         """Tensors that are launched and have not arrived."""
-        self._begun = bytearray(len(self.row))
-        """By position: whether it was chosen before its inputs arrived."""
+        self._awaited: set[Message] = set()
+        """Those that have not arrived when their action was chosen."""
         self._enables: list[list[int]] = [[] for _ in self.row]
         """By position: the actions of this rank that wait for it."""
         self._takers: dict[Message, int] = {}
@@ -107,6 +107,9 @@ class Progress:
 
     def arrived(self, message: Message) -> None:
         """Record the arrival of a message that an action needs, with all its parts."""
+        if message in self._awaited:
+            self._awaited.remove(message)
+            return
         index = self._takers[message]
         if message in self._launched:
             self._launched.remove(message)
@@ -123,20 +126,26 @@ class Progress:
             self._supply(after)
 
     def begin(self, index: int) -> None:
-        """Record that an action which is not ready is chosen; its inputs may come later."""
-        self._begun[index] = 1
+        """Record that an action which is not ready is chosen, to follow what it needs."""
+        self._missing[index] = 0
+        self._awaited |= self._launched
+        self._launched.clear()
 
     def is_ready(self, index: int) -> bool:
         """Return whether an action may run, or has run."""
         return not self._missing[index]
 
     def can_follow(self, index: int) -> bool:
-        """Return whether all that an action needs is at least launched, or the action has run."""
-        return not self._unlaunched[index]
+        """Return whether an action needs what is launched, nothing more, and nobody else does."""
+        return (
+            bool(self._missing[index])
+            and not self._unlaunched[index]
+            and all(self._takers[message] == index for message in self._launched)
+        )
 
     def _supply(self, index: int) -> None:
         self._missing[index] -= 1
-        if not self._missing[index] and not self._begun[index]:
+        if not self._missing[index]:
             heapq.heappush(self._heap_of[index], index)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
+from megatron_ext.errors import TransportTimeout
 from megatron_ext.messages import HEADER, Message
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.runtime.ordering import PolicyOrder
@@ -73,69 +76,83 @@ class _Telling:
         return told
 
 
-_PART, _HEADER = (FIRST_GRADIENT._replace(part=part) for part in (1, HEADER))
+_PART = FIRST_GRADIENT._replace(part=1)
 
 
 @pytest.mark.parametrize(
     ("told", "num_parts"),
     [
-        ((FIRST_GRADIENT.launch,), 1),
-        ((FIRST_GRADIENT.launch, FIRST_GRADIENT), 1),
-        ((FIRST_GRADIENT.launch, _PART.launch, FIRST_GRADIENT), 2),
-        ((FIRST_GRADIENT.launch, FIRST_GRADIENT, _PART.launch), 2),
+        ([FIRST_GRADIENT.launch], 1),
+        ([FIRST_GRADIENT.launch, FIRST_GRADIENT], 1),
+        ([FIRST_GRADIENT.launch, _PART.launch, FIRST_GRADIENT], 2),
+        ([FIRST_GRADIENT.launch, FIRST_GRADIENT, _PART.launch], 2),
     ],
 )
-def test_a_head_whose_input_is_launched_is_chosen(told: Sequence[Message], num_parts: int) -> None:
+def test_a_head_follows_its_input_if_nothing_else_is_ready(
+    told: Sequence[Message], num_parts: int
+) -> None:
     assert _chosen(told, num_parts) == "0B0"
 
 
 @pytest.mark.parametrize(
     "told",
     [
-        (FIRST_GRADIENT.launch,),
-        (FIRST_GRADIENT.launch, FIRST_GRADIENT),
-        (FIRST_GRADIENT, _PART.launch),
+        [FIRST_GRADIENT.launch],
+        [FIRST_GRADIENT.launch, FIRST_GRADIENT],
+        [FIRST_GRADIENT, _PART.launch],
     ],
 )
 def test_all_parts_of_its_input_have_to_be_launched(told: Sequence[Message]) -> None:
-    assert _chosen(told, 2) == "0F2"
+    with pytest.raises(TransportTimeout, match="the first of the table is 0B0"):
+        _chosen(told, 2)
+
+
+def test_what_is_ready_goes_before_what_is_only_launched() -> None:
+    assert _chosen([FIRST_GRADIENT.launch], 1, cap=3) == "0F2"
+
+
+def test_a_head_does_not_follow_while_another_input_is_on_its_way() -> None:
+    both = [FIRST_GRADIENT.launch, Message("B", 0, 1).launch]
+    with pytest.raises(TransportTimeout):
+        _chosen(both, 1)
+    assert _chosen([*both, FIRST_GRADIENT], 1) == "0B0"
 
 
 def test_what_the_host_receives_is_not_launched_before() -> None:
-    header = Message("F", 1, 0, HEADER)
     schedule = generate("1f1b", 2, 4)
     table = Table(schedule, 1, slots=2)
     policy = Hint(schedule, 1, cap=3, weights_fill=False)
-    wire: Any = _Telling(Message("F", 1, 0).launch, header)
+    wire: Any = _Telling(Message("F", 1, 0).launch, Message("F", 1, 0, HEADER))
     order = iter(PolicyOrder(policy, table, wire, {"F": 2, "B": 2}, (), TIMEOUT_S))
     assert str(schedule.rows[1][next(order)]) == "1F0"
 
 
-def _chosen(told: Sequence[Message], num_parts: int) -> str:
+def _chosen(told: Sequence[Message], num_parts: int, cap: int = 2) -> str:
     """Return what the first rank runs after F0 and F1, where its table goes on with B0."""
     schedule = generate("1f1b", 2, 4)
     table = Table(schedule, 0, slots=2)
-    policy = Hint(schedule, 0, cap=3, weights_fill=False)
+    policy = Hint(schedule, 0, cap=cap, weights_fill=False)
     wire: Any = _Telling(*told)
-    order = iter(PolicyOrder(policy, table, wire, {"F": num_parts, "B": num_parts}, (), TIMEOUT_S))
-    return [str(schedule.rows[0][next(order)]) for _ in range(3)][-1]
+    parts = {"F": num_parts, "B": num_parts}
+    with patch.object(dist, "get_rank", lambda: 0):
+        order = iter(PolicyOrder(policy, table, wire, parts, (), TIMEOUT_S))
+        return [str(schedule.rows[0][next(order)]) for _ in range(3)][-1]
 
 
 def test_what_arrives_behind_a_chosen_head_is_not_chosen_again() -> None:
     schedule = generate("1f1b", 2, 2)
     policy = Hint(schedule, 0, cap=3, weights_fill=False)
     progress, chosen = policy.progress, []
-    for number in range(2):
-        progress.launched(Message("B", 0, number))
     for number in range(4):
+        if number >= 2:
+            progress.launched(Message("B", 0, number - 2))
         index = policy.choose()
         assert index is not None
         chosen.append(str(schedule.rows[0][index]))
-        if index == 2:  # arrives while it is being launched
+        if number == 2:  # arrives while it is being launched
             progress.arrived(FIRST_GRADIENT)
         progress.finished(index)
-        if number == 3:
-            progress.arrived(Message("B", 0, 1))
+    progress.arrived(Message("B", 0, 1))
     assert chosen == ["0F0", "0F1", "0B0", "0B1"]
     assert policy.choose() is None
     assert progress.left == 0
