@@ -232,9 +232,9 @@ class DirectTransport:
         deadline_s = time.perf_counter() + timeout_s
         if self._copies is not None:
             self._copies.finish(timeout_s)
-        for name in self._coming:
-            self._host.recv(*name, max(0.0, deadline_s - time.perf_counter()))
-        self._coming.clear()
+        while self._coming:
+            self._host.recv(*self._coming[0], max(0.0, deadline_s - time.perf_counter()))
+            self._coming.pop(0)
         self._host.flush(max(0.0, deadline_s - time.perf_counter()))
 
     def abort(self, reason: str) -> None:
