@@ -87,8 +87,8 @@ class Transport(Protocol):
         """Return the messages that arrived since the last call; sleep until one arrives.
 
         Returns:
-            Their names; empty after the time-out. `recv` returns their tensors. It does so already
-            after the news of a launch, which some wires bring before: the device then waits.
+            Their names; empty after the time-out. `recv` returns their tensors. Some wires bring
+            the news of a launch first: `recv` returns the tensor then too, and the device waits.
 
         Raises:
             TransportError: The wire cannot report arrivals ahead of a receive, or a peer is gone.

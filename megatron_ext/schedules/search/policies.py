@@ -20,10 +20,10 @@ A separate cap for each rank, its own peak in the table, would save no memory th
 rank needs as much as the worst one. But 1F1B and interleaved tables keep far less on the last ranks
 than on the first, so the last ranks could never run ahead.
 
-On devices, which run behind their hosts, the head is launched behind what it needs, as under a
-table, once its sender has launched that: if no other action is ready, and none will be by what
-other senders have launched. So where the pipeline fills and drains, a launch costs no time. It
-terminates: launches follow each other in time, and each device runs them in that order.
+On devices, which run behind their hosts, a head may follow its input: it is launched as soon as
+its sender has launched the input, if no other action is ready and no other input is on its way. So
+its launch costs no time where the pipeline fills and drains. This terminates: an action follows
+only what was launched before it, and each device runs its actions in the order of their launches.
 
 `breadth-first` and `depth-first` are greedy rules without a table and without a bound on memory:
 forwards and backwards alternate, breadth-first in the order of chunks, depth-first with the deepest
@@ -146,7 +146,7 @@ class Hint:
         return bool(self.progress.left) and self._runs_head()
 
     def choose(self) -> int | None:
-        """Choose the head of the table, else the first ready and admissible later action."""
+        """Choose the first ready and admissible action, else the head if it can follow."""
         self._advance()
         found = self._first()
         if found is not None:

@@ -128,7 +128,7 @@ class Progress:
     def begin(self, index: int) -> None:
         """Record that an action which is not ready is chosen, to follow what it needs."""
         self._missing[index] = 0
-        self._awaited |= self._launched
+        self._awaited |= self._launched  # all of it is for this action (`can_follow`)
         self._launched.clear()
 
     def is_ready(self, index: int) -> bool:
