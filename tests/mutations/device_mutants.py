@@ -174,7 +174,7 @@ DEVICE_MUTANTS = (
     Mutant(
         "an action ends before the device has computed it",
         "megatron_ext.schedules.runtime.run_ahead",
-        "                event.synchronize()\n",
+        "        end.synchronize()\n",
         "",
         (f"{_RUN_AHEAD}::test_memory_is_that_of_the_table_and_of_two_actions",),
     ),
@@ -202,10 +202,13 @@ DEVICE_MUTANTS = (
     Mutant(
         "the two ranks of a pair make their group alone",
         "megatron_ext.transport.pairs",
-        "        group = dist.new_group(sorted(pair), timeout=timedelta(seconds=timeout_s))\n"
-        "        if pair in mine:\n",
-        "        if pair not in mine:\n            continue\n"
-        "        group = dist.new_group(sorted(pair), use_local_synchronization=True)\n"
+        "        group = dist.new_group(sorted(members), timeout=timeout, backend=backend)\n"
+        "        if members in mine:\n",
+        "        if members not in mine:\n            continue\n"
+        "        group = dist.new_group(\n"
+        "            sorted(members), timeout=timeout, backend=backend,\n"
+        "            use_local_synchronization=True,\n"
+        "        )\n"
         "        if True:\n",
         (f"{_SCHEDULES}[1f1b-1]",),
     ),

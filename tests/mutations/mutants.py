@@ -37,14 +37,14 @@ MUTANTS = (
     Mutant(
         "a hand-over is dropped",
         f"{_RUNTIME}.executor",
-        "        self._handed[message] = tensors\n",
+        "        self._handed[message] = tensor\n",
         "",
     ),
     Mutant(
         "a handed activation shares its data with the one that is freed",
         f"{_RUNTIME}.executor",
-        "tensor if tensor is None else tensor.detach()",
-        "tensor",
+        "            tensor = tensor.detach()\n",
+        "            pass\n",
     ),
     Mutant(
         "a message names the stage that made it",
@@ -110,9 +110,9 @@ MUTANTS = (
     Mutant(
         "outputs are freed before they are sent",
         f"{_RUNTIME}.executor",
-        "        outputs = exchange.outputs\n        if not outputs:\n            return\n",
-        "        outputs = exchange.outputs\n        if not outputs:\n            return\n"
-        "        self.compute.release(tensors)\n",
+        "        for transfer, tensor in zip(exchange.outputs, tensors, strict=True):\n",
+        "        self.compute.release(tensors)\n"
+        "        for transfer, tensor in zip(exchange.outputs, tensors, strict=True):\n",
     ),
     Mutant(
         "the graph of a backward is freed before its gradient leaves",

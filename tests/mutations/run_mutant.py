@@ -2,8 +2,8 @@
 
     python -m tests.mutations.run_mutant NUMBER
 
-The exit status is that of pytest: 1 says that a test has failed. Ranks that tests start
-(`tests.ranks`) have the change as well.
+The exit status is that of pytest: 1 says that a test has failed. It is 2 if nothing was changed.
+Ranks that tests start (`tests.ranks`) have the change as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pytest
 from tests.mutations.device_mutants import DEVICE_MUTANTS
 from tests.mutations.mutants import MUTANTS, Mutant
 
-__all__ = ["ALL_MUTANTS", "install_from_environment"]
+__all__ = ["ALL_MUTANTS", "install_from_environment", "path_of"]
 
 _ROOT = Path(__file__).parents[2]
 _VARIABLE = "MEGATRON_EXT_TEST_MUTANT"
@@ -30,17 +30,17 @@ _VARIABLE = "MEGATRON_EXT_TEST_MUTANT"
 ALL_MUTANTS = (*MUTANTS, *DEVICE_MUTANTS)
 
 
+def path_of(mutant: Mutant) -> Path:
+    """Return the file of the module that a mutant changes."""
+    return _ROOT.joinpath(*mutant.module.split(".")).with_suffix(".py")
+
+
 class _Loader(SourceFileLoader):
     """Compiles the changed text of a module."""
 
     def __init__(self, mutant: Mutant, path: Path) -> None:
         super().__init__(mutant.module, str(path))
-        text = path.read_text(encoding="utf-8")
-        if text.count(mutant.text) != 1:
-            raise SystemExit(
-                f"{path} has {mutant.text!r} {text.count(mutant.text)} times, not once"
-            )
-        self._changed = text.replace(mutant.text, mutant.instead)
+        self._changed = path.read_text(encoding="utf-8").replace(mutant.text, mutant.instead)
 
     def get_code(self, fullname: str) -> CodeType:
         """Compile it; nothing is cached."""
@@ -52,8 +52,7 @@ class _Finder(MetaPathFinder):
 
     def __init__(self, mutant: Mutant) -> None:
         self._module = mutant.module
-        path = _ROOT.joinpath(*mutant.module.split(".")).with_suffix(".py")
-        self._loader = _Loader(mutant, path)
+        self._loader = _Loader(mutant, path_of(mutant))
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: object = None
@@ -74,12 +73,20 @@ def install_from_environment() -> None:
 def main() -> int:
     """Run the tests of a mutant."""
     mutant = ALL_MUTANTS[int(sys.argv[1])]
+    if path_of(mutant).read_text(encoding="utf-8").count(mutant.text) != 1:
+        return _nothing_changed(f"{mutant.module} does not have {mutant.text!r} once")
     os.environ[_VARIABLE] = sys.argv[1]
     install_from_environment()
     quiet = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:randomly"]
     status = pytest.main([*quiet, *(str(_ROOT / test) for test in mutant.tests)])
-    assert mutant.module in sys.modules, "the tests never import what is changed"
+    if mutant.module not in sys.modules:
+        return _nothing_changed(f"its tests never import {mutant.module}")
     return int(status)
+
+
+def _nothing_changed(why: str) -> int:
+    print(f"run_mutant: {why}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

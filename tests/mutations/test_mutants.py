@@ -5,12 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.mutations.run_mutant import ALL_MUTANTS
+from tests.mutations.run_mutant import ALL_MUTANTS, path_of
+
+if TYPE_CHECKING:
+    from tests.mutations.mutants import Mutant
 
 _ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("mutant", ALL_MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_changes_one_place(mutant: Mutant) -> None:
+    text = path_of(mutant).read_text(encoding="utf-8")
+    assert text.count(mutant.text) == 1, f"{mutant.module} no longer has {mutant.text!r} once"
 
 
 @pytest.mark.slow
