@@ -202,3 +202,35 @@ def test_launches_are_told_before_tensors_are_there() -> None:
     assert polls == [[one.launch, other.launch], [one], [other]]
     assert error.startswith(f"{one} did not come from rank 0"), "flush waits for what was received"
     assert right
+
+
+def _flushed() -> list[int]:
+    """Take two tensors on the news of their launches; flush until both are there."""
+    me = int(os.environ["RANK"])
+    os.environ["FAKE_MUSA_COST"] = "kernel_us=300000" if me == 0 else "kernel_us=1"
+    transport = _open("ipc, telling", me)
+    device = torch.device("cuda", me)
+    keys = [Message("F", 0, number) for number in range(2)]
+    transport.begin([Expected(0, key, _SHAPE, torch.float32) for key in keys * me], 2)
+    waited_for: list[int] = []
+    if me == 0:
+        for key in keys:
+            transport.isend(torch.full(_SHAPE, 5.0, device=device), 1, key)
+        transport.flush(_LONG_S)
+    else:
+        for key in keys:
+            transport.recv(0, key, _LONG_S)
+        for _ in range(100):
+            try:
+                transport.flush(0.05)
+                break
+            except TransportTimeout as error:
+                waited_for += [key.microbatch for key in keys if str(error).startswith(str(key))]
+    transport.close()
+    return waited_for
+
+
+def test_a_flush_that_timed_out_is_repeated_for_what_is_left() -> None:
+    _, waited_for = run_ranks(2, _flushed, device="musa", env=queued())
+    assert waited_for == sorted(waited_for)
+    assert set(waited_for) == {0, 1}

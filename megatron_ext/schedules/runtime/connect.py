@@ -122,11 +122,12 @@ class _Opening:
     ) -> NativeTransport:
         """Open the native transport to some peers, with slots for whole tensors by default.
 
-        Short slots are for what is written about tensors, up to two notes for each of them.
+        Short slots are for what is written about tensors: for a dynamic order two notes for each.
         """
         environment = required().environment
         name = self.pipeline.transport if wire is None else wire
         assert name != "torch"
+        num_notes = 2 if slot_bytes and self.pipeline.dynamic is not None else 1
         return open_native(
             dist.distributed_c10d._get_default_store(),
             self.rank,
@@ -138,7 +139,7 @@ class _Opening:
             wire=name,
             node_ips=self.pipeline.config.node_ips,
             rendezvous_host=environment.rendezvous_host,
-            slots=_slots(self.pipeline, self.routes) * (2 if slot_bytes else 1),
+            slots=_slots(self.pipeline, self.routes) * num_notes,
             slot_bytes=slot_bytes or _slot_bytes(self.known, self.dtype),
             timeout_s=self.pipeline.timeout_s,
             checksums=self.pipeline.config.checksums,
