@@ -1,7 +1,8 @@
 """Steps on a device that runs behind its host: our tables, dynamic order, Megatron's own schedules.
 
     python benchmarks/device_step.py [--pp P] [--microbatches M] [--forward-ms T] [--steps N]
-        [--connections N] [--scenario NAME ...] [--only TEXT ...] [--quick] [--json FILE]
+        [--repetitions N] [--connections N] [--scenario NAME ...] [--only TEXT ...] [--quick]
+        [--json FILE]
 
 Runs on the emulated device of the tests (tests/fake_musa/README.md), which needs a C++ compiler:
 processes, launches, events, copies and messages are real, and a kernel takes the time of an action
@@ -19,7 +20,8 @@ the emulation that wakes late delays no kernel. The defaults take three minutes.
 
 Megatron's own schedules and tables over the communicator use the emulated MCCL, which orders its
 operations as NCCL does; ipc copies from device to device. With `--scenario` ops take random times,
-and every step of `--steps` is another draw, the same for all systems.
+and every step of `--steps` is another draw, the same for all systems. With `--repetitions` the
+shortest time of each draw counts, as in dynamic_order.py, since other load only adds time.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--forward-ms", type=float, default=10.0, help="forward of 1/pp of the model"
     )
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after two others")
+    parser.add_argument("--repetitions", type=int, default=1, help="of all steps")
     parser.add_argument("--connections", type=int, default=8, help="hardware queues of a device")
     parser.add_argument(
         "--scenario",
@@ -122,8 +125,9 @@ def measure(args: argparse.Namespace, sizes: Sizes) -> tuple[dict[Row, DeviceFig
             try:
                 system.check(sizes.pp, sizes.num_microbatches)
                 steps = launch.run(
-                    measure_on_device, system, sizes, scenario, device="musa", env=env
-                )
+                    measure_on_device, system, sizes, scenario, args.repetitions,
+                    repeats=args.repetitions, device="musa", env=env,
+                )  # fmt: skip
             except (ScheduleError, RanksFailed) as error:
                 failed.append(f"{system.name}, {scenario}: {error}")
                 continue
@@ -138,8 +142,9 @@ def conditions(args: argparse.Namespace, load: float) -> str:
         f"pp {args.pp}, {args.microbatches} micro-batches, forward = input gradient = weight "
         f"gradient = {args.forward_ms:g} ms, {args.connections} hardware queues, a copy "
         f"{_COSTS['copy_us']:g} us and {_COSTS['copied_per_us'] / 1e3:g} GB/s, a message of a "
-        f"communicator {_COSTS['message_us']:g} us, median of {args.steps} steps; {packages}, "
-        f"{os.cpu_count()} cores, load average {load:.1f} before"
+        f"communicator {_COSTS['message_us']:g} us, median of {args.steps} steps, each the "
+        f"shortest of {args.repetitions}; {packages}, {os.cpu_count()} cores, load average "
+        f"{load:.1f} before"
     )
 
 

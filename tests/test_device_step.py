@@ -53,6 +53,18 @@ def test_figures_are_ratios_to_the_order_that_ran() -> None:
     assert len({line.count("|") for line in device_table(rows, faster).splitlines()}) == 1
 
 
+def test_the_shortest_repetition_of_each_draw_counts() -> None:
+    system, sizes = SYSTEMS["ipc: zb-h1"], Sizes(4, 8, 1.0, 0, 2, 60)
+    assert isinstance(system, Own)
+    makespan = simulate(system.pipeline(4, 8).full).makespan
+    lates = [0.5, 3.0, 2.0, 1.0]  # two draws, two repetitions
+    runs = [_as_simulated(system, late_s, waits=1) for late_s in lates]
+    steps = [[run[rank][0] for run in runs] for rank in range(4)]
+    found = device_figures(steps, system, sizes, "quiet")
+    assert found.seconds == [pytest.approx(makespan + 0.5), pytest.approx(makespan + 1.0)]
+    assert found.waits_per_action == 4 * 4 / (4 * 3 * 8 * 4), "no repetition is left out"
+
+
 def test_every_schedule_is_measured_on_both_paths_beside_upstream() -> None:
     own = [system for system in SYSTEMS.values() if isinstance(system, Own)]
     for path in ("torch", "shm"):

@@ -28,7 +28,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """The figures of one system in one scenario. Lists have one item for each draw."""
+    """The figures of one system in one scenario.
+
+    Lists have one item for each draw, that of its shortest repetition: other load only adds time.
+    """
 
     seconds: list[float]
     """Of the step, from its first rank's begin until all devices are idle."""
@@ -41,9 +44,9 @@ class DeviceFigures:
     ideal_s: float
     """Work of one rank in a step without noise."""
     num_actions: int
-    """Of all ranks in all steps."""
+    """Of all ranks in all steps, all repetitions included."""
     host_waits: dict[str, int]
-    """How often a host waited for its device in all steps, by line."""
+    """How often a host waited for its device in these, by line."""
 
     @property
     def of_order(self) -> float:
@@ -64,34 +67,37 @@ def device_figures(
     """Return the figures of a measurement.
 
     Args:
-        steps: By rank of the world, then by step, which is the number of the draw.
+        steps: By rank of the world, then by step. All draws, and again for each repetition.
         system: What was measured.
         sizes: How much was run.
         scenario: Name of the disturbance.
     """
     placement, share = system.placement(sizes.pp), system.share(sizes.pp)
-    seconds, order_s, overheads, spent_s, nominal_s = [], [], [], 0.0, 0.0
+    by_draw: list[list[tuple[float, float, float]]] = [[] for _ in range(sizes.steps)]
+    spent_s, nominal_s = 0.0, 0.0
     waits: Counter[str] = Counter()
     num_actions = 0
-    for number, ranks in enumerate(zip(*steps, strict=True)):
+    for position, ranks in enumerate(zip(*steps, strict=True)):
+        number = position % sizes.steps
         times = NoisyTimes(
             sizes.forward_s, share, SCENARIOS[scenario], placement.rank_of, 0, number
         )
         rows = [rank.step.ops for rank in ranks]
         nominal = {op: times.seconds(op.kind, op.stage, op.microbatch) for r in rows for op in r}
         begin_s = min(rank.step.begin_s for rank in ranks)
-        seconds.append(max(rank.step.end_s for rank in ranks) - begin_s)
-        order_s.append(replay(rows, placement, nominal.__getitem__))
-        overheads.append(overhead(rows, placement))
+        took_s = max(rank.step.end_s for rank in ranks) - begin_s
+        order_s = replay(rows, placement, nominal.__getitem__)
+        by_draw[number].append((took_s, order_s, overhead(rows, placement)))
         spent_s += sum(op.duration_s for op in nominal)
         nominal_s += sum(nominal.values())
         num_actions += len(nominal)
         for rank in ranks:
             waits.update(rank.host_waits)
+    seconds, orders_s, overheads = zip(*map(min, by_draw), strict=True)
     return DeviceFigures(
-        seconds=seconds,
-        order_s=order_s,
-        overheads=overheads,
+        seconds=list(seconds),
+        order_s=list(orders_s),
+        overheads=list(overheads),
         op_inflation=spent_s / nominal_s - 1,
         ideal_s=3 * sizes.forward_s * sizes.num_microbatches,
         num_actions=num_actions,

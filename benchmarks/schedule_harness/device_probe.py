@@ -1,7 +1,9 @@
 """The probe of a device that runs behind its host.
 
-The emulated device of the tests takes the time of each op; the host only launches it. Events
-before and after an op, in the device's stream, give its times.
+The emulated device of the tests takes the time of each op; the host only launches it. The kernel
+that takes the time is the first of its op: in training too, a device starts on an op's first kernel
+while its host still launches the others. Events before and after an op, in the device's stream,
+give its times.
 """
 
 from __future__ import annotations
@@ -50,11 +52,14 @@ class DeviceProbe(Probe):
                 self._zero, self._zero_s = event, (begin_s + end_s) / 2
 
     def op(self, kind: Kind, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Record what the device does inside as one op."""
+        """Enqueue the time of an op, and record what the device does inside as that op."""
         return _TimedOp(self, kind, stage, microbatch)
 
     def spend(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Enqueue the time of an op, or of a part of it."""
+        """Do nothing: the op that runs has enqueued its time."""
+
+    def enqueue(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Enqueue a kernel that takes the time of an op."""
         lasts_us = 1e6 * self.times.seconds(kind, stage, microbatch)
         torch.ops.fake_musa.spend(self.device.index, lasts_us)
 
@@ -80,9 +85,10 @@ class _TimedOp:
         self._begin, self._end = _event(), _event()
 
     def __enter__(self) -> None:
-        stage, _, microbatch = self._name
+        stage, kind, microbatch = self._name
         self._probe.current = stage, microbatch
         self._begin.record()
+        self._probe.enqueue(kind, stage, microbatch)
 
     def __exit__(self, *_: object) -> None:
         self._end.record()

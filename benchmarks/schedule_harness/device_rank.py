@@ -26,8 +26,17 @@ class DeviceStep(NamedTuple):
     """How often the host waited for the device, by line."""
 
 
-def measure_on_device(system: System, sizes: Sizes, scenario: str) -> list[DeviceStep]:
-    """Return what this rank recorded in each measured step of a scenario."""
+def measure_on_device(
+    system: System, sizes: Sizes, scenario: str, repetitions: int = 1
+) -> list[DeviceStep]:
+    """Return what this rank recorded in each measured step of a scenario.
+
+    Args:
+        system: What is measured.
+        sizes: Its `steps` are one repetition; they differ in their draws.
+        scenario: Name of the disturbance.
+        repetitions: How often these steps run, with the same draws.
+    """
     import torch  # not by the parent of the ranks, which imports this module for its name
     from torch_musa import host_waits
 
@@ -49,7 +58,8 @@ def measure_on_device(system: System, sizes: Sizes, scenario: str) -> list[Devic
     gc.freeze()
     gc.disable()  # a collection would delay launches
     found = []
-    for number in range(-sizes.warmup, sizes.steps):
+    warmup = range(-sizes.warmup, 0)
+    for number in (*warmup, *list(range(sizes.steps)) * repetitions):
         probe.times = NoisyTimes(
             sizes.forward_s, share, SCENARIOS[scenario], rank_of, 0, max(0, number)
         )
