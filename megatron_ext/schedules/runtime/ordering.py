@@ -6,7 +6,6 @@ launched the previous action. On the host that action is complete then; a device
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -95,10 +94,10 @@ class PolicyOrder:
     """When this rank had nothing to run any more, by the host's clock."""
 
     def expected(self) -> list[Expected]:
-        """Return what this rank tells itself: the end of each action on the device."""
+        """Return what this rank tells itself: the end of each action on the device but the last."""
         if self.run_ahead is None:
             return []
-        me, ends = dist.get_rank(), range(len(self.table.exchanges))
+        me, ends = dist.get_rank(), range(len(self.table.exchanges) - 1)
         return [Expected(me, Message.end_of(number), (0,), torch.uint8) for number in ends]
 
     def __iter__(self) -> Iterator[int]:
@@ -113,11 +112,12 @@ class PolicyOrder:
         if self.run_ahead is None:
             yield from self._choices()
             return
+        self.policy.progress.hears_launches = self._hears_launches()
         self.run_ahead.wait_until(0)  # an evaluation may still run
         self.run_ahead.tell(self._bell())
         try:
             yield from self._choices()
-            while self._running:
+            while len(self._running) > 1:  # nothing waits for the end of the last
                 self._wait(self.timeout_s)
         finally:
             self.run_ahead.tell(None)
@@ -142,6 +142,10 @@ class PolicyOrder:
                 self._running.append(index)
             progress.finished(index)  # what it enables runs behind it, on the same device
             number += 1
+
+    def _hears_launches(self) -> bool:
+        """Return whether all peers tell what they have launched, as those over ipc do."""
+        return all(wire == "ipc" for wire in self.transport.stats().wires.values())
 
     def handed(self, message: Message) -> None:
         """Mark the tensor as arrived; its consumer may become ready."""
@@ -174,11 +178,14 @@ class PolicyOrder:
 
     def _bell(self) -> Callable[[float], None]:
         """Return a function that tells this rank of the end of its next action."""
-        numbers, me, nothing = itertools.count(), dist.get_rank(), torch.empty(0, dtype=torch.uint8)
+        me, nothing = dist.get_rank(), torch.empty(0, dtype=torch.uint8)
+        numbers = iter(range(len(self.table.exchanges) - 1))
 
         def tell(took_s: float) -> None:
-            self._took_s.append(took_s)
-            self.transport.isend(nothing, me, Message.end_of(next(numbers)))
+            number = next(numbers, None)
+            if number is not None:
+                self._took_s.append(took_s)
+                self.transport.isend(nothing, me, Message.end_of(number))
 
         return tell
 

@@ -151,6 +151,8 @@ class _DeviceRun(_Run):
         """By rank: when its last launch was done."""
         self._arrivals: dict[Message, float] = {}
         """When tensors of other ranks arrive, or have arrived."""
+        for policy in self._policies:
+            policy.progress.hears_launches = True
 
     def _wake(self, event: _Event) -> None:
         """Let a rank choose, after all arrivals at this time, if its host and its policy may."""

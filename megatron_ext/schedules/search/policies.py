@@ -20,10 +20,13 @@ A separate cap for each rank, its own peak in the table, would save no memory th
 rank needs as much as the worst one. But 1F1B and interleaved tables keep far less on the last ranks
 than on the first, so the last ranks could never run ahead.
 
-On devices, which run behind their hosts, a head may follow its input: it is launched as soon as
+On devices, which run behind their hosts, an action may follow its input: it is launched as soon as
 its sender has launched the input, if no other action is ready and no other input is on its way. So
-its launch costs no time where the pipeline fills and drains. This terminates: an action follows
-only what was launched before it, and each device runs its actions in the order of their launches.
+its launch costs no time where the pipeline fills and drains. This is for the head, and for others
+if the head waits for the same sender, whose device then makes the head's input later anyway. It
+terminates: an action follows only what was launched before it, and each device runs its actions in
+the order of their launches. And a rank launches a ready action other than the head while its last
+one runs, unless an input may come in time.
 
 `breadth-first` and `depth-first` are greedy rules without a table and without a bound on memory:
 forwards and backwards alternate, breadth-first in the order of chunks, depth-first with the deepest
@@ -91,8 +94,7 @@ class Policy(Protocol):
     def looks_ahead(self) -> bool:
         """Return whether to choose while the last action still runs on the device.
 
-        Only if the order's own next action is ready. What arrives until the last action ends may
-        be better than any other.
+        Only if nothing that may arrive until then would change the choice.
         """
 
     def choose(self) -> int | None:
@@ -141,30 +143,41 @@ class Hint:
         return self.patience.waits[self._head]
 
     def looks_ahead(self) -> bool:
-        """Return whether the head of the table is ready, or follows what is launched."""
+        """Return whether the head can run or follow, or another action can and nothing is due."""
         self._advance()
-        return bool(self.progress.left) and self._runs_head()
+        if not self.progress.left or self._runs_head():
+            return bool(self.progress.left)
+        if self.patience is not None:
+            return False
+        if self._first() is None:
+            return self._follower() is not None
+        return not self.progress.expects()
 
     def choose(self) -> int | None:
-        """Choose the first ready and admissible action, else the head if it can follow."""
+        """Choose the first ready and admissible action, else one that can follow its input."""
         self._advance()
         found = self._first()
         if found is not None:
-            index = heapq.heappop(found)
-        elif self.progress.left and self.progress.can_follow(self._head):
-            index = self._head
-            self.progress.begin(index)
+            index: int | None = heapq.heappop(found)
         else:
-            return None
-        self.live += self._rest.take(index)
+            index = self._follower()
+            if index is not None:
+                self.progress.begin(index)
+        if index is not None:
+            self.progress.chosen()
+            self.live += self._rest.take(index)
         return index
 
     def _runs_head(self) -> bool:
         """Return whether the head is ready, or follows what is launched: nothing else is ready."""
-        progress, head = self.progress, self._head
-        if progress.is_ready(head):
+        if self.progress.is_ready(self._head):
             return True
-        return progress.can_follow(head) and self._first() is None
+        return self._follower() == self._head and self._first() is None
+
+    def _follower(self) -> int | None:
+        """Return an admissible action that needs nothing but what is launched."""
+        index = self.progress.follower(self._head)
+        return index if index is not None and self._is_admissible(index) else None
 
     def _advance(self) -> None:
         done = self.progress.done

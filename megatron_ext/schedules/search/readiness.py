@@ -23,7 +23,7 @@ from megatron_ext.messages import Message
 from megatron_ext.schedules.representation.actions import Action
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.actions import Kind, Schedule
+    from megatron_ext.schedules.representation.actions import Schedule
 
 __all__ = ["Progress"]
 
@@ -47,21 +47,29 @@ class Progress:
         """By position: those among them that are not even launched."""
         self._launched: set[Message] = set()
         """Tensors that are launched and have not arrived."""
+        self._launched_before: set[Message] = set()
+        """Those that were launched when the last action was chosen."""
+        self.hears_launches = False
+        """Whether `launched` tells of each tensor of another rank before it arrives."""
         self._awaited: set[Message] = set()
         """Those that have not arrived when their action was chosen."""
         self._enables: list[list[int]] = [[] for _ in self.row]
         """By position: the actions of this rank that wait for it."""
         self._takers: dict[Message, int] = {}
         """By message, activation or gradient: the position of the action that needs it."""
-        self._heap_of = [self._heap(action.kind) for action in self.row]
+        rank_of = schedule.placement.rank_of
+        self._sources = [_source(action, rank_of) for action in self.row]
+        """By position: the rank that makes its input, None for what needs none."""
+        self._heap_of = self._heaps()
         self._connect(schedule.num_stages - 1)
         self._unlaunched = list(self._missing)
         for index, missing in enumerate(self._missing):
             if not missing:
                 heapq.heappush(self._heap_of[index], index)
 
-    def _heap(self, kind: Kind) -> list[int]:
-        return {"F": self.forwards, "W": self.weights}.get(kind, self.backwards)
+    def _heaps(self) -> list[list[int]]:
+        heaps = {"F": self.forwards, "B": self.backwards, "I": self.backwards, "W": self.weights}
+        return [heaps[action.kind] for action in self.row]
 
     def _connect(self, last_stage: int) -> None:
         """Build the dependencies between actions."""
@@ -125,28 +133,50 @@ class Progress:
             self._unlaunched[after] -= 1
             self._supply(after)
 
+    def chosen(self) -> None:
+        """Record that an action is chosen, and what is on its way at that time."""
+        self._launched_before = set(self._launched)
+
+    def expects(self) -> bool:
+        """Return whether a tensor may arrive before the last chosen action has ended.
+
+        Actions take about as long on all ranks. So what was launched after that choice ends later.
+        """
+        return not self.hears_launches or not self._launched_before.isdisjoint(self._launched)
+
     def begin(self, index: int) -> None:
         """Record that an action which is not ready is chosen, to follow what it needs."""
         self._missing[index] = 0
-        self._awaited |= self._launched  # all of it is for this action (`can_follow`)
+        self._awaited |= self._launched  # all of it is for this action (`follower`)
         self._launched.clear()
 
     def is_ready(self, index: int) -> bool:
         """Return whether an action may run, or has run."""
         return not self._missing[index]
 
-    def can_follow(self, index: int) -> bool:
-        """Return whether an action needs what is launched, nothing more, and nobody else does."""
-        return (
-            bool(self._missing[index])
-            and not self._unlaunched[index]
-            and all(self._takers[message] == index for message in self._launched)
-        )
+    def follower(self, head: int) -> int | None:
+        """Return the action that needs all that is launched, and nothing more; None if none does.
+
+        Other than the head only one whose input comes from the same device as the head's: devices
+        run in the order of launches, so what the head needs comes later anyway.
+        """
+        takers = {self._takers[message] for message in self._launched}
+        if len(takers) != 1:
+            return None
+        index = takers.pop()
+        is_first = index == head or self._sources[index] == self._sources[head]
+        return index if is_first and not self._unlaunched[index] else None
 
     def _supply(self, index: int) -> None:
         self._missing[index] -= 1
         if not self._missing[index]:
             heapq.heappush(self._heap_of[index], index)
+
+
+def _source(action: Action, rank_of: Sequence[int]) -> int | None:
+    """Return the rank that makes the activation or the gradient that an action needs."""
+    made_by = {"F": action.stage - 1, "W": -1}.get(action.kind, action.stage + 1)
+    return rank_of[made_by] if 0 <= made_by < len(rank_of) else None
 
 
 def _in_turn(row: Sequence[Action], last_stage: int) -> Iterator[list[int]]:

@@ -118,6 +118,34 @@ def test_a_head_does_not_follow_while_another_input_is_on_its_way() -> None:
     assert _chosen([*both, FIRST_GRADIENT], 1) == "0B0"
 
 
+@pytest.mark.parametrize(
+    ("chunks", "launched", "follows"),
+    [
+        (2, Message("F", 1, 4), "1F4"),  # the head, 5F0, waits for the same rank
+        (1, Message("F", 1, 3), None),  # the head, 1B0, waits for another
+    ],
+    ids=["same sender", "another sender"],
+)
+@pytest.mark.parametrize("has_room", [True, False])
+def test_another_action_follows_if_the_head_waits_for_the_same_sender(
+    chunks: int, launched: Message, follows: str | None, has_room: bool
+) -> None:
+    schedule = generate("1f1b", 4, 8) if chunks == 1 else generate("interleaved", 4, 8, chunks)
+    num_forwards, peak = (4, 8) if chunks == 2 else (3, 3)
+    policy = Hint(schedule, 1, cap=peak + has_room, weights_fill=False)
+    for microbatch in range(num_forwards):
+        policy.progress.arrived(Message("F", 1, microbatch))
+        index = policy.choose()
+        assert index is not None
+        policy.progress.finished(index)
+    assert policy.choose() is None
+    policy.progress.launched(launched)
+    expected = follows if has_room else None
+    assert policy.looks_ahead() is (expected is not None)
+    index = policy.choose()
+    assert (None if index is None else str(schedule.rows[1][index])) == expected
+
+
 def test_what_the_host_receives_is_not_launched_before() -> None:
     schedule = generate("1f1b", 2, 4)
     table = Table(schedule, 1, slots=2)
@@ -156,3 +184,30 @@ def test_what_arrives_behind_a_chosen_head_is_not_chosen_again() -> None:
     assert chosen == ["0F0", "0F1", "0B0", "0B1"]
     assert policy.choose() is None
     assert progress.left == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "looks_ahead"),
+    [((), (), True), ((), (FIRST_GRADIENT,), True), ((FIRST_GRADIENT,), (), False)],
+    ids=["no news", "launched after the last choice", "launched before it"],
+)
+def test_a_jump_is_chosen_ahead_unless_an_input_may_come_in_time(
+    before: Sequence[Message], after: Sequence[Message], looks_ahead: bool
+) -> None:
+    """The first rank runs F0 and F1. B0 is the next of its table, and F2 could run."""
+    schedule = generate("1f1b", 2, 4)
+    for hears in (True, False):
+        policy = Hint(schedule, 0, cap=3, weights_fill=False)
+        policy.progress.hears_launches = hears
+        for number in range(2):
+            for message in before if number else ():
+                policy.progress.launched(message)
+            index = policy.choose()
+            assert index is not None
+            policy.progress.finished(index)
+        for message in after:
+            policy.progress.launched(message)
+        assert policy.looks_ahead() is (looks_ahead and hears)
+        index = policy.choose()
+        assert index is not None
+        assert str(schedule.rows[0][index]) == "0F2"

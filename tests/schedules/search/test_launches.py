@@ -54,7 +54,11 @@ def test_hosts_are_at_most_two_actions_ahead(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", _TABLES)
-def test_an_order_that_jumps_waits_for_the_end_of_its_last_action(name: str) -> None:
+def test_without_news_of_launches_a_jump_waits_for_the_end_of_the_last_action(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Progress, "expects", lambda _: True)
+    monkeypatch.setattr(Progress, "follower", lambda *_: None)
     costs = Costs(latency=0.5, jitter=0.3, link_jitter=1.0, seed=1, launch=0.02)
     static, dynamic = _runs(name, costs)
     num_jumps = 0
@@ -72,6 +76,21 @@ def test_an_order_that_jumps_waits_for_the_end_of_its_last_action(name: str) -> 
     assert num_jumps
 
 
+@pytest.mark.parametrize("name", ["1f1b", "bitpipe", "v-half"])
+def test_news_of_launches_hide_the_launches_of_jumps(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = policies("hint", _TABLES[name], extra_activations=1, weights_fill=name != "v-half")
+
+    def total() -> float:
+        draws = (Costs(latency=0.01, jitter=0.3, seed=seed, launch=0.1) for seed in range(16))
+        return sum(simulate_dynamic(_TABLES[name], policy, costs).makespan for costs in draws)
+
+    heard = total()
+    monkeypatch.setattr(Progress, "expects", lambda _: True)
+    assert heard < 0.995 * total()
+
+
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "bitpipe", "zb-v", "zb-h1"])
 def test_while_nothing_is_late_a_dynamic_order_takes_the_time_of_its_table(name: str) -> None:
     static, dynamic = _runs(name, Costs(latency=0.02, launch=0.02))
@@ -86,9 +105,23 @@ def test_heads_that_follow_their_senders_hide_launches(
         draws = (Costs(latency=0.01, jitter=0.3, seed=seed, launch=0.1) for seed in range(8))
         return sum(_runs(name, costs)[1].makespan for costs in draws)
 
+    monkeypatch.setattr(Progress, "expects", lambda _: True)  # the effect of following alone
     followed = total()
-    monkeypatch.setattr(Progress, "can_follow", lambda *_: False)
+    monkeypatch.setattr(Progress, "follower", lambda *_: None)
     assert followed < 0.995 * total()
+
+
+def test_jumps_that_follow_the_sender_of_the_head_hide_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costs = Costs(latency=0.01, launch=0.15)
+    followed, follower = _runs("interleaved", costs)[1].makespan, Progress.follower
+
+    def only_the_head(progress: Progress, head: int) -> int | None:
+        return head if follower(progress, head) == head else None
+
+    monkeypatch.setattr(Progress, "follower", only_the_head)
+    assert followed < 0.99 * _runs("interleaved", costs)[1].makespan
 
 
 @pytest.mark.parametrize("name", _TABLES)
