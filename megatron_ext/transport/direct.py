@@ -27,13 +27,14 @@ import torch
 
 from megatron_ext.errors import MessageMismatch, TransportError
 from megatron_ext.transport.afterwards import Afterwards
+from megatron_ext.transport.base import Expected
 from megatron_ext.transport.device_notes import Answer, packed, parsed
 from megatron_ext.transport.dtypes import CODE_OF
 
 if TYPE_CHECKING:
     from megatron_ext.devices.backend import SharedBuffer, Sharing
     from megatron_ext.messages import Message
-    from megatron_ext.transport.base import Expected, Stats
+    from megatron_ext.transport.base import Stats
     from megatron_ext.transport.native_transport import NativeTransport
 
 __all__ = ["NOTE_BYTES", "DirectTransport"]
@@ -276,10 +277,13 @@ class DirectTransport:
         """Return what the host receives for a message of the device or the host."""
         if item.message.for_host:
             return [item]
-        text = item._replace(shape=None, dtype=torch.uint8)
+        source, message = item.source, item.message
         if self._copies is None:
-            return [text]
-        return [text._replace(message=item.message.launch), text._replace(shape=(0,))]
+            return [Expected(source, message, None, torch.uint8)]
+        return [
+            Expected(source, message.launch, None, torch.uint8),
+            Expected(source, message, (0,), torch.uint8),
+        ]
 
     def _meet(self, rank: int, timeout_s: float) -> None:
         """Exchange device names and a first buffer with each peer, then the results of mapping it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 __all__ = ["Curve"]
 
@@ -24,6 +25,12 @@ class Curve:
         self._top: list[float] = [max(0, change) for change in self._sum]
         for node in range(self._size - 1, 0, -1):
             self._pull(node)
+
+    def again(self) -> Curve:
+        """Return a curve of its own with the same changes."""
+        made = copy(self)
+        made._sum, made._top = [*self._sum], [*self._top]
+        return made
 
     def take(self, position: int) -> float:
         """Remove the change at a position, and return it."""

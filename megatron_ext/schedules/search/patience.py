@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
@@ -56,6 +56,16 @@ def quiet(costs: Costs = UNIT) -> Costs:
     return replace(costs, latency=latency, jitter=0.0, link_jitter=0.0)
 
 
+def _made_once(make: Callable[[int], Policy]) -> Callable[[int], Policy]:
+    """Let a factory make the policy of each rank once, and that of each step from it."""
+    made = cache(make)
+
+    def of_a_step(rank: int) -> Policy:
+        return made(rank).again()
+
+    return of_a_step
+
+
 def policies(
     name: PolicyName,
     schedule: Schedule,
@@ -86,9 +96,11 @@ def policies(
     cap = activation_cap(schedule, extra_activations, stash_ratio)
     made = partial(make_policy, name, schedule, cap=cap, stash_ratio=stash_ratio)
 
+    @_made_once
     def at_once(rank: int) -> Policy:
         return made(rank=rank, weights_fill=weights_fill)
 
+    @_made_once
     def filling(rank: int) -> Policy:
         return made(rank=rank, weights_fill=True)
 
@@ -100,6 +112,7 @@ def policies(
         return at_once
     patience = [waits_of(static, rank) for rank in range(len(schedule.rows))]
 
+    @_made_once
     def patiently(rank: int) -> Policy:
         return Hint(
             schedule,

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -88,6 +89,9 @@ class Policy(Protocol):
     patience: Patience | None
     """None: it never waits for the head."""
 
+    def again(self) -> Policy:
+        """Return the policy of another step, if this one has not chosen anything yet."""
+
     def wait(self) -> float:
         """Return how long to wait before choosing, measured from when the rank became idle."""
 
@@ -132,6 +136,12 @@ class Hint:
         self.patience = patience
         self._head = 0
         self._weights_fill = weights_fill
+
+    def again(self) -> Hint:
+        """Return the policy of another step."""
+        made = copy(self)
+        made.progress, made._rest = self.progress.again(), self._rest.again()
+        return made
 
     def wait(self) -> float:
         """Return how long to wait for the head of the table; 0 if it can run or follow."""
@@ -222,6 +232,12 @@ class Greedy:
         self.depth_first = depth_first
         self.patience: Patience | None = None
         self._backward_next = True
+
+    def again(self) -> Greedy:
+        """Return the policy of another step."""
+        made = copy(self)
+        made.progress = self.progress.again()
+        return made
 
     def wait(self) -> float:
         """Return 0."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,18 @@ class Progress:
         for index, missing in enumerate(self._missing):
             if not missing:
                 heapq.heappush(self._heap_of[index], index)
+
+    def again(self) -> Progress:
+        """Return that of another step; what no step changes is shared."""
+        made = copy(self)
+        made.done = bytearray(self.done)
+        made.forwards, made.backwards = [*self.forwards], [*self.backwards]
+        made.weights = [*self.weights]
+        made._missing, made._unlaunched = [*self._missing], [*self._unlaunched]
+        made._launched, made._launched_before = {*self._launched}, {*self._launched_before}
+        made._awaited, made._takers = {*self._awaited}, {**self._takers}
+        made._heap_of = made._heaps()
+        return made
 
     def _heaps(self) -> list[list[int]]:
         heaps = {"F": self.forwards, "B": self.backwards, "I": self.backwards, "W": self.weights}

@@ -203,3 +203,15 @@ def test_the_curve_is_the_highest_running_sum(changes: list[int], data: st.DataO
         changes[position] = 0
         end = data.draw(st.integers(0, len(changes)))
         assert curve.top(end) == max(0, *(sum(changes[: i + 1]) for i in range(end)), 0)
+
+
+@pytest.mark.parametrize("launch", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["hint", "breadth-first"])
+@pytest.mark.parametrize("table", ["interleaved", "zb-v"])
+def test_no_step_leaves_anything_to_the_next(table: str, name: PolicyName, launch: float) -> None:
+    schedule = generate(table, 4, 8)
+    factory = policies(name, schedule, extra_activations=1)
+    costs = Costs(jitter=0.5, seed=1, launch=launch)
+    first = simulate_dynamic(schedule, factory, costs)
+    simulate_dynamic(schedule, factory, Costs(jitter=0.5, seed=2, launch=launch))
+    assert simulate_dynamic(schedule, factory, costs) == first
