@@ -123,21 +123,20 @@ class RunAhead:
                 self._ended(*events)
         except BaseException as error:  # noqa: BLE001 - the next wait raises it
             with self._changed:
-                self._error = error
+                self._error, tell = error, self._tell
                 self._changed.notify_all()
             with suppress(BaseException):  # the error to raise is the first one
-                self._call(0.0)
+                if tell is not None:
+                    tell(0.0)
 
     def _ended(self, begin: TimingEvent | None, end: TimingEvent) -> None:
         end.synchronize()
         took_s = 0.0 if begin is None else 1e-3 * begin.elapsed_time(end)
         with self._changed:
             self._unfinished.popleft()
+            tell = self._tell  # who waits for this end may begin a step, with another function
             self._changed.notify_all()
-        self._call(took_s)
-
-    def _call(self, took_s: float) -> None:
-        if (tell := self._tell) is not None:
+        if tell is not None:
             tell(took_s)
 
 

@@ -91,6 +91,34 @@ def _bound(*events: _Event, timeout_s: float = LONG_S) -> RunAhead:
     return RunAhead(_Backend(*events), torch.device("cuda", 3), timeout_s=timeout_s)
 
 
+class _Slow(threading.Condition):
+    """Lets the thread that tells of ends go on when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        if threading.current_thread().name == "megatron-ext ends":
+            self.goes_on.wait(LONG_S)
+
+
+def test_a_step_is_not_told_of_the_end_of_the_one_before() -> None:
+    event = _Event()
+    bound, told = _bound(event), []
+    bound._changed = changed = _Slow()
+    bound.record(Action(0, "W", 0))
+    event.passed.set()
+    bound.wait_until(0)
+    bound.tell(told.append)  # the next step begins
+    changed.goes_on.set()
+    bound.close()
+    bound._thread.join(LONG_S)
+    assert not bound._thread.is_alive()
+    assert not told
+
+
 def test_a_wait_ends_with_the_action_it_is_for() -> None:
     events = [_Event() for _ in range(3)]
     bound = _bound(*events)
