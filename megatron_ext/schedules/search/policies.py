@@ -90,7 +90,7 @@ class Policy(Protocol):
     """None: it never waits for the head."""
 
     def again(self) -> Policy:
-        """Return the policy of another step, if this one has not chosen anything yet."""
+        """Return that of another step; only before this one has chosen anything."""
 
     def wait(self) -> float:
         """Return how long to wait before choosing, measured from when the rank became idle."""
@@ -155,8 +155,10 @@ class Hint:
     def looks_ahead(self) -> bool:
         """Return whether the head can run or follow, or another action can and nothing is due."""
         self._advance()
-        if not self.progress.left or self._runs_head():
-            return bool(self.progress.left)
+        if not self.progress.left:
+            return False
+        if self._runs_head():
+            return True
         if self.patience is not None:
             return False
         if self._first() is None:
