@@ -191,8 +191,8 @@ class Sharing(Protocol):
         """Copy a tensor out of another process's buffer; work queued later sees it."""
         ...
 
-    def settle(self, timeout_s: float) -> bool:
-        """Wait until the copies of this process are done; return False on time-out."""
+    def copied(self) -> Copied:
+        """Return the completion of all copies of this process."""
         ...
 
     def free(self, buffer: SharedBuffer) -> None:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -159,18 +158,9 @@ class RuntimeSharing:
             copy.record_stream(current)
         return copy
 
-    def settle(self, timeout_s: float) -> bool:
-        """Wait for both streams, in a thread: the runtime's own waits have no time-out."""
-
-        def wait() -> None:
-            with self._runtime.device(self._device):
-                self._out.synchronize()
-                self._in.synchronize()
-
-        thread = threading.Thread(target=wait, name="megatron-ext settle", daemon=True)
-        thread.start()
-        thread.join(timeout_s)
-        return not thread.is_alive()
+    def copied(self) -> Copied:
+        """Return the completion of all pushes and pulls."""
+        return _Copied(self._runtime, self._device, (self._out, self._in))
 
     def free(self, buffer: SharedBuffer) -> None:
         """Free the memory of an own buffer."""
@@ -212,6 +202,20 @@ class _Pushed(NamedTuple):
         """Sleep until the tensor is in the buffer."""
         with self.runtime.device(self.device):
             self.event.synchronize()
+
+
+class _Copied(NamedTuple):
+    """The completion of what streams have to do."""
+
+    runtime: Any
+    device: torch.device
+    streams: Sequence[Any]
+
+    def wait(self) -> None:
+        """Sleep until the streams are empty."""
+        with self.runtime.device(self.device):
+            for stream in self.streams:
+                stream.synchronize()
 
 
 def _tensor(buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -130,6 +130,8 @@ class DirectTransport:
             host.abort(str(error))
             host.close()
             raise TransportError(f"rank {rank}: {error}") from error
+        # For `close`, which may run at exit, where Python starts no threads any more.
+        self._last = Afterwards("last copies", self._give_up)
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step. For device tensors the host receives buffer numbers, as bytes (uint8).
@@ -254,12 +256,15 @@ class DirectTransport:
         if self._copies is not None and not self._copies.stop(_TAKEN_S):
             _log.warning("the device did not finish its copies within %g s", _TAKEN_S)
         try:
-            if not self._given_up:
+            if self._given_up:
+                self._last.stop(0.0)
+            else:
                 self._await_peers(lambda peer: not peer.lent, _TAKEN_S)
-                if self._sharing.settle(_TAKEN_S):
-                    self._free()
-                else:
+                self._last.after(self._sharing.copied(), lambda: None, None)
+                if not self._last.stop(_TAKEN_S):
                     _log.warning("the device did not finish its copies within %g s", _TAKEN_S)
+                elif self._last.error is None:
+                    self._free()
         finally:
             if self._owns_host:
                 self._host.close()

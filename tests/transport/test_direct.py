@@ -11,9 +11,11 @@ import gc
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -144,6 +146,24 @@ def _exchange(num_ranks: int, num_messages: int) -> tuple[list[str], list[int], 
     transport.close()
     del transport
     return [line for line in messages if "ipc" in line], num_buffers, _num_left()
+
+
+def _close_where_no_thread_starts() -> int:
+    transport, peer = _open(), 1 - _rank()
+    message = Message("F", peer, 0)
+    transport.begin([Expected(peer, Message("F", _rank(), 0), (4,), torch.float32)], 1)
+    transport.isend(torch.ones(4, device=_device()), peer, message)
+    transport.recv(peer, Message("F", _rank(), 0), _LONG_S)
+    transport.flush(_LONG_S)
+    with patch.object(threading.Thread, "start", side_effect=RuntimeError("at shutdown")):
+        transport.close()
+    del transport
+    return _num_left()
+
+
+def test_it_is_closed_at_exit_too() -> None:
+    """From 3.12 on Python starts no thread while it exits."""
+    assert run_ranks(2, _close_where_no_thread_starts, device="musa") == [0, 0]
 
 
 def test_random_messages_are_the_same_bit_by_bit_and_leave_nothing() -> None:
