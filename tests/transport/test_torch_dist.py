@@ -13,6 +13,7 @@ from megatron_ext.messages import Message
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.torch_dist import Channel, TorchTransport
 from tests.ranks import run_ranks, start_ranks
+from tests.transport.native_ranks import store
 
 _SHAPE = (2, 3)
 
@@ -130,7 +131,9 @@ def _silent_peer() -> str:
         transport.begin(_expected([key], 0), slots=1)
         with pytest.raises(TransportError) as raised:
             transport.recv(0, key, 0.5)
+        store().set("raised", "")
         return str(raised.value)
+    store().wait(["raised"])  # a peer that is gone is another error
     return ""
 
 
