@@ -90,7 +90,7 @@ class Policy(Protocol):
     """None: it never waits for the head."""
 
     def again(self) -> Policy:
-        """Return that of another step; only before this one has chosen anything."""
+        """Return a copy for another step; only before this one has chosen anything."""
 
     def wait(self) -> float:
         """Return how long to wait before choosing, measured from when the rank became idle."""

@@ -69,7 +69,7 @@ class Progress:
                 heapq.heappush(self._heap_of[index], index)
 
     def again(self) -> Progress:
-        """Return that of another step; what no step changes is shared."""
+        """Return a copy for another step; what no step changes is shared."""
         made = copy(self)
         made.done = bytearray(self.done)
         made.forwards, made.backwards = [*self.forwards], [*self.backwards]
