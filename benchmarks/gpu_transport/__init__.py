@@ -108,7 +108,7 @@ def measure(backend: str, num_bytes: int, rounds: int) -> dict[str, Times]:
 
 def _wires(device: Device, place: torch.device, num_bytes: int) -> dict[str, Exchange]:
     rank = dist.get_rank()
-    host = native("shm", num_bytes, f"gpu-staged-{num_bytes}")
+    host = native("shm", num_bytes, f"gpu-staged-{num_bytes}", for_device=True)
     through = staged(host, device.copies(place), timeout_s=_TIMEOUT_S)
     notes = native("shm", NOTE_BYTES, f"gpu-ipc-{num_bytes}")
     past = DirectTransport(notes, device.sharing(place), rank, timeout_s=_TIMEOUT_S)

@@ -143,6 +143,7 @@ def _open(
         slot_bytes=job.message_bytes,
         timeout_s=job.timeout_s,
         checksums=job.checksums,
+        for_device=device.type != "cpu",
     )
     transport = staged(host, devices.current().copies(device), timeout_s=job.timeout_s)
     atexit.register(transport.close)

@@ -71,6 +71,7 @@ class NativeTransport:
             of its ranks, otherwise 0.
         rail: Local rank, which selects one of several RDMA devices.
         ranks_per_node: Ranks on this host; None: this one and those that share memory with it.
+        for_device: Whether a device copies the messages (see `fixed_memory`).
 
     Raises:
         TransportError: The native core is missing, a peer does not appear or is unreachable over
@@ -95,6 +96,7 @@ class NativeTransport:
         spin_s: float | None = None,
         rail: int = 0,
         ranks_per_node: int | None = None,
+        for_device: bool = False,
     ) -> None:
         _require_cpu(device)
         self._rank = rank
@@ -120,11 +122,12 @@ class NativeTransport:
         )  # fmt: skip
         self._hosts = {peer: connection.host for peer, connection in connections.items()}
         self._wires = {peer: connection.wire for peer, connection in connections.items()}
-        self._memory = add_links(
+        self._for_device = for_device
+        self._memory = self._add_buffers()  # before a peer can send
+        self._memory += add_links(
             self._endpoint, rank, connections, ip=ip, timeout_s=connect_timeout_s,
             silence_s=silence_s, rail=rail,
         )  # fmt: skip
-        """Address and size in bytes of the slots of all links."""
         if spin_s is None:
             spin_s = default_spin_s(connections, ranks_per_node)
         self._endpoint.set_spin(spin_s)
@@ -175,16 +178,14 @@ class NativeTransport:
     def fixed_memory(self) -> Sequence[tuple[int, int]]:
         """Return address and size in bytes of the memory that messages of up to a slot lie in.
 
-        For a device that has to know it, here and at the peers of this host. The call, of which
-        there is one, gives messages over TCP such memory, enough for those of half the slots.
+        For a device that has to know it, here and at the peers of this host. Messages over TCP have
+        such memory in a transport that was opened `for_device`: enough for those of half the slots.
 
         Raises:
-            TransportError: Memory is short.
+            TransportError: The transport was not opened for a device.
         """
-        num_over_tcp = sum(wire == "tcp" for wire in self._wires.values())
-        if num_over_tcp:
-            num_slots = num_over_tcp * ((self._slots + 1) // 2)
-            self._memory.append(self._usable().add_buffers(num_slots))
+        if not self._for_device:
+            raise TransportError("only a transport opened with for_device=True has fixed memory")
         return self._memory
 
     def reserve(
@@ -362,6 +363,13 @@ class NativeTransport:
         if self._given_up is not None:
             raise TransportError(f"the transport was aborted: {self._given_up}")
         return self._endpoint
+
+    def _add_buffers(self) -> list[tuple[int, int]]:
+        """Give messages over TCP fixed memory, if a device needs it; return that."""
+        num_over_tcp = self._for_device and sum(wire == "tcp" for wire in self._wires.values())
+        if not num_over_tcp:
+            return []
+        return [self._usable().add_buffers(num_over_tcp * ((self._slots + 1) // 2))]
 
     @staticmethod
     def _waited(endpoint: Endpoint) -> str:

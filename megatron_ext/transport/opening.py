@@ -33,6 +33,7 @@ def open_native(
     slot_bytes: int,
     timeout_s: float,
     checksums: bool,
+    for_device: bool,
 ) -> NativeTransport:
     """Connect this process to its peers, all of which have to call this, in the same order.
 
@@ -53,6 +54,7 @@ def open_native(
         slot_bytes: Size of a slot.
         timeout_s: How long to wait for the peers.
         checksums: Whether the bytes of tensors carry a checksum.
+        for_device: Whether the tensors are a device's, whose copies are staged.
 
     Raises:
         TransportError: A peer does not appear, or is unreachable over the wire.
@@ -74,4 +76,5 @@ def open_native(
         checksums=checksums,
         rail=rail,
         ranks_per_node=ranks_per_node,
+        for_device=for_device,
     )

@@ -44,6 +44,7 @@ def _open(name: str, slot_bytes: int, way: str) -> Transport:
         processes.store(), _rank(), [1 - _rank()], run_id=name, device=torch.device("cpu"), slots=8,
         wire="shm" if direct else way,  # type: ignore[arg-type]
         slot_bytes=NOTE_BYTES if direct else slot_bytes,
+        for_device=True,
     )  # fmt: skip
     if direct:
         return DirectTransport(host, device.sharing(gpu), _rank(), timeout_s=_LONG_S)

@@ -48,7 +48,12 @@ def store() -> FileStore:
 
 
 def open_transport(
-    wire: Wire, run_id: str = "test", *, slots: int = 8, checksums: bool = True
+    wire: Wire,
+    run_id: str = "test",
+    *,
+    slots: int = 8,
+    checksums: bool = True,
+    for_device: bool = False,
 ) -> NativeTransport:
     """Connect every rank to every other, with slots so small that long messages are quick.
 
@@ -57,6 +62,7 @@ def open_transport(
     return NativeTransport(
         store(), rank(), range(int(os.environ["WORLD_SIZE"])), run_id=f"{run_id}/{wire}",
         device=CPU, wire=wire, slots=slots, slot_bytes=SLOT_BYTES, checksums=checksums,
+        for_device=for_device,
     )  # fmt: skip
 
 

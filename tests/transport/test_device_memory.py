@@ -68,7 +68,8 @@ def _round_trips(wire: Any) -> tuple[list[bool], list[bool], list[str], list[str
     devices.current().bind(me)
     device = devices.current().torch_device(me)
     copies = _Watched(devices.current().copies(device))
-    transport = StagedTransport(open_transport(wire), copies, timeout_s=LONG_S)  # type: ignore[arg-type]
+    host = open_transport(wire, for_device=True)
+    transport = StagedTransport(host, copies, timeout_s=LONG_S)  # type: ignore[arg-type]
     tensor = torch.arange(float(_SHAPE[0]), device=device)
     keys = [Message("F", peer, number) for number in range(_NUM_TRIPS)]
     inbound = [Message("F", me, number) for number in range(_NUM_TRIPS)]
@@ -101,13 +102,43 @@ def test_no_copy_of_a_message_makes_the_host_wait(wire: str, connections: int) -
         assert (waits, wrong) == ([], [])
 
 
+def _late_reader() -> list[bool]:
+    """Rank 0 sends before the device of rank 1 knows the memory that its messages arrive in."""
+    me, peer = rank(), 1 - rank()
+    devices.current().bind(me)
+    device = devices.current().torch_device(me)
+    copies = _Watched(devices.current().copies(device))
+    host = open_transport("tcp", for_device=True)
+    key = Message("F", 1, 0)
+    expected = [Expected(peer, key, _SHAPE, torch.float32)] if me == 1 else []
+    if me == 1:
+        host.begin(expected, 1)
+        assert host.poll(LONG_S) == [key]
+    transport = StagedTransport(host, copies, timeout_s=LONG_S)  # type: ignore[arg-type]
+    if me == 0:
+        transport.begin(expected, 1)
+        transport.isend(torch.ones(_SHAPE, device=device), peer, key)
+        transport.flush(LONG_S)
+    else:
+        assert equal(transport.recv(peer, key, LONG_S).cpu(), torch.ones(_SHAPE))
+    transport.close()
+    return copies.from_registered
+
+
+@pytest.mark.usefixtures("native", "emulated_musa")
+def test_a_message_that_comes_early_lies_in_registered_memory() -> None:
+    env = queued(connections=1)
+    assert run_ranks(2, _late_reader, device="musa", env=env) == [[], [True]]
+
+
 def _killed_reader() -> tuple[str, bool]:
     """Rank 1 dies while the device of rank 0 writes into the slots of it."""
     me, peer = rank(), 1 - rank()
     devices.current().bind(me)
     device = devices.current().torch_device(me)
     copies = _Watched(devices.current().copies(device))
-    transport = StagedTransport(open_transport("shm"), copies, timeout_s=LONG_S)  # type: ignore[arg-type]
+    host = open_transport("shm", for_device=True)
+    transport = StagedTransport(host, copies, timeout_s=LONG_S)  # type: ignore[arg-type]
     inbound = Message("B", 0, 0)
     transport.begin([Expected(peer, inbound, _SHAPE, torch.float32)], 1)
     sent = Path("sent")

@@ -188,6 +188,15 @@ def test_other_devices_are_refused(tmp_path) -> None:
         )
 
 
+def test_memory_for_a_device_is_asked_for_when_a_transport_is_opened(tmp_path) -> None:
+    transport = NativeTransport(
+        FileStore(str(tmp_path / "store"), 1), 0, [], run_id="x", device=CPU
+    )
+    with pytest.raises(TransportError, match="for_device=True"):
+        transport.fixed_memory()
+    transport.close()
+
+
 def test_a_rank_without_peers_sends_to_itself(tmp_path) -> None:
     transport = NativeTransport(
         FileStore(str(tmp_path / "store"), 1), 0, [], run_id="x", device=CPU

@@ -54,6 +54,7 @@ def _open(way: str, me: int) -> Transport:
         store(), me, [1 - me], run_id="queued", device=torch.device("cpu"), slots=4,
         wire="tcp" if way == "tcp" else "shm",
         slot_bytes=NOTE_BYTES if "ipc" in way else 4 * _SHAPE[0] * _SHAPE[1],
+        for_device=True,
     )  # fmt: skip
     if "ipc" in way:
         return DirectTransport(

@@ -143,6 +143,7 @@ class _Opening:
             slot_bytes=slot_bytes or _slot_bytes(self.known, self.dtype),
             timeout_s=self.pipeline.timeout_s,
             checksums=self.pipeline.config.checksums,
+            for_device=self.device.type != "cpu",
         )
 
     def direct(
