@@ -125,8 +125,8 @@ DEVICE_MUTANTS = (
     Mutant(
         "what arrives over TCP is not where the device knows memory",
         "megatron_ext.transport.native_transport",
-        "        if num_over_tcp:\n",
-        "        if False:\n",
+        "        if not num_over_tcp:\n",
+        "        if True:\n",
         (f"{_MEMORY}::test_no_copy_of_a_message_makes_the_host_wait[tcp-8]",),
     ),
     Mutant(
