@@ -128,6 +128,7 @@ class NativeTransport:
             self._endpoint, rank, connections, ip=ip, timeout_s=connect_timeout_s,
             silence_s=silence_s, rail=rail,
         )  # fmt: skip
+        """Address and size in bytes of the slots of all links, and of the buffers."""
         if spin_s is None:
             spin_s = default_spin_s(connections, ranks_per_node)
         self._endpoint.set_spin(spin_s)
