@@ -36,6 +36,7 @@ assert accelerator.current_accelerator() is None
 assert accelerator.current_accelerator(check_available=True) is None
 assert accelerator.device_count() == 0
 assert torch._C._get_accelerator() == torch.device("cpu")
+assert torch._C._accelerator_getAccelerator() is None
 assert torch.get_device_module() is torch.cpu
 """)
 
