@@ -111,6 +111,10 @@ class ProcessGroupMCCL(dist.ProcessGroup):
     def _device_types(self):
         return [torch.device("musa")]
 
+    def _get_backend(self, device):
+        """From 2.14 on torch asks groups in Python too whether their backend groups operations."""
+        return self if device.type == "musa" else super()._get_backend(device)
+
     def _run(self, name, start, tensors, finish=None):
         """Begin an operation of all ranks, or have the device begin it."""
         operation = Operation(f"{name} of {self._name}", start, tensors, finish)
