@@ -90,6 +90,14 @@ def _await_readers(transport: DirectTransport) -> None:
                 time.sleep(1e-3)
 
 
+def _await_devices(transport: DirectTransport, num_ranks: int) -> None:
+    """Wait until no device has work left: until then the driver keeps what a rank has freed."""
+    _await_readers(transport)
+    everybody = store()
+    everybody.set(f"read by {_rank()}", "")  # a peer that has ended has no events to wait for
+    everybody.wait([f"read by {rank}" for rank in range(num_ranks)])
+
+
 def _step(transport: DirectTransport, num_ranks: int, num_messages: int, seed: int) -> None:
     """Each rank sends all it has, to all, and takes what it gets in another order."""
     me, order = _rank(), random.Random(seed + _rank())
@@ -136,9 +144,7 @@ def _exchange(num_ranks: int, num_messages: int) -> tuple[list[str], list[int], 
         _step(transport, num_ranks, num_messages, seed)
         num_buffers.append(_num_buffers())
         _await_readers(transport)
-    everybody = store()
-    everybody.set(f"read by {_rank()}", "")  # a peer that has ended has no events to wait for
-    everybody.wait([f"read by {rank}" for rank in range(num_ranks)])
+    _await_devices(transport, num_ranks)
     stats = transport.stats()
     assert set(stats.wires.values()) == {"ipc"}
     assert stats.messages == 3 * num_messages * (num_ranks - 1)
@@ -155,6 +161,7 @@ def _close_where_no_thread_starts() -> int:
     transport.isend(torch.ones(4, device=_device()), peer, message)
     transport.recv(peer, Message("F", _rank(), 0), _LONG_S)
     transport.flush(_LONG_S)
+    _await_devices(transport, 2)
     with patch.object(threading.Thread, "start", side_effect=RuntimeError("at shutdown")):
         transport.close()
     del transport
