@@ -10,8 +10,9 @@
 # MEGATRON_LM_PATH_0_19=DIR    upstream's unmodified script of that tree, instead of the wheel's training loop
 # PYTHON_FOR_0_19=PATH         the Python to make the environment with, instead of the first that the release
 #                              takes, on PATH or among those of pyenv
-# PYTHON_0_19=PATH             the Python of an environment that is there already: with this package, that
-#                              megatron-core, torch and pytest
+# PYTHON_0_19=PATH             the Python of an environment that is there already: that megatron-core, torch,
+#                              pytest and this checkout (pip install -e . and not a wheel: the native module is
+#                              loaded from here)
 # CASES="zb-h1;disaggregation" trains only under these; CASES=none: under none
 # TESTS="flags or effects"     of tests/versions, which each release runs too, only these; TESTS=none: none of them
 # TORCH_VERSION=2.7.1          another torch
