@@ -141,7 +141,7 @@ def _accelerator() -> Iterator[Redirect]:
         yield Redirect(f"torch.accelerator:{name}", make, _NO_ACCELERATOR)
     host_device = returning(torch.device("cpu"))
     yield Redirect("torch._C:_get_accelerator", host_device, _NO_ACCELERATOR)
-    # From 2.14 on `torch.get_device_module` asks this one, not `current_accelerator`.
+    # From torch 2.14 on `torch.get_device_module` asks this one instead.
     yield Redirect("torch._C:_accelerator_getAccelerator", returning(None), _NO_ACCELERATOR)
     # Code that skips the check, because torch.cuda is available, gets the answers of torch.cuda.
     asked = {name: answers[name] for name in _ASKED_OF_BOTH}

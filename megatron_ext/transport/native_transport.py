@@ -124,11 +124,11 @@ class NativeTransport:
         self._wires = {peer: connection.wire for peer, connection in connections.items()}
         self._for_device = for_device
         self._memory = self._add_buffers()  # before a peer can send
+        """Address and size in bytes of the buffers, and of the slots of all links."""
         self._memory += add_links(
             self._endpoint, rank, connections, ip=ip, timeout_s=connect_timeout_s,
             silence_s=silence_s, rail=rail,
         )  # fmt: skip
-        """Address and size in bytes of the slots of all links, and of the buffers."""
         if spin_s is None:
             spin_s = default_spin_s(connections, ranks_per_node)
         self._endpoint.set_spin(spin_s)

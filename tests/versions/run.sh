@@ -11,8 +11,8 @@
 # PYTHON_FOR_0_19=PATH         the Python to make the environment with, instead of the first that the release
 #                              takes, on PATH or among those of pyenv
 # PYTHON_0_19=PATH             the Python of an environment that is there already: that megatron-core, torch,
-#                              pytest and this checkout (pip install -e . and not a wheel: the native module is
-#                              loaded from here)
+#                              pytest, and this checkout by `pip install -e .` (with a wheel, the tests would find
+#                              the checkout without its native module)
 # CASES="zb-h1;disaggregation" trains only under these; CASES=none: under none
 # TESTS="flags or effects"     of tests/versions, which each release runs too, only these; TESTS=none: none of them
 # TORCH_VERSION=2.7.1          another torch

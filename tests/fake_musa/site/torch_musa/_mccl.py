@@ -112,7 +112,7 @@ class ProcessGroupMCCL(dist.ProcessGroup):
         return [torch.device("musa")]
 
     def _get_backend(self, device):
-        """From 2.14 on torch asks groups in Python too whether their backend groups operations."""
+        """From 2.14 on, torch asks this of groups written in Python as well, to batch sends."""
         return self if device.type == "musa" else super()._get_backend(device)
 
     def _run(self, name, start, tensors, finish=None):
