@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megatron_ext.trace.records import (
+from megatron_ext.tools.trace.records import (
     Header,
     Span,
     directory_name,
@@ -30,7 +30,7 @@ from megatron_ext.trace.records import (
     header_line,
     iteration_lines,
 )
-from tests.trace import browser
+from tests.tools.trace import browser
 
 STEP_NS = 400_000_000
 _DRAWN = """

@@ -42,7 +42,7 @@ import torch.distributed as dist  # noqa: E402
 
 from benchmarks.common.json_output import add_json, write_json  # noqa: E402
 from benchmarks.transport_harness.raw_socket import RawSocket  # noqa: E402
-from megatron_ext.messages import Message  # noqa: E402
+from megatron_ext.message import Message  # noqa: E402
 from megatron_ext.transport.base import Expected  # noqa: E402
 from megatron_ext.transport.native_transport import NativeTransport  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402

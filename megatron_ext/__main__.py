@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from megatron_ext import cli, runner
-from megatron_ext.launch import process
+from megatron_ext import cli
+from megatron_ext.tools.launch import process
+from megatron_ext.upstream import runner
 
 _USAGE = "usage: python -m megatron_ext [--embedded] SCRIPT.py FLAGS... | COMMAND ..."
 
@@ -29,7 +30,7 @@ def _record(script: str, argv: list[str], *, embedded: bool) -> int:
     process.die_with_parent()  # if `megatron-ext launch` started it
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from megatron_ext.launch.error_file import WholeErrorFile
+    from megatron_ext.tools.launch.error_file import WholeErrorFile
 
     return record(runner.run, WholeErrorFile())(script, argv, embedded=embedded) or 0
 

@@ -16,8 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_ext import releases, upstream
 from megatron_ext.errors import MegatronExtError, UserError, line_of
+from megatron_ext.upstream import releases
+from megatron_ext.upstream import tree as upstream
 from megatron_ext.version import __version__
 
 __all__ = ["build_parser", "main"]
@@ -36,10 +37,10 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the `megatron-ext` command with all subcommands."""
     from megatron_ext import preprocess
-    from megatron_ext.doctor import doctor_command as doctor
-    from megatron_ext.launch import launch_commands as launch
     from megatron_ext.schedules import plan_command as schedules
-    from megatron_ext.trace import trace_commands as trace
+    from megatron_ext.tools.doctor import doctor_command as doctor
+    from megatron_ext.tools.launch import launch_commands as launch
+    from megatron_ext.tools.trace import trace_commands as trace
 
     parser = _Parser(
         prog="megatron-ext",

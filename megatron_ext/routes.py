@@ -29,8 +29,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.runtime.route_declarations import Boundary, Declared, attach
-from megatron_ext.schedules.runtime.route_store import current_store
+from megatron_ext.runtime.route_declarations import Boundary, Declared, attach
+from megatron_ext.runtime.route_store import current_store
 
 if TYPE_CHECKING:
     import torch

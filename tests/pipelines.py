@@ -9,7 +9,7 @@ from megatron_ext.config.pipeline_config import PipelineConfig
 from megatron_ext.config.sized_pipeline import Pipeline
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.runtime.split import SplitBackward
+    from megatron_ext.runtime.split import SplitBackward
 
 __all__ = ["make_pipeline", "splits", "use"]
 
@@ -43,7 +43,7 @@ def use(pipeline: Pipeline | None, **facts: Any) -> Active:
 
 def splits() -> SplitBackward:
     """Return the split backward of what is in force; nothing of ours, if nothing is."""
-    from megatron_ext.schedules.runtime.split import split_backward
+    from megatron_ext.runtime.split import split_backward
 
     if active() is None:
         use(None)

@@ -34,11 +34,11 @@ _LATER = (
     "torch._dynamo",  # by the first step of any optimizer
     "megatron.core.tokenizers.text",
     "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron_ext.runner",
-    "megatron_ext.schedules.runtime.megatron_messages",
+    "megatron_ext.upstream.runner",
+    "megatron_ext.runtime.megatron_messages",
     "megatron_ext.disaggregation.trainer",
     "megatron_ext.transport.native_transport",
-    "tests.schedules.runtime.capture",
+    "tests.runtime.capture",
 )
 """What ranks import in the course of a training. Together that is most of a short one."""
 PRELOAD = "MEGATRON_EXT_TESTS_PRELOAD"
@@ -96,7 +96,7 @@ def preload() -> None:
         importlib.import_module(name)
     if os.environ.get("MEGATRON_LM_PATH"):
         importlib.import_module("megatron.training.training")
-    from megatron_ext import releases
+    from megatron_ext.upstream import releases
 
     loop = "wheel" if releases.has_training() else "main"
     for name in (*_LATER, f"megatron_ext.training.{loop}"):

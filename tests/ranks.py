@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_ext import releases
+from megatron_ext.upstream import releases
 from tests.rank_server import Answer, Request, receive, send
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -240,7 +240,7 @@ def _run_script(script: str, argv: Sequence[str], embedded: bool) -> None:
         embedded: Train as an installation without a Megatron-LM tree does: by the embedded trainer
             with megatron-core 0.16, and by the wheel's own loop with later ones.
     """
-    from megatron_ext import runner
+    from megatron_ext.upstream import runner
 
     if embedded and releases.has_training():
         os.environ.pop("MEGATRON_LM_PATH", None)  # of this rank, a process of its own

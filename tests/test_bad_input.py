@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext import cli
-from megatron_ext.trace.measured_costs import SCHEDULE_FILE
-from tests.trace.runs import trace_of, write_run
+from megatron_ext.tools.trace.measured_costs import SCHEDULE_FILE
+from tests.tools.trace.runs import trace_of, write_run
 
 pytestmark = pytest.mark.timeout(60)
 

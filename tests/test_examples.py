@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext import releases
 from megatron_ext.schedules import registered
+from megatron_ext.upstream import releases
 from tests.examples.scripts import LLAMA3, REPO, bash, dry_run, megatron_flags, value_of
 
 

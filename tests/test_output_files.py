@@ -15,7 +15,7 @@ import pytest
 
 from megatron_ext.cli import main
 from megatron_ext.files import replacing, write_text
-from tests.trace.runs import write_run
+from tests.tools.trace.runs import write_run
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -98,7 +98,8 @@ def help_of(*arguments: str) -> str:
 @pytest.fixture(scope="module")
 def known_flags() -> set[str]:
     """The flags of the package's commands, of training without a tree and of the scripts."""
-    from megatron_ext import cli, releases
+    from megatron_ext import cli
+    from megatron_ext.upstream import releases
 
     way = [] if releases.has_training() else ["--embedded"]
     texts = [help_of(*way, "pretrain_gpt.py")]

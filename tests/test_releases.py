@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext import releases
 from megatron_ext.errors import UpstreamMismatch, UserError
+from megatron_ext.upstream import releases
 from tests.commands import run_package
 
 

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ext import routes
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.runtime import route_store
-from megatron_ext.schedules.runtime.route_declarations import Declared, declared
+from megatron_ext.runtime import route_store
+from megatron_ext.runtime.route_declarations import Declared, declared
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext import releases, runner, upstream
 from megatron_ext.errors import UpstreamMismatch, UserError
+from megatron_ext.upstream import releases, runner
+from megatron_ext.upstream import tree as upstream
 from tests.commands import run_package
 
 

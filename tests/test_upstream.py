@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext import releases, upstream
 from megatron_ext.errors import UpstreamMismatch, UserError
+from megatron_ext.upstream import releases
+from megatron_ext.upstream import tree as upstream
 
 
 def _make_tree(path: Path, version: tuple[int, ...] | None = None) -> Path:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron_ext.schedules import comparison
 from megatron_ext.schedules.drawing import svg
-from megatron_ext.schedules.representation.costs import Costs
+from megatron_ext.schedules.table.costs import Costs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = ("*.md", "docs/*.md", "examples/*.md", "examples/*/*.md")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from megatron_ext.messages import Message
+    from megatron_ext.message import Message
     from megatron_ext.transport.base import Expected, Stats, Transport
 
 __all__ = ["LateTransport", "read", "stamp"]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from megatron.core import parallel_state
 
 from megatron_ext.config.active import Active, activate_configuration
-from megatron_ext.schedules.runtime import runtimes
-from megatron_ext.schedules.runtime.entry import forward_backward
-from megatron_ext.schedules.runtime.split import Progress, SplitBackward, split_backward
+from megatron_ext.runtime import runtimes
+from megatron_ext.runtime.entry import forward_backward
+from megatron_ext.runtime.split import Progress, SplitBackward, split_backward
 
 from .late import LateTransport
 from .megatron_core import Chunk, initialize, make_config, record_steps, step_keywords
@@ -18,7 +18,7 @@ from .noise import NoisyTimes
 
 if TYPE_CHECKING:
     from megatron_ext.config.sized_pipeline import Pipeline
-    from megatron_ext.messages import Message
+    from megatron_ext.message import Message
 
     from .stage import Probe
 

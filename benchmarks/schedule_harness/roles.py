@@ -15,9 +15,9 @@ import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from megatron_ext.messages import Message
+from megatron_ext.message import Message
+from megatron_ext.runtime.compute import StageCompute
 from megatron_ext.schedules import Costs, Schedule, generate, simulate
-from megatron_ext.schedules.runtime.compute import StageCompute
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.native_transport import NativeTransport
 
@@ -296,7 +296,7 @@ def _prepare(case: Case) -> tuple[Callable[..., Any], Store, float]:
         from megatron_ext.config.active import Active, activate_configuration
         from megatron_ext.config.pipeline_config import PipelineConfig
         from megatron_ext.config.sized_pipeline import Pipeline
-        from megatron_ext.schedules.runtime.entry import forward_backward
+        from megatron_ext.runtime.entry import forward_backward
 
         dist.init_process_group("gloo")
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=case.pp)

@@ -13,11 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_ext.schedules import Costs, generate, simulate
-from megatron_ext.schedules.representation.memory import live_counts
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.greedy import Problem, Rule, search, spread
 from megatron_ext.schedules.search.patience import policies, quiet, waits_of
 from megatron_ext.schedules.search.policies import Hint, activation_cap
+from megatron_ext.schedules.table.memory import live_counts
 
 from . import expected
 from .systems import Own, disturbed_systems

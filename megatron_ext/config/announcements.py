@@ -13,8 +13,8 @@ from megatron_ext.schedules.search.simulate import simulate
 
 if TYPE_CHECKING:
     from megatron_ext.config.sized_pipeline import Pipeline
-    from megatron_ext.schedules.representation.costs import Costs
     from megatron_ext.schedules.search.simulate import Timeline
+    from megatron_ext.schedules.table.costs import Costs
 
 __all__ = ["order_in_words", "running", "warning"]
 

@@ -107,7 +107,7 @@ def build_of(
     placement = pipeline.placement
     chunks = placement.num_stages // placement.num_ranks
     if placement.name not in ("linear", "loop"):
-        from megatron_ext.schedules.runtime.layout import layout_string  # imports megatron.core
+        from megatron_ext.runtime.layout import layout_string  # imports megatron.core
 
         layout = layout_string(num_layers, placement, mtp_num_layers=mtp_num_layers, layout=layout)
     return ModelBuild(

@@ -140,7 +140,7 @@ def with_splittable_layers(args: Namespace, pipeline: Pipeline) -> Pipeline:
     """
     if not pipeline.full.splits_backward:
         return pipeline
-    from megatron_ext.schedules.runtime.te_layers import left_whole, why_not
+    from megatron_ext.runtime.te_layers import left_whole, why_not
 
     reason = why_not(Namespace(**{"tp_comm_overlap": False, **vars(args)}))
     if reason is None:

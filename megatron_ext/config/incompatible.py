@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_ext.errors import ArgumentsError
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.actions import Schedule
-    from megatron_ext.schedules.representation.placement import Placement
+    from megatron_ext.schedules.table.actions import Schedule
+    from megatron_ext.schedules.table.placement import Placement
 
 __all__ = [
     "Rule",

@@ -10,7 +10,7 @@ from megatron_ext.config import batches, stages
 from megatron_ext.config.incompatible import refuse_flags_with_transport
 from megatron_ext.config.sized_pipeline import Pipeline, base_table
 from megatron_ext.errors import ArgumentsError, ScheduleError
-from megatron_ext.schedules.representation.validation import validate
+from megatron_ext.schedules.table.validation import validate
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import PipelineConfig

@@ -19,10 +19,10 @@ from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, get
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.actions import Option
-    from megatron_ext.schedules.representation.costs import Costs
     from megatron_ext.schedules.search.length_balance import LengthCost
     from megatron_ext.schedules.search.policies import PolicyName
+    from megatron_ext.schedules.table.actions import Option
+    from megatron_ext.schedules.table.costs import Costs
 
 __all__ = [
     "BALANCES",

@@ -27,7 +27,7 @@ from megatron_ext.config.incompatible import (
     refuse_flags_with_varying_lengths,
 )
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.trace import session
+from megatron_ext.tools.trace import session
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import PipelineConfig

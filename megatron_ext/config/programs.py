@@ -14,8 +14,8 @@ from megatron_ext.config.sized_pipeline import Pipeline, base_table, twins_of
 from megatron_ext.config.wires import torch_is_best
 from megatron_ext.errors import ArgumentsError, DeviceError
 from megatron_ext.patches.registry import REGISTRY
-from megatron_ext.schedules.representation.validation import validate
-from megatron_ext.trace import session
+from megatron_ext.schedules.table.validation import validate
+from megatron_ext.tools.trace import session
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate
-from megatron_ext.schedules.representation.validation import validate
 from megatron_ext.schedules.search.queues import check_queues
+from megatron_ext.schedules.table.validation import validate
 
 if TYPE_CHECKING:
     from megatron_ext.config.batches import Sizes

@@ -17,7 +17,7 @@ from megatron_ext.disaggregation.job import Job
 from megatron_ext.disaggregation.ranks import rank_map
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules import comparison
-from megatron_ext.schedules.representation.costs import UNIT
+from megatron_ext.schedules.table.costs import UNIT
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import Disaggregation, PipelineConfig

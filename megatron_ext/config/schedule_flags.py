@@ -11,12 +11,12 @@ from megatron_ext.config.pipeline_config import BALANCES, PipelineConfig
 from megatron_ext.config.sized_pipeline import base_table
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules.generators.catalog import registered
-from megatron_ext.schedules.representation.costs import UNIT, Costs
-from megatron_ext.schedules.representation.memory import gathered_stash_ratio
 from megatron_ext.schedules.search.length_balance import LengthCost
+from megatron_ext.schedules.table.costs import UNIT, Costs
+from megatron_ext.schedules.table.memory import gathered_stash_ratio
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.actions import Option
+    from megatron_ext.schedules.table.actions import Option
 
 __all__ = ["add_flags", "schedule_fields"]
 

@@ -8,15 +8,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate, get
-from megatron_ext.schedules.representation.costs import UNIT, Costs
-from megatron_ext.schedules.representation.split_backwards import split_backwards
 from megatron_ext.schedules.search.patience import policies
+from megatron_ext.schedules.table.costs import UNIT, Costs
+from megatron_ext.schedules.table.split_backwards import split_backwards
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig, TransportName
-    from megatron_ext.schedules.representation.actions import Schedule
-    from megatron_ext.schedules.representation.placement import Placement
     from megatron_ext.schedules.search.policies import Policy
+    from megatron_ext.schedules.table.actions import Schedule
+    from megatron_ext.schedules.table.placement import Placement
 
 __all__ = ["Pipeline", "base_table", "twins_of"]
 

@@ -10,11 +10,11 @@ from megatron_ext.config.pipeline_config import Tracing
 from megatron_ext.config.sized_pipeline import base_table
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules.generators.catalog import generate
-from megatron_ext.trace import session
+from megatron_ext.tools.trace import session
 
 if TYPE_CHECKING:
     from megatron_ext.config.active import Active
-    from megatron_ext.schedules.representation.actions import Schedule
+    from megatron_ext.schedules.table.actions import Schedule
 
 __all__ = ["add_flags", "run_of", "tracing"]
 

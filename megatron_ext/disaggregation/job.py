@@ -14,7 +14,7 @@ from megatron_ext.schedules.generators.catalog import generate
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import Activations
-    from megatron_ext.schedules.representation.actions import Schedule
+    from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.transport.address import Wire
 
 __all__ = ["Job", "current", "has_role"]

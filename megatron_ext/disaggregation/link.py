@@ -17,7 +17,7 @@ from megatron_ext.disaggregation.ranks import Place
 from megatron_ext.disaggregation.role_trees import MESSAGES
 from megatron_ext.disaggregation.worlds import shared_store
 from megatron_ext.errors import TransportError
-from megatron_ext.trace.session_observer import observed_transport
+from megatron_ext.tools.trace.session_observer import observed_transport
 from megatron_ext.transport.opening import open_native
 from megatron_ext.transport.staging import staged
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from megatron_ext.disaggregation.job import Job
     from megatron_ext.disaggregation.role_trees import RoleTrees
-    from megatron_ext.messages import Message
+    from megatron_ext.message import Message
     from megatron_ext.transport.base import Expected, Transport
 
 __all__ = ["RoleLink"]

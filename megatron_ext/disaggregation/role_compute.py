@@ -21,17 +21,17 @@ import torch
 from megatron_ext.config import randomness
 from megatron_ext.disaggregation.ship import Layers, Replay, Saved, replaying
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.schedules.representation.communication import runs_forward
-from megatron_ext.schedules.runtime.program import Form
-from megatron_ext.schedules.runtime.rng import microbatch_rng
+from megatron_ext.runtime.program import Form
+from megatron_ext.runtime.rng import microbatch_rng
+from megatron_ext.schedules.table.communication import runs_forward
 
 if TYPE_CHECKING:
     from megatron_ext.disaggregation.job import Job
-    from megatron_ext.messages import MessageKind
-    from megatron_ext.schedules.representation.actions import Action
-    from megatron_ext.schedules.representation.communication import Transfer
-    from megatron_ext.schedules.runtime.compute import StageCompute, Tensors
-    from megatron_ext.schedules.runtime.split import Progress
+    from megatron_ext.message import MessageKind
+    from megatron_ext.runtime.compute import StageCompute, Tensors
+    from megatron_ext.runtime.split import Progress
+    from megatron_ext.schedules.table.actions import Action
+    from megatron_ext.schedules.table.communication import Transfer
 
 __all__ = ["BackwardCompute", "ForwardCompute", "RoleEnds", "drawn"]
 

@@ -16,23 +16,23 @@ import torch
 
 from megatron_ext.disaggregation.role_compute import drawn
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.representation.communication import route_receivers
-from megatron_ext.schedules.representation.forward_only import forward_only
-from megatron_ext.schedules.representation.placement import linear
-from megatron_ext.schedules.representation.route_plan import plan_routes
-from megatron_ext.schedules.runtime.declared_trees import TreeSteps, agree_trees
-from megatron_ext.schedules.runtime.rank_table import Table
-from megatron_ext.schedules.runtime.tree_compute import Forms, TreeCompute, TreeMessages
+from megatron_ext.runtime.declared_trees import TreeSteps, agree_trees
+from megatron_ext.runtime.rank_table import Table
+from megatron_ext.runtime.tree_compute import Forms, TreeCompute, TreeMessages
+from megatron_ext.schedules.table.communication import route_receivers
+from megatron_ext.schedules.table.forward_only import forward_only
+from megatron_ext.schedules.table.placement import linear
+from megatron_ext.schedules.table.route_plan import plan_routes
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from megatron_ext.disaggregation.job import Job
-    from megatron_ext.schedules.representation.actions import Action
-    from megatron_ext.schedules.representation.communication import Transfer
-    from megatron_ext.schedules.representation.route_plan import Route
-    from megatron_ext.schedules.runtime.compute import Call, Tensors
-    from megatron_ext.schedules.runtime.split import Progress
+    from megatron_ext.runtime.compute import Call, Tensors
+    from megatron_ext.runtime.split import Progress
+    from megatron_ext.schedules.table.actions import Action
+    from megatron_ext.schedules.table.communication import Transfer
+    from megatron_ext.schedules.table.route_plan import Route
 
 __all__ = ["MESSAGES", "RoleTrees", "TreeForwardCompute", "role_trees"]
 

@@ -21,7 +21,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import unwrap_model
 
-from megatron_ext.messages import Message
+from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:

@@ -237,7 +237,7 @@ def _is_asked() -> bool:
 
 def _tie(chunks: list[Any]) -> list[Any]:
     """Hook: give both copies of a tied embedding the same values, if one rank holds both."""
-    from megatron_ext.schedules.runtime.folded import tie_embeddings
+    from megatron_ext.runtime.folded import tie_embeddings
 
     tie_embeddings(chunks)
     return chunks
@@ -287,7 +287,7 @@ def _step_of(state: Any) -> int:
 
 def _train_step(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Keywords) -> Any:
     """Announce the step; send the losses of a folded pipeline to the rank that logs."""
-    from megatron_ext.schedules.runtime.folded import share_losses, share_mtp_losses
+    from megatron_ext.runtime.folded import share_losses, share_mtp_losses
 
     state = args[5] if len(args) > 5 else kwargs["global_state"]
     groups = args[6] if len(args) > 6 else kwargs["pg_collection"]
@@ -306,7 +306,7 @@ def _evaluate(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _Ke
     """Send an evaluation's losses to the rank that logs; None if Bridge's time limit expired."""
     from megatron.bridge.training.utils.pg_utils import get_pg_collection
 
-    from megatron_ext.schedules.runtime.folded import share_losses
+    from megatron_ext.runtime.folded import share_losses
 
     losses, *others = call(*args, **kwargs)
     if losses is None:

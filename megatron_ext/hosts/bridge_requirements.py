@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
 
-from megatron_ext import releases
 from megatron_ext.errors import UserError
+from megatron_ext.upstream import releases
 
 __all__ = ["SUPPORTED", "bridge_version", "check_installed", "problems"]
 

@@ -60,7 +60,7 @@ def disarm() -> None:
     This ends an observation (`--trace`, `--hang-timeout`), which no longer hears of steps.
     """
     from megatron_ext.patches import device
-    from megatron_ext.trace import session
+    from megatron_ext.tools.trace import session
 
     session.close()
     REGISTRY.deactivate()

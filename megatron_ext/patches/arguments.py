@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
-from megatron_ext.signatures import flag_destination
+from megatron_ext.upstream.signatures import flag_destination
 
 __all__ = ["PATCHES", "prepare_parser"]
 

@@ -24,9 +24,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_ext import releases
 from megatron_ext.errors import UpstreamMismatch, UserError
-from megatron_ext.releases import SUPPORTED
+from megatron_ext.upstream import releases
+from megatron_ext.upstream.releases import SUPPORTED
 
 __all__ = [
     "collect",

@@ -1,6 +1,6 @@
 """Patches that verify the effect of features during the first steps.
 
-`megatron_ext/effects.py` holds the checks and their reasons. They run at other places than the
+`patches/effects.py` holds the checks and their reasons. They run at other places than the
 patches whose effect they verify.
 """
 
@@ -10,8 +10,8 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext import effects
 from megatron_ext.config import active
+from megatron_ext.patches import effects
 from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES", "is_not_logged", "logged"]

@@ -27,7 +27,7 @@ _CHECKPOINTING = "megatron.training.checkpointing"
 
 def _place_layers(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Parse a layout string for the active placement, unless it is for another pipeline."""
-    from megatron_ext.schedules.runtime.layout import placed_layout
+    from megatron_ext.runtime.layout import placed_layout
 
     parsed = call(*args, **kwargs)
     chosen = active.pipeline()
@@ -75,13 +75,13 @@ def _embed_on_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs)
 
 
 def _sum_in_place(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    from megatron_ext.schedules.runtime.folded import sum_tied_gradients
+    from megatron_ext.runtime.folded import sum_tied_gradients
 
     sum_tied_gradients(args[0] if args else kwargs["model"])
 
 
 def _tie(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    from megatron_ext.schedules.runtime.folded import tie_embeddings
+    from megatron_ext.runtime.folded import tie_embeddings
 
     chunks = call(*args, **kwargs)
     tie_embeddings(chunks)
@@ -90,7 +90,7 @@ def _tie(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _share_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Send a training step's losses, its first result, to the rank that logs."""
-    from megatron_ext.schedules.runtime.folded import share_losses, share_mtp_losses
+    from megatron_ext.runtime.folded import share_losses, share_mtp_losses
 
     losses, *others = call(*args, **kwargs)
     share_mtp_losses()
@@ -99,7 +99,7 @@ def _share_step(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _share_evaluation(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Send the losses of an evaluation to the rank that logs; None: the time limit was reached."""
-    from megatron_ext.schedules.runtime.folded import share_losses
+    from megatron_ext.runtime.folded import share_losses
 
     losses, *others = call(*args, **kwargs)
     return losses if losses is None else share_losses(losses), *others
@@ -132,7 +132,7 @@ def check_optimizer_state(call: Call, _instance: Any, args: Args, kwargs: Kwargs
 
 
 def _save_once(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
-    from megatron_ext.schedules.runtime.folded import keep_one_main_copy
+    from megatron_ext.runtime.folded import keep_one_main_copy
 
     call(*args, **kwargs)
     keep_one_main_copy(args[0] if args else kwargs["sharded_state_dict"])

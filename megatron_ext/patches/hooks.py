@@ -24,7 +24,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, spec_from_file_location
 from types import ModuleType
 
-from megatron_ext import compat, releases, upstream
+from megatron_ext import compat
+from megatron_ext.upstream import releases
+from megatron_ext.upstream import tree as upstream
 
 __all__ = ["before", "install", "remove"]
 

@@ -29,13 +29,13 @@ def _has_messages_of_ours() -> bool:
 
 
 def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    from megatron_ext.schedules.runtime.megatron_messages import stepwise
+    from megatron_ext.runtime.megatron_messages import stepwise
 
     return stepwise(call(*args, **kwargs))
 
 
 def _over_ours(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    from megatron_ext.schedules.runtime.megatron_messages import communicate
+    from megatron_ext.runtime.megatron_messages import communicate
 
     without_shape = {name: value for name, value in kwargs.items() if name != "tensor_shape"}
     done = communicate(**without_shape)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import wrapt
 
-from megatron_ext.releases import Release, parse_release
+from megatron_ext.upstream.releases import Release, parse_release
 
 if TYPE_CHECKING:
     from megatron_ext.errors import UpstreamMismatch
@@ -80,7 +80,7 @@ class Patch:
     """First minor release that it is not for any more; None: to the newest."""
     required: bool = True
     """Whether a missing target is an error if the patch would act. False for conveniences, and if
-    other checks assert the effect (`megatron_ext/effects.py`)."""
+    other checks assert the effect (`megatron_ext/patches/effects.py`)."""
 
     @property
     def module(self) -> str:

@@ -28,7 +28,6 @@ from typing import Any
 
 import wrapt
 
-from megatron_ext import releases
 from megatron_ext.errors import PatchConflict, UpstreamMismatch
 from megatron_ext.patches import drift
 from megatron_ext.patches.aliases import (
@@ -49,6 +48,7 @@ from megatron_ext.patches.point import (
     Site,
     always,
 )
+from megatron_ext.upstream import releases
 
 __all__ = ["REGISTRY", "Args", "Call", "Kwargs", "Patch", "Registry", "Row", "always"]
 

@@ -32,7 +32,7 @@ def _refuse(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> Any:
 
 
 def _ours(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    from megatron_ext.schedules.runtime.entry import forward_backward, refuse_modules
+    from megatron_ext.runtime.entry import forward_backward, refuse_modules
 
     for groups in (*args, *kwargs.values()):
         refuse_modules(groups)
@@ -51,7 +51,7 @@ def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
     """Run a forward of Megatron's own schedules, which place chunks round-robin."""
     from megatron.core import parallel_state
 
-    from megatron_ext.schedules.runtime.rng import rng_of_this_step
+    from megatron_ext.runtime.rng import rng_of_this_step
 
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
     rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -71,7 +71,7 @@ def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
     Megatron may end the process inside (`--exit-interval`), and so may other code, on a single
     rank: on that path no rank may wait for another.
     """
-    from megatron_ext.schedules.runtime.runtimes import log_own_statistics, log_statistics
+    from megatron_ext.runtime.runtimes import log_own_statistics, log_statistics
 
     try:
         trained = call(*args, **kwargs)

@@ -17,7 +17,7 @@ from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
 
-_SPLIT = "megatron_ext.schedules.runtime.split"
+_SPLIT = "megatron_ext.runtime.split"
 
 
 def _record() -> Any:
@@ -35,14 +35,14 @@ def _splitting() -> bool:
 
 def _linear(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Defer the weight gradient of a linear layer."""
-    from megatron_ext.schedules.runtime import weight_gradients
+    from megatron_ext.runtime import weight_gradients
 
     return weight_gradients.linear(call, _record(), *args, **kwargs)
 
 
 def _embedding(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Mark a weight that the output layer of the same stage may share."""
-    from megatron_ext.schedules.runtime.weight_gradients import mark_embedding
+    from megatron_ext.runtime.weight_gradients import mark_embedding
 
     mark_embedding(instance.weight)
     return call(*args, **kwargs)
@@ -56,7 +56,7 @@ def _splits() -> bool:
 
 def _config(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Refuse layers that cannot be split, and prepare those with built-in support."""
-    from megatron_ext.schedules.runtime.split import prepare_config, why_not
+    from megatron_ext.runtime.split import prepare_config, why_not
 
     call(*args, **kwargs)
     reason = why_not(instance)
@@ -76,7 +76,7 @@ def _grouped_ops(original: Any) -> Any:
         record = _record()
         if record is None:
             return original.gmm(*args, **kwargs)
-        from megatron_ext.schedules.runtime.weight_gradients import grouped_product
+        from megatron_ext.runtime.weight_gradients import grouped_product
 
         return grouped_product(original.gmm, record, *args, **kwargs)
 

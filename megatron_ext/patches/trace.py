@@ -1,7 +1,7 @@
 """Patches that report Megatron's actions to the recorder and the watchdog.
 
 A step begins with the call of the schedule and ends after the optimizer. Our own schedules report
-their actions themselves (`megatron_ext/trace/session_observer.py`); these patches observe
+their actions themselves (`megatron_ext/tools/trace/session_observer.py`); these patches observe
 Megatron's.
 """
 
@@ -20,7 +20,7 @@ _OPTIMIZERS = ("ChainedOptimizer", "FP32Optimizer", "MixedPrecisionOptimizer")
 
 
 def _is_observing() -> bool:
-    from megatron_ext.trace import session
+    from megatron_ext.tools.trace import session
 
     return session.is_observing()
 
@@ -34,7 +34,7 @@ def _sees_megatrons_steps() -> bool:
 
 def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return the schedule with each training call recorded as a step."""
-    from megatron_ext.trace import session
+    from megatron_ext.tools.trace import session
 
     schedule = call(*args, **kwargs)
 
@@ -56,7 +56,7 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _reduction(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    from megatron_ext.trace import session
+    from megatron_ext.tools.trace import session
 
     observer = session.current()
     assert observer is not None
@@ -67,7 +67,7 @@ def _reduction(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 def _update(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """The outermost optimizer's step is the end of the training step."""
     from megatron_ext.disaggregation import job as disaggregation
-    from megatron_ext.trace import session
+    from megatron_ext.tools.trace import session
 
     observer = session.current()
     assert observer is not None
@@ -93,7 +93,7 @@ def _scalars(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Write our scalars when Megatron logs, with its writers."""
     from megatron.training import global_vars
 
-    from megatron_ext.trace import scalars
+    from megatron_ext.tools.trace import scalars
 
     result = call(*args, **kwargs)
     iteration = args[3] if len(args) > 3 else kwargs["iteration"]
@@ -105,13 +105,13 @@ def _scalars(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _forward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    from megatron_ext.trace import megatron_spans
+    from megatron_ext.tools.trace import megatron_spans
 
     return megatron_spans.forward(call, args, kwargs)
 
 
 def _backward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    from megatron_ext.trace import megatron_spans
+    from megatron_ext.tools.trace import megatron_spans
 
     return megatron_spans.backward(call, args, kwargs)
 

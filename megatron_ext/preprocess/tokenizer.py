@@ -11,9 +11,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron_ext import signatures
 from megatron_ext.errors import DataError
 from megatron_ext.preprocess.local_vocabulary import build_local, check_local
+from megatron_ext.upstream import signatures
 
 __all__ = [
     "BYTE_LEVEL_VOCAB_SIZE",

@@ -10,12 +10,12 @@ more, its *chunks*. A step runs every *micro-batch* through all stages, forward 
 """
 
 from megatron_ext.schedules.generators.catalog import generate, register, registered
-from megatron_ext.schedules.representation.actions import Action, Kind, Schedule
-from megatron_ext.schedules.representation.communication import lower
-from megatron_ext.schedules.representation.costs import UNIT, Costs
-from megatron_ext.schedules.representation.placement import Placement
-from megatron_ext.schedules.representation.validation import Report, validate
 from megatron_ext.schedules.search.simulate import Timeline, simulate
+from megatron_ext.schedules.table.actions import Action, Kind, Schedule
+from megatron_ext.schedules.table.communication import lower
+from megatron_ext.schedules.table.costs import UNIT, Costs
+from megatron_ext.schedules.table.placement import Placement
+from megatron_ext.schedules.table.validation import Report, validate
 
 __all__ = [
     "UNIT",

@@ -13,13 +13,13 @@ from megatron_ext.schedules.generators.catalog import (
     get,
     registered,
 )
-from megatron_ext.schedules.representation.costs import UNIT, Costs
-from megatron_ext.schedules.representation.validation import check_actions
 from megatron_ext.schedules.search.simulate import Timeline, simulate
+from megatron_ext.schedules.table.costs import UNIT, Costs
+from megatron_ext.schedules.table.validation import check_actions
 from megatron_ext.schedules.text_table import aligned
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.actions import Option, Schedule
+    from megatron_ext.schedules.table.actions import Option, Schedule
 
 __all__ = ["compare", "evaluate", "figures", "table", "training_flags", "variants"]
 

@@ -24,8 +24,8 @@ from megatron_ext.schedules.search.length_order import best_order, makespan_of
 from megatron_ext.schedules.text_table import aligned
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.actions import Schedule
-    from megatron_ext.schedules.representation.costs import Costs
+    from megatron_ext.schedules.table.actions import Schedule
+    from megatron_ext.schedules.table.costs import Costs
 
 __all__ = ["Gains", "LengthGains", "Sizes", "predict", "read_lengths", "table"]
 

@@ -20,14 +20,14 @@ from megatron_ext.files import cannot_write, write_text
 from megatron_ext.schedules import comparison, length_plan
 from megatron_ext.schedules.drawing import render, svg
 from megatron_ext.schedules.generators.catalog import MAX_PASSES, MAX_RANKS, registered
-from megatron_ext.schedules.representation import csv_io, json_io
-from megatron_ext.schedules.representation.costs import Costs
 from megatron_ext.schedules.search.gains import gains
 from megatron_ext.schedules.search.length_balance import LengthCost
+from megatron_ext.schedules.table import csv_io, json_io
+from megatron_ext.schedules.table.costs import Costs
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.actions import Option
     from megatron_ext.schedules.search.simulate import Timeline
+    from megatron_ext.schedules.table.actions import Option
 
 __all__ = ["add_plan", "add_plot", "add_subcommand"]
 

@@ -30,8 +30,8 @@ from megatron.core.tokenizers import MegatronTokenizer
 from megatron_ext.errors import DataError
 from megatron_ext.preprocess.local_vocabulary import check_local
 from megatron_ext.preprocess.tokenizer import build_named
-from megatron_ext.signatures import mtp_on_this_rank
 from megatron_ext.training.index_cache import IndexedBuilder
+from megatron_ext.upstream.signatures import mtp_on_this_rank
 
 if TYPE_CHECKING:
     from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig

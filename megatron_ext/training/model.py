@@ -25,7 +25,7 @@ from megatron.core.transformer.spec_utils import import_module
 from megatron_ext import devices
 from megatron_ext.disaggregation import job as disaggregation
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.schedules.runtime.folded import tie_embeddings
+from megatron_ext.runtime.folded import tie_embeddings
 
 if TYPE_CHECKING:
     from megatron_ext.training.trainer_arguments import Model

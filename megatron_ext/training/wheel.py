@@ -31,10 +31,10 @@ from megatron.training.training import pretrain
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.signatures import parameters
 from megatron_ext.training.data import fields_read
 from megatron_ext.training.model import fill
 from megatron_ext.training.steps import gpt_batch, run_gpt, sum_losses
+from megatron_ext.upstream.signatures import parameters
 
 __all__ = ["main", "refuse"]
 

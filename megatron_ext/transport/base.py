@@ -1,6 +1,6 @@
 """The interface of all transports, which carry tensors between pipeline stages.
 
-A message is named by its purpose (`megatron_ext/messages.py`), not by its position in a sequence.
+A message is named by its purpose (`megatron_ext/message.py`), not by its position in a sequence.
 So a receiver may take messages in any order, and a send never waits for the order in which its peer
 receives. Transports do not know schedules: at the start of each step the executor announces the
 messages that will arrive, and their senders.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.messages import Message
+    from megatron_ext.message import Message
 
 __all__ = ["Expected", "Stats", "Transport"]
 
@@ -60,7 +60,7 @@ class Transport(Protocol):
                 `after`. Wires that must know a message's size, or post a buffer for it, use this.
             slots: Maximum number of messages of one kind in flight from one rank to another. With
                 room for that many no send waits, whatever the timing (see
-                `schedules/representation/memory.py`).
+                `schedules/table/memory.py`).
 
         Raises:
             TransportError: A message of the previous step was not received.

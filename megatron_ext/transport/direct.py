@@ -8,7 +8,7 @@ for it a thread sends one more message, an empty one, once the tensor is in the 
 
 A send never waits, neither on the host nor on the device. It uses a buffer that its reader has
 read, or allocates one. So a peer has as many buffers as it ever had messages in flight at once,
-which the schedule and the hosts' run-ahead (`schedules/runtime/run_ahead.py`) bound.
+which the schedule and the hosts' run-ahead (`runtime/run_ahead.py`) bound.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_ext.transport.dtypes import CODE_OF
 
 if TYPE_CHECKING:
     from megatron_ext.devices.backend import SharedBuffer, Sharing
-    from megatron_ext.messages import Message
+    from megatron_ext.message import Message
     from megatron_ext.transport.base import Stats
     from megatron_ext.transport.native_transport import NativeTransport
 

@@ -28,7 +28,7 @@ from megatron_ext.transport.rendezvous import Store, connect_peers
 from megatron_ext.transport.tags import NOTE, NUM_STEPS, Tags
 
 if TYPE_CHECKING:
-    from megatron_ext.messages import Message
+    from megatron_ext.message import Message
     from megatron_ext.transport._C import Endpoint
     from megatron_ext.transport._C import Message as Arrived
     from megatron_ext.transport.address import Wire

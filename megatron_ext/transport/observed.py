@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.messages import Message
+    from megatron_ext.message import Message
     from megatron_ext.transport.base import Expected, Stats, Transport
 
 __all__ = ["ObservedTransport", "TransportObserver", "WaitsFor"]

@@ -15,7 +15,7 @@ from megatron_ext.transport.torch_dist import TorchTransport
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.messages import Message
+    from megatron_ext.message import Message
     from megatron_ext.transport.base import Transport
     from megatron_ext.transport.direct import DirectTransport
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_ext.devices.backend import Copies
-    from megatron_ext.messages import Message
+    from megatron_ext.message import Message
     from megatron_ext.transport.base import Expected, Stats, Transport
     from megatron_ext.transport.native_transport import NativeTransport
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_ext.errors import TransportError
-from megatron_ext.messages import LAUNCHED, Message, MessageKind
+from megatron_ext.message import LAUNCHED, Message, MessageKind
 
 __all__ = ["NOTE", "NUM_STEPS", "Tags"]
 

@@ -31,7 +31,7 @@ from megatron_ext.transport.dtypes import plain
 from megatron_ext.transport.pairs import Pair, groups_of_ranks
 
 if TYPE_CHECKING:
-    from megatron_ext.messages import Message, MessageKind
+    from megatron_ext.message import Message, MessageKind
 
 __all__ = ["Channel", "TorchTransport"]
 

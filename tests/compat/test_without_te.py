@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext import releases
+from megatron_ext.upstream import releases
 from tests.patches.single import start_parallel, without
 from tests.ranks import run_ranks
 

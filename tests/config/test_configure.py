@@ -142,5 +142,5 @@ def one_after_the_other() -> list[str]:
 
 
 def test_it_ends_with_deconfigure_and_with_deactivate() -> None:
-    own, ours = "megatron.core.pipeline_parallel.schedules", "megatron_ext.schedules.runtime.entry"
+    own, ours = "megatron.core.pipeline_parallel.schedules", "megatron_ext.runtime.entry"
     assert run_ranks(2, one_after_the_other) == [[own, ours, own, ours, own]] * 2

@@ -8,7 +8,7 @@ from megatron_ext.config.prepared_arguments import prepare
 from megatron_ext.disaggregation.job import current
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.training.trainer_arguments import parse
-from tests.schedules.runtime.capture import GPT, PP2
+from tests.runtime.capture import GPT, PP2
 
 FBD = "--forward-backward-disaggregating "
 MERGED = FBD + "--ignore-forward-tensor-parallel "

@@ -16,7 +16,7 @@ from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, Tracing
 from megatron_ext.config import schedule_flags
 from megatron_ext.config.flags import add_arguments, pipeline_config
 from megatron_ext.errors import ArgumentsError, ScheduleError, UserError
-from megatron_ext.schedules.representation.costs import Costs
+from megatron_ext.schedules.table.costs import Costs
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megatron_ext.config.prepared_arguments import check, prepare
 from megatron_ext.config.schedule_flags import add_flags
 from megatron_ext.errors import ArgumentsError, UserError
 from megatron_ext.schedules import generate
-from megatron_ext.schedules.representation import csv_io
+from megatron_ext.schedules.table import csv_io
 from tests.pipelines import make_pipeline
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def test_megatron_has_to_agree(args: Namespace) -> None:
 def test_layers_that_cannot_be_split_are_refused(
     args: Namespace, monkeypatch: pytest.MonkeyPatch, schedule: str, refused: bool
 ) -> None:
-    from megatron_ext.schedules.runtime import te_layers
+    from megatron_ext.runtime import te_layers
 
     monkeypatch.setattr(te_layers, "why_not", lambda args: f"{args.transformer_impl} is too old")
     args.transformer_impl, args.data_parallel_size = "transformer_engine", 1
@@ -120,7 +120,7 @@ def test_layers_that_are_left_whole_are_told(
     schedule: str,
     told: bool,
 ) -> None:
-    from megatron_ext.schedules.runtime import te_layers
+    from megatron_ext.runtime import te_layers
 
     monkeypatch.setattr(te_layers, "why_not", lambda _args: None)
     monkeypatch.setattr(te_layers, "find_spec", lambda name: name)

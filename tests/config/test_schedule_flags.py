@@ -14,8 +14,8 @@ import pytest
 from megatron_ext.config import active
 from megatron_ext.errors import UserError
 from megatron_ext.schedules import comparison, generate, registered
-from megatron_ext.schedules.representation import csv_io
-from megatron_ext.schedules.representation.costs import UNIT, Costs
+from megatron_ext.schedules.table import csv_io
+from megatron_ext.schedules.table.costs import UNIT, Costs
 from tests.ranks import run_ranks, start_script
 
 MODEL = (

@@ -98,7 +98,7 @@ def test_a_training(tmp_path: Path) -> None:
 import os, sys
 os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost",
                   MASTER_PORT="0")
-from megatron_ext import releases, runner
+from megatron_ext.upstream import releases, runner
 embedded = not releases.has_training()
 raise SystemExit(runner.run("pretrain_gpt.py", sys.argv[1:], embedded=embedded))
 """

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.messages import Message
+from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.torch_dist import Channel, TorchTransport
 from tests.ranks import run_ranks
-from tests.schedules.runtime.capture import GPT, PP2, PP4, train
-from tests.schedules.runtime.test_equality import UNCLIPPED, VPP2, assert_equal, stock
+from tests.runtime.capture import GPT, PP2, PP4, train
+from tests.runtime.test_equality import UNCLIPPED, VPP2, assert_equal, stock
 from tests.training.helpers import bert_flags
 
 _FLAGS = GPT + UNCLIPPED + "--num-layers 8 --global-batch-size 16 --train-iters 2 "

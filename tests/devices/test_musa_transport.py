@@ -6,7 +6,7 @@ Its streams copy as late as they may (`tests/fake_musa`), so an order that nobod
 import pytest
 
 from tests.ranks import run_ranks
-from tests.schedules.runtime.capture import GPT, PP2, run_here
+from tests.runtime.capture import GPT, PP2, run_here
 
 _IPC = " --pipeline-device-path ipc"
 _CASES = {

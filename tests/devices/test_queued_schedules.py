@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext import releases
 from megatron_ext.transport import pairs, torch_dist  # noqa: F401  (mutants are looked for there)
+from megatron_ext.upstream import releases
 from tests.disaggregation.test_training import FBD, RECOMPUTE, SHIP, run_role, together
 from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks
-from tests.schedules.runtime.capture import GPT, PP2, PP4, run_here, train
-from tests.schedules.runtime.test_equality import UNCLIPPED, VPP2, assert_equal, stock
+from tests.runtime.capture import GPT, PP2, PP4, run_here, train
+from tests.runtime.test_equality import UNCLIPPED, VPP2, assert_equal, stock
 from tests.tiers import first_quick
 
 pytestmark = pytest.mark.usefixtures("emulated_musa")
@@ -64,7 +64,7 @@ def _waits_in_steps(argv: list[str]) -> list[dict[tuple[str, str, str], int]]:
     """Train; return for each step what made the host wait between its first and last action."""
     from torch_musa import host_waits
 
-    from megatron_ext.schedules.runtime import model_runtime
+    from megatron_ext.runtime import model_runtime
 
     found = []
 

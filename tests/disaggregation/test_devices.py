@@ -15,7 +15,7 @@ from megatron_ext.config.early import of_forward_rank
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.training.trainer_arguments import parse
 from tests.ranks import WITHOUT_TREE, losses
-from tests.schedules.runtime.capture import GPT, PP2
+from tests.runtime.capture import GPT, PP2
 
 FBD = "--forward-backward-disaggregating "
 ON_CPU = FBD + PP2 + "--fbd-forward-device cpu "

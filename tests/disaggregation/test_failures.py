@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ext import releases
+from megatron_ext.upstream import releases
 from tests.ranks import start_ranks, train_without_tree
-from tests.schedules.runtime.capture import GPT, PP2
+from tests.runtime.capture import GPT, PP2
 
 FBD = "--forward-backward-disaggregating --eval-iters 2 --eval-interval 1 "
 

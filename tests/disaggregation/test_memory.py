@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.ranks import run_ranks
-from tests.schedules.runtime import capture
-from tests.schedules.runtime.capture import GPT, PP2, PP4
+from tests.runtime import capture
+from tests.runtime.capture import GPT, PP2, PP4
 from tests.tiers import first_quick
 
 from .test_training import FBD, RECOMPUTE, assert_equal, run_role, together
 
 if TYPE_CHECKING:
-    from megatron_ext.messages import Message
-    from megatron_ext.schedules.representation.actions import Action
+    from megatron_ext.message import Message
+    from megatron_ext.schedules.table.actions import Action
 
 MANY = GPT.replace("--global-batch-size 8", "--global-batch-size 40").replace(
     "--train-iters 3", "--train-iters 2"

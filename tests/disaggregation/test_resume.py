@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import losses, run_script
+from tests.runtime import capture
+from tests.runtime.capture import GPT, PP2
 from tests.scalars import written_scalars
-from tests.schedules.runtime import capture
-from tests.schedules.runtime.capture import GPT, PP2
 from tests.tiers import first_quick
 
 from .test_training import FBD, train

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megatron_ext import releases
+from megatron_ext.upstream import releases
 from tests.disaggregation.test_training import FBD, MERGED, assert_equal, run_role, together
 from tests.examples.test_boundaries import MODELS
 from tests.ranks import run_ranks, start_ranks
-from tests.schedules.runtime.capture import GPT, PP2, PP4, Captured
+from tests.runtime.capture import GPT, PP2, PP4, Captured
 from tests.tiers import first_quick
 
 pytestmark = pytest.mark.skipif(

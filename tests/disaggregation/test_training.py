@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_ranks
-from tests.schedules.runtime import capture
-from tests.schedules.runtime.capture import GPT, PP2, Captured, _merge
+from tests.runtime import capture
+from tests.runtime.capture import GPT, PP2, Captured, _merge
 from tests.tiers import first_quick
 from tests.training.helpers import MOE
 

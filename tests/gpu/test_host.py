@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_ext import devices
-from tests.schedules.runtime.capture import GPT, PP4, run_here
+from tests.runtime.capture import GPT, PP4, run_here
 
 from . import processes
 from .spinning import spinning
@@ -148,7 +148,7 @@ def test_a_wait_of_the_host_is_an_error(tmp_path: Path) -> None:
 
 def train_without_waits(flags: str) -> int:
     """Train as one rank; return the steps whose actions the host launched without a wait."""
-    from megatron_ext.schedules.runtime import model_runtime
+    from megatron_ext.runtime import model_runtime
 
     steps: list[None] = []
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_ext import devices
-from tests.schedules.runtime.capture import GPT, PP4, Captured, run_here
+from tests.runtime.capture import GPT, PP4, Captured, run_here
 
 from . import processes
 

@@ -18,7 +18,7 @@ from megatron_ext import devices
 from tests.fake_musa.queued import queued
 from tests.pipelines import make_pipeline, use
 from tests.ranks import run_ranks, start_ranks
-from tests.schedules.runtime import toy
+from tests.runtime import toy
 from tests.tiers import first_quick
 
 from .test_published_hangs import start_one_by_one

@@ -141,7 +141,7 @@ def _hex(losses: Mapping[str, Any]) -> str:
 
 
 def _note(trained: Trained) -> None:
-    from megatron_ext.schedules.runtime import runtimes
+    from megatron_ext.runtime import runtimes
 
     found = active.active()
     if found is None:

@@ -109,7 +109,7 @@ class _Sgd:
 def _ran() -> int:
     """Return how many steps our runtime has run."""
     from megatron_ext.config import active
-    from megatron_ext.schedules.runtime import runtimes
+    from megatron_ext.runtime import runtimes
 
     return runtimes.totals()[0].steps if active.pipeline() is not None else 0
 

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 import megatron_ext
-from megatron_ext import PipelineConfig, hosts, releases
+from megatron_ext import PipelineConfig, hosts
 from megatron_ext.config import active
 from megatron_ext.config.environment import requested_flags
 from megatron_ext.config.flags import said_by
-from megatron_ext.doctor import software
 from megatron_ext.errors import ArgumentsError, UserError
 from megatron_ext.hosts import bridge_requirements
+from megatron_ext.tools.doctor import software
+from megatron_ext.upstream import releases
 from tests.ranks import run_ranks
 
 REPO = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ _ONE_WAY = "tests/transport/test_queued.py::test_a_buffer_is_used_again_when_its
 _MEMORY = "tests/transport/test_device_memory.py"
 _SCHEDULES = "tests/devices/test_queued_schedules.py::test_every_schedule_over_its_communicators"
 
-_LOOKING_AHEAD = "tests/schedules/runtime/test_looking_ahead.py"
-_RUN_AHEAD = "tests/schedules/runtime/test_run_ahead.py"
+_LOOKING_AHEAD = "tests/runtime/test_looking_ahead.py"
+_RUN_AHEAD = "tests/runtime/test_run_ahead.py"
 
 
 def _on(way: str, *late: str) -> tuple[str, ...]:
@@ -166,28 +166,28 @@ DEVICE_MUTANTS = (
     ),
     Mutant(
         "the host runs ahead without a bound",
-        "megatron_ext.schedules.runtime.executor",
+        "megatron_ext.runtime.executor",
         "            run_ahead.wait_until(AHEAD - 1)\n",
         "            pass\n",
         (f"{_RUN_AHEAD}::test_memory_is_that_of_the_table_and_of_two_actions",),
     ),
     Mutant(
         "an action ends before the device has computed it",
-        "megatron_ext.schedules.runtime.run_ahead",
+        "megatron_ext.runtime.run_ahead",
         "        end.synchronize()\n",
         "",
         (f"{_RUN_AHEAD}::test_memory_is_that_of_the_table_and_of_two_actions",),
     ),
     Mutant(
         "an order chooses when the last action is launched",
-        "megatron_ext.schedules.runtime.ordering",
+        "megatron_ext.runtime.ordering",
         "while len(self._running) >= AHEAD or (self._running and not self.policy.looks_ahead()):",
         "while False:",
         (_LOOKING_AHEAD,),
     ),
     Mutant(
         "an order jumps while its last action runs",
-        "megatron_ext.schedules.runtime.ordering",
+        "megatron_ext.runtime.ordering",
         " or (self._running and not self.policy.looks_ahead()):",
         ":",
         (_LOOKING_AHEAD,),

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 __all__ = ["MUTANTS", "Mutant"]
 
-_RUNTIME = "megatron_ext.schedules.runtime"
-_TABLES = "megatron_ext.schedules.representation"
-_EXECUTOR_TESTS = "tests/schedules/runtime/test_executor.py"
-_COMMUNICATION_TESTS = "tests/schedules/representation/test_communication.py"
+_RUNTIME = "megatron_ext.runtime"
+_TABLES = "megatron_ext.schedules.table"
+_EXECUTOR_TESTS = "tests/runtime/test_executor.py"
+_COMMUNICATION_TESTS = "tests/schedules/table/test_communication.py"
 
 
 class Mutant(NamedTuple):
@@ -32,7 +32,7 @@ MUTANTS = (
         f"{_RUNTIME}.compute",
         'split=kind == "I"',
         'split=kind == "B"',
-        ("tests/schedules/runtime/test_compute.py",),
+        ("tests/runtime/test_compute.py",),
     ),
     Mutant(
         "a hand-over is dropped",
@@ -70,7 +70,7 @@ MUTANTS = (
         f"{_RUNTIME}.sync",
         "self._order[self._started] in self._complete",
         "self._complete",
-        ("tests/schedules/runtime/test_sync.py",),
+        ("tests/runtime/test_sync.py",),
     ),
     Mutant(
         "a dynamic order sums gradients as they come",
@@ -105,7 +105,7 @@ MUTANTS = (
         f"{_TABLES}.memory",
         'slots[rank, peer, "F"] = slots[peer, rank, "B"] = peak',
         'slots[rank, peer, "F"] = slots[peer, rank, "B"] = max(1, peak - 1)',
-        ("tests/schedules/representation/test_validation.py",),
+        ("tests/schedules/table/test_validation.py",),
     ),
     Mutant(
         "outputs are freed before they are sent",

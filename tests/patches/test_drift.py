@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ext import releases
 from megatron_ext.errors import UserError
 from megatron_ext.patches import drift
 from megatron_ext.patches.registry import Registry
+from megatron_ext.upstream import releases
 
 _BASE = '''
 def f(a, b=1):

@@ -158,7 +158,7 @@ def test_copies_of_the_embedding_get_one_gradient() -> None:
 def untied_gradients(flags: str) -> list[float] | None:
     from megatron.core.utils import unwrap_model
 
-    from megatron_ext.schedules.runtime.folded import sum_tied_gradients
+    from megatron_ext.runtime.folded import sum_tied_gradients
 
     _, chunks = _build(flags)
     first, last = unwrap_model(chunks)
@@ -183,7 +183,7 @@ def shared() -> tuple[dict[str, float], list[float] | None]:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from torch import distributed
 
-    from megatron_ext.schedules.runtime.folded import share_losses, share_mtp_losses
+    from megatron_ext.runtime.folded import share_losses, share_mtp_losses
     from tests.pipelines import make_pipeline, use
 
     use(make_pipeline("zb-v", pp=2, num_microbatches=4))

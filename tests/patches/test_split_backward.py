@@ -123,7 +123,7 @@ def config() -> None:
     from megatron.core.transformer import TransformerConfig
 
     from megatron_ext.errors import ScheduleError
-    from megatron_ext.schedules.runtime import te_layers
+    from megatron_ext.runtime import te_layers
     from tests.pipelines import make_pipeline, use
 
     def make(**settings: Any) -> TransformerConfig:

@@ -12,7 +12,7 @@ import pytest
 from tests.commands import run_python
 from tests.patches.attributes import held
 from tests.ranks import _run_script, run_ranks
-from tests.schedules.runtime.capture import GPT, PP2
+from tests.runtime.capture import GPT, PP2
 from tests.tiers import first_quick
 
 _PROGRAM = """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.upstream import find_tree
+from megatron_ext.upstream.tree import find_tree
 from tests.commands import run_package, run_python
 from tests.ranks import losses, skip_where_training_is_in_the_wheel, start_script
 from tests.tiers import first_quick

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.trace.aggregate import read_run
+from megatron_ext.tools.trace.aggregate import read_run
 from megatron_ext.transport.native import available
 from tests.ranks import losses
 

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from megatron_ext import cli
 from megatron_ext.errors import ScheduleError
-from megatron_ext.messages import Message
+from megatron_ext.message import Message
 from megatron_ext.schedules import Costs, generate, registered, simulate, validate
 from megatron_ext.schedules.drawing import render
 from megatron_ext.schedules.generators import fbd
 from megatron_ext.schedules.generators.catalog import published_bubble, published_peak
-from megatron_ext.schedules.representation import json_io
-from megatron_ext.schedules.representation.actions import Action
-from megatron_ext.schedules.representation.communication import Transfer, exchanges, lower
-from megatron_ext.schedules.representation.memory import slots_needed
-from megatron_ext.schedules.representation.route_plan import Route
+from megatron_ext.schedules.table import json_io
+from megatron_ext.schedules.table.actions import Action
+from megatron_ext.schedules.table.communication import Transfer, exchanges, lower
+from megatron_ext.schedules.table.memory import slots_needed
+from megatron_ext.schedules.table.route_plan import Route
 
 from .strategies import COSTS
 

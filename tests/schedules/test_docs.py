@@ -13,7 +13,7 @@ import pytest
 from megatron_ext import cli
 from megatron_ext.schedules import UNIT, Costs, comparison, generate, registered, simulate
 from megatron_ext.schedules.drawing import svg
-from megatron_ext.schedules.representation import csv_io
+from megatron_ext.schedules.table import csv_io
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")

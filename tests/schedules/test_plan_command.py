@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext import cli
 from megatron_ext.schedules import generate, registered
-from megatron_ext.schedules.representation import csv_io, json_io
+from megatron_ext.schedules.table import csv_io, json_io
 
 ROOT = Path(__file__).parents[2]
 KEYS = [

@@ -13,7 +13,7 @@ from megatron_ext.schedules import registered
 from tests.config.test_schedule_flags import outcomes
 from tests.ranks import run_ranks, start_script
 from tests.tiers import first_quick
-from tests.trace.runs import write_run
+from tests.tools.trace.runs import write_run
 
 MODEL = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "

@@ -22,7 +22,7 @@ import torch
 
 from megatron_ext import devices
 from megatron_ext.errors import PeerAborted, PeerDied, TransportError
-from megatron_ext.messages import HEADER, Message
+from megatron_ext.message import HEADER, Message
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
 from megatron_ext.transport.native_transport import NativeTransport

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import PeerAborted, PeerClosed, PeerDied, TransportError, TransportTimeout
-from megatron_ext.messages import Message
+from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected
 from tests.ranks import run_ranks, start_ranks
 from tests.transport.native_ranks import (

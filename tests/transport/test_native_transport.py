@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed import FileStore
 
 from megatron_ext.errors import MessageMismatch, TransportError
-from megatron_ext.messages import Message
+from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.native_transport import NativeTransport
 from tests.ranks import run_ranks, start_ranks

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_ext import devices
 from megatron_ext.devices import copies, sharing  # noqa: F401  (mutants are looked for there)
 from megatron_ext.errors import TransportTimeout
-from megatron_ext.messages import Message
+from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected, Transport
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
 from megatron_ext.transport.native_transport import NativeTransport

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.messages import Message
+from megatron_ext.message import Message
 from megatron_ext.transport.staging import StagedTransport
 
 _LONG_S = 30.0

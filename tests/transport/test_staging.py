@@ -18,7 +18,7 @@ import torch
 
 from megatron_ext import devices
 from megatron_ext.errors import PeerAborted, TransportError, TransportTimeout
-from megatron_ext.messages import Message
+from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.native_transport import NativeTransport
 from megatron_ext.transport.staging import StagedTransport

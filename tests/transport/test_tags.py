@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from megatron_ext.errors import TransportError
-from megatron_ext.messages import Message, MessageKind
+from megatron_ext.message import Message, MessageKind
 from megatron_ext.transport.tags import NOTE, NUM_STEPS, Tags
 
 

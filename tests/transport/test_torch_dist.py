@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import TransportError
-from megatron_ext.messages import Message
+from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.torch_dist import Channel, TorchTransport
 from tests.ranks import run_ranks, start_ranks

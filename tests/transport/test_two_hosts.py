@@ -16,7 +16,7 @@ import torch
 from torch.distributed import FileStore
 
 from megatron_ext.errors import PeerDied, TransportError
-from megatron_ext.messages import Message
+from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.native_transport import NativeTransport
 from tests.ranks import run_ranks

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.releases import core_version
+from megatron_ext.upstream.releases import core_version
 from tests.upstream_script.runs import COMMON, UNTIED, save_start, train
 
 pytestmark = [

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Literal
 from zlib import crc32
 
-from megatron_ext import releases, upstream
+from megatron_ext.upstream import releases
+from megatron_ext.upstream import tree as upstream
 from tests.examples import test_boundaries as boundaries
 from tests.ranks import RankRun, RanksFailed
 from tests.training.helpers import bert_flags

@@ -24,7 +24,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../../examples/common.sh"
 cd "$REPO"
 VERSIONS_DIR=$(realpath -m "${VERSIONS_DIR:-.venv-versions}")
-# Of the range in megatron_ext/releases.py.
+# Of the range in megatron_ext/upstream/releases.py.
 VERSIONS=("$@")
 [[ ${#VERSIONS[@]} -gt 0 ]] || VERSIONS=(0.16.1 0.17.1 0.18.2 0.19.2)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext import releases, upstream
+from megatron_ext.upstream import releases
+from megatron_ext.upstream import tree as upstream
 from tests.ranks import RankRun, run_ranks, start_ranks
 from tests.upstream_script.runs import DEEPSEEK, GPT
 
@@ -99,8 +100,8 @@ def test_a_transport_that_carries_nothing() -> None:
 
 
 def _check_gloo_groups(created: bool) -> str:
-    from megatron_ext import effects
     from megatron_ext.errors import EffectMissing
+    from megatron_ext.patches import effects
     from tests.patches.single import start_parallel
 
     start_parallel(create_gloo_process_groups=created)
@@ -118,7 +119,7 @@ def test_gloo_groups_that_are_made_all_the_same() -> None:
 
 
 def _run_with_flags_of_old(flags: str) -> None:
-    from megatron_ext import signatures
+    from megatron_ext.upstream import signatures
 
     signatures._RENAMED.clear()
     _run_without((), flags)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext import releases, upstream
+from megatron_ext.upstream import releases
+from megatron_ext.upstream import tree as upstream
 from tests.ranks import run_ranks, start_script
 from tests.upstream_script.runs import GPT
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext import releases
+from megatron_ext.upstream import releases
 from tests.versions import table
 
 REPO = Path(__file__).parents[2]

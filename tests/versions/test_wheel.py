@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext import releases
+from megatron_ext.upstream import releases
 from tests.commands import run_package
 from tests.upstream_script.runs import GPT
 

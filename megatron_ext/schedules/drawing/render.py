@@ -13,11 +13,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.representation.unfold import chunk_on_screen, literal_rows, table_rank
+from megatron_ext.schedules.table.unfold import chunk_on_screen, literal_rows, table_rank
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.actions import Action, Schedule
     from megatron_ext.schedules.search.simulate import Timeline
+    from megatron_ext.schedules.table.actions import Action, Schedule
 
 __all__ = ["caption", "cell_label", "grid", "picture", "slot_time"]
 

@@ -16,8 +16,8 @@ from functools import cache
 from typing import Any
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.representation.actions import Option, Schedule
-from megatron_ext.schedules.representation.costs import UNIT, Costs
+from megatron_ext.schedules.table.actions import Option, Schedule
+from megatron_ext.schedules.table.costs import UNIT, Costs
 
 __all__ = [
     "CSV_PREFIX",
@@ -210,7 +210,7 @@ def generate(
         ScheduleError: The sizes are impossible; the message states the rule and sizes that work.
     """
     if name.startswith(CSV_PREFIX):
-        from megatron_ext.schedules.representation import csv_io
+        from megatron_ext.schedules.table import csv_io
 
         if chunks is not None or options:
             raise ScheduleError(f"{name}: the file fixes chunks and options; leave them out")

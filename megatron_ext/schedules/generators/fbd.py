@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import Size, register
-from megatron_ext.schedules.representation import placement
-from megatron_ext.schedules.representation.actions import Action, Schedule
+from megatron_ext.schedules.table import placement
+from megatron_ext.schedules.table.actions import Action, Schedule
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.costs import Costs
+    from megatron_ext.schedules.table.costs import Costs
 
 
 def bubble(size: Size, costs: Costs) -> float:

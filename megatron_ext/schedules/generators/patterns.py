@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 
-from megatron_ext.schedules.representation.actions import Action, Kind, Row
+from megatron_ext.schedules.table.actions import Action, Kind, Row
 
 __all__ = ["alternate", "expand", "shortened"]
 

@@ -21,12 +21,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_ext.schedules.generators.catalog import Size, register
-from megatron_ext.schedules.representation import placement
-from megatron_ext.schedules.representation.actions import Schedule
 from megatron_ext.schedules.search.greedy import Problem, Rule, search, spread
+from megatron_ext.schedules.table import placement
+from megatron_ext.schedules.table.actions import Schedule
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.costs import Costs
+    from megatron_ext.schedules.table.costs import Costs
 
 
 def peak(size: Size) -> float:

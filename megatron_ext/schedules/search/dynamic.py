@@ -12,14 +12,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.messages import Message
-from megatron_ext.schedules.representation.costs import AHEAD, UNIT, Costs
+from megatron_ext.message import Message
 from megatron_ext.schedules.search.simulate import Clock, Timeline
+from megatron_ext.schedules.table.costs import AHEAD, UNIT, Costs
 
 if TYPE_CHECKING:
-    from megatron_ext.messages import MessageKind
-    from megatron_ext.schedules.representation.actions import Action, Schedule
+    from megatron_ext.message import MessageKind
     from megatron_ext.schedules.search.policies import Policy
+    from megatron_ext.schedules.table.actions import Action, Schedule
 
 __all__ = ["simulate_dynamic"]
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 from statistics import mean
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_ext.schedules.representation.costs import UNIT, Costs
-from megatron_ext.schedules.representation.split_backwards import split_backwards
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.patience import policies, quiet
 from megatron_ext.schedules.search.simulate import simulate
+from megatron_ext.schedules.table.costs import UNIT, Costs
+from megatron_ext.schedules.table.split_backwards import split_backwards
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.actions import Schedule
+    from megatron_ext.schedules.table.actions import Schedule
 
 __all__ = ["Gains", "gains"]
 

@@ -18,12 +18,12 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.representation.actions import Action
+from megatron_ext.schedules.table.actions import Action
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.actions import Kind
-    from megatron_ext.schedules.representation.costs import Costs
-    from megatron_ext.schedules.representation.placement import Placement
+    from megatron_ext.schedules.table.actions import Kind
+    from megatron_ext.schedules.table.costs import Costs
+    from megatron_ext.schedules.table.placement import Placement
 
 __all__ = ["Problem", "Rows", "Rule", "search", "spread"]
 

@@ -20,10 +20,10 @@ from math import fsum
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.representation.costs import UNIT, Costs
+from megatron_ext.schedules.table.costs import UNIT, Costs
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.placement import Placement
+    from megatron_ext.schedules.table.placement import Placement
 
 __all__ = [
     "LengthCost",

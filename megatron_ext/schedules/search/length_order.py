@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatron_ext.schedules.representation.costs import UNIT, Costs
 from megatron_ext.schedules.search.simulate import simulate
+from megatron_ext.schedules.table.costs import UNIT, Costs
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.actions import Schedule
+    from megatron_ext.schedules.table.actions import Schedule
 
 __all__ = ["best_order", "makespan_of"]
 

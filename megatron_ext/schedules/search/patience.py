@@ -22,8 +22,6 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.representation.costs import UNIT, Costs
-from megatron_ext.schedules.representation.validation import validate
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.policies import (
     Hint,
@@ -34,10 +32,12 @@ from megatron_ext.schedules.search.policies import (
     make_policy,
 )
 from megatron_ext.schedules.search.simulate import simulate
+from megatron_ext.schedules.table.costs import UNIT, Costs
+from megatron_ext.schedules.table.validation import validate
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.actions import Schedule
     from megatron_ext.schedules.search.simulate import Timeline
+    from megatron_ext.schedules.table.actions import Schedule
 
 __all__ = ["policies", "quiet", "waits_of"]
 
@@ -83,7 +83,7 @@ def policies(
         extra_activations: As for `activation_cap`.
         weights_fill: Whether W has no fixed place in the table and runs when nothing else can.
         costs: Durations that the table is simulated with.
-        stash_ratio: What a weight stash counts (`representation/memory.py`).
+        stash_ratio: What a weight stash counts (`table/memory.py`).
 
     Raises:
         ScheduleError: The table sums gradients in another order than policies (`readiness.py`).

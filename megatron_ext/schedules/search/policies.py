@@ -7,7 +7,7 @@ the executor drive the same object through `Progress.arrived`, `choose` and `fin
 `hint` follows a static table as long as possible. If the head of the table waits, it runs the first
 later action that is ready and keeps the activation curve of the remaining table below the cap. A
 weight stash that is larger than the activations before it counts as what it is. If
-the W come from our own splitting (`representation/split_backwards.py`), a W runs only if nothing
+the W come from our own splitting (`table/split_backwards.py`), a W runs only if nothing
 else can. `patience.py` decides how long a rank waits for the head first. The cap is the same on all
 ranks: the table's peak on its worst rank, plus the user's margin. Two properties follow:
 
@@ -45,12 +45,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.representation.memory import live_counts
 from megatron_ext.schedules.search.curve import Curve
 from megatron_ext.schedules.search.readiness import Progress
+from megatron_ext.schedules.table.memory import live_counts
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.actions import Action, Kind, Schedule
+    from megatron_ext.schedules.table.actions import Action, Kind, Schedule
 
 __all__ = [
     "POLICIES",
@@ -115,7 +115,7 @@ class Hint:
             table's own peak there.
         weights_fill: Whether W has no fixed place in the table and runs when nothing else can.
         patience: See `patience.py`; None: never wait for the head.
-        stash_ratio: What a weight stash counts (`representation/memory.py`), at least 1.
+        stash_ratio: What a weight stash counts (`table/memory.py`), at least 1.
     """
 
     def __init__(

@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.messages import Message
-from megatron_ext.schedules.representation.communication import Transfer, exchanges
+from megatron_ext.message import Message
 from megatron_ext.schedules.search.simulate import simulate
+from megatron_ext.schedules.table.communication import Transfer, exchanges
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.actions import Schedule
-    from megatron_ext.schedules.representation.communication import Exchange
+    from megatron_ext.schedules.table.actions import Schedule
+    from megatron_ext.schedules.table.communication import Exchange
 
 __all__ = ["Meeting", "MessageOrder", "Place", "Post", "check_meetings", "check_queues", "programs"]
 

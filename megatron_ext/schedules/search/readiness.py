@@ -6,7 +6,7 @@ computes its weight gradients, become ready only in the order of the micro-batch
 order in which gradients are summed, so the result equals that of the static table bit for bit,
 whatever arrives first. Forwards of the last stage keep the order of the table: some losses are
 averaged over replicas, which must meet there. On every stage the first forward is that of the table
-(`representation/first_gradients.py` says why).
+(`table/first_gradients.py` says why).
 
 On a device an action can *follow* its inputs once they are launched: it runs behind them.
 """
@@ -20,11 +20,11 @@ from copy import copy
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from megatron_ext.messages import Message
-from megatron_ext.schedules.representation.actions import Action
+from megatron_ext.message import Message
+from megatron_ext.schedules.table.actions import Action
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.actions import Schedule
+    from megatron_ext.schedules.table.actions import Schedule
 
 __all__ = ["Progress"]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_ext.schedules.representation.topological import execution_order
+from megatron_ext.schedules.table.topological import execution_order
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.actions import Kind, Schedule
     from megatron_ext.schedules.search.simulate import Clock
+    from megatron_ext.schedules.table.actions import Kind, Schedule
 
 __all__ = ["Replay"]
 

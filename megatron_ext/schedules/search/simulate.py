@@ -13,13 +13,13 @@ from functools import cached_property
 from operator import sub
 from typing import TYPE_CHECKING
 
-from megatron_ext.schedules.representation.communication import Transfer, lower
-from megatron_ext.schedules.representation.costs import UNIT, Costs
-from megatron_ext.schedules.representation.memory import activation_peaks
 from megatron_ext.schedules.search.replay import Replay
+from megatron_ext.schedules.table.communication import Transfer, lower
+from megatron_ext.schedules.table.costs import UNIT, Costs
+from megatron_ext.schedules.table.memory import activation_peaks
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.representation.actions import Action, Kind, Schedule
+    from megatron_ext.schedules.table.actions import Action, Kind, Schedule
 
 __all__ = ["Clock", "Links", "Timeline", "simulate"]
 

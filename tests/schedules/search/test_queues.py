@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.messages import Message
+from megatron_ext.message import Message
 from megatron_ext.schedules import Schedule, generate
-from megatron_ext.schedules.representation.forward_only import forward_only
 from megatron_ext.schedules.search.queues import (
     Meeting,
     MessageOrder,
@@ -19,6 +18,7 @@ from megatron_ext.schedules.search.queues import (
     check_queues,
     programs,
 )
+from megatron_ext.schedules.table.forward_only import forward_only
 
 from .. import reference
 from ..strategies import routed_schedules, schedules

@@ -1,0 +1,291 @@
+"""Computes one action at a time through Megatron's own forward and backward steps.
+
+Upstream's schedules feed `forward_step` and `backward_step` by position in a loop. Here data,
+losses and saved activations are keyed by stage and micro-batch, so actions run in any order.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from megatron.core.pipeline_parallel import schedules as upstream
+
+from megatron_ext.config import randomness
+from megatron_ext.runtime.lengths import check_handed_on, refusing_long_sequences
+from megatron_ext.runtime.local_devices import device_of
+from megatron_ext.runtime.rng import rng_of_this_step
+from megatron_ext.runtime.split import SplitBackward, split_backward
+from megatron_ext.upstream.signatures import backward_step_of
+
+if TYPE_CHECKING:
+    from megatron_ext.runtime.microbatches import MicrobatchData
+    from megatron_ext.runtime.rank_table import Table
+    from megatron_ext.runtime.split import Progress
+    from megatron_ext.schedules.table.actions import Action
+
+__all__ = ["Call", "StageCompute", "Tensors"]
+
+Tensors = list[torch.Tensor | None]
+"""What one stage passes to the next: one tensor, or as many as Megatron's shapes specify."""
+
+
+@dataclass
+class Call:
+    """The arguments of one step, named as in Megatron's own schedules."""
+
+    forward_step_func: Callable[..., Any]
+    data: list[MicrobatchData]
+    """By chunk."""
+    chunks: list[torch.nn.Module]
+    config: Any
+    num_microbatches: int
+    cp_group_size: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+
+
+class _Stage(NamedTuple):
+    """The part of a call and a table that belongs to one stage."""
+
+    model: torch.nn.Module
+    data: MicrobatchData
+    vp_stage: int | None
+    """Megatron's virtual stage: the chunk, or None if the rank has only one."""
+    is_last: bool
+    checks_lengths: bool
+    """Whether it reads sequences whose lengths may vary."""
+    backward_step: Callable[[Tensors, Tensors, Tensors], Tensors]
+    """Megatron's, for this model."""
+
+
+@dataclass
+class StageCompute:
+    """Runs the actions of one step on the chunks of this rank."""
+
+    call: Call
+    table: Table
+    num_inputs: int = 1
+    """Activations that a stage receives; the first stage gets None for each."""
+    handed_on: Sequence[tuple[int, ...] | None] = ()
+    """Shapes of the activations that a stage sends, `[s, b, h]` each, as far as they are fixed."""
+    reports: dict[int, Any] = field(default_factory=dict)
+    """Reports of the loss function by micro-batch; only on the rank of the last stage."""
+    _num_tokens: list[torch.Tensor] = field(default_factory=list, init=False)
+    """One per forward. Summed after the step, off the critical path."""
+    _stages: dict[int, _Stage] = field(default_factory=dict, init=False)
+    _live: dict[tuple[int, int], tuple[Tensors, Tensors]] = field(default_factory=dict, init=False)
+    _forwards: int = field(default=0, init=False)
+
+    @cached_property
+    def _splits(self) -> SplitBackward:
+        return split_backward()
+
+    @cached_property
+    def _draws_by_microbatch(self) -> bool:
+        return randomness.enabled()
+
+    def run(
+        self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
+    ) -> Tensors:
+        """Run one action for the executor (`executor.Compute`).
+
+        Activations from the previous stage become leaves; their gradients go back there.
+        """
+        stage, kind, microbatch = action
+        if kind in ("F", "R"):
+            for tensor in inputs:
+                if tensor is not None:
+                    tensor.requires_grad_()
+            inputs = inputs or [None] * self.num_inputs
+            outputs = self.forward(stage, microbatch, inputs, is_first=is_first)
+            if kind == "F":
+                return outputs
+            if not self._stage(stage).is_last:  # only the graph is needed, as after a send
+                self.release(outputs)
+            return []
+        if kind == "W":
+            self.weights(stage, microbatch, progress)
+            return []
+        return self.backward(stage, microbatch, inputs or [None], split=kind == "I")
+
+    def forward(self, stage: int, microbatch: int, inputs: Tensors, *, is_first: bool) -> Tensors:
+        """Run F.
+
+        Args:
+            stage: Global index of a stage on this rank.
+            microbatch: 0 to m-1.
+            inputs: Activations of the previous stage, `[s, b, h]` each, as leaves that require
+                grad; None for the first stage.
+            is_first: Whether this is the stage's first action in the step.
+
+        Returns:
+            The activations for the next stage, `[s, b, h]` each, or the loss, a scalar.
+        """
+        call, place = self.call, self._stage(stage)
+        store: list[Any] = []
+        with self._around_forward(stage, microbatch):
+            outputs: Tensors
+            outputs, num_tokens = upstream.forward_step(
+                call.forward_step_func,
+                place.data.view(microbatch),
+                place.model,
+                call.num_microbatches,
+                inputs,
+                store,
+                call.config,
+                cp_group_size=call.cp_group_size,
+                collect_non_loss_data=call.collect_non_loss_data,
+                checkpoint_activations_microbatch=self._checkpoints_all_layers(),
+                is_first_microbatch=upstream.check_first_val_step(
+                    call.first_val_step, call.forward_only, is_first
+                ),
+                current_microbatch=microbatch,
+                vp_stage=place.vp_stage,
+                is_last_stage=place.is_last,
+            )
+        if not place.is_last:
+            check_handed_on(stage, microbatch, outputs, self.handed_on)
+        self._forwards += 1
+        self._num_tokens.append(num_tokens)
+        if store:
+            self.reports[microbatch] = store[0]
+        if not call.forward_only:
+            self._live[stage, microbatch] = (inputs, outputs)
+        return outputs
+
+    @property
+    def num_tokens(self) -> torch.Tensor | None:
+        """Tokens of all forwards so far, an integer scalar; None before the first forward."""
+        return functools.reduce(operator.add, self._num_tokens) if self._num_tokens else None
+
+    def total_tokens(self) -> torch.Tensor:
+        """Return the tokens that this rank counted, an integer scalar on the model's device.
+
+        Ranks without the last stage return 0.
+        """
+        device = device_of(self.call.chunks)
+        total = torch.zeros((), dtype=torch.int, device=device)
+        return total if self.num_tokens is None else total + self.num_tokens
+
+    def saved_tensors(self, stage: int, microbatch: int) -> tuple[Tensors, Tensors] | None:
+        """Return the inputs and outputs kept for a backward; None once it has run.
+
+        The backward drops them.
+        """
+        return self._live.get((stage, microbatch))
+
+    def release(self, outputs: Tensors) -> None:
+        """Free the data of outputs that were sent; the backward only needs their graph.
+
+        Like upstream's `deallocate_output_tensor`, except that all outputs share one scalar:
+        allocating a new one takes as long as sending the tensor.
+        """
+        if self.call.config.deallocate_pipeline_outputs:
+            for tensor in outputs:
+                if tensor is not None:
+                    assert tensor._base is None, f"{tensor.shape} is a view: nothing to free"
+                    tensor.data = _scalar(tensor.dtype, tensor.device)
+
+    def backward(self, stage: int, microbatch: int, gradients: Tensors, *, split: bool) -> Tensors:
+        """Run B, or I with `split`.
+
+        Args:
+            stage: Global index of a stage on this rank.
+            microbatch: 0 to m-1.
+            gradients: Gradients of the outputs, `[s, b, h]` each; None for the last stage.
+            split: Whether to defer the weight gradients to W.
+
+        Returns:
+            The gradients of the inputs, `[s, b, h]` each; None for the first stage.
+        """
+        inputs, outputs = self._live.pop((stage, microbatch))
+        backward_step = self._stage(stage).backward_step
+        if split:
+            with self._splits.defer(stage, microbatch):
+                found = backward_step(inputs, outputs, gradients)
+        else:
+            found = backward_step(inputs, outputs, gradients)
+        # A stage may ignore an input, but the previous stage still waits for its gradient.
+        return [
+            torch.zeros_like(x) if x is not None and grad is None else grad
+            for x, grad in zip(inputs, found, strict=True)
+        ]
+
+    def weights(self, stage: int, microbatch: int, progress: Progress | None) -> None:
+        """Run W; call `progress` before the first weight and after each."""
+        self._splits.run(stage, microbatch, progress)
+
+    def unfinished(self) -> list[str]:
+        """Return the backward actions whose saved tensors are still held."""
+        backwards = [f"{stage}B{microbatch}" for stage, microbatch in self._live]
+        return backwards + [f"{stage}W{microbatch}" for stage, microbatch in self._splits.pending()]
+
+    def _stage(self, stage: int) -> _Stage:
+        found = self._stages.get(stage)
+        if found is None:
+            schedule, chunks = self.table.schedule, self.call.chunks
+            chunk = schedule.placement.chunk_of(stage)
+            model = chunks[chunk]
+            found = self._stages[stage] = _Stage(
+                model=model,
+                data=self.call.data[chunk],
+                vp_stage=chunk if len(chunks) > 1 else None,
+                is_last=stage == schedule.num_stages - 1,
+                checks_lengths=stage == 0 and bool(self.call.config.variable_seq_lengths),
+                backward_step=backward_step_of(model, self.call.config),
+            )
+        return found
+
+    def _around_forward(self, stage: int, microbatch: int) -> AbstractContextManager[Any]:
+        """Return the context of an F: deferred weight gradients, seeds, a check of lengths.
+
+        Most forwards need none of them, and an empty context costs as much as a real one.
+        """
+        contexts: list[AbstractContextManager[None]] = []
+        if (stage, microbatch) in self.table.split_backwards:
+            contexts.append(self._splits.defer(stage, microbatch))
+        if self._draws_by_microbatch:
+            contexts.append(rng_of_this_step(stage, microbatch))
+        place = self._stage(stage)
+        if place.checks_lengths:
+            contexts.append(
+                refusing_long_sequences(place.model, stage, microbatch, self.call.cp_group_size)
+            )
+        if len(contexts) > 1:
+            return _nested(contexts)
+        return contexts[0] if contexts else _UNCHANGED
+
+    def _checkpoints_all_layers(self) -> bool | None:
+        """Apply upstream's partial checkpointing: of the live micro-batches, spare the first few.
+
+        Returns:
+            Whether this forward checkpoints all layers; None if the limit is not set.
+        """
+        limit = self.call.config.num_microbatches_with_partial_activation_checkpoints
+        return None if limit is None else self._forwards % max(self.table.max_live, 1) >= limit
+
+
+_UNCHANGED = nullcontext()
+
+
+@contextmanager
+def _nested(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+@functools.cache
+def _scalar(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the placeholder for freed data, valid in inference mode and in training."""
+    with torch.inference_mode(mode=False):
+        return torch.empty(1, dtype=dtype, device=device)

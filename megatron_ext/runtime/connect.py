@@ -1,0 +1,237 @@
+"""Opens the transport of a configuration."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext import devices
+from megatron_ext.config.active import count_transport, required
+from megatron_ext.schedules.search.policies import activation_cap
+from megatron_ext.schedules.table.memory import live_counts
+from megatron_ext.schedules.table.validation import validate
+from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
+from megatron_ext.transport.opening import open_native
+from megatron_ext.transport.paired import PairedTransport
+from megatron_ext.transport.reach import Reach, find_reach
+from megatron_ext.transport.staging import staged
+from megatron_ext.transport.torch_dist import Channel, TorchTransport
+
+if TYPE_CHECKING:
+    from megatron_ext.config.sized_pipeline import Pipeline
+    from megatron_ext.devices.backend import Sharing
+    from megatron_ext.runtime.program import Shapes
+    from megatron_ext.schedules.table.route_plan import Route
+    from megatron_ext.transport.address import Wire
+    from megatron_ext.transport.base import Transport
+    from megatron_ext.transport.native_transport import NativeTransport
+
+__all__ = ["open_transport"]
+
+_LOG = logging.getLogger(__name__)
+
+_SLOT_BYTES = 1 << 20
+"""Slot size when message sizes are unknown. Longer messages are sent in pieces."""
+
+
+def open_transport(
+    pipeline: Pipeline,
+    device: torch.device,
+    channels: Sequence[Channel],
+    shapes: Shapes,
+    dtype: torch.dtype,
+    routes: tuple[Route, ...] = (),
+) -> Transport:
+    """Connect this rank to its peers. Collective over all ranks of the job.
+
+    Args:
+        pipeline: The pipeline of this run.
+        device: Where to allocate received tensors.
+        channels: Every channel on which this rank sends or receives.
+        shapes: Shapes of the tensors that stages exchange, `[s, b, h]` each.
+        dtype: Their dtype.
+        routes: The model's routes.
+
+    Raises:
+        TransportError: The transport is not available here; says why.
+        DeviceError: The direct path between devices is not available.
+    """
+    me = dist.get_rank()
+    backend = devices.current()
+    opening = _Opening(
+        pipeline,
+        me,
+        device,
+        {rank for channel in channels for rank in channel[:2]} - {me},
+        [shape for tensors in shapes.values() for shape in tensors],
+        dtype,
+        routes,
+    )
+    transport: Transport
+    if pipeline.config.tries_ipc and backend.reaches_peers:
+        reach = find_reach(opening.peers, lambda: backend.sharing(device))
+        transport = _between_devices(opening, reach, channels)
+        _tell_reasons(me, reach, transport)
+    elif pipeline.transport == "torch":
+        transport = opening.over_torch(channels)
+    elif pipeline.config.device_path == "ipc":
+        sharing = backend.sharing(device)
+        transport = opening.direct(opening.native(opening.peers, NOTE_BYTES), sharing)
+    else:
+        transport = opening.staged(opening.native(opening.peers))
+    return transport
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """What the transports of a rank are opened with."""
+
+    pipeline: Pipeline
+    rank: int
+    """Global rank of this process."""
+    device: torch.device
+    peers: Set[int]
+    """Global ranks of the peers."""
+    known: Sequence[tuple[int, ...] | None]
+    """Shapes of the tensors that stages exchange."""
+    dtype: torch.dtype
+    routes: tuple[Route, ...]
+    """The model's routes."""
+
+    def over_torch(self, channels: Sequence[Channel]) -> TorchTransport:
+        """Open torch.distributed for some channels. Collective over all ranks of the job."""
+        assert dist.group.WORLD is not None
+        return TorchTransport(
+            dist.group.WORLD,
+            self.device,
+            channels,
+            timeout_s=self.pipeline.timeout_s,
+            shapes_travel=None in self.known,
+        )
+
+    def native(
+        self, peers: Set[int], slot_bytes: int | None = None, *, wire: Wire | None = None
+    ) -> NativeTransport:
+        """Open the native transport to some peers, with slots for whole tensors by default.
+
+        Short slots are for what is written about tensors: for a dynamic order two notes for each.
+        """
+        environment = required().environment
+        name = self.pipeline.transport if wire is None else wire
+        assert name != "torch"
+        num_notes = 2 if slot_bytes and self.pipeline.dynamic is not None else 1
+        return open_native(
+            dist.distributed_c10d._get_default_store(),
+            self.rank,
+            peers,
+            run_id="/".join(["pipeline", *environment.run, str(count_transport("pipeline"))]),
+            world_size=dist.get_world_size(),
+            ranks_per_node=environment.local_world_size,
+            rail=environment.local_rank,
+            wire=name,
+            node_ips=self.pipeline.config.node_ips,
+            rendezvous_host=environment.rendezvous_host,
+            slots=_slots(self.pipeline, self.routes) * num_notes,
+            slot_bytes=slot_bytes or _slot_bytes(self.known, self.dtype),
+            timeout_s=self.pipeline.timeout_s,
+            checksums=self.pipeline.config.checksums,
+            for_device=self.device.type != "cpu",
+        )
+
+    def direct(
+        self, host: NativeTransport, sharing: Sharing, peers: Set[int] | None = None
+    ) -> DirectTransport:
+        """Open the direct transport; with `peers` it shares its host transport with another one."""
+        transport = DirectTransport(
+            host,
+            sharing,
+            self.rank,
+            timeout_s=self.pipeline.timeout_s,
+            peers=peers,
+            owns_host=peers is None,
+            tells_when_there=self.pipeline.dynamic is not None,
+        )
+        atexit.register(transport.close)  # tells peers that still run of a clean exit
+        return transport
+
+    def staged(self, host: NativeTransport) -> Transport:
+        """Return what carries the device's tensors over a host transport."""
+        copies = devices.current().copies(self.device)
+        transport = staged(host, copies, timeout_s=self.pipeline.timeout_s)
+        atexit.register(transport.close)
+        return transport
+
+
+def _between_devices(opening: _Opening, reach: Reach, channels: Sequence[Channel]) -> Transport:
+    """Open the best path for each pair of ranks.
+
+    Devices that reach each other exchange tensors directly. Other pairs use torch.distributed if
+    the order is that of a table, and otherwise the native core.
+    """
+    if opening.pipeline.transport == "torch":
+        left = [channel for channel in channels if not reach.direct & {*channel[:2]}]
+        over_torch = opening.over_torch(left)  # collective, even if this rank has no such pair
+        if not reach.direct:
+            return over_torch
+        assert reach.sharing is not None
+        host = opening.native(reach.direct, NOTE_BYTES, wire="shm")
+        direct = opening.direct(host, reach.sharing)
+        return PairedTransport(direct, over_torch) if left else direct
+    # Slots have the same size on all ranks.
+    host = opening.native(opening.peers, NOTE_BYTES if reach.is_complete else None)
+    if not reach.direct:
+        return opening.staged(host)
+    assert reach.sharing is not None
+    if not reach.reasons:
+        return opening.direct(host, reach.sharing)
+    rest = opening.staged(host)  # first: at exit it closes last, and the host transport with it
+    return PairedTransport(opening.direct(host, reach.sharing, reach.direct), rest)
+
+
+def _tell_reasons(me: int, reach: Reach, transport: Transport) -> None:
+    """Log which pairs are not direct, and why; the direct transport logs those that are."""
+    wires = transport.stats().wires
+    for peer, reason in sorted(reach.reasons.items()):
+        if me < peer:
+            _LOG.info("rank %d and rank %d: %s, not ipc: %s", me, peer, wires[peer], reason)
+
+
+def _slot_bytes(known: Sequence[tuple[int, ...] | None], dtype: torch.dtype) -> int:
+    """Return the size in bytes of the largest tensor that stages exchange."""
+    return max(
+        (math.prod(shape) * dtype.itemsize for shape in known if shape is not None),
+        default=_SLOT_BYTES,
+    )
+
+
+def _slots(pipeline: Pipeline, routes: tuple[Route, ...]) -> int:
+    """Return the slots for a pair of ranks: twice its peak of messages in flight, both directions.
+
+    The second half holds messages that have arrived and are not consumed yet.
+    """
+    by_pair: dict[frozenset[int], int] = defaultdict(int)
+    table = replace(pipeline.full, routes=routes)
+    for (source, target, _), slots in validate(table).slots.items():
+        by_pair[frozenset((source, target))] += slots + _more_slots(pipeline)
+    return max(2, 2 * max(by_pair.values(), default=1))
+
+
+def _more_slots(pipeline: Pipeline) -> int:
+    """Return the extra slots per edge for activations that a policy keeps beyond the table's peak.
+
+    A greedy policy may keep all of them. A message without a slot waits in its sender's memory.
+    """
+    if pipeline.dynamic is None:
+        return 0
+    table = pipeline.full
+    stash_ratio = pipeline.config.stash_ratio
+    least = min(max(live_counts(row)) for row in table.rows)
+    return math.ceil(activation_cap(table, pipeline.dynamic.margin, stash_ratio) - least)

@@ -1,0 +1,165 @@
+"""The replacement for Megatron's schedules: `forward_backward`, with the same keywords.
+
+The patched `megatron.core.pipeline_parallel.get_forward_backward_func` returns it while a schedule
+is active (`config/pipeline_config.py`). It keeps the contract of
+`forward_backward_pipelining_with_interleaving` in `megatron/core/pipeline_parallel/schedules.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.utils import get_model_config
+
+from megatron_ext.config import active
+from megatron_ext.errors import ScheduleError
+from megatron_ext.runtime.compute import Call
+from megatron_ext.runtime.runtimes import runtime_of
+from megatron_ext.upstream.signatures import default_groups, is_multi_module
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_ext.runtime.program import Shapes
+
+__all__ = ["forward_backward", "refuse_modules"]
+
+_Model = torch.nn.Module | list[torch.nn.Module]
+
+
+def forward_backward(
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: _Model,
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    p2p_communicator: Any = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool | None = False,
+) -> list[Any]:
+    """Run one step under the active schedule. Takes the keywords of Megatron's own schedules.
+
+    Returns:
+        The loss function's reports in micro-batch order; empty on ranks without the last stage.
+
+    Raises:
+        ScheduleError: The schedule does not fit the model, the ranks or the micro-batches.
+        TransportError: A message timed out, or a peer failed.
+    """
+    pipeline = active.pipeline()
+    assert pipeline is not None, (
+        "get_forward_backward_func gives this out while there is a pipeline"
+    )
+    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    if (p2p_communicator is None) != (pg_collection is None):
+        raise ScheduleError("give both p2p_communicator and pg_collection, or neither of them")
+    refuse_modules(pg_collection)
+    groups = default_groups() if pg_collection is None else pg_collection
+    config = get_model_config(chunks[0])
+    shapes = _shapes(
+        config, groups, decoder_seq_length or seq_length, micro_batch_size, adjust_tensor_shapes_fn
+    )
+    runtime = runtime_of(pipeline, groups, chunks, iterators, config, shapes)
+    table = runtime.table(num_microbatches, backward=not forward_only)
+    balanced = None if forward_only else runtime.balanced(table, config)
+    if balanced is not None:
+        iterators = [balanced.iterator(items) for items in iterators]
+    call = Call(
+        forward_step_func=forward_step_func,
+        data=runtime.data(iterators),
+        chunks=chunks,
+        config=config,
+        num_microbatches=num_microbatches,
+        cp_group_size=groups.cp.size(),
+        forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
+        first_val_step=first_val_step,
+    )
+    finalizes = config.finalize_model_grads_func is not None and not forward_only
+    with _timed(config), grad_and_param_sync_disabled(config, forward_only):
+        compute = runtime.run(table, call, shapes, force_all_reduce=bool(force_all_reduce))
+        if finalizes:
+            config.finalize_model_grads_func(
+                chunks,
+                compute.total_tokens() if config.calculate_per_token_loss else None,
+                pg_collection=groups,
+                force_all_reduce=force_all_reduce,
+            )
+    reports = compute.reports
+    if balanced is not None:
+        reports = balanced.in_file_order(reports, groups.tp, chunks)
+    return [report for _, report in sorted(reports.items())]
+
+
+def refuse_modules(groups: Any) -> None:
+    """Refuse multi-module jobs (MIMO), which run one pipeline per module.
+
+    Raises:
+        ScheduleError: The groups belong to several modules.
+    """
+    if is_multi_module(groups):
+        raise ScheduleError(
+            "schedule_pg_collection of several modules (MIMO), but a table has one pipeline; "
+            "leave --pipeline-schedule out, and Megatron's own schedule runs them"
+        )
+
+
+def _shapes_travel(config: Any) -> bool:
+    return bool(config.variable_seq_lengths or config.mtp_standalone)
+
+
+def _shapes(
+    config: Any,
+    groups: ProcessGroupCollection,
+    length: int,
+    micro_batch_size: int,
+    adjust: Callable[..., Any] | None,
+) -> Shapes:
+    """Return the shapes of activations (F) and gradients (B), `[s, b, h]`.
+
+    s is the length on this rank, after context and sequence parallelism have divided it.
+    """
+    divisor = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+    received: Any = [(length // divisor, micro_batch_size, config.hidden_size)]
+    sent = list(received)
+    if adjust is not None:
+        received, sent = adjust(received, sent)
+    if _shapes_travel(config):
+        return {"F": [None] * len(received), "B": [None] * len(sent)}
+    return {"F": [tuple(s) for s in received], "B": [tuple(s) for s in sent]}
+
+
+@contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    if config.timers is None:
+        yield
+        return
+    timer = config.timers("forward-backward", log_level=1)
+    timer.start(barrier=config.barrier_with_L1_time)
+    yield
+    timer.stop()
+
+
+@contextmanager
+def grad_and_param_sync_disabled(config: Any, forward_only: bool) -> Iterator[None]:
+    """In evaluation, start neither gradient reductions nor parameter gathers."""
+    if not forward_only:
+        yield
+        return
+    kept = config.grad_sync_func, config.param_sync_func
+    config.grad_sync_func = config.param_sync_func = None
+    try:
+        yield
+    finally:
+        config.grad_sync_func, config.param_sync_func = kept

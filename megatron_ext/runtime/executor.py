@@ -1,0 +1,237 @@
+"""Runs the actions of one rank: receive inputs, compute, send results.
+
+The executor knows no schedule and no policy. An `Order` yields the next action. If an input has not
+arrived, the executor sleeps in the transport. Tensors between two stages of the same rank never
+reach the transport.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from megatron_ext.errors import MegatronExtError, TransportError
+from megatron_ext.runtime.observer import overrides
+from megatron_ext.runtime.run_ahead import AHEAD
+
+if TYPE_CHECKING:
+    from megatron_ext.message import Message
+    from megatron_ext.runtime.compute import Tensors
+    from megatron_ext.runtime.observer import Executed, Observer
+    from megatron_ext.runtime.ordering import Order
+    from megatron_ext.runtime.program import Program
+    from megatron_ext.runtime.rank_table import Table
+    from megatron_ext.runtime.run_ahead import RunAhead
+    from megatron_ext.runtime.split import Progress
+    from megatron_ext.schedules.table.actions import Action
+    from megatron_ext.schedules.table.communication import Exchange, Transfer
+    from megatron_ext.transport.base import Transport
+
+__all__ = ["Compute", "Executor", "Gradients", "Parameters"]
+
+
+class Compute(Protocol):
+    """Computes the actions of one step on this rank's stages."""
+
+    def run(
+        self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
+    ) -> Tensors:
+        """Run one action.
+
+        Args:
+            action: The action to run.
+            inputs: One tensor per input of the action in the table, `[s, b, h]` each; empty
+                without inputs.
+            is_first: Whether this is the stage's first action in the step.
+            progress: Only for a stage's last W. Call it after each weight with those remaining.
+
+        Returns:
+            One tensor per output of the action in the table, in the same order.
+        """
+
+    def saved_tensors(self, stage: int, microbatch: int) -> object:
+        """Return what a backward will use and drop; None if nothing is saved."""
+
+    def release(self, outputs: Tensors) -> None:
+        """Free the data of a forward's outputs after they were sent or passed on locally."""
+
+    def unfinished(self) -> list[str]:
+        """Return the actions that a complete step would have run."""
+
+
+class Gradients(Protocol):
+    """Starts gradient reductions over the data-parallel ranks."""
+
+    def around_last(self, action: Action) -> AbstractContextManager[None]:
+        """Return the context that a stage's last action runs in, which completes the gradients."""
+
+    def progress(self, stage: int) -> Progress | None:
+        """Return the progress callback of the stage's last W, or None."""
+
+    def after(self, stage: int) -> None:
+        """Record that all actions of a stage have run."""
+
+
+class Parameters(Protocol):
+    """Starts all-gathers of updated parameters."""
+
+    def before(self, stage: int) -> None:
+        """Called just before a stage's first action runs."""
+
+
+@dataclass
+class Executor:
+    """One step of one rank."""
+
+    table: Table
+    program: Program
+    """The program of `table`."""
+    order: Order
+    compute: Compute
+    gradients: Gradients
+    parameters: Parameters
+    transport: Transport
+    timeout_s: float
+    name_of: Callable[[int | None], str]
+    """Names a global rank in error messages; None stands for this rank."""
+    run_ahead: RunAhead | None = None
+    """Bounds how far the host runs ahead of the device; None if the device is the host."""
+    observers: Sequence[Observer] = ()
+    _handed: dict[Message, torch.Tensor | None] = field(default_factory=dict, init=False)
+    """Tensors in transit between two stages of this rank."""
+    _remaining: dict[int, int] = field(init=False)
+    """Actions still to run, by stage."""
+    _begins: list[Observer] = field(init=False)
+    """Observers that override `begin_action`."""
+    _ends: list[Observer] = field(init=False)
+    """Observers that override `end_action`."""
+    _executed: list[Executed] = field(default_factory=list, init=False)
+
+    def run(self) -> None:
+        """Run every action of the table in the order that `order` yields.
+
+        Raises:
+            TransportError: An input timed out or its peer failed, or an action did not end on the
+                device in time; names the blocked action.
+            MegatronExtError: The order ended before every action was executed.
+        """
+        begin_s = time.perf_counter()
+        # Between two actions the device may idle: skip observers that override nothing.
+        self._begins = [o for o in self.observers if overrides(o, "begin_action")]
+        self._ends = [o for o in self.observers if overrides(o, "end_action")]
+        self._remaining = dict(self.table.actions_by_stage)
+        self.transport.begin([*self.order.expected(), *self.program.expected], self.table.slots)
+        exchanges = self.program.exchanges
+        for position in self.order:
+            self._run(position, exchanges[position])
+        self.transport.flush(self.timeout_s)
+        wall_s = time.perf_counter() - begin_s
+        self._check_complete()
+        for observer in self.observers:
+            observer.end_step(self._executed, wall_s)
+
+    def _run(self, position: int, exchange: Exchange) -> None:
+        action = exchange.action
+        stage = action.stage
+        remaining, run_ahead = self._remaining[stage], self.run_ahead
+        is_first, is_last = remaining == self.table.actions_by_stage[stage], remaining == 1
+        if run_ahead is not None:
+            run_ahead.wait_until(AHEAD - 1)
+        if is_first:
+            self.parameters.before(stage)
+        inputs = self._inputs(exchange)
+        is_backward = action.kind in ("B", "I")
+        saved = self.compute.saved_tensors(stage, action.microbatch) if is_backward else None
+        progress = self.gradients.progress(stage) if is_last and action.kind == "W" else None
+        for observer in self._begins:
+            observer.begin_action(action)
+        if run_ahead is not None:
+            run_ahead.begin()
+        begin_s = time.perf_counter()
+        if is_last:
+            with self.gradients.around_last(action):
+                outputs = self.compute.run(action, inputs, is_first=is_first, progress=progress)
+        else:  # an empty context would take as long as the bookkeeping
+            outputs = self.compute.run(action, inputs, is_first=is_first, progress=None)
+        end_s = time.perf_counter()
+        if run_ahead is not None:
+            run_ahead.record(action)
+        for observer in self._ends:
+            observer.end_action(position, action)
+        if exchange.outputs:
+            self._deliver(exchange, outputs)
+        # Send results before bookkeeping: freeing a backward's graph takes as long as a send.
+        del saved
+        self._remaining[stage] = remaining - 1
+        self._executed.append((position, action, end_s - begin_s))
+        if is_last:
+            self.gradients.after(stage)
+
+    def _inputs(self, exchange: Exchange) -> Tensors:
+        """Receive the credits and tensors that an action awaits, then grant its own credits."""
+        for credit in exchange.awaits:
+            self._receive(exchange, credit)
+        inputs: Tensors = []
+        for transfer in exchange.inputs:
+            if transfer.verb == "LOCAL":
+                inputs.append(self._take(exchange.action, transfer.message))
+            else:
+                inputs.append(self._receive(exchange, transfer))
+        for credit in exchange.grants:
+            self.transport.isend(torch.empty(0, dtype=torch.uint8), credit.peer, credit.message)
+        return inputs
+
+    def _take(self, action: Action, message: Message) -> torch.Tensor | None:
+        if message not in self._handed:
+            raise MegatronExtError(f"{action} cannot run before {message} was handed over")
+        return self._handed.pop(message)
+
+    def _receive(self, exchange: Exchange, transfer: Transfer) -> torch.Tensor:
+        try:
+            return self.transport.recv(transfer.peer, transfer.message, self.timeout_s)
+        except TransportError as error:
+            exchanges = self.program.exchanges
+            raise type(error)(
+                f"{self.name_of(None)} cannot run {exchange.action}, action "
+                f"{exchanges.index(exchange)} of its {len(exchanges)} in "
+                f"{self.table.schedule.label}, and waits for {self.name_of(transfer.peer)}: {error}"
+            ) from error
+
+    def _deliver(self, exchange: Exchange, tensors: Tensors) -> None:
+        for transfer, tensor in zip(exchange.outputs, tensors, strict=True):
+            if transfer.verb == "LOCAL":
+                self._hand_over(transfer.message, tensor)
+            else:
+                assert tensor is not None
+                self.transport.isend(tensor, transfer.peer, transfer.message)
+        if exchange.action.kind == "F":
+            self.compute.release(tensors)
+
+    def _hand_over(self, message: Message, tensor: torch.Tensor | None) -> None:
+        """Keep a tensor for another stage of this rank.
+
+        Activations are detached, so the backward stops at the stage boundary.
+        """
+        if message.kind == "F" and tensor is not None:
+            tensor = tensor.detach()
+        self._handed[message] = tensor
+        self.order.handed(message)
+
+    def _check_complete(self) -> None:
+        executed = {position for position, _, _ in self._executed}
+        row = self.table.schedule.rows[self.table.rank]
+        skipped = set(range(len(row))) - executed
+        leftovers = [
+            *(str(row[position]) for position in sorted(skipped)),
+            *self.compute.unfinished(),
+            *(f"what takes {message}" for message in self._handed),
+        ]
+        if leftovers:
+            raise MegatronExtError(
+                f"{self.table.schedule.label}: {leftovers[0]} was never executed"
+            )

@@ -1,0 +1,162 @@
+"""Adapts Megatron to folded pipelines, whose first and last stage share a rank.
+
+Megatron assumes that the first and the last stage are on different ranks, and that the world's last
+rank has the loss and logs it. In V and W placements the first pipeline rank holds both ends: both
+copies of the word embedding live in one process, and losses must be sent to the rank that logs.
+In every other placement these functions do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
+
+from megatron_ext.config.active import is_folded
+from megatron_ext.upstream.signatures import default_groups
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+__all__ = [
+    "differing_copies",
+    "keep_one_main_copy",
+    "share_losses",
+    "share_mtp_losses",
+    "sum_tied_gradients",
+    "tie_embeddings",
+]
+
+
+def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
+    """Copy the first stage's word embedding into the last stage's copy.
+
+    Call it after all chunks are built and before an optimizer copies their parameters. Upstream
+    synchronizes the copies by an all-reduce between ranks, which has no effect within one rank.
+    """
+    tied = _tied_weights(chunks)
+    if tied is None:
+        return
+    embedding, copy = tied
+    with torch.no_grad():
+        copy.copy_(embedding)  # in place: DDP's buffers already map this storage
+
+
+def differing_copies(chunks: Sequence[torch.nn.Module]) -> str | None:
+    """Describe how this rank's two copies of the word embedding differ; None if they are equal."""
+    models = unwrap_model(list(chunks))
+    if not all(hasattr(model, "share_embeddings_and_output_weights") for model in models):
+        return None  # not Megatron language models
+    tied = _tied_weights(chunks)
+    if tied is None or torch.equal(*tied):
+        return None
+    difference = (tied[0].float() - tied[1].float()).abs().max().item()
+    zero = " (the second is zero)" if not tied[1].any() else ""
+    return f"they differ by up to {difference:.2g}{zero}"
+
+
+def sum_tied_gradients(chunks: Sequence[torch.nn.Module]) -> None:
+    """Set `main_grad` of both copies of the word embedding to the sum of the two.
+
+    Replaces upstream's all-reduce over the embedding group. Call it after the data-parallel
+    reduction and before gradients are scaled by the number of tokens. With the distributed
+    optimizer each replica owns one shard of the gradient. Tied weights have their own buckets, so
+    the shards of both copies match.
+    """
+    tied = _tied_weights(chunks)
+    if tied is None:
+        return
+    first, last = (getattr(weight, "main_grad", None) for weight in tied)
+    if first is None or last is None:  # frozen
+        return
+    first.add_(last)
+    last.copy_(first)
+
+
+def _tied_weights(
+    chunks: Sequence[torch.nn.Module],
+) -> tuple[torch.nn.Parameter, torch.nn.Parameter] | None:
+    """Return the first stage's word embedding and the last stage's copy, if this rank has both."""
+    if not is_folded():
+        return None
+    first, last = (
+        get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        for chunk in (chunks[0], chunks[-1])
+    )
+    if first is last or not (first.pre_process and last.post_process):
+        return None
+    if not first.share_embeddings_and_output_weights and not first.config.mtp_num_layers:
+        return None
+    return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
+
+
+def keep_one_main_copy(sharded_state_dict: Any) -> None:
+    """Keep one of two copies of a tensor as the main replica that is saved or loaded.
+
+    Args:
+        sharded_state_dict: With upstream's replica ids for parallel saving or loading; 0 marks the
+            tensors that this rank handles. Modified in place.
+    """
+    taken: set[tuple[Any, ...]] = set()
+    for shard in nested_values(sharded_state_dict):
+        if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id):
+            name = (shard.key, shard.global_offset)
+            if name in taken:
+                shard.replica_id = 1
+            taken.add(name)
+
+
+def share_losses(
+    losses: Mapping[str, torch.Tensor], groups: ProcessGroupCollection | None = None
+) -> dict[str, torch.Tensor]:
+    """Broadcast the last stage's losses to all stages. Collective over the pipeline group.
+
+    Args:
+        losses: By name. Only the rank with the last stage contributes; others may pass anything.
+        groups: The model's process groups; None for Megatron's global ones.
+
+    Returns:
+        The last stage's losses; `losses` unchanged if the placement is not folded.
+    """
+    if not is_folded():
+        return dict(losses)
+    group = (default_groups() if groups is None else groups).pp
+    source = dist.get_process_group_ranks(group)[0]
+    holder = dist.get_rank() == source
+    box: list[Any] = [{k: v.detach().cpu() for k, v in losses.items()} if holder else None]
+    dist.broadcast_object_list(box, src=source, group=group)
+    if holder:
+        return dict(losses)
+    return {key: loss.to(torch.cuda.current_device()) for key, loss in box[0].items()}
+
+
+def share_mtp_losses(groups: ProcessGroupCollection | None = None) -> None:
+    """Broadcast this step's multi-token prediction values to all stages. Collective.
+
+    These are losses and, from 0.19 on, hits. Upstream keeps them in a tracker on the rank that
+    computed them and averages them over its replicas when it logs. After the broadcast every
+    rank's replicas hold the same values, so the average is right on every rank.
+
+    Args:
+        groups: The model's process groups; None for Megatron's global ones.
+    """
+    if not is_folded():
+        return
+    tracker = MTPLossLoggingHelper.tracker
+    shared = share_losses(
+        {
+            name: values
+            for name, values in tracker.items()
+            if name.endswith("values") and not name.startswith("cumulative")
+        },
+        groups,
+    )
+    if shared:
+        replicas = (default_groups() if groups is None else groups).dp_cp
+        tracker.update(shared, reduce_group=None, avg_group=replicas)

@@ -1,0 +1,244 @@
+"""Carries the tensors of Megatron's own schedules over a megatron_ext transport.
+
+Megatron's 1F1B and interleaved schedules run unmodified; only the P2P transport is replaced, at
+`P2PCommunicator._communicate`. These schedules match tensors by call order, not by name. So the
+n-th tensor of a direction gets the name of the n-th message in the table of the same schedule,
+which sender and receiver both know. With names a send never blocks, whatever order the peer
+receives in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
+from megatron.core.utils import get_model_config
+
+from megatron_ext.config import active
+from megatron_ext.errors import ScheduleError
+from megatron_ext.runtime.connect import open_transport
+from megatron_ext.runtime.groups import channels_of
+from megatron_ext.runtime.local_devices import device_of
+from megatron_ext.runtime.program import Peers
+from megatron_ext.runtime.rank_table import Table, make_table
+from megatron_ext.tools.trace.session_observer import observed_transport
+from megatron_ext.transport.base import Expected
+from megatron_ext.upstream.signatures import default_groups
+
+if TYPE_CHECKING:
+    from megatron_ext.config.sized_pipeline import Pipeline
+    from megatron_ext.message import MessageKind
+    from megatron_ext.schedules.table.communication import Transfer
+    from megatron_ext.transport.base import Transport
+
+__all__ = ["communicate", "stepwise"]
+
+
+def stepwise(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap one of Megatron's schedules so that each call is one step of the transport."""
+
+    def run(**keywords: Any) -> Any:
+        pipeline = active.transport_only()
+        assert pipeline is not None, "the patch asks for it while there is a pipeline"
+        messages = active.required().state(_Messages)
+        assert messages.step is None, "a step inside of a step"
+        messages.step = step = _begin(pipeline, messages, keywords)
+        try:
+            result = schedule(**keywords)
+            step.end()
+        except BaseException as error:
+            step.transport.abort(str(error))
+            raise
+        finally:
+            messages.step = None
+        return result
+
+    return run
+
+
+def communicate(
+    *,
+    tensor_send_next: torch.Tensor | None,
+    tensor_send_prev: torch.Tensor | None,
+    recv_prev: bool,
+    recv_next: bool,
+    wait_on_reqs: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, _Request] | None] | None:
+    """Replace `P2PCommunicator._communicate`.
+
+    Shapes travel with the tensors, so variable sequence lengths need no separate exchange.
+
+    Args:
+        tensor_send_next: Activation for the next pipeline rank, `[s, b, h]`.
+        tensor_send_prev: Gradient for the previous pipeline rank, `[s, b, h]`.
+        recv_prev: Whether to receive an activation from the previous rank.
+        recv_next: Whether to receive a gradient from the next rank.
+        wait_on_reqs: Whether to wait here. Otherwise received tensors are empty until their
+            request's `wait()` fills them.
+
+    Returns:
+        (activation, gradient, requests). `requests` has Megatron's keys; None if already waited
+        for. The whole result is None outside a step.
+
+    Raises:
+        ScheduleError: Megatron sends or receives more tensors than the table has messages.
+        TransportError: A message timed out, or a peer failed.
+    """
+    step = active.required().state(_Messages).step
+    if step is None:
+        return None
+    requests: dict[str, _Request] = {}
+    if tensor_send_prev is not None:
+        step.send(tensor_send_prev, "B")
+        requests["send_prev"] = _Request()
+    if tensor_send_next is not None:
+        step.send(tensor_send_next, "F")
+        requests["send_next"] = _Request()
+    activation = gradient = None
+    if recv_prev:
+        activation = step.promise()
+        requests["recv_prev"] = _Request(step.arrival("F", activation))
+    if recv_next:
+        gradient = step.promise()
+        requests["recv_next"] = _Request(step.arrival("B", gradient))
+    if wait_on_reqs:
+        for request in requests.values():
+            request.wait()
+    return activation, gradient, None if wait_on_reqs else requests
+
+
+class _Request:
+    """A request for Megatron. Sends complete at once: the transport keeps the storage alive."""
+
+    def __init__(self, arrive: Callable[[], None] | None = None) -> None:
+        self._arrive = arrive
+
+    def wait(self) -> None:
+        """Wait for the tensor. Further calls do nothing."""
+        if self._arrive is not None:
+            self._arrive()
+            self._arrive = None
+
+
+@dataclass
+class _Step:
+    """The messages of one step on this rank, queued by direction in table order."""
+
+    pipeline: Pipeline
+    transport: Transport
+    table: Table
+    peers: Peers
+    dtype: torch.dtype
+    device: torch.device
+    forward_only: bool
+    _to_send: dict[MessageKind, deque[Transfer]] = field(init=False)
+    _to_receive: dict[MessageKind, deque[Transfer]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        made = (t for exchange in self.table.exchanges for t in exchange.outputs)
+        self._to_send = self._queues(transfer for transfer in made if transfer.verb == "SEND")
+        self._to_receive = self._queues(self.table.arrivals)
+        expected = [
+            Expected(self.peers.of(transfer), transfer.message, None, self.dtype)
+            for queue in self._to_receive.values()
+            for transfer in queue
+        ]
+        self.transport.begin(expected, self.table.slots)
+
+    def _queues(self, transfers: Iterable[Transfer]) -> dict[MessageKind, deque[Transfer]]:
+        """Queue transfers by direction; evaluation has no gradients."""
+        queues: dict[MessageKind, deque[Transfer]] = {"F": deque()}
+        if not self.forward_only:
+            queues["B"] = deque()
+        for transfer in transfers:
+            if transfer.message.kind in queues:
+                queues[transfer.message.kind].append(transfer)
+        return queues
+
+    def send(self, tensor: torch.Tensor, kind: MessageKind) -> None:
+        """Send the next tensor of a direction, `[s, b, h]`."""
+        transfer = self._next(self._to_send, kind, "sends")
+        self.transport.isend(tensor, self.peers.of(transfer), transfer.message)
+
+    def promise(self) -> torch.Tensor:
+        """Return an empty leaf that requires grad; `arrival` fills it."""
+        return torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=True)
+
+    def arrival(self, kind: MessageKind, tensor: torch.Tensor) -> Callable[[], None]:
+        """Return a function that receives the next tensor of a direction into `tensor`.
+
+        The message is fixed here, because Megatron may wait in another order than it requests.
+        """
+        transfer = self._next(self._to_receive, kind, "receives")
+        source, message = self.peers.of(transfer), transfer.message
+
+        def arrive() -> None:
+            tensor.data = self.transport.recv(source, message, self.pipeline.timeout_s)
+
+        return arrive
+
+    def end(self) -> None:
+        """Wait until every message has been sent."""
+        self.transport.flush(self.pipeline.timeout_s)
+
+    def _next(
+        self, queues: dict[MessageKind, deque[Transfer]], kind: MessageKind, verb: str
+    ) -> Transfer:
+        if not queues.get(kind):
+            raise ScheduleError(
+                f"Megatron's schedule {verb} more tensors than {self.table.schedule.label} has "
+                f"messages; take --pipeline-transport torch"
+            )
+        return queues[kind].popleft()
+
+
+@dataclass
+class _Messages:
+    """State of Megatron's own schedules under one configuration."""
+
+    step: _Step | None = None
+    """The running step."""
+    transports: dict[int, tuple[Any, Transport]] = field(default_factory=dict)
+    """(pipeline group, transport) by the group's id. Holding the group keeps its id unique."""
+
+    def close(self) -> None:
+        """Close the transports."""
+        for _, transport in self.transports.values():
+            transport.close()
+
+
+def _begin(pipeline: Pipeline, messages: _Messages, keywords: dict[str, Any]) -> _Step:
+    model = keywords["model"]
+    chunks = model if isinstance(model, list) else [model]
+    config = get_model_config(chunks[0])
+    groups = keywords.get("pg_collection") or default_groups()
+    rank = groups.pp.rank()
+    # Evaluation runs its forwards in the same order as training.
+    table = make_table(pipeline, keywords["num_microbatches"], rank, backward=True)
+    peers = Peers(dist.get_process_group_ranks(groups.pp))
+    key, transports = id(groups.pp), messages.transports
+    device = device_of(chunks)
+    if key not in transports:
+        shapes = get_tensor_shapes(
+            seq_length=keywords["seq_length"],
+            micro_batch_size=keywords["micro_batch_size"],
+            decoder_seq_length=keywords.get("decoder_seq_length"),
+            config=config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
+        ends = channels_of(pipeline.placement, rank, peers)
+        known = {"F": shapes, "B": shapes}
+        transport = observed_transport(
+            open_transport(pipeline, device, ends, known, config.pipeline_dtype)
+        )
+        transports[key] = groups.pp, transport
+    _, transport = transports[key]
+    forward_only = bool(keywords.get("forward_only"))
+    dtype = config.pipeline_dtype
+    return _Step(pipeline, transport, table, peers, dtype, device, forward_only)

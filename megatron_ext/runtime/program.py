@@ -1,0 +1,216 @@
+"""Precomputes one rank's communication in a step: peers, message names and shapes.
+
+Between two actions the device waits for the host, so nothing is looked up there. Peers and message
+names depend only on the table and the shapes, which stay the same from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch.distributed as dist
+
+from megatron_ext.transport.base import Expected
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_ext.message import MessageKind
+    from megatron_ext.runtime.rank_table import Table
+    from megatron_ext.schedules.search.queues import Post
+    from megatron_ext.schedules.table.communication import Exchange, Transfer
+
+__all__ = [
+    "Ends",
+    "Form",
+    "PeerEnds",
+    "Peers",
+    "PipelineEnds",
+    "Program",
+    "Shapes",
+    "make_program",
+]
+
+Shapes = Mapping[str, Sequence[tuple[int, ...] | None]]
+"""By message kind (F, B), the shape of each tensor, `[s, b, h]`. None: the shape travels with the
+tensor."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Global ranks of the peers that this rank exchanges tensors with."""
+
+    pipeline: Sequence[int]
+    """By pipeline rank."""
+    twin: int | None = None
+    """The rank that holds the same stages in the mirrored pipeline."""
+    mirrored: Sequence[int] = ()
+    """By rank of the mirrored pipeline. Only needed if routes lead to ranks other than the twin."""
+
+    def with_mirrored(self, group: dist.ProcessGroup) -> Peers:
+        """Return these peers plus the mirrored pipeline's ranks. Collective over `group`.
+
+        Args:
+            group: This rank's own pipeline-parallel group.
+        """
+        if self.twin is None:
+            return self
+        ranks = [0] * group.size()
+        dist.all_gather_object(ranks, self.twin, group=group)
+        return replace(self, mirrored=tuple(ranks))
+
+    def of(self, transfer: Transfer) -> int:
+        """Return the global rank at the other end of a transfer."""
+        if not transfer.to_twin:
+            return self.pipeline[transfer.peer]
+        if self.mirrored:
+            return self.mirrored[transfer.peer]
+        assert self.twin is not None
+        return self.twin
+
+
+class Form(NamedTuple):
+    """Shape and dtype of a tensor to receive."""
+
+    shape: tuple[int, ...] | None
+    """None: the shape travels with the tensor."""
+    dtype: torch.dtype
+    part: int = 0
+    """Index of the tensor in its message."""
+
+
+class Ends(Protocol):
+    """Resolves a table's transfers to peers and tensors."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank sends to its twin before it receives; True without a twin."""
+
+    def ranks(self, transfer: Transfer) -> Sequence[int]:
+        """Return the global ranks at the other end."""
+
+    def forms(self, kind: MessageKind) -> Sequence[Form]:
+        """Return the tensors that one message of a kind brings, in order of arrival."""
+
+    def parts(self, transfer: Transfer) -> Sequence[int]:
+        """Return the parts that a SEND or LOCAL moves to each rank at the other end."""
+
+
+class PeerEnds:
+    """Ends of a pipeline with one peer per transfer. Subclasses say which tensors a message has."""
+
+    peers: Peers
+    rank: int
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank sends to its twin before it receives; the lower global rank does."""
+        return self.peers.twin is None or self.peers.pipeline[self.rank] < self.peers.twin
+
+    def ranks(self, transfer: Transfer) -> Sequence[int]:
+        """Return the one global rank at the other end."""
+        return (self.peers.of(transfer),)
+
+
+@dataclass(frozen=True)
+class PipelineEnds(PeerEnds):
+    """The ends of an ordinary pipeline, with one dtype for all tensors (`Ends`)."""
+
+    peers: Peers
+    shapes: Shapes
+    """Shapes of the tensors that this rank receives."""
+    dtype: torch.dtype
+    rank: int
+    """Pipeline rank of this process."""
+
+    def forms(self, kind: MessageKind) -> Sequence[Form]:
+        """Return the tensors of one message, in order."""
+        return [Form(shape, self.dtype, i) for i, shape in enumerate(self.shapes[kind])]
+
+    def parts(self, transfer: Transfer) -> Sequence[int]:
+        """Return the tensor indices. A sent F has as many tensors as the B that comes back."""
+        return range(len(self.shapes["B" if transfer.message.kind == "F" else "F"]))
+
+
+@dataclass(frozen=True)
+class Program:
+    """One rank's exchanges by position in the table, and the messages that it receives.
+
+    Here peers are global ranks and each transfer is one tensor. If a transfer of the table has
+    several peers and several tensors, every peer gets the first tensor, then every peer the second.
+    """
+
+    exchanges: tuple[Exchange, ...]
+    expected: tuple[Expected, ...]
+    """In the message order that all ranks share."""
+
+
+def make_program(table: Table, ends: Ends) -> Program:
+    """Resolve the source or destination of every tensor in a step.
+
+    Args:
+        table: The table of this rank.
+        ends: Resolves its transfers to peers and tensors.
+    """
+    resolved = tuple(_resolved(exchange, ends) for exchange in table.exchanges)
+    if table.schedule.disaggregated:  # needs a transport that matches messages by name
+        turns = [(transfer, 0) for transfer in table.arrivals]
+    else:
+        turns = _turns(table, resolved, leads=ends.leads)
+    expected = (
+        Expected(rank, transfer.message._replace(part=form.part), form.shape, form.dtype, after)
+        for transfer, after in turns
+        for form in ends.forms(transfer.message.kind)
+        for rank in ends.ranks(transfer)
+    )
+    return Program(resolved, tuple(expected))
+
+
+def _turns(
+    table: Table, resolved: Sequence[Exchange], *, leads: bool
+) -> list[tuple[Transfer, int]]:
+    """Return (transfer, number of transport calls before it is posted), in the shared order."""
+    each = (len(exchange.inputs) + len(exchange.outputs) for exchange in map(_on_wire, resolved))
+    calls = list(accumulate(each, initial=0))
+    return [
+        (post.transfer, calls[post.before] + _num_taken(resolved, post))
+        for post in table.order.posts(table.rank, leads=leads)
+    ]
+
+
+def _num_taken(resolved: Sequence[Exchange], post: Post) -> int:
+    return len(_on_wire(resolved[post.before]).inputs) if post.taken else 0
+
+
+def _on_wire(exchange: Exchange) -> Exchange:
+    """Drop transfers that stay on this rank."""
+    return exchange._replace(
+        inputs=tuple(t for t in exchange.inputs if t.verb == "RECV"),
+        outputs=tuple(t for t in exchange.outputs if t.verb == "SEND"),
+    )
+
+
+def _resolved(exchange: Exchange, ends: Ends) -> Exchange:
+    return exchange._replace(
+        awaits=tuple(_each(exchange.awaits, ends)),
+        inputs=tuple(_each(exchange.inputs, ends)),
+        grants=tuple(_each(exchange.grants, ends)),
+        outputs=tuple(_each(exchange.outputs, ends)),
+    )
+
+
+def _each(transfers: Sequence[Transfer], ends: Ends) -> Iterator[Transfer]:
+    for transfer in transfers:
+        parts = ends.parts(transfer)
+        if transfer.verb == "RECV":
+            parts = [form.part for form in ends.forms(transfer.message.kind)]
+        for part in parts:
+            message = transfer.message._replace(part=part)
+            if transfer.verb == "LOCAL":
+                yield transfer._replace(message=message)
+                continue
+            for rank in ends.ranks(transfer):
+                yield transfer._replace(message=message, peer=rank, to_twin=False)

@@ -1,0 +1,322 @@
+"""The tensors on routes on one rank: what is published, who takes it, and its gradient.
+
+A published tensor and its takers meet in a `_Sum`: each `take` adds its gradient, and the backward
+of `publish` adds the sum to the gradient of the publisher's own uses (`megatron_ext.routes` says in
+which order, and why).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from megatron_ext.config.active import process_state
+from megatron_ext.errors import ScheduleError
+from megatron_ext.runtime.trees import Leaf
+
+if TYPE_CHECKING:
+    from megatron_ext.runtime.route_declarations import Declared
+
+__all__ = ["Batch", "RouteStore", "current_store"]
+
+Batch = tuple[int, bool]
+"""A micro-batch on a rank: its index, and whether it belongs to the twin."""
+
+
+class _Sum:
+    """The running sum of the takers' gradients of a published tensor."""
+
+    def __init__(self) -> None:
+        self.value: torch.Tensor | None = None
+
+    def add(self, gradient: torch.Tensor) -> None:
+        self.value = gradient if self.value is None else self.value + gradient
+
+    def pop(self) -> torch.Tensor | None:
+        value, self.value = self.value, None
+        return value
+
+
+class _Publish(torch.autograd.Function):
+    """Identity; its backward adds the takers' gradient to that of the publisher's own uses."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, takers: _Sum) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.takers = takers
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        of_takers = ctx.takers.pop()
+        if gradient is None or of_takers is None:
+            return (of_takers if gradient is None else gradient), None
+        return gradient + of_takers, None
+
+
+class _Take(torch.autograd.Function):
+    """Identity; its backward adds to the sum. The edge to the publisher only orders backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, takers: _Sum) -> torch.Tensor:
+        ctx.takers = takers
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        ctx.takers.add(gradient)
+        return None, None
+
+
+@dataclass
+class _Published:
+    """A published tensor of one micro-batch on this rank."""
+
+    value: torch.Tensor | None
+    """Detached. Requires grad if the published tensor does, or may do so in recomputation."""
+    look: tuple[torch.Size, torch.dtype] | None
+    stage: int | None
+    """The stage of this rank that published it; None: received from another rank."""
+    origin: torch.Tensor | None = None
+    """The tensor with its stage's graph, if it has one."""
+    takers: _Sum = field(default_factory=_Sum)
+    repeated: bool = False
+    """Whether recomputation published it again; then that backward consumes the gradient."""
+
+
+class RouteStore:
+    """The published tensors of this rank.
+
+    Args:
+        declared: Declarations by stage. None outside a megatron_ext pipeline, where a published
+            tensor stays valid until the name is published again.
+        floating: Whether gradients travel for all floating-point tensors, because those who sent
+            them had no graph that says which need one.
+    """
+
+    def __init__(
+        self, declared: dict[int, Declared] | None = None, *, floating: bool = False
+    ) -> None:
+        self._declared = declared
+        self._floating = floating
+        self._known: dict[tuple[Batch, str], _Published] = {}
+        """By micro-batch and name."""
+        self._stage = 0
+        self._batch: Batch = (0, False)
+        self._published: set[str] = set()
+        self._taken: set[str] = set()
+
+    @contextmanager
+    def running(self, stage: int, batch: Batch) -> Iterator[None]:
+        """Return a context in which `publish` and `take` use this store; an action runs in it."""
+        self._stage, self._batch = stage, batch
+        self._published, self._taken = set(), set()
+        current = process_state(_Current)
+        before, current.store = current.store, self
+        try:
+            yield
+        finally:
+            current.store = before
+
+    def publish(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """See `megatron_ext.routes.publish`."""
+        self._check_declared(name, "publishes")
+        key = self._batch, name
+        found = self._known.get(key)
+        look = None if tensor is None else (tensor.shape, tensor.dtype)
+        if found is not None and _recomputes():
+            if look != found.look:
+                raise ScheduleError(
+                    f"{self._where(name)}: published {_text(found.look)} in forward and "
+                    f"{_text(look)} in recomputation; publish the same in both"
+                )
+            if tensor is None or not _has_graph(tensor) or found.origin is not None:
+                return tensor
+            found.repeated = True
+            return _Publish.apply(tensor, found.takers)  # type: ignore[no-any-return]
+        if self._declared is not None and found is not None:
+            raise ScheduleError(
+                f"{self._where(name)}: published twice in one forward; give each tensor a name"
+            )
+        if found is not None:
+            self._check_gradient_taken(name, found)
+        made = self._known[key] = _Published(None, look, self._stage)
+        self._published.add(name)
+        if tensor is None:
+            return None
+        made.value = tensor.detach()
+        # Under no_grad it may get a graph in recomputation, or never be meant to have one.
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            made.value.requires_grad_(tensor.requires_grad or not torch.is_grad_enabled())
+        if not _has_graph(tensor):
+            return tensor
+        made.origin = _Publish.apply(tensor, made.takers)
+        return made.origin
+
+    def take(self, name: str) -> torch.Tensor | None:
+        """See `megatron_ext.routes.take`."""
+        self._check_declared(name, "takes")
+        found = self._known.get((self._batch, name))
+        if found is None:
+            raise ScheduleError(
+                f"{self._where(name)}: taken before it is published; publish it in an earlier "
+                f"layer, and train pipelines with a schedule of ours (--pipeline-schedule)"
+            )
+        self._taken.add(name)
+        value = found.value
+        if value is None or not value.requires_grad or not torch.is_grad_enabled():
+            return value
+        # Recomputation and other stages of this rank have separate graphs.
+        joins = found.origin is not None and found.stage == self._stage and not _recomputes()
+        start = found.origin if joins else value.detach().requires_grad_()
+        return _Take.apply(start, found.takers)  # type: ignore[no-any-return]
+
+    def receive(self, batch: Batch, tensors: dict[str, torch.Tensor | None]) -> None:
+        """Store tensors received from another rank, by route."""
+        for name, value in tensors.items():
+            look = None if value is None else (value.shape, value.dtype)
+            self._known[batch, name] = _Published(value, look, None)
+
+    def values(self, batch: Batch, names: Sequence[str]) -> dict[str, torch.Tensor | None]:
+        """Return published tensors by route, to send to another rank."""
+        return {name: self._known[batch, name].value for name in names}
+
+    def origins(self, batch: Batch, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return published tensors with their graph; the stage's backward also starts from them."""
+        found = (self._known[batch, name].origin for name in names)
+        return [origin for origin in found if origin is not None]
+
+    def with_gradient(self, batch: Batch, names: Sequence[str]) -> list[str]:
+        """Return the names for whose tensors gradients travel."""
+        return [name for name in names if self._travels(batch, name)]
+
+    def _travels(self, batch: Batch, name: str) -> bool:
+        value = self._known[batch, name].value
+        if value is None:
+            return False
+        return value.is_floating_point() if self._floating else value.requires_grad
+
+    def put_gradients(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> None:
+        """Add gradients received from takers in later stages on other ranks, where one is needed.
+
+        What has no graph here, such as frozen features, needs none.
+        """
+        for name, gradient in gradients.items():
+            known = self._known[batch, name]
+            if known.value is not None and known.value.requires_grad:
+                known.takers.add(gradient)
+
+    def look(self, batch: Batch, name: str) -> Leaf:
+        """Return the shape and dtype of a published tensor, which its gradient shares."""
+        look = self._known[batch, name].look
+        assert look is not None
+        return Leaf(tuple(look[0]), look[1], requires_grad=True)
+
+    def pop_gradients(self, batch: Batch, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return and reset the gradient sums so far, to send to the next rank; zeros if empty."""
+        found = []
+        for name in names:
+            known = self._known[batch, name]
+            gradient = known.takers.pop()
+            assert known.value is not None
+            found.append(torch.zeros_like(known.value) if gradient is None else gradient)
+        return found
+
+    def check_forward(self, stage: int) -> None:
+        """Check that a forward published and took every route that its stage declares.
+
+        Raises:
+            ScheduleError: A declared route was not published or not taken.
+        """
+        assert self._declared is not None
+        said = self._declared[stage]
+        for name in said.publishes:
+            if name not in self._published:
+                raise ScheduleError(
+                    f"{self._where(name)}: declared, but not published; publish it in every "
+                    f"forward, None where there is no tensor"
+                )
+        for name in said.takes:
+            if name not in self._taken:
+                raise ScheduleError(
+                    f"{self._where(name)}: declared, but never taken; take it in every forward"
+                )
+
+    def forget(self, batch: Batch, names: Iterable[str]) -> None:
+        """Drop tensors that this rank no longer needs.
+
+        Raises:
+            ScheduleError: A gradient of the takers never reached the publisher.
+        """
+        for name in names:
+            found = self._known.pop((batch, name), None)
+            if found is not None:
+                self._check_gradient_taken(name, found)
+
+    def release(self, batch: Batch, names: Iterable[str]) -> None:
+        """Free the data of published tensors that no other stage of this rank takes."""
+        for name in names:
+            found = self._known[batch, name]
+            if found.value is not None:
+                wants = found.value.requires_grad
+                found.value = found.value.new_empty(0).requires_grad_(wants)
+
+    def _check_gradient_taken(self, name: str, found: _Published) -> None:
+        if found.takers.value is None:
+            return
+        if found.origin is None and not found.repeated:
+            raise ScheduleError(
+                f"{self._where(name)}: its takers have a gradient, but it was published without a "
+                f"graph; publish it outside of torch.no_grad(), and of layers that are recomputed "
+                f"and whose output leads nowhere"
+            )
+        raise ScheduleError(
+            f"{self._where(name)}: its gradient did not reach the publisher; go on with what "
+            f"publish returns: x = routes.publish({name!r}, x)"
+        )
+
+    def _check_declared(self, name: str, how: Literal["publishes", "takes"]) -> None:
+        if self._declared is None or name in getattr(self._declared[self._stage], how):
+            return
+        raise ScheduleError(
+            f"{self._where(name)}: not declared; call routes.declare(self, {how}=[{name!r}]) where "
+            f"the layer is built"
+        )
+
+    def _where(self, name: str) -> str:
+        if self._declared is None:
+            return f"route {name!r}"
+        return f"stage {self._stage}, micro-batch {self._batch[0]}, route {name!r}"
+
+
+@dataclass
+class _Current:
+    """The store that `publish` and `take` use."""
+
+    store: RouteStore | None = None
+    """The pipeline's store while one of its actions runs."""
+    plain: RouteStore = field(default_factory=RouteStore)
+    """The store outside a megatron_ext pipeline."""
+
+
+def current_store() -> RouteStore:
+    """Return the store of the running action; outside of one that of plain calls."""
+    current = process_state(_Current)
+    return current.plain if current.store is None else current.store
+
+
+def _has_graph(tensor: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+def _recomputes() -> bool:
+    """Return whether a backward is running, so that a forward now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _text(look: tuple[torch.Size, torch.dtype] | None) -> str:
+    return "None" if look is None else f"{tuple(look[0])} of {look[1]}"

@@ -1,0 +1,226 @@
+"""Decides when gradient reductions and parameter gathers over data-parallel ranks start.
+
+Megatron's DDP runs both; the schedule only decides when. Data-parallel peers must start the same
+collectives in the same order, although each peer may run its actions in a different order:
+
+- Reductions start in the order in which the table completes its chunks. A chunk that completes
+  early waits for its turn. Gathers start in stage order, which is the order of first use under any
+  schedule.
+- A chunk with split backwards is reduced during its last W, which no other rank waits for. Each
+  reduction starts as soon as the weights of its buckets are done. DDP's hooks would fire at I, too
+  early, so they stay disabled for the whole step.
+- A chunk with whole backwards is reduced in one go after its last B. `--align-grad-reduce`,
+  Megatron's default, keeps reductions from slowing down a B that another rank waits for. No rank
+  waits for the last B of stage 0, so there DDP's hooks reduce bucket by bucket, as in upstream's
+  1F1B.
+- With `--no-align-grad-reduce` the hooks do so for every stage. All peers then have the same order
+  anyway: the last B of a stage needs the last B of the next stage.
+
+Without `--overlap-grad-reduce` this module starts nothing; `finalize_model_grads` reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_ext.runtime.rank_table import Table
+    from megatron_ext.runtime.split import Progress
+    from megatron_ext.schedules.table.actions import Action
+
+__all__ = ["GradientSync", "NoSync", "ParameterSync"]
+
+_UNCHANGED = nullcontext()
+_Enter = Callable[[], AbstractContextManager[Any]]
+
+
+class GradientSync:
+    """Starts the reductions of one step.
+
+    Also a context manager that disables DDP's hooks except where `around` enables them.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        chunks: Sequence[torch.nn.Module],
+        table: Table,
+        *,
+        force_all_reduce: bool,
+    ) -> None:
+        self._chunks = chunks
+        self._placement = table.schedule.placement
+        self._by_hooks = not table.split_stages
+        self._order = table.reduction_order
+        """This rank's stages; the first `_started` of them have been started."""
+        self._started = 0
+        self._complete: set[int] = set()
+        self._buckets: dict[int, list[_BucketGroup]] = {}
+        """By chunk: the bucket groups still to reduce, the next one last."""
+        self._force_all_reduce = force_all_reduce
+        self._functions = _by_chunk(config.grad_sync_func, len(chunks))
+        self._overlaps = config.no_sync_func is not None
+        silent = config.no_sync_func
+        self._silent: list[_Enter] = []
+        if silent is not None:
+            self._silent = list(silent) if isinstance(silent, (list, tuple)) else [silent]
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> GradientSync:
+        self._entered = [_entered(context) for context in self._silent]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stack in self._entered:
+            stack.close()
+
+    def around_last(self, action: Action) -> AbstractContextManager[None]:
+        """Enable DDP's hooks during a chunk's last whole backward, if they reduce its gradients."""
+        if action.kind == "B" and self._hooks_reduce(action.stage):
+            return self._reducing(action)
+        return _UNCHANGED
+
+    def _hooks_reduce(self, stage: int) -> bool:
+        if not self._by_hooks or not self._overlaps:
+            return False
+        ends_all = stage == 0 and self._placement.twins == 1
+        return self._functions is None or (ends_all and self._uses_ddp_reduction(stage))
+
+    def _uses_ddp_reduction(self, stage: int) -> bool:
+        """Whether DDP itself reduces a stage, rather than a custom `grad_sync_func`."""
+        number = self._placement.chunk_of(stage)
+        given = None if self._functions is None else self._functions[number]
+        return given is None or getattr(given, "__self__", None) is self._chunks[number]
+
+    @contextmanager
+    def _reducing(self, action: Action) -> Iterator[None]:
+        # A single no_sync function covers all chunks at once.
+        index = self._placement.chunk_of(action.stage) if len(self._silent) > 1 else 0
+        self._entered[index].close()
+        yield
+        self._entered[index] = _entered(self._silent[index])
+
+    def progress(self, stage: int) -> Progress | None:
+        """Return the progress callback of the stage's last W; None if it is not the stage's turn.
+
+        Also None without overlap or with a custom `grad_sync_func`.
+        """
+        if not self._overlaps or not self._uses_ddp_reduction(stage):
+            return None
+        if self._order[self._started] != stage:
+            return None
+        return partial(self._reduce, self._placement.chunk_of(stage))
+
+    def after(self, stage: int) -> None:
+        """Mark a stage complete; start its reduction and any that waited for it, in table order."""
+        self._complete.add(stage)
+        while self._started < len(self._order) and self._order[self._started] in self._complete:
+            complete = self._order[self._started]
+            self._started += 1
+            if not self._hooks_reduce(complete):
+                self._start(complete)
+
+    def _start(self, stage: int) -> None:
+        number = self._placement.chunk_of(stage)
+        if self._functions is not None and not self._uses_ddp_reduction(stage):
+            self._functions[number](self._chunks[number].parameters())
+        elif self._overlaps:
+            self._reduce(number, remaining=frozenset())
+
+    def _reduce(self, number: int, remaining: AbstractSet[int]) -> None:
+        """Start a chunk's next reductions, up to the first bucket group with a remaining weight.
+
+        `chunk.start_grad_sync` can neither force an all-reduce nor start a part of the buckets.
+
+        Args:
+            number: The chunk.
+            remaining: Ids of the weights whose gradients are not computed yet.
+        """
+        if number not in self._buckets:
+            self._buckets[number] = _bucket_groups(self._chunks[number])
+        waiting = self._buckets[number]
+        while waiting and waiting[-1].weights.isdisjoint(remaining):
+            waiting.pop().group.start_grad_sync(force_all_reduce=self._force_all_reduce)
+
+
+class NoSync:
+    """Starts no reductions and no gathers. For ranks without gradients."""
+
+    def __enter__(self) -> NoSync:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing."""
+
+    def around_last(self, action: Action) -> AbstractContextManager[None]:
+        """Return a null context."""
+        return _UNCHANGED
+
+    def progress(self, stage: int) -> None:
+        """Return None: nothing follows the progress of W."""
+
+    def after(self, stage: int) -> None:
+        """Start nothing."""
+
+    def before(self, stage: int) -> None:
+        """Start nothing."""
+
+
+class _BucketGroup(NamedTuple):
+    """A DDP bucket group, which one call reduces."""
+
+    group: Any
+    weights: frozenset[int]
+    """Ids of its parameters."""
+
+
+def _bucket_groups(chunk: Any) -> list[_BucketGroup]:
+    """Return a chunk's bucket groups in parameter order; backwards complete them from the end.
+
+    All data-parallel peers get the same order, even if experts, which have their own reduction
+    group, received no tokens on some of them.
+    """
+    place = {id(parameter): index for index, parameter in enumerate(chunk.parameters())}
+    groups = [
+        _BucketGroup(group, frozenset(map(id, group.params)))
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+    ]
+    return sorted(groups, key=lambda found: min(place[weight] for weight in found.weights))
+
+
+class ParameterSync:
+    """Starts parameter gathers one chunk ahead of the first forward that needs them."""
+
+    def __init__(self, config: Any, chunks: Sequence[torch.nn.Module], table: Table) -> None:
+        self._functions = _by_chunk(config.param_sync_func, len(chunks))
+        self._chunks = chunks
+        placement = table.schedule.placement
+        self._order = [placement.chunk_of(stage) for stage in sorted(table.actions_by_stage)]
+        self._started = 0
+
+    def before(self, stage: int) -> None:
+        """At a stage's first use, start the gather of the next chunk; at the first, of two."""
+        if self._functions is None:
+            return
+        ahead = 2 if self._started == 0 else 1
+        for number in self._order[self._started : self._started + ahead]:
+            self._functions[number](self._chunks[number].parameters())
+        self._started += ahead
+
+
+def _by_chunk(function: Any, num_chunks: int) -> list[Callable[..., Any]] | None:
+    if function is None:
+        return None
+    return list(function) if isinstance(function, (list, tuple)) else [function] * num_chunks
+
+
+def _entered(context: _Enter) -> ExitStack:
+    stack = ExitStack()
+    stack.enter_context(context())
+    return stack

@@ -1,0 +1,329 @@
+"""Computes the actions of models whose stages exchange trees of tensors or have routes.
+
+A stage's outputs are joined into one root for the backward (`trees.joined`), and its inputs become
+leaves, so Megatron's own `forward_step` and `backward_step` run as for a single tensor. A tree
+travels as one message of bytes, preceded by a header until both ends know its form. Tensors that
+require no grad get none, and nothing of them travels back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.message import HEADER
+from megatron_ext.runtime.compute import StageCompute
+from megatron_ext.runtime.local_devices import device_of
+from megatron_ext.runtime.program import Form, PeerEnds
+from megatron_ext.runtime.trees import Leaf, TreeForm, flatten, joined, pack, unpack
+from megatron_ext.schedules.table.route_plan import plan_routes
+
+if TYPE_CHECKING:
+    from megatron_ext.message import MessageKind
+    from megatron_ext.runtime.compute import Tensors
+    from megatron_ext.runtime.program import Peers
+    from megatron_ext.runtime.route_declarations import Declared
+    from megatron_ext.runtime.route_store import Batch, RouteStore
+    from megatron_ext.runtime.split import Progress
+    from megatron_ext.schedules.table.actions import Action
+    from megatron_ext.schedules.table.communication import Transfer
+    from megatron_ext.schedules.table.route_plan import Hop, Route
+
+__all__ = ["Forms", "TreeCompute", "TreeEnds", "TreeMessages", "Trees"]
+
+
+@dataclass(frozen=True)
+class Trees:
+    """The declarations of all stages of a model."""
+
+    routes: tuple[Route, ...]
+    declared: Mapping[int, Declared]
+    """By stage."""
+    varies: bool
+    """Whether a tree's form may change between micro-batches."""
+
+
+@dataclass
+class Forms:
+    """The forms of the trees that this rank sends and receives; fixed ones are known after a step.
+
+    Both ends see the same headers in the same step, so they stop using headers without a handshake.
+    """
+
+    varies: bool
+    agreed: bool = False
+    _sent: dict[tuple[str, int, int], TreeForm] = field(default_factory=dict)
+    """By (message kind, sending stage, receiving stage)."""
+    _received: dict[tuple[str, int], TreeForm] = field(default_factory=dict)
+    """By message kind and the message's stage."""
+
+    @property
+    def num_parts(self) -> dict[str, int]:
+        """Tensors per message, by kind of message: bytes, and a header until forms are agreed."""
+        with_header = 1 if self.agreed else 2
+        return {"F": with_header, "P": with_header, "B": 1, "G": 1}
+
+    def step_done(self) -> None:
+        """Record that this rank completed a step, so it has sent and received every form."""
+        self.agreed = not self.varies
+
+    def headers(self, key: tuple[str, int, int], form: TreeForm, what: str) -> list[torch.Tensor]:
+        """Return the header to send with a tree of this form; empty once forms are agreed.
+
+        Args:
+            key: (message kind, sending stage, receiving stage).
+            form: The tree's form.
+            what: Names the tree in error messages.
+
+        Raises:
+            ScheduleError: A fixed form has changed.
+        """
+        if not self.varies:
+            known = self._sent.setdefault(key, form)
+            if known != form:
+                raise ScheduleError(
+                    f"{what} is {form}, but was {known} in an earlier micro-batch; declare "
+                    f'boundary="varies" where the model is built (routes.declare)'
+                )
+        return [] if self.agreed else [form.header()]
+
+    def read(self, key: tuple[str, int], inputs: Iterator[torch.Tensor | None]) -> TreeForm:
+        """Return the form of the next tree; consume its header from `inputs` if there is one."""
+        if self.agreed:
+            return self._received[key]
+        header = next(inputs)
+        assert header is not None
+        form = self._received[key] = TreeForm.of_header(header)
+        return form
+
+
+@dataclass(frozen=True)
+class TreeMessages:
+    """The tensors of messages of a model with trees or routes, a part of `program.Ends`."""
+
+    forms_agreed: bool
+
+    def forms(self, kind: MessageKind) -> Sequence[Form]:
+        """Return the tensors of one message: uint8 bytes, after a header until forms are agreed."""
+        return [Form(None, torch.uint8, part) for part in self._parts(kind)]
+
+    def parts(self, transfer: Transfer) -> Sequence[int]:
+        """Return the parts of a message; gradients need no header."""
+        return self._parts(transfer.message.kind)
+
+    def _parts(self, kind: MessageKind) -> tuple[int, ...]:
+        return (HEADER, 0) if kind in ("F", "P") and not self.forms_agreed else (0,)
+
+
+@dataclass(frozen=True)
+class TreeEnds(TreeMessages, PeerEnds):
+    """The ends of a model with trees or routes (`program.Ends`)."""
+
+    peers: Peers
+    rank: int
+    """Pipeline rank of this process."""
+
+
+class _End(NamedTuple):
+    """What a backward needs to know about its forward."""
+
+    leaves: tuple[Leaf, ...]
+    """The sent tensors for which a gradient comes back; not all of them need it."""
+    gradients: list[torch.Tensor | None]
+    """Filled before the backward: gradients of the leaves that need one, then None for each
+    published tensor."""
+    num_published: int
+    """Published tensors from which the backward starts."""
+
+
+@dataclass
+class TreeCompute(StageCompute):
+    """Runs the actions of one step on this rank's chunks, with trees and routes."""
+
+    forms: Forms = field(kw_only=True)
+    store: RouteStore = field(kw_only=True)
+    trees: Trees = field(kw_only=True)
+    of_roles: bool = field(default=False, kw_only=True)
+    """Whether forwards and backwards have their own ranks. Those that send trees then have no graph
+    and cannot tell which tensors need a gradient, so one comes back for all floating-point ones."""
+    _ends: dict[tuple[int, int], _End] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        """Precompute what is constant during the step."""
+        schedule = self.table.schedule
+        self._plan = plan_routes(schedule.routes, schedule.placement)
+        self._device = device_of(self.call.chunks)
+        self._last_stage = schedule.num_stages - 1
+
+    def run(
+        self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
+    ) -> Tensors:
+        """Run one action for the executor (`executor.Compute`).
+
+        `inputs` and the result are uint8 tensors, `[number of bytes]` each.
+        """
+        stage, kind, microbatch = action
+        if kind == "W":
+            self.weights(stage, microbatch, progress)
+            return []
+        if kind in ("F", "R"):
+            return self._run_forward(action, iter(inputs), is_first=is_first)
+        return self._run_backward(action, iter(inputs))
+
+    def release(self, outputs: Tensors) -> None:
+        """Do nothing: the outputs were packed bytes; the tree itself is freed with its graph."""
+
+    def _run_forward(
+        self, action: Action, inputs: Iterator[torch.Tensor | None], *, is_first: bool
+    ) -> Tensors:
+        stage, _, microbatch = action
+        batch = self._batch(stage, microbatch)
+        tree = None
+        leaves: list[torch.Tensor] = []
+        if stage > 0:
+            form, tensors = self._received("F", stage, microbatch, inputs)
+            leaves = [t for t, leaf in zip(tensors, form.leaves, strict=True) if leaf.requires_grad]
+            tree = form.tree(tensors)
+        for hop in self._plan.hops_in(action):
+            form, tensors = self._received("P", hop.stage, microbatch, inputs)
+            self.store.receive(batch, form.tree(tensors))
+        with self.store.running(stage, batch):
+            [made] = self.forward(stage, microbatch, [tree], is_first=is_first)
+        self.store.check_forward(stage)
+        if not self.call.forward_only:
+            self._keep(stage, microbatch, leaves, made)
+        outputs: Tensors = []
+        if stage < self._last_stage and action.kind == "F":
+            outputs = self._bytes_of(made, ("F", stage, stage + 1), microbatch)
+        for hop in self._plan.hops_out(action):
+            values = self.store.values(batch, hop.names)
+            outputs += self._bytes_of(values, ("P", stage, hop.taker), microbatch)
+        self._forget_after_forward(stage, microbatch)
+        return outputs
+
+    def _keep(self, stage: int, microbatch: int, leaves: list[torch.Tensor], made: object) -> None:
+        """Keep what the backward needs: one root of all outputs, and the inputs."""
+        tensors: list[torch.Tensor] = []
+        if stage < self._last_stage:
+            flat, form = flatten(made, self._what(stage, microbatch), self._needs_gradient)
+            tensors = [t for t, leaf in zip(flat, form.leaves, strict=True) if leaf.requires_grad]
+        origins = self.store.origins(self._batch(stage, microbatch), self._published(stage))
+        self._root(stage, microbatch, leaves, tensors, origins)
+
+    def _needs_gradient(self, tensor: torch.Tensor) -> bool:
+        """Return whether a gradient comes back for a tensor of a sent tree."""
+        if self.of_roles:
+            return tensor.is_floating_point()
+        return tensor.requires_grad and not self.call.forward_only
+
+    def _root(
+        self,
+        stage: int,
+        microbatch: int,
+        leaves: list[torch.Tensor],
+        tensors: list[torch.Tensor],
+        origins: list[torch.Tensor],
+    ) -> None:
+        """Replace the stage's saved output with the root of its backward."""
+        _, outputs = self._live[stage, microbatch]
+        gradients: list[torch.Tensor | None] = []
+        if stage < self._last_stage:
+            roots = [*(t for t in tensors if t.requires_grad), *origins]
+            outputs = [joined(roots, gradients) if roots else torch.zeros(())]
+        self._live[stage, microbatch] = (list(leaves), outputs)
+        looks = tuple(Leaf(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+        self._ends[stage, microbatch] = _End(looks, gradients, len(origins))
+
+    def _run_backward(self, action: Action, inputs: Iterator[torch.Tensor | None]) -> Tensors:
+        stage, kind, microbatch = action
+        batch = self._batch(stage, microbatch)
+        end = self._ends.pop((stage, microbatch))
+        of_root: Tensors = [None]
+        if stage < self._last_stage:
+            what = self._what(stage, microbatch)
+            arrived = self._gradients(inputs, end.leaves, what)
+            end.gradients.extend(
+                grad for grad, leaf in zip(arrived, end.leaves, strict=True) if leaf.requires_grad
+            )
+            end.gradients.extend([None] * end.num_published)
+            of_root = [torch.zeros((), device=self._device)]
+        for hop in self._plan.hops_in(action):
+            self._take_gradients(hop, batch, inputs)
+        with self.store.running(stage, batch):
+            found = self.backward(stage, microbatch, of_root, split=kind == "I")
+        outputs: Tensors = []
+        if stage > 0:
+            outputs.append(pack([grad for grad in found if grad is not None], self._device))
+        for hop in self._plan.hops_out(action):
+            names = self.store.with_gradient(batch, hop.names)
+            outputs.append(pack(self.store.pop_gradients(batch, names), self._device))
+        self._forget(stage, microbatch, "B")
+        return outputs
+
+    def _take_gradients(
+        self, hop: Hop, batch: Batch, inputs: Iterator[torch.Tensor | None]
+    ) -> None:
+        names = self.store.with_gradient(batch, hop.names)
+        leaves = [self.store.look(batch, name) for name in names]
+        what = f"the gradient of routes {', '.join(names)} from stage {hop.stage}"
+        gradients = self._gradients(inputs, leaves, what)
+        self.store.put_gradients(batch, dict(zip(names, gradients, strict=True)))
+
+    def _received(
+        self, kind: str, stage: int, microbatch: int, inputs: Iterator[torch.Tensor | None]
+    ) -> tuple[TreeForm, list[torch.Tensor]]:
+        form = self.forms.read((kind, stage), inputs)
+        what = f"what stage {stage} gets" if kind == "F" else f"what stage {stage} published"
+        packed = next(inputs)
+        assert packed is not None
+        tensors = unpack(packed, form.leaves, f"{what} for micro-batch {microbatch}")
+        for tensor, leaf in zip(tensors, form.leaves, strict=True):
+            tensor.requires_grad_(leaf.requires_grad)
+        return form, tensors
+
+    @staticmethod
+    def _gradients(
+        inputs: Iterator[torch.Tensor | None], leaves: Sequence[Leaf], what: str
+    ) -> list[torch.Tensor]:
+        packed = next(inputs)
+        assert packed is not None
+        return unpack(packed, leaves, f"the gradient of {what}")
+
+    def _bytes_of(
+        self, tree: object, key: tuple[str, int, int], microbatch: int
+    ) -> list[torch.Tensor | None]:
+        """Return a tree's tensors to send: a header until its form is agreed, then the bytes."""
+        what = self._what(key[1], microbatch)
+        tensors, form = flatten(tree, what, self._needs_gradient)
+        return [*self.forms.headers(key, form, what), pack(tensors, self._device)]
+
+    def _forget_after_forward(self, stage: int, microbatch: int) -> None:
+        if self.call.forward_only:
+            self._forget(stage, microbatch, "F")
+            return
+        kept = self._plan.dropped.get(("B", stage), ())
+        names = [name for name in self._published(stage) if name not in kept]
+        self.store.release(self._batch(stage, microbatch), names)
+
+    def _forget(self, stage: int, microbatch: int, kind: str) -> None:
+        """Drop route tensors that this rank no longer needs after an evaluation's F, or after B."""
+        names = set(self._published(stage))
+        if kind == "F":  # other stages of this rank may take some
+            names.difference_update(self._plan.dropped.get(("B", stage), ()))
+        names.update(self._plan.dropped.get((kind, stage), ()))
+        self.store.forget(self._batch(stage, microbatch), sorted(names))
+
+    def _batch(self, stage: int, microbatch: int) -> Batch:
+        """Return the key of a micro-batch; the twin's micro-batches have the same indices."""
+        return microbatch, self.table.schedule.placement.is_crossed(stage)
+
+    def _published(self, stage: int) -> tuple[str, ...]:
+        return self.trees.declared[stage].publishes
+
+    @staticmethod
+    def _what(stage: int, microbatch: int) -> str:
+        return f"what stage {stage} hands on for micro-batch {microbatch}"

@@ -1,0 +1,182 @@
+"""Durations of actions and messages: the input of the simulator."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from operator import mul
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.table.actions import KINDS, Kind, Schedule
+
+__all__ = ["AHEAD", "UNIT", "Costs"]
+
+AHEAD = 2
+"""Actions that a host may have launched on its device that have not ended: one runs, and the next
+waits in the device's queue. One alone would let the device idle between actions; more cost memory
+and gain nothing."""
+
+_SHORTEST, _LONGEST = 1e-9, 1e9
+"""Durations in this range sum up over any table without visible rounding errors."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Durations, in any consistent unit; by default the forward of one device share is 1.
+
+    A device share is 1/pp of the model. A schedule that cuts the model into more than pp stages
+    spends `forward * pp / num_stages` for the forward of one stage, and so on.
+    """
+
+    forward: float = 1.0
+    """Forward of one device share, Tf."""
+    input: float = 1.0
+    """Gradient of its input, Tb."""
+    weight: float = 1.0
+    """Gradient of its weights, Tw."""
+    latency: float = 0.0
+    """Time from the end of an action until another rank has its output."""
+    bandwidth: float | None = None
+    """Messages per unit of time on one link (ordered pair of ranks); None: unlimited. Messages
+    queue on their link; different links are independent."""
+    stage_scale: tuple[float, ...] = ()
+    """Factor on the durations of each stage, for uneven stages; empty: all 1."""
+    microbatch_scale: tuple[float, ...] = ()
+    """Factor on the durations of each micro-batch, for uneven lengths; empty: all 1."""
+    jitter: float = 0.0
+    """Sigma of the log-normal factor (mean 1) on each action's duration."""
+    link_jitter: float = 0.0
+    """Sigma of the log-normal factor (mean 1) on each message's latency."""
+    launch: float = 0.0
+    """Time of the host to launch an action, on a device that runs behind it; 0: the host computes.
+    A launch begins when at most `AHEAD - 1` earlier actions of its rank still run."""
+    seed: int = 0
+    """Seed of the jitter; the factor of an action depends on the seed and the action only."""
+
+    def __post_init__(self) -> None:
+        times = (self.forward, self.input, self.weight, *self.stage_scale)
+        if not all(_SHORTEST <= time <= _LONGEST for time in times):
+            raise ScheduleError(
+                f"times of actions must be positive, from {_SHORTEST:g} to {_LONGEST:g} in any "
+                f"consistent unit, got {', '.join(f'{time:g}' for time in times)}"
+            )
+        if not 0 <= self.latency <= _LONGEST:
+            raise ScheduleError(
+                f"the latency of a link must be 0 or more, up to {_LONGEST:g}, got {self.latency:g}"
+            )
+        if not 0 <= self.launch <= _LONGEST:
+            raise ScheduleError(
+                f"the time of a launch must be 0 or more, up to {_LONGEST:g}, got {self.launch:g}"
+            )
+        if self.bandwidth is not None and not self.bandwidth > 0:
+            raise ScheduleError(f"the bandwidth must be positive, got {self.bandwidth:g}")
+        if not all(0 <= scale <= _LONGEST for scale in self.microbatch_scale):
+            raise ScheduleError(
+                f"factors of micro-batches must be 0 or more, up to {_LONGEST:g}, got "
+                f"{', '.join(f'{scale:g}' for scale in self.microbatch_scale)}"
+            )
+        if self.jitter < 0 or self.link_jitter < 0:
+            raise ScheduleError(
+                f"jitter must be 0 or more, got {min(self.jitter, self.link_jitter):g}; it is the "
+                "sigma of a distribution"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Costs:
+        """Parse `F,I,W`, `F,I,W,latency` or `F,I,W,latency,launch`, for example `1,1.2,0.8`.
+
+        Raises:
+            ScheduleError: The text is not such a list of numbers, or a number is impossible.
+        """
+        try:
+            forward, input_gradient, weight, *rest = map(float, text.split(","))
+            latency, launch = (*rest, 0.0, 0.0)[: max(2, len(rest))]
+        except ValueError:
+            raise ScheduleError(
+                f"costs must be three numbers F,I,W and optionally a latency and the time of a "
+                f"launch, for example 1,1.2,0.8 or 1,1,1,0.1 or 1,1,1,0.1,0.02; got {text!r}"
+            ) from None
+        return cls(forward, input_gradient, weight, latency=latency, launch=launch)
+
+    def __str__(self) -> str:
+        """Return the text form that `parse` accepts."""
+        numbers = [self.forward, self.input, self.weight]
+        if self.latency or self.launch:
+            numbers.append(self.latency)
+        if self.launch:
+            numbers.append(self.launch)
+        return ",".join(f"{number:.15g}" for number in numbers)
+
+    @property
+    def backward(self) -> float:
+        """Full backward of one device share, Tb + Tw."""
+        return self.input + self.weight
+
+    @property
+    def work(self) -> float:
+        """Total work on one device share for one micro-batch, Tf + Tb + Tw."""
+        return self.forward + self.backward
+
+    def durations(self, schedule: Schedule) -> dict[Kind, list[float]]:
+        """Return the duration of each kind of action by stage, without jitter.
+
+        Raises:
+            ScheduleError: `stage_scale` does not have one factor for each stage.
+        """
+        scales = self.stage_scale or (1.0,) * schedule.num_stages
+        if len(scales) != schedule.num_stages:
+            raise ScheduleError(
+                f"stage_scale has {len(scales)} factors, {schedule.label} has "
+                f"{schedule.num_stages} stages; give one factor for each stage"
+            )
+        share = schedule.pp / schedule.num_stages
+        backward, again = self.backward, self.forward
+        if schedule.ships_activations:  # each layer is recomputed just before its backward
+            backward, again = self.forward + self.backward, 0.0
+        times = (self.forward, backward, self.input, self.weight, again)
+        return {
+            kind: [time * share * scale for scale in scales]
+            for kind, time in zip(KINDS, times, strict=True)
+        }
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether micro-batches differ, so that `action_factors` are needed."""
+        return bool(self.jitter or self.microbatch_scale)
+
+    def action_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
+        """Return the factor on each action by kind and `stage * num_microbatches + microbatch`.
+
+        It is the jitter times the scale of the micro-batch.
+
+        Raises:
+            ScheduleError: `microbatch_scale` does not have one factor for each micro-batch.
+        """
+        count = schedule.num_stages * schedule.num_microbatches
+        factors = {kind: self._factors(self.jitter, kind, count) for kind in KINDS}
+        scales = self.microbatch_scale
+        if not scales:
+            return factors
+        if len(scales) != schedule.num_microbatches:
+            raise ScheduleError(
+                f"microbatch_scale has {len(scales)} factors, {schedule.label} has "
+                f"{schedule.num_microbatches} micro-batches; give one factor for each"
+            )
+        by_action = scales * schedule.num_stages
+        return {kind: list(map(mul, row, by_action)) for kind, row in factors.items()}
+
+    def link_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
+        """Return the jitter of each message by the action that sends it; B covers I as well."""
+        count = schedule.num_stages * schedule.num_microbatches
+        kinds: tuple[Kind, Kind] = ("F", "B")
+        return {kind: self._factors(self.link_jitter, f"link {kind}", count) for kind in kinds}
+
+    def _factors(self, sigma: float, what: str, count: int) -> list[float]:
+        if not sigma:
+            return [1.0] * count
+        draw = random.Random(f"{self.seed} {what}").lognormvariate  # noqa: S311 - no secret
+        return [draw(-sigma * sigma / 2, sigma) for _ in range(count)]
+
+
+UNIT = Costs()
+"""Tf = Tb = Tw = 1 and free links: the units of published bubble formulas."""

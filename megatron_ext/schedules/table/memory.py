@@ -1,0 +1,206 @@
+"""The memory that a table needs, which follows from the order of actions alone.
+
+The activations of one stage and micro-batch live from the start of F to the end of B, or of W if
+the backward is split. The part that W needs after I is the *weight stash*. Both are counted in Ma:
+the activations of one micro-batch for 1/pp of the model, so one stage holds pp/num_stages of it.
+
+Most layers hold less after I than before. Layers that keep their gathered input for W hold more:
+the *stash ratio* is what a micro-batch holds between I and W over what it holds between F and I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import ceil
+from typing import TYPE_CHECKING
+
+from megatron_ext.schedules.table.route_plan import plan_routes, routed_peaks
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.table.actions import Row, Schedule
+
+__all__ = [
+    "Edge",
+    "Memory",
+    "activation_peaks",
+    "gathered_stash_ratio",
+    "live_counts",
+    "measure",
+    "slots_needed",
+]
+
+Edge = tuple[int, int, str]
+"""(sending rank, receiving rank, kind of message); equal ranks: to the twin."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak memory of each rank, in Ma unless said otherwise."""
+
+    activations: tuple[float, ...]
+    weight_stash: tuple[float, ...]
+    routed: tuple[int, ...] = ()
+    """Tensors of routes that are kept for their takers, in tensors; empty without routes."""
+
+
+def gathered_stash_ratio(tensor_parallel: int) -> float:
+    """Return the stash ratio of layers that keep gathered operands from I to W.
+
+    A transformer layer of width h with a feed-forward network of 4h keeps 34/t bytes for each token
+    and unit of width over t tensor-parallel ranks with sequence parallelism (Korthikanti et al.,
+    "Reducing Activation Recomputation in Large Transformer Models", 2022, in 16 bits). Its four
+    linear layers keep two operands each until W. One of the two is whole: the gathered input of a
+    column-parallel layer, the gathered gradient of a row-parallel one, h in all four. The others
+    are divided: 3h/t, h/t, 4h/t and 4h/t. That makes 8 + 24/t bytes.
+
+    Args:
+        tensor_parallel: The number t of ranks.
+
+    Returns:
+        A ratio of at least 1, a multiple of 1/16, so that sums of it are exact.
+    """
+    ratio = (8 * tensor_parallel + 24) / 34
+    return max(1.0, ceil(16 * ratio) / 16)
+
+
+def live_counts(row: Row, stash_ratio: float = 1.0) -> Iterator[float]:
+    """Yield for each action of a row the activations (one stage, one micro-batch) then alive.
+
+    Args:
+        row: The actions of a rank, in the order in which it runs them.
+        stash_ratio: What a weight stash counts; 1: it counts as the activations until W.
+    """
+    growth = stash_ratio - 1
+    kinds = {kind for _, kind, _ in row}
+    if kinds == {"F"}:  # no backward needs them
+        yield from [1] * len(row)
+        return
+    opens = "R" if "R" in kinds else "F"
+    live: float = 0
+    for _, kind, _ in row:
+        if kind == opens:
+            live += 1
+        elif kind == "I" and growth:
+            live += growth
+        yield live
+        if kind == "B":
+            live -= 1
+        elif kind == "W":
+            live -= stash_ratio if growth else 1
+
+
+def _stash_peak(row: Row) -> int:
+    stash = peak = 0
+    for _, kind, _ in row:
+        if kind == "I":
+            stash += 1
+            peak = max(peak, stash)
+        elif kind == "W":
+            stash -= 1
+    return peak
+
+
+def activation_peaks(schedule: Schedule, stash_ratio: float = 1.0) -> tuple[float, ...]:
+    """Return the peak of activations on each rank of a schedule, in Ma."""
+    share = schedule.pp / schedule.num_stages
+    if stash_ratio != 1:
+        return tuple(share * max(live_counts(row, stash_ratio), default=0) for row in schedule.rows)
+    return tuple(share * _activation_peak(row) for row in schedule.rows)
+
+
+def _activation_peak(row: Row) -> int:
+    """Return the maximum of `live_counts`, reached where an F or R begins."""
+    kinds = [kind for _, kind, _ in row]
+    found = set(kinds)
+    if found <= {"F"}:  # no backward needs them
+        return len(found)
+    changes = {"F": 1, "R": 0, "B": -1, "I": 0, "W": -1}
+    if "R" in found:
+        changes |= {"F": 0, "R": 1}
+    return max(accumulate(map(changes.__getitem__, kinds)))
+
+
+def measure(schedule: Schedule) -> Memory:
+    """Return the peak memory of a schedule."""
+    share = schedule.pp / schedule.num_stages
+    return Memory(
+        activation_peaks(schedule),
+        tuple(share * _stash_peak(row) for row in schedule.rows),
+        routed_peaks(schedule) if schedule.routes else (),
+    )
+
+
+def slots_needed(schedule: Schedule) -> Mapping[Edge, int]:
+    """Return the number of receive slots on each edge with which no send ever waits.
+
+    An activation that its receiver has not used yet is still alive at its sender, and an unused
+    gradient belongs to an activation that is alive at its receiver. So the peak of activations
+    alive between F and B (or I), on the stages that an edge serves, is enough for either direction,
+    in any order of arrival.
+    """
+    if schedule.disaggregated:
+        return _slots_of_roles(schedule)
+    slots: dict[Edge, int] = {}
+    for rank, row in enumerate(schedule.rows):
+        for peer, peak in _live_by_peer(schedule, row).items():
+            slots[rank, peer, "F"] = slots[peer, rank, "B"] = peak
+    if schedule.routes:
+        _add_slots_of_routes(schedule, slots)
+    return dict(sorted(slots.items()))
+
+
+def _add_slots_of_routes(schedule: Schedule, slots: dict[Edge, int]) -> None:
+    """A tensor that waits for its taker is of a micro-batch that is alive in its publisher.
+
+    A gradient that waits is of one that is alive in the stage that takes it.
+    """
+    live = {s: max(_live_of(row, s)) for row in schedule.rows for s in {a.stage for a in row}}
+    rank_of = schedule.placement.rank_of
+    for hops in plan_routes(schedule.routes, schedule.placement).sent.values():
+        for hop in hops:
+            edge = (rank_of[hop.stage], rank_of[hop.taker], hop.kind)
+            alive = live[hop.stage if hop.kind == "P" else hop.taker]
+            slots[edge] = slots.get(edge, 0) + alive
+
+
+def _live_of(row: Row, stage: int) -> Iterator[int]:
+    """Yield how many micro-batches are between F and B, or I, of a stage, after each action."""
+    changes = {"F": 1, "B": -1, "I": -1}
+    return accumulate(changes.get(kind, 0) if s == stage else 0 for s, kind, _ in row)
+
+
+def _slots_of_roles(schedule: Schedule) -> Mapping[Edge, int]:
+    """Forwards do not wait for backwards, so all micro-batches may be in flight on each edge."""
+    placement, ships = schedule.placement, schedule.ships_activations
+    forwards, backwards = placement.rank_of, placement.backward_rank_of or ()
+    working = forwards if ships else forwards[:-1]
+    edges: list[Edge] = [(one, other, "F") for one, other in pairwise(working)]
+    takers = backwards if ships else backwards[1:]
+    edges += [(one, other, "F") for one, other in zip(working, takers, strict=True)]
+    edges += [(other, one, "B") for one, other in pairwise(backwards)]
+    return dict.fromkeys(sorted(edges), schedule.num_microbatches)
+
+
+def _live_by_peer(schedule: Schedule, row: Row) -> dict[int, int]:
+    """Peak of activations between F and B (or I), by the rank that receives the stage's output.
+
+    The twin of a rank counts as that rank itself.
+    """
+    rank_of, hops = schedule.placement.rank_of, schedule.placement.hops
+    live: dict[int, int] = {}
+    peak: dict[int, int] = {}
+    peers = [-1 if hop == "local" else rank_of[stage + 1] for stage, hop in enumerate(hops)]
+    peers.append(-1)
+    for stage, kind, _ in row:
+        peer = peers[stage]
+        if peer < 0:
+            continue
+        if kind == "F":
+            live[peer] = count = live.get(peer, 0) + 1
+            if count > peak.get(peer, 0):
+                peak[peer] = count
+        elif kind != "W":
+            live[peer] -= 1
+    return peak

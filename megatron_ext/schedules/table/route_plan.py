@@ -1,0 +1,219 @@
+"""Messages of routes: tensors that skip the stages between their publisher and their takers.
+
+A route is a name, the stage that publishes it, and the stages that take it. In the forward, the
+publisher sends the tensor once to each rank with takers. In the backward, the gradient goes from
+the last taker to the one before, which adds its own, and so on down to the publisher. Gradients are
+thus added in descending stage order, as in the backward of an unpipelined model, and the sum has
+the same bits under every placement. Summing per rank first would save messages if a rank has
+several takers, but the bits would depend on the placement.
+
+Routes add no constraint to a table: a taker's forward already follows its publisher's through the
+stages between, and backwards run in the opposite order. So a table that completes without routes
+completes with them, because no route leads to an earlier stage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.message import Message
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.table.actions import Action, Row, Schedule
+    from megatron_ext.schedules.table.placement import Placement
+
+_Key = TypeVar("_Key")
+_Item = TypeVar("_Item")
+
+__all__ = ["Hop", "Plan", "Route", "connect", "most_hops", "plan_routes", "routed_peaks"]
+
+
+class Route(NamedTuple):
+    """A tensor that one stage publishes and later stages take."""
+
+    name: str
+    source: int
+    """The stage that publishes it."""
+    takers: tuple[int, ...]
+    """The stages that take it, ascending."""
+
+    @property
+    def links(self) -> Iterator[tuple[int, int]]:
+        """Yield (sender, receiver) of each gradient: from taker to taker, down to the publisher."""
+        return pairwise((*reversed(self.takers), self.source))
+
+
+def connect(
+    publishes: Sequence[Iterable[str]], takes: Sequence[Iterable[str]]
+) -> tuple[Route, ...]:
+    """Return the routes of a model, sorted by name.
+
+    Args:
+        publishes: The names that each stage publishes, by stage.
+        takes: The names that each stage takes, by stage.
+
+    Raises:
+        ScheduleError: A name has several publishers, no publisher or no taker, or a stage before
+            its publisher takes it.
+    """
+    sources: dict[str, int] = {}
+    for stage, names in enumerate(publishes):
+        for name in names:
+            if name in sources:
+                raise ScheduleError(
+                    f"stages {sources[name]} and {stage} both publish the route {name!r}; give "
+                    f"each tensor a name of its own"
+                )
+            sources[name] = stage
+    takers: dict[str, list[int]] = {name: [] for name in sources}
+    for stage, names in enumerate(takes):
+        for name in names:
+            if name not in sources:
+                raise ScheduleError(
+                    f"stage {stage} takes the route {name!r}, which no stage publishes; publish it "
+                    f"in this stage or an earlier one"
+                )
+            if stage < sources[name]:
+                raise ScheduleError(
+                    f"stage {stage} takes the route {name!r}, which stage {sources[name]} "
+                    f"publishes; a route leads to its own stage or a later one"
+                )
+            takers[name].append(stage)
+    for name, source in sources.items():
+        if not takers[name]:
+            raise ScheduleError(
+                f"stage {source} publishes the route {name!r}, which no stage takes; leave it out"
+            )
+    return tuple(Route(name, sources[name], tuple(takers[name])) for name in sorted(sources))
+
+
+class Hop(NamedTuple):
+    """A message of routes, which one stage sends to another rank for each micro-batch."""
+
+    kind: Literal["P", "G"]
+    """P: the tensors themselves; G: their gradients."""
+    stage: int
+    """The sending stage."""
+    taker: int
+    """The receiving stage: the first to run on its rank that needs any of the tensors."""
+    names: tuple[str, ...]
+    """The routes that it carries, sorted."""
+    to_twin: bool
+
+    def message(self, microbatch: int) -> Message:
+        """Return the message for a micro-batch."""
+        return Message(self.kind, self.stage, microbatch)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The messages of all routes under one placement, and the lifetime of their tensors."""
+
+    sent: Mapping[tuple[str, int], tuple[Hop, ...]]
+    """By (message kind, sending stage), in sending order."""
+    received: Mapping[tuple[str, int], tuple[Hop, ...]]
+    """By (message kind, receiving stage)."""
+    dropped: Mapping[tuple[str, int], tuple[str, ...]]
+    """By (F or B, stage): routes that the rank drops after this B, or this F in evaluation."""
+
+    def hops_out(self, action: Action) -> tuple[Hop, ...]:
+        """Return the messages that an action sends."""
+        return self.sent.get((_SENT.get(action.kind, ""), action.stage), ())
+
+    def hops_in(self, action: Action) -> tuple[Hop, ...]:
+        """Return the messages that an action receives."""
+        return self.received.get((_RECEIVED.get(action.kind, ""), action.stage), ())
+
+
+_SENT = {"F": "P", "B": "G", "I": "G"}
+"""By kind of action, the kind of route messages that it sends."""
+_RECEIVED = {"R": "P", **_SENT}
+"""The same for those that it receives. R repeats a forward whose messages F has sent."""
+
+_Place = tuple[int, bool]
+"""(pipeline rank, whether the twin's micro-batches run there)."""
+
+
+@cache
+def plan_routes(routes: tuple[Route, ...], placement: Placement) -> Plan:
+    """Derive the messages of routes under a placement. Takers on the same rank need none."""
+    places = [_place(placement, stage) for stage in range(placement.num_stages)]
+    ends: dict[tuple[Literal["P", "G"], int, _Place], dict[str, list[int]]] = defaultdict(dict)
+    for route in routes:
+        source = route.source
+        for taker in route.takers:
+            if places[taker] != places[source]:
+                ends["P", source, places[taker]].setdefault(route.name, []).append(taker)
+        for taker, before in route.links:
+            if places[taker] != places[before]:
+                ends["G", taker, places[before]].setdefault(route.name, []).append(before)
+    sent = defaultdict[tuple[str, int], list[Hop]](list)
+    received = defaultdict[tuple[str, int], list[Hop]](list)
+    for (kind, stage, place), takers in sorted(ends.items()):
+        first = (min if kind == "P" else max)(end for each in takers.values() for end in each)
+        hop = Hop(kind, stage, first, tuple(sorted(takers)), place[1] != places[stage][1])
+        sent[kind, stage].append(hop)
+        received[kind, first].append(hop)
+    dropped = defaultdict[tuple[str, int], list[str]](list)
+    for route, users in _users(routes, placement):
+        dropped["F", max(users)].append(route.name)
+        dropped["B", min(users)].append(route.name)
+    return Plan(_fixed(sent), _fixed(received), _fixed(dropped))
+
+
+def most_hops(routes: tuple[Route, ...], placement: Placement) -> int:
+    """Return the most messages that one micro-batch's routes send from one rank to another."""
+    rank_of = placement.rank_of
+    hops = (hop for sent in plan_routes(routes, placement).sent.values() for hop in sent)
+    edges = Counter((rank_of[hop.stage], rank_of[hop.taker]) for hop in hops if hop.kind == "P")
+    return max(edges.values(), default=0)
+
+
+def routed_peaks(schedule: Schedule) -> tuple[int, ...]:
+    """Return the peak number of route tensors that each pipeline rank keeps for its takers."""
+    keeps: dict[int, int] = defaultdict(int)
+    ends: dict[tuple[str, int], int] = defaultdict(int)
+    for _, users in _users(schedule.routes, schedule.placement):
+        keeps[min(users)] += 1
+        ends["F", max(users)] += 1
+        ends["B", min(users)] += 1
+    return tuple(_peak(row, keeps, ends) for row in schedule.rows)
+
+
+def _peak(row: Row, keeps: Mapping[int, int], ends: Mapping[tuple[str, int], int]) -> int:
+    trains = any(kind != "F" for _, kind, _ in row)
+    live = peak = 0
+    for stage, kind, _ in row:
+        if kind in ("F", "R"):
+            live += keeps.get(stage, 0)
+            peak = max(peak, live)
+        if kind in ("B", "I") or (kind == "F" and not trains):
+            live -= ends.get(("F" if kind == "F" else "B", stage), 0)
+    return peak
+
+
+def _users(
+    routes: Sequence[Route], placement: Placement
+) -> Iterator[tuple[Route, tuple[int, ...]]]:
+    """Yield (route, stages) for each place that keeps the route's tensor for its own takers."""
+    for route in routes:
+        at: dict[_Place, list[int]] = defaultdict(list)
+        for stage in (route.source, *route.takers):
+            at[_place(placement, stage)].append(stage)
+        for stages in at.values():
+            if stages != [route.source]:
+                yield route, tuple(stages)
+
+
+def _place(placement: Placement, stage: int) -> _Place:
+    return placement.rank_of[stage], placement.is_crossed(stage)
+
+
+def _fixed(groups: Mapping[_Key, list[_Item]]) -> dict[_Key, tuple[_Item, ...]]:
+    return {key: tuple(items) for key, items in groups.items()}

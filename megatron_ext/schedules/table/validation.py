@@ -1,0 +1,268 @@
+"""Proves that a table is a correct schedule, or shows where it is wrong.
+
+Every registered schedule, every loaded CSV and every start-up goes through `validate`. It takes
+milliseconds (about 1 us per action) and proves more than any run could: a table that passes
+computes each gradient exactly once, ends on every rank with any timing, and stays below the memory
+cap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.table.actions import Action, Kind, Schedule
+from megatron_ext.schedules.table.communication import reduction_order, runs_forward
+from megatron_ext.schedules.table.marking import marked_row
+from megatron_ext.schedules.table.memory import (
+    Edge,
+    Memory,
+    live_counts,
+    measure,
+    slots_needed,
+)
+from megatron_ext.schedules.table.slots import check_slots
+from megatron_ext.schedules.table.topological import execution_order
+from megatron_ext.schedules.table.unfold import literal_rows
+
+__all__ = ["Report", "check_actions", "check_cover", "check_group_order", "validate"]
+
+# Actions done for one stage and micro-batch, as a bit set.
+_BIT = {"F": 1, "R": 1, "B": 2, "I": 4, "W": 8}
+_BEFORE = {"F": 0, "R": 0, "B": 1, "I": 1, "W": 1 | 4}
+_COMPLETE = (1 | 2, 1 | 4 | 8)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Properties of a correct table."""
+
+    memory: Memory
+    slots: Mapping[Edge, int]
+    """Receive slots on each edge with which no send ever waits."""
+    ascending: bool
+    """Whether each stage runs its backwards (and its W) in the order of the micro-batches. If so,
+    gradients are summed in the same order as without a pipeline, and equal bit for bit."""
+
+
+def validate(
+    schedule: Schedule,
+    *,
+    max_activations: float | None = None,
+    max_weight_stash: float | None = None,
+    slots: int | None = None,
+) -> Report:
+    """Check all properties of a table that are known before it runs.
+
+    Args:
+        schedule: The table.
+        max_activations: Upper bound on the activations of a rank, in Ma (see memory.py).
+        max_weight_stash: Upper bound on the weight stash of a rank, in Ma.
+        slots: Receive slots on each edge, if sends wait for a free one. None: as many as
+            `Report.slots`, so that no send waits.
+
+    Raises:
+        ScheduleError: The table is wrong; the message marks the place and states the rule.
+    """
+    check_actions(schedule)
+    execution_order(schedule)
+    memory = measure(schedule)
+    _check_cap(schedule, memory.activations, max_activations, "activations")
+    _check_cap(schedule, memory.weight_stash, max_weight_stash, "weight stash")
+    if slots is not None:
+        check_slots(schedule, slots)
+    return Report(memory, slots_needed(schedule), _is_ascending(schedule))
+
+
+def check_actions(schedule: Schedule) -> None:
+    """Check everything except deadlocks, which a simulation detects.
+
+    Raises:
+        ScheduleError: An action is duplicated, missing, too early or on the wrong rank, or twins
+            reduce in different orders.
+    """
+    check_cover(schedule)
+    if schedule.placement.twins == 2:
+        _check_twins(schedule)
+
+
+def check_cover(schedule: Schedule) -> None:
+    """Check that each rank computes exactly what its stages need: each action once, F first.
+
+    Raises:
+        ScheduleError: At the first action that is duplicated, missing, too early or misplaced.
+    """
+    m, num_ranks = schedule.num_microbatches, schedule.placement.num_ranks
+    if len(schedule.rows) != num_ranks:
+        raise ScheduleError(
+            f"{schedule.label} has {len(schedule.rows)} rows, its {schedule.placement.name} "
+            f"placement has {num_ranks} ranks; a table has one row for each rank"
+        )
+    done = bytearray(schedule.num_stages * m)
+    # With two roles, a forward is not a precondition of later actions of the same rank.
+    forwards = bytearray(len(done)) if schedule.disaggregated else done
+    kinds = _kinds_of_stages(schedule)
+    for rank, row in enumerate(schedule.rows):
+        mine = kinds[rank]
+        for index, (stage, kind, microbatch) in enumerate(row):
+            if kind not in mine.get(stage, "") or not 0 <= microbatch < m:
+                raise ScheduleError(_misplaced(schedule, rank, index))
+            key = stage * m + microbatch
+            cells = forwards if kind == "F" else done
+            if cells[key] != _BEFORE[kind]:
+                raise ScheduleError(_unexpected(schedule, rank, index, cells[key]))
+            cells[key] |= _BIT[kind]
+    for key, bits in enumerate(done):
+        if bits not in _COMPLETE:
+            raise ScheduleError(_missing(schedule, *divmod(key, m), bits))
+    if schedule.disaggregated:
+        _check_forwards(schedule, forwards)
+
+
+def _check_forwards(schedule: Schedule, forwards: bytearray) -> None:
+    for key, ran in enumerate(forwards):
+        stage, microbatch = divmod(key, schedule.num_microbatches)
+        if not ran and runs_forward(schedule, stage):
+            raise ScheduleError(
+                f"rank {schedule.placement.rank_of[stage]} never runs {stage}F{microbatch}, which "
+                "others need; forward ranks must run F of each micro-batch"
+            )
+
+
+def _kinds_of_stages(schedule: Schedule) -> list[dict[int, str]]:
+    """By rank: the kinds of action that it runs, by stage."""
+    kinds: list[dict[int, str]] = [{} for _ in schedule.rows]
+    for stage in range(schedule.num_stages):
+        if not schedule.disaggregated:
+            kinds[schedule.placement.rank_of[stage]][stage] = "FBIW"
+            continue
+        if runs_forward(schedule, stage):
+            kinds[schedule.placement.rank_for(stage, "F")][stage] = "F"
+        kinds[schedule.placement.rank_for(stage, "B")][stage] = "RBIW"
+    return kinds
+
+
+def _misplaced(schedule: Schedule, rank: int, index: int) -> str:
+    action = schedule.rows[rank][index]
+    m, stages = schedule.num_microbatches, schedule.placement.stages_of[rank]
+    owner = -1
+    if not 0 <= action.microbatch < m:
+        rule = f"there are {m} micro-batches, 0 to {m - 1}"
+    elif action.stage >= schedule.num_stages:
+        rule = f"there are {schedule.num_stages} stages, 0 to {schedule.num_stages - 1}"
+    else:
+        owner = schedule.placement.rank_for(action.stage, action.kind)
+        rule = f"rank {rank} holds the stages {_listed(stages)}; {action} belongs to rank {owner}"
+    if owner == rank and action.kind == "R":
+        rule = "R is for ranks that run backwards only; this one runs F"
+    elif owner == rank:
+        rule = f"nobody needs the output of {action}, because backward ranks recompute it"
+    return f"{action} does not belong here: {rule}\n  {marked_row(schedule, rank, index)}"
+
+
+def _unexpected(schedule: Schedule, rank: int, index: int, bits: int) -> str:
+    action = schedule.rows[rank][index]
+    if bits & _BIT[action.kind]:
+        first = schedule.rows[rank].index(action)
+        rule = f"it already ran as action {first}; each action runs exactly once"
+    elif not bits & 1:
+        opens: Kind = "R" if schedule.disaggregated else "F"
+        rule = f"{action._replace(kind=opens)} has to run before it"
+    elif action.kind == "W" and not bits & 2:
+        rule = f"{action._replace(kind='I')} has to run before it"
+    else:
+        rule = "a micro-batch has either one B or one I and one W on a stage, not both"
+    return f"{action} cannot run here: {rule}\n  {marked_row(schedule, rank, index)}"
+
+
+def _missing(schedule: Schedule, stage: int, microbatch: int, bits: int) -> str:
+    rank = schedule.placement.rank_for(stage, "B")
+    row = schedule.rows[rank]
+    opens: Kind = "R" if schedule.disaggregated else "F"
+    if not bits & 1:
+        what, last = str(Action(stage, opens, microbatch)), len(row)
+    elif bits & 4:
+        what = str(Action(stage, "W", microbatch))
+        last = row.index(Action(stage, "I", microbatch))
+    else:
+        backward = "I" if schedule.splits_backward else "B"
+        what = f"{stage}{backward}{microbatch}"
+        last = row.index(Action(stage, opens, microbatch))
+    return (
+        f"rank {rank} never runs {what}; each of its stages needs {opens} and B (or I and W) of "
+        f"each of the {schedule.num_microbatches} micro-batches\n"
+        f"  {marked_row(schedule, rank, last)}"
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none"
+
+
+def _check_cap(schedule: Schedule, peaks: tuple[float, ...], cap: float | None, what: str) -> None:
+    if cap is None or max(peaks) <= cap + 1e-9:
+        return
+    rank = peaks.index(max(peaks))
+    index = _place_of_peak(schedule, rank) if what == "activations" else len(schedule.rows[rank])
+    raise ScheduleError(
+        f"rank {rank} of {schedule.label} keeps {peaks[rank]:g} {what} (in units of one "
+        f"micro-batch on 1/pp of the model), the cap is {cap:g}; allow {max(peaks):g}, or use a "
+        f"schedule that keeps less\n  {marked_row(schedule, rank, index)}"
+    )
+
+
+def _place_of_peak(schedule: Schedule, rank: int) -> int:
+    counts = list(live_counts(schedule.rows[rank]))
+    return counts.index(max(counts))
+
+
+def _is_ascending(schedule: Schedule) -> bool:
+    newest: dict[tuple[int, bool], int] = {}
+    for row in schedule.rows:
+        for stage, kind, microbatch in row:
+            if kind in ("F", "R"):
+                continue
+            if newest.get((stage, kind == "W"), -1) > microbatch:
+                return False
+            newest[stage, kind == "W"] = microbatch
+    return True
+
+
+def _check_twins(schedule: Schedule) -> None:
+    """Check that twins, which hold the same stages, reduce gradients in the same order.
+
+    All other data-parallel peers run the same row, which they verify by the digest.
+    """
+    orders = [
+        [f"the reduction of stage {stage}" for stage in reduction_order(row)]
+        for row in literal_rows(schedule)
+    ]
+    last = schedule.pp - 1
+    for rank in range(schedule.placement.num_ranks):
+        members = {rank: orders[rank], last - rank: orders[last - rank]}
+        check_group_order(f"twins {rank} and {last - rank}", members)
+
+
+def check_group_order(group: str, members: Mapping[int, Sequence[object]]) -> None:
+    """Check that all members of a process group run its collectives in the same order.
+
+    Args:
+        group: Name of the group, for the error.
+        members: The collectives of each rank, in its order.
+
+    Raises:
+        ScheduleError: At the first position where two members differ.
+    """
+    first_rank, *others = members
+    expected = members[first_rank]
+    for rank in others:
+        found = members[rank]
+        for index in range(max(len(expected), len(found))):
+            one = expected[index] if index < len(expected) else "none"
+            two = found[index] if index < len(found) else "none"
+            if one != two:
+                raise ScheduleError(
+                    f"{group}: collective {index} is {one} on rank {first_rank} and {two} on rank "
+                    f"{rank}; run all collectives of a group in the same order on all its members"
+                )

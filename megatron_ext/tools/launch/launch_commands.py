@@ -1,0 +1,232 @@
+"""The flags of `launch`, `stop`, `status`, `logs` and `collect`.
+
+Their implementations are imported when they run, so every command of this package starts fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+__all__ = ["add_hosts", "add_subcommands", "count"]
+
+_Subparsers = Any  # argparse._SubParsersAction is private
+
+
+def add_subcommands(subparsers: _Subparsers) -> None:
+    """Register `launch` and the commands for its jobs: stop, status, logs, collect."""
+    parser = subparsers.add_parser(
+        "launch",
+        help="start a training job on the hosts of a hostfile",
+        usage="megatron-ext launch [--hostfile FILE | --slurm OPTIONS] [options] -- SCRIPT.py "
+        "FLAGS...",
+        description="Starts torchrun on every host, through ssh or Slurm's srun, shows the logs, "
+        "and ends the job on all hosts as soon as one part of it fails or Ctrl-C is pressed.",
+    )
+    add_hosts(parser)
+    _add_job(parser)
+    _add_kubernetes(parser)
+    _add_output(parser)
+    parser.add_argument("command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(run=_run_launch)
+    _add_jobs(subparsers)
+
+
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say which hosts there are and how they are reached."""
+    group = parser.add_argument_group("hosts")
+    group.add_argument("--hostfile", type=Path, metavar="FILE", help="one host on each line")
+    group.add_argument(
+        "--include", metavar="H[:0,2]@...", help="only these hosts, or devices of hosts"
+    )
+    group.add_argument(
+        "--exclude", metavar="H[:0,2]@...", help="not these hosts, or devices of hosts"
+    )
+    group.add_argument(
+        "--ssh-cmd",
+        default="ssh",
+        metavar="COMMAND",
+        help="the ssh program, with further options (default: ssh)",
+    )
+    group.add_argument(
+        "--python",
+        default=sys.executable,
+        metavar="PATH",
+        help="path of Python on the hosts (default: the path of this one)",
+    )
+    group.add_argument(
+        "--preflight-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="seconds for all hosts to answer (default: 30)",
+    )
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("job")
+    group.add_argument(
+        "--slurm",
+        metavar="OPTIONS",
+        help="submit it to Slurm with these options of sbatch, such as '--nodes 2'; inside an "
+        "allocation neither this nor a hostfile is needed",
+    )
+    group.add_argument(
+        "--nproc", type=int, metavar="N", help="processes on each host (default: slots, or devices)"
+    )
+    group.add_argument(
+        "--allow-uneven", action="store_true", help="different numbers of processes on the hosts"
+    )
+    group.add_argument(
+        "--num-microbatches",
+        type=count,
+        metavar="M",
+        help="adds --global-batch-size = M x micro-batch x data-parallel size",
+    )
+    group.add_argument(
+        "--master-port", type=int, metavar="P", help="where the ranks meet (default: a free port)"
+    )
+    group.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an environment variable of all processes; may be repeated",
+    )
+    group.add_argument(
+        "--embedded", action="store_true", help="use the embedded trainer even if there is a tree"
+    )
+    group.add_argument(
+        "--per-node",
+        action="store_true",
+        help="run a command once on each host, without torchrun, for set-up or inspection",
+    )
+    group.add_argument(
+        "--push", action="store_true", help="copy the work directory to the hosts first"
+    )
+    group.add_argument(
+        "--max-restarts",
+        type=_number,
+        default=0,
+        metavar="N",
+        help="start again after a failure, at most N times within the window (default: 0)",
+    )
+    group.add_argument(
+        "--restart-window",
+        type=_seconds,
+        default=3600.0,
+        metavar="S",
+        help="seconds after which a restart no longer counts (default: 3600)",
+    )
+    group.add_argument(
+        "--spares",
+        type=_number,
+        default=0,
+        metavar="K",
+        help="the last K hosts join only when another host does not answer at a restart",
+    )
+    group.add_argument("--run-id", metavar="ID", help="name of this run (default: from the time)")
+    group.add_argument(
+        "--grace",
+        type=_seconds,
+        default=5.0,
+        metavar="S",
+        help="seconds between asking processes to stop and killing them (default: 5)",
+    )
+
+
+def _add_kubernetes(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Kubernetes")
+    group.add_argument(
+        "--kubernetes",
+        nargs="?",
+        const="trainjob",
+        choices=("trainjob", "pytorchjob"),
+        help="with --dry-run: print the manifest of a job for Kubeflow, its TrainJob or the older "
+        "PyTorchJob",
+    )
+    group.add_argument("--image", help="of the pods, with this package in it")
+    group.add_argument("--nodes", type=count, default=1, metavar="N", help="pods (default: 1)")
+    group.add_argument(
+        "--gpu-resource", metavar="NAME", help="what the cluster calls a GPU: nvidia.com/gpu"
+    )
+    group.add_argument(
+        "--rdma-resource", metavar="NAME", help="what it calls an RDMA device: rdma/hca"
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--dry-run", action="store_true", help="print the command of each host and do nothing"
+    )
+    group.add_argument(
+        "--show",
+        default="0,last",
+        metavar="RANKS",
+        help="ranks whose output to show: all, or a list such as 0,3,last (default: 0,last); the "
+        "full logs stay on the hosts",
+    )
+    group.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        help="log directory on every host (default: ~/.local/state/megatron_ext/runs)",
+    )
+
+
+def _add_jobs(subparsers: _Subparsers) -> None:
+    stop = _add_job_command(subparsers, "stop", "stop a launched job, exactly that one")
+    stop.add_argument("--grace", type=_seconds, metavar="S", help="seconds until it is killed")
+    _add_job_command(subparsers, "status", "show the processes of a launched job, host by host")
+    logs = _add_job_command(subparsers, "logs", "show the end of a job's logs, from every host")
+    logs.add_argument("--rank", type=int, metavar="R", help="of this rank (default: torchrun's)")
+    logs.add_argument("--lines", type=count, default=20, metavar="N", help="default: 20")
+    collect = _add_job_command(
+        subparsers, "collect", "fetch logs and traces of a job from all hosts"
+    )
+    collect.add_argument(
+        "--to", type=Path, metavar="DIR", help="destination (default: collected-ID)"
+    )
+
+
+def _add_job_command(subparsers: _Subparsers, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=text + ".")
+    parser.add_argument("run_id", metavar="RUN_ID", help="as launch printed it, or Slurm's job id")
+    parser.add_argument("--ssh-cmd", default="ssh", metavar="COMMAND", help="as for launch")
+    parser.add_argument("--timeout", type=_seconds, default=60.0, metavar="S", help="for each host")
+    parser.set_defaults(run=_run_job_command)
+    return parser
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= float(text) < 1e9:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, 0 or more")
+
+
+def _number(text: str) -> int:
+    return 0 if text == "0" else count(text)
+
+
+def count(text: str) -> int:
+    """Parse a positive integer, for argparse."""
+    with suppress(ValueError):
+        if 1 <= int(text) < 10**9:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a number from 1 to {10**9 - 1}")
+
+
+def _run_launch(args: argparse.Namespace) -> int:
+    from megatron_ext.tools.launch import start
+
+    return start.run(args, sys.argv[1:])
+
+
+def _run_job_command(args: argparse.Namespace) -> int:
+    from megatron_ext.tools.launch import jobs
+
+    return jobs.COMMANDS[args.command](args)

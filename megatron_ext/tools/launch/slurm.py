@@ -1,0 +1,205 @@
+"""Slurm instead of ssh and a hostfile: hosts from the allocation, agents started by srun.
+
+Inside an allocation srun replaces ssh; agents, preflight and supervision are the same. Outside one,
+`launch` submits a batch script with the same command. The Slurm job id is the run id, so `status`,
+`logs`, `stop` and `collect` accept it, on any machine that shares the directory of runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.errors import LaunchError
+from megatron_ext.tools.launch import runs
+from megatron_ext.tools.launch.hostfile import Host
+from megatron_ext.tools.launch.ssh import Ssh
+
+__all__ = ["Srun", "batch_script", "cancel", "end", "hosts", "job_of", "state", "submit"]
+
+_TIMEOUT_S = 60
+_POLL_S = 0.5  # Slurm sends no notification when a job ends
+
+
+@dataclass(frozen=True)
+class Srun(Ssh):
+    """Runs commands on the hosts of an allocation, as steps beside those already running."""
+
+    job: str = ""
+
+    def argv(self, host: Host, remote: Sequence[str]) -> list[str]:
+        """Return the command that runs `remote` once on a host, with all resources of the job."""
+        return [
+            "srun", "--jobid", self.job, "--overlap", "--nodes=1", "--ntasks=1",
+            f"--nodelist={host.name}", "--cpu-bind=none", "--mem=0", "--export=ALL",
+            "--unbuffered", "--quiet", *remote,
+        ]  # fmt: skip
+
+
+def job_of(environment: Mapping[str, str]) -> str | None:
+    """Return the id of the allocation that this process is in, or None."""
+    return environment.get("SLURM_JOB_ID") or None
+
+
+def hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
+    """Return the hosts of the allocation, in Slurm's order, with their addresses.
+
+    A host with one task, Slurm's default, gets no `slots`: it starts a process for each device.
+
+    Raises:
+        LaunchError: One of Slurm's commands fails, or the environment contradicts itself.
+    """
+    names = _ask("scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")).split()
+    shown = _ask("scontrol", "--oneliner", "show", "node", ",".join(names))
+    addresses = dict(re.findall(r"NodeName=(\S+) .*?NodeAddr=(\S+)", shown))
+    tasks = _tasks(environment.get("SLURM_TASKS_PER_NODE", ""), len(names))
+    return tuple(
+        Host(name, slots=count if count > 1 else None, addr=addresses.get(name))
+        for name, count in zip(names, tasks, strict=True)
+    )
+
+
+def _tasks(text: str, num_hosts: int) -> list[int]:
+    """Return the number of tasks of each host, from Slurm's notation `2(x3),1`; one each without.
+
+    Raises:
+        LaunchError: The notation is damaged, or tells of another number of hosts.
+    """
+    if not text:
+        return [1] * num_hosts
+    parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
+    counts = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
+    if None in parts or len(counts) != num_hosts:
+        raise LaunchError(
+            f"SLURM_TASKS_PER_NODE={text} does not say the tasks of the {num_hosts} hosts in "
+            "SLURM_JOB_NODELIST; unset it to start one task on each"
+        )
+    return counts
+
+
+def state(job: str) -> str | None:
+    """Return the state of a job, such as PENDING or RUNNING; None if Slurm has no record of it.
+
+    Raises:
+        LaunchError: Slurm does not answer.
+    """
+    try:
+        return _ask("squeue", "--noheader", "--format=%T", "--jobs", job).strip() or None
+    except LaunchError as error:
+        if "Invalid job id" in str(error):
+            return None
+        raise
+
+
+def cancel(job: str) -> None:
+    """Cancel a pending job.
+
+    Raises:
+        LaunchError: The job belongs to another user, or has ended.
+    """
+    _scancel(job)
+
+
+def end(job: str, timeout_s: float) -> None:
+    """Send SIGTERM to the launcher of a submitted job, which stops it, and wait for its end.
+
+    Args:
+        job: Slurm job id.
+        timeout_s: How long to wait.
+
+    Raises:
+        LaunchError: The job belongs to another user, or does not end in time.
+    """
+    if state(job) == "RUNNING":
+        _scancel(job, "--batch", "--signal=TERM")
+    deadline = time.monotonic() + timeout_s
+    while (now := state(job)) in ("RUNNING", "COMPLETING"):
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"Slurm's job {job} is {now} after {timeout_s:g} s; `scancel {job}` ends it at once"
+            )
+        time.sleep(_POLL_S)
+
+
+def _scancel(job: str, *options: str) -> None:
+    """Run scancel; name the owner of a job that this user may not touch."""
+    try:
+        _ask("scancel", *options, job)
+    except LaunchError as error:
+        if "denied" not in str(error):
+            raise
+        owner = _ask("squeue", "--noheader", "--format=%u", "--jobs", job).strip()
+        raise LaunchError(
+            f"Slurm's job {job} belongs to {owner}; only they or an operator may stop it"
+        ) from None
+
+
+def batch_script(options: str, arguments: Sequence[str], workdir: str) -> str:
+    """Return the script that starts this launch inside an allocation.
+
+    Args:
+        options: Options of sbatch, such as `--nodes 2 --time 1:00:00`.
+        arguments: Arguments of `megatron-ext`, without `--slurm`.
+        workdir: Work directory of the job.
+
+    Raises:
+        LaunchError: The options have an open quote or lack the number of nodes.
+    """
+    try:
+        words = shlex.split(options)
+    except ValueError as error:
+        raise LaunchError(f"--slurm {options!r}: {error}; close the quote") from None
+    if not any(re.match(r"-N|--nodes\b", word) for word in words):
+        raise LaunchError(f"--slurm {options!r} has no number of nodes; write --slurm '--nodes 2'")
+    log = runs.runs_root() / "slurm-%j.log"
+    own = ["--job-name=megatron-ext", f"--output={log}", f"--chdir={workdir}", "--no-requeue"]
+    start = [sys.executable, "-m", "megatron_ext", *arguments]
+    return f"#!/bin/bash\n#SBATCH {shlex.join([*own, *words])}\nexec {shlex.join(start)}\n"
+
+
+def submit(script: str) -> str:
+    """Submit a batch script, store it beside the job's log and return the job id.
+
+    Raises:
+        LaunchError: Slurm refuses the script, or the directory of runs is not writable.
+    """
+    root = runs.runs_root()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        job = _ask("sbatch", "--parsable", text=script).strip().partition(";")[0]
+        (root / f"slurm-{job}.sh").write_text(script, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(
+            f"{root} cannot be written: {error.strerror}; set MEGATRON_EXT_RUNS to "
+            f"another directory"
+        ) from None
+    return job
+
+
+def _ask(*command: str, text: str | None = None) -> str:
+    """Run one of Slurm's commands and return its output.
+
+    Raises:
+        LaunchError: The command is missing, fails or does not answer in time.
+    """
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
+            env={**os.environ, "LC_ALL": "C"},
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise LaunchError(
+            f"there is no {command[0]}; load Slurm's commands, or use --hostfile"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{command[0]} did not answer within {_TIMEOUT_S} s") from None
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or ["it said nothing"]
+        raise LaunchError(f"{command[0]} failed (exit code {done.returncode}): {said[-1]}")
+    return done.stdout

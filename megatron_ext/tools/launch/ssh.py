@@ -1,0 +1,101 @@
+"""Builds ssh commands, and explains their failures.
+
+The user's own ssh configuration, agent and jump hosts apply. ssh never prompts.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import LaunchError
+
+if TYPE_CHECKING:
+    from megatron_ext.tools.launch.hostfile import Host
+
+__all__ = ["CONNECTION_FAILED", "Ssh", "explain"]
+
+CONNECTION_FAILED = 255
+"""Exit code of ssh for its own failures, and for a remote command that a signal ended."""
+
+_ALIVE_INTERVAL_S = 5
+_ALIVE_COUNT = 3
+
+
+@dataclass(frozen=True)
+class Ssh:
+    """How to run commands on hosts."""
+
+    command: tuple[str, ...] = ("ssh",)
+    """The ssh program, with the user's options (`--ssh-cmd`)."""
+    connect_timeout_s: int = 10
+
+    @classmethod
+    def parse(cls, command: str, connect_timeout_s: int = 10) -> Ssh:
+        """Read the value of `--ssh-cmd`.
+
+        Raises:
+            LaunchError: It is empty or has an open quote.
+        """
+        try:
+            words = tuple(shlex.split(command))
+        except ValueError as error:
+            raise LaunchError(f"--ssh-cmd {command!r}: {error}; close the quote") from None
+        if not words:
+            raise LaunchError("--ssh-cmd is empty; give a program like ssh")
+        return cls(words, connect_timeout_s)
+
+    def argv(self, host: Host, remote: Sequence[str]) -> list[str]:
+        """Return the command that runs `remote` on a host, its words quoted for the login shell."""
+        options = [
+            "-T",
+            "-o", "BatchMode=yes",
+            "-o", f"ConnectTimeout={self.connect_timeout_s}",
+            "-o", f"ServerAliveInterval={_ALIVE_INTERVAL_S}",
+            "-o", f"ServerAliveCountMax={_ALIVE_COUNT}",
+        ]  # fmt: skip
+        if host.port is not None:
+            options += ["-p", str(host.port)]
+        if host.user is not None:
+            options += ["-l", host.user]
+        return [*self.command, *options, host.name, shlex.join(remote)]
+
+
+_MEANINGS = {
+    r"Invalid job id|Unable to confirm allocation|Access/permission denied": "Slurm starts nothing "
+    "for you in this job; it has ended or is somebody else's (squeue --me)",
+    r"Permission denied": "ssh needs a password or a key that it does not have, and cannot ask; "
+    "set one up (ssh-copy-id {host}) or load it (ssh-add)",
+    r"Host key verification failed|authenticity of host": "ssh does not know its host key; log in "
+    "once by hand to check and accept it (ssh {host})",
+    r"Could not resolve hostname": "its name cannot be resolved; correct the hostfile, or give it "
+    "an entry in ~/.ssh/config",
+    r"Connection refused": "no ssh server answers there; start sshd, or give its port with port=N "
+    "in the hostfile",
+    r"timed out|No route to host|Network is unreachable": "it cannot be reached; check that it is "
+    "up, or leave it out with --exclude {host}",
+    r"No module named .?megatron_ext": "megatron_ext is not installed there; install it, or copy "
+    "this tree with --push",
+    r"No such file or directory|not found": "the Python of this machine is not there; install it, "
+    "or name another with --python PATH",
+}
+"""Pattern in the output of ssh or the login shell -> explanation and remedy."""
+
+
+def explain(host: str, code: int | None, stderr: Sequence[str]) -> str:
+    """Explain in one line why an agent did not start on a host, with a remedy.
+
+    Args:
+        host: Name of the host.
+        code: Exit code of the connection; None after a time-out.
+        stderr: Printed lines, in order.
+    """
+    text = "\n".join(stderr)
+    said = next((line.strip() for line in reversed(stderr) if line.strip()), "it said nothing")
+    for pattern, meaning in _MEANINGS.items():
+        if re.search(pattern, text, re.IGNORECASE):
+            return f"{meaning.format(host=host)} ({said})"
+    return f"the agent did not start there (exit code {code}): {said}"

@@ -1,0 +1,169 @@
+"""What a length costs, from the measured durations of a traced run.
+
+A micro-batch whose samples have L tokens each costs the sum of a*L + b*L^2. The trace has the
+tokens of each micro-batch, the pairs of tokens of one sample (the sum of L^2), and how long each
+stage took for it. For each stage, a and b are what comes closest to its durations by least squares;
+those of the model are their sums.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_ext.errors import DataError
+from megatron_ext.schedules.search.length_balance import LengthCost
+from megatron_ext.tools.trace.aggregate import read_run
+from megatron_ext.tools.trace.measured_costs import load_schedule
+from megatron_ext.tools.trace.records import ACTION_NAMES, sizes_in
+
+if TYPE_CHECKING:
+    from megatron_ext.tools.trace.reader import TraceFile
+
+__all__ = ["MeasuredCost", "Point", "fit", "measured_length_cost"]
+
+_WORK = frozenset(ACTION_NAMES.values())
+_OUTLIER = 5.0
+"""Durations that are off by more than so many times the median error do not count."""
+
+
+class Point(NamedTuple):
+    """What one micro-batch took."""
+
+    tokens: int
+    pairs: int
+    """Of tokens of one sample."""
+    took_s: float
+
+
+@dataclass(frozen=True)
+class MeasuredCost:
+    """What a length costs all stages together, in seconds."""
+
+    cost: LengthCost
+    error: float
+    """Median of the relative errors, of a micro-batch on a stage."""
+    num_points: int
+    """How many were measured."""
+
+
+class _Microbatch(NamedTuple):
+    replica: int
+    iteration: int
+    number: int
+
+
+@dataclass
+class _Taken:
+    """What the traces of all ranks tell."""
+
+    sizes: dict[_Microbatch, tuple[int, int]] = field(default_factory=dict)
+    """Tokens and pairs."""
+    took_ns: dict[tuple[int, _Microbatch], int] = field(default_factory=lambda: defaultdict(int))
+    """All actions of a stage for a micro-batch."""
+
+    def take(self, file: TraceFile) -> None:
+        """Take in the trace of one rank; of tensor-parallel ranks, which do the same, the first."""
+        if file.header.tensor:
+            return
+        for position, iteration in enumerate(file.iterations()):
+            if position == 0 and iteration.number <= 1:
+                continue  # the first one warms up
+            of_step = file.header.data, iteration.number
+            for microbatch, size in sizes_in(iteration.end):
+                self.sizes[_Microbatch(*of_step, microbatch)] = size
+            for span in iteration.spans:
+                stage, number = span.attributes.get("stage"), span.attributes.get("microbatch")
+                if span.name in _WORK and type(stage) is int and type(number) is int:
+                    key = stage, _Microbatch(*of_step, number)
+                    self.took_ns[key] += span.end_ns - span.begin_ns
+
+    def by_stage(self) -> list[list[Point]]:
+        """Return what micro-batches of known size took on each stage."""
+        points: dict[int, list[Point]] = defaultdict(list)
+        for (stage, microbatch), took_ns in self.took_ns.items():
+            if microbatch in self.sizes:
+                points[stage].append(Point(*self.sizes[microbatch], took_ns / 1e9))
+        return [points[stage] for stage in sorted(points)]
+
+
+def measured_length_cost(directory: Path) -> MeasuredCost:
+    """Return what a length costs, from the folder of a traced run.
+
+    Raises:
+        DataError: There is no trace, or it does not tell lengths, or all are the same.
+    """
+    run = read_run(directory)
+    schedule = load_schedule(directory)
+    if schedule is not None and schedule.placement.twin_hops:
+        raise DataError(
+            f"{directory}: under {schedule.name} stages run micro-batches that their twin has "
+            "read; trace another schedule to measure what a length costs"
+        )
+    taken = _Taken()
+    for file in run.files:
+        taken.take(file)
+    by_stage = taken.by_stage()
+    if not by_stage:
+        raise DataError(
+            f"{directory} does not tell how long its micro-batches are; trace a schedule of this "
+            "package, and data with tokens or cu_seqlens"
+        )
+    costs = [cost for cost in map(fit, by_stage) if cost is not None]
+    if len(costs) < len(by_stage):
+        raise DataError(
+            f"{directory}: micro-batches of one length do not tell what a length costs; trace more "
+            "steps, or data of several lengths"
+        )
+    errors = [
+        abs(_expected_s(cost, point) - point.took_s) / point.took_s
+        for cost, points in zip(costs, by_stage, strict=True)
+        for point in points
+        if point.took_s
+    ]
+    together = LengthCost(sum(cost.linear for cost in costs), sum(cost.quadratic for cost in costs))
+    return MeasuredCost(together, statistics.median(errors), len(errors))
+
+
+def _expected_s(cost: LengthCost, point: Point) -> float:
+    return cost.linear * point.tokens + cost.quadratic * point.pairs
+
+
+def fit(points: Sequence[Point]) -> LengthCost | None:
+    """Return the cost that comes closest to durations, in seconds; None: they do not tell it.
+
+    Outliers, such as a step in which the machine did something else, do not count.
+    """
+    found = _least_squares(points)
+    if found is None:
+        return None
+    errors = [abs(_expected_s(found, point) - point.took_s) for point in points]
+    most = _OUTLIER * statistics.median(errors)
+    kept = [point for point, error in zip(points, errors, strict=True) if error <= most]
+    return _least_squares(kept) or found
+
+
+def _least_squares(points: Sequence[Point]) -> LengthCost | None:
+    """Return the coefficients with the least squared errors, among those of 0 or more."""
+    # In units of the largest values, so that the numbers below are of one size.
+    most_tokens = max((point.tokens for point in points), default=0)
+    most_pairs = max((point.pairs for point in points), default=0)
+    if not (most_tokens and most_pairs):
+        return None
+    rows = [(tokens / most_tokens, pairs / most_pairs, took) for tokens, pairs, took in points]
+    tt, pp = sum(t * t for t, _, _ in rows), sum(p * p for _, p, _ in rows)
+    tp = sum(t * p for t, p, _ in rows)
+    ty, py = sum(t * took for t, _, took in rows), sum(p * took for _, p, took in rows)
+    determinant = tt * pp - tp * tp
+    if determinant <= 1e-9 * tt * pp:
+        return None
+    linear, quadratic = (ty * pp - py * tp) / determinant, (py * tt - ty * tp) / determinant
+    if linear < 0:
+        linear, quadratic = 0.0, py / pp
+    elif quadratic < 0:
+        linear, quadratic = ty / tt, 0.0
+    return LengthCost(linear / most_tokens, quadratic / most_pairs) if ty + py else None

@@ -1,0 +1,275 @@
+"""Makes the page that explains a traced run: one self-contained HTML file.
+
+The page holds the figures of all steps and the spans of a few: the median step, the slowest one,
+and the planned one. Its size is bounded: spans too short to be visible are merged. All text from
+the traces is data (JSON without `<`) and becomes text of the page, never markup.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.errors import DataError
+from megatron_ext.schedules.table.unfold import literal_rows, table_rank
+from megatron_ext.tools.trace import summary
+from megatron_ext.tools.trace.detect import Thresholds, detect, link_speeds
+from megatron_ext.tools.trace.measured_costs import load_schedule, planned
+from megatron_ext.tools.trace.records import ACTION_NAMES
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.search.simulate import Timeline
+    from megatron_ext.tools.trace.aggregate import Run
+    from megatron_ext.tools.trace.reader import Iteration
+    from megatron_ext.tools.trace.records import Span
+
+__all__ = ["page"]
+
+_MAX_SPANS = 150_000
+"""Of one timeline."""
+_MAX_RANKS = 512
+_MAX_COLUMNS = 400
+_MAX_ROWS = 500
+
+_KINDS = {name: kind for kind, name in ACTION_NAMES.items()} | {
+    "wait": "wait",
+    "send": "move",
+    "receive": "move",
+    "weights": "move",
+    "reduce": "after",
+    "optimizer": "after",
+}
+_LEGEND = (
+    ("F", "forward"),
+    ("B", "backward"),
+    ("I", "input gradient"),
+    ("W", "weight gradient"),
+    ("wait", "wait"),
+    ("move", "send, receive"),
+    ("after", "reduce, optimizer"),
+)
+
+_Row = dict[str, Any]
+
+
+def page(run: Run) -> str:
+    """Return the HTML of the report on a run."""
+    notes = list(run.notes)
+    total = summary.figures(run.surveys)
+    timelines = _measured(run)
+    plan = _planned(run, notes)
+    if plan is not None:
+        timelines.append(_planned_rows(plan))
+    thresholds = Thresholds()
+    content = {
+        "title": run.directory.resolve().name,
+        "notes": notes[:_MAX_ROWS],
+        "cards": _cards(total, plan, len(run.surveys)),
+        "legend": _LEGEND,
+        "timelines": timelines,
+        "ranks": [_rank(run, index) for index in range(min(len(run.surveys), _MAX_ROWS))],
+        "heat": [_heat_row(run, index) for index in range(min(len(run.surveys), _MAX_RANKS))],
+        "causes": _causes(total, len(run.surveys)),
+        "links": _links(run),
+        "links_note": "Under way: from the begin of a send to the end of its receive; median of "
+        "the messages that a rank waited for.",
+        "slow": [
+            [finding.what, f"{finding.factor:.2f}", f"{finding.threshold:g}"]
+            for finding in detect(run, thresholds)[:_MAX_ROWS]
+        ],
+        "settings": _settings(run),
+    }
+    text = json.dumps(content, separators=(",", ":"))
+    # Escapes everything that could end the script element or begin a comment in it.
+    text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return template.replace("@DATA@", text)
+
+
+def _cards(total: summary.Figures, plan: Timeline | None, ranks: int) -> list[tuple[str, str]]:
+    cards = [
+        (f"{total.step_ns / 1e6:.1f} ms", "step, median"),
+        (f"{total.pipeline_ns / 1e6:.1f} ms", "of it in the pipeline"),
+        (f"{100 * total.bubble_ratio:.1f} %", "bubble, all causes"),
+    ]
+    if plan is not None:
+        cards.append((f"{1e3 * plan.makespan:.1f} ms", "planned pipeline time"))
+        cards.append((f"{100 * plan.bubble_ratio:.1f} %", "planned bubble"))
+    return [
+        *cards,
+        (f"{100 * total.out_of_order_ratio:.1f} %", "actions out of order"),
+        (f"{total.memory_bytes / 2**30:.2f} GiB", "peak memory of a rank"),
+        (str(ranks), "ranks traced"),
+    ]
+
+
+def _rank(run: Run, index: int) -> _Row:
+    survey = run.surveys[index]
+    mine = summary.figures([survey])
+    moving = {cause: us for cause, us in mine.idle_ns.items() if cause in ("send", "weights")}
+    idle = sum(mine.idle_ns.values())
+    parts = [
+        ("F", mine.busy_ns / 1e3, "in actions"),
+        ("move", sum(moving.values()) / 1e3, "send"),
+        *(("wait", us / 1e3, cause) for cause, us in mine.idle_ns.items() if cause not in moving),
+        ("after", mine.after_ns / 1e3, "after the pipeline"),
+    ]
+    return {
+        "label": survey.header.label,
+        "parts": parts[:40],
+        "busy": mine.busy_ns / 1e3,
+        "idle": idle / 1e3,
+        "bubble": mine.bubble_ratio,
+        "after": mine.after_ns / 1e3,
+        "live": mine.peak_live,
+        "memory": f"{mine.memory_bytes / 2**30:.2f}",
+        "jumped": mine.out_of_order_ratio,
+    }
+
+
+def _heat_row(run: Run, index: int) -> list[float]:
+    """Return the idle shares of a rank's steps, averaged if there are more than page columns."""
+    steps = run.surveys[index].steps
+    width = -(-len(steps) // _MAX_COLUMNS) or 1
+    groups = [steps[first : first + width] for first in range(0, len(steps), width)]
+    return [
+        round(
+            statistics.fmean(1 - s.busy_ns / s.pipeline_ns if s.pipeline_ns else 0 for s in group),
+            3,
+        )
+        for group in groups
+    ]
+
+
+def _causes(total: summary.Figures, ranks: int) -> list[tuple[str, float, float]]:
+    whole = total.busy_ns + sum(total.idle_ns.values()) or 1
+    return [
+        (cause, ranks * time_ns / 1e3, time_ns / whole)
+        for cause, time_ns in list(total.idle_ns.items())[:_MAX_ROWS]
+    ]
+
+
+def _links(run: Run) -> list[list[str]]:
+    by_rank = {survey.header.rank: survey for survey in run.surveys}
+    rows = []
+    for speed in link_speeds(run)[:_MAX_ROWS]:
+        target = by_rank[speed.target]
+        # A trace that does not tell was written by an older version: its transport, then.
+        wire = target.wires.get(speed.source, target.header.settings.get("transport", ""))
+        rate = speed.bytes_per_s
+        rows.append([
+            f"rank {speed.source}",
+            f"rank {speed.target}",
+            str(speed.messages),
+            f"{speed.bytes / 2**20:.2f}",
+            f"{speed.waited_ns / 1e6:.1f}",
+            "" if speed.delay_ns is None else f"{speed.delay_ns / 1e6:.3f}",
+            "" if rate is None else f"{rate / 2**20:.1f}",
+            str(wire),
+        ])  # fmt: skip
+    return rows
+
+
+def _settings(run: Run) -> list[list[str]]:
+    """Settings that all ranks share, then those of single ranks."""
+    headers = [survey.header for survey in run.surveys]
+    values: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for header in headers:
+        for name, value in {**header.settings, **header.versions, "host": header.host}.items():
+            values[name][str(value)].append(header.rank)
+    rows = []
+    for name, found in values.items():
+        for value, ranks in found.items():
+            few = len(found) > 1
+            rows.append([f"{name} (rank {', '.join(map(str, ranks[:8]))})" if few else name, value])
+    return rows[:_MAX_ROWS]
+
+
+def _measured(run: Run) -> list[_Row]:
+    """The timelines of the median and of the slowest iteration that all ranks have."""
+    by_number: dict[int, list[int]] = defaultdict(list)
+    for survey in run.surveys:
+        for step in survey.complete_steps:
+            by_number[step.number].append(step.duration_ns)
+    most = max(map(len, by_number.values()))
+    ranked = sorted(
+        (max(times), number) for number, times in by_number.items() if len(times) == most
+    )
+    chosen = {"median step": ranked[(len(ranked) - 1) // 2][1], "slowest step": ranked[-1][1]}
+    if len(ranked) == 1:
+        del chosen["slowest step"]
+    return [_timeline(run, number, title) for title, number in chosen.items()]
+
+
+def _timeline(run: Run, number: int, title: str) -> _Row:
+    found: list[tuple[str, int, Iteration]] = []
+    for file, survey in zip(run.files, run.surveys, strict=True):
+        if len(found) == _MAX_RANKS:
+            break
+        for iteration in file.iterations(only=number):
+            shift_ns = iteration.begin_ns + run.alignment.of(file.header)
+            found.append((survey.header.label, shift_ns, iteration))
+            break
+    begin_ns = min(shift_ns for _, shift_ns, _ in found)
+    length_ns = max(shift_ns + i.duration_ns for _, shift_ns, i in found) - begin_ns
+    total = sum(len(iteration.spans) for _, _, iteration in found)
+    finest_ns = 0 if total <= _MAX_SPANS else length_ns * len(found) // _MAX_SPANS
+    rows = [
+        _row(label, iteration.spans, shift_ns - begin_ns, finest_ns)
+        for label, shift_ns, iteration in found
+    ]
+    return {"title": f"{title} ({number})", "rows": rows, "length": max(1e-3, length_ns / 1e3)}
+
+
+def _row(label: str, spans: list[Span], shift_ns: int, finest_ns: int) -> _Row:
+    """Return the bars of a rank; spans shorter than `finest_ns` merge with the next one."""
+    bars: list[list[Any]] = []
+    for span in sorted(spans, key=lambda span: span.begin_ns):
+        kind = _KINDS.get(span.name)
+        if kind is None:
+            continue
+        length = span.end_ns - span.begin_ns
+        begin = (span.begin_ns + shift_ns) / 1e3
+        if finest_ns and bars and length < finest_ns and bars[-1][2] < finest_ns / 1e3:
+            bars[-1][2] = begin + length / 1e3 - bars[-1][1]
+            bars[-1][3] = ""
+            continue
+        bars.append([kind, begin, length / 1e3, _title(span)])
+    return {"label": label, "spans": bars}
+
+
+def _title(span: Span) -> str:
+    about = span.attributes
+    if span.name == "wait":
+        return f"for rank {about['on']}" if "on" in about else str(about.get("cause", ""))
+    if span.name in ("send", "receive"):
+        other = about.get("to", about.get("from", ""))
+        return f"{'to' if span.name == 'send' else 'from'} rank {other}"
+    return str(about.get("microbatch", span.name))
+
+
+def _planned(run: Run, notes: list[str]) -> Timeline | None:
+    try:
+        schedule = load_schedule(run.directory)
+        return None if schedule is None else planned(run, schedule)
+    except DataError as error:
+        notes.append(f"no planned step: {error}")
+        return None
+
+
+def _planned_rows(plan: Timeline) -> _Row:
+    """The rows of a simulated table; with twins, those of both pipelines."""
+    rows = []
+    for rank, actions in enumerate(literal_rows(plan.schedule)[:_MAX_RANKS]):
+        source = table_rank(plan.schedule, rank)
+        times = zip(actions, plan.starts[source], plan.ends[source], strict=True)
+        bars = [
+            [action.kind, 1e6 * start, 1e6 * (end - start), str(action.microbatch)]
+            for action, start, end in times
+        ]
+        rows.append({"label": f"pipeline rank {rank}", "spans": bars})
+    title = f"planned: {plan.schedule.label}"
+    return {"title": title, "rows": rows, "length": max(1e-3, 1e6 * plan.makespan)}

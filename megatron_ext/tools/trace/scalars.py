@@ -1,0 +1,124 @@
+"""Bubble, traffic and order of the steps since the last log line, for TensorBoard and W&B.
+
+Every rank counts the work of its steps anyway; at each log line one reduction of a few numbers sums
+the counts of all ranks. That is an additional collective, so only runs with `--trace` or a writer
+have it. It covers schedules of this package only: under Megatron's own, waiting cannot be told from
+work.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.config import active
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Scalars", "are_asked_for", "report", "since_last"]
+
+_WRITERS = ("tensorboard_dir", "wandb_project")
+
+
+@dataclass
+class _Last:
+    """When the counts were read last, and what they were."""
+
+    read: tuple[float, list[float]] | None = None
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """Of all ranks, since they were asked for last."""
+
+    bubble_ratio: float
+    """Share of the ranks' time in steps that is in no action."""
+    sent_bytes_per_s: float
+    """By all ranks together, activations and gradients."""
+    out_of_order_ratio: float
+    """Share of the actions that ran before an earlier one of the table."""
+
+    def tags(self) -> dict[str, float]:
+        """Return the values by the names that they are written under."""
+        return {
+            "pipeline/bubble": self.bubble_ratio,
+            "pipeline/sent bytes per s": self.sent_bytes_per_s,
+            "pipeline/out of order": self.out_of_order_ratio,
+        }
+
+    def __str__(self) -> str:
+        """Return the progress line."""
+        return (
+            f" pipeline: bubble {100 * self.bubble_ratio:.1f} %, "
+            f"{self.sent_bytes_per_s / 2**20:.1f} MiB/s between ranks, "
+            f"{100 * self.out_of_order_ratio:.1f} % of the actions out of order"
+        )
+
+
+def are_asked_for(settings: Mapping[str, Any]) -> bool:
+    """Return whether the scalars have a destination.
+
+    Args:
+        settings: Megatron's settings by name; those of writers are the same on all ranks.
+    """
+    traces = active.required().config.tracing is not None
+    return traces or any(settings.get(name) for name in _WRITERS)
+
+
+def report(iteration: int, writer: Any, wandb: Any) -> None:
+    """Write the scalars, and a line if this rank logs to a terminal. Collective over all ranks.
+
+    Args:
+        iteration: Iteration of the log line.
+        writer: TensorBoard's writer, on the rank that has one.
+        wandb: The W&B run, on the rank that has one.
+    """
+    import torch.distributed as dist
+
+    if active.pipeline() is None:
+        return
+    found = since_last()
+    if found is None:
+        return
+    if writer is not None:
+        for tag, value in found.tags().items():
+            writer.add_scalar(tag, value, iteration)
+    if wandb is not None:
+        wandb.log(found.tags(), iteration)
+    if dist.get_rank() == dist.get_world_size() - 1 and sys.stderr.isatty():
+        sys.stderr.write(f"{found}\n")
+
+
+def since_last() -> Scalars | None:
+    """Sum the counts of all ranks since the last call; None if no step ran."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_ext import devices
+    from megatron_ext.runtime.runtimes import totals
+
+    measured, sent_bytes = totals()
+    now_s, counts = time.monotonic(), [
+        measured.busy_s,
+        measured.wall_s,
+        float(measured.out_of_order),
+        float(measured.actions),
+        float(sent_bytes),
+    ]  # fmt: skip
+    last = active.required().state(_Last)
+    begin_s, before = last.read or (None, [0.0] * len(counts))
+    last.read = now_s, counts
+    new = [count - old for count, old in zip(counts, before, strict=True)]
+    # Before the first call, the time in steps stands for the time that passed.
+    new.append(now_s - begin_s if begin_s is not None else measured.wall_s)
+    device = devices.current().torch_device(torch.distributed.get_node_local_rank(0))
+    together = torch.tensor(new, dtype=torch.float32, device=device)
+    dist.all_reduce(together)
+    busy_s, wall_s, jumped, actions, sent, passed_s = together.tolist()
+    if not wall_s or not actions:
+        return None
+    passed_s /= dist.get_world_size()
+    return Scalars(max(0.0, 1 - busy_s / wall_s), sent / max(passed_s, 1e-9), jumped / actions)

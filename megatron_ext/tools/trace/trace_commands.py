@@ -1,0 +1,215 @@
+"""The subcommands `aggregate` and `report`, and `plan --from-trace`, with light imports only."""
+
+# ruff: noqa: T201 - commands report on stdout and stderr
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megatron_ext import files
+from megatron_ext.errors import ArgumentsError, DataError
+
+__all__ = ["add_subcommands", "add_to_plan"]
+
+_Subparsers = argparse._SubParsersAction
+
+
+def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
+    """Register `aggregate` and `report`."""
+    _add_aggregate(subparsers)
+    _add_report(subparsers)
+
+
+def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
+    """Add the flags for measured costs to the existing subcommand `plan`."""
+    parser = subparsers.choices["plan"]
+    parser.add_argument(
+        "--from-trace",
+        type=Path,
+        metavar="DIR",
+        help="predict the step of every schedule and policy from the folder of a traced run, which "
+        "gives sizes and costs; with --lengths, what a length costs comes from it",
+    )
+    parser.add_argument(
+        "--memory-gb",
+        type=_gigabytes,
+        metavar="G",
+        help="with --from-trace: leave out schedules that need more memory on a rank, in GiB",
+    )
+    parser.set_defaults(run=_run_plan, run_simulated=parser.get_default("run"))
+
+
+def _run_plan(args: argparse.Namespace) -> int:
+    if args.from_trace is None:
+        if args.memory_gb is not None:
+            raise ArgumentsError(
+                "--memory-gb needs the memory of a traced run; add --from-trace DIR"
+            )
+        simulated: Any = args.run_simulated
+        return int(simulated(args))
+    if args.lengths is not None:
+        return _run_lengths(args)
+    from megatron_ext.tools.trace import forecast
+
+    found = forecast.forecast(args.from_trace, args.memory_gb)
+    if args.json:
+        print(json.dumps([prediction.as_dict() for prediction in found.predictions], indent=1))
+    else:
+        print(forecast.table(found))
+    for note in found.notes:
+        print(note, file=sys.stderr)
+    return 0
+
+
+def _run_lengths(args: argparse.Namespace) -> int:
+    """Predict what balancing gains with what a length costs in a traced run."""
+    from megatron_ext.tools.trace.length_costs import measured_length_cost
+
+    for flag, value in (
+        ("--length-costs", args.length_costs),
+        ("--hidden-size", args.hidden_size),
+        ("--memory-gb", args.memory_gb),
+    ):
+        if value is not None:
+            raise ArgumentsError(
+                f"--from-trace tells --lengths what a length costs; leave {flag} out"
+            )
+    measured = measured_length_cost(args.from_trace)
+    args.length_costs = f"{measured.cost.linear:.6g},{measured.cost.quadratic:.6g}"
+    print(
+        f"--length-costs {args.length_costs}: seconds of all stages for a token, and for a pair of "
+        f"tokens of one sample; {measured.num_points} measurements, median error "
+        f"{100 * measured.error:.1f} %",
+        file=sys.stderr,
+    )
+    simulated: Any = args.run_simulated
+    return int(simulated(args))
+
+
+def _add_aggregate(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
+    from megatron_ext.tools.trace.detect import Thresholds
+
+    parser = subparsers.add_parser(
+        "aggregate",
+        help="merge the traces of all ranks into one Chrome trace",
+        description="Merges the traces of a run, with a row for each rank and arrows from "
+        "sends to receives, for ui.perfetto.dev or chrome://tracing.",
+    )
+    parser.add_argument(
+        "--benchmark_dir",
+        "--benchmark-dir",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder of the run, such as benchmark/data-1-pipeline-4-tensor-1-pp",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="output file (default: NAME-aggregated.json in the folder of the run)",
+    )
+    parser.add_argument(
+        "--detect", action="store_true", help="also name slow ranks and links; exit code 1 if any"
+    )
+    parser.add_argument(
+        "--slow-rank",
+        type=_factor,
+        default=Thresholds.rank,
+        metavar="X",
+        help="a rank is slow if its actions take X times the median (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--slow-link",
+        type=_factor,
+        default=Thresholds.link,
+        metavar="X",
+        help="a link is slow if messages take X times the median of all links (default: "
+        "%(default)s)",
+    )
+    parser.set_defaults(run=_run_aggregate)
+
+
+def _add_report(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "report",
+        help="make a page that explains a traced run",
+        description="Writes one HTML file without any reference to the network: the timeline "
+        "beside the planned one, what each rank waited for, memory, links and settings.",
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="folder of the run")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="output file (default: report.html in the folder of the run)",
+    )
+    parser.set_defaults(run=_run_report)
+
+
+def _gigabytes(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a number above 0")
+
+
+def _factor(text: str) -> float:
+    with suppress(ValueError):
+        if 1 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a number above 1")
+
+
+def _run_aggregate(args: argparse.Namespace) -> int:
+    from megatron_ext.tools.trace import aggregate, detect, summary
+
+    run = aggregate.read_run(args.benchmark_dir)
+    output = args.output or aggregate.aggregated_name(args.benchmark_dir)
+    size = aggregate.write_chrome_trace(run, output)
+    _tell(run.notes)
+    print(summary.text(run.surveys))
+    print(f"wrote {output} ({size / 2**20:.1f} MiB); open it at https://ui.perfetto.dev")
+    if not args.detect:
+        return 0
+    thresholds = detect.Thresholds(args.slow_rank, args.slow_link)
+    findings = detect.detect(run, thresholds)
+    for finding in findings:
+        print(finding)
+    if not findings:
+        print(
+            f"no rank is {thresholds.rank:g} x and no link {thresholds.link:g} x slower than the "
+            f"median"
+        )
+    return 1 if findings else 0
+
+
+def _run_report(args: argparse.Namespace) -> int:
+    from megatron_ext.tools.trace import aggregate
+    from megatron_ext.tools.trace.report import page
+
+    run = aggregate.read_run(args.directory)
+    _tell(run.notes)
+    output = args.output or args.directory / "report.html"
+    try:
+        files.write_text(output, page(run))
+    except OSError as error:
+        remedy = "make room, or give another file with -o"
+        raise DataError(files.cannot_write(output, error, remedy)) from error
+    print(f"wrote {output}")
+    return 0
+
+
+def _tell(notes: object) -> None:
+    assert isinstance(notes, list)
+    for note in notes[:20]:
+        print(f"note: {note}", file=sys.stderr)
+    if len(notes) > 20:
+        print(f"note: and {len(notes) - 20} more", file=sys.stderr)

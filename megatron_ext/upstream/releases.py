@@ -1,0 +1,184 @@
+"""Which releases of Megatron this package runs on, and which one is installed.
+
+Reads files, imports nothing of Megatron. Later code asks for signatures, not for versions
+(`megatron_ext/upstream/signatures.py`); versions decide which rows of the patch tables apply, which
+fingerprints are compared, and what is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_ext.errors import UpstreamMismatch, UserError
+
+__all__ = [
+    "REFERENCES",
+    "SUPPORTED",
+    "Reference",
+    "Release",
+    "check_core",
+    "core_version",
+    "has_training",
+    "installed_core",
+    "installed_release",
+    "is_newer_than_known",
+    "oldest_python",
+    "parse_release",
+    "reference",
+    "shadowing_package",
+    "written_version",
+]
+
+SUPPORTED = ">=0.16.0,<0.20"
+"""As in `pyproject.toml`."""
+
+Release = tuple[int, int]
+"""Major and minor version."""
+
+
+class Reference(NamedTuple):
+    """The versions that a minor release is tested with."""
+
+    version: str
+    """Of the wheel."""
+    tag: str
+    """Of Megatron-LM, for its scripts. The public mirror has no tag for 0.19.2, whose
+    `megatron.training` is that of 0.19.0."""
+    commit: str
+    """Of the tag."""
+
+
+REFERENCES: dict[Release, Reference] = {
+    (0, 16): Reference("0.16.1", "core_v0.16.1", "55ac7082517c3878ae653c07c09c534b8aed49f6"),
+    (0, 17): Reference("0.17.1", "core_v0.17.1", "266f1c97dca477ca8b92c16087506da2000b0b84"),
+    (0, 18): Reference("0.18.2", "core_v0.18.2", "571370c829ca768fe37244f4e2e7f28d8accc4ab"),
+    (0, 19): Reference("0.19.2", "core_v0.19.0", "5be9626709af2722333bf54797c954c09edeada3"),
+}
+"""By minor release, oldest first."""
+
+_OLDEST, _NEWEST = min(REFERENCES), max(REFERENCES)
+_TRAINING_SINCE: Release = (0, 17)
+
+
+def parse_release(version: str) -> Release | None:
+    """Return major and minor number of a version, or None if it has none."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def written_version(core: Path) -> str | None:
+    """Return the version in the sources of `megatron/core`, without importing them."""
+    try:
+        text = (core / "package_info.py").read_text()
+    except OSError:
+        return None
+    parts = [re.search(rf"^{key}\s*=\s*(\d+)", text, re.M) for key in ("MAJOR", "MINOR", "PATCH")]
+    return ".".join(part[1] for part in parts if part) if all(parts) else None
+
+
+@lru_cache(maxsize=1)
+def installed_core() -> Path | None:
+    """Return the `megatron/core` directory of the installed distribution, or None.
+
+    None also for an editable installation of `megatron-core` from a tree: Python's own search finds
+    it then.
+    """
+    try:
+        distribution = metadata.distribution("megatron-core")
+    except metadata.PackageNotFoundError:
+        return None
+    core = Path(str(distribution.locate_file("megatron/core")))
+    return core if (core / "__init__.py").is_file() else None
+
+
+def core_version() -> str | None:
+    """Return the version of the `megatron.core` that is, or would be, imported, or None.
+
+    Without what a wheel adds when it is imported: the commit of a repository that its files lie in,
+    as those of an environment within a checkout do, whatever that repository is.
+    """
+    info = sys.modules.get("megatron.core.package_info")
+    if info is not None:
+        return str(info.__version__).partition("+")[0]
+    core = installed_core()
+    places = [Path(entry or ".") / "megatron" / "core" for entry in sys.path]
+    found = (written_version(place) for place in ([core] if core else places))
+    return next((version for version in found if version), None)
+
+
+def installed_release() -> Release | None:
+    """Return the release of `core_version()`, or None."""
+    return parse_release(core_version() or "")
+
+
+def reference(release: Release | None = None) -> Reference:
+    """Return the reference of a release: its own, or that of the nearest known release.
+
+    Args:
+        release: By default the installed one; if there is none, the oldest.
+    """
+    release = release or installed_release() or _OLDEST
+    older = [known for known in REFERENCES if known <= release]
+    return REFERENCES[max(older, default=_OLDEST)]
+
+
+def is_newer_than_known(release: Release | None) -> bool:
+    """Return whether a release is newer than all releases that this package was tested on."""
+    return release is not None and release > _NEWEST
+
+
+def has_training() -> bool:
+    """Return whether the installed wheel contains `megatron.training`."""
+    core = installed_core()
+    return core is not None and (core.parent / "training" / "__init__.py").is_file()
+
+
+def oldest_python(release: Release) -> tuple[int, int]:
+    """Return the oldest Python that the wheels of a release support."""
+    return (3, 12) if release >= _TRAINING_SINCE else (3, 10)
+
+
+def check_core() -> None:
+    """Refuse an unsupported megatron-core before its import.
+
+    A release newer than all references passes: when its functions are loaded, they are compared
+    with those that the patches were written for.
+
+    Raises:
+        UserError: It is not installed, or another package has its name.
+        UpstreamMismatch: It is older than the range.
+    """
+    package = shadowing_package()
+    if package is not None:
+        raise UserError(
+            f"{package} belongs to the package `megatron` of the package index, which is not "
+            "NVIDIA's and hides megatron-core; pip uninstall megatron, then pip install "
+            f"--force-reinstall --no-deps 'megatron-core{SUPPORTED}'"
+        )
+    version = core_version()
+    if version is None:
+        raise UserError(f"megatron-core is not installed; pip install 'megatron-core{SUPPORTED}'")
+    release = parse_release(version)
+    if release is None or release < _OLDEST:
+        raise UpstreamMismatch(
+            "megatron-core",
+            expected=f"a version {SUPPORTED}",
+            found=f"version {version}",
+            installed=version,
+            supported=SUPPORTED,
+            remedy=f"pip install 'megatron-core{SUPPORTED}'",
+        )
+
+
+def shadowing_package() -> Path | None:
+    """Return the file that makes `megatron` an ordinary package, or None.
+
+    NVIDIA's is a namespace, without such a file. The package index has another project of the name.
+    """
+    files = (Path(entry or ".") / "megatron" / "__init__.py" for entry in sys.path)
+    return next((file.resolve() for file in files if file.is_file()), None)

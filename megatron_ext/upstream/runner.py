@@ -1,0 +1,251 @@
+"""Starts a training script: upstream's own if there is a tree, else a replacement.
+
+Without a tree, `pretrain_gpt.py` means `megatron_ext/training/wheel.py` on the wheel's own
+`megatron.training`, or for 0.16, whose wheel has none, the embedded trainer.
+
+The runner arms the patches and then runs the script's file unmodified, as `__main__`. Errors that
+the user can fix end in one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import runpy
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, TextIO
+
+from megatron_ext import devices
+from megatron_ext.errors import (
+    MegatronExtError,
+    UserError,
+    leave_telling_to_another,
+    line_of,
+)
+from megatron_ext.upstream import releases
+from megatron_ext.upstream import tree as upstream
+
+__all__ = ["Start", "choose", "run"]
+
+
+_WITHOUT_TREE: dict[str, Literal["gpt", "bert"]] = {
+    "pretrain_gpt.py": "gpt",
+    "pretrain_bert.py": "bert",
+}
+
+_FOR_BERT = "Megatron has BERT up to 0.17: pip install 'megatron-core>=0.16,<0.17'"
+
+
+@dataclass(frozen=True)
+class Start:
+    """The program to run: a script's file, or the replacement of an upstream script."""
+
+    script: Path | None
+    model: Literal["gpt", "bert"] | None
+    why: str
+    wheel: bool = False
+    """Whether the wheel's own training loop stands in, instead of the embedded trainer."""
+
+    def __str__(self) -> str:
+        if self.script is not None:
+            return f"runs {self.script} ({self.why})"
+        trainer = "megatron.training of the wheel" if self.wheel else "the embedded trainer"
+        return f"runs {trainer} for {self.model} ({self.why})"
+
+
+def choose(script: str, *, embedded: bool = False) -> Start:
+    """Resolve a script's name, without running or importing anything.
+
+    Args:
+        script: A path, or the name of a script of Megatron-LM.
+        embedded: Whether to use the embedded trainer even if there is a tree.
+
+    Raises:
+        UserError: The file does not exist, and no tree or embedded trainer provides it.
+        UpstreamMismatch: The version of the tree differs from the installed megatron-core.
+    """
+    path, name = Path(script), Path(script).name
+    model = _WITHOUT_TREE.get(name)
+    if embedded:
+        return _embedded(name, model)
+    if path.is_file():
+        resolved = path.resolve()
+        if upstream.is_tree(resolved.parent):
+            upstream.check_tree(resolved.parent)
+            upstream.use_tree(resolved.parent)
+        return Start(resolved, None, "the file given")
+    tree = upstream.find_tree()
+    if tree is not None:
+        upstream.check_tree(tree)
+        if (tree / script).is_file():
+            return Start(tree / script, None, "of the Megatron-LM tree")
+        gone = f"there is no {script}, neither here nor in the Megatron-LM tree {tree}"
+        if model == "bert":
+            gone += f"; {_FOR_BERT}, and unset MEGATRON_LM_PATH"
+        raise UserError(gone)
+    if model is not None and len(path.parts) == 1:
+        return _without_tree(name, model)
+    raise UserError(
+        f"there is no {script}; the scripts of Megatron-LM need its tree: `megatron-ext upstream "
+        f"fetch`, or set MEGATRON_LM_PATH (without a tree there are {', '.join(_WITHOUT_TREE)})"
+    )
+
+
+def _without_tree(name: str, model: Literal["gpt", "bert"]) -> Start:
+    why = "no Megatron-LM tree was found"
+    if not releases.has_training():
+        return Start(None, model, why)
+    if model == "gpt":
+        return Start(None, model, why, wheel=True)
+    if releases.installed_release() == (0, 17):
+        raise UserError(f"{name} needs the Megatron-LM tree: `megatron-ext upstream fetch`")
+    raise UserError(f"megatron-core {releases.core_version()} has no {name}; {_FOR_BERT}")
+
+
+def _embedded(name: str, model: Literal["gpt", "bert"] | None) -> Start:
+    if model is None:
+        raise UserError(
+            f"--embedded has no {name}; the embedded trainer has {', '.join(_WITHOUT_TREE)}"
+        )
+    if releases.has_training():
+        raise UserError(
+            "--embedded is for megatron-core 0.16, whose wheel has no training loop; leave it out: "
+            f"{releases.core_version()} brings its own"
+        )
+    return Start(None, model, "--embedded")
+
+
+def _execute(start: Start, argv: Sequence[str]) -> None:
+    if start.script is None:
+        assert start.model is not None
+        _require_patches()
+        if start.wheel:
+            from megatron_ext.training import wheel
+
+            wheel.main()
+            return
+        from megatron_ext.training.main import main as train
+
+        # As upstream's scripts, which show what megatron.core tells at this level.
+        _show_log("megatron", logging.INFO, sys.stdout)
+        train(start.model, argv)
+        return
+    # What Python itself does for `python SCRIPT`; the tree's megatron.core is kept out by our
+    # finder.
+    sys.path.insert(0, str(start.script.parent))
+    runpy.run_path(str(start.script), run_name="__main__")
+
+
+def _require_patches() -> None:
+    """Refuse to run a replacement of upstream's script if our flags would have no effect."""
+    if os.environ.get("MEGATRON_EXT_DISABLE", "0") == "1":
+        raise UserError(
+            "MEGATRON_EXT_DISABLE=1 switches off what stands in for upstream's script; unset it, "
+            "or run upstream's own script: set MEGATRON_LM_PATH to a Megatron-LM tree"
+        )
+
+
+def _address_of_one() -> None:
+    """Let a process that no launcher started be a world of one: torch asks it for an address."""
+    if os.environ.get("WORLD_SIZE", "1") != "1" or "MASTER_ADDR" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("MASTER_PORT", port)):
+        os.environ.setdefault(name, str(value))
+    os.environ["MASTER_ADDR"] = "localhost"
+
+
+def _distributed_started() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _is_upstreams_need(error: ModuleNotFoundError) -> bool:
+    """Whether the import that failed stands in Megatron, and asks for another package."""
+    importers = [
+        frame.f_globals.get("__name__", "")
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if "importlib" not in frame.f_code.co_filename
+    ]
+    asked = (error.name or "").partition(".")[0]
+    return importers[-1].startswith("megatron.") and asked not in {"megatron", "megatron_ext"}
+
+
+def _remedy(package: str) -> str:
+    """Return how to install a package that Megatron-LM imports."""
+    requirements = metadata.requires("megatron-ext") or []
+    brought = [line for line in requirements if line.endswith(('"upstream"', "'upstream'"))]
+    if any(re.match(rf"{re.escape(package)}\b", line) for line in brought):
+        return "pip install 'megatron-ext[upstream]' brings what its scripts need"
+    return f"none of our extras brings it: pip install {package}, if it runs on this machine"
+
+
+def _explain(error: BaseException) -> int:
+    """Print an error that needs no traceback; return the exit code.
+
+    Before the ranks are connected all of them see the same mistake, so one of them tells it. The
+    others wait for it.
+    """
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or _distributed_started():
+        prefix = f"[rank {rank}] " if _distributed_started() else ""
+        print(f"{prefix}megatron_ext: error: {line_of(error)}", file=sys.stderr, flush=True)
+    else:
+        leave_telling_to_another()
+    return 2 if isinstance(error, UserError) else 1
+
+
+def _show_log(name: str, level: int, stream: TextIO) -> None:
+    """Write the records of a logger and its children to a stream, as bare lines."""
+    logger = logging.getLogger(name)
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(level)
+
+
+def run(script: str, argv: Sequence[str], *, embedded: bool = False) -> int:
+    """Run a training script under the patches, in this process.
+
+    Args:
+        script: A path, or the name of a script of Megatron-LM.
+        argv: The script's own arguments.
+        embedded: Whether to use the embedded trainer even if there is a tree.
+
+    Returns:
+        The exit code. Errors of other packages propagate with their traceback.
+    """
+    # Not basicConfig: upstream calls it, and it has no effect once the root has a handler.
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
+    _show_log("megatron_ext", level, sys.stderr)
+    try:
+        releases.check_core()
+        start = choose(script, embedded=embedded)
+        sys.argv = [str(start.script or script), *argv]
+        # Before Megatron is imported: it copies names of torch.cuda. Reads --device-backend too.
+        devices.current()
+        if os.environ.get("RANK", "0") == "0":
+            print(f"megatron_ext {start}", flush=True)
+        _address_of_one()
+        _execute(start, argv)
+    except MegatronExtError as error:
+        return _explain(error)
+    except ModuleNotFoundError as error:
+        if not _is_upstreams_need(error):
+            raise
+        return _explain(
+            UserError(
+                f"Megatron-LM's own code imports {error.name}, which is not installed; "
+                f"{_remedy((error.name or '').partition('.')[0])}"
+            )
+        )
+    return 0

@@ -1,0 +1,264 @@
+"""The Megatron-LM tree: upstream's scripts, and for 0.16 `megatron.training` too.
+
+The wheel from the package index contains `megatron.core` (since 0.17 `megatron.training` too), but
+no scripts. Scripts come from a source tree of the same release. Only this module finds, fetches and
+checks that tree; it imports nothing of Megatron.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ext.errors import UpstreamMismatch, UserError
+from megatron_ext.upstream import releases
+from megatron_ext.upstream.releases import SUPPORTED, parse_release
+
+__all__ = [
+    "TreeStatus",
+    "cache_dir",
+    "check_tree",
+    "fetch",
+    "find_tree",
+    "is_tree",
+    "require_tree",
+    "tree_status",
+    "tree_version",
+    "use_tree",
+]
+
+URL = "https://github.com/NVIDIA/Megatron-LM"
+
+_FETCH_TIMEOUT_S = 900
+
+
+def _how_to_get() -> str:
+    return (
+        "Get it with `megatron-ext upstream fetch`, or set MEGATRON_LM_PATH to a checkout of "
+        f"Megatron-LM at {releases.reference().tag}"
+    )
+
+
+@dataclass(frozen=True)
+class TreeStatus:
+    """The state of a Megatron-LM tree: its version, and its commit if it is a git checkout."""
+
+    path: Path
+    version: str
+    commit: str | None
+    modified: tuple[str, ...]
+
+    @property
+    def problems(self) -> list[str]:
+        """One sentence for each difference from the reference of the installed megatron-core."""
+        _, tag, commit = releases.reference()
+        found = []
+        if tag != f"core_v{self.version}":
+            found.append(f"version is {self.version}, expected {tag}")
+        if self.commit is not None and self.commit != commit:
+            found.append(f"commit is {self.commit[:12]}, expected {commit[:12]} ({tag})")
+        found.extend(f"{name} is modified" for name in self.modified)
+        return found
+
+
+def cache_dir() -> Path:
+    """Return where `fetch` puts the tree: below `XDG_CACHE_HOME`, by default `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "megatron_ext" / f"Megatron-LM-{releases.reference().tag}"
+
+
+def is_tree(path: Path) -> bool:
+    """Return whether a directory is a Megatron-LM source tree; site-packages has no scripts."""
+    training = path / "megatron" / "training" / "__init__.py"
+    return training.is_file() and (path / "pretrain_gpt.py").is_file()
+
+
+def use_tree(path: Path) -> None:
+    """Use the tree that contains the script to run, for this whole process."""
+    os.environ["MEGATRON_LM_PATH"] = str(path.resolve())  # processes that this one starts see it
+
+
+def find_tree() -> Path | None:
+    """Return the Megatron-LM tree to use, or None.
+
+    In this order: the tree of the running script (`use_tree`), `MEGATRON_LM_PATH`, the entries of
+    `sys.path` (which includes `PYTHONPATH`), and the destination of `fetch`.
+
+    Raises:
+        UserError: `MEGATRON_LM_PATH` is set, but is not a Megatron-LM tree.
+    """
+    named = os.environ.get("MEGATRON_LM_PATH")
+    if named:
+        path = Path(named).expanduser().resolve()
+        if not is_tree(path):
+            raise UserError(
+                f"MEGATRON_LM_PATH={named} is not a Megatron-LM tree (it has no "
+                f"pretrain_gpt.py beside megatron/training); point it at a checkout of "
+                f"{releases.reference().tag}, or unset it"
+            )
+        return path
+    candidates = [Path(entry or ".").resolve() for entry in sys.path]
+    return next((path for path in [*candidates, cache_dir()] if is_tree(path)), None)
+
+
+def require_tree() -> Path:
+    """Return the tree to use, of a supported version.
+
+    Raises:
+        UserError: No tree was found.
+        UpstreamMismatch: Its version is not supported.
+    """
+    tree = find_tree()
+    if tree is None:
+        raise UserError(
+            "no Megatron-LM tree was found (MEGATRON_LM_PATH is not set, PYTHONPATH holds none, "
+            f"and none was fetched). {_how_to_get()}"
+        )
+    check_tree(tree)
+    return tree
+
+
+def check_tree(tree: Path) -> None:
+    """Refuse a tree whose release differs from megatron-core's: its scripts would not fit.
+
+    Raises:
+        UpstreamMismatch: Its release differs, or is not supported.
+    """
+    version = tree_version(tree)
+    release, installed = parse_release(version), releases.installed_release()
+    fits = release is not None and release >= min(releases.REFERENCES)
+    if fits and installed in (None, release):
+        return
+    core = releases.core_version()
+    remedy = _how_to_get()
+    if release is not None and fits:
+        found = f"{release[0]}.{release[1]}"
+        remedy += f"; or install its megatron-core: pip install 'megatron-core=={found}.*'"
+    major, minor = installed or max(releases.REFERENCES)
+    raise UpstreamMismatch(
+        f"Megatron-LM tree {tree}",
+        expected=f"version {major}.{minor}, as of the installed megatron-core",
+        found=f"version {version}",
+        installed=core or "(none)",
+        supported=SUPPORTED,
+        remedy=remedy,
+    )
+
+
+def tree_version(tree: Path) -> str:
+    """Return the version in a tree's sources, without importing them."""
+    return releases.written_version(tree / "megatron" / "core") or "unknown"
+
+
+def tree_status(tree: Path) -> TreeStatus:
+    """Return version, commit and locally modified Python files of a tree."""
+    commit = _git(tree, "rev-parse", "HEAD") if (tree / ".git").exists() else None
+    modified: tuple[str, ...] = ()
+    if commit is not None:
+        changes = _git(tree, "status", "--porcelain", "--untracked-files=no", "--", "*.py") or ""
+        modified = tuple(line[3:] for line in changes.splitlines())
+    return TreeStatus(tree, tree_version(tree), commit and commit.strip(), modified)
+
+
+def _git(tree: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-c", f"safe.directory={tree}", "-C", str(tree), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def fetch(destination: Path | None = None, url: str = URL) -> Path:
+    """Make a shallow, verified clone of Megatron-LM at the installed release's tag.
+
+    It clones beside the destination and renames at the end, so a broken transfer leaves nothing
+    behind. An existing tree at the right tag is kept.
+
+    Args:
+        destination: Destination folder; by default `cache_dir()`.
+        url: The repository, or a mirror of it.
+
+    Returns:
+        The path of the tree.
+
+    Raises:
+        UserError: git is missing or failed, or the destination holds something else.
+        UpstreamMismatch: The tag of that repository is another commit.
+    """
+    target = destination or cache_dir()
+    if target.exists():
+        return _keep(target)
+    if shutil.which("git") is None:
+        raise UserError("`megatron-ext upstream fetch` needs git, which is not on PATH; install it")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent))
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {target.parent}: {error}; choose another --path"
+        ) from None
+    try:
+        clone = scratch / "tree"
+        _clone(url, clone)
+        commit = (_git(clone, "rev-parse", "HEAD") or "").strip()
+        _, tag, expected = releases.reference()
+        if commit != expected:
+            raise UpstreamMismatch(
+                f"{url} {tag}",
+                expected=f"commit {expected}",
+                found=f"commit {commit or 'unknown'}",
+                installed="(none)",
+                supported=tag,
+                remedy="Fetch from the official repository or a faithful mirror of it",
+            )
+        clone.rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _keep(target: Path) -> Path:
+    problems = tree_status(target).problems if is_tree(target) else ["it is not a Megatron-LM tree"]
+    if problems:
+        raise UserError(
+            f"{target} exists but is not Megatron-LM {releases.reference().tag}: "
+            f"{'; '.join(problems)}. Move it away, or give another place with --path"
+        )
+    return target
+
+
+def _clone(url: str, clone: Path) -> None:
+    tag = releases.reference().tag
+    command = ["git", "clone", "--quiet", "--depth", "1", "--branch", tag, url, str(clone)]
+    environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
+    try:
+        subprocess.run(
+            command,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_FETCH_TIMEOUT_S,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"fetching {url} took more than {_FETCH_TIMEOUT_S} s; try again, or give a nearer "
+            f"mirror with --url"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr or "").strip().splitlines()[-1:] or ["no output"]
+        raise UserError(
+            f"git could not fetch {tag} from {url}: {last[0]}. Check the network, or give a "
+            f"mirror with --url, or set MEGATRON_LM_PATH to a checkout that you have"
+        ) from None

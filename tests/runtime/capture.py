@@ -1,0 +1,280 @@
+"""Trains a small model and captures every loss, gradient and parameter, to compare bit for bit.
+
+Weights are drawn by name, so they do not depend on which rank builds which layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import random
+import re
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_ext.upstream import releases
+from tests.ranks import run_ranks, skip_bert_where_it_needs_a_tree, train_without_tree
+from tests.training.helpers import MOCK, NO_DROPOUT, fix_vocabulary_order
+
+GPT = MOCK + NO_DROPOUT + "--eval-iters 0 --train-iters 3 "
+PP2 = "--pipeline-model-parallel-size 2 "
+PP4 = "--pipeline-model-parallel-size 4 "
+
+
+@dataclass
+class Captured:
+    """What one rank, or all of them together, computed."""
+
+    losses: list[dict[str, float]] = field(default_factory=list)
+    """By step, on the ranks that have the loss."""
+    gradients: list[dict[str, str]] = field(default_factory=list)
+    """By step: parameter name to the digest of its reduced gradient."""
+    parameters: dict[str, str] = field(default_factory=dict)
+    """After the last step: parameter name to digest."""
+    tables: list[str] = field(default_factory=list)
+    """Labels of the tables that the executor ran, in the order of first use."""
+    transports: list[str] = field(default_factory=list)
+    """Classes of the transports that it opened."""
+    orders: list[str] = field(default_factory=list)
+    """What chose the order of its steps, without repetitions: table, or a policy's name."""
+
+
+def train(
+    num_ranks: int,
+    flags: str,
+    *,
+    model: str = "gpt",
+    timeout_s: float = 120,
+    mean_delay_s: float = 0.0,
+    device: str = "cpu",
+    env: Mapping[str, str] | None = None,
+) -> Captured:
+    """Train on some ranks and put together what they computed.
+
+    Replicas of a parameter must agree. With a delay, actions of our schedules take random times.
+    """
+    if model == "bert":
+        skip_bert_where_it_needs_a_tree()
+    by_rank = run_ranks(
+        num_ranks,
+        run_here,
+        model,
+        flags.split(),
+        mean_delay_s,
+        timeout_s=timeout_s,
+        device=device,
+        env=env,
+    )
+    together = Captured(gradients=[{} for _ in by_rank[0].gradients])
+    for rank, captured in enumerate(by_rank):
+        together.losses = captured.losses if any(captured.losses) else together.losses
+        together.tables, together.transports = captured.tables, captured.transports
+        together.orders = together.orders if rank else captured.orders
+        for mine, theirs in zip(together.gradients, captured.gradients, strict=True):
+            _merge(mine, theirs, rank)
+        _merge(together.parameters, captured.parameters, rank)
+    assert together.losses, "no rank has a loss"
+    return together
+
+
+def _merge(mine: dict[str, str], theirs: dict[str, str], rank: int) -> None:
+    for name, digest in theirs.items():
+        assert mine.setdefault(name, digest) == digest, f"rank {rank} has another {name}"
+
+
+def run_here(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Captured:
+    """Train as one rank, as an installation without a Megatron-LM tree does."""
+    from megatron_ext.runtime import megatron_messages, model_runtime, runtimes
+
+    fix_vocabulary_order()
+    captured = Captured()  # what is replaced below stays so: this process is a rank and ends
+    make_table = model_runtime.make_table
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        table = make_table(*args, **kwargs)
+        captured.tables.append(table.schedule.label)
+        return table
+
+    open_transport = runtimes.open_transport
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        transport = open_transport(*args, **kwargs)
+        captured.transports.append(type(transport).__name__)
+        return transport
+
+    model_runtime.make_table, runtimes.open_transport = told, opened
+    model_runtime.Executor = _telling(model_runtime.Executor, captured, mean_delay_s)  # type: ignore[misc]
+    megatron_messages.open_transport = opened
+    if releases.has_training():
+        _capture_loop_of_wheel(captured)
+    else:
+        from megatron_ext.training import main as trainer
+
+        trainer.Trainer = _capturing(trainer.Trainer, captured)
+    try:
+        train_without_tree(model, argv)
+    except SystemExit as ended:  # how upstream's loop ends by --exit-interval
+        if ended.code:
+            raise
+    return captured
+
+
+def _telling(base: Any, captured: Captured, mean_delay_s: float) -> Any:
+    from megatron_ext.runtime.ordering import PolicyOrder
+    from megatron_ext.schedules.search.policies import POLICIES
+
+    draw = random.Random(os.environ["RANK"])
+
+    class TellingExecutor(base):
+        def run(self) -> None:
+            order = "table"
+            if isinstance(self.order, PolicyOrder):
+                made = self.order.policy
+                greedy = getattr(made, "depth_first", None)
+                order = list(POLICIES)[0 if greedy is None else 1 + greedy]
+            if order not in captured.orders:
+                captured.orders.append(order)
+            run_action = self.compute.run
+
+            def late(*args: Any, **kwargs: Any) -> Any:
+                if mean_delay_s:
+                    time.sleep(draw.expovariate(1 / mean_delay_s))
+                return run_action(*args, **kwargs)
+
+            self.compute.run = late
+            super().run()
+
+    return TellingExecutor
+
+
+def _capture_loop_of_wheel(captured: Captured) -> None:
+    """Have `megatron.training`, which the wheel brings from 0.17 on, tell what it computes."""
+    from megatron_ext import devices
+
+    devices.current()  # before Megatron is imported
+    from megatron.training import get_args, training
+
+    set_up = training.setup_model_and_optimizer
+
+    @functools.wraps(set_up)
+    def capturing(*args: Any, **kwargs: Any) -> Any:
+        chunks, optimizer, scheduler = set_up(*args, **kwargs)
+        if not get_args().load:
+            _fill_by_name(chunks, optimizer)
+        # Only now: the patches of this job are in place, and those of a step run inside.
+        training.train_step = _capturing_step(training.train_step, captured, chunks, optimizer)
+        train = training.train
+
+        @functools.wraps(train)
+        def training_then_digesting(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return train(*args, **kwargs)
+            finally:
+                captured.parameters.update({name: _digest(p) for name, p in _named(chunks)})
+
+        training.train = training_then_digesting
+        return chunks, optimizer, scheduler
+
+    training.setup_model_and_optimizer = capturing
+
+
+def _capturing_step(base: Any, captured: Captured, chunks: list[Any], optimizer: Any) -> Any:
+    from megatron.training import get_args
+
+    @functools.wraps(base)
+    def capturing(*args: Any, **kwargs: Any) -> Any:
+        step = optimizer.step
+
+        def stepping() -> Any:
+            captured.gradients.append(_gradients(chunks, get_args()))
+            return step()
+
+        optimizer.step = stepping
+        losses, *rest = base(*args, **kwargs)
+        optimizer.step = step
+        captured.losses.append({key: loss.item() for key, loss in losses.items()})
+        return losses, *rest
+
+    return capturing
+
+
+def _gradients(chunks: list[Any], args: Any) -> dict[str, str]:
+    """Digests by name; the distributed optimizer leaves each rank a shard of them, so none."""
+    shards = args.use_distributed_optimizer
+    return {name: _digest(p.main_grad) for name, p in _named(chunks) if not shards}
+
+
+def _capturing(base: Any, captured: Captured) -> Any:
+    class CapturingTrainer(base):
+        def run(self) -> None:
+            if not self.args.load:
+                _fill_by_name(self.chunks, self.optimizer)
+            super().run()
+            for name, parameter in _named(self.chunks):
+                captured.parameters[name] = _digest(parameter)
+
+        def _step(self, *args: Any) -> Any:
+            step = self.optimizer.step
+
+            def stepping() -> Any:
+                captured.gradients.append(_gradients(self.chunks, self.args))
+                return step()
+
+            self.optimizer.step = stepping
+            result = super()._step(*args)
+            self.optimizer.step = step
+            captured.losses.append({key: loss.item() for key, loss in result.losses.items()})
+            return result
+
+    return CapturingTrainer
+
+
+def _named(chunks: list[Any]) -> list[tuple[str, Any]]:
+    """Parameters under names that hold whichever rank has them."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    ep_rank = parallel_state.get_expert_model_parallel_rank()
+    found = []
+    for chunk in chunks:
+        module = unwrap_model(chunk)
+        for name, parameter in module.named_parameters():
+            path = re.match(r"((?:decoder|encoder)\.layers)\.(\d+)\.(.*)", name)
+            if path:
+                layer = module.get_submodule(f"{path[1]}.{path[2]}")
+                name = f"{path[1]}.{layer.layer_number - 1}.{path[3]}"
+            if getattr(parameter, "tensor_model_parallel", False):
+                name += f"@tp{tp_rank}"
+            if not getattr(parameter, "allreduce", True):
+                name += f"@ep{ep_rank}"
+            found.append((name, parameter))
+    return found
+
+
+def _fill_by_name(chunks: list[Any], optimizer: Any) -> None:
+    import torch
+    from megatron.core.utils import unwrap_model
+
+    tied = unwrap_model(chunks[0]).share_embeddings_and_output_weights
+    with torch.no_grad():
+        for name, parameter in _named(chunks):
+            if name.endswith(".bias") or "layernorm" in name:
+                continue
+            drawn = name
+            if tied:
+                drawn = name.replace("output_layer.weight", "embedding.word_embeddings.weight")
+            generator = torch.Generator().manual_seed(zlib.crc32(drawn.encode()))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    optimizer.reload_model_params()
+
+
+def _digest(tensor: Any) -> str:
+    import torch
+
+    raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(raw).hexdigest()[:16]

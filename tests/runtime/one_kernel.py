@@ -1,0 +1,103 @@
+"""Steps of one long kernel for each action, from device to device, on an emulated device."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_ext import devices
+from megatron_ext.runtime.executor import Executor
+from megatron_ext.runtime.program import Peers, PipelineEnds, make_program
+from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
+from megatron_ext.transport.native_transport import NativeTransport
+from tests.transport.native_ranks import store
+
+from . import fake
+
+if TYPE_CHECKING:
+    from megatron_ext.devices.backend import DeviceBackend
+    from megatron_ext.runtime.compute import Tensors
+    from megatron_ext.runtime.ordering import Order
+    from megatron_ext.runtime.run_ahead import RunAhead
+    from megatron_ext.schedules import Action
+    from megatron_ext.schedules.table import Table
+
+LONG_S = 60.0
+SHAPE = (64, 32)
+
+
+class OneKernel:
+    """A computation of one long kernel for each action; keeps the input until the backward."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._data = torch.ones(SHAPE, device=device)
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+
+    def run(self, action: Action, inputs: Tensors, *, is_first: bool, progress: Any) -> Tensors:
+        place = action.stage, action.microbatch
+        given = inputs[0] if inputs else self._data
+        assert given is not None
+        if action.kind == "F":
+            self._kept[place] = given
+            return [given + 1]
+        if action.kind == "B":
+            return [given + self._kept.pop(place)]
+        if action.kind == "I":
+            return [given + self._kept[place]]
+        self._data = self._data + self._kept.pop(place)
+        return []
+
+    def saved_tensors(self, stage: int, microbatch: int) -> object:
+        return None
+
+    def release(self, outputs: Tensors) -> None:
+        for tensor in outputs:
+            assert tensor is not None
+            tensor.data = torch.empty(0, device=tensor.device)
+
+    def unfinished(self) -> list[str]:
+        return []
+
+
+def this_rank() -> tuple[int, DeviceBackend, torch.device]:
+    """Return this rank, the backend bound to its device, and the device."""
+    me = int(os.environ["RANK"])
+    backend = devices.current()
+    backend.bind(me)
+    return me, backend, backend.torch_device(me)
+
+
+def notes_to_neighbours(me: int, num_ranks: int, slots: int) -> NativeTransport:
+    """Open the transport of the host, which carries the notes on what lies in device memory."""
+    neighbours = [rank for rank in (me - 1, me + 1) if 0 <= rank < num_ranks]
+    return NativeTransport(
+        store(), me, neighbours, run_id="ahead", device=torch.device("cpu"), wire="shm",
+        slots=slots, slot_bytes=NOTE_BYTES,
+    )  # fmt: skip
+
+
+def run_step(
+    table: Table,
+    order: Order,
+    transport: DirectTransport,
+    run_ahead: RunAhead,
+    device: torch.device,
+) -> None:
+    """Run one step of a chain of stages."""
+    sync = fake.Sync([])
+    shapes = {kind: [SHAPE] for kind in "FB"}
+    peers = Peers(range(len(table.schedule.rows)))
+    Executor(
+        table=table,
+        program=make_program(table, PipelineEnds(peers, shapes, torch.float32, table.rank)),
+        order=order,
+        compute=OneKernel(device),
+        gradients=sync,
+        parameters=sync,
+        transport=transport,
+        timeout_s=LONG_S,
+        name_of=str,
+        run_ahead=run_ahead,
+    ).run()

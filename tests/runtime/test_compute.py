@@ -1,0 +1,92 @@
+"""What the actions of a stage leave behind, on one process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_ext.runtime.compute import StageCompute
+from megatron_ext.schedules import Action
+
+
+def _compute(*, deallocates: bool = True) -> StageCompute:
+    call: Any = SimpleNamespace(config=SimpleNamespace(deallocate_pipeline_outputs=deallocates))
+    table: Any = None
+    return StageCompute(call, table)
+
+
+def _output(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(3, 5, dtype=dtype, requires_grad=True) * 2
+
+
+def test_release_frees_the_data_and_keeps_the_graph() -> None:
+    outputs = [_output(), _output(torch.bfloat16), _output()]
+    graphs = [output.grad_fn for output in outputs]
+    data = [StorageWeakRef(output.untyped_storage()) for output in outputs]
+    _compute().release([*outputs, None])
+    assert all(storage.expired() for storage in data)
+    assert [output.grad_fn for output in outputs] == graphs
+    # Upstream's `custom_backward` asks for a single element, of the dtype of the gradient.
+    assert [output.shape for output in outputs] == [(1,)] * 3
+    assert [output.dtype for output in outputs] == [torch.float32, torch.bfloat16, torch.float32]
+
+
+def test_release_keeps_what_megatron_was_told_to_keep() -> None:
+    output = _output()
+    _compute(deallocates=False).release([output])
+    assert output.shape == (3, 5)
+
+
+def test_release_refuses_views() -> None:
+    with pytest.raises(AssertionError, match=r"torch.Size\(\[15\]\) is a view"):
+        _compute().release([_output().view(15)])
+
+
+def test_release_in_inference_leaves_training_alone() -> None:
+    dtype = torch.float64  # of no other test: the first to be freed is one of an inference
+    with torch.inference_mode():
+        evaluated = _output(dtype)
+        _compute().release([evaluated])
+    assert evaluated.shape == (1,)
+    trained = _output(dtype)
+    _compute().release([trained])
+    assert trained.requires_grad
+    assert not trained.is_inference()
+
+
+class Called(StageCompute):
+    """Says which step it was asked for, and with what."""
+
+    def forward(self, stage: int, microbatch: int, inputs: Any, *, is_first: bool) -> Any:
+        return ["forward", inputs, is_first]
+
+    def backward(self, stage: int, microbatch: int, gradients: Any, *, split: bool) -> Any:
+        return ["split" if split else "backward", gradients]
+
+    def weights(self, stage: int, microbatch: int, progress: Any) -> None:
+        progress({stage, microbatch})
+
+
+def _run(kind: Any, inputs: Any, progress: Any = None) -> Any:
+    compute = Called(SimpleNamespace(), None, num_inputs=2)  # type: ignore[arg-type]
+    return compute.run(Action(1, kind, 2), inputs, is_first=True, progress=progress)
+
+
+def test_each_kind_of_action_has_its_step() -> None:
+    gradient, told = torch.ones(3), []
+    assert _run("B", [gradient]) == ["backward", [gradient]]
+    assert _run("I", [gradient]) == ["split", [gradient]]
+    assert _run("W", [], told.append) == []
+    assert told == [{1, 2}]
+
+
+def test_a_forward_gets_leaves_and_the_ends_of_the_pipeline_get_none() -> None:
+    activation = torch.ones(3)
+    step, [leaf], is_first = _run("F", [activation])
+    assert (step, is_first, leaf.requires_grad, leaf.is_leaf) == ("forward", True, True, True)
+    assert _run("F", [])[1] == [None, None]
+    assert _run("B", []) == ["backward", [None]]

@@ -1,0 +1,322 @@
+"""The keywords of Megatron's schedules do what they do there, and failures name their cause."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.errors import ScheduleError, TransportError
+from tests.pipelines import make_pipeline, use
+from tests.ranks import run_ranks, start_ranks
+
+from . import toy
+
+M = 4
+
+
+def _step(
+    config: Any, model: list[toy.Stage], m: int = M, *, run: Any = None, **keywords: Any
+) -> list[Any]:
+    """Run one step by whatever Megatron hands out, or by `run`."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    iterators = [toy.samples(m, int(config.variable_seq_lengths)) for _ in model]
+    single = len(model) == 1
+    usual: dict[str, Any] = {
+        "forward_step_func": toy.forward_step,
+        "data_iterator": iterators[0] if single else iterators,
+        "model": model[0] if single else model,
+        "num_microbatches": m,
+        "seq_length": toy.LENGTH,
+        "micro_batch_size": toy.BATCH,
+    }
+    return (run or get_forward_backward_func())(**(usual | keywords))
+
+
+def _own_and_stock(changes: dict[str, Any], keywords: dict[str, Any]) -> tuple[Any, Any]:
+    """Reports and gradients of one step with Megatron's schedule and with ours."""
+    toy.start(2)
+    found = []
+    for chosen in (None, make_pipeline("1f1b", 2, M)):
+        use(chosen)
+        config = toy.config(**changes)
+        finalized: list[Any] = []
+
+        def finalize(*args: Any, into: list[Any] = finalized, **named: Any) -> None:
+            into.append((args[1], named["force_all_reduce"]))
+
+        config.finalize_model_grads_func = finalize
+        model = toy.chunks(config, [dist.get_rank()])
+        reports = _step(config, model, **keywords)
+        found.append((reports, finalized, model[0].firsts, model[0].weight.grad))
+    return found[0], found[1]
+
+
+def _to_real_shapes(received: Any, sent: Any) -> Any:
+    """What an `adjust_tensor_shapes_fn` does, for a step that was told a wrong length."""
+    assert received == sent == [(_WRONG_LENGTH, toy.BATCH, toy.WIDTH)]
+    right = [(toy.LENGTH, toy.BATCH, toy.WIDTH)]
+    return right, right
+
+
+_WRONG_LENGTH = toy.LENGTH + 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "keywords"),
+    [
+        pytest.param({}, {}, id="plain"),
+        pytest.param({}, {"forward_only": True}, id="forward-only"),
+        pytest.param({}, {"forward_only": True, "collect_non_loss_data": True}, id="non-loss-data"),
+        pytest.param({}, {"forward_only": True, "first_val_step": True}, id="first-validation"),
+        pytest.param({}, {"forward_only": True, "first_val_step": False}, id="later-validation"),
+        pytest.param({"calculate_per_token_loss": True}, {}, id="per-token-loss"),
+        pytest.param({}, {"force_all_reduce": True}, id="force-all-reduce"),
+        pytest.param(
+            toy.VARYING,
+            {},
+            id="shapes-travel",
+        ),
+        pytest.param({"deallocate_pipeline_outputs": False}, {}, id="outputs-kept"),
+        pytest.param(
+            {},
+            {"seq_length": _WRONG_LENGTH, "decoder_seq_length": toy.LENGTH},
+            id="decoder-length",
+        ),
+        pytest.param(
+            {},
+            {"seq_length": _WRONG_LENGTH, "adjust_tensor_shapes_fn": _to_real_shapes},
+            id="adjusted-shapes",
+        ),
+    ],
+)
+def test_keywords_as_upstream(changes: dict[str, Any], keywords: dict[str, Any]) -> None:
+    for stock, own in run_ranks(2, _own_and_stock, changes, keywords):
+        assert _plain(own[:3]) == _plain(stock[:3])
+        assert (own[3] is None) == (stock[3] is None)
+        if own[3] is not None:
+            assert torch.equal(own[3], stock[3])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _given_groups() -> tuple[Any, Any]:
+    """A pipeline over groups that Megatron's own state knows nothing of."""
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from megatron_ext.upstream.signatures import default_groups
+
+    toy.start(1)
+    use(make_pipeline("1f1b", 2, M))
+    groups = default_groups()
+    groups.pp = dist.group.WORLD
+    found = []
+    for run in (None, schedules.forward_backward_pipelining_without_interleaving):
+        config = toy.config()
+        model = toy.chunks(config, [dist.get_rank()])
+        finalized: list[Any] = []
+
+        def finalize(*_: Any, into: list[Any] = finalized, **named: Any) -> None:
+            into.append(named["pg_collection"] is groups)
+
+        config.finalize_model_grads_func = finalize
+        communicator = P2PCommunicator(pp_group=groups.pp, config=config)
+        reports = _step(config, model, run=run, p2p_communicator=communicator, pg_collection=groups)
+        found.append((reports, finalized, model[0].weight.grad.tolist()))
+    with pytest.raises(ScheduleError, match="give both p2p_communicator and pg_collection"):
+        _step(config, model, pg_collection=groups)
+    return found[0], found[1]
+
+
+def test_groups_may_be_given() -> None:
+    for own, stock in run_ranks(2, _given_groups):
+        assert own[1] == [True]
+        assert _plain(own) == _plain(stock)
+
+
+def _reports_are_by_micro_batch() -> list[float]:
+    """A table that runs micro-batches backwards, on both stages of each rank."""
+    toy.start(2)
+    chosen = make_pipeline("zb-v", 2, M)
+    use(chosen)
+    config = toy.config()
+    stages = chosen.placement.stages_of[dist.get_rank()]
+    table = chosen.schedule(M)
+    rows = tuple(
+        tuple(a._replace(microbatch=M - 1 - a.microbatch) for a in row) for row in table.rows
+    )
+    chosen._tables[M] = replace(table, rows=rows)
+    reports = _step(config, toy.chunks(config, list(stages)))
+    return [report["loss"].item() for report in reports]
+
+
+def _one_process() -> list[float]:
+    losses = []
+    made = toy.config()
+    model = [toy.Stage(made, stage, None) for stage in range(4)]
+    for x in toy.samples(M):
+        for stage in model:
+            stage.set_input_tensor([None])
+            x = stage(x)
+        losses.append(x.square().sum().item())
+    return losses
+
+
+def test_reports_are_in_the_order_of_micro_batches_whatever_ran_first() -> None:
+    found = run_ranks(2, _reports_are_by_micro_batch)
+    assert found == [run_ranks(1, _one_process)[0], []]
+
+
+def _waits_in_vain() -> str:
+    toy.start(2)
+    use(make_pipeline("1f1b", 2, M, message_timeout_s=1.0))
+    config = toy.config()
+    model = toy.chunks(config, [dist.get_rank()])
+    if dist.get_rank() == 0:
+        time.sleep(6)  # rank 1 must give up long before
+        return ""
+    # Both ranks compare models and tables at the first step; rank 0 takes no part in this one.
+    from megatron_ext.runtime import model_runtime, runtimes
+
+    model_runtime.check_agreement = lambda *_: None
+    runtimes.agree_trees = lambda *_, **__: None
+    with pytest.raises(TransportError) as raised:
+        _step(config, model)
+    return str(raised.value)
+
+
+def test_a_rank_that_waits_too_long_says_for_what() -> None:
+    message = run_ranks(2, _waits_in_vain)[1]
+    assert "rank 1 (pipeline rank 1) cannot run 1F0, action 0 of its 8 in 1f1b" in message
+    assert "the activation that stage 1 needs for micro-batch 0 did not come from rank 0" in message
+
+
+def _different_tables() -> None:
+    toy.start(2)
+    use(make_pipeline(("1f1b", "gpipe")[dist.get_rank()], 2, M))
+    config = toy.config()
+    _step(config, toy.chunks(config, [dist.get_rank()]))
+
+
+def test_ranks_with_different_tables_do_not_start() -> None:
+    ended = start_ranks(2, _different_tables, timeout_s=60)
+    assert ended.exit_codes == [1, 1]
+    assert "rank 0 made another table for 1f1b than ranks 1" in ended.logs[0]
+    assert "rank 1 made another table for gpipe than ranks 0" in ended.logs[1]
+
+
+def _misfit(name: str, stages: int) -> str:
+    toy.start(2)
+    use(make_pipeline(name, 4 if name == "gpipe" else 2, M))
+    config = toy.config()
+    with pytest.raises(ScheduleError) as raised:
+        _step(config, toy.chunks(config, list(range(stages))))
+    return str(raised.value)
+
+
+def test_a_model_that_does_not_fit_is_refused() -> None:
+    assert "was chosen for 4 pipeline ranks" in run_ranks(2, _misfit, "gpipe", 1)[0]
+    assert (
+        "needs 2 model chunks on each rank, but the model has 1"
+        in run_ranks(2, _misfit, "zb-v", 1)[0]
+    )
+
+
+def _failing_step() -> None:
+    toy.start(2)
+    use(make_pipeline("zb-h1", 2, M))
+    config = toy.config()
+    model = toy.chunks(config, [dist.get_rank()])
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("the model is broken")
+
+    model[0].forward = broken  # type: ignore[method-assign]
+    from tests.pipelines import splits
+
+    with pytest.raises((RuntimeError, TransportError)):
+        _step(config, model)
+    assert splits().pending() == []
+
+
+def test_an_error_of_the_model_comes_out_and_leaves_nothing() -> None:
+    run = start_ranks(2, _failing_step, timeout_s=60)
+    assert run.exit_codes[0] == 0, run.describe()
+
+
+def _without_a_choice() -> bool:
+    from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+
+    toy.start(2)
+    use(None)
+    return get_forward_backward_func() is schedules.forward_backward_pipelining_without_interleaving
+
+
+def test_without_a_choice_upstream_runs_itself() -> None:
+    assert run_ranks(2, _without_a_choice) == [True, True]
+
+
+def _with_several_modules() -> list[str]:
+    """Ask for the schedule of two models in one job, as MIMO does, and run a step with them."""
+    from megatron.core import process_groups_config
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    name = "MultiModuleProcessGroupCollection"  # 0.16 has none
+    kind = getattr(process_groups_config, name, None) or type(name, (), {})
+    setattr(process_groups_config, name, kind)
+    modules = object.__new__(kind)
+    toy.start(1)
+    use(make_pipeline("1f1b", 2, M))
+    told = []
+    config = toy.config()
+    model = toy.chunks(config, [dist.get_rank()])
+    calls = (
+        lambda: get_forward_backward_func(2, None, modules),
+        lambda: get_forward_backward_func(pp_size=2, schedule_pg_collection=modules),
+        lambda: _step(config, model, pg_collection=modules, p2p_communicator=object()),
+    )
+    for call in calls:
+        with pytest.raises(ScheduleError) as caught:
+            call()
+        told.append(str(caught.value))
+    return told
+
+
+def test_several_models_in_one_job_are_refused() -> None:
+    for told in run_ranks(2, _with_several_modules):
+        assert len(told) == 3
+        assert set(told) == {told[0]}
+        assert "schedule_pg_collection of several modules (MIMO)" in told[0]
+        assert "leave --pipeline-schedule out" in told[0]
+
+
+def _overwriting(file: str) -> str:
+    """Run a table with layers that overwrite the gradient of a step's first micro-batch."""
+    toy.start(2)
+    use(make_pipeline(f"csv:{file}", 2, 2))
+    config = toy.config()
+    model = toy.chunks(config, [dist.get_rank()])
+    model[0].fuse_wgrad_accumulation = model[0].is_first_microbatch = True  # type: ignore[assignment]
+    with pytest.raises(ScheduleError) as raised:
+        _step(config, model, 2)
+    return str(raised.value)
+
+
+def test_a_table_that_would_lose_gradients_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "table.csv"
+    file.write_text("0F1,0F0,0B0,0B1\n1F1,1F0,1B0,1B1\n")
+    for stage, told in enumerate(run_ranks(2, _overwriting, str(file))):
+        assert f"the first weight gradients of stage {stage} are those of micro-batch 0" in told

@@ -1,0 +1,125 @@
+"""Pipelines that end on the rank where they began train, log and resume as Megatron's own do.
+
+Runs start from one checkpoint: what a rank draws for its layers depends on the rank. Gradients are
+not clipped, because their norm is added up rank by rank, in another order for another placement.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.runtime import capture
+from tests.runtime.capture import GPT
+from tests.tiers import first_quick
+from tests.training.helpers import MLA, MOCK, MOE, NO_DROPOUT, bert_flags, report, train
+from tests.training.helpers import errors as user_errors
+
+PP2 = "--pipeline-model-parallel-size 2 "
+ZB_V = PP2 + "--pipeline-schedule zb-v "
+BITPIPE = "--pipeline-model-parallel-size 4 --enable-bitpipe-schedule "
+EXACT = NO_DROPOUT + "--clip-grad 0 --split 80,10,10 "
+EIGHT_LAYERS = "--num-layers 8 "
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+RESHARDABLE = "--dist-ckpt-optim-fully-reshardable "
+TWO_MTP = MLA.replace("--mtp-num-layers 1", "--mtp-num-layers 2")
+
+
+def start_from(directory: Path, flags: str, script: str = "pretrain_gpt.py") -> str:
+    """Save what one process draws; return the flags that start any run from it."""
+    saving = f"{flags} --train-iters 1 --lr-warmup-iters 0 --eval-iters 0 "
+    ended = train(1, f"{saving} --save {directory} --save-interval 1", script=script)
+    assert ended.exit_codes == [0], ended.describe()
+    return f"{flags} --load {directory} --finetune "
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags", "theirs", "ours"),
+    first_quick(
+        [
+            pytest.param(2, MOCK, PP2, ZB_V, id="tied"),
+            pytest.param(2, MOCK + MOE + TWO_MTP, PP2, ZB_V, id="moe-two-mtp-layers"),
+            pytest.param(
+                4,
+                MOCK + "--bf16 --calculate-per-token-loss " + SHARDED,
+                PP2,
+                ZB_V,
+                id="bf16-per-token-sharded",
+            ),
+            pytest.param(
+                4,
+                MOCK,
+                PP2 + "--tensor-model-parallel-size 2 --sequence-parallel",
+                ZB_V + "--tensor-model-parallel-size 2 --sequence-parallel",
+                id="tp2",
+            ),
+            pytest.param(4, MOCK + EIGHT_LAYERS + SHARDED, PP2, BITPIPE, id="bitpipe"),
+        ],
+        2,
+    ),
+)
+def test_the_log_is_megatrons(
+    tmp_path: Path, num_ranks: int, flags: str, theirs: str, ours: str
+) -> None:
+    flags = start_from(tmp_path, flags + EXACT)
+    assert report(train(num_ranks, flags + ours)) == report(train(num_ranks, flags + theirs))
+
+
+def test_bert(tmp_path: Path) -> None:
+    flags = start_from(tmp_path / "start", bert_flags(tmp_path) + EXACT, "pretrain_bert.py")
+    flags = flags.replace("--split 80,10,10 ", "")
+    ours, theirs = (report(train(2, flags + pp, script="pretrain_bert.py")) for pp in (ZB_V, PP2))
+    assert ours == theirs
+    assert any("sop loss" in line for line in ours)
+
+
+def test_a_tied_head_starts_as_the_embedding(tmp_path: Path) -> None:
+    """From random weights, without a checkpoint that would tie them."""
+    drawn = MOCK + EXACT + "--lr 0 --min-lr 0 --eval-iters 0 --train-iters 1 --lr-warmup-iters 0 "
+    fresh = report(train(2, f"{drawn}{ZB_V} --save {tmp_path} --save-interval 1"))
+    loaded = report(train(1, f"{drawn} --load {tmp_path} --finetune"))
+    assert fresh == loaded
+
+
+def test_tied_embeddings_with_mtp() -> None:
+    """Megatron cannot save these; weights are drawn by name."""
+    flags = GPT + EXACT + TWO_MTP.replace("--untie-embeddings-and-output-weights ", "")
+    ours, theirs = (capture.train(2, flags + pp) for pp in (ZB_V, PP2))
+    assert "embedding.word_embeddings.weight@tp0" in ours.gradients[0]
+    assert (ours.losses, ours.gradients) == (theirs.losses, theirs.gradients)
+
+
+@pytest.mark.parametrize(
+    ("flags", "saved", "others"),
+    first_quick(
+        [
+            pytest.param("", ZB_V, [(2, PP2)], id="replicated-from-v"),
+            pytest.param("", PP2, [(2, ZB_V)], id="replicated-to-v"),
+            pytest.param(SHARDED, ZB_V, [(2, PP2 + RESHARDABLE), (1, "")], id="sharded-from-v"),
+            pytest.param(SHARDED, PP2 + RESHARDABLE, [(2, ZB_V)], id="sharded-to-v"),
+        ],
+        2,
+    ),
+)
+def test_resume_under_another_schedule(
+    tmp_path: Path, flags: str, saved: str, others: list[tuple[int, str]]
+) -> None:
+    """A run goes on under another schedule, and in one process, as it does under its own."""
+    flags = f"{MOCK}{EXACT}--eval-iters 0 {flags}"
+    report(train(2, f"{flags}{saved}--save {tmp_path} --save-interval 2 --exit-interval 2"))
+    went_on, *elsewhere = (
+        report(train(num_ranks, f"{flags}{schedule}--load {tmp_path}"))
+        for num_ranks, schedule in [(2, saved), *others]
+    )
+    assert all(lines == went_on for lines in elsewhere)
+
+
+def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
+    flags = MOCK + EXACT + "--use-distributed-optimizer --train-iters 2 --eval-iters 0 "
+    report(train(2, f"{flags}{PP2}--save {tmp_path} --save-interval 2"))
+    told = user_errors(train(2, f"{flags}{ZB_V}--load {tmp_path}"))
+    assert "fits only the stages that it was saved with" in told[0]
+    assert "--no-load-optim" in told[0]
+    weights = train(2, f"{flags}{ZB_V}--train-iters 3 --no-load-optim --load {tmp_path}")
+    assert len(report(weights)) == 1

@@ -1,0 +1,288 @@
+"""Transformer Engine's own layers, on a machine without a GPU: what `te_layers` relies on.
+
+Their kernels need a GPU, their Python does not: it builds the layers on the CPU, and its autograd
+functions and `backward_dw` run with torch's products and norm in place of the kernels.
+docs/devices.md says how to build the library on such a machine; without it these tests are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.runtime.split import SplitBackward
+from megatron_ext.runtime.te_layers import (
+    DelayedModules,
+    overwrites_first,
+    prepare_config,
+)
+
+te = pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
+
+_BUILT = {
+    "delay_wgrad_compute": True,
+    "fuse_wgrad_accumulation": True,
+    "device": "cpu",
+    "params_dtype": torch.float32,
+}
+
+
+@pytest.fixture(autouse=True)
+def cuda_seems_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let constructors, which refuse machines without a GPU, build layers on the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def _product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *_: Any,
+    layout: str = "TN",
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    accumulate: bool = False,
+    grad: bool = False,
+    **_settings: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """Compute what `general_gemm` would: of matrices in columns, so the second one is the left."""
+    left, right = b.reshape(-1, b.shape[-1]), a.reshape(-1, a.shape[-1])
+    found = {
+        "TN": lambda: left @ right.t(),
+        "NN": lambda: left @ right,
+        "NT": lambda: left.t() @ right,
+    }
+    result = found[layout]()
+    if bias is not None and not grad:
+        result = result + bias
+    if layout != "NT":
+        result = result.view(*b.shape[:-1], result.shape[-1])
+    if out is not None:
+        result = out.add_(result) if accumulate else out.copy_(result)
+    return result, left.sum(0) if grad and bias is not None else None, None, None
+
+
+def _norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, *_: Any
+) -> tuple[torch.Tensor, ...]:
+    return torch.native_layer_norm(x, [x.shape[-1]], weight, bias, eps)
+
+
+def _norm_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor,
+    *_: Any,
+) -> tuple[torch.Tensor, ...]:
+    wanted, shape = [True, True, True], [x.shape[-1]]
+    return torch.ops.aten.native_layer_norm_backward(
+        grad, x, shape, mean, deviation, weight, weight, wanted
+    )
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put torch's products and norm in place of the library's kernels."""
+    from transformer_engine.pytorch.module import _common, layernorm_linear, linear
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for module in (linear, layernorm_linear):
+        monkeypatch.setattr(module, "general_gemm", _product)
+    monkeypatch.setattr(_common.tex, "layernorm_fwd", _norm)
+    monkeypatch.setattr(layernorm_linear.tex, "layernorm_bwd", _norm_backward)
+
+
+def _layers(**settings: Any) -> dict[str, Any]:
+    """Build one layer of each kind, eight wide."""
+    given = {**_BUILT, "bias": False, **settings}
+    return {
+        "Linear": te.Linear(8, 8, **given),
+        "LayerNormLinear": te.LayerNormLinear(8, 8, **given),
+        "LayerNormMLP": te.LayerNormMLP(8, 8, **given),
+        "GroupedLinear": te.GroupedLinear(2, 8, 8, **given),
+    }
+
+
+def _queue(name: str, layer: Any, done: list[str], microbatch: int) -> None:
+    """Queue what a backward of this layer would: its operands, and the product of them."""
+
+    def product(*_: Any) -> tuple[Any, ...]:
+        done.append(f"{name} {microbatch}")
+        return (None, [None] * 2, None) if name == "GroupedLinear" else (None, None)
+
+    for _ in range(2 if name == "LayerNormMLP" else 1):
+        layer.wgrad_store.put([torch.ones(1)] * 3, product)
+
+
+def test_they_postpone_only_where_told() -> None:
+    layers = _layers()
+    model = torch.nn.ModuleDict(layers)
+    delayed = DelayedModules(model)
+    assert delayed.weights >= {id(p) for n, p in model.named_parameters() if "weight" in n}
+    stores = [layer.wgrad_store for layer in layers.values()]
+    assert not any(store.delay_wgrad_compute() for store in stores)
+    with delayed.delaying():
+        assert all(store.delay_wgrad_compute() for store in stores)
+    assert not any(store.delay_wgrad_compute() for store in stores)
+
+
+def test_their_backward_dw_computes_a_micro_batch_last_layer_first() -> None:
+    layers, done = _layers(), []
+    delayed = DelayedModules(torch.nn.ModuleDict(layers))
+    for microbatch in range(2):
+        with delayed.delaying():
+            for name, layer in layers.items():
+                _queue(name, layer, done, microbatch)
+        delayed.note(microbatch)
+    assert delayed.waiting() == [0, 1]
+    with pytest.raises(ScheduleError, match="W of micro-batch 1 comes before W of 0"):
+        delayed.run(1, lambda *_: None)
+    finished: list[int] = []
+    for microbatch in range(2):
+        done.clear()
+        delayed.run(microbatch, lambda *weights: finished.extend(weights))
+        assert list(dict.fromkeys(done)) == [f"{name} {microbatch}" for name in reversed(layers)]
+        assert len(done) == 5, "the network has two weights"
+    assert set(finished) == delayed.weights
+    assert delayed.waiting() == []
+
+
+def test_what_is_queued_can_be_dropped() -> None:
+    layers, done = _layers(), []
+    delayed = DelayedModules(torch.nn.ModuleDict(layers))
+    with delayed.delaying():
+        for name, layer in layers.items():
+            _queue(name, layer, done, 0)
+    delayed.note(0)
+    delayed.clear()
+    assert delayed.waiting() == []
+    assert all(layer.wgrad_store.context.empty() for layer in layers.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "postpone"),
+    [
+        ({"bias": True, "return_bias": True}, {"Linear", "LayerNormLinear", "GroupedLinear"}),
+        ({"bias": True}, set()),
+        ({"bias": False}, {"Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"}),
+    ],
+    ids=["bias by Megatron", "bias of its own", "no bias"],
+)
+def test_layers_that_add_their_bias_stay_whole(
+    settings: dict[str, Any], postpone: set[str]
+) -> None:
+    layers = _layers(**settings)
+    delayed = DelayedModules(torch.nn.ModuleDict(layers))
+    with delayed.delaying():
+        found = {n for n, layer in layers.items() if layer.wgrad_store.delay_wgrad_compute()}
+    assert found == postpone
+
+
+def test_a_bias_that_megatron_adds_keeps_its_gradient() -> None:
+    layer = te.Linear(8, 8, **_BUILT, bias=True, return_bias=True)
+    delayed = DelayedModules(torch.nn.ModuleDict({"one": layer}))
+    with delayed.delaying():
+        layer.wgrad_store.put([torch.ones(1)], lambda _: (None, torch.ones(8)))
+    delayed.note(0)
+    delayed.run(0, lambda *_: None)
+    assert layer.bias.grad is None
+
+
+def test_no_layer_overwrites_first_before_megatron_says_which_micro_batch_is() -> None:
+    assert not overwrites_first(torch.nn.ModuleDict(_layers()))
+
+
+def _stage(*, delay: bool) -> torch.nn.Sequential:
+    """Build a stage whose gradients go to `main_grad`, as Megatron's DDP keeps them."""
+    given = {**_BUILT, "delay_wgrad_compute": delay}
+    torch.manual_seed(1)
+    stage = torch.nn.Sequential(
+        te.LayerNormLinear(8, 16, **given, bias=False), te.Linear(16, 8, **given, bias=False)
+    )
+    for parameter in stage.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+        parameter.grad_added_to_main_grad = False
+        parameter.register_post_accumulate_grad_hook(_hook)
+    return stage
+
+
+def _hook(parameter: torch.nn.Parameter) -> None:
+    """Do as DDP's hook."""
+    if not parameter.grad_added_to_main_grad:
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+def _loss(stage: torch.nn.Module, microbatch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(microbatch)
+    return stage(torch.randn(5, 2, 8, generator=generator)).square().sum()
+
+
+def _main_grads(stage: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.main_grad.clone() for name, parameter in stage.named_parameters()}
+
+
+@pytest.mark.usefixtures("kernels")
+def test_each_w_adds_what_the_backward_of_its_micro_batch_left() -> None:
+    whole, stage, split = _stage(delay=False), _stage(delay=True), SplitBackward()
+    split.register_modules(0, stage)
+    for microbatch in range(3):
+        with split.defer(0, microbatch):
+            loss = _loss(stage, microbatch)
+        with split.defer(0, microbatch):
+            loss.backward()
+    assert split.pending() == [(0, 0), (0, 1), (0, 2)]
+    assert {name for name, grad in _main_grads(stage).items() if grad.any()} == {
+        "0.layer_norm_weight",
+        "0.layer_norm_bias",
+    }
+    for microbatch in range(3):
+        split.run(0, microbatch)
+        _loss(whole, microbatch).backward()
+        expected = _main_grads(whole)
+        for name, found in _main_grads(stage).items():
+            assert "norm" in name or torch.equal(found, expected[name]), name
+    assert all(
+        torch.equal(*both)
+        for both in zip(_main_grads(stage).values(), _main_grads(whole).values(), strict=True)
+    )
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Make this process Megatron's only rank."""
+    from megatron.core import parallel_state
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_all_weights_of_megatrons_layer_postpone() -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.spec_utils import build_module
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=True,
+        add_bias_linear=False,
+        transformer_impl="transformer_engine",
+    )
+    prepare_config(config)
+    layer = build_module(get_gpt_layer_with_transformer_engine_spec(), config=config)
+    delayed = DelayedModules(layer)
+    assert delayed.weights >= {id(p) for n, p in layer.named_parameters() if n.endswith(".weight")}
+    assert overwrites_first(layer)

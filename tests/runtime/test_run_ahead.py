@@ -1,0 +1,167 @@
+"""How far the host runs ahead of an emulated device, and what memory that takes."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.devices.cpu import CpuDevice
+from megatron_ext.errors import MegatronExtError, TransportTimeout
+from megatron_ext.runtime import executor as executor_module
+from megatron_ext.runtime.ordering import TableOrder
+from megatron_ext.runtime.run_ahead import AHEAD, RunAhead, run_ahead_of
+from megatron_ext.schedules import Action, generate
+from megatron_ext.transport.direct import DirectTransport
+from tests.fake_musa.queued import queued
+from tests.ranks import run_ranks
+
+from . import fake
+from .one_kernel import LONG_S, SHAPE, notes_to_neighbours, run_step, this_rank
+
+_TENSOR_BYTES = 4 * math.prod(SHAPE)
+_PP, _MICROBATCHES = 4, 16
+
+
+def _reserved_bytes(ahead: int) -> int:
+    """Run a step of 1F1B from device to device; return what it adds to the allocator's memory."""
+    executor_module.AHEAD = ahead  # type: ignore[attr-defined]  # this process is a rank and ends
+    me, backend, device = this_rank()
+    host = notes_to_neighbours(me, _PP, slots=4 * _MICROBATCHES)
+    transport = DirectTransport(host, backend.sharing(device), me, timeout_s=LONG_S)
+    table = fake.table_of(generate("1f1b", _PP, _MICROBATCHES), me)
+    bound = run_ahead_of(backend, device, LONG_S)
+    assert bound is not None
+    before = torch.cuda.memory_reserved()
+    run_step(table, TableOrder(table), transport, bound, device)
+    torch.cuda.synchronize()
+    bound.close()
+    transport.close()
+    return torch.cuda.memory_reserved() - before
+
+
+@pytest.mark.usefixtures("emulated_musa")
+def test_memory_is_that_of_the_table_and_of_two_actions() -> None:
+    env = queued(kernel_us=20000)
+    one_by_one, bounded, unbounded = (
+        run_ranks(_PP, _reserved_bytes, ahead, device="musa", env=env)
+        for ahead in (1, AHEAD, 10**6)
+    )
+    print("bytes by rank:", one_by_one, bounded, unbounded)
+    per_action = 2 * _TENSOR_BYTES  # what it receives and what it sends
+    for rank in range(_PP):
+        limit = one_by_one[rank] + 2 * per_action
+        assert bounded[rank] <= limit
+        assert unbounded[rank] > limit
+
+
+class _Event:
+    """A mark that completes when the test says so."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.passed = threading.Event()
+        self.error = error
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        self.passed.wait()
+        if self.error is not None:
+            raise self.error
+
+    def elapsed_time(self, end: Any) -> float:
+        raise NotImplementedError
+
+
+class _Backend(CpuDevice):
+    """A device whose events are the test's."""
+
+    def __init__(self, *events: _Event) -> None:
+        self._events = iter(events)
+
+    def timing_event(self) -> Any:
+        return next(self._events)
+
+
+def _bound(*events: _Event, timeout_s: float = LONG_S) -> RunAhead:
+    return RunAhead(_Backend(*events), torch.device("cuda", 3), timeout_s=timeout_s)
+
+
+class _Slow(threading.Condition):
+    """Lets the thread that tells of ends go on when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        if threading.current_thread().name == "megatron-ext ends":
+            self.goes_on.wait(LONG_S)
+
+
+def test_a_step_is_not_told_of_the_end_of_the_one_before() -> None:
+    event = _Event()
+    bound, told = _bound(event), []
+    bound._changed = changed = _Slow()
+    bound.record(Action(0, "W", 0))
+    event.passed.set()
+    bound.wait_until(0)
+    bound.tell(told.append)  # the next step begins
+    changed.goes_on.set()
+    bound.close()
+    bound._thread.join(LONG_S)
+    assert not bound._thread.is_alive()
+    assert not told
+
+
+def test_a_wait_ends_with_the_action_it_is_for() -> None:
+    events = [_Event() for _ in range(3)]
+    bound = _bound(*events)
+    for number in range(3):
+        bound.record(Action(0, "F", number))
+    bound.wait_until(3)
+    done: list[int] = []
+
+    def wait() -> None:
+        bound.wait_until(1)
+        done.append(1)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    events[0].passed.set()
+    waiter.join(0.2)
+    assert not done
+    events[1].passed.set()
+    waiter.join(LONG_S)
+    assert done
+    events[2].passed.set()
+    bound.wait_until(0)
+    bound.close()
+
+
+def test_a_wait_names_the_action_that_does_not_end() -> None:
+    event = _Event()
+    bound = _bound(event, timeout_s=0.1)
+    bound.record(Action(1, "B", 4))
+    with pytest.raises(TransportTimeout, match=r"1B4 did not end on cuda:3: waited 0\.1 s"):
+        bound.wait_until(0)
+    event.passed.set()
+    bound.close()
+
+
+def test_a_failure_of_the_device_reaches_the_wait() -> None:
+    event = _Event(RuntimeError("an illegal memory access"))
+    bound = _bound(event)
+    bound.record(Action(1, "B", 4))
+    event.passed.set()
+    with pytest.raises(MegatronExtError, match="1B4 failed on cuda:3: an illegal memory access"):
+        bound.wait_until(0)
+
+
+def test_a_host_that_computes_itself_needs_no_bound() -> None:
+    assert run_ahead_of(CpuDevice(), torch.device("cpu"), LONG_S) is None

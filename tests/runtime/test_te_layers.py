@@ -1,0 +1,387 @@
+"""Transformer Engine's layers, by stand-ins that keep and work off weight gradients as its do."""
+
+from __future__ import annotations
+
+import queue
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.runtime import te_layers
+from megatron_ext.runtime.split import SplitBackward, prepare_config, why_not
+
+
+class _Store:
+    """`WeightGradStore` of transformer_engine.pytorch.module._common."""
+
+    def __init__(self, delay: bool) -> None:
+        self.context = queue.Queue() if delay else None
+        self.enabled = delay
+
+    def delay_wgrad_compute(self) -> bool:
+        return self.enabled
+
+    def enable_delay_wgrad_compute(self) -> None:
+        self.enabled = True
+
+    def disable_delay_wgrad_compute(self) -> None:
+        self.enabled = False
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, store: _Store
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.store, ctx.biased = weight, store, bias is not None
+        return x @ weight.t() if bias is None else x @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        bias_grad = None
+        if ctx.store.delay_wgrad_compute():
+            ctx.store.context.put((x, grad, ctx.biased))
+        else:
+            bias_grad = _products(ctx.weight, x, grad, ctx.biased)
+        return grad @ weight, None, bias_grad, None
+
+
+def _products(
+    weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, biased: bool
+) -> torch.Tensor | None:
+    """Add to the weight's gradient, and return the bias's: one product of matrices makes both."""
+    weight.main_grad.add_(grad.t() @ x)
+    return grad.sum(0) if biased else None
+
+
+class _Layer(torch.nn.Module):
+    """A layer with gradient accumulation fusion."""
+
+    def __init__(self, delay: bool = True) -> None:
+        super().__init__()
+        self.wgrad_store = _Store(delay)
+        self.weight = torch.nn.Parameter(torch.randn(4, 4))
+        self.weight.main_grad = torch.zeros(4, 4)
+        self.use_bias = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Linear.apply(x, self.weight, None, self.wgrad_store)
+
+    def backward_dw(self) -> None:
+        """Do as `TransformerEngineBaseModule.backward_dw`."""
+        assert self.wgrad_store.enabled
+        bias_grad = _products(self.weight, *self.wgrad_store.context.get_nowait())
+        if self.use_bias and self.bias.grad is None:
+            self.bias.grad = bias_grad.to(self.bias.dtype)
+
+
+class _BiasedLayer(_Layer):
+    """A layer with a bias: added by the product, behind it, or by who gets it returned."""
+
+    def __init__(self, delay: bool, *, returned: bool = False, behind: bool = False) -> None:
+        super().__init__(delay)
+        self.bias = torch.nn.Parameter(torch.randn(4))
+        self.bias.main_grad = torch.zeros(4)
+        self.use_bias, self.apply_bias, self.gemm_bias_unfused_add = True, not returned, behind
+        self.bias.register_post_accumulate_grad_hook(_hook)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        in_product = self.apply_bias and not self.gemm_bias_unfused_add
+        output = _Linear.apply(x, self.weight, self.bias if in_product else None, self.wgrad_store)
+        return output if in_product else output + self.bias
+
+
+def _hook(parameter: torch.Tensor) -> None:
+    """Do as DDP's hook."""
+    parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+class _TwoWeights(_Layer):
+    """Takes two entries at once, as `LayerNormMLP` does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(super().forward(x))
+
+    def backward_dw(self) -> None:
+        super().backward_dw()
+        super().backward_dw()
+
+
+class _Chunk(torch.nn.Module):
+    """Megatron's own modules have a `backward_dw` as well, which calls that of their parts."""
+
+    def __init__(self, delay: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.twice = _Layer(delay), _Layer(delay)
+        self.pair = _TwoWeights(delay)
+        self.norm = torch.nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.pair(self.twice(self.twice(self.first(x)))))
+
+    def backward_dw(self) -> None:
+        raise AssertionError
+
+
+def _loss(chunk: torch.nn.Module, microbatch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(microbatch)
+    return chunk(torch.randn(5, 4, generator=generator)).square().sum()
+
+
+def _main_grads(chunk: _Chunk) -> list[torch.Tensor]:
+    return [layer.weight.main_grad for layer in (chunk.first, chunk.twice, chunk.pair)]
+
+
+def _backwards(split: SplitBackward, chunk: torch.nn.Module, count: int, stage: int = 1) -> None:
+    for microbatch in range(count):
+        with split.defer(stage, microbatch):
+            loss = _loss(chunk, microbatch)
+        with split.defer(stage, microbatch):
+            loss.backward()
+
+
+def test_each_w_takes_the_entries_of_its_micro_batch() -> None:
+    expected = []
+    for count in (1, 2, 3):
+        whole = _Chunk(delay=False)
+        for microbatch in range(count):
+            _loss(whole, microbatch).backward()
+        expected.append(_main_grads(whole))
+    chunk, split = _Chunk(delay=True), SplitBackward()
+    SplitBackward().register_modules(1, chunk)
+    for _ in range(2):  # as before each step
+        split.register_modules(1, chunk)
+    _backwards(split, chunk, 3)
+    assert split.pending() == [(1, 0), (1, 1), (1, 2)]
+    assert not any(gradient.any() for gradient in _main_grads(chunk))
+    for microbatch, gradients in enumerate(expected):
+        split.run(1, microbatch)
+        assert all(map(torch.allclose, _main_grads(chunk), gradients))
+    assert split.pending() == []
+    split.run(1, 2)  # nothing is left to do
+
+
+class _Biased(torch.nn.Module):
+    """Layers as attention and MLP have them."""
+
+    def __init__(self, delay: bool) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.qkv = _BiasedLayer(delay)
+        self.projection = _BiasedLayer(delay, behind=True)
+        self.mlp = _BiasedLayer(delay, returned=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.projection(self.qkv(x)))
+
+
+def test_biases_get_their_gradients_in_i() -> None:
+    chunk, whole, split = _Biased(delay=True), _Biased(delay=False), SplitBackward()
+    split.register_modules(0, chunk)
+    _backwards(split, chunk, 2, stage=0)
+    for microbatch in range(2):
+        _loss(whole, microbatch).backward()
+    expected = {name: p.main_grad for name, p in whole.named_parameters()}
+    in_i = {"qkv.weight", "qkv.bias", "projection.bias", "mlp.bias"}
+    for name, parameter in chunk.named_parameters():
+        done = expected[name] if name in in_i else torch.zeros_like(expected[name])
+        assert torch.equal(parameter.main_grad, done), name
+    for microbatch in range(2):
+        split.run(0, microbatch)
+    for name, parameter in chunk.named_parameters():
+        assert torch.equal(parameter.main_grad, expected[name]), name
+        assert parameter.grad is None
+    assert split.pending() == []
+
+
+def test_gradients_of_biases_without_ddp_stay() -> None:
+    chunk, split = _BiasedLayer(True, returned=True), SplitBackward()
+    split.register_modules(0, chunk)
+    _backwards(split, chunk, 1, stage=0)
+    chunk.bias.grad = torch.full((4,), 3.0)
+    split.run(0, 0)
+    assert chunk.bias.grad.tolist() == [3.0] * 4
+
+
+def test_a_layer_of_two_weights_with_biases_is_left_whole() -> None:
+    layer = _TwoWeights(delay=True)
+    layer.use_bias, layer.fc1_bias = True, torch.nn.Parameter(torch.zeros(4))
+    delayed = te_layers.DelayedModules(layer)
+    assert delayed.is_empty
+    assert not layer.wgrad_store.enabled
+
+
+def test_a_backward_that_is_not_split_computes_all() -> None:
+    chunk, whole, split = _Chunk(delay=True), _Chunk(delay=False), SplitBackward()
+    split.register_modules(0, chunk)
+    _backwards(split, chunk, 1, stage=0)
+    _loss(chunk, 1).backward()
+    _loss(whole, 1).backward()
+    assert all(map(torch.allclose, _main_grads(chunk), _main_grads(whole)))
+    split.run(0, 0)
+    _loss(whole, 0).backward()
+    assert all(map(torch.allclose, _main_grads(chunk), _main_grads(whole)))
+
+
+def test_another_order_is_refused() -> None:
+    chunk, split = _Chunk(delay=True), SplitBackward()
+    split.register_modules(0, chunk)
+    _backwards(split, chunk, 2, stage=0)
+    with pytest.raises(ScheduleError, match="W of micro-batch 1 comes before W of 0"):
+        split.run(0, 1)
+
+
+def test_what_a_failed_step_left_is_dropped() -> None:
+    chunk, split = _Chunk(delay=True), SplitBackward()
+    split.register_modules(0, chunk)
+    _backwards(split, chunk, 2, stage=0)
+    split.clear()
+    assert split.pending() == []
+    _backwards(split, chunk, 1, stage=0)
+    split.run(0, 0)
+    whole = _Chunk(delay=False)
+    _loss(whole, 0).backward()
+    assert all(map(torch.allclose, _main_grads(chunk), _main_grads(whole)))
+
+
+class _OverwritingLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, first: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.first = weight, first
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if ctx.first:
+            ctx.weight.main_grad.zero_()
+        ctx.weight.main_grad.add_(grad.t() @ x)
+        return grad @ weight, None, None
+
+
+class _Overwriting(torch.nn.Module):
+    """A layer whose first micro-batch of a step overwrites the gradient, as Megatron wraps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(4))
+        self.weight.main_grad = torch.zeros(4, 4)
+        self.fuse_wgrad_accumulation = self.is_first_microbatch = True
+        self.disable_parameter_transpose_cache = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, self.is_first_microbatch = self.is_first_microbatch, False
+        return _OverwritingLinear.apply(x, self.weight, first)
+
+
+@pytest.mark.parametrize("forwards", [(0, 1), (1, 0)])
+def test_a_gradient_before_that_of_the_first_forward_is_lost(forwards: tuple[int, int]) -> None:
+    layer = _Overwriting()
+    losses = {microbatch: _loss(layer, microbatch) for microbatch in forwards}
+    for microbatch in range(2):
+        losses[microbatch].backward()
+    expected = torch.zeros(4, 4)
+    for microbatch in range(2):
+        single = _Overwriting()
+        _loss(single, microbatch).backward()
+        expected += single.weight.main_grad
+    assert torch.allclose(layer.weight.main_grad, expected) == (forwards == (0, 1))
+
+
+def test_layers_that_overwrite_are_known() -> None:
+    chunk = torch.nn.Sequential(torch.nn.LayerNorm(4), _Overwriting())
+    assert te_layers.overwrites_first(chunk)
+    chunk[1].disable_parameter_transpose_cache = True  # then Megatron names no first one
+    assert not te_layers.overwrites_first(chunk)
+    chunk[1].disable_parameter_transpose_cache, chunk[1].fuse_wgrad_accumulation = False, False
+    assert not te_layers.overwrites_first(chunk)
+    assert not te_layers.overwrites_first(_Chunk(delay=True))
+
+
+def _config(**settings: Any) -> SimpleNamespace:
+    usual = {
+        "cuda_graph_impl": "none",
+        "defer_embedding_wgrad_compute": False,
+        "overlap_moe_expert_parallel_comm": False,
+        "enable_autocast": False,
+        "transformer_impl": "transformer_engine",
+        "gradient_accumulation_fusion": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "multi_latent_attention": False,
+        "tp_comm_overlap": False,
+        "delay_wgrad_compute": False,
+    }
+    return SimpleNamespace(**{**usual, **settings})
+
+
+@pytest.fixture
+def te_version(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Pretend that a version of Transformer Engine is installed."""
+    from megatron.core import utils
+
+    def pretend(version: str) -> None:
+        from packaging.version import Version
+
+        spec = ModuleSpec("transformer_engine", None)
+        monkeypatch.setattr(te_layers, "find_spec", lambda _name: spec)
+        monkeypatch.setattr(utils, "get_te_version", lambda: Version(version))
+        monkeypatch.setattr(utils, "_te_version", Version(version))
+        monkeypatch.setattr(
+            utils, "is_te_min_version", lambda least: Version(version) >= Version(least)
+        )
+
+    return pretend
+
+
+def test_layers_are_told_before_they_are_built(te_version: Any) -> None:
+    absent, local, config = _config(), _config(transformer_impl="local"), _config()
+    prepare_config(absent)
+    te_version("2.9.0")
+    prepare_config(local)
+    prepare_config(config)
+    assert [c.delay_wgrad_compute for c in (absent, local, config)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("version", "settings", "reason"),
+    [
+        ("2.2.0", {}, "Transformer Engine 2.2.0"),
+        ("2.9.0", {"gradient_accumulation_fusion": False}, "accumulation fusion"),
+        ("2.9.0", {"tp_comm_overlap": True}, "--tp-comm-overlap"),
+    ],
+)
+def test_what_its_layers_cannot_do_is_said(
+    version: str, settings: dict[str, Any], reason: str, te_version: Any
+) -> None:
+    te_version(version)
+    answer = why_not(_config(**settings))
+    assert answer is not None
+    assert reason in answer
+    assert why_not(_config(transformer_impl="local", **settings)) is None
+
+
+def test_its_layers_can_be_split(te_version: Any) -> None:
+    assert why_not(_config(tp_comm_overlap=True)) is None  # it is not installed
+    te_version("2.3.0")
+    assert why_not(_config()) is None
+    assert why_not(_config(add_bias_linear=True)) is None
+
+
+@pytest.mark.parametrize("flag", ["add_bias_linear", "add_qkv_bias"])
+def test_layers_that_add_a_bias_are_said_to_stay_whole(flag: str, te_version: Any) -> None:
+    biased = _config(**{flag: True})
+    assert te_layers.left_whole(biased) is None  # it is not installed
+    te_version("2.9.0")
+    assert "queries, keys and values are computed in I" in str(te_layers.left_whole(biased))
+    assert te_layers.left_whole(_config()) is None
+    assert te_layers.left_whole(_config(**{flag: True}, multi_latent_attention=True)) is None

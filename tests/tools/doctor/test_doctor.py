@@ -1,0 +1,241 @@
+"""The doctor: what it finds on this machine, and that each check can fail with a remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from megatron_ext.tools.doctor import machine, software
+from megatron_ext.tools.doctor.hosts import check_hosts
+from megatron_ext.tools.doctor.machine import Sizes, arena_bytes, check_arenas, slots_per_peer
+from megatron_ext.tools.launch.hostfile import Host
+from megatron_ext.tools.launch.plan import Node, Plan
+from megatron_ext.tools.launch.ssh import Ssh
+from megatron_ext.transport import rdma_probe
+from megatron_ext.upstream import releases
+from tests.commands import run_package, run_python
+from tests.pipelines import make_pipeline
+
+if TYPE_CHECKING:
+    from megatron_ext.tools.doctor.finding import Finding
+
+FAKE_SSH = Path(__file__).parents[1] / "launch" / "fake_ssh.sh"
+
+
+def levels(text: str) -> dict[str, str]:
+    return {finding["check"]: finding["level"] for finding in json.loads(text)}
+
+
+def test_this_machine_can_train_on_its_cpu() -> None:
+    done = run_package("doctor", "--json")
+    found = levels(done.stdout)
+    assert done.returncode == ("FAIL" in found.values())
+    sound = ("megatron_ext", "Python", "torch", "megatron-core", "device", "patches", "any port")
+    assert {check: found[check] for check in sound} == dict.fromkeys(sound, "OK")
+    assert {"native core", "RDMA", "locked memory", "Megatron-LM tree"} <= set(found)
+    for finding in json.loads(done.stdout):
+        assert set(finding) == {"level", "check", "found", "remedy"}
+        assert finding["remedy"] or finding["level"] == "OK", finding
+
+
+def test_a_failed_check_is_a_line_with_a_remedy_and_exit_code_1(tmp_path: Path) -> None:
+    for name in ("torch", "megatron_core"):
+        folder = tmp_path / f"{name}-0.9.0.dist-info"
+        folder.mkdir()
+        title = name.replace("_", "-")
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {title}\nVersion: 0.9.0\n")
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("")
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 9\nPATCH = 0\n")
+    done = run_package("doctor", PYTHONPATH=str(tmp_path), MEGATRON_LM_PATH="/nowhere")
+    assert done.returncode == 1, done.stderr
+    assert "FAIL torch: 0.9.0; install torch >= 2.7" in done.stdout
+    assert (
+        "FAIL megatron-core: expected a version >=0.16.0,<0.20, found version 0.9.0" in done.stdout
+    )
+    assert "FAIL Megatron-LM tree: MEGATRON_LM_PATH=/nowhere is not a Megatron-LM tree" in (
+        done.stdout
+    )
+
+
+def test_packages_that_do_not_go_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, version in (("transformers", "5.0.1"), ("wrapt", "2.4.0rc1"), ("rich", "12.0")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = {finding.check: finding for finding in software.check_requirements()}
+    assert sorted(found) == ["rich", "transformers"]
+    assert str(found["rich"]) == (
+        "WARN rich: 12.0, megatron-ext asks for >=13; pip install 'rich>=13'"
+    )
+    assert "5.0.1, megatron-ext asks for <5,>=4.51" in found["transformers"].found
+
+
+def test_a_package_that_is_needed_and_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(software.metadata, "version", version)
+    gone = {finding.check: finding for finding in software.check_requirements()}
+    assert {"wrapt", "rich", "numpy"} <= set(gone)
+    assert "transformers" not in gone
+    assert str(gone["numpy"]).startswith("FAIL numpy: not installed, megatron-core needs it; pip")
+
+
+@pytest.mark.parametrize(("python", "level"), [((3, 11), "FAIL"), ((3, 12), "OK")])
+def test_a_release_for_a_later_python(
+    monkeypatch: pytest.MonkeyPatch, python: tuple[int, int], level: str
+) -> None:
+    monkeypatch.setattr(releases, "core_version", lambda: "0.19.2")
+    monkeypatch.setattr(sys, "version_info", (*python, 0, "final", 0))
+    [line] = [line for line in software.check_versions() if line.check == "megatron-core"]
+    assert line.level == level
+    if level == "FAIL":
+        assert line.found == "0.19.2, which needs Python 3.12 or later"
+        assert line.remedy == "use Python 3.12, or pip install 'megatron-core>=0.16,<0.17'"
+
+
+def test_a_tree_of_another_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = tmp_path / "megatron" / "core"
+    training = tmp_path / "megatron" / "training"
+    for folder in (core, training):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 15\nPATCH = 3\n")
+    (tmp_path / "pretrain_gpt.py").touch()
+    monkeypatch.setenv("MEGATRON_LM_PATH", str(tmp_path))
+    [found] = software.check_tree()
+    assert found.level == "FAIL"
+    installed = ".".join(map(str, releases.installed_release() or ()))
+    assert f"expected version {installed}, as of the installed megatron-core" in found.found
+    assert "found version 0.15.3" in found.found
+    assert "megatron-ext upstream fetch" in found.found
+    assert "\n" not in found.found
+
+
+_NO_DRIVER = """
+import torch
+from tests.devices.cuda_build import is_real
+
+def refuse():
+    raise RuntimeError("Found no NVIDIA driver on your system. Please check that you have one")
+
+if not is_real():
+    torch.version.cuda, torch.cuda.init = "13.0", refuse
+from megatron_ext.tools.doctor.software import check_device
+print(*check_device(), sep="\\n")
+"""
+
+
+def test_a_cuda_build_of_torch_without_a_driver() -> None:
+    done = run_python("-c", _NO_DRIVER, MEGATRON_EXT_DEVICE="auto", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    [line] = done.stdout.splitlines()
+    assert line.startswith("WARN device: cpu, with a CUDA build of torch: Found no NVIDIA driver")
+    assert "MEGATRON_EXT_DEVICE=cpu says so" in line
+    assert "nvidia-smi" in line
+    asked = run_python("-c", _NO_DRIVER, MEGATRON_EXT_DEVICE="cpu")
+    assert asked.stdout == "OK   device: cpu, collectives by gloo, as asked for\n"
+
+
+def hosts_found(*names: str) -> dict[str, Finding]:
+    nodes = tuple(Node(Host(name), 0, local=False) for name in names)
+    plan = Plan("check", nodes, ("true",), str(Path.cwd()), sys.executable, per_node=True)
+    ssh = Ssh(("sh", str(FAKE_SSH)))
+    return {finding.check: finding for finding in check_hosts(plan, ssh, 30)}
+
+
+def test_hosts_are_asked_as_a_launch_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site" / "torch-1.0.0.dist-info"
+    site.mkdir(parents=True)
+    (site / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n")
+    monkeypatch.setenv("OLD_SITE", str(site.parent))
+    monkeypatch.setenv("MEGATRON_EXT_RUNS", str(tmp_path / "runs"))
+    found = hosts_found("a", "b", "old")
+    assert [found[f"host {name}"].level for name in ("a", "b", "old")] == ["OK", "OK", "FAIL"]
+    assert "torch 1.0.0, but a has" in found["host old"].found
+    refused = hosts_found("a", "password")
+    assert refused["host password"].level == "FAIL"
+    assert "ssh-copy-id password" in refused["host password"].remedy
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_mistakes_are_told_before_anything_is_looked_at(tmp_path: Path) -> None:
+    done = run_package("doctor", "--hostfile", str(tmp_path / "gone"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "cannot be read" in done.stderr
+    done = run_package("doctor", "--pp", "4")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the arenas need --seq-length, --micro-batch-size, --hidden-size too" in done.stderr
+
+
+def only(findings: object) -> Finding:
+    [finding] = list(findings)  # type: ignore[call-overload]
+    assert finding.remedy or finding.level == "OK"
+    return finding
+
+
+def test_shared_memory_that_is_small_or_missing(tmp_path: Path) -> None:
+    assert only(machine.check_shared_memory(tmp_path / "gone")).level == "FAIL"
+    assert only(machine.check_shared_memory(Path("/proc"))).level == "WARN"  # no room at all
+
+
+def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(machine.check_memlock(resource.RLIM_INFINITY)).found == "unlimited"
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    small = only(machine.check_memlock(64 << 10))
+    assert (small.level, small.found) == ("WARN", "64 KiB")
+
+
+@pytest.mark.parametrize(
+    ("differences", "level"), [(["mlx5_0 port 1 gid 0"], "WARN"), ([], "OK"), (None, None)]
+)
+def test_another_listing_of_rdma_devices(
+    monkeypatch: pytest.MonkeyPatch, differences: list[str] | None, level: str | None
+) -> None:
+    monkeypatch.setattr(rdma_probe, "witness_differences", lambda: differences)
+    found = [f.level for f in machine.check_rdma() if f.check == "RDMA listing"]
+    assert found == ([level] if level else [])
+
+
+def test_a_port_in_use() -> None:
+    with socket.create_server(("", 0)) as server:
+        first, second = machine.check_ports(server.getsockname()[1])
+    assert (first.level, second.level) == ("WARN", "OK")
+    assert "--master-port" in first.remedy
+
+
+SIZES = Sizes("1f1b", 4, 16, seq_length=128, micro_batch_size=2, hidden_size=64)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "bitpipe"])
+def test_arenas_have_as_many_slots_as_a_run_opens(schedule: str) -> None:
+    from megatron_ext.runtime import connect
+
+    sizes = Sizes(schedule, 4, 16, 128, 2, 64)
+    found = slots_per_peer(sizes)
+    pipeline = make_pipeline(schedule, 4, 16)
+    assert {slots for peers in found.values() for slots in peers.values()} == {
+        connect._slots(pipeline, routes=())
+    }
+
+
+def test_the_memory_of_arenas() -> None:
+    message = 128 * 2 * 64 * 2
+    assert slots_per_peer(SIZES)[1].keys() == {0, 2}
+    assert arena_bytes(SIZES) == sum(slots_per_peer(SIZES)[1].values()) * message
+    assert only(check_arenas(SIZES)).level == "OK"
+    huge = Sizes("1f1b", 4, 16, seq_length=1 << 20, micro_batch_size=64, hidden_size=1 << 14)
+    assert only(check_arenas(huge)).level == "FAIL"

@@ -1,0 +1,182 @@
+"""A real Slurm of two nodes, each a network namespace of this machine.
+
+Everything is below one directory: munge's key and socket, configuration, state, spools and logs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.tools.launch import cluster
+
+_ROOT = Path(__file__).resolve().parents[3]
+_CONTROLLER = "10.213.77.1"
+NODES = ("n1", "n2")
+_NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "squeue", "scancel")
+_SEARCH = f"{os.environ.get('PATH', '')}:/usr/sbin"
+_CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost=localhost({controller})
+AuthType=auth/munge
+AuthInfo=socket={directory}/munge.socket
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool-%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+ReturnToService=2
+KillWait=10
+SchedulerParameters=batch_sched_delay=1,sched_min_interval=100000
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=30 State=UP
+"""
+
+
+def why_not() -> str | None:
+    """Why this machine cannot run a Slurm, or None."""
+    missing = [name for name in _NEEDED if shutil.which(name, path=_SEARCH) is None]
+    if missing:
+        packages = "slurmctld slurmd slurm-client munge"
+        return f"there is no {missing[0]} (Debian: apt-get install {packages})"
+    return cluster.why_not()
+
+
+def _inside(namespace: str) -> list[str]:
+    """Like `ip netns exec`, but /sys stays as it is: slurmd looks for control groups."""
+    return ["nsenter", f"--net=/run/netns/{namespace}"]
+
+
+@dataclass
+class Slurm:
+    """A running Slurm, and the namespace that its commands are run from."""
+
+    directory: Path
+    namespaces: tuple[str, str, str]
+    servers: dict[str, subprocess.Popen[bytes]]
+
+    def environment(self) -> dict[str, str]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+        env.pop("MEGATRON_LM_PATH", None)
+        return {
+            **env,
+            "SLURM_CONF": str(self.directory / "slurm.conf"),
+            "MEGATRON_EXT_DEVICE": "cpu",
+            "MEGATRON_EXT_RUNS": str(self.directory / "runs"),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(_ROOT),
+        }
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        """Start a command on the machine that users log in to; its output goes to a pipe."""
+        return subprocess.Popen(
+            [*_inside(self.namespaces[2]), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self.environment(),
+            cwd=self.directory,
+        )
+
+    def run(self, *command: str, timeout_s: float = 200) -> tuple[int, str]:
+        """Run a command there; return its exit code and what it printed."""
+        process = self.start(*command)
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        finally:
+            process.kill()
+            process.wait()
+        return process.returncode, output
+
+    def ours(self, *words: str) -> list[str]:
+        """`megatron-ext WORDS`."""
+        return [sys.executable, "-m", "megatron_ext", *words]
+
+    def ask(self, *command: str) -> str:
+        """Run one of Slurm's commands that has to work."""
+        code, output = self.run(*command, timeout_s=60)
+        assert code == 0, output
+        return output.strip()
+
+    def left_on(self, node: int) -> list[str]:
+        """Command lines of what runs on a node, besides Slurm's own."""
+        return cluster.commands_in(self.namespaces[node], "slurmd", "slurmstepd")
+
+
+@contextmanager
+def slurm(directory: Path) -> Iterator[Slurm]:
+    """Start a Slurm below a directory, and end it with everything that runs in it."""
+    directory.chmod(0o755)  # munge wants a way to its socket that others may take
+    prefix = f"megatron-ext-slurm-{os.getpid()}-{directory.name}"
+    namespaces = (f"{prefix}-a", f"{prefix}-b", f"{prefix}-c")
+    made = Slurm(directory, namespaces, {})
+    with ExitStack() as stack:
+        stack.callback(_end, made)
+        cluster.make_network(namespaces)
+        _configure(directory)
+        _serve(made, "munged", namespaces[2], "munged", "--foreground", "--force",
+               f"--socket={directory}/munge.socket", f"--key-file={directory}/munge.key",
+               f"--pid-file={directory}/munge.pid", f"--log-file={directory}/munge.log",
+               f"--seed-file={directory}/munge.seed")  # fmt: skip
+        cluster.wait_until((directory / "munge.socket").exists, 20)
+        configuration = str(directory / "slurm.conf")
+        _serve(made, "slurmctld", namespaces[2], "slurmctld", "-D", "-f", configuration)
+        for name, namespace in zip(NODES, namespaces, strict=False):
+            _serve(made, name, namespace, "slurmd", "-D", "-f", configuration, "-N", name)
+        cluster.wait_until(lambda: _idle(made), 60)
+        yield made
+
+
+def _configure(directory: Path) -> None:
+    (directory / "munge.key").write_bytes(os.urandom(128))
+    (directory / "munge.key").chmod(0o600)
+    (directory / "state").mkdir()
+    nodes = "\n".join(
+        f"NodeName={name} NodeHostname=localhost NodeAddr={address} Port={17000 + index} CPUs=2"
+        for index, (name, address) in enumerate(zip(NODES, cluster.ADDRESSES, strict=True))
+    )
+    text = _CONFIGURATION.format(directory=directory, controller=_CONTROLLER, nodes=nodes)
+    (directory / "slurm.conf").write_text(text)
+
+
+def _serve(made: Slurm, name: str, namespace: str, program: str, *flags: str) -> None:
+    found = shutil.which(program, path=_SEARCH)
+    assert found is not None
+    with (made.directory / f"{name}.output").open("wb") as log:
+        made.servers[name] = subprocess.Popen(
+            [*_inside(namespace), found, *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=made.environment(),
+        )
+
+
+def _idle(made: Slurm) -> bool:
+    code, output = made.run("sinfo", "--noheader", "--format=%T %D", timeout_s=60)
+    return code == 0 and output.split() == ["idle", str(len(NODES))]
+
+
+def _end(made: Slurm) -> None:
+    for server in reversed(made.servers.values()):
+        server.send_signal(signal.SIGTERM)
+    for server in made.servers.values():
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(10)
+    cluster.remove_network(made.namespaces)  # and what did not listen
+    for server in made.servers.values():
+        server.wait(10)

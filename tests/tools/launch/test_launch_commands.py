@@ -1,0 +1,369 @@
+"""The command line of the launcher: what it refuses, in one line for each host, and what it runs.
+
+Hosts are reached through a stand-in for ssh here; `test_cluster` has real servers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ext import cli
+from tests.commands import run_package
+from tests.tools.launch.cluster import wait_until
+
+ROOT = Path(__file__).parents[3]
+FAKE_SSH = f"sh {ROOT / 'tests' / 'launch' / 'fake_ssh.sh'}"
+TWO = "a:1 addr=127.0.0.2\nb:1 addr=127.0.0.3"
+SIZES = "--tensor-model-parallel-size 2"
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A work directory with a script and a place for runs; nothing may be left that knows it."""
+    monkeypatch.setenv("MEGATRON_EXT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.delenv("MEGATRON_LM_PATH", raising=False)
+    site = tmp_path / "site" / "torch-1.0.0.dist-info"
+    site.mkdir(parents=True)
+    (site / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n")
+    monkeypatch.setenv("OLD_SITE", str(site.parent))
+    (tmp_path / "job.py").write_text("print('trains')\n")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    wait_until(lambda: not left_running(tmp_path), 10)
+
+
+def left_running(place: Path) -> list[str]:
+    """Command lines of processes whose environment names a directory."""
+    mark = f"MEGATRON_EXT_RUNS={place / 'runs'}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append((entry / "cmdline").read_text())
+            except OSError:
+                continue
+    return found
+
+
+def launch(hosts: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    Path("hosts").write_text(hosts)
+    return run_package("launch", "--hostfile", "hosts", "--ssh-cmd", FAKE_SSH, *words, **env)
+
+
+def in_other_words(done: subprocess.CompletedProcess[str]) -> list[str]:
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr.replace("megatron-ext: error: ", "").splitlines()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words", "message"),
+    [
+        ("a\na", ("--", "job.py"), "hosts:2: host a is already in line 1"),
+        ("a slots=x", ("--", "job.py"), "hosts:1: slots is 'x'"),
+        ("", ("--", "job.py"), "hosts names no host"),
+        ("a:1", (), "nothing to run; name a script after --"),
+        ("a:1", ("--", "hostname"), "hostname is not a Python script"),
+        ("a:1\nb:2", ("--", "job.py"), "different numbers of processes (a 1, b 2)"),
+        ("a:1", ("--", "job.py", *SIZES.split()), "1 ranks cannot be divided into replicas of 2"),
+        ("a:1", ("--show", "5", "--", "job.py"), "--show names '5'"),
+        ("a:1", ("--env", "=1", "--", "job.py"), "--env '=1' must be NAME=VALUE"),
+        ("a:1", ("--nproc", "0", "--", "job.py"), "--nproc is 0"),
+        ("a", ("--dry-run", "--", "job.py"), "cannot count the devices of a"),
+        ("a:1", ("--run-id", "../x", "--", "job.py"), "'../x' is not a run id"),
+        ("a:1", ("--log-dir", "logs", "--", "job.py"), "--log-dir logs is relative"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_before_any_host_is_asked(
+    hosts: str, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("hosts").write_text(hosts)
+    assert cli.main(["launch", "--hostfile", "hosts", *words]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("megatron-ext: error: ")
+    assert message in line
+    assert not Path("runs").exists()
+
+
+def test_a_work_directory_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a:1")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir("gone")
+    (tmp_path / "gone").rmdir()
+    assert cli.main(["launch", "--hostfile", str(hosts), "--", "job.py"]) == 2
+    assert "error: the work directory was removed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--grace", "nan"),
+        ("--grace", "-1"),
+        ("--preflight-timeout", "inf"),
+        ("--preflight-timeout", "soon"),
+        ("--num-microbatches", "0"),
+    ],
+)
+def test_numbers_that_are_none(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["launch", flag, value, "--", "job.py"])
+    assert end.value.code == 2
+    assert f"argument {flag}: {value!r} must be a number" in capsys.readouterr().err
+
+
+def test_every_host_that_cannot_take_part_gets_a_line_with_the_remedy(tmp_path: Path) -> None:
+    lines = in_other_words(
+        launch("good:1\npassword:1\ngone:1\nhang:1", "--preflight-timeout", "6", "--", "job.py")
+    )
+    assert lines[0].startswith("password: ssh needs a password or a key")
+    assert "ssh-copy-id password" in lines[0]
+    assert lines[1].startswith("gone: it cannot be reached; check that it is up")
+    assert lines[2].startswith("hang: no answer within 6 s")
+    assert len(lines) == 3
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_what_the_hosts_find_is_compared() -> None:
+    lines = in_other_words(launch(f"{TWO}\nold:1 addr=127.0.0.4", "--", "job.py"))
+    assert len(lines) == 1
+    assert lines[0].startswith("old: torch 1.0.0, but a has ")
+    assert lines[0].endswith("install the same version on all hosts")
+
+
+def test_a_script_that_is_not_there() -> None:
+    lines = in_other_words(launch(TWO, "--", "gone/pretrain_gpt.py"))
+    assert [line.partition(":")[0] for line in lines] == ["a", "b"]
+    assert all("there is no gone/pretrain_gpt.py" in line and "--push" in line for line in lines)
+    [line] = in_other_words(launch("a:1", "--per-node", "--", "no-such-command"))
+    assert "a: there is no command no-such-command" in line
+
+
+def test_a_python_that_is_not_there() -> None:
+    [line] = in_other_words(launch("a:1", "--python", "/nowhere/python", "--", "job.py"))
+    assert line.startswith("a: the Python of this machine is not there")
+    assert "--python PATH" in line
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        [line] = in_other_words(launch(TWO, "--master-port", port, "--", "job.py"))
+    assert line.startswith(f"a: port {port} cannot be used for the ranks to meet: it is in use")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small file system is mounted, which needs root")
+def test_a_full_disk(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(logs)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    try:
+        (logs / "fill").write_bytes(b"x" * (40 << 10))
+        [line] = in_other_words(launch("a:1", "--log-dir", str(logs), "--", "job.py"))
+        assert "a: only 0 MiB are free for logs in" in line
+        assert "another --log-dir" in line
+        assert [path.name for path in logs.iterdir()] == ["fill"]
+    finally:
+        subprocess.run(["umount", str(logs)], check=True)
+
+
+def test_a_dry_run_asks_nobody_and_can_be_run_by_hand(tmp_path: Path) -> None:
+    done = launch("gone:1 addr=127.0.0.1", "--dry-run", "--master-port", "29765", "--", "job.py")
+    assert done.returncode == 0, done.stderr
+    head, command = done.stdout.splitlines()
+    assert head == "# gone"
+    by_hand = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert by_hand.stdout.splitlines()[-1] == "trains", by_hand.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_command_on_each_host_and_the_commands_about_a_run(tmp_path: Path) -> None:
+    (tmp_path / "benchmark" / "r").mkdir(parents=True)
+    (tmp_path / "benchmark" / "r" / "trace_rank0.json").write_text("{}")
+    code = "import os; where = os.environ['WHERE']; print('on', where); exit(3 * (where == 'b'))"
+    done = launch(
+        "a env.WHERE=a\nb env.WHERE=b", "--per-node", "--run-id", "r1", "--",
+        sys.executable, "-c", code,
+    )  # fmt: skip
+    assert sorted(done.stdout.splitlines()) == ["[a] on a", "[b] on b"]
+    assert done.returncode == 3
+    assert "failed first: b: the command ended with exit code 3" in done.stderr
+
+    about = ("r1", "--ssh-cmd", FAKE_SSH)
+    status = run_package("status", *about).stdout
+    assert "launcher: ended" in status
+    assert "result: exit code 3: b: the command ended with exit code 3" in status
+    assert "b: agent gone, 0 processes, ended with 3" in status
+    assert "on b" in run_package("logs", *about).stdout
+    assert run_package("stop", *about).stdout.splitlines() == [
+        "a: nothing runs", "b: nothing runs",
+    ]  # fmt: skip
+    collected = run_package("collect", *about, "--to", "here")
+    assert collected.returncode == 0, collected.stderr
+    listed = subprocess.run(
+        ["tar", "-tzf", "here/001-b.tar.gz"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    unwritable = run_package("collect", *about, "--to", "/proc")
+    assert unwritable.returncode == 1
+    assert "error: b: /proc/001-b.tar.gz cannot be written: " in unwritable.stderr
+    assert {"files/benchmark/r/trace_rank0.json", "logs/output.log", "logs/ended.json"} <= set(
+        listed
+    )
+
+
+def test_a_run_that_nobody_started(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "r0"]) == 2
+    assert "error: there is no run r0 in " in capsys.readouterr().err
+    plan = Path("runs/r0/plan.json")
+    plan.parent.mkdir(parents=True)
+    for text in ("[]", "{}", '{"nodes": [3]}', "\0", ""):
+        plan.write_text(text)
+        assert cli.main(["logs", "r0"]) == 2
+        assert f"error: {plan.absolute()} " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["plan", "result", "launcher"])
+def test_damaged_records_of_a_run_are_one_line(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = {"host": "localhost", "port": None, "user": None, "nproc": 1, "first_rank": 0}
+    records = {
+        "plan": {
+            "run_id": "r0", "workdir": "/", "python": sys.executable, "log_root": None,
+            "grace_s": 1, "world_size": 1, "nodes": [{**node, "local": True}],
+        },
+        "result": {"exit_code": 0, "failure": None, "stopped_by": None},
+        "launcher": {"pid": 1, "start": 1},
+    }  # fmt: skip
+    folder = Path("runs/r0")
+    folder.mkdir(parents=True)
+    for one, record in records.items():
+        (folder / f"{one}.json").write_text(json.dumps(record))
+    whole = json.dumps(records[name])
+    damaged = [whole[:20], "", "\0", "[]", "null", "[" * 100_000]
+    damaged += [json.dumps({**records[name], key: [{}]}) for key in records[name]]
+    damaged += [json.dumps({**records[name], key: "x/y\0"}) for key in records[name]]
+    for text in damaged:
+        (folder / f"{name}.json").write_text(text)
+        cli.main(["status", "r0"])
+        told = capsys.readouterr().err
+        assert len(told.splitlines()) <= 1, told
+        assert len(told) < 1000
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small file system is mounted, which needs root")
+def test_a_container_with_little_shared_memory_is_told_what_to_ask_for() -> None:
+    Path("hosts").write_text("localhost slots=1\n")
+    launch = f"{sys.executable} -m megatron_ext launch --hostfile hosts --per-node -- true"
+    script = f"mount -t tmpfs -o size=64m none /dev/shm || exit 99; exec {launch}"
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, check=False
+    )
+    if done.returncode == 99 or "unshare" in done.stderr:
+        pytest.skip(f"no file system can be mounted here: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    assert "localhost: 64 MiB are free in /dev/shm" in done.stderr
+    assert "docker run --shm-size=16g" in done.stderr
+
+
+def test_localhost_needs_no_ssh_and_failures_name_rank_code_and_lines() -> None:
+    Path("job.py").write_text(
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    print('this is what went wrong', file=sys.stderr)\n"
+        "    sys.exit(7)\n"
+        "time.sleep(100)\n"
+    )
+    done = launch("localhost:2", "--ssh-cmd", "false", "--run-id", "r2", "--", "job.py")
+    assert done.returncode == 7, done.stderr
+    assert "failed first: localhost: rank 1 ended with exit code 7" in done.stderr
+    assert "megatron-ext: | this is what went wrong" in done.stderr
+    assert json.loads(Path("runs/r2/result.json").read_text())["exit_code"] == 7
+    log = run_package("logs", "r2", "--rank", "1")
+    assert "this is what went wrong" in log.stdout
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "stop"])
+def test_a_job_can_be_stopped_and_says_goodbye(how: str) -> None:
+    script = (
+        "trap 'echo goodbye; exit 0' TERM; echo started; (sleep 300 & wait) & "
+        "while :; do sleep 0.1; done"
+    )
+    Path("hosts").write_text("a\nb\n")
+    words = ["launch", "--hostfile", "hosts", "--ssh-cmd", FAKE_SSH, "--run-id", "r3", "--per-node"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "megatron_ext", *words, "--", "bash", "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    ) as launcher:
+        assert launcher.stdout is not None
+        seen = list(itertools.islice(launcher.stdout, 3))
+        assert sum("started" in line for line in seen) == 2, seen
+        if how == "stop":
+            stopped = run_package("stop", "r3", "--ssh-cmd", FAKE_SSH)
+            assert stopped.returncode == 0, stopped.stderr
+        else:
+            launcher.send_signal(signal.SIGINT)
+        rest = launcher.stdout.read()
+        name = "SIGINT" if how == "ctrl-c" else "SIGTERM"
+        assert launcher.wait(20) == 128 + signal.Signals[name]
+        assert rest.count("goodbye") == 2
+        assert f"stopped by {name}" in rest
+
+
+def test_a_second_ctrl_c_does_not_wait() -> None:
+    Path("hosts").write_text("a\n")
+    words = ["launch", "--hostfile", "hosts", "--ssh-cmd", FAKE_SSH, "--grace", "60", "--per-node"]
+    deaf = "trap '' TERM; echo started; while :; do sleep 0.1; done"
+    with subprocess.Popen(
+        [sys.executable, "-m", "megatron_ext", *words, "--", "bash", "-c", deaf],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as launcher:
+        assert launcher.stdout is not None
+        for line in launcher.stdout:
+            if "started" in line:
+                break
+        begin = time.monotonic()
+        launcher.send_signal(signal.SIGINT)
+        for line in launcher.stdout:
+            if "once more kills it" in line:
+                break
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(30) == 128 + signal.SIGINT
+        assert time.monotonic() - begin < 30  # half of the grace
+
+
+def test_a_run_id_belongs_to_one_run() -> None:
+    assert launch("a", "--per-node", "--run-id", "r4", "--", "true").returncode == 0
+    [line] = in_other_words(launch("a", "--per-node", "--run-id", "r4", "--", "true"))
+    assert "a: " in line
+    assert "belongs to another run" in line
+    assert Path("runs/r4/000-a/agent.json").exists()
+    Path("broken").write_text("no program")
+    Path("broken").chmod(0o755)
+    done = launch("a", "--per-node", "--", "./broken")
+    assert done.returncode == 127
+    assert "| ./broken cannot be started: Exec format error" in done.stderr

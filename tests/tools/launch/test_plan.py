@@ -1,0 +1,150 @@
+"""Plans: from hosts and flags to the command of each host, without running anything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.errors import LaunchError
+from megatron_ext.tools.launch.hostfile import parse, read, select
+from megatron_ext.tools.launch.plan import Node, Parallel, Plan, add_computed_flags, flag_value
+
+TP2_PP3 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3"
+HOSTFILES = Path(__file__).parents[3] / "hostfiles"
+
+
+def plan_of(text: str, command: str = "train.py", nproc: int = 0, **options: object) -> Plan:
+    nodes = tuple(Node(host, host.slots or nproc, local=False) for host in parse(text))
+    plan = Plan("run", nodes, tuple(command.split()), "/work dir", "/bin/python")
+    return replace(plan, **options)
+
+
+def test_the_commands_of_two_hosts_are_these() -> None:
+    plan = plan_of(
+        "a:2 addr=10.0.0.1\nb:2 addr=10.0.0.2 env.X=1",
+        "pretrain_gpt.py --pipeline-model-parallel-size 2 --moe-layer-freq ([0]*1+[1]*3)",
+        env={"OMP_NUM_THREADS": "1"},
+    )
+    common = "--nproc-per-node 2 --master-addr 10.0.0.1 --master-port 29500 --max-restarts 0"
+    script = (
+        "-m megatron_ext pretrain_gpt.py --pipeline-model-parallel-size 2 --moe-layer-freq "
+        "'([0]*1+[1]*3)' --global-batch-size 8"
+    )
+    start = "/bin/python -m torch.distributed.run --nnodes 2 --node-rank"
+    assert add_computed_flags(plan, 4).dry_run() == (
+        f"# a\ncd '/work dir' && OMP_NUM_THREADS=1 {start} 0 {common} {script}\n\n"
+        f"# b\ncd '/work dir' && OMP_NUM_THREADS=1 X=1 {start} 1 {common} {script}\n"
+    )
+
+
+def test_the_agent_starts_the_same_with_logs_and_its_own_address() -> None:
+    plan = plan_of("a:2\nb:2")
+    words = plan.agent_argv(1, 1234, "10.0.0.2", "/logs")
+    elastic = ["-m", "megatron_ext.tools.launch.elastic", "/logs/failure.json", "5"]
+    assert words[:5] == ["/bin/python", *elastic]
+    assert words[-3:] == ["-m", "megatron_ext", "train.py"]
+    text = " ".join(words)
+    assert "--node-rank 1" in text
+    assert "--master-addr a --master-port 1234" in text
+    assert "--local-addr 10.0.0.2 --rdzv-id run --log-dir /logs/ranks --redirects 3" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "replica"),
+    [
+        ("", 1),
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size=3", 6),
+        ("--context-parallel-size 2 --pipeline-model-parallel-size 3", 6),
+        (f"{TP2_PP3} --forward-backward-disaggregating", 12),
+        (f"{TP2_PP3} --forward-backward-disaggregating --ignore-forward-tensor-parallel", 9),
+    ],
+)
+def test_the_ranks_of_a_replica(flags: str, replica: int) -> None:
+    parallel = Parallel.of(flags.split())
+    assert parallel.replica_size == replica
+    assert parallel.data_parallel(4 * replica) == 4
+    if replica > 1:
+        with pytest.raises(LaunchError, match="cannot be divided into replicas"):
+            parallel.data_parallel(4 * replica + 1)
+
+
+def test_the_batch_follows_from_the_plan() -> None:
+    flags = "train.py --micro-batch-size 2 --tensor-model-parallel-size 2"
+    plan = add_computed_flags(plan_of("a:4\nb:4", flags), 8)
+    assert flag_value(plan.command, "--global-batch-size") == str(8 * 2 * 4)
+    assert "DP 4; 64 samples in a step" in plan.summary()
+    with pytest.raises(LaunchError, match="both given"):
+        add_computed_flags(plan, 8)
+
+
+@pytest.mark.parametrize("wrong", ["0", "two", "-1", "\u0662"])
+def test_sizes_that_are_no_numbers(wrong: str) -> None:
+    with pytest.raises(LaunchError, match="--tensor-model-parallel-size is"):
+        Parallel.of(["--tensor-model-parallel-size", wrong])
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp", "rdma"])
+def test_a_transport_between_hosts_gets_their_addresses(transport: str) -> None:
+    text = "a:1 addr=10.0.0.1 rdma=10.1.0.1\nb:1 addr=10.0.0.2"
+    plan = plan_of(text, f"train.py --pipeline-transport {transport}")
+    assert add_computed_flags(plan, None).command[-3:] == ("--node-ips", "10.1.0.1", "10.0.0.2")
+    uneven = plan_of(text.replace("a:1", "a:2"), f"train.py --pipeline-transport {transport}")
+    assert add_computed_flags(uneven, None).command[-4:] == (
+        "--node-ips", "10.1.0.1", "10.1.0.1", "10.0.0.2",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("a:1\nb:1", ""),
+        ("a:1\nb:1", "--pipeline-transport torch"),
+        ("a:1\nb:1", "--pipeline-transport shm"),
+        ("a:1", "--pipeline-transport tcp"),
+        ("a:1\nb:1", "--pipeline-transport tcp --node-ips 1.2.3.4 1.2.3.5"),
+    ],
+)
+def test_no_addresses_are_added_where_nobody_asked(text: str, flags: str) -> None:
+    plan = plan_of(text, f"train.py {flags}")
+    assert add_computed_flags(plan, None).command == plan.command
+
+
+def test_uneven_hosts_have_to_be_allowed() -> None:
+    hosts = read(HOSTFILES / "mixed-slots.example")
+    plan = replace(plan_of("a"), nodes=tuple(Node(h, h.slots or 0, local=False) for h in hosts))
+    with pytest.raises(LaunchError, match=r"different numbers .*node1 8, node2 4.*--allow-uneven"):
+        plan.check(allow_uneven=False)
+    plan.check(allow_uneven=True)
+    assert (plan.world_size, plan.first_rank(1)) == (12, 8)
+    assert plan.master_address == "10.0.0.1"
+    assert plan.environment(1) == {"NCCL_DEBUG": "WARN"}
+    assert "--master-addr 10.0.0.1" in plan.dry_run()
+
+
+def test_numbers_of_devices_are_filled_in() -> None:
+    hosts = read(HOSTFILES / "two-nodes.example")
+    plan = replace(plan_of("a"), nodes=tuple(Node(host, 0, local=False) for host in hosts))
+    assert [node.nproc for node in plan.with_devices([8, 8]).nodes] == [8, 8]
+    with pytest.raises(LaunchError, match=r"10\.0\.0\.2: no devices were found there"):
+        plan.with_devices([8, 0])
+
+
+def test_localhost_among_others_needs_an_address() -> None:
+    with pytest.raises(LaunchError, match="localhost: the other hosts cannot reach it"):
+        plan_of("localhost:1\nb:1").check(allow_uneven=False)
+    plan_of("localhost:1 addr=10.0.0.1\nb:1").check(allow_uneven=False)
+    plan_of("localhost:1").check(allow_uneven=False)
+
+
+def test_chosen_devices_are_the_visible_ones() -> None:
+    host = select(parse("a slots=4"), include="a:1,3")[0]
+    plan = replace(plan_of("a"), nodes=(Node(host, 2, local=True),))
+    assert plan.environment(0)["CUDA_VISIBLE_DEVICES"] == "1,3"
+
+
+def test_values_of_variables_are_not_written_down() -> None:
+    plan = plan_of("a:1", env={"HF_TOKEN": "secret"})
+    assert plan.request(0)["env"] == {"HF_TOKEN": "secret"}
+    assert "secret" not in str(plan.to_json())

@@ -1,0 +1,126 @@
+"""Jobs that start again: on the hosts that answer, from the last whole checkpoint."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.commands import run_package
+from tests.ranks import WITHOUT_TREE
+from tests.tools.launch.cluster import ADDRESSES, Cluster, cluster, remove_processes, why_not
+from tests.tools.launch.test_cluster import LLAMA
+
+FLAKY = """\
+import os, pathlib, sys
+count = pathlib.Path(sys.argv[1])
+tries = len(count.read_text()) if count.exists() else 0
+count.write_text("x" * (tries + 1))
+sys.exit(0 if tries == int(sys.argv[2]) else 7)
+"""
+
+
+def launched(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Launch on this machine a script that ends well after it failed so often."""
+    (tmp_path / "flaky.py").write_text(FLAKY)
+    (tmp_path / "hosts").write_text("localhost slots=1\n")
+    return run_package(
+        "launch", "--hostfile", str(tmp_path / "hosts"), "--run-id", "flaky", *words,
+        MEGATRON_EXT_RUNS=str(tmp_path / "runs"),
+    )  # fmt: skip
+
+
+def test_a_job_starts_again_until_it_ends_well(tmp_path: Path) -> None:
+    script = [str(tmp_path / "flaky.py"), str(tmp_path / "count"), "1"]
+    done = launched(tmp_path, "--max-restarts", "2", "--", *script)
+    assert done.returncode == 0, done.stderr
+    assert "restart 1 of 2 in 1 s, because of localhost: rank 0 ended with exit code 7" in (
+        done.stderr
+    )
+    assert "run flaky-r1 succeeded" in done.stderr
+    assert (tmp_path / "count").read_text() == "xx"
+    assert (tmp_path / "runs/flaky-r1/result.json").exists()
+
+
+@pytest.mark.slow
+def test_a_cause_that_stays_ends_the_job_with_its_exit_code(tmp_path: Path) -> None:
+    script = [str(tmp_path / "flaky.py"), str(tmp_path / "count"), "9"]
+    done = launched(tmp_path, "--max-restarts", "1", "--", *script)
+    assert done.returncode == 7
+    assert done.stderr.count("in 1 s, because of") == 1
+    assert "failed first: localhost: rank 0 ended with exit code 7" in done.stderr
+    assert (tmp_path / "count").read_text() == "xx"
+
+
+def test_spares_are_fewer_than_hosts(tmp_path: Path) -> None:
+    done = launched(tmp_path, "--spares", "1", "--", "flaky.py")
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert "--spares is 1 of 1 hosts; " in line
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(f"needs two hosts with ssh servers: {reason}")
+    with cluster(tmp_path_factory.mktemp("restarts")) as made:
+        yield made
+
+
+def training(checkpoints: Path) -> list[str]:
+    """What `launch` is told: the tiny Llama, from the last checkpoint, if there is one."""
+    flags = f"{LLAMA} --train-iters 30 --save-interval 10 --save {checkpoints} --load {checkpoints}"
+    words = [*WITHOUT_TREE, "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags.split()]
+    return [*words, "--use-dpp", "--microbatch-rng"]
+
+
+def losses_of(text: str) -> dict[int, str]:
+    """Iteration -> loss, of the last attempt that a launcher shows."""
+    last = re.split(r"restart \d+ of", text)[-1]
+    return {int(n): loss for n, loss in re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", last)}
+
+
+def checkpoint_of(checkpoints: Path, iteration: int, alone: Path) -> Path:
+    """Copy one checkpoint to a folder of its own."""
+    name = f"iter_{iteration:07d}"
+    shutil.copytree(checkpoints / name, alone / name)
+    (alone / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return alone
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(580)  # three starts of a training job, which may share their cores
+def test_a_lost_host_is_replaced_and_losses_stay_the_same(hosts: Cluster) -> None:
+    checkpoints = hosts.directory / "checkpoints"
+    launcher = hosts.start(
+        hosts.hostfile(slots=2), "--max-restarts", "1", "--spares", "1",
+        *training(checkpoints),
+    )  # fmt: skip
+    lines = []
+    assert launcher.stdout is not None
+    for line in launcher.stdout:
+        lines.append(line)
+        if re.search(r"iteration +12/", line) and len(losses_of("".join(lines))) == 12:
+            remove_processes(hosts.namespaces[0])  # its ssh server too
+    assert launcher.wait(60) == 0, "".join(lines)
+    text = "".join(lines)
+    assert f"because of {ADDRESSES[0]}: the connection to the agent" in text
+    assert f"[{ADDRESSES[1]}:1]" in text
+    resumed = losses_of(text)
+    begin = min(resumed)
+    assert begin in (11, 21)
+    assert max(resumed) == 30
+
+    again = checkpoint_of(checkpoints, begin - 1, hosts.directory / "again")
+    undisturbed = hosts.run(
+        *hosts.launch_arguments(hosts.hostfile(slots=2), "--include", ADDRESSES[1]),
+        *training(again),
+        timeout_s=250,
+    )
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    assert losses_of(undisturbed.stdout) == resumed

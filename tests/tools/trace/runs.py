@@ -1,0 +1,112 @@
+"""Directories of traces that simulated steps leave, as the recorder writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_ext.schedules import Costs, generate, simulate
+from megatron_ext.schedules.table import json_io
+from megatron_ext.schedules.table.communication import exchanges
+from megatron_ext.tools.trace.measured_costs import SCHEDULE_FILE
+from megatron_ext.tools.trace.recorder import HostClock, Recorder
+from megatron_ext.tools.trace.records import (
+    ACTION_NAMES,
+    Header,
+    directory_name,
+    file_name,
+    size_fields,
+)
+
+MS = 1_000_000
+COSTS = Costs(0.010, 0.012, 0.008, latency=0.001)
+
+
+class Clock(HostClock):
+    """A clock that shows what it is told."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def begin(self) -> int:
+        return self.now_ns
+
+    def stamp(self) -> int:
+        return self.now_ns
+
+    def resolve(self, stamps: list[int], begin_ns: int) -> list[int]:
+        return [stamp - begin_ns for stamp in stamps]
+
+
+def write_run(
+    parent: Path,
+    *,
+    schedule: str = "1f1b",
+    pp: int = 4,
+    microbatches: int = 8,
+    iterations: int = 3,
+    costs: Costs = COSTS,
+    clock_offset_ns: Callable[[int], int] = lambda rank: 0,
+    clock_of: Callable[[int], str] = lambda rank: "boot",
+    settings: dict[str, object] | None = None,
+    wire_of: Callable[[int, int], str] | None = None,
+    sizes: Sequence[tuple[int, int]] = (),
+) -> Path:
+    """Simulate some steps and record them; return the folder of the run.
+
+    With `sizes`, tokens and pairs of each micro-batch, the first rank notes them.
+    """
+    table = generate(schedule, pp, microbatches)
+    timeline = simulate(table, costs)
+    directory = parent / directory_name((1, pp, 1), dynamic=False)
+    step_ns = round(1e9 * timeline.makespan) + 20 * MS
+    for rank in range(pp):
+        clock = Clock()
+        now_ns = 3_600_000 * MS + clock_offset_ns(rank)
+        header = Header(
+            rank, 0, rank, 0, (1, pp, 1), "host", clock_of(rank), now_ns, 1,
+            settings or {"schedule": table.label, "transport": "torch"}, {"torch": "2"},
+        )  # fmt: skip
+        recorder = Recorder(lambda header=header: (directory, header), clock)
+        if wire_of is not None:
+            recorder.connected({peer: wire_of(rank, peer) for peer in range(pp) if peer != rank})
+        ends = list(zip(timeline.starts[rank], timeline.ends[rank], strict=True))
+        for number in range(iterations):
+            origin = 5_000 * MS + number * step_ns + clock_offset_ns(rank)
+            clock.now_ns = origin
+            recorder.begin_iteration()
+            for exchange, (start, end) in zip(exchanges(table, rank), ends, strict=True):
+                record(recorder, clock, origin, exchange, start, end, costs)
+            clock.now_ns = origin + step_ns - MS
+            recorder.notes["out_of_order"] = 2
+            for microbatch, size in enumerate(sizes if rank == 0 else ()):
+                recorder.notes |= size_fields(microbatch, *size)
+            recorder.end_iteration()
+        recorder.close()
+    (directory / SCHEDULE_FILE).write_text(json_io.dumps(table))
+    return directory
+
+
+def record(recorder, clock, origin, exchange, start, end, costs) -> None:
+    stage, kind, microbatch = exchange.action
+    begin = origin + round(1e9 * start)
+    for arriving in exchange.inputs:
+        about = about_message(arriving.message)
+        before, clock.now_ns = clock.now_ns, begin
+        if begin > before:
+            recorder.add("wait", before, {"cause": "input", "on": arriving.peer, **about})
+        recorder.add("receive", begin, {"from": arriving.peer, **about, "bytes": 1024})
+    clock.now_ns = origin + round(1e9 * end)
+    attributes = {"microbatch": microbatch, "model_chunk": 0, "stage": stage, "pp_rank": stage}
+    recorder.add(ACTION_NAMES[kind], begin, attributes)
+    for leaving in exchange.outputs:
+        about = about_message(leaving.message)
+        recorder.add("send", clock.now_ns, {"to": leaving.peer, **about, "bytes": 1024})
+
+
+def about_message(message) -> dict[str, object]:
+    return {"for": message.kind, "stage": message.stage, "microbatch": message.microbatch}
+
+
+def trace_of(directory: Path, rank: int) -> Path:
+    return directory / file_name(0, rank, 0)

@@ -1,0 +1,131 @@
+"""One Chrome trace of all ranks, figures of the run, and what is slow."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.schedules import Costs, generate, simulate
+from megatron_ext.tools.trace import summary
+from megatron_ext.tools.trace.aggregate import aggregated_name, read_run, write_chrome_trace
+from megatron_ext.tools.trace.detect import Thresholds, detect
+from megatron_ext.tools.trace.survey import Sample
+from tests.commands import run_package
+from tests.tools.trace.runs import COSTS, MS, trace_of, write_run
+
+
+def chrome(directory: Path) -> list[dict]:
+    output = aggregated_name(directory)
+    size = write_chrome_trace(read_run(directory), output)
+    assert size == output.stat().st_size
+    assert sorted(p.name for p in directory.iterdir() if p.name.startswith(".")) == []
+    return json.loads(output.read_text())
+
+
+def test_every_rank_has_a_row_and_every_message_an_arrow(tmp_path: Path) -> None:
+    events = chrome(write_run(tmp_path))
+    bars = [e for e in events if e["ph"] == "X"]
+    assert {(e["pid"], e["tid"]) for e in bars} == {(rank, 0) for rank in range(4)}
+    forwards = [e for e in bars if e["name"].startswith("forward")]
+    assert len(forwards) == 3 * 4 * 8
+    assert sum(e["dur"] for e in forwards) == pytest.approx(3 * 4 * 8 * 10_000)
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert len(starts) == 3 * 2 * 3 * 8
+    assert all(ends[key]["ts"] > start["ts"] for key, start in starts.items())
+
+
+def test_the_figures_are_those_of_the_simulated_step(tmp_path: Path) -> None:
+    timeline = simulate(generate("1f1b", 4, 8), COSTS)
+    run = read_run(write_run(tmp_path, costs=COSTS))
+    first = summary.figures(run.surveys[:1])
+    assert first.pipeline_ns == pytest.approx(1e9 * timeline.makespan)
+    assert first.busy_ns == pytest.approx(1e9 * timeline.ideal)
+    waited = sum(first.idle_ns.values())
+    assert waited == pytest.approx(1e9 * timeline.bubble, rel=1e-6)
+    assert {cause for cause, time_ns in first.idle_ns.items() if time_ns} == {"input of rank 1"}
+    assert first.peak_live == 4
+    assert first.out_of_order_ratio == 2 / 16
+    assert summary.figures(run.surveys[3:]).peak_live == 1
+
+
+@pytest.mark.parametrize("offset_ns", [250 * MS, -7 * MS])
+def test_clocks_of_hosts_are_aligned_by_their_messages(tmp_path: Path, offset_ns: int) -> None:
+    straight = chrome(write_run(tmp_path / "one"))
+    skewed = write_run(
+        tmp_path / "two",
+        clock_of=lambda rank: f"boot {rank // 2}",
+        clock_offset_ns=lambda rank: offset_ns * (rank // 2),
+    )
+    run = read_run(skewed)
+    found = run.alignment.offset_ns["boot 1"]
+    assert abs(found + offset_ns) <= run.alignment.error_ns["boot 1"]
+    assert run.alignment.error_ns["boot 1"] <= 2 * MS
+    for before, after in zip(straight, chrome(skewed), strict=True):
+        assert after.get("ts", 0) == pytest.approx(before.get("ts", 0), abs=2000)
+
+
+def test_clocks_that_exchange_nothing_are_aligned_by_the_time_of_day(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path,
+        clock_of=lambda rank: f"boot {rank // 2}",
+        clock_offset_ns=lambda rank: 90 * MS * (rank // 2),
+    )
+    for rank in range(4):
+        text = trace_of(run, rank).read_text()
+        trace_of(run, rank).write_text(text.replace('"receive"', '"other"'))
+    found = read_run(run)
+    assert found.alignment.offset_ns["boot 1"] == -90 * MS
+    assert found.alignment.error_ns["boot 1"] is None
+
+
+def test_missing_ranks_other_lengths_and_a_trailing_slash(tmp_path: Path) -> None:
+    directory = write_run(tmp_path)
+    trace_of(directory, 1).unlink()
+    text = trace_of(directory, 2).read_bytes()
+    trace_of(directory, 2).write_bytes(text[: len(text) // 2])
+    done = run_package("aggregate", "--benchmark_dir", f"{directory}/")
+    assert done.returncode == 0, done.stderr
+    assert "1 of 4 ranks left no trace" in done.stderr
+    assert "ranks recorded between" in done.stderr
+    events = json.loads((directory / f"{directory.name}-aggregated.json").read_text())
+    arrows = {e["id"].split(".")[:2][0] + e["id"].split(".")[1] for e in events if "id" in e}
+    assert not any("1" in pair for pair in arrows), "no arrow to a rank that is not there"
+
+
+def test_slow_ranks_and_links_are_named(tmp_path: Path) -> None:
+    directory = write_run(tmp_path, costs=Costs(0.01, 0.01, 0.01, stage_scale=(1, 1, 1.5, 1)))
+    assert [f.what for f in detect(read_run(directory), Thresholds())] == ["rank 2"]
+    done = run_package("aggregate", "--benchmark-dir", str(directory), "--detect")
+    assert done.returncode == 1
+    assert "slow rank 2: 1.50 x the median (threshold 1.2)" in done.stdout
+    done = run_package(
+        "aggregate", "--benchmark-dir", str(directory), "--detect", "--slow-rank", "1.6"
+    )
+    assert done.returncode == 0
+    assert "no rank is 1.6 x and no link 2 x slower" in done.stdout
+
+
+def test_mistakes_end_in_one_line(tmp_path: Path) -> None:
+    for command in (["aggregate", "--benchmark_dir", str(tmp_path)], ["report", str(tmp_path)]):
+        done = run_package(*command)
+        assert done.returncode == 2
+        assert "holds no trace of a rank" in done.stderr
+        assert "Traceback" not in done.stderr
+    run = write_run(tmp_path)
+    shutil.copytree(run, tmp_path / "copy")
+    done = run_package("report", str(run), "-o", str(tmp_path / "no" / "where.html"))
+    assert done.returncode == 2
+    assert "cannot be written" in done.stderr
+
+
+def test_samples_stay_small_and_keep_the_middle() -> None:
+    sample = Sample()
+    for value in range(100_000):
+        sample.add([value])
+    assert len(sample.kept) <= 512
+    assert sample.median_ns == pytest.approx(50_000, rel=0.01)

@@ -1,0 +1,163 @@
+"""Predictions from a trace are simulations with the costs that the trace was made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext.errors import DataError, ScheduleError
+from megatron_ext.schedules import Costs, generate, simulate
+from megatron_ext.schedules.table.memory import activation_peaks
+from megatron_ext.tools.trace import forecast
+from megatron_ext.tools.trace.measured_costs import SCHEDULE_FILE, StageCosts
+from tests.commands import run_package
+from tests.tools.trace.runs import COSTS, trace_of, write_run
+
+OUTSIDE_S = 0.019
+EVEN = Costs(COSTS.forward, 0.010, 0.010, latency=COSTS.latency)
+"""A trace of whole backwards does not tell how they split: they are halved."""
+
+
+def predicted(directory: Path, memory_gb: float | None = None) -> dict[str, forecast.Prediction]:
+    return {p.label: p for p in forecast.forecast(directory, memory_gb).predictions}
+
+
+@pytest.mark.parametrize(("traced", "costs"), [("1f1b", EVEN), ("zb-h1", COSTS)])
+def test_predictions_are_simulations_with_the_costs_of_the_trace(
+    tmp_path: Path, traced: str, costs: Costs
+) -> None:
+    found = predicted(write_run(tmp_path, schedule=traced))
+    for name in ("1f1b", "gpipe", "zb-h1"):
+        makespan_s = simulate(generate(name, 4, 8), costs).makespan
+        assert found[name].step_s == pytest.approx(makespan_s + OUTSIDE_S, rel=1e-4)
+    interleaved = simulate(generate("interleaved", 4, 8, 2), costs).makespan
+    step_s = found["interleaved chunks=2"].step_s
+    assert step_s == pytest.approx(interleaved + OUTSIDE_S, rel=1e-4)
+    assert {"1f1b dpp hint", "1f1b dpp breadth-first", "zb-v chunks=2"} <= found.keys()
+    steps = [p.step_s for p in found.values()]
+    assert steps == sorted(steps)
+
+
+def test_uneven_stages_stay_uneven(tmp_path: Path) -> None:
+    scale = (1.0, 1.0, 1.0, 1.6)
+    costs = Costs(0.01, 0.01, 0.01, latency=0.001, stage_scale=scale)
+    found = predicted(write_run(tmp_path, costs=costs))
+    assert found["1f1b"].step_s == pytest.approx(
+        simulate(generate("1f1b", 4, 8), costs).makespan + OUTSIDE_S, rel=1e-4
+    )
+
+
+def test_memory_is_predicted_and_held(tmp_path: Path) -> None:
+    directory = write_run(tmp_path)
+    mib = 1 << 20
+    for rank in range(4):
+        path = trace_of(directory, rank)
+        peak = 1000 * mib + (4 - rank) * 100 * mib
+        told = f'"memory_bytes":{peak},"activation_bytes":{100 * mib}'
+        path.write_text(path.read_text().replace('"memory_bytes":0', told))
+    found = predicted(directory)
+    assert found["1f1b"].memory_bytes == 1400 * mib
+    assert found["gpipe"].memory_bytes == 1800 * mib
+    assert found["v-half chunks=2"].memory_bytes < found["1f1b"].memory_bytes
+    assert found["dualpipe overlap=False"].memory_bytes > 2000 * mib, "two copies of the weights"
+    held = predicted(directory, memory_gb=1.4)
+    assert "1f1b" in held
+    assert "gpipe" not in held
+    with pytest.raises(ScheduleError, match=r"needs 1\.37 GiB"):
+        predicted(directory, memory_gb=1.0)
+
+
+def test_a_large_weight_stash_is_predicted(tmp_path: Path) -> None:
+    """A stash of 2.25 activations, in a traced zb-h1, whose own peaks are known."""
+    ratio, mib = 2.25, 1 << 20
+    directory = write_run(tmp_path, schedule="zb-h1", settings={"stash_ratio": ratio})
+    for rank, kept in enumerate(activation_peaks(generate("zb-h1", 4, 8), ratio)):
+        path = trace_of(directory, rank)
+        peak = 1000 * mib + round(100 * mib * kept)
+        told = f'"memory_bytes":{peak},"activation_bytes":{100 * mib}'
+        path.write_text(path.read_text().replace('"memory_bytes":0', told))
+    found = predicted(directory)
+    assert found["gpipe"].memory_bytes == 1800 * mib, "nothing is between I and W"
+    for name in ("zb-h1", "zb-v chunks=2"):
+        table = generate(name.split()[0], 4, 8)
+        most = max(activation_peaks(table, ratio))
+        assert most > max(activation_peaks(table))
+        assert found[name].memory_bytes == pytest.approx((1000 + 100 * most) * mib)
+
+
+def test_models_whose_layers_do_not_fill_the_stages_are_left_out(tmp_path: Path) -> None:
+    found = forecast.forecast(write_run(tmp_path, settings={"num_layers": 4}))
+    assert not any(p.label.startswith("interleaved") for p in found.predictions)
+    assert any("which its 4 layers do not fill evenly" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "shared"),
+    [
+        ({"device": "cpu", "cpus": "0,1"}, "4 ranks shared 2 CPUs"),
+        ({"device": "cpu", "cpus": "0,1,2,3"}, None),
+        ({"device": "cuda", "cpus": "0,1"}, None),
+    ],
+)
+def test_ranks_that_shared_cpus_are_told_beside_the_number(
+    tmp_path: Path, settings: dict[str, object], shared: str | None
+) -> None:
+    found = forecast.forecast(write_run(tmp_path, settings=settings))
+    assert found.shared_cpus == shared
+    first = forecast.table(found).splitlines()[0]
+    told = f" ms for ranks with a CPU or a device each ({shared}); predicted:"
+    assert first.endswith(told if shared else " ms; predicted:")
+    assert any("the forecast holds for ranks with" in note for note in found.notes) == bool(shared)
+
+
+def test_orders_that_bound_no_memory_are_marked(tmp_path: Path) -> None:
+    found = forecast.forecast(write_run(tmp_path))
+    bounded = {p.label: p.bounds_memory for p in found.predictions}
+    assert bounded["1f1b"]
+    assert bounded["1f1b dpp hint"]
+    assert not bounded["1f1b dpp breadth-first"]
+    table = forecast.table(found)
+    marked = [line for line in table.splitlines() if line.endswith("*")]
+    assert marked
+    assert all("first" in line for line in marked)
+    assert "\n* not bounded: " in table
+
+
+def test_the_command_prints_flags_to_paste(tmp_path: Path) -> None:
+    directory = write_run(tmp_path)
+    done = run_package("plan", "--from-trace", str(directory))
+    assert done.returncode == 0, done.stderr
+    assert "traced: 1f1b, step " in done.stdout
+    assert "memory is not predicted" in done.stderr
+    rows = json.loads(run_package("plan", "--from-trace", str(directory), "--json").stdout)
+    [row] = [row for row in rows if row["schedule"] == "1f1b dpp hint"]
+    assert row["flags"] == (
+        "--pipeline-model-parallel-size 4 --pipeline-schedule 1f1b --use-dpp --dpp-policy hint"
+    )
+
+
+def test_what_is_missing_is_told(tmp_path: Path) -> None:
+    directory = write_run(tmp_path)
+    with pytest.raises(DataError, match="--memory-gb cannot be held"):
+        forecast.forecast(directory, 16)
+    trace_of(directory, 2).unlink()
+    with pytest.raises(DataError, match="no forward and backward of stage 2"):
+        forecast.forecast(directory)
+    (directory / SCHEDULE_FILE).unlink()
+    with pytest.raises(DataError, match=r"has no schedule\.json"):
+        forecast.forecast(directory)
+    done = run_package("plan", "--memory-gb", "3", "--pp", "4", "--microbatches", "8")
+    assert done.returncode == 2
+    assert "add --from-trace DIR" in done.stderr
+
+
+@given(st.lists(st.floats(0.1, 9), min_size=1, max_size=8), st.integers(1, 24))
+def test_cutting_a_model_anew_keeps_its_work(times: list[float], count: int) -> None:
+    costs = StageCosts(times, times, times, 0.0, 0.0).resampled(count)
+    assert sum(costs.forward_s) == pytest.approx(sum(times))
+    assert len(costs.weight_s) == count
+    assert min(costs.forward_s) > 0

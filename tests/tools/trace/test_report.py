@@ -1,0 +1,132 @@
+"""The page about a run: it needs no network, shows what it should, and works in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.schedules import generate, simulate
+from megatron_ext.tools.trace import report
+from megatron_ext.tools.trace.aggregate import read_run
+from megatron_ext.tools.trace.measured_costs import SCHEDULE_FILE
+from tests.commands import run_package
+from tests.tools.trace import browser
+from tests.tools.trace.runs import COSTS, write_run
+
+DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+LOOK = """
+const seen = document.body.dataset, canvas = document.getElementById("timeline");
+const painted = () => {
+  const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+  const colours = new Set();
+  for (let i = 0; i < pixels.length; i += 4) colours.add(pixels.slice(i, i + 4).join());
+  return colours.size;
+};
+seen.background = getComputedStyle(document.body).backgroundColor;
+seen.ranks = document.querySelectorAll("#ranks tbody tr").length;
+seen.links = document.querySelectorAll("#links tbody tr").length;
+seen.title = document.title;
+/* The page draws in its next frame; here at once, whatever the load of the machine. */
+draw();
+seen.colours = painted();
+const width = () => { draw(); return Number(canvas.dataset.to) - Number(canvas.dataset.from); };
+const before = width();
+document.getElementById("in").click();
+seen.zoomed = before / width();
+const box = canvas.getBoundingClientRect();
+canvas.dispatchEvent(new WheelEvent("wheel", { deltaY: -1, clientX: box.left + 600,
+                                               clientY: box.top + 40, cancelable: true }));
+seen.wheeled = before / width();
+document.getElementById("all").click();
+document.getElementById("theme").click();
+seen.switched = getComputedStyle(document.body).backgroundColor;
+const choice = document.getElementById("choice");
+seen.choices = [...choice.options].map((option) => option.textContent).join("; ");
+choice.value = choice.options.length - 1;
+choice.dispatchEvent(new Event("change"));
+seen.planned = width();
+"""
+
+
+def content(page: str) -> dict:
+    [text] = DATA.findall(page)
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_browser_shows_the_page_and_zooms(tmp_path: Path, dark: bool) -> None:
+    run = write_run(tmp_path, schedule="1f1b")
+    done = run_package("report", str(run))
+    assert done.returncode == 0, done.stderr
+    seen = browser.look(run / "report.html", LOOK, dark=dark)
+    light, black = "rgb(255, 255, 255)", "rgb(20, 22, 26)"
+    assert (seen["background"], seen["switched"]) == ((black, light) if dark else (light, black))
+    assert seen["title"] == run.name
+    assert (seen["ranks"], seen["links"]) == ("4", "6")
+    assert int(seen["colours"]) > 5
+    assert float(seen["zoomed"]) == pytest.approx(2)
+    assert float(seen["wheeled"]) == pytest.approx(2.5)
+    choices = r"median step \(\d\); slowest step \(\d\); planned: 1f1b"
+    assert re.fullmatch(choices, seen["choices"])
+    planned_us = 1e6 * simulate(generate("1f1b", 4, 8), COSTS).makespan
+    assert float(seen["planned"]) == pytest.approx(planned_us, rel=0.05)
+
+
+def test_the_page_needs_nothing_else_and_runs_nothing_of_the_traces(tmp_path: Path) -> None:
+    evil = "</script><script>document.title='owned'</script><!--<img src=x onerror=alert(1)>"
+    run = write_run(tmp_path, settings={"schedule": evil, evil: evil, "transport": evil})
+    page = report.page(read_run(run))
+    assert evil not in page
+    assert page.count("<script") == 2
+    assert not re.search(r"""(src|href)\s*=|url\(|https?:""", DATA.sub("", page))
+    assert [evil, evil] in content(page)["settings"]
+
+
+def test_what_is_shown_is_what_was_traced(tmp_path: Path) -> None:
+    shown = content(report.page(read_run(write_run(tmp_path))))
+    assert [rank["label"] for rank in shown["ranks"]] == [f"rank {r} (pp {r})" for r in range(4)]
+    assert [rank["live"] for rank in shown["ranks"]] == [4, 3, 2, 1]
+    assert {cause for cause, *_ in shown["causes"]} >= {f"input of rank {r}" for r in range(4)}
+    assert len(shown["links"]) == 6
+    assert all(link[7] == "torch" for link in shown["links"])
+    measured, _, planned = shown["timelines"]
+    assert planned["title"] == "planned: 1f1b"
+    forwards = [[bar for bar in row["spans"] if bar[0] == "F"] for row in measured["rows"]]
+    assert [len(row) for row in forwards] == [8] * 4
+    assert forwards[3][0][1] == pytest.approx(33_000, rel=1e-3)
+
+
+def test_every_pair_of_ranks_has_the_wire_that_carried_its_messages(tmp_path: Path) -> None:
+    run = write_run(tmp_path, wire_of=lambda a, b: "shm" if a // 2 == b // 2 else "tcp")
+    links = content(report.page(read_run(run)))["links"]
+    wires = {(link[0], link[1]): link[7] for link in links}
+    assert wires == {
+        (f"rank {a}", f"rank {b}"): wire
+        for a, b, wire in [
+            (0, 1, "shm"), (1, 0, "shm"), (1, 2, "tcp"), (2, 1, "tcp"), (2, 3, "shm"),
+            (3, 2, "shm"),
+        ]
+    }  # fmt: skip
+
+
+def test_the_page_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_MAX_SPANS", 60)
+    run = write_run(tmp_path, microbatches=40)
+    rows = content(report.page(read_run(run)))["timelines"][0]["rows"]
+    assert sum(len(row["spans"]) for row in rows) < 400
+    steps = [step for file in read_run(run).files for step in file.iterations(2)]
+    assert sum(len(step.spans) for step in steps) > 800
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[" * 10_000, '{"schedule": 3}', '{"placement": {"num_ranks": 1e30}}']
+)
+def test_a_damaged_table_is_told_and_left_out(tmp_path: Path, text: str) -> None:
+    run = write_run(tmp_path)
+    (run / SCHEDULE_FILE).write_text(text)
+    shown = content(report.page(read_run(run)))
+    assert len(shown["timelines"]) == 2
+    assert any("no planned step" in note and "is damaged" in note for note in shown["notes"])
