@@ -7,8 +7,10 @@ is active (`config/pipeline_config.py`). It keeps the contract of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
+from itertools import repeat, tee
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +19,12 @@ from megatron.core.utils import get_model_config
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import Call
-from megatron_ext.runtime.runtimes import runtime_of
-from megatron_ext.upstream.signatures import default_groups, is_multi_module
+from megatron_ext.runtime.runtimes import Runtimes, runtime_of
+from megatron_ext.upstream.signatures import (
+    default_groups,
+    is_multi_module,
+    needed_of_models,
+)
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -61,11 +67,13 @@ def forward_backward(
         "get_forward_backward_func gives this out while there is a pipeline"
     )
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    iterators = _one_for_each(data_iterator, len(chunks))
     if (p2p_communicator is None) != (pg_collection is None):
         raise ScheduleError("give both p2p_communicator and pg_collection, or neither of them")
     refuse_modules(pg_collection)
     groups = default_groups() if pg_collection is None else pg_collection
+    if id(groups.pp) not in active.required().state(Runtimes).by_group:  # the first step
+        _check_models(chunks)
     config = get_model_config(chunks[0])
     shapes = _shapes(
         config, groups, decoder_seq_length or seq_length, micro_batch_size, adjust_tensor_shapes_fn
@@ -113,6 +121,53 @@ def refuse_modules(groups: Any) -> None:
             "schedule_pg_collection of several modules (MIMO), but a table has one pipeline; "
             "leave --pipeline-schedule out, and Megatron's own schedule runs them"
         )
+
+
+def _one_for_each(data: Any, num_chunks: int) -> list[Any]:
+    """Return one data iterator for each chunk; a single one is shared by all of them."""
+    iterators = list(data) if isinstance(data, (list, tuple)) else [data]
+    if len(iterators) == num_chunks:
+        return iterators
+    if len(iterators) != 1:
+        raise ScheduleError(
+            f"data_iterator has {len(iterators)} iterators, but this rank holds {num_chunks} model "
+            "chunks; give one for each chunk, or one that they share"
+        )
+    [shared] = iterators
+    if shared is None:
+        return [None] * num_chunks
+    if not hasattr(shared, "__next__"):
+        raise ScheduleError(
+            f"data_iterator is a {type(shared).__name__}, which the {num_chunks} model chunks of "
+            "this rank cannot share; give an iterator, such as iter(data_loader), or a list of one "
+            "for each chunk"
+        )
+    # Megatron's RerunDataIterator has no __iter__. Forward steps write into the items they read.
+    return [map(copy, branch) for branch in tee(map(next, repeat(shared)), num_chunks)]
+
+
+def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
+    """Check that models have what Megatron's steps read of them.
+
+    Raises:
+        ScheduleError: A chunk lacks an attribute; names all that it lacks.
+    """
+    for chunk in chunks:
+        layers = [chunk]
+        while isinstance(below := getattr(layers[-1], "module", None), torch.nn.Module):
+            layers.append(below)  # DDP and Float16Module, which pass on what the model has
+        missing = [
+            f"`{name}`"
+            for name in needed_of_models()
+            if not any(hasattr(layer, name) for layer in layers)
+        ]
+        if missing:
+            raise ScheduleError(
+                f"{type(layers[-1]).__name__} lacks {', '.join(missing)}; Megatron's steps read "
+                "of each model chunk `config` (a TransformerConfig), `model_type` "
+                "(ModelType.encoder_or_decoder) and `set_input_tensor(tensors)`; "
+                "docs/configure.md has an example"
+            )
 
 
 def _shapes_travel(config: Any) -> bool:

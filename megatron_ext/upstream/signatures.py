@@ -24,6 +24,7 @@ __all__ = [
     "is_multi_module",
     "linear_parameters",
     "mtp_on_this_rank",
+    "needed_of_models",
     "parameters",
 ]
 
@@ -84,6 +85,12 @@ def backward_step_of(model: Any, config: Any) -> Callable[[Any, Any, Any], Any]:
 @cache
 def _takes_model_type() -> bool:
     return "model_type" in parameters(f"{_SCHEDULES}:backward_step")
+
+
+def needed_of_models() -> tuple[str, ...]:
+    """Return the attributes that Megatron's forward and backward steps read of a model."""
+    needed = "config", "set_input_tensor"
+    return (*needed, "model_type") if _takes_model_type() else needed
 
 
 @cache

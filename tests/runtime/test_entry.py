@@ -257,6 +257,81 @@ def test_an_error_of_the_model_comes_out_and_leaves_nothing() -> None:
     assert run.exit_codes[0] == 0, run.describe()
 
 
+def _reads_on_all_stages(data: Any, model: toy.Stage) -> tuple[torch.Tensor, Any]:
+    """Take the data out of the item on each stage, as forward steps that write into it do."""
+    item = next(data).pop("x")
+    return model(item if model.number == 0 else None), toy._loss
+
+
+def _shared_data(name: str, ranks: int) -> list[Any]:
+    toy.start(ranks)
+    chosen = make_pipeline(name, ranks, M)
+    use(chosen)
+    stages = list(chosen.placement.stages_of[dist.get_rank()])
+    found: list[Any] = []
+    for shared in (False, True):
+        model = toy.chunks(toy.config(), stages)
+        each = [({"x": x} for x in toy.samples(M)) for _ in stages]
+        data = each[0] if shared else each
+        reports = _step(
+            model[0].config, model, data_iterator=data, forward_step_func=_reads_on_all_stages
+        )
+        found.append((reports, [chunk.weight.grad for chunk in model]))
+        assert next(each[0], None) is None  # a step takes its micro-batches and no more
+    with pytest.raises(ScheduleError) as raised:
+        _step(model[0].config, model, data_iterator=[each[0]] * 3)
+    return [*found, str(raised.value)]
+
+
+def test_chunks_may_share_one_data_iterator() -> None:
+    for many, one, told in run_ranks(2, _shared_data, "zb-v", 2):
+        assert _plain(many[0]) == _plain(one[0])
+        assert all(map(torch.equal, many[1], one[1]))
+        assert told == (
+            "data_iterator has 3 iterators, but this rank holds 2 model chunks; give one for each "
+            "chunk, or one that they share"
+        )
+
+
+def _incomplete_model(lacks: tuple[str, ...]) -> str:
+    toy.start(1)
+    use(make_pipeline("1f1b", 1, M))
+    bare = type("Tower", (torch.nn.Linear,), {})(4, 4)
+    usual = {"config": toy.config(), "model_type": None, "set_input_tensor": lambda _: None}
+    for name in set(usual) - set(lacks):
+        setattr(bare, name, usual[name])
+    wrapped = torch.nn.Module()
+    wrapped.module = bare
+    with pytest.raises(ScheduleError) as raised:
+        _step(toy.config(), [wrapped])  # type: ignore[list-item]
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "named"),
+    [
+        (("config",), "`config`"),
+        (("set_input_tensor",), "`set_input_tensor`"),
+        (("config", "set_input_tensor"), "`config`, `set_input_tensor`"),
+    ],
+)
+def test_a_model_without_what_megatron_reads_is_refused(lacks: tuple[str, ...], named: str) -> None:
+    [told] = run_ranks(1, _incomplete_model, lacks)
+    assert "\n" not in told
+    assert told.startswith(f"Tower lacks {named}; ")
+
+
+def _without_a_type() -> str:
+    from megatron_ext.upstream.signatures import needed_of_models
+
+    return _incomplete_model(("model_type",)) if "model_type" in needed_of_models() else ""
+
+
+def test_a_model_without_its_type_is_refused_where_megatron_reads_it() -> None:
+    [told] = run_ranks(1, _without_a_type)
+    assert not told or told.startswith("Tower lacks `model_type`; ")
+
+
 def _without_a_choice() -> bool:
     from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
