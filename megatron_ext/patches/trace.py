@@ -95,13 +95,12 @@ def _scalars(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
 
     from megatron_ext.tools.trace import scalars
 
-    result = call(*args, **kwargs)
     iteration = args[3] if len(args) > 3 else kwargs["iteration"]
     settings = global_vars.get_args()
     if iteration % settings.log_interval == 0 and scalars.are_asked_for(vars(settings)):
         writers = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
-        scalars.report(iteration, *writers)
-    return result
+        scalars.report(iteration, *writers)  # before the line of the step, which it belongs to
+    return call(*args, **kwargs)
 
 
 def _forward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -204,11 +204,11 @@ def _explain(error: BaseException) -> int:
     return 2 if isinstance(error, UserError) else 1
 
 
-def _show_log(name: str, level: int, stream: TextIO) -> None:
-    """Write the records of a logger and its children to a stream, as bare lines."""
+def _show_log(name: str, level: int, stream: TextIO, form: str = "%(message)s") -> None:
+    """Write the records of a logger and its children to a stream."""
     logger = logging.getLogger(name)
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(logging.Formatter(form))
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(level)
 
@@ -226,7 +226,7 @@ def run(script: str, argv: Sequence[str], *, embedded: bool = False) -> int:
     """
     # Not basicConfig: upstream calls it, and it has no effect once the root has a handler.
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
-    _show_log("megatron_ext", level, sys.stderr)
+    _show_log("megatron_ext", level, sys.stderr, "megatron_ext: %(message)s")
     try:
         releases.check_core()
         start = choose(script, embedded=embedded)

@@ -8,6 +8,7 @@ work.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Scalars", "are_asked_for", "report", "since_last"]
 
 _WRITERS = ("tensorboard_dir", "wandb_project")
+_SHOWN = "MEGATRON_EXT_STEP_BUBBLE"
+"""Set to 1 on all ranks by what shows `upstream/person_view.py` instead of the log."""
 
 
 @dataclass
@@ -65,7 +68,8 @@ def are_asked_for(settings: Mapping[str, Any]) -> bool:
         settings: Megatron's settings by name; those of writers are the same on all ranks.
     """
     traces = active.required().config.tracing is not None
-    return traces or any(settings.get(name) for name in _WRITERS)
+    shown = os.environ.get(_SHOWN) == "1"
+    return traces or shown or any(settings.get(name) for name in _WRITERS)
 
 
 def report(iteration: int, writer: Any, wandb: Any) -> None:
@@ -88,8 +92,12 @@ def report(iteration: int, writer: Any, wandb: Any) -> None:
             writer.add_scalar(tag, value, iteration)
     if wandb is not None:
         wandb.log(found.tags(), iteration)
-    if dist.get_rank() == dist.get_world_size() - 1 and sys.stderr.isatty():
-        sys.stderr.write(f"{found}\n")
+    if dist.get_rank() != dist.get_world_size() - 1:
+        return
+    if os.environ.get(_SHOWN) == "1" or sys.stdout.isatty():
+        # Where the line of the step follows, so that they stay together.
+        sys.stdout.write(f"{found}\n")
+        sys.stdout.flush()
 
 
 def since_last() -> Scalars | None:

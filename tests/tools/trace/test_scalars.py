@@ -31,9 +31,9 @@ def check(found: dict[str, list[tuple[int, float]]]) -> None:
 
 
 def on_a_terminal(argv: list[str]) -> None:
-    sys.stderr.isatty = lambda: True  # this process is a rank and ends
+    sys.stdout.isatty = lambda: True  # this process is a rank and ends
     lines: list[str] = []
-    sys.stderr.write = lines.append
+    sys.stdout.write = lines.append
     _run_script("pretrain_gpt.py", argv, True)
     import torch.distributed as dist
 

@@ -1,0 +1,252 @@
+"""A person's view of a training log: some lines on the start, then a short one per logged step.
+
+    torchrun ... 2>&1 | python -m megatron_ext.upstream.person_view --log all.txt
+    for line in condensed(lines): print(line)                       # the same over lines
+
+Megatron's own lines stay as they are, because programs read them; this reads them too, and needs
+the standard library alone. Warnings that matter and errors are passed on, once each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["PersonView", "condensed", "main"]
+
+_STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|(.*)")
+_VALIDATION = re.compile(r"validation loss at iteration (\d+)(?: on (\w+) set)? \| (.*)")
+_TESTED = re.compile(r"(\w[\w ]*) value: (\S+) \|")
+_WORLD = re.compile(r"using world size: (\d+), (.*)")
+_PARAMETERS = re.compile(r"> number of parameters on .* rank (\([\d, ]+\)): (\d+)")
+_SEQ_LENGTH = re.compile(r"  seq_length \.+ (\d+)")
+_BUBBLE = re.compile(r"pipeline: bubble ([\d.]+) %")
+_OURS = re.compile(r"(?:\[rank \d+\] )?megatron_ext(?:: |\s+runs )")
+_WARNING = re.compile(r"WARNING[: ]|.*?:\d+: \w*Warning: |\S*: ?warning: ", re.IGNORECASE)
+_ERROR = re.compile(r"\w[\w.]*(?:Error|Exception|Interrupt|Exit|Mismatch|Died|Timeout)\b(?:: |$)")
+_TORCHRUN = re.compile(r"[EWI]\d{4} [\d:.]+ \d+ torch/distributed/(?:elastic|run)")
+
+_LAUNCHER = ("ChildFailedError", "SignalException")
+"""How torchrun ends if a rank fails, or at Ctrl-C."""
+
+# What a machine lacks on purpose, what a first run cannot have, and Megatron's notes to itself.
+_HARMLESS = re.compile(
+    r"apex|transformer[ _-]engine|pin_memory|one_logger|legacy tokenizer|GPTModel IS DEPRECATED"
+    r"|RerunStateMachine|Result validation|path_to_cache is None|metadata file"
+    r"|Overriding default arguments|optimized fused softmax|is experimental|FutureWarning"
+    r"|DeprecationWarning|triton|nvidia_resiliency|flash.attn|OMP_NUM_THREADS",
+    re.IGNORECASE,
+)
+_STAGES = tuple(
+    (re.compile(pattern), shown)
+    for pattern, shown in (
+        (r"> initializing torch distributed", "connecting the ranks"),
+        (r"building \w+ model", "building the model"),
+        (r"loading checkpoint from", "loading the checkpoint"),
+        (
+            r"successfully loaded checkpoint from (.+?)(?: \[.*\])? at iteration\s+(\d+)$",
+            "continues from iteration {1} of {0}",
+        ),
+        (r"> building train, validation, and test datasets", "preparing the data"),
+        (
+            r"successfully saved checkpoint from iteration\s+(\d+) to (.+?)(?: \[.*)?$",
+            "saved iteration {0} to {1}",
+        ),
+        (r"exiting program (?:at|after) (.*)", "stops after {0}"),
+    )
+)
+"""Lines of Megatron's that become one short line, at the first time."""
+
+
+def _number(text: str) -> str:
+    """Return a number of the log in few digits, for example 4.8553 of 4.855259E+00."""
+    value = float(text)
+    return f"{value:.4f}" if 0.01 <= abs(value) < 1000 else f"{value:.4g}"
+
+
+def _loss(name: str) -> str:
+    return "loss" if name == "lm loss" else name
+
+
+@dataclass
+class PersonView:
+    """The short form of one training's log, line by line.
+
+    Lines of several processes may be mixed, but each line is whole; `source` keeps their tracebacks
+    apart where it is known.
+    """
+
+    seq_length: int | None = None
+    """Tokens of a sample; None: the log's list of arguments has it."""
+    failed: bool = False
+    """Whether an error has been shown."""
+    _bubble: str | None = None
+    _parameters: dict[str, int] = field(default_factory=dict)
+    _shown: set[str] = field(default_factory=set)
+    _tracebacks: dict[str, list[str]] = field(default_factory=dict)
+    _after_error: set[str] = field(default_factory=set)
+
+    def feed(self, line: str, source: str = "") -> list[str]:
+        """Return the lines to show for a line of the log: mostly none."""
+        line = line.rstrip()
+        if line.startswith("Traceback (most recent call last)"):
+            self._tracebacks[source] = [line]
+            self._after_error.discard(source)
+            return []
+        if source in self._tracebacks:
+            return self._traceback(line, source)
+        if shown := self._recognized(line):
+            self._after_error.discard(source)
+            return shown
+        if source in self._after_error and line and not _TORCHRUN.match(line):
+            return [line]  # the rest of a message of several lines
+        return []
+
+    def flush(self) -> list[str]:
+        """Return tracebacks that the end of the log cut off."""
+        unfinished = [line for lines in self._tracebacks.values() for line in lines]
+        self._tracebacks.clear()
+        return unfinished
+
+    def _traceback(self, line: str, source: str) -> list[str]:
+        lines = self._tracebacks[source]
+        lines.append(line)
+        if not line or line[0].isspace() or not _ERROR.match(line):
+            return []
+        del self._tracebacks[source]
+        # torchrun's own report adds nothing to an error of a rank, but is all there is on a kill.
+        if (any(name in line for name in _LAUNCHER) and self.failed) or not self._is_new(line):
+            return []
+        self.failed = True
+        self._after_error.add(source)
+        return lines
+
+    def _is_new(self, line: str) -> bool:
+        key = re.sub(r"\d+", "#", line)  # ranks, process ids and ports differ between equal lines
+        new = key not in self._shown
+        self._shown.add(key)
+        return new
+
+    def _recognized(self, line: str) -> list[str]:
+        if found := _STEP.search(line):
+            return [self._step(*found.groups())]
+        if found := _VALIDATION.search(line):
+            values = "  ".join(
+                f"{_loss(name)} {_number(value)}" for name, value in _TESTED.findall(found[3])
+            )
+            return [f"{found[2] or 'validation'} at iteration {found[1]}: {values}"]
+        if self._noted(line):
+            return []
+        if _OURS.match(line):
+            self.failed = self.failed or "error: " in line
+            return self._once(line)
+        if _WARNING.match(line):
+            return [] if _HARMLESS.search(line) else self._once(f"warning: {_reason(line)}")
+        return self._stage(line)
+
+    def _noted(self, line: str) -> bool:
+        """Keep a number that later lines show."""
+        if found := _BUBBLE.search(line):
+            self._bubble = found[1]
+        elif found := _SEQ_LENGTH.match(line):
+            self.seq_length = self.seq_length or int(found[1])
+        elif found := _PARAMETERS.search(line):
+            self._parameters[found[1]] = int(found[2])
+        return found is not None
+
+    def _stage(self, line: str) -> list[str]:
+        if found := _WORLD.search(line):
+            sizes = re.findall(r"([a-z -]+?)(?:-model)?-parallel size: (\d+)", found[2])
+            split = [f"{name.strip()} {size}" for name, size in sizes if size != "1"]
+            return self._once(", ".join([f"{found[1]} ranks", *split]))
+        if "[before the start of training step]" in line:
+            total = sum(self._parameters.values()) / 1e6
+            return self._once(f"training {total:,.1f} million parameters" if total else "training")
+        for pattern, shown in _STAGES:
+            if found := pattern.search(line):
+                return self._once(shown.format(*found.groups()))
+        return []
+
+    def _once(self, line: str) -> list[str]:
+        known = line in self._shown
+        self._shown.add(line)
+        return [] if known else [line]
+
+    def _step(self, iteration: str, last: str, rest: str) -> str:
+        fields = dict(one.strip().split(": ", 1) for one in rest.split("|") if ": " in one)
+        parts = [f"iteration {iteration:>{len(last)}}/{last}"]
+        for name, value in fields.items():
+            if name.endswith("loss"):
+                parts.append(f"{_loss(name)} {_number(value)}")
+        if "grad norm" in fields:
+            parts.append(f"gradient norm {_number(fields['grad norm'])}")
+        elapsed_ms = float(fields.get("elapsed time per iteration (ms)", "0"))
+        if elapsed_ms:
+            parts.append(f"{elapsed_ms:,.0f} ms")
+            if self.seq_length and "global batch size" in fields:
+                tokens = int(fields["global batch size"]) * self.seq_length
+                parts.append(f"{1000 * tokens / elapsed_ms:,.0f} tokens/s")
+        for name, short in (
+            ("throughput per GPU (TFLOP/s/GPU)", "TFLOP/s per GPU"),
+            ("number of skipped iterations", "skipped"),
+            ("number of nan iterations", "with NaN"),
+        ):
+            if float(fields.get(name, "0")):
+                parts.append(f"{fields[name].strip()} {short}")
+        if self._bubble is not None:
+            parts.append(f"bubble {self._bubble} %")
+            self._bubble = None
+        return "  ".join(parts)
+
+
+def _reason(line: str) -> str:
+    """Return a warning without the place in Megatron that raised it."""
+    return re.sub(r"^(?:WARNING:?\s?(?:[\w.]+:)?|.*?:\d+: \w*Warning: )", "", line).strip()
+
+
+def condensed(lines: Iterable[str], *, seq_length: int | None = None) -> Iterator[str]:
+    """Yield the short form of a log, as its lines arrive.
+
+    Args:
+        lines: The log's lines.
+        seq_length: Tokens of a sample, for tokens/s; None: from the log's list of arguments.
+    """
+    view = PersonView(seq_length)
+    for line in lines:
+        yield from view.feed(line)
+    yield from view.flush()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Show standard input in short form; `--log FILE` keeps all of it, `--raw` shows all of it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_ext.upstream.person_view", description=main.__doc__
+    )
+    parser.add_argument("--log", type=Path, metavar="FILE", help="write every line to FILE")
+    parser.add_argument("--raw", action="store_true", help="show every line as it is")
+    options = parser.parse_args(argv)
+    # Ctrl-C goes to the whole process group; the last lines of the training still come.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    view = PersonView()
+    kept = options.log.open("w", encoding="utf-8") if options.log else nullcontext()
+    with kept as log:
+        for raw in sys.stdin.buffer:
+            line = raw.decode(errors="replace")
+            if log is not None:
+                log.write(line)
+                log.flush()
+            for one in [line.rstrip("\n")] if options.raw else view.feed(line):
+                print(one, flush=True)
+        for one in view.flush():
+            print(one, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

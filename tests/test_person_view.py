@@ -1,0 +1,142 @@
+"""The short form of training logs, of lines that Megatron printed and of a live run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.upstream import person_view
+from megatron_ext.upstream.person_view import PersonView, condensed
+from tests.ranks import start_script
+from tests.upstream_script.runs import GPT
+
+_STEP = (
+    " [2026-11-25 04:52:50.296595] iteration        1/       6 | consumed samples:            4 | "
+    "elapsed time per iteration (ms): 305.5 | learning rate: 8.500000E-04 | global batch size:     "
+    "4 | lm loss: 4.855259E+00 | mtp_1 loss: 4.711111E+00 | loss scale: 1.0 | grad norm: 1.747 | "
+    "number of skipped iterations:   {skipped} | number of nan iterations:   0 |"
+)
+_SHORT = "iteration 1/6  loss 4.8553  mtp_1 loss 4.7111  gradient norm 1.7470  306 ms  419 tokens/s"
+_ARGUMENTS = "  seq_length ...................................... 32"
+_BUBBLE = " pipeline: bubble 50.8 %, 1.0 MiB/s between ranks, 0.0 % of the actions out of order"
+_TRACEBACK = """\
+Traceback (most recent call last):
+  File "model.py", line 3, in forward
+    raise ValueError("no\\nweights")
+ValueError: no
+weights
+"""
+_TORCHRUN = """\
+E1125 04:51:15.918000 12185 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitco
+Traceback (most recent call last):
+  File "torch/distributed/run.py", line 1032, in <module>
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+megatron_ext FAILED
+[0]:
+  exitcode  : -9 (pid: 12412)
+"""
+
+
+def short(*lines: str) -> list[str]:
+    return list(condensed("\n".join(lines).splitlines()))
+
+
+def test_a_step_is_one_short_line() -> None:
+    assert short(_ARGUMENTS, _STEP.format(skipped=0)) == [_SHORT]
+    assert short(_ARGUMENTS, _BUBBLE, _STEP.format(skipped=1)) == [
+        f"{_SHORT}  1 skipped  bubble 50.8 %"
+    ]
+    assert "tokens" not in short(_STEP.format(skipped=0))[0]
+
+
+def test_stages_of_the_start_and_checkpoints_come_once() -> None:
+    log = """\
+using world size: 4, data-parallel size: 1, context-parallel size: 1, hierarchical \
+context-parallel sizes: None, tensor-model-parallel size: 2, pipeline-model-parallel size: 2
+ > number of parameters on (tensor, pipeline) model parallel rank (0, 1): 1500000
+ > number of parameters on (tensor, pipeline) model parallel rank (0, 0): 2500000
+> building train, validation, and test datasets ...
+> building train, validation, and test datasets ...
+[before the start of training step] datetime: 2026-11-25 04:52:50.011847
+  [2026-11-25 04:52] successfully saved checkpoint from iteration       3 to a/b [ t 1/1, p 1/2 ]
+ validation loss at iteration 4 on test set | lm loss value: 4.7237E+00 | lm loss PPL: 1.12E+02 |
+  successfully loaded checkpoint from a/b [ t 1/1, p 1/2 ] at iteration 3
+"""
+    assert short(log) == [
+        "4 ranks, tensor 2, pipeline 2",
+        "preparing the data",
+        "training 4.0 million parameters",
+        "saved iteration 3 to a/b",
+        "test at iteration 4: loss 4.7237",
+        "continues from iteration 3 of a/b",
+    ]
+
+
+def test_warnings_that_matter_and_our_lines_are_shown() -> None:
+    assert short(
+        "/x/backends.py:21: UserWarning: Apex is not installed. Falling back to Torch Norm",
+        "/x/model.py:21: UserWarning: the weights are all zero",
+        '  warnings.warn("the weights are all zero")',
+        "WARNING:megatron.core.rerun_state_machine:Result validation enabled",
+        "WARNING:megatron.core.optimizer:gradients are not finite",
+        "megatron_ext: pipeline schedule: zb-v",
+    ) == [
+        "warning: the weights are all zero",
+        "warning: gradients are not finite",
+        "megatron_ext: pipeline schedule: zb-v",
+    ]
+
+
+def test_equal_tracebacks_of_several_ranks_are_shown_once_and_whole() -> None:
+    view = PersonView()
+    shown = [
+        text
+        for line in _TRACEBACK.splitlines()
+        for source in ("0", "1")
+        for text in view.feed(line, source)
+    ]
+    assert "\n".join(shown) + "\n" == _TRACEBACK
+    assert view.failed
+    assert [text for line in _TORCHRUN.splitlines() for text in view.feed(line)] == []
+
+
+def test_a_killed_rank_is_shown_by_the_report_of_torchrun() -> None:
+    assert short(_TORCHRUN) == _TORCHRUN.splitlines()[1:]
+
+
+def test_a_log_that_ends_within_a_traceback_shows_it() -> None:
+    assert short(*_TRACEBACK.splitlines()[:2]) == _TRACEBACK.splitlines()[:2]
+
+
+def test_the_command_keeps_the_log_and_needs_the_standard_library_alone(tmp_path: Path) -> None:
+    log = f"{_ARGUMENTS}\n{_STEP.format(skipped=0)}\n"
+    command = [sys.executable, "-S", person_view.__file__]
+    for option, shown in ([], f"{_SHORT}\n"), (["--raw"], log):
+        ended = subprocess.run(
+            [*command, "--log", str(tmp_path / "all.txt"), *option],
+            input=log,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        assert ended.stdout == shown
+        assert (tmp_path / "all.txt").read_text() == log
+
+
+@pytest.mark.tree
+def test_a_training_in_short(megatron_lm_path: Path) -> None:
+    flags = f"{GPT} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1".split()
+    env = {"MEGATRON_EXT_STEP_BUBBLE": "1"}
+    ended = start_script(2, "pretrain_gpt.py", flags, timeout_s=240, env=env)
+    assert ended.exit_codes == [0, 0]
+    lines = list(condensed("".join(ended.logs).splitlines()))
+    steps = [line for line in lines if line.startswith("iteration ")]
+    assert len(steps) == 5
+    assert all(" tokens/s  bubble " in line and "  loss 4." in line for line in steps)
+    assert len(lines) <= 15, lines
