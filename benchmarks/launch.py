@@ -31,7 +31,7 @@ sys.path.insert(0, str(_ROOT))
 
 from benchmarks.common.json_output import add_json, write_json  # noqa: E402
 
-_FAKE_SSH = f"sh {_ROOT / 'tests' / 'launch' / 'fake_ssh.sh'}"
+_FAKE_SSH = f"sh {_ROOT / 'tests' / 'tools' / 'launch' / 'fake_ssh.sh'}"
 _LINE = "iteration {} | lm loss: 1.234567E+00 | grad norm: 0.123 | elapsed time (ms): 123.4"
 _TIMEOUT_S = 300
 

@@ -16,12 +16,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_ext.errors import MegatronExtError, UserError, line_of
+from megatron_ext.errors import ArgumentsError, MegatronExtError, UserError, line_of
 from megatron_ext.upstream import releases
 from megatron_ext.upstream import tree as upstream
 from megatron_ext.version import __version__
 
 __all__ = ["build_parser", "main"]
+
+REMOVED = {
+    "launch --kubernetes": "start from examples/kubernetes/trainjob.yaml",
+    "launch --image": "start from examples/kubernetes/trainjob.yaml",
+    "launch --nodes": "start from examples/kubernetes/trainjob.yaml",
+    "launch --gpu-resource": "start from examples/kubernetes/trainjob.yaml",
+    "launch --rdma-resource": "start from examples/kubernetes/trainjob.yaml",
+    "launch --push": "copy the code first: rsync -a --exclude .git ./ HOST:$PWD/",
+}
+"""Command or `command flag` that a release removed -> remedy; each is kept for one release."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _Subparsers = Any  # argparse._SubParsersAction is private
@@ -60,6 +70,19 @@ def build_parser() -> argparse.ArgumentParser:
     trace.add_to_plan(subparsers)
     _add_upstream(subparsers)
     return parser
+
+
+def _refuse_removed(arguments: Sequence[str]) -> None:
+    """Raise `ArgumentsError` if the arguments use something that a release removed."""
+    own: list[str] = []
+    for word in arguments:
+        if word == "--" or word.endswith(".py"):
+            break  # flags of a training script follow
+        own.append(word.partition("=")[0])
+    for name, remedy in REMOVED.items():
+        command, _, flag = name.partition(" ")
+        if own[:1] == [command] and (not flag or flag in own):
+            raise ArgumentsError(f"`{name}` was removed; {remedy}")
 
 
 def _add_patches(subparsers: _Subparsers) -> None:
@@ -174,8 +197,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 for a check with findings; 2 for a mistake of the user.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    args = build_parser().parse_args(arguments)
     try:
+        _refuse_removed(arguments)
+        args = build_parser().parse_args(arguments)
         code = int(args.run(args))
         sys.stdout.flush()
         return code

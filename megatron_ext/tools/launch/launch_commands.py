@@ -28,7 +28,6 @@ def add_subcommands(subparsers: _Subparsers) -> None:
     )
     add_hosts(parser)
     _add_job(parser)
-    _add_kubernetes(parser)
     _add_output(parser)
     parser.add_argument("command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=_run_launch)
@@ -105,9 +104,6 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         help="run a command once on each host, without torchrun, for set-up or inspection",
     )
     group.add_argument(
-        "--push", action="store_true", help="copy the work directory to the hosts first"
-    )
-    group.add_argument(
         "--max-restarts",
         type=_number,
         default=0,
@@ -135,26 +131,6 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         default=5.0,
         metavar="S",
         help="seconds between asking processes to stop and killing them (default: 5)",
-    )
-
-
-def _add_kubernetes(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("Kubernetes")
-    group.add_argument(
-        "--kubernetes",
-        nargs="?",
-        const="trainjob",
-        choices=("trainjob", "pytorchjob"),
-        help="with --dry-run: print the manifest of a job for Kubeflow, its TrainJob or the older "
-        "PyTorchJob",
-    )
-    group.add_argument("--image", help="of the pods, with this package in it")
-    group.add_argument("--nodes", type=count, default=1, metavar="N", help="pods (default: 1)")
-    group.add_argument(
-        "--gpu-resource", metavar="NAME", help="what the cluster calls a GPU: nvidia.com/gpu"
-    )
-    group.add_argument(
-        "--rdma-resource", metavar="NAME", help="what it calls an RDMA device: rdma/hca"
     )
 
 

@@ -135,7 +135,7 @@ def judge(plan: Plan, findings: Sequence[dict[str, Any]]) -> list[str]:
     names = [node.host.name for node in plan.nodes]
     old = [
         f"{name}: its megatron_ext ({found['versions']['megatron_ext']}) speaks another protocol; "
-        f"install the same version everywhere, or copy this tree with --push"
+        f"install the same version everywhere, or copy this tree there with rsync"
         for name, found in zip(names, findings, strict=True)
         if found.get("protocol") != protocol.VERSION
     ]
@@ -150,12 +150,12 @@ def judge(plan: Plan, findings: Sequence[dict[str, Any]]) -> list[str]:
         ("python", "use the same Python on all hosts (--python PATH)"),
         ("torch", "install the same version on all hosts"),
         ("megatron-core", "install the same version on all hosts"),
-        ("megatron_ext", "install the same version on all hosts, or copy this tree with --push"),
+        ("megatron_ext", "install the same version on all hosts, or copy this tree there"),
     ):
         values = [found["versions"][what] for found in findings]
         problems += _differences(names, values, what, remedy)
     scripts = [str(found["script_hash"]) for found in findings]
-    remedy = "copy it from here with --push, or name the same file everywhere"
+    remedy = "copy it from here with rsync, or name the same file everywhere"
     return problems + _differences(names, scripts, f"{plan.command[0]}, content", remedy)
 
 
@@ -183,7 +183,7 @@ def _problems_of(plan: Plan, index: int, found: dict[str, Any]) -> list[str]:
             f"room ({MIN_FREE_BYTES >> 20} MiB at least), or use another --log-dir"
         )
     if found["script_error"] is not None:
-        problems.append(f"{found['script_error']}; --push copies the work directory there")
+        problems.append(f"{found['script_error']}; copy it there with rsync")
     if found.get("port_error") is not None:
         problems.append(
             f"port {plan.master_port} cannot be used for the ranks to meet: {found['port_error']}; "

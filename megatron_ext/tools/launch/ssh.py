@@ -78,7 +78,7 @@ _MEANINGS = {
     r"timed out|No route to host|Network is unreachable": "it cannot be reached; check that it is "
     "up, or leave it out with --exclude {host}",
     r"No module named .?megatron_ext": "megatron_ext is not installed there; install it, or copy "
-    "this tree with --push",
+    "this tree to the same path with rsync",
     r"No such file or directory|not found": "the Python of this machine is not there; install it, "
     "or name another with --python PATH",
 }

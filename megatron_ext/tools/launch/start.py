@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import socket
@@ -23,10 +22,8 @@ import psutil
 from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch import (
     hostfile,
-    kubernetes,
     preflight,
     process,
-    push,
     restarts,
     runs,
     slurm,
@@ -231,8 +228,6 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     Raises:
         LaunchError: The job cannot be started; no process of it runs.
     """
-    if args.kubernetes is not None:
-        return _print_manifest(args)
     if args.slurm is not None and slurm.job_of(os.environ) is None:
         return _submit(args, words)
     plan, spares = _without_spares(make_plan(args), args.spares)
@@ -269,34 +264,6 @@ def _submit(args: argparse.Namespace, words: Sequence[str]) -> int:
     return 0
 
 
-def _print_manifest(args: argparse.Namespace) -> int:
-    """Print the job as Kubernetes takes it: JSON is YAML, too."""
-    if not args.dry_run:
-        raise LaunchError(
-            "--kubernetes prints a manifest and starts nothing; add --dry-run, and pipe it into "
-            "kubectl apply -f -"
-        )
-    if args.hostfile is not None or args.slurm is not None or args.per_node:
-        raise LaunchError("--kubernetes goes without --hostfile, --slurm and --per-node")
-    if args.image is None or args.nproc is None:
-        raise LaunchError("--kubernetes needs --image IMAGE and --nproc N, processes of each pod")
-    pods = kubernetes.Pods(
-        name=args.run_id or "megatron-ext",
-        image=args.image,
-        nodes=args.nodes,
-        nproc=args.nproc,
-        gpu_resource=args.gpu_resource,
-        rdma_resource=args.rdma_resource,
-        environment=tuple(_assignments(args.env)),
-        embedded=args.embedded,
-    )
-    host = Node(hostfile.Host("pods"), nproc=args.nodes * args.nproc, local=False)
-    plan = Plan(pods.name, (host,), tuple(_command(args)), workdir="", python="")
-    words = add_computed_flags(plan, args.num_microbatches).command
-    print(json.dumps(kubernetes.manifest(args.kubernetes, pods, words), indent=2))
-    return 0
-
-
 def _show_own_log() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("megatron-ext: %(message)s"))
@@ -319,10 +286,6 @@ def _without_spares(plan: Plan, count: int) -> tuple[Plan, tuple[Node, ...]]:
 
 
 async def _launch(plan: Plan, args: argparse.Namespace, ssh: Ssh, limits: Restarts) -> Outcome:
-    if args.push:
-        everywhere = replace(plan, nodes=(*plan.nodes, *limits.spares))
-        size = await push.push(everywhere, ssh, args.preflight_timeout)
-        _say(f"copied {size / 1e6:.1f} MB to the hosts")
     return await restarts.run(plan, ssh, limits, lambda each: _attempt(each, args, ssh))
 
 

@@ -14,7 +14,6 @@ case $host in
         exit 255
         ;;
     hang*) exec sleep 300 ;;
-    push) remote=$(printf '%s' "$remote" | sed "s|-C /|-C $OTHER_ROOT|") ;;
     old*) # torch is older there
         remote=$(printf '%s' "$remote" | sed "s|PYTHONPATH=|PYTHONPATH=$OLD_SITE:|")
         ;;

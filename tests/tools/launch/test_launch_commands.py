@@ -22,7 +22,7 @@ from tests.commands import run_package
 from tests.tools.launch.cluster import wait_until
 
 ROOT = Path(__file__).parents[3]
-FAKE_SSH = f"sh {ROOT / 'tests' / 'launch' / 'fake_ssh.sh'}"
+FAKE_SSH = f"sh {Path(__file__).parent / 'fake_ssh.sh'}"
 TWO = "a:1 addr=127.0.0.2\nb:1 addr=127.0.0.3"
 SIZES = "--tensor-model-parallel-size 2"
 
@@ -147,7 +147,9 @@ def test_what_the_hosts_find_is_compared() -> None:
 def test_a_script_that_is_not_there() -> None:
     lines = in_other_words(launch(TWO, "--", "gone/pretrain_gpt.py"))
     assert [line.partition(":")[0] for line in lines] == ["a", "b"]
-    assert all("there is no gone/pretrain_gpt.py" in line and "--push" in line for line in lines)
+    assert all(
+        "there is no gone/pretrain_gpt.py" in line and "with rsync" in line for line in lines
+    )
     [line] = in_other_words(launch("a:1", "--per-node", "--", "no-such-command"))
     assert "a: there is no command no-such-command" in line
 

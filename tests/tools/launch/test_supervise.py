@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import io
 import json
 import os
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import psutil
 import pytest
 
-from megatron_ext.errors import LaunchError
-from megatron_ext.tools.launch import process, protocol, push
+from megatron_ext.tools.launch import process, protocol
 from megatron_ext.tools.launch.hostfile import Host
-from megatron_ext.tools.launch.plan import Node, Plan
 from megatron_ext.tools.launch.ssh import Ssh, explain
 from megatron_ext.tools.launch.supervise import Failure, first_failure
-
-PUSHING_SSH = Path(__file__).with_name("fake_ssh.sh")
 
 
 def test_a_process_that_was_killed_explains_those_that_missed_it() -> None:
@@ -42,7 +35,7 @@ def test_a_process_that_was_killed_explains_those_that_missed_it() -> None:
         ("ssh: Could not resolve hostname a: Name or service not known", "correct the hostfile"),
         ("ssh: connect to host a port 22: Connection refused", "port=N in the hostfile"),
         ("ssh: connect to host a port 22: No route to host", "--exclude a"),
-        ("/usr/bin/python: No module named megatron_ext", "--push"),
+        ("/usr/bin/python: No module named megatron_ext", "with rsync"),
         ("env: '/x/python': No such file or directory", "--python PATH"),
         ("something else", "exit code 255): something else"),
     ],
@@ -72,46 +65,6 @@ def test_messages_come_through_noise_in_any_pieces() -> None:
     assert reader.wait() == {"op": "a"}
     assert reader.wait() is None
     os.close(reading)
-
-
-def plan_in(directory: Path) -> Plan:
-    nodes = (Node(Host("push"), 1, local=False), Node(Host("localhost"), 1, local=True))
-    return Plan("run", nodes, ("job.py",), str(directory), sys.executable)
-
-
-def test_the_work_directory_is_copied_without_what_git_ignores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work, other = tmp_path / "work", tmp_path / "other"
-    (work / "sub").mkdir(parents=True)
-    other.mkdir()
-    for name in ("job.py", "sub/data.txt", "big.bin"):
-        (work / name).write_text(name)
-    (work / ".gitignore").write_text("*.bin\n")
-    subprocess.run(["git", "init", "-q", str(work)], check=True)
-    monkeypatch.setattr(push, "directories", lambda plan: [Path(plan.workdir)])
-    monkeypatch.setenv("OTHER_ROOT", str(other))
-    asyncio.run(push.push(plan_in(work), Ssh(("sh", str(PUSHING_SSH))), 30))
-    copied = other / str(work).lstrip("/")
-    found = {path.relative_to(copied).as_posix() for path in copied.rglob("*") if path.is_file()}
-    assert found == {"job.py", "sub/data.txt", ".gitignore"}
-    assert (copied / "job.py").read_text() == "job.py"
-
-
-def test_more_than_code_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "weights").write_bytes(b"x" * 100)
-    monkeypatch.setattr(push, "MAX_BYTES", 10)
-    with pytest.raises(LaunchError, match="holds the code only"):
-        push.pack([tmp_path])
-
-
-def test_a_checkout_of_this_package_is_part_of_what_is_copied(tmp_path: Path) -> None:
-    checkout = Path(__file__).parents[3]
-    assert push.directories(plan_in(tmp_path)) == [tmp_path, checkout]
-    assert push.directories(plan_in(checkout)) == [checkout]
-    packed = push.pack([checkout / "hostfiles"])
-    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-        assert str(checkout / "hostfiles" / "localhost").lstrip("/") in archive.getnames()
 
 
 def test_a_rank_whose_torchrun_is_gone_ends_itself() -> None:
