@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -15,9 +14,7 @@ import torch.distributed as dist
 
 from megatron_ext import devices
 from megatron_ext.config.active import count_transport, required
-from megatron_ext.schedules.search.policies import activation_cap
-from megatron_ext.schedules.table.memory import live_counts
-from megatron_ext.schedules.table.validation import validate
+from megatron_ext.schedules.search.policies import arena_slots
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
 from megatron_ext.transport.opening import open_native
 from megatron_ext.transport.paired import PairedTransport
@@ -106,6 +103,16 @@ class _Opening:
     routes: tuple[Route, ...]
     """The model's routes."""
 
+    @property
+    def slots(self) -> int:
+        """Slots of the arena for each pair of ranks."""
+        dynamic = self.pipeline.dynamic
+        return arena_slots(
+            replace(self.pipeline.full, routes=self.routes),
+            None if dynamic is None else dynamic.margin,
+            self.pipeline.config.stash_ratio,
+        )
+
     def over_torch(self, channels: Sequence[Channel]) -> TorchTransport:
         """Open torch.distributed for some channels. Collective over all ranks of the job."""
         assert dist.group.WORLD is not None
@@ -139,7 +146,7 @@ class _Opening:
             wire=name,
             node_ips=self.pipeline.config.node_ips,
             rendezvous_host=environment.rendezvous_host,
-            slots=_slots(self.pipeline, self.routes) * num_notes,
+            slots=self.slots * num_notes,
             slot_bytes=slot_bytes or _slot_bytes(self.known, self.dtype),
             timeout_s=self.pipeline.timeout_s,
             checksums=self.pipeline.config.checksums,
@@ -210,28 +217,3 @@ def _slot_bytes(known: Sequence[tuple[int, ...] | None], dtype: torch.dtype) -> 
         (math.prod(shape) * dtype.itemsize for shape in known if shape is not None),
         default=_SLOT_BYTES,
     )
-
-
-def _slots(pipeline: Pipeline, routes: tuple[Route, ...]) -> int:
-    """Return the slots for a pair of ranks: twice its peak of messages in flight, both directions.
-
-    The second half holds messages that have arrived and are not consumed yet.
-    """
-    by_pair: dict[frozenset[int], int] = defaultdict(int)
-    table = replace(pipeline.full, routes=routes)
-    for (source, target, _), slots in validate(table).slots.items():
-        by_pair[frozenset((source, target))] += slots + _more_slots(pipeline)
-    return max(2, 2 * max(by_pair.values(), default=1))
-
-
-def _more_slots(pipeline: Pipeline) -> int:
-    """Return the extra slots per edge for activations that a policy keeps beyond the table's peak.
-
-    A greedy policy may keep all of them. A message without a slot waits in its sender's memory.
-    """
-    if pipeline.dynamic is None:
-        return 0
-    table = pipeline.full
-    stash_ratio = pipeline.config.stash_ratio
-    least = min(max(live_counts(row)) for row in table.rows)
-    return math.ceil(activation_cap(table, pipeline.dynamic.margin, stash_ratio) - least)

@@ -39,6 +39,8 @@ is ours; RRFP (arXiv 2605.18750) has a similar idea.
 from __future__ import annotations
 
 import heapq
+import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -48,6 +50,7 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.search.curve import Curve
 from megatron_ext.schedules.search.readiness import Progress
 from megatron_ext.schedules.table.memory import live_counts
+from megatron_ext.schedules.table.validation import validate
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action, Kind, Schedule
@@ -59,6 +62,7 @@ __all__ = [
     "Policy",
     "PolicyName",
     "activation_cap",
+    "arena_slots",
     "make_policy",
 ]
 
@@ -289,6 +293,30 @@ def activation_cap(
     """
     peak = max(max(live_counts(row, stash_ratio), default=0) for row in schedule.rows)
     return peak + extra_activations * max(map(len, schedule.placement.stages_of))
+
+
+def arena_slots(
+    table: Schedule, extra_activations: int | None = None, stash_ratio: float = 1.0
+) -> int:
+    """Return the slots for a pair of ranks: twice its peak of messages in flight, both directions.
+
+    The second half holds messages that have arrived and are not consumed yet.
+
+    Args:
+        table: The table, with the model's routes.
+        extra_activations: Those of a dynamic order; None: the order is the table's. Each edge gets
+            slots for what a policy keeps beyond the table's peak. A greedy policy may keep all
+            activations: a message without a slot waits in its sender's memory.
+        stash_ratio: What a weight stash counts.
+    """
+    more = 0
+    if extra_activations is not None:
+        least = min(max(live_counts(row)) for row in table.rows)
+        more = math.ceil(activation_cap(table, extra_activations, stash_ratio) - least)
+    by_pair: dict[frozenset[int], int] = defaultdict(int)
+    for (source, target, _), slots in validate(table).slots.items():
+        by_pair[frozenset((source, target))] += slots + more
+    return max(2, 2 * max(by_pair.values(), default=1))
 
 
 def _hint(

@@ -42,9 +42,13 @@ def add_subcommand(subparsers: _Subparsers) -> None:
     group.add_argument(
         "--microbatches", type=count, default=None, metavar="M", help="default: 4 x P"
     )
-    group.add_argument("--seq-length", type=count, metavar="S")
-    group.add_argument("--micro-batch-size", type=count, metavar="B")
-    group.add_argument("--hidden-size", type=count, metavar="H")
+    group.add_argument("--seq-length", type=count, metavar="S", help="tokens of a sample")
+    group.add_argument("--micro-batch-size", type=count, metavar="B", help="samples")
+    group.add_argument("--hidden-size", type=count, metavar="H", help="width of the model")
+    group.add_argument("--use-dpp", action="store_true", help="with a dynamic order")
+    group.add_argument(
+        "--dpp-extra-activations", type=int, default=1, metavar="N", help="of --use-dpp, default: 1"
+    )
     group.add_argument("--fp32", action="store_true", help="values of 4 bytes (default: 2)")
     parser.set_defaults(run=run)
 
@@ -94,6 +98,7 @@ def _sizes(args: argparse.Namespace) -> Any:
         micro_batch_size=args.micro_batch_size,
         hidden_size=args.hidden_size,
         bytes_per_value=4 if args.fp32 else 2,
+        extra_activations=args.dpp_extra_activations if args.use_dpp else None,
     )
 
 

@@ -40,11 +40,11 @@ def check_hosts(plan: Plan, ssh: Ssh, timeout_s: float) -> Iterator[Finding]:
         bad.add(name)
         found, _, remedy = text.partition("; ")
         yield fail(f"host {name}", found, remedy)
-    odd = {line.partition(": ")[0] for line in preflight.warnings(plan, findings)}
+    for warning in preflight.warnings(plan, findings):
+        name, _, text = warning.partition(": ")
+        found, _, remedy = text.partition("; ")
+        yield warn(f"host {name}", found, remedy)
     for name, finding in zip(names, findings, strict=True):
-        if name in odd:
-            found = f"the clock is {finding['ahead_s']:+.0f} s off this machine's"
-            yield warn(f"host {name}", found, "let NTP or chrony set it")
         if name not in bad:
             yield ok(f"host {name}", _described(finding))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.schedules import generate
+from megatron_ext.schedules.search.policies import arena_slots
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.tools.doctor.finding import Finding, fail, ok, warn
 from megatron_ext.tools.launch.preflight import MIN_SHARED_BYTES
@@ -26,7 +27,6 @@ __all__ = [
     "check_ports",
     "check_rdma",
     "check_shared_memory",
-    "slots_per_peer",
 ]
 
 _MIN_LOCKED_BYTES = 1 << 30
@@ -93,10 +93,10 @@ def check_rdma() -> Iterator[Finding]:
 def check_ports(port: int = _DEFAULT_PORT) -> Iterator[Finding]:
     """Try to listen on torchrun's default port, and on any free one."""
     for wanted in (port, 0):
-        what = f"port {wanted}" if wanted else "any port"
+        what = f"port {wanted}" if wanted else "ephemeral ports"
         try:
             with socket.create_server(("", wanted)):
-                yield ok(what, "can be listened on")
+                yield ok(what, "free" if wanted else "available")
         except OSError as error:
             remedy = "give torchrun another --master-port, or use `megatron-ext launch`, which "
             remedy += "finds a free one"
@@ -114,30 +114,25 @@ class Sizes:
     micro_batch_size: int
     hidden_size: int
     bytes_per_value: int = 2
-
-
-def slots_per_peer(sizes: Sizes) -> dict[int, dict[int, int]]:
-    """Return rank -> peer -> slots of the arena between them, as a run opens it.
-
-    Every pair gets twice the slots that the busiest one needs: one half for messages in flight, the
-    other for messages that the receiver keeps.
-    """
-    schedule = generate(sizes.schedule, sizes.pp, sizes.num_microbatches)
-    by_pair: dict[frozenset[int], int] = defaultdict(int)
-    for (source, target, _), slots in validate(schedule).slots.items():
-        by_pair[frozenset((source, target))] += slots
-    slots = max(2, 2 * max(by_pair.values(), default=1))
-    found: dict[int, dict[int, int]] = defaultdict(dict)
-    for first, second in (sorted(pair) for pair in by_pair if len(pair) == 2):
-        found[first][second] = found[second][first] = slots
-    return dict(found)
+    extra_activations: int | None = None
+    """`--dpp-extra-activations` of a dynamic order; None: the order is the table's."""
 
 
 def arena_bytes(sizes: Sizes) -> int:
-    """Return the upper bound on the memory of one rank's arenas, in bytes."""
+    """Return the upper bound on the memory of one rank's arenas, in bytes.
+
+    The model's routes are not known here; each adds the messages that skip a stage.
+    """
+    table = generate(sizes.schedule, sizes.pp, sizes.num_microbatches)
+    peers: dict[int, set[int]] = defaultdict(set)
+    for source, target, _ in validate(table).slots:
+        if source != target:
+            peers[source].add(target)
+            peers[target].add(source)
     message = sizes.seq_length * sizes.micro_batch_size * sizes.hidden_size * sizes.bytes_per_value
     pages = math.ceil(message / resource.getpagesize()) * resource.getpagesize()
-    return max((sum(peers.values()) * pages for peers in slots_per_peer(sizes).values()), default=0)
+    slots = arena_slots(table, sizes.extra_activations)
+    return max(map(len, peers.values()), default=0) * slots * pages
 
 
 def check_arenas(sizes: Sizes, ranks_here: int | None = None) -> Iterator[Finding]:

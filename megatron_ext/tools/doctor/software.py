@@ -181,8 +181,9 @@ def check_patches() -> Iterator[Finding]:
         return
     rows = [row for row in rows if row.state != "other release"]
     pending = sum(row.state == "pending" for row in rows)
-    note = f", {pending} wait for {', '.join(absent)}" if absent else ""
-    yield ok(name, f"{len(rows) - pending} of {len(rows)} targets looked at{note}")
+    note = f"; {pending} belong to modules that this install lacks: {', '.join(absent)}"
+    shown = f"{len(rows) - pending} of {len(rows)} patch targets verified"
+    yield ok(name, shown + (note if absent else ""))
 
 
 def check_native() -> Iterator[Finding]:
@@ -213,7 +214,7 @@ def check_device() -> Iterator[Finding]:
     if device.name != "cpu":
         yield ok("device", f"{collectives}, {count} devices")
     elif devices.requested() != "auto":
-        yield ok("device", f"{collectives}, as asked for")
+        yield ok("device", f"{collectives}, as requested")
     else:
         yield _unused(count) or ok("device", f"{collectives}, no accelerator is needed")
 

@@ -214,7 +214,9 @@ def warnings(plan: Plan, findings: Sequence[dict[str, Any]]) -> list[str]:
 
 def _warnings_of(found: dict[str, Any]) -> Iterator[str]:
     if abs(found["ahead_s"]) > MAX_SKEW_S:
-        yield f"its clock is {found['ahead_s']:+.0f} s off this machine's"
+        yield (
+            f"its clock is {found['ahead_s']:+.0f} s off this machine's; let NTP or chrony set it"
+        )
     free_bytes = found.get("shared_free_bytes", 0)
     if free_bytes < MIN_SHARED_BYTES:
         yield (

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
+from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.tools.doctor import machine, software
 from megatron_ext.tools.doctor.hosts import check_hosts
-from megatron_ext.tools.doctor.machine import Sizes, arena_bytes, check_arenas, slots_per_peer
+from megatron_ext.tools.doctor.machine import Sizes, arena_bytes, check_arenas
+from megatron_ext.tools.launch import preflight
 from megatron_ext.tools.launch.hostfile import Host
 from megatron_ext.tools.launch.plan import Node, Plan
 from megatron_ext.tools.launch.ssh import Ssh
@@ -38,7 +41,15 @@ def test_this_machine_can_train_on_its_cpu() -> None:
     done = run_package("doctor", "--json")
     found = levels(done.stdout)
     assert done.returncode == ("FAIL" in found.values())
-    sound = ("megatron_ext", "Python", "torch", "megatron-core", "device", "patches", "any port")
+    sound = (
+        "megatron_ext",
+        "Python",
+        "torch",
+        "megatron-core",
+        "device",
+        "patches",
+        "ephemeral ports",
+    )
     assert {check: found[check] for check in sound} == dict.fromkeys(sound, "OK")
     assert {"native core", "RDMA", "locked memory", "Megatron-LM tree"} <= set(found)
     for finding in json.loads(done.stdout):
@@ -147,7 +158,7 @@ def test_a_cuda_build_of_torch_without_a_driver() -> None:
     assert "MEGATRON_EXT_DEVICE=cpu says so" in line
     assert "nvidia-smi" in line
     asked = run_python("-c", _NO_DRIVER, MEGATRON_EXT_DEVICE="cpu")
-    assert asked.stdout == "OK   device: cpu, collectives by gloo, as asked for\n"
+    assert asked.stdout == "OK   device: cpu, collectives by gloo, as requested\n"
 
 
 def hosts_found(*names: str) -> dict[str, Finding]:
@@ -170,6 +181,28 @@ def test_hosts_are_asked_as_a_launch_would(tmp_path: Path, monkeypatch: pytest.M
     assert refused["host password"].level == "FAIL"
     assert "ssh-copy-id password" in refused["host password"].remedy
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_each_warning_of_a_host_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "a: 64 MiB are free in /dev/shm, and data loaders and NCCL take more; give it more",
+        "a: its clock is +60 s off this machine's; let NTP or chrony set it",
+    ]
+    monkeypatch.setattr(preflight, "warnings", lambda plan, findings: lines)
+    monkeypatch.setattr(preflight, "judge", lambda plan, findings: [])
+    hello = {"versions": {"torch": "2", "megatron-core": "0.16"}, "devices": 0, "ahead_s": 60.0,
+             "free_bytes": 1 << 40}  # fmt: skip
+
+    async def ask_all(*_: object) -> list[dict[str, object]]:
+        return [hello]
+
+    monkeypatch.setattr(preflight, "ask_all", ask_all)
+    plan = Plan("check", (Node(Host("a"), 0, local=False),), ("true",), "/", sys.executable)
+    found = [f for f in check_hosts(plan, Ssh(), 30) if f.level == "WARN"]
+    assert [f.found.split(",")[0] for f in found] == [
+        "64 MiB are free in /dev/shm", "its clock is +60 s off this machine's",
+    ]  # fmt: skip
+    assert [f.remedy for f in found] == ["give it more", "let NTP or chrony set it"]
 
 
 def test_mistakes_are_told_before_anything_is_looked_at(tmp_path: Path) -> None:
@@ -221,21 +254,22 @@ SIZES = Sizes("1f1b", 4, 16, seq_length=128, micro_batch_size=2, hidden_size=64)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "bitpipe"])
-def test_arenas_have_as_many_slots_as_a_run_opens(schedule: str) -> None:
-    from megatron_ext.runtime import connect
+@pytest.mark.parametrize("extra_activations", [None, 3])
+def test_arenas_are_as_large_as_a_run_opens(schedule: str, extra_activations: int | None) -> None:
+    from megatron_ext.runtime.connect import _Opening
 
-    sizes = Sizes(schedule, 4, 16, 128, 2, 64)
-    found = slots_per_peer(sizes)
-    pipeline = make_pipeline(schedule, 4, 16)
-    assert {slots for peers in found.values() for slots in peers.values()} == {
-        connect._slots(pipeline, routes=())
-    }
+    dynamic = (
+        None if extra_activations is None else DynamicOrder(extra_activations=extra_activations)
+    )
+    pipeline = make_pipeline(schedule, 4, 16, dynamic=dynamic)
+    opening = _Opening(pipeline, 0, torch.device("cpu"), set(), (), torch.float32, routes=())
+    message = 128 * 2 * 64 * 2
+    num_peers = 1 if schedule == "bitpipe" else 2  # hosted by half of the ranks
+    sizes = Sizes(schedule, 4, 16, 128, 2, 64, extra_activations=extra_activations)
+    assert arena_bytes(sizes) == num_peers * opening.slots * message
 
 
 def test_the_memory_of_arenas() -> None:
-    message = 128 * 2 * 64 * 2
-    assert slots_per_peer(SIZES)[1].keys() == {0, 2}
-    assert arena_bytes(SIZES) == sum(slots_per_peer(SIZES)[1].values()) * message
     assert only(check_arenas(SIZES)).level == "OK"
     huge = Sizes("1f1b", 4, 16, seq_length=1 << 20, micro_batch_size=64, hidden_size=1 << 14)
     assert only(check_arenas(huge)).level == "FAIL"
