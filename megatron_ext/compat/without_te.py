@@ -72,9 +72,10 @@ def _norm_with_sequence_parallel(call: Call, _instance: Any, args: Args, kwargs:
     return norm
 
 
-def _without_fp8(call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
-    """Pass `fp8=None`; upstream's default False counts as FP8."""
-    call(fp8=None)
+def _without_fp8(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Pass `fp8=None`, the first parameter; upstream's default False counts as FP8."""
+    others = {name: value for name, value in kwargs.items() if name != "fp8"}
+    call(None, *args[1:], **others)
 
 
 PATCHES = (

@@ -180,6 +180,7 @@ _TOKENIZER_ARGUMENTS: dict[str, Any] = {
     ),
     "tokenizer_hf_no_use_fast": lambda given: not given.get("tokenizer_hf_use_fast"),
     "tokenizer_sentencepiece_ignore_extra_whitespaces": True,
+    "use_gigatoken": False,
 }
 """What builders after 0.16 read, with their defaults."""
 

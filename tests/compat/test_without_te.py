@@ -154,6 +154,31 @@ def recompute() -> None:
         CheckpointWithoutOutput().checkpoint(torch.tanh, x)
 
 
+def recompute_together() -> None:
+    """Checkpoints that share a manager reach it: it discards and restores them as one."""
+    import torch
+    from megatron.core.tensor_parallel import random
+
+    start_parallel()
+    manager = random.CheckpointWithoutOutputManager()
+    x = torch.randn(3, 4, requires_grad=True)
+    expected = torch.autograd.grad(torch.sin(torch.tanh(x)).sum(), x)[0]
+    made = x
+    for function in (torch.tanh, torch.clone):
+        made = random.CheckpointWithoutOutput(False, ckpt_manager=manager).checkpoint(
+            function, made
+        )
+    output = torch.sin(made)
+    manager.discard_all_outputs_and_register_unified_recompute(output)
+    assert made.untyped_storage().size() == 0
+    output.sum().backward()
+    assert torch.equal(x.grad, expected)
+    kept = random.CheckpointWithoutOutput(retain_input_tensors=True)
+    alias = kept.checkpoint(lambda tensor: tensor.view_as(tensor), x)
+    kept.discard_output_and_register_recompute(alias)
+    assert alias.untyped_storage().size()
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -167,3 +192,10 @@ def recompute() -> None:
 )
 def test_without_transformer_engine(case: Callable[[], None]) -> None:
     run_ranks(1, case)
+
+
+@pytest.mark.skipif(
+    (releases.installed_release() or (0, 0)) < (0, 20), reason="0.20 has managers of checkpoints"
+)
+def test_checkpoints_with_a_manager() -> None:
+    run_ranks(1, recompute_together)
