@@ -58,7 +58,7 @@ def measure(directory: Path) -> dict[str, float]:
     saved = directory / "saved"
     command = [
         sys.executable, "-m", "megatron_ext", "launch", "--hostfile", str(directory / "hosts"),
-        "--max-restarts", "1", "--num-microbatches", "4", "--", "pretrain_gpt.py",
+        "--max-restarts", "1", "--num-microbatches", "4", "--raw", "--", "pretrain_gpt.py",
         *_FLAGS.split(), "--save", str(saved), "--load", str(saved),
     ]  # fmt: skip
     environment = {

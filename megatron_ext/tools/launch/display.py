@@ -7,15 +7,21 @@ are dropped and counted; the files on the hosts still have them.
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections import deque
-from typing import BinaryIO
+from contextlib import suppress
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from megatron_ext.upstream.person_view import PersonView
 
 __all__ = ["Display"]
 
 _MAX_BYTES = 8 << 20
 _PATIENCE_S = 1.0
 _CLOSE_S = 5.0
+_ITERATION = re.compile(rb"iteration\s+(\d+)/\s*\d+ \|")
 
 
 class Display:
@@ -23,10 +29,20 @@ class Display:
 
     Args:
         output: A binary stream; the caller closes it.
+        log: A file that gets every line; the caller closes it.
+        view: Shortens what `output` gets; None: every line, with its source.
     """
 
-    def __init__(self, output: BinaryIO) -> None:
+    def __init__(
+        self, output: BinaryIO, log: BinaryIO | None = None, view: PersonView | None = None
+    ) -> None:
         self._output = output
+        self._log = log
+        self._view = view
+        self.iteration = 0
+        """The last iteration of the training that a line named."""
+        self.is_stopping = False
+        """Whether the user has stopped the job: a view has no errors to show then."""
         self._waiting: deque[bytes] = deque()
         self._num_bytes = 0
         self._changed = threading.Condition()
@@ -41,6 +57,17 @@ class Display:
         """Show whole lines, or drop them if the display blocks for a second."""
         mark = f"[{prefix}] ".encode()
         text = mark + data[:-1].replace(b"\n", b"\n" + mark) + b"\n"
+        for found in _ITERATION.findall(data):
+            self.iteration = int(found)
+        if self._log is not None:
+            with suppress(OSError):  # a full disk; the hosts still have the lines
+                self._log.write(text)
+                self._log.flush()
+        if self._view is not None:
+            lines = data.decode(errors="replace").splitlines()
+            shown = [each for line in lines for each in self._view.feed(line, prefix)]
+            shown = [] if self.is_stopping else shown
+            text = "".join(f"{line}\n" for line in shown).encode(errors="replace")
         waited_s = 0.0
         while not self._put(text):
             if waited_s >= _PATIENCE_S:

@@ -20,11 +20,12 @@ def add_subcommands(subparsers: _Subparsers) -> None:
     """Register `launch` and the commands for its jobs: stop, status, logs, collect."""
     parser = subparsers.add_parser(
         "launch",
-        help="start a training job on the hosts of a hostfile",
+        help="start a training job, on this machine or on the hosts of a hostfile",
         usage="megatron-ext launch [--hostfile FILE | --slurm OPTIONS] [options] -- SCRIPT.py "
         "FLAGS...",
-        description="Starts torchrun on every host, through ssh or Slurm's srun, shows the logs, "
-        "and ends the job on all hosts as soon as one part of it fails or Ctrl-C is pressed.",
+        description="Starts torchrun on this machine, or on every host through ssh or Slurm's "
+        "srun, shows the logs, and ends the job on all hosts as soon as one part of it fails or "
+        "Ctrl-C is pressed.",
     )
     add_hosts(parser)
     _add_job(parser)
@@ -74,7 +75,10 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         "allocation neither this nor a hostfile is needed",
     )
     group.add_argument(
-        "--nproc", type=int, metavar="N", help="processes on each host (default: slots, or devices)"
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="processes on each host (default: slots, or devices; on one CPU what the flags need)",
     )
     group.add_argument(
         "--allow-uneven", action="store_true", help="different numbers of processes on the hosts"
@@ -138,6 +142,12 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument(
         "--dry-run", action="store_true", help="print the command of each host and do nothing"
+    )
+    group.add_argument(
+        "--raw",
+        action="store_true",
+        help="show every line of the ranks (default for Megatron's scripts, pretrain_*.py: a short "
+        "line for each stage of the start and each logged step, and what goes wrong)",
     )
     group.add_argument(
         "--show",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from megatron_ext.devices.count import count_devices
 from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch import (
     hostfile,
@@ -29,10 +30,11 @@ from megatron_ext.tools.launch import (
     slurm,
 )
 from megatron_ext.tools.launch.display import Display
-from megatron_ext.tools.launch.plan import Node, Plan, add_computed_flags
+from megatron_ext.tools.launch.plan import Node, Parallel, Plan, add_computed_flags, flag_value
 from megatron_ext.tools.launch.restarts import Restarts
 from megatron_ext.tools.launch.ssh import Ssh
 from megatron_ext.tools.launch.supervise import Job, Outcome
+from megatron_ext.upstream.person_view import PersonView
 
 if TYPE_CHECKING:
     from megatron_ext.tools.launch.connection import Connection
@@ -75,19 +77,26 @@ def is_this_machine(host: hostfile.Host) -> bool:
     return True
 
 
-def nodes_of(args: argparse.Namespace, nproc: int | None = None) -> tuple[Node, ...]:
-    """Return the hosts that the flags name.
+def nodes_of(
+    args: argparse.Namespace, nproc: int | None = None, alone: int | None = None
+) -> tuple[Node, ...]:
+    """Return the hosts that the flags name: this machine, if they name none.
+
+    Args:
+        args: The flags.
+        nproc: Processes on each host; None: its slots.
+        alone: Slots of this machine without a hostfile.
 
     Raises:
         LaunchError: The hostfile is missing or malformed.
     """
     job = _allocation(args)
-    if args.hostfile is None and job is None:
-        raise LaunchError(
-            "--hostfile is missing; write one host on a line, `localhost` will do; or start inside "
-            "a Slurm allocation, or with --slurm '--nodes 2'"
-        )
-    known = hostfile.read(args.hostfile) if job is None else slurm.hosts(os.environ)
+    if job is not None:
+        known = slurm.hosts(os.environ)
+    elif args.hostfile is not None:
+        known = hostfile.read(args.hostfile)
+    else:
+        known = (hostfile.Host("localhost", slots=alone),)
     hosts = hostfile.select(known, args.include, args.exclude)
     if nproc is not None and not 1 <= nproc <= hostfile.MAX_SLOTS:
         raise LaunchError(f"--nproc is {nproc}; it must be from 1 to {hostfile.MAX_SLOTS}")
@@ -118,8 +127,10 @@ def ssh_of(args: argparse.Namespace) -> Ssh:
     return Ssh.parse(args.ssh_cmd, max(1, min(10, int(args.preflight_timeout))))
 
 
-def _environment(args: argparse.Namespace) -> dict[str, str]:
+def _environment(args: argparse.Namespace, *, show_bubble: bool) -> dict[str, str]:
     variables = dict(_DEFAULTS)
+    if show_bubble:
+        variables["MEGATRON_EXT_STEP_BUBBLE"] = "1"  # of `tools/trace/scalars.py`
     for name, value in os.environ.items():
         named = name.startswith(FORWARDED) or name in _FORWARDED_NAMES
         if named and name not in _NOT_FORWARDED:
@@ -163,7 +174,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         raise LaunchError(f"--master-port is {args.master_port}; it must be from 1 to 65535")
     if args.log_dir is not None and not Path(args.log_dir).is_absolute():
         raise LaunchError(f"--log-dir {args.log_dir} is relative; hosts need an absolute path")
-    nodes = nodes_of(args, args.nproc)
+    nodes = nodes_of(args, args.nproc, _processes_here(words))
     if args.per_node:
         nodes = tuple(replace(node, nproc=1) for node in nodes)
     plan = Plan(
@@ -173,7 +184,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         command=tuple(words),
         workdir=_workdir(),
         python=args.python,
-        env=_environment(args),
+        env=_environment(args, show_bubble=not args.raw),
         master_port=args.master_port,
         per_node=args.per_node,
         embedded=args.embedded,
@@ -182,6 +193,13 @@ def make_plan(args: argparse.Namespace) -> Plan:
     )
     plan.check(allow_uneven=args.allow_uneven)
     return plan
+
+
+def _processes_here(words: Sequence[str]) -> int:
+    """Return the ranks to start on this machine: one for each device, or one replica on a CPU."""
+    backend = flag_value(words, "--device-backend") or os.environ.get("MEGATRON_EXT_DEVICE")
+    devices = 0 if backend == "cpu" else count_devices()
+    return devices or Parallel.of(words).replica_size
 
 
 def _new_run_id(job: str | None) -> str:
@@ -301,12 +319,16 @@ async def _attempt(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
     for warning in preflight.warnings(plan, findings):
         _say(f"warning: {warning}")
     _say(f"run {plan.run_id}: {plan.summary()}")
-    outcome = await _supervised(plan, connections, findings, ssh, show)
+    raw = args.raw or not Path(plan.command[0]).name.startswith("pretrain_")
+    if not raw:
+        show = list(range(plan.world_size)) if len(plan.nodes) == 1 else show
+        _say(f"everything the ranks print: {directory / 'output.log'}")
+    outcome = await _supervised(plan, connections, findings, ssh, show, raw=raw)
     try:
         runs.write_json(directory / "result.json", outcome.to_json())
     except OSError as error:
         _say(f"warning: {directory / 'result.json'} cannot be written: {error.strerror}")
-    _tell(plan, outcome)
+    _tell(plan, outcome, raw=raw)
     return outcome
 
 
@@ -316,14 +338,19 @@ async def _supervised(
     findings: list[dict[str, Any]],
     ssh: Ssh,
     show: list[int],
+    raw: bool,
 ) -> Outcome:
-    display = Display(sys.stdout.buffer)
-    try:
-        return await Job(plan, connections, findings, display, ssh).run(show)
-    finally:
-        await asyncio.to_thread(display.close)
-        if display.left_out:
-            _say(f"{display.left_out} lines were not shown, because the output was blocked")
+    view = None if raw else PersonView()
+    with (runs.run_dir(plan.run_id) / "output.log").open("wb") as log:
+        display = Display(sys.stdout.buffer, log, view)
+        try:
+            outcome = await Job(plan, connections, findings, display, ssh).run(show)
+        finally:
+            await asyncio.to_thread(display.close)
+            if display.left_out:
+                _say(f"{display.left_out} lines were not shown, because the output was blocked")
+    outcome.iteration = display.iteration
+    return outcome
 
 
 def _record(plan: Plan) -> Path:
@@ -343,13 +370,33 @@ def _record(plan: Plan) -> Path:
     return directory
 
 
-def _tell(plan: Plan, outcome: Outcome) -> None:
+def _tell(plan: Plan, outcome: Outcome, *, raw: bool) -> None:
     logs = f"logs: megatron-ext logs {plan.run_id}"
+    if not raw:
+        logs = f"everything: {runs.run_dir(plan.run_id) / 'output.log'}"
     if outcome.failure is not None:
-        for line in outcome.failure.tail:
+        lines = [line for line in outcome.failure.tail if line.strip()]
+        for line in lines if raw else lines[-1:]:
             _say(f"| {line}")
         _say(f"failed first: {outcome.failure}; the job was stopped on all hosts; {logs}")
+    elif outcome.stopped_by == "SIGINT" and outcome.iteration:
+        _say(f"interrupted at iteration {outcome.iteration}; {_to_resume(plan.command)}; {logs}")
     elif outcome.stopped_by is not None:
         _say(f"stopped by {outcome.stopped_by}; {logs}")
     else:
         _say(f"run {plan.run_id} succeeded; {logs}")
+
+
+def _to_resume(command: Sequence[str]) -> str:
+    """Describe the last checkpoint of an interrupted training, and how to go on from it."""
+    saved = flag_value(command, "--save")
+    if saved is None:
+        return "nothing was saved (--save DIR --load DIR)"
+    try:
+        last = (Path(saved) / "latest_checkpointed_iteration.txt").read_text().strip()
+    except OSError:
+        return f"no checkpoint yet in {saved}"
+    again = (
+        "run again to resume" if flag_value(command, "--load") else f"resume with --load {saved}"
+    )
+    return f"checkpoint {last}; {again}"

@@ -69,6 +69,8 @@ class Outcome:
     failure: Failure | None = None
     stopped_by: str | None = None
     hosts: dict[str, Any] = field(default_factory=dict)
+    iteration: int = 0
+    """The last iteration that the log named; 0: none."""
 
     def to_json(self) -> dict[str, Any]:
         """Return what `result.json` says."""
@@ -143,6 +145,7 @@ class Job:
     def _on_signal(self, number: signal.Signals) -> None:
         if not self._stop_now.is_set():
             self._stopped_by = number.name
+            self._display.is_stopping = True
             _logger.warning("%s: stops the job; once more kills it", number.name)
             self._outcome.code = 128 + number
             self._stop_now.set()

@@ -85,7 +85,7 @@ def run_id_of(launcher: subprocess.Popen[str], lines: list[str], ranks: int) -> 
 
 def test_llama3_trains_on_two_hosts_and_its_files_can_be_collected(hosts: Cluster) -> None:
     flags = [*LLAMA.split(), "--use-dpp", "--pipeline-transport", "tcp"]
-    words = [*WITHOUT_TREE, "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags]
+    words = [*WITHOUT_TREE, "--raw", "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags]
     done = hosts.run(*hosts.launch_arguments(hosts.hostfile(slots=2), *words), timeout_s=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 hosts, 4 ranks: TP 1, PP 2, CP 1, DP 2; 8 samples in a step" in done.stderr
@@ -108,7 +108,7 @@ def test_upstreams_script_trains_on_two_hosts_and_ends_when_a_rank_is_killed(
 ) -> None:
     more = "--eval-interval 10 --split 98,1,1 --no-create-attention-mask-in-dataloader"
     flags = [*LLAMA.replace("--train-iters 3", "--train-iters 1000").split(), *more.split()]
-    tree = ["--env", f"MEGATRON_LM_PATH={megatron_lm_path}", "--num-microbatches", "2"]
+    tree = ["--env", f"MEGATRON_LM_PATH={megatron_lm_path}", "--num-microbatches", "2", "--raw"]
     job = hosts.start(hosts.hostfile(slots=1), *tree, "--", "pretrain_gpt.py", *flags)
     lines: list[str] = []
     try:

@@ -42,7 +42,8 @@ def _job(directory: Path) -> Iterator[subprocess.Popen[str]]:
     environment = {k: v for k, v in os.environ.items() if k != "MEGATRON_LM_PATH"}
     job = subprocess.Popen(
         [sys.executable, "-m", "megatron_ext", "launch", "--hostfile", str(directory / "hosts"),
-         "--max-restarts", "1", "--num-microbatches", "4", "--", "pretrain_gpt.py", *flags.split()],
+         "--max-restarts", "1", "--num-microbatches", "4", "--raw", "--",
+         "pretrain_gpt.py", *flags.split()],
         env={**environment, "MEGATRON_EXT_DEVICE": "cpu", "OMP_NUM_THREADS": "1",
              "MEGATRON_EXT_RUNS": str(directory / "runs")},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -69,7 +69,7 @@ def log_of(cluster: Slurm, job: str) -> str:
 @pytest.mark.slow
 def test_llama3_trains_in_an_allocation_that_says_all_about_its_hosts(cluster: Slurm) -> None:
     flags = [*LLAMA.split(), "--use-dpp", "--pipeline-transport", "tcp"]
-    words = [*WITHOUT_TREE, "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags]
+    words = [*WITHOUT_TREE, "--raw", "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags]
     launch = ["launch", *words]
     code, output = allocated(cluster, "--nodes 2 --ntasks-per-node 2", *launch)
     assert code == 0, output

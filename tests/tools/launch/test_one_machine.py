@@ -1,0 +1,91 @@
+"""A job on this machine alone: no hostfile, and a person's view of its log."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands import run_package
+from tests.ranks import WITHOUT_TREE
+from tests.tools.launch.test_cluster import LLAMA
+
+ROOT = Path(__file__).parents[3]
+LONG = """\
+import os, sys, time
+print("megatron_ext: device cpu", flush=True)
+if os.environ["RANK"] == "1":
+    for n in range(1, 1000):
+        print(f" iteration {n}/ 1000 | lm loss: 4.855E+00 | grad norm: 1.0 |", flush=True)
+        if n == 3 and "--fails" in sys.argv:
+            sys.exit("the data ends here")
+        time.sleep(0.1)
+time.sleep(100)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_EXT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("MEGATRON_EXT_DEVICE", "cpu")
+    monkeypatch.chdir(tmp_path)
+    Path("pretrain_long.py").write_text(LONG)
+
+
+def test_without_a_hostfile_one_replica_trains_here_in_a_few_lines() -> None:
+    flags = [*LLAMA.split(), "--global-batch-size", "8"]
+    if not WITHOUT_TREE:
+        flags.append("--no-create-attention-mask-in-dataloader")
+    done = run_package("launch", *WITHOUT_TREE, "--", "pretrain_gpt.py", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 host, 2 ranks: TP 1, PP 2, CP 1, DP 1; 8 samples in a step" in done.stderr
+    steps = re.findall(r"^iteration [123]/3  loss \S+ .*", done.stdout, re.MULTILINE)
+    assert len(steps) == 3, done.stdout
+    assert len(done.stdout.splitlines()) < 25, done.stdout
+    [log] = re.findall(r"everything the ranks print: (\S+)", done.stderr)
+    assert (
+        len(re.findall(r"^\[localhost:1\] .*iteration +[123]/", Path(log).read_text(), re.M)) == 3
+    )
+
+
+def test_a_failure_ends_in_its_reason_and_the_path_of_the_log() -> None:
+    flags = ["--pipeline-model-parallel-size", "2", "--fails"]
+    done = run_package("launch", "--", "pretrain_long.py", *flags)
+    assert done.returncode == 1
+    reason, end = done.stderr.splitlines()[-2:]
+    assert reason == "megatron-ext: | the data ends here"
+    assert "failed first: localhost: rank 1 ended with exit code 1; " in end
+    log = Path(end.rpartition("everything: ")[2])
+    assert "the data ends here" in log.read_text()
+    assert "iteration    3/1000  loss 4.8550" in done.stdout
+    raw = run_package("launch", "--raw", "--", "pretrain_long.py", *flags)
+    assert "[localhost:1]  iteration 3/ 1000 | lm loss: 4.855E+00" in raw.stdout
+
+
+def test_ctrl_c_names_the_iteration_and_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
+    flags = ["--pipeline-model-parallel-size", "2", "--save", "saved", "--load", "saved"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "megatron_ext", "launch", "--", "pretrain_long.py", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as launcher:
+        assert launcher.stdout is not None
+        for line in launcher.stdout:
+            if line.startswith("iteration    3/1000"):
+                break
+        launcher.send_signal(signal.SIGINT)
+        rest = launcher.stdout.read().splitlines()
+        assert launcher.wait(60) == 130
+    assert re.match(
+        r"megatron-ext: interrupted at iteration \d+; checkpoint 2; run again to resume; every",
+        rest[-1],
+    )
