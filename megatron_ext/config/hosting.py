@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.config import batches, megatron_tables, stages
 from megatron_ext.config.build import check_ranks
 from megatron_ext.config.incompatible import (
-    refuse_flags,
-    refuse_flags_of_dynamic_order,
-    refuse_flags_of_table,
+    RULES,
+    forbids_splitting,
+    refuse,
+    rules_of_dynamic_order,
+    rules_of_table,
 )
 from megatron_ext.config.proof import prove
 from megatron_ext.config.sized_pipeline import Pipeline, twins_of
@@ -51,7 +53,8 @@ def pipeline_of(args: Namespace, config: PipelineConfig) -> Pipeline:
     """
     name = config.schedule
     assert name is not None
-    refuse_flags(name, args)
+    subject = f"--pipeline-schedule {name}"
+    refuse(subject, args, RULES["schedule"])
     twins = twins_of(name)
     pp: int = args.pipeline_model_parallel_size
     check_ranks(name, pp, twins)
@@ -60,13 +63,13 @@ def pipeline_of(args: Namespace, config: PipelineConfig) -> Pipeline:
         config,
         pp,
         sizes.num_microbatches,
-        splits=not _completes_at_once(args),
+        splits=not forbids_splitting(args),
         over_torch=torch_is_best(config, _world_size(args)),
     )
     prove(found, sizes)
-    refuse_flags_of_table(name, args, found.full)
+    refuse(subject, args, rules_of_table(found.full))
     if config.dynamic is not None:
-        refuse_flags_of_dynamic_order(args, found.placement)
+        refuse("--use-dpp", args, rules_of_dynamic_order(args, found.placement))
     return found
 
 
@@ -79,12 +82,6 @@ def transport_only_of(args: Namespace, config: PipelineConfig) -> Pipeline | Non
 
 def _world_size(args: Namespace) -> int:
     return int(getattr(args, "world_size", None) or 1)
-
-
-def _completes_at_once(args: Namespace) -> bool:
-    """Return whether all gradients of a chunk must complete at once, which forbids splitting."""
-    instances = getattr(args, "num_distributed_optimizer_instances", None) or 1
-    return instances > 1 and bool(getattr(args, "overlap_grad_reduce", False))
 
 
 def hosted_arguments(args: Namespace, pipeline: Pipeline) -> dict[str, Any]:

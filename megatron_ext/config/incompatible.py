@@ -14,27 +14,41 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_ext.errors import ArgumentsError
 
 if TYPE_CHECKING:
+    from megatron_ext.config.pipeline_config import PipelineConfig
+    from megatron_ext.config.sized_pipeline import Pipeline
     from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.schedules.table.placement import Placement
 
 __all__ = [
+    "MEGATRON_FIELDS",
+    "RULES",
     "Rule",
-    "refuse_flags",
-    "refuse_flags_of_dynamic_order",
-    "refuse_flags_of_table",
-    "refuse_flags_with_microbatch_rng",
-    "refuse_flags_with_pack",
-    "refuse_flags_with_transport",
-    "refuse_flags_with_varying_lengths",
+    "forbids_splitting",
+    "refuse",
+    "refuse_built",
+    "rules_of_dynamic_order",
+    "rules_of_table",
 ]
 
 
+MEGATRON_FIELDS = {
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "enable_gloo_process_groups": "use_gloo_process_groups",
+    "num_experts": "num_moe_experts",
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+}
+"""Field of Megatron's and Megatron-Bridge's configuration objects, by argument, where they differ.
+Rules know the arguments."""
+
+
 class Rule(NamedTuple):
-    """A combination of arguments to refuse."""
+    """A setting of Megatron's to refuse."""
 
     refuses: Callable[[Namespace], bool]
-    message: str
-    """Flag, reason and remedy; follows `FLAG cannot run with`."""
+    flag: str
+    reason: str
+    remedy: str
 
 
 def _given(*dests: str) -> Callable[[Namespace], bool]:
@@ -83,315 +97,339 @@ def _weight_rematerialisation(args: Namespace) -> bool:
     return any((_value(args, s) or 0) > (_value(args, size) or tp) for s, size in shards.items())
 
 
-ALWAYS = (
-    Rule(
-        _records_graphs,
-        "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph): they are recorded in the order of "
-        "Megatron's own schedules; leave them out",
-    ),
-    Rule(
-        _given("overlap_moe_expert_parallel_comm"),
-        "--overlap-moe-expert-parallel-comm: it interleaves two micro-batches in its own order; "
-        "leave it out, or use Megatron's own schedule",
-    ),
-    Rule(
-        _given("delay_wgrad_compute"),
-        "--delay-wgrad-compute: weight gradients run where the table says; leave it out and use "
-        "a schedule that splits backwards, such as zb-h1 or zb-v",
-    ),
-    Rule(
-        _given("defer_embedding_wgrad_compute"),
-        "--defer-embedding-wgrad-compute: weight gradients run where the table says; leave it "
-        "out, or use Megatron's own schedule",
-    ),
-    Rule(
-        _given("fine_grained_activation_offloading", "cpu_offloading", "cpu_offloading_num_layers"),
-        "activation offloading (--fine-grained-activation-offloading, --cpu-offloading-num-layers):"
-        " it follows the order of Megatron's own schedules; use --recompute-granularity instead, "
-        "or v-half, which keeps half of the activations",
-    ),
-    Rule(
-        _given("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2"),
-        "--use-megatron-fsdp or --use-torch-fsdp2: they gather and free weights by the order of "
-        "Megatron's own schedules; use --use-distributed-optimizer to shard optimizer state",
-    ),
-    Rule(
-        _given("decoder_num_layers", "decoder_seq_length"),
-        "encoder-decoder models (--decoder-num-layers, --decoder-seq-length): two different "
-        "tensors travel between their stages; use Megatron's own schedule",
-    ),
-    Rule(
-        _given("use_legacy_models"),
-        "--use-legacy-models: legacy models do not know their stage; leave it out",
-    ),
-    Rule(
-        _given("overlap_param_gather_with_optimizer_step"),
-        "--overlap-param-gather-with-optimizer-step: it relies on the order of Megatron's "
-        "interleaved schedule; use --overlap-param-gather alone",
-    ),
-    Rule(
-        _given("microbatch_group_size_per_vp_stage"),
-        "--microbatch-group-size-per-virtual-pipeline-stage: the order of micro-batches is part of "
-        "the schedule; leave it out",
-    ),
-    Rule(
-        _given("moe_paged_stash", "moe_expert_rank_capacity_factor"),
-        "--moe-paged-stash or --moe-expert-rank-capacity-factor: activations are stashed in the "
-        "order of Megatron's own schedules, and steps that overflow are repeated; leave them out, "
-        "or use Megatron's own schedule",
-    ),
-    Rule(
-        _weight_rematerialisation,
-        "--tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards above "
-        "the tensor-parallel size: weights are gathered in the order of Megatron's own schedules; "
-        "leave them out, or use Megatron's own schedule",
-    ),
-    Rule(
-        _given("step_batch_size_schedule"),
-        "--step-batch-size-schedule: the proof of the schedule needs all batch sizes in advance; "
-        "use --global-batch-size",
-    ),
-)
-"""For every schedule."""
-
-SPLIT = (
-    Rule(
-        lambda args: (
-            (_value(args, "num_distributed_optimizer_instances") or 1) > 1
-            and _given("overlap_grad_reduce")(args)
+RULES: dict[str, tuple[Rule, ...]] = {
+    # For every schedule.
+    "schedule": (
+        Rule(
+            _records_graphs,
+            "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph)",
+            "they are recorded in the order of Megatron's own schedules",
+            "leave them out",
         ),
-        "--num-distributed-optimizer-instances > 1 together with --overlap-grad-reduce: gradients "
-        "of weights and of the rest are complete at different times; leave one of them out, or "
-        "use 1f1b or interleaved",
-    ),
-    Rule(
-        _given("overlap_dispatch_backward_with_experts_wgrad"),
-        "--overlap-dispatch-backward-with-experts-wgrad: it postpones the weight gradients of "
-        "experts, which the table does already; leave it out, or use 1f1b or interleaved",
-    ),
-    Rule(
-        _given("moe_shared_expert_overlap"),
-        "--moe-shared-expert-overlap: the shared expert computes in a stream of its own, which "
-        "may use the memory of its weight gradients again before W has read it; leave it out, or "
-        "use 1f1b or interleaved",
-    ),
-)
-"""For schedules that split backwards."""
-
-FOLDED = (
-    Rule(
-        _given("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-        "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers: first and last "
-        "stage share a rank; leave them out, or describe all stages with "
-        "--pipeline-model-parallel-layout",
-    ),
-    Rule(
-        _given("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-        "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split: first "
-        "and last stage share a rank; leave them out, or describe all stages with "
-        "--pipeline-model-parallel-layout",
-    ),
-    Rule(
-        _given("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
-        "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern): their layers cannot be "
-        "placed freely; use 1f1b or zb-h1",
-    ),
-    Rule(
-        lambda args: (
-            _value(args, "ckpt_format") not in (None, "torch_dist")
-            and _given("save", "load", "pretrained_checkpoint")(args)
+        Rule(
+            _given("overlap_moe_expert_parallel_comm"),
+            "--overlap-moe-expert-parallel-comm",
+            "it interleaves two micro-batches in its own order",
+            "leave it out, or use Megatron's own schedule",
         ),
-        "--ckpt-format other than torch_dist: those files identify layers by rank and chunk; use "
-        "--ckpt-format torch_dist",
-    ),
-    Rule(
-        lambda args: _value(args, "non_persistent_ckpt_type") == "local",
-        "--non-persistent-ckpt-type local: those files identify layers by rank and chunk; use "
-        "global",
-    ),
-)
-"""For schedules that put the first and the last stage on one rank."""
-
-TWINS = (
-    Rule(
-        _given("use_mp_args_from_checkpoint_args"),
-        "--use-mp-args-from-checkpoint-args: a checkpoint holds the sizes of one of the two "
-        "mirrored pipelines; give the sizes as flags",
-    ),
-)
-"""For schedules of two mirrored pipelines."""
-
-MICROBATCH_RNG = (
-    Rule(
-        _records_graphs,
-        "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph): they replay the recorded random "
-        "numbers; leave one of them out",
-    ),
-    Rule(
-        _given("overlap_moe_expert_parallel_comm"),
-        "--overlap-moe-expert-parallel-comm: it interleaves two micro-batches, and each has its "
-        "own random numbers; leave one of them out",
-    ),
-)
-"""For random numbers by micro-batch."""
-
-DYNAMIC = (
-    Rule(
-        lambda args: "global_aux_loss" in _several(args, "moe_router_load_balancing_type"),
-        "--moe-router-load-balancing-type global_aux_loss: it reduces over data-parallel replicas "
-        "inside each layer, and they run their layers in different orders; use aux_loss or "
-        "seq_aux_loss",
-    ),
-    Rule(
-        lambda args: (
-            _given("fp8")(args)
-            and _value(args, "fp8_recipe") == "delayed"
-            and not _value(args, "tp_only_amax_red")
+        Rule(
+            _given("delay_wgrad_compute"),
+            "--delay-wgrad-compute",
+            "weight gradients run where the table says",
+            "leave it out and use a schedule that splits backwards, such as zb-h1 or zb-v",
         ),
-        "--fp8-recipe delayed: scales are reduced over data-parallel replicas inside each layer, "
-        "and they run their layers in different orders; add --tp-only-amax-red, or use another "
-        "recipe",
-    ),
-)
-"""For data-parallel replicas that choose their order independently. (Tensor-, context- and
-expert-parallel ranks follow one leader.)"""
-
-CROSSED_DYNAMIC = (
-    Rule(
-        _given("overlap_param_gather"),
-        "--overlap-param-gather with --bitpipe-routing twin: twins gather parameters for each "
-        "other, and start their chunks in different orders; use --bitpipe-routing local, or leave "
-        "it out",
-    ),
-)
-"""For ranks that choose their order and get activations from their twin."""
-
-
-PACK = (
-    Rule(
-        lambda args: "global_aux_loss" in _several(args, "moe_router_load_balancing_type"),
-        "--moe-router-load-balancing-type global_aux_loss: it depends on which micro-batches the "
-        "replicas run at the same time; use aux_loss or seq_aux_loss, or --pipeline-balance order",
-    ),
-)
-"""For micro-batches that data-parallel replicas share out."""
-
-VARYING_LENGTHS = (
-    Rule(
-        lambda args: (
-            _given("num_experts")(args) and _value(args, "moe_token_dispatcher_type") == "allgather"
+        Rule(
+            _given("defer_embedding_wgrad_compute"),
+            "--defer-embedding-wgrad-compute",
+            "weight gradients run where the table says",
+            "leave it out, or use Megatron's own schedule",
         ),
-        "--moe-token-dispatcher-type allgather: it gathers tokens in buffers of one size; use "
-        "alltoall",
+        Rule(
+            _given(
+                "fine_grained_activation_offloading", "cpu_offloading", "cpu_offloading_num_layers"
+            ),
+            "--fine-grained-activation-offloading or --cpu-offloading-num-layers",
+            "it follows the order of Megatron's own schedules",
+            "use --recompute-granularity instead, or v-half, which keeps half of the activations",
+        ),
+        Rule(
+            _given("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2"),
+            "--use-megatron-fsdp or --use-torch-fsdp2",
+            "they gather and free weights by the order of Megatron's own schedules",
+            "use --use-distributed-optimizer to shard optimizer state",
+        ),
+        Rule(
+            _given("decoder_num_layers", "decoder_seq_length"),
+            "encoder-decoder models (--decoder-num-layers, --decoder-seq-length)",
+            "two different tensors travel between their stages",
+            "use Megatron's own schedule",
+        ),
+        Rule(
+            _given("use_legacy_models"),
+            "--use-legacy-models",
+            "legacy models do not know their stage",
+            "leave it out",
+        ),
+        Rule(
+            _given("overlap_param_gather_with_optimizer_step"),
+            "--overlap-param-gather-with-optimizer-step",
+            "it relies on the order of Megatron's interleaved schedule",
+            "use --overlap-param-gather alone",
+        ),
+        Rule(
+            _given("moe_paged_stash", "moe_expert_rank_capacity_factor"),
+            "--moe-paged-stash or --moe-expert-rank-capacity-factor",
+            "activations are stashed in the order of Megatron's own schedules, and steps that "
+            "overflow are repeated",
+            "leave them out, or use Megatron's own schedule",
+        ),
+        Rule(
+            _weight_rematerialisation,
+            "--tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards "
+            "above the tensor-parallel size",
+            "weights are gathered in the order of Megatron's own schedules",
+            "leave them out, or use Megatron's own schedule",
+        ),
+        Rule(
+            _given("step_batch_size_schedule"),
+            "--step-batch-size-schedule",
+            "the proof of the schedule needs all batch sizes in advance",
+            "use --global-batch-size",
+        ),
     ),
-    Rule(
-        _records_graphs,
-        "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph): they replay tensors of one shape; "
-        "leave one of them out",
+    # For schedules that split backwards.
+    "split": (
+        Rule(
+            lambda args: (
+                (_value(args, "num_distributed_optimizer_instances") or 1) > 1
+                and _given("overlap_grad_reduce")(args)
+            ),
+            "--num-distributed-optimizer-instances > 1 together with --overlap-grad-reduce",
+            "gradients of weights and of the rest are complete at different times",
+            "leave one of them out, or use 1f1b or interleaved",
+        ),
+        Rule(
+            _given("overlap_dispatch_backward_with_experts_wgrad"),
+            "--overlap-dispatch-backward-with-experts-wgrad",
+            "it postpones the weight gradients of experts, which the table does already",
+            "leave it out, or use 1f1b or interleaved",
+        ),
+        Rule(
+            _given("moe_shared_expert_overlap"),
+            "--moe-shared-expert-overlap",
+            "the shared expert computes in a stream of its own, which may reuse the operands of "
+            "its weight gradients before W has read them",
+            "leave it out, or use 1f1b or interleaved",
+        ),
+        Rule(
+            lambda args: (
+                _given("use_transformer_engine_op_fuser")(args) and _given("num_experts")(args)
+            ),
+            "--use-transformer-engine-op-fuser with experts",
+            "Megatron keeps the fused experts outside the module tree, so W would not reach their "
+            "weight gradients",
+            "leave it out, or use 1f1b or interleaved",
+        ),
     ),
-)
-"""For micro-batches of different lengths."""
-
-STOCK = (
-    Rule(
-        _given("use_ring_exchange_p2p"),
-        "--use-ring-exchange-p2p: it replaces the transport too; leave one of them out",
+    # For schedules that put the first and the last stage on one rank.
+    "folded": (
+        Rule(
+            _given("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+            "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers",
+            "first and last stage share a rank",
+            "leave them out, or describe all stages with --pipeline-model-parallel-layout",
+        ),
+        Rule(
+            _given("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+            "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split",
+            "first and last stage share a rank",
+            "leave them out, or describe all stages with --pipeline-model-parallel-layout",
+        ),
+        Rule(
+            _given("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
+            "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern)",
+            "their layers cannot be placed freely",
+            "use 1f1b or zb-h1",
+        ),
+        Rule(
+            lambda args: (
+                _value(args, "ckpt_format") not in (None, "torch_dist")
+                and _given("save", "load", "pretrained_checkpoint")(args)
+            ),
+            "--ckpt-format other than torch_dist",
+            "those files identify layers by rank and chunk",
+            "use --ckpt-format torch_dist",
+        ),
+        Rule(
+            lambda args: _value(args, "non_persistent_ckpt_type") == "local",
+            "--non-persistent-ckpt-type local",
+            "those files identify layers by rank and chunk",
+            "use global",
+        ),
     ),
-    Rule(
-        _given("decoder_num_layers", "decoder_seq_length"),
-        "encoder-decoder models (--decoder-num-layers, --decoder-seq-length): two different "
-        "tensors travel between their stages; use --pipeline-transport torch",
+    # For schedules of two mirrored pipelines.
+    "twins": (
+        Rule(
+            _given("use_mp_args_from_checkpoint_args"),
+            "--use-mp-args-from-checkpoint-args",
+            "a checkpoint holds the sizes of one of the two mirrored pipelines",
+            "give the sizes as flags",
+        ),
     ),
-    Rule(
-        _given("microbatch_group_size_per_vp_stage"),
-        "--microbatch-group-size-per-virtual-pipeline-stage: Megatron's usual order identifies "
-        "the messages; leave it out",
+    # For random numbers by micro-batch.
+    "microbatch_rng": (
+        Rule(
+            _records_graphs,
+            "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph)",
+            "they replay the recorded random numbers",
+            "leave one of them out",
+        ),
+        Rule(
+            _given("overlap_moe_expert_parallel_comm"),
+            "--overlap-moe-expert-parallel-comm",
+            "it interleaves two micro-batches, and each has its own random numbers",
+            "leave one of them out",
+        ),
     ),
-    Rule(
-        _whole_step_graphs,
-        "CUDA graphs of a whole step (full_iteration): a graph cannot record transfers by the "
-        "host; use another --cuda-graph-impl, or --pipeline-transport torch",
+    # For data-parallel replicas that choose their order independently.
+    "dynamic": (
+        Rule(
+            lambda args: "global_aux_loss" in _several(args, "moe_router_load_balancing_type"),
+            "--moe-router-load-balancing-type global_aux_loss",
+            "it reduces over data-parallel replicas inside each layer, and they run their layers "
+            "in different orders",
+            "use aux_loss or seq_aux_loss",
+        ),
+        Rule(
+            lambda args: (
+                _given("fp8")(args)
+                and _value(args, "fp8_recipe") == "delayed"
+                and not _value(args, "tp_only_amax_red")
+            ),
+            "--fp8-recipe delayed",
+            "scales are reduced over data-parallel replicas inside each layer, and they run their "
+            "layers in different orders",
+            "add --tp-only-amax-red, or use another recipe",
+        ),
     ),
-)
-"""For a transport of ours under Megatron's own schedules."""
+    # For ranks that choose their order and get activations from their twin.
+    "crossed": (
+        Rule(
+            _given("overlap_param_gather"),
+            "--overlap-param-gather with --bitpipe-routing twin",
+            "twins gather parameters for each other, and start their chunks in different orders",
+            "use --bitpipe-routing local, or leave it out",
+        ),
+    ),
+    # For micro-batches that data-parallel replicas share out.
+    "pack": (
+        Rule(
+            lambda args: "global_aux_loss" in _several(args, "moe_router_load_balancing_type"),
+            "--moe-router-load-balancing-type global_aux_loss",
+            "it depends on which micro-batches the replicas run at the same time",
+            "use aux_loss or seq_aux_loss, or --pipeline-balance order",
+        ),
+    ),
+    # For micro-batches of different lengths.
+    "lengths": (
+        Rule(
+            lambda args: (
+                _given("num_experts")(args)
+                and _value(args, "moe_token_dispatcher_type") == "allgather"
+            ),
+            "--moe-token-dispatcher-type allgather",
+            "it gathers tokens in buffers of one size",
+            "use alltoall",
+        ),
+        Rule(
+            _records_graphs,
+            "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph)",
+            "they replay tensors of one shape",
+            "leave one of them out",
+        ),
+    ),
+    # For a transport of ours under Megatron's own schedules.
+    "transport": (
+        Rule(
+            _given("use_ring_exchange_p2p"),
+            "--use-ring-exchange-p2p",
+            "it replaces the transport too",
+            "leave one of them out",
+        ),
+        Rule(
+            _given("decoder_num_layers", "decoder_seq_length"),
+            "encoder-decoder models (--decoder-num-layers, --decoder-seq-length)",
+            "two different tensors travel between their stages",
+            "use --pipeline-transport torch",
+        ),
+        Rule(
+            _given("microbatch_group_size_per_vp_stage"),
+            "--microbatch-group-size-per-virtual-pipeline-stage",
+            "Megatron's usual order identifies the messages",
+            "leave it out",
+        ),
+        Rule(
+            _whole_step_graphs,
+            "CUDA graphs of a whole step (full_iteration)",
+            "a graph cannot record transfers by the host",
+            "use another --cuda-graph-impl, or --pipeline-transport torch",
+        ),
+    ),
+}
 
 
-def refuse_flags(name: str, args: Namespace) -> None:
-    """Refuse flags that exclude all our schedules.
+def refuse(subject: str, args: Namespace, rules: Iterable[Rule]) -> None:
+    """Refuse settings that exclude a feature.
+
+    Args:
+        subject: The feature, as the user chose it.
+        args: Settings by Megatron's argument names; missing ones are off.
+        rules: One group of `RULES`, or several together.
 
     Raises:
         ArgumentsError: One line for each mistake.
     """
-    _refuse(f"--pipeline-schedule {name}", args, ALWAYS)
-
-
-def refuse_flags_of_table(name: str, args: Namespace, table: Schedule) -> None:
-    """Refuse flags that exclude one table: its split backwards, its placement or its twins.
-
-    Raises:
-        ArgumentsError: One line for each mistake.
-    """
-    rules: list[Rule] = []
-    if table.splits_backward:
-        rules += SPLIT
-    if table.placement.name in ("v", "w"):
-        rules += FOLDED
-    if table.placement.twins == 2:
-        rules += TWINS
-    _refuse(f"--pipeline-schedule {name}", args, rules)
-
-
-def refuse_flags_of_dynamic_order(args: Namespace, placement: Placement) -> None:
-    """Refuse flags that need the same order on all ranks, where each rank chooses its own.
-
-    Raises:
-        ArgumentsError: One line for each mistake.
-    """
-    rules: list[Rule] = []
-    if _replicas(args) * placement.twins > 1:
-        rules += DYNAMIC
-    if placement.twin_hops:
-        rules += CROSSED_DYNAMIC
-    _refuse("--use-dpp", args, rules)
-
-
-def refuse_flags_with_microbatch_rng(args: Namespace) -> None:
-    """Refuse flags that exclude random numbers by micro-batch.
-
-    Raises:
-        ArgumentsError: One line for each mistake.
-    """
-    _refuse("--microbatch-rng", args, MICROBATCH_RNG)
-
-
-def refuse_flags_with_pack(args: Namespace) -> None:
-    """Refuse flags whose gradient is another where replicas share out their micro-batches.
-
-    Raises:
-        ArgumentsError: One line for each mistake.
-    """
-    _refuse("--pipeline-balance pack", args, PACK)
-
-
-def refuse_flags_with_transport(transport: str, args: Namespace) -> None:
-    """Refuse flags that exclude our transport under Megatron's own schedules.
-
-    Raises:
-        ArgumentsError: One line for each mistake.
-    """
-    _refuse(f"--pipeline-transport {transport}", args, STOCK)
-
-
-def refuse_flags_with_varying_lengths(args: Namespace) -> None:
-    """Refuse flags that need sequences of one length.
-
-    Raises:
-        ArgumentsError: One line for each mistake.
-    """
-    _refuse("--variable-seq-lengths", args, VARYING_LENGTHS)
-
-
-def _refuse(flag: str, args: Namespace, rules: Iterable[Rule]) -> None:
-    wrong = [rule.message for rule in rules if rule.refuses(args)]
+    wrong = [rule for rule in rules if rule.refuses(args)]
     if wrong:
-        raise ArgumentsError("\n".join(f"{flag} cannot run with {message}" for message in wrong))
+        raise ArgumentsError(
+            "\n".join(
+                f"{subject} cannot run with {rule.flag}: {rule.reason}; {rule.remedy}"
+                for rule in wrong
+            )
+        )
+
+
+def forbids_splitting(args: Namespace) -> bool:
+    """Return whether backwards must stay whole, because a setting excludes W."""
+    return any(rule.refuses(args) for rule in RULES["split"])
+
+
+def rules_of_table(table: Schedule) -> tuple[Rule, ...]:
+    """Return the rules of one table: for its split backwards, its placement, its twins."""
+    rules = RULES["split"] if table.splits_backward else ()
+    if table.placement.name in ("v", "w"):
+        rules += RULES["folded"]
+    return rules + RULES["twins"] if table.placement.twins == 2 else rules
+
+
+def rules_of_dynamic_order(args: Namespace, placement: Placement) -> tuple[Rule, ...]:
+    """Return the rules of ranks that choose their order.
+
+    Tensor-, context- and expert-parallel ranks follow one leader; data-parallel replicas do not.
+    """
+    rules = RULES["dynamic"] if _replicas(args) * placement.twins > 1 else ()
+    return rules + RULES["crossed"] if placement.twin_hops else rules
+
+
+def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_size: int) -> None:
+    """Refuse settings of a configuration object that a model is built from.
+
+    Programs that call `configure` show Megatron their settings in no other place.
+
+    Args:
+        built: A `TransformerConfig` or `DistributedDataParallelConfig` of Megatron.
+        config: The configuration in force.
+        pipeline: Its pipeline, or Megatron's own schedule whose messages we carry.
+        world_size: Ranks of the job.
+
+    Raises:
+        ArgumentsError: One line for each mistake.
+    """
+    fields = vars(built)
+    renamed = {dest: fields[name] for dest, name in MEGATRON_FIELDS.items() if name in fields}
+    args = Namespace(**{**fields, **renamed, "world_size": world_size})
+    if config.draws_by_microbatch:
+        refuse("microbatch_rng", args, RULES["microbatch_rng"])
+    if config.balance == "pack":
+        refuse("balance pack", args, RULES["pack"])
+    if config.variable_seq_lengths:
+        refuse("variable_seq_lengths", args, RULES["lengths"])
+    if config.schedule is None and config.dynamic is None:
+        # Megatron fills its own group size in; another one is refused when flags are parsed.
+        args.microbatch_group_size_per_vp_stage = None
+        refuse(f"transport {config.wire}", args, RULES["transport"])
+        return
+    subject = f"schedule {pipeline.name}"
+    refuse(subject, args, (*RULES["schedule"], *rules_of_table(pipeline.full)))
+    if config.dynamic is not None:
+        refuse("dynamic", args, rules_of_dynamic_order(args, pipeline.placement))

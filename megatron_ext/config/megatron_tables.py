@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_ext.config import batches, stages
-from megatron_ext.config.incompatible import refuse_flags_with_transport
+from megatron_ext.config.incompatible import RULES, refuse
 from megatron_ext.config.sized_pipeline import Pipeline, base_table
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules.table.validation import validate
@@ -35,7 +35,7 @@ def pipeline_of(args: Namespace, config: PipelineConfig) -> Pipeline:
             f"{flag} carries tensors between pipeline ranks, --pipeline-model-parallel-size {pp} "
             f"has no second rank; leave it out"
         )
-    refuse_flags_with_transport(config.wire, args)
+    refuse(flag, args, RULES["transport"])
     chunks = stages.chunks_of_megatron(args)
     sizes = batches.sizes(args, pp, twins=1)
     own = replace(config, schedule=base_table(chunks), chunks=chunks if chunks > 1 else None)

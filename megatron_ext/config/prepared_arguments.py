@@ -21,11 +21,7 @@ from megatron_ext.config.active import (
 )
 from megatron_ext.config.device_flags import device_arguments
 from megatron_ext.config.flags import DROPPED, completed, naming_flags, pipeline_config
-from megatron_ext.config.incompatible import (
-    refuse_flags_with_microbatch_rng,
-    refuse_flags_with_pack,
-    refuse_flags_with_varying_lengths,
-)
+from megatron_ext.config.incompatible import RULES, refuse
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.tools.trace import session
 
@@ -57,13 +53,14 @@ def prepare(args: Namespace, asked: PipelineConfig | None = None) -> None:
     if config.disaggregation is not None and roles.has_dropout(given):
         config = replace(config, microbatch_rng=True)  # both roles must draw the same masks
     if config.draws_by_microbatch:
-        refuse_flags_with_microbatch_rng(given)
+        refuse("--microbatch-rng", given, RULES["microbatch_rng"])
     if config.balance == "pack":
-        refuse_flags_with_pack(given)
+        refuse("--pipeline-balance pack", given, RULES["pack"])
     if config.variable_seq_lengths:
-        refuse_flags_with_varying_lengths(given)
+        refuse("--variable-seq-lengths", given, RULES["lengths"])
     seed: int | None = given.seed if config.draws_by_microbatch else None
-    found, wanted = Active(config, seed=seed, asked=asked), {}
+    world_size = int(getattr(given, "world_size", None) or 1)
+    found, wanted = Active(config, world_size=world_size, seed=seed, asked=asked), {}
     if config.disaggregation is not None:
         job = roles.job_of(given, config)
         found, wanted = replace(found, job=job), roles.role_arguments(given, job)
@@ -75,6 +72,12 @@ def prepare(args: Namespace, asked: PipelineConfig | None = None) -> None:
         found, wanted = replace(found, pipeline=pipeline), hosting.hosted_arguments(given, pipeline)
     _rewrite(args, {**wanted, **_lengths(given, config), **device_arguments(given, config)})
     _tell_dropped(given)
+    if found.pipeline is not None and getattr(given, "microbatch_group_size_per_vp_stage", None):
+        hosting.tell(
+            given,
+            "--microbatch-group-size-per-virtual-pipeline-stage has no effect: the order of "
+            "micro-batches is part of the schedule",
+        )
     activate_configuration(found)
 
 

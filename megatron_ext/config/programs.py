@@ -75,15 +75,15 @@ def configure(config: PipelineConfig, **sizes: Any) -> ModelBuild | None:
             was named too late, or no host is installed.
         UpstreamMismatch: Active patches do not fit the installed Megatron.
     """
-    if sizes:
-        build = _configure(config, _complete(sizes))
-    else:
-        hosts.check_some_host()
-        await_host(config)
-        build = None
+    clear_configuration()
+    _select_device(config.device)
     megatron_ext.activate()
     REGISTRY.raise_mismatches()
-    return build
+    if sizes:
+        return _configure(config, _complete(sizes))
+    hosts.check_some_host()
+    await_host(config)
+    return None
 
 
 def _complete(sizes: dict[str, Any]) -> Sizes:
@@ -108,7 +108,6 @@ def await_host(config: PipelineConfig) -> None:
 def _begin(config: PipelineConfig) -> None:
     """End the active configuration, and refuse what programs without flags cannot have."""
     clear_configuration()
-    _select_device(config.device)
     if config.disaggregation is not None:
         raise ConfigurationError(
             "{disaggregation} needs a training loop that supports both roles; start Megatron's own "
@@ -135,11 +134,16 @@ def _configure(config: PipelineConfig, sizes: Sizes) -> ModelBuild:
             config,
             pipeline if runs else None,
             transport_only=pipeline if served else None,
+            world_size=world_size,
             seed=seed,
             asked=config,
         )
     )
-    session.start(session.Run(schedule=pipeline.full))
+    try:
+        session.start(session.Run(schedule=pipeline.full))
+    except BaseException:
+        clear_configuration()
+        raise
     return build
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices
-from megatron_ext.config.disaggregation_flags import FLAG, FORWARD_FLAG, MERGE
-from megatron_ext.config.incompatible import ALWAYS, Rule
+from megatron_ext.config.disaggregation_flags import FLAG, FORWARD_FLAG
+from megatron_ext.config.incompatible import RULES, Rule, refuse
 from megatron_ext.disaggregation.job import Job
 from megatron_ext.disaggregation.ranks import rank_map
 from megatron_ext.errors import ArgumentsError
@@ -34,9 +34,7 @@ def job_of(args: Namespace, config: PipelineConfig) -> Job:
     wanted, wire = config.disaggregation, config.wire
     assert wanted is not None
     assert wire != "torch", "the configuration refuses it"
-    wrong = [rule.message for rule in (*_RULES, *ALWAYS) if rule.refuses(args)]
-    if wrong:
-        raise ArgumentsError("\n".join(f"{FLAG} cannot run with {message}" for message in wrong))
+    refuse(FLAG, args, (*_RULES, *RULES["schedule"]))
     job = Job(
         rank_map(
             args.world_size,
@@ -184,78 +182,96 @@ def _ships_without_recomputation(args: Namespace) -> bool:
 _RULES = (
     Rule(
         _above_one("context_parallel_size"),
-        "--context-parallel-size above 1: only tensor-parallel ranks exchange tensors between the "
-        "roles; use 1, and --sequence-parallel to reduce activations",
+        "--context-parallel-size above 1",
+        "only tensor-parallel ranks exchange tensors between the roles",
+        "use 1, and --sequence-parallel to reduce activations",
     ),
     Rule(
         _given("moe_router_enable_expert_bias"),
-        "--moe-router-enable-expert-bias: that bias is not a weight, so forward ranks would not "
-        "receive it; balance experts with --moe-aux-loss-coeff",
+        "--moe-router-enable-expert-bias",
+        "that bias is not a weight, so forward ranks would not receive it",
+        "balance experts with --moe-aux-loss-coeff",
     ),
     Rule(
         _given("moe_input_jitter_eps"),
-        "--moe-input-jitter-eps: both roles would draw their own noise; leave it out",
+        "--moe-input-jitter-eps",
+        "both roles would draw their own noise",
+        "leave it out",
     ),
     Rule(
         lambda args: bool(args.ignore_forward_tensor_parallel and _given("num_experts")(args)),
-        f"{MERGE} and --num-experts: shards of experts are not merged; leave one of them out",
+        "--ignore-forward-tensor-parallel and --num-experts",
+        "shards of experts are not merged",
+        "leave one of them out",
     ),
     Rule(
         lambda args: args.fbd_activations == "ship" and _given("mtp_num_layers")(args),
-        "--fbd-activations ship and --mtp-num-layers: forward ranks ship the inputs of a stage's "
-        "layers, not of those for multi-token prediction; use --fbd-activations recompute",
+        "--fbd-activations ship and --mtp-num-layers",
+        "forward ranks ship the inputs of a stage's layers, not those of multi-token prediction",
+        "use --fbd-activations recompute",
     ),
     Rule(
         _given("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
-        "virtual pipeline stages (--num-layers-per-virtual-pipeline-stage, "
-        "--num-virtual-stages-per-pipeline-rank): each rank has one stage; leave them out",
+        "--num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank",
+        "each rank has one stage",
+        "leave them out",
     ),
     Rule(
         _given("use_tp_pp_dp_mapping"),
-        "--use-tp-pp-dp-mapping: the two roles of a stage are neighbours in the default order of "
-        "ranks; leave it out",
+        "--use-tp-pp-dp-mapping",
+        "the two roles of a stage are neighbours in the default order of ranks",
+        "leave it out",
     ),
     Rule(
         _given("use_mp_args_from_checkpoint_args"),
-        "--use-mp-args-from-checkpoint-args: the parallel sizes on the command line determine the "
-        "roles; give them as flags",
+        "--use-mp-args-from-checkpoint-args",
+        "the parallel sizes on the command line determine the roles",
+        "give them as flags",
     ),
     Rule(
         _given("exit_duration_in_mins", "exit_signal_handler"),
-        "--exit-duration-in-mins or --exit-signal-handler: forward and backward ranks would decide "
-        "to exit at different steps; use --exit-interval or --train-iters",
+        "--exit-duration-in-mins or --exit-signal-handler",
+        "forward and backward ranks would decide to exit at different steps",
+        "use --exit-interval or --train-iters",
     ),
     Rule(
         lambda args: getattr(args, "rerun_mode", None) == "report_stats",
-        "--rerun-mode report_stats: it reruns each step, and forward ranks do not; leave it out",
+        "--rerun-mode report_stats",
+        "it reruns each step, and forward ranks do not",
+        "leave it out",
     ),
     Rule(
         _given("full_validation", "multiple_validation_sets"),
-        "--full-validation or --multiple-validation-sets: backward ranks do not read that data; "
+        "--full-validation or --multiple-validation-sets",
+        "backward ranks do not read that data",
         "use --eval-iters",
     ),
     Rule(
         _ships_without_recomputation,
-        "--fbd-activations ship alone: backward ranks recompute each layer from its shipped input; "
+        "--fbd-activations ship alone",
+        "backward ranks recompute each layer from its shipped input",
         "add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or "
         "use --fbd-activations recompute",
     ),
     Rule(
         lambda args: bool(args.fbd_forward_device) and has_dropout(args),
-        f"{FORWARD_FLAG} and dropout: another device draws other masks; add --hidden-dropout 0 "
-        "--attention-dropout 0, or leave it out",
+        "--fbd-forward-device and dropout",
+        "another device draws other masks",
+        "add --hidden-dropout 0 --attention-dropout 0, or leave it out",
     ),
     Rule(
         lambda args: (
             args.fbd_activations == "ship"
             and _given("fp8", "fp4", "distribute_saved_activations")(args)
         ),
-        "--fbd-activations ship and --fp8-format, --fp4-format or --distribute-saved-activations: "
-        "those recompute layers in another way; use --fbd-activations recompute",
+        "--fbd-activations ship and --fp8-format, --fp4-format or --distribute-saved-activations",
+        "those recompute layers in another way",
+        "use --fbd-activations recompute",
     ),
     Rule(
         lambda args: args.ignore_forward_tensor_parallel and has_dropout(args),
-        f"{MERGE} and dropout: one process draws other masks than the shards of a stage; add "
-        "--hidden-dropout 0 --attention-dropout 0, or leave it out",
+        "--ignore-forward-tensor-parallel and dropout",
+        "one process draws other masks than the shards of a stage",
+        "add --hidden-dropout 0 --attention-dropout 0, or leave it out",
     ),
 )

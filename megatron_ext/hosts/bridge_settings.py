@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from megatron_ext.config.flags import FIELD_OF
+from megatron_ext.config.incompatible import MEGATRON_FIELDS
 
 __all__ = ["Place", "Settings"]
 
@@ -29,12 +30,6 @@ _SECTIONS = (
     "model.transformer",
 )
 """Parts of a `ConfigContainer`. If two parts have a field of the same name, the later part wins."""
-
-_RENAMED = {
-    "enable_gloo_process_groups": "use_gloo_process_groups",
-    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
-}
-"""Fields under a different name, by argument name."""
 
 _EITHER = ("use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2")
 """Switches in several parts; Bridge enables the feature if any part sets it."""
@@ -69,7 +64,7 @@ class Settings:
         self._places = {
             place.field: place for section in _SECTIONS for place in _places(container, section)
         }
-        for dest, field in _RENAMED.items():
+        for dest, field in MEGATRON_FIELDS.items():
             if field in self._places:
                 self._places[dest] = self._places[field]
         self._kept: dict[tuple[int, str], tuple[Place, Any]] = {}

@@ -39,6 +39,24 @@ def _ours(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return forward_backward
 
 
+def _carries_messages() -> bool:
+    return is_chosen() or active.transport_only() is not None
+
+
+def _check_built(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Check a configuration object of Megatron's when it is complete."""
+    from torch import distributed
+
+    from megatron_ext.config.incompatible import refuse_built
+
+    call(*args, **kwargs)
+    found = active.required()
+    pipeline = found.pipeline or found.transport_only
+    assert pipeline is not None
+    ranks = distributed.get_world_size() if distributed.is_initialized() else found.world_size
+    refuse_built(instance, found.config, pipeline, ranks)
+
+
 def _draws_by_microbatch() -> bool:
     return randomness.enabled()
 
@@ -112,6 +130,26 @@ PATCHES = (
         when=_awaits_sizes,
         feature="schedules",
         reason="would train under Megatron's own schedule although another one was requested",
+    ),
+    Patch(
+        id="schedules.model_config",
+        target="megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+        fn=_check_built,
+        when=_carries_messages,
+        order=10,  # before split_backward.config sets fields of its own
+        feature="schedules",
+        reason="programs that call megatron_ext.configure show their settings nowhere else, and "
+        "some exclude the schedule",
+    ),
+    Patch(
+        id="schedules.gradient_config",
+        target="megatron.core.distributed.distributed_data_parallel_config:"
+        "DistributedDataParallelConfig.__post_init__",
+        fn=_check_built,
+        when=_carries_messages,
+        feature="schedules",
+        reason="programs that call megatron_ext.configure show how gradients are reduced nowhere "
+        "else, and some ways exclude split backwards",
     ),
     Patch(
         id="schedules.microbatch_rng",

@@ -144,3 +144,110 @@ def one_after_the_other() -> list[str]:
 def test_it_ends_with_deconfigure_and_with_deactivate() -> None:
     own, ours = "megatron.core.pipeline_parallel.schedules", "megatron_ext.runtime.entry"
     assert run_ranks(2, one_after_the_other) == [[own, ours, own, ours, own]] * 2
+
+
+def built(settings: dict[str, Any]) -> list[str]:
+    """Build what a framework's worker builds after `configure`; return each refusal, or ''."""
+    import torch
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    told = []
+    for schedule, fields, of_gradients in settings["cases"]:
+        megatron_ext.configure(
+            PipelineConfig(**schedule),
+            pipeline_ranks=2,
+            num_microbatches=4,
+            num_layers=4,
+            seed=1,
+            world_size=4,
+        )
+        usual = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 1}
+        usual |= {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+        kind, of_both = TransformerConfig, usual
+        if of_gradients:
+            kind, of_both = DistributedDataParallelConfig, {}
+        if not set(fields) <= set(kind.__dataclass_fields__):
+            told.append("this release does not have it")
+            continue
+        try:
+            kind(**{**of_both, **fields})
+        except UserError as error:
+            told.append(str(error))
+        else:
+            told.append("")
+        megatron_ext.deconfigure()
+    return told
+
+
+_EXPERTS = {"num_moe_experts": 2, "add_bias_linear": False}
+_SHARED = {
+    **_EXPERTS,
+    "moe_shared_expert_overlap": True,
+    "moe_shared_expert_intermediate_size": 8,
+    "moe_token_dispatcher_type": "alltoall",
+}
+_INSTANCES = {"num_distributed_optimizer_instances": 2, "overlap_grad_reduce": True}
+_OFFLOAD = {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
+_BY_PROGRAMS: list[tuple[dict[str, Any], dict[str, Any], bool, str]] = [
+    ({"schedule": "zb-h1"}, {}, False, ""),
+    ({"schedule": "zb-h1"}, _SHARED, False, "cannot run with --moe-shared-expert-overlap"),
+    ({"schedule": "1f1b"}, _SHARED, False, ""),
+    ({"schedule": "zb-h1"}, _INSTANCES, True, "--num-distributed-optimizer-instances > 1"),
+    ({"schedule": "1f1b"}, _INSTANCES, True, ""),
+    ({"schedule": "1f1b"}, {"cuda_graph_impl": "local"}, False, "cannot run with CUDA graphs"),
+    (
+        {"schedule": "zb-h1"},
+        {**_EXPERTS, "use_transformer_engine_op_fuser": True},
+        False,
+        "--use-transformer-engine-op-fuser with experts",
+    ),
+    ({"schedule": "zb-h1"}, {"use_transformer_engine_op_fuser": True}, False, ""),
+    ({"schedule": "zb-v"}, {"num_layers_in_first_pipeline_stage": 1}, False, "share a rank"),
+    ({"schedule": "1f1b"}, {"num_layers_in_first_pipeline_stage": 1}, False, ""),
+    (
+        {"schedule": "1f1b", "variable_seq_lengths": True},
+        {**_EXPERTS, "moe_token_dispatcher_type": "allgather"},
+        False,
+        "variable_seq_lengths cannot run with --moe-token-dispatcher-type allgather",
+    ),
+    (
+        {"dynamic": DynamicOrder()},
+        {**_EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"},
+        False,
+        "dynamic cannot run with --moe-router-load-balancing-type global_aux_loss",
+    ),
+    ({"transport": "shm"}, {"use_ring_exchange_p2p": True}, False, "--use-ring-exchange-p2p"),
+    ({"transport": "shm"}, {}, False, ""),
+    ({}, {"cuda_graph_impl": "local"}, False, ""),
+]
+"""Settings, fields, whether they are those of gradients, and the refusal."""
+
+
+def test_what_a_program_builds_is_checked_by_the_rules_of_flags() -> None:
+    cases = [case[:3] for case in _BY_PROGRAMS]
+    [told] = run_ranks(1, built, {"cases": cases})
+    for (settings, fields, _, message), line in zip(_BY_PROGRAMS, told, strict=True):
+        if line != "this release does not have it":
+            assert (message in line) if message else not line, f"{settings} {fields}: {line}"
+
+
+def mismatched() -> list[bool]:
+    """Configure where the installed Megatron fits no patch; return what is left in force."""
+    from megatron_ext.errors import UpstreamMismatch
+    from megatron_ext.patches.registry import REGISTRY
+    from megatron_ext.tools.trace import session
+
+    def mismatch() -> None:
+        raise UpstreamMismatch("a:b", expected="c", found="d", installed="1", supported="2")
+
+    REGISTRY.raise_mismatches = mismatch  # type: ignore[method-assign]
+    sizes = {"pipeline_ranks": 2, "num_microbatches": 4, "num_layers": 4}
+    tracing = megatron_ext.Tracing(interval=1)
+    with pytest.raises(UpstreamMismatch):
+        megatron_ext.configure(PipelineConfig(schedule="zb-h1", tracing=tracing), **sizes)
+    return [active.active() is None, session.current() is None]
+
+
+def test_a_megatron_that_does_not_fit_leaves_nothing_in_force() -> None:
+    assert run_ranks(1, mismatched) == [[True, True]]

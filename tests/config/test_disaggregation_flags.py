@@ -37,7 +37,7 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
         (FBD + PP2 + "--num-layers-per-virtual-pipeline-stage 1", 4, "each rank has one stage"),
         (FBD + PP2 + "--pipeline-model-parallel-layout Et|t|t|tL", 4, "the flags make 2"),
         (FBD + PP2 + "--fbd-activations ship", 4, "add --recompute-granularity full"),
-        (FBD + PP2 + SHIP + MTP, 4, "not of those for multi-token prediction"),
+        (FBD + PP2 + SHIP + MTP, 4, "not those of multi-token prediction"),
         (MERGED + PP2 + TP2 + "--hidden-dropout 0.1", 6, "draws other masks than the shards"),
         ("--ignore-forward-tensor-parallel", 1, "but there are none; add --forward-backward"),
         ("--fbd-activations ship", 1, "but there are none; add --forward-backward"),

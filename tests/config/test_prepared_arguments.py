@@ -198,6 +198,33 @@ def test_graphs_of_whole_steps_are_refused_with_a_transport_of_ours(
     prepare(args)
 
 
+def test_a_group_size_without_effect_is_logged(
+    args: Namespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    args.microbatch_group_size_per_vp_stage = 8
+    choose(args, "1f1b")
+    [line] = caplog.messages
+    assert line.startswith("--microbatch-group-size-per-virtual-pipeline-stage has no effect")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"moe_shared_expert_overlap": True},
+        {"overlap_dispatch_backward_with_experts_wgrad": True},
+        {"use_transformer_engine_op_fuser": True, "num_experts": 4},
+        {"num_distributed_optimizer_instances": 2, "overlap_grad_reduce": True},
+    ],
+)
+def test_a_dynamic_order_leaves_backwards_whole_where_splitting_is_excluded(
+    args: Namespace, settings: dict[str, Any]
+) -> None:
+    vars(args).update(settings, use_dpp=True, seed=1)
+    assert not choose(args, "1f1b").full.splits_backward
+    with pytest.raises(ArgumentsError, match="--pipeline-schedule zb-h1 cannot run with"):
+        choose(args, "zb-h1")
+
+
 def test_optimizer_instances_are_refused_where_backwards_are_split(args: Namespace) -> None:
     args.num_distributed_optimizer_instances, args.overlap_grad_reduce = 2, True
     choose(args, "1f1b")

@@ -181,6 +181,11 @@ TOLD: dict[str, tuple[str, int, dict[str, Any]]] = {
         4,
         {"virtual_pipeline_model_parallel_size": 4},
     ),
+    "groups": (
+        PP4 + "--pipeline-schedule 1f1b --microbatch-group-size-per-virtual-pipeline-stage 8",
+        4,
+        {"virtual_pipeline_model_parallel_size": None},
+    ),
     "line": (
         PP4 + "--pipeline-schedule zb-h1",
         4,
@@ -299,10 +304,6 @@ REFUSED = {
     "balance of Megatron's schedule": (
         PP4 + "--pipeline-balance pack", 4,
         ["--pipeline-balance pack is for schedules of this package; add --pipeline-schedule NAME"],
-    ),
-    "groups": (
-        PP4 + "--pipeline-schedule 1f1b --microbatch-group-size-per-virtual-pipeline-stage 4", 4,
-        ["the order of micro-batches is part of the schedule"],
     ),
 }  # fmt: skip
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,10 @@ from megatron_ext import PipelineConfig, hosts
 from megatron_ext.config import active
 from megatron_ext.config.environment import requested_flags
 from megatron_ext.config.flags import said_by
+from megatron_ext.config.incompatible import RULES, refuse
 from megatron_ext.errors import ArgumentsError, UserError
 from megatron_ext.hosts import bridge_requirements
+from megatron_ext.hosts.bridge_settings import Settings
 from megatron_ext.tools.doctor import software
 from megatron_ext.upstream import releases
 from tests.ranks import run_ranks
@@ -184,3 +188,31 @@ def test_flags_in_the_environment_are_split_as_by_a_shell() -> None:
         requested_flags({"MEGATRON_EXT_FLAGS": "--trace-dir 'x"})
     with pytest.raises(ArgumentsError, match="it takes the flags of megatron_ext alone"):
         said_by(["--num-layers", "8"], "here")
+
+
+@dataclass
+class _Model:
+    """The fields of Bridge's model configuration that have other names than Megatron's flags."""
+
+    num_moe_experts: int | None = 8
+    num_layers_in_first_pipeline_stage: int | None = 1
+    num_layers_in_last_pipeline_stage: int | None = None
+    virtual_pipeline_model_parallel_size: int | None = None
+    moe_token_dispatcher_type: str = "flex"
+
+
+def test_bridges_names_are_those_of_the_rules() -> None:
+    settings = Settings(SimpleNamespace(model=_Model()))
+    args = settings.arguments(world_size=4, rank=0)
+    assert (args.num_experts, args.decoder_first_pipeline_num_layers) == (8, 1)
+    with pytest.raises(ArgumentsError, match="cannot run with --decoder-first-pipeline") as caught:
+        refuse("schedule zb-v", args, RULES["folded"])
+    in_fields = settings.in_fields(str(caught.value), from_python=True)
+    assert "cannot run with model.num_layers_in_first_pipeline_stage or" in in_fields
+    args.moe_token_dispatcher_type = "allgather"
+    with pytest.raises(ArgumentsError, match="it gathers tokens in buffers of one size"):
+        refuse("variable_seq_lengths", args, RULES["lengths"])
+    settings.write({"num_experts": 4})
+    assert settings.container.model.num_moe_experts == 4
+    settings.restore()
+    assert settings.container.model.num_moe_experts == 8
