@@ -17,7 +17,7 @@ THREE = {
 """The registry of patches, the active configuration, the device."""
 CODE = {"schedules/generators/catalog.py: _GENERATORS"}
 """What a decorator fills while modules are imported, also modules of users; no state of a run."""
-OTHER_PROCESSES = ("preprocess/", "launch/")
+OTHER_PROCESSES = ("preprocess/", "tools/launch/")
 """Commands with processes of their own, of which none trains."""
 MAKERS = frozenset({"list", "dict", "set", "deque", "defaultdict", "count", "bytearray", "local"})
 CHANGES = frozenset("add append clear extend insert pop popleft remove setdefault update".split())
@@ -124,17 +124,17 @@ def test_the_scan_finds_state(code: str) -> None:
     assert len(state("sample.py", ast.parse(code))) == 1
 
 
-READERS = ("config/", "training/", "hosts/", "launch/", "doctor/", "preprocess/")
+READERS = ("config/", "training/", "hosts/", "tools/", "preprocess/")
 """Rooms that read flags: the configuration, the embedded trainer, other hosts, commands."""
 COMMANDS = {
     "__main__.py",
     "cli.py",
-    "runner.py",
-    "upstream.py",
-    "releases.py",
+    "upstream/runner.py",
+    "upstream/person_view.py",
+    "upstream/tree.py",
+    "upstream/releases.py",
     "schedules/plan_command.py",
-    "signatures.py",  # calls Megatron's functions that take parsed arguments
-    "trace/trace_commands.py",
+    "upstream/signatures.py",  # calls Megatron's functions that take parsed arguments
 }
 PATCHES_ON_TRAINING = {"patches/arguments.py", "patches/disaggregation.py", "patches/trace.py"}
 FLAGS = ("argparse", "get_args", "sys.argv")
@@ -175,9 +175,10 @@ BOUNDARIES = (
     "devices/count.py",
     "patches/device.py",
     "patches/drift.py",
-    "runner.py",
+    "tools/trace/scalars.py",  # the view of a training log shows them
     "training/trainer_arguments.py",
-    "upstream.py",
+    "upstream/runner.py",
+    "upstream/tree.py",
 )
 """Where the environment is read; docs/architecture.md says why each of them."""
 

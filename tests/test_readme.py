@@ -120,6 +120,8 @@ def known_flags() -> set[str]:
 
 
 # Of torchrun, and of Megatron-LM where neither the embedded trainer nor 0.16 has such a flag.
+REMOVED_FLAGS = {"--embedded", "--fbd-forward-device", "--kubernetes", "--push"}
+"""Flags of earlier versions, which only the changelog still names."""
 FOREIGN_FLAGS = {
     "--batch-invariant-mode",
     "--custom-megatron-init-path",
@@ -163,7 +165,8 @@ def test_links_and_paths_exist(path: Path) -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
 def test_flags_exist(path: Path, known_flags: set[str]) -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text_of(path)))
-    assert named - known_flags - FOREIGN_FLAGS == set()
+    removed = REMOVED_FLAGS if path.name == "CHANGELOG.md" else set()
+    assert named - known_flags - FOREIGN_FLAGS - removed == set()
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
@@ -185,7 +188,9 @@ def test_commands_exist(path: Path) -> None:
             with_us = "megatron_ext" in rest
             assert with_us or set(named) <= files, rest
         else:
-            assert program.startswith(".venv/bin/"), program
+            assert program.startswith(".venv/bin/") or program in {"for", "kubectl", "rsync"}, (
+                program
+            )
 
 
 def test_every_command_of_other_repositories_has_its_place() -> None:

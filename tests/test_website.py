@@ -19,7 +19,7 @@ import pytest
 
 from .commands import run_package
 from .test_readme import DOCUMENTS, REPO
-from .trace import browser
+from .tools.trace import browser
 
 pytest.importorskip("zensical", reason="the generator of the site is not installed")
 
