@@ -23,7 +23,7 @@ from megatron_ext.config.flags import parse_words
 from megatron_ext.errors import ArgumentsError, DataError, ScheduleError
 from megatron_ext.hosts.bridge_requirements import check_installed
 from megatron_ext.hosts.bridge_settings import Settings
-from megatron_ext.patches import first_steps, folded_pipelines, schedules
+from megatron_ext.patches import effects, folded_pipelines, schedules
 from megatron_ext.patches.registry import REGISTRY, Patch
 
 if TYPE_CHECKING:
@@ -371,9 +371,9 @@ PATCHES = (
     _patch(
         "logged",
         "utils.train_utils:training_log",
-        first_steps.logged,
+        effects.logged,
         "checks the first logged line: the table ran, and the loss has arrived",
-        when=first_steps.is_not_logged,
+        when=effects.is_not_logged,
         order=-20,
     ),
     _patch(

@@ -18,7 +18,7 @@ TABLES = (
     "arguments",
     "disaggregation",
     "dist_checkpointing",
-    "first_steps",
+    "effects",
     "folded_pipelines",
     "optimizer",
     "p2p",

@@ -1,34 +1,58 @@
 """Checks during the first steps that features have their intended effect.
 
 A patch can be in place without effect, because Megatron no longer calls its target. No comparison
-of functions shows that, and losses keep falling. So each feature that could fail silently is
-checked by its effect: copies of a tied embedding are equal, the loss arrives on the rank that logs,
-and so on. A failed check raises `EffectMissing`, which names the patch.
+of functions shows that, and losses keep falling. So what could fail silently is checked, on this
+rank and by what our patches did in the steps that ran: a program that does something else than
+upstream's is none of our business. A failed check raises `EffectMissing`, which names the patch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+from dataclasses import dataclass
+from typing import Any
 
+from megatron_ext.config import active
 from megatron_ext.errors import EffectMissing
+from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Patch
 from megatron_ext.upstream import releases
 
-if TYPE_CHECKING:
-    import torch
+__all__ = ["PATCHES", "is_not_logged", "logged"]
 
-    from megatron_ext.config.sized_pipeline import Pipeline
+_STEPS = 2
+"""Number of steps to check: by then tied copies have been filled, and updated once."""
 
-__all__ = [
-    "check_frozen",
-    "check_gloo",
-    "check_logged",
-    "check_messages",
-    "check_split",
-    "check_table",
-    "check_tied",
-    "labels_missing",
-]
+
+@dataclass
+class _Progress:
+    """Progress of the checks under a configuration."""
+
+    steps: int = 0
+    """Training steps."""
+    logged: bool = False
+
+
+def _progress() -> _Progress | None:
+    """Return the progress if there is anything to check: a schedule, a transport or roles."""
+    found = active.active()
+    if found is None or not (found.job or found.pipeline or found.transport_only):
+        return None
+    return found.state(_Progress)
+
+
+def _is_due() -> bool:
+    progress = _progress()
+    return progress is not None and progress.steps < _STEPS
+
+
+def is_not_logged() -> bool:
+    """Return whether the first line of the log is still to be checked."""
+    progress = _progress()
+    return progress is not None and not progress.logged
+
+
+def _acted(*patches: str) -> bool:
+    return not REGISTRY.acted.isdisjoint(patches)
 
 
 def _missing(feature: str, effect: str, found: str, patch: str) -> EffectMissing:
@@ -42,107 +66,100 @@ def _missing(feature: str, effect: str, found: str, patch: str) -> EffectMissing
     )
 
 
-def _schedule(pipeline: Pipeline) -> str:
-    return f"--pipeline-schedule {pipeline.name}"
+def _watched(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Return the schedule with checks before its first training steps."""
+    schedule = call(*args, **kwargs)
+
+    @functools.wraps(schedule)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("forward_only") or not _is_due():
+            return schedule(*args, **kwargs)
+        progress, model = active.required().state(_Progress), kwargs["model"]
+        _check_model(model if isinstance(model, list) else [model], progress.steps)
+        result = schedule(*args, **kwargs)
+        progress.steps += 1
+        return result
+
+    return run
 
 
-def check_tied(pipeline: Pipeline, chunks: Sequence[torch.nn.Module], *, step: int) -> None:
-    """Check that both copies of a tied embedding are equal on the rank that holds them.
+def _check_model(chunks: list[Any], step: int) -> None:
+    from megatron_ext.disaggregation import job
 
-    Args:
-        pipeline: The schedule.
-        chunks: Model chunks of this rank.
-        step: Steps since the start: 0 checks the initial copy, later ones its updates.
-    """
-    from megatron_ext.runtime.folded import differing_copies
+    if job.has_role("forward") and not _acted(
+        "disaggregation.model", "disaggregation.model_of_builders"
+    ):
+        trained = sum(p.requires_grad for chunk in chunks for p in chunk.parameters())
+        if trained:
+            raise _missing(
+                "--forward-backward-disaggregating",
+                "forward ranks keep no gradients",
+                f"{trained} weights of this one require some",
+                "disaggregation.model",
+            )
+    chosen = active.pipeline()
+    if chosen is not None and chosen.is_folded:
+        from megatron_ext.runtime.folded import differing_copies
 
-    found = differing_copies(chunks)
-    if found is not None:
-        patch = "placement.tied_gradients" if step else "placement.tied_weights"
-        effect = "the copies of the tied embedding on the first rank are equal"
-        raise _missing(_schedule(pipeline), effect, found, patch)
-
-
-def labels_missing(pipeline: Pipeline) -> EffectMissing:
-    """Return the error of a last stage on the first rank that has no labels."""
-    return _missing(
-        _schedule(pipeline),
-        "the first rank, which has the last stage, gets labels too",
-        "its loss could not be computed",
-        "placement.batch",
-    )
-
-
-def check_split(pipeline: Pipeline, chunks: Sequence[torch.nn.Module], *, recorded: bool) -> None:
-    """Check that linear layers left their weight gradients for W.
-
-    Args:
-        pipeline: A schedule that splits backwards.
-        chunks: Model chunks of this rank.
-        recorded: Whether any gradient was deferred.
-    """
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-    layers = (layer for chunk in chunks for layer in chunk.modules())
-    kinds = (ColumnParallelLinear, RowParallelLinear)
-    weights = [layer.weight for layer in layers if isinstance(layer, kinds)]
-    if recorded or not any(weight is not None and weight.requires_grad for weight in weights):
-        return
-    raise _missing(
-        _schedule(pipeline),
-        "gradients of weights wait for W",
-        "none of the first step did",
-        "split_backward.linear",
-    )
+        found = differing_copies(chunks)
+        if found is not None:
+            raise _missing(
+                f"--pipeline-schedule {chosen.name}",
+                "the copies of the tied embedding on the first rank are equal",
+                found,
+                "placement.tied_gradients" if step else "placement.tied_weights",
+            )
 
 
-def check_table(pipeline: Pipeline, *, ran: bool) -> None:
-    """Check that a training step ran under the chosen schedule."""
-    if not ran:
-        effect = "steps run its table"
-        found = "the first step ran another schedule"
-        raise _missing(_schedule(pipeline), effect, found, "schedules.forward_backward")
-
-
-def check_messages(pipeline: Pipeline, *, used: bool) -> None:
-    """Check that a training step of Megatron's own schedule used the chosen transport."""
-    if not used:
-        feature = f"--pipeline-transport {pipeline.transport}"
-        found = "the first step sent nothing through it"
-        raise _missing(feature, "it carries tensors between stages", found, "pipeline.messages")
-
-
-def check_logged(pipeline: Pipeline, losses: Any) -> None:
-    """Check that a rank that logs has losses to log."""
-    if not losses:
-        effect = "the loss, which is on the first rank, is brought to the rank that logs"
-        raise _missing(_schedule(pipeline), effect, "there was none", "placement.train_step")
-
-
-def check_frozen(chunks: Sequence[torch.nn.Module]) -> None:
-    """Check that a forward rank of a disaggregated job trains nothing."""
-    trained = sum(p.requires_grad for chunk in chunks for p in chunk.parameters())
-    if trained:
+def logged(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Check at the first line of the log that the table ran, and that the loss arrived."""
+    found = active.required()
+    found.state(_Progress).logged = True
+    chosen, messages = found.pipeline, found.transport_only
+    if chosen is not None and not _acted("schedules.forward_backward"):
         raise _missing(
-            "--forward-backward-disaggregating",
-            "forward ranks keep no gradients",
-            f"{trained} weights of this one require some",
-            "disaggregation.model",
+            f"--pipeline-schedule {chosen.name}",
+            "steps run its table",
+            "the first step ran another schedule",
+            "schedules.forward_backward",
         )
-
-
-def check_gloo(*, off: bool) -> None:
-    """Check that there are no gloo groups besides those of the device.
-
-    Args:
-        off: Whether the device's defaults disable them.
-    """
-    from megatron.core import parallel_state
-
-    if off and parallel_state._DATA_PARALLEL_GROUP_GLOO is not None:
+    if chosen is not None and chosen.is_folded:
+        losses = args[0] if args else kwargs["loss_dict"]
+        if not losses and not _acted("placement.train_step", "bridge.train_step"):
+            raise _missing(
+                f"--pipeline-schedule {chosen.name}",
+                "the loss, which is on the first rank, is brought to the rank that logs",
+                "there was none",
+                "placement.train_step",
+            )
+    if messages is not None and messages.pp > 1 and not _acted("pipeline.messages"):
         raise _missing(
-            "--device-backend cpu",
-            "no second gloo group is made for each group",
-            "there are some, with two threads each",
-            "arguments.flags",
+            f"--pipeline-transport {messages.transport}",
+            "it carries tensors between stages",
+            "the first step sent nothing through it",
+            "pipeline.messages",
         )
+    return call(*args, **kwargs)
+
+
+PATCHES = (
+    Patch(
+        id="effects.steps",
+        target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+        fn=_watched,
+        when=_is_due,
+        order=-20,
+        feature="effects",
+        reason="does not verify in the first steps that tied copies are equal and forward ranks "
+        "frozen",
+    ),
+    Patch(
+        id="effects.logged",
+        target="megatron.training.training:training_log",
+        fn=logged,
+        when=is_not_logged,
+        order=-20,
+        feature="effects",
+        reason="does not verify at the first log line that the table ran and the loss arrived",
+    ),
+)

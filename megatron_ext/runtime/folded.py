@@ -54,7 +54,8 @@ def differing_copies(chunks: Sequence[torch.nn.Module]) -> str | None:
     if not all(hasattr(model, "share_embeddings_and_output_weights") for model in models):
         return None  # not Megatron language models
     tied = _tied_weights(chunks)
-    if tied is None or torch.equal(*tied):
+    # A diverged training has NaN in both copies, which equal nothing: its own trouble.
+    if tied is None or torch.equal(*map(torch.nan_to_num, tied)):
         return None
     difference = (tied[0].float() - tied[1].float()).abs().max().item()
     zero = " (the second is zero)" if not tied[1].any() else ""

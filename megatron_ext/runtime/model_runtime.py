@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Runtime"]
 
+_LOG = logging.getLogger(__name__)
+
 
 @dataclass
 class Runtime:
@@ -76,6 +79,8 @@ class Runtime:
         default_factory=WeakKeyDictionary
     )
     """By chunk: ids of the tables that its layers can run."""
+    _has_split: bool = False
+    """Whether a training step of this rank has split a backward."""
 
     def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:
         """Return each chunk's data, to be read by micro-batch."""
@@ -159,9 +164,27 @@ class Runtime:
             split.clear()
             self.transport.abort(str(error))
             raise
+        if not call.forward_only and not self._has_split:
+            self._check_split(table, call.chunks)
         if forms is not None:
             forms.step_done()
         return compute
+
+    def _check_split(self, table: Table, chunks: Sequence[torch.nn.Module]) -> None:
+        """Log after this rank's first step with split backwards if W had nothing to do.
+
+        The step is right, only slower than its table: `split_backward.linear` no longer sees the
+        layers of this Megatron, or the model has layers of its own.
+        """
+        self._has_split = any(action.kind == "I" for action in table.schedule.rows[table.rank])
+        trains = any(p.requires_grad for chunk in chunks for p in chunk.parameters())
+        if self._has_split and trains and not split_backward().has_deferred and not dist.get_rank():
+            _LOG.warning(
+                "%s splits backwards, but no layer of rank 0 left a weight gradient for W (patch "
+                "split_backward.linear): its linear layers are none of Megatron's; --pipeline-"
+                "schedule 1f1b is as fast",
+                table.schedule.label,
+            )
 
     def _check_first_gradients(self, table: Table, chunks: Sequence[torch.nn.Module]) -> None:
         """Check the table for layers that overwrite their first gradients, once for each chunk."""

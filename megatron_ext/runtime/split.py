@@ -63,6 +63,8 @@ class SplitBackward:
         self._waiting: dict[_Key, list[WeightGradient]] = {}
         self._marked: list[torch.nn.Parameter] = []
         self._modules: dict[int, DelayedModules] = {}
+        self.has_deferred = False
+        """Whether any layer of this process has left a weight gradient to W."""
 
     @property
     def record(self) -> Record | None:
@@ -92,6 +94,7 @@ class SplitBackward:
 
     @contextmanager
     def _delaying(self, modules: DelayedModules, key: _Key) -> Iterator[None]:
+        self.has_deferred = True
         with _Deferral(self, key):
             with modules.delaying():
                 yield
@@ -155,6 +158,7 @@ class SplitBackward:
             modules.clear()
 
     def _record(self, key: _Key, gradient: WeightGradient) -> None:
+        self.has_deferred = True
         self._waiting.setdefault(key, []).append(gradient)
         self._marked.append(gradient.weight)
 

@@ -1,15 +1,20 @@
 """What features are for is checked: with a patch taken away, each run ends in one line about it.
 
+Programs that do something else than upstream's train on, and keep their own errors.
+
 Runs on the release that is installed: upstream's script where a tree is, else what stands in.
 """
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from megatron_ext.upstream import releases
 from megatron_ext.upstream import tree as upstream
-from tests.ranks import RankRun, run_ranks, start_ranks
+from tests.ranks import RankRun, losses, start_ranks
 from tests.upstream_script.runs import DEEPSEEK, GPT
 
 PP2 = "--pipeline-model-parallel-size 2 "
@@ -63,17 +68,6 @@ def test_a_loss_that_is_not_where_it_is_logged() -> None:
     assert "is brought to the rank that logs, but there was none" in told
 
 
-@pytest.mark.skipif(
-    upstream.find_tree() is None, reason="only upstream's script fetches through this function"
-)
-def test_a_first_rank_without_labels() -> None:
-    # Before 0.18 only tensor-parallel ranks beside the first lack them.
-    moved = (releases.installed_release() or (0, 0)) >= (0, 18)
-    several = "" if moved else "--tensor-model-parallel-size 2 "
-    told = _lost(4 if several else 2, ZB_V + several, "placement.batch")
-    assert "gets labels too" in told
-
-
 def test_forward_ranks_that_are_not_frozen() -> None:
     told = _lost(
         4,
@@ -84,9 +78,12 @@ def test_forward_ranks_that_are_not_frozen() -> None:
     assert "forward ranks keep no gradients" in told
 
 
-def test_weight_gradients_that_do_not_wait() -> None:
-    told = _lost(2, PP2 + "--pipeline-schedule zb-h1 ", "split_backward.linear")
-    assert "gradients of weights wait for W, but none" in told
+def test_weight_gradients_that_do_not_wait_are_a_line() -> None:
+    flags = SHORT + PP2 + "--pipeline-schedule zb-h1 "
+    for ids, lines in ((("split_backward.linear",), 1), ((), 0)):
+        ended = start_ranks(2, _run_without, ids, flags, timeout_s=240)
+        assert ended.exit_codes == [0, 0], ended.describe()
+        assert "".join(ended.logs).count("left a weight gradient for W") == lines
 
 
 def test_a_schedule_that_is_not_run() -> None:
@@ -99,38 +96,53 @@ def test_a_transport_that_carries_nothing() -> None:
     assert "--pipeline-transport shm: it carries tensors between stages" in told
 
 
-def _check_gloo_groups(created: bool) -> str:
-    from megatron_ext.errors import EffectMissing
-    from megatron_ext.patches import effects
-    from tests.patches.single import start_parallel
-
-    start_parallel(create_gloo_process_groups=created)
-    try:
-        effects.check_gloo(off=True)
-    except EffectMissing as error:
-        return str(error)
-    return ""
+FEW_MICROBATCHES = GPT + "--num-layers 8 --micro-batch-size 1 --global-batch-size 4 "
+CSV = ("0F0,0F1,,0I0,0W0,0B1", "1F0,1B0,1F1,1B1")
 
 
-def test_gloo_groups_that_are_made_all_the_same() -> None:
-    [told] = run_ranks(1, _check_gloo_groups, True)
-    assert "no second gloo group is made for each group, but there are some" in told
-    assert run_ranks(1, _check_gloo_groups, False) == [""]
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (4, "--pipeline-schedule dualpipe-v"),
+        (4, "--pipeline-schedule dualpipe"),
+        (4, "--pipeline-schedule dualpipe-v --global-batch-size 12 --rampup-batch-size 4 4 16"),
+        (2, "--pipeline-schedule csv:{table} --global-batch-size 2"),
+    ],
+    ids=["dualpipe-v", "dualpipe", "rampup", "csv"],
+)
+def test_a_rank_that_splits_no_backward_trains_on(tmp_path: Path, ranks: int, flags: str) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text("\n".join(CSV) + "\n")
+    flags = f"{FEW_MICROBATCHES}--pipeline-model-parallel-size {ranks} {flags.format(table=table)}"
+    if "--rampup" in flags:  # 0.16 ramps up by samples only
+        flags = flags.replace("--train-iters 5", "--train-samples 32")
+    ended = start_ranks(ranks, _run_without, (), flags, timeout_s=240)
+    assert not any(ended.exit_codes), ended.describe()
+    assert len(losses(ended.logs)) >= 4
 
 
-def _run_with_flags_of_old(flags: str) -> None:
-    from megatron_ext.upstream import signatures
+def _fail_on_the_last_rank(flags: str) -> None:
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    signatures._RENAMED.clear()
+    def fault(*_: object) -> None:
+        assert 2 * None  # type: ignore[operator]
+
+    def hooked(self: TransformerLayer, *args: object, **kwargs: object) -> None:
+        made(self, *args, **kwargs)
+        self.register_forward_hook(fault)
+
+    if os.environ["RANK"] == "1":
+        made, TransformerLayer.__init__ = TransformerLayer.__init__, hooked
     _run_without((), flags)
 
 
-@pytest.mark.skipif(
-    (releases.installed_release() or (0, 0)) < (0, 17), reason="0.16 has no flag of another name"
-)
-def test_a_default_of_the_device_whose_flag_was_renamed() -> None:
-    ended = start_ranks(1, _run_with_flags_of_old, SHORT, timeout_s=240)
-    assert "no second gloo group is made" in ended.logs[0], ended.describe()
+def test_the_traceback_of_a_users_error_in_the_first_step_survives() -> None:
+    ended = start_ranks(2, _fail_on_the_last_rank, SHORT + ZB_V, timeout_s=240)
+    assert ended.exit_codes == [1, 1]
+    lines = ended.logs[1].splitlines()
+    assert "TypeError: unsupported operand type(s) for *: 'int' and 'NoneType'" in lines
+    assert "    assert 2 * None  # type: ignore[operator]" in lines
+    assert "pip install" not in "".join(ended.logs)
 
 
 def test_nothing_is_lost_where_all_patches_are() -> None:

@@ -57,6 +57,25 @@ def test_every_flag_was_considered() -> None:
     )
 
 
+def _defaults_without_a_flag() -> list[str]:
+    """Return the device's defaults that the parser of the installed release does not take."""
+    from argparse import ArgumentParser
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_ext import devices
+    from megatron_ext.upstream.signatures import flag_destination
+
+    known = {action.dest for action in add_megatron_arguments(ArgumentParser())._actions}
+    defaults = devices.current().argument_defaults
+    return [name for name in defaults if flag_destination(name, known) is None]
+
+
+def test_every_default_of_the_device_has_a_flag() -> None:
+    [missing] = run_ranks(1, _defaults_without_a_flag)
+    assert missing == []
+
+
 def _upstream_has(flag: str) -> bool:
     [options] = run_ranks(1, _options)
     return flag in options
