@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from megatron_ext.config.programs import configure
     from megatron_ext.patches.registry import Row
+    from megatron_ext.runtime import routes
 
 __all__ = [
     "Disaggregation",
@@ -43,6 +44,7 @@ __all__ = [
     "deactivate",
     "deconfigure",
     "report",
+    "routes",
 ]
 
 _MODULE_OF = {
@@ -52,6 +54,7 @@ _MODULE_OF = {
     "PipelineConfig": "megatron_ext.config.pipeline_config",
     "Tracing": "megatron_ext.config.pipeline_config",
     "configure": "megatron_ext.config.programs",
+    "routes": "megatron_ext.runtime.routes",
 }
 """Names that are imported at first use."""
 
@@ -60,7 +63,8 @@ def __getattr__(name: str) -> Any:
     """Import rarely used names at first use."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULE_OF[name]), name)
+    module = import_module(_MODULE_OF[name])
+    return module if module.__name__.endswith(f".{name}") else getattr(module, name)
 
 
 def activate() -> None:

@@ -185,7 +185,7 @@ def test_the_import_contracts_hold() -> None:
 BREACHES = {
     "transport/base.py": "megatron_ext.schedules.table.actions",
     "schedules/table/actions.py": "megatron_ext.schedules.search.simulate",
-    "schedules/search/simulate.py": "megatron_ext.runtime.rank_table",
+    "schedules/search/simulate.py": "megatron_ext.runtime.program",
     "runtime/executor.py": "argparse",
     "errors.py": "megatron_ext.cli",
     "patches/optimizer.py": "megatron_ext.compat.torch_adam",

@@ -11,15 +11,14 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ext import routes
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
-from megatron_ext.runtime import route_store
-from megatron_ext.runtime.route_declarations import Declared, declared
+from megatron_ext.runtime.routes import Declared, _Current, declared
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    active._PROCESS.states.pop(route_store._Current, None)
+    active._PROCESS.states.pop(_Current, None)
     yield
-    active._PROCESS.states.pop(route_store._Current, None)
+    active._PROCESS.states.pop(_Current, None)
 
 
 def _weights() -> list[torch.Tensor]:

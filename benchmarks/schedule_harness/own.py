@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core import parallel_state
 
 from megatron_ext.config.active import Active, activate_configuration
-from megatron_ext.runtime import runtimes
+from megatron_ext.runtime import runtime
 from megatron_ext.runtime.entry import forward_backward
 from megatron_ext.runtime.split import Progress, SplitBackward, split_backward
 
@@ -53,7 +53,7 @@ def prepare(pipeline: Pipeline, probe: Probe) -> Callable[[], None]:
 
 def _delay_messages(probe: Probe) -> None:
     """Let every transport that is opened take the time that the scenario says."""
-    open_transport = runtimes.open_transport
+    open_transport = runtime.open_transport
 
     def latency_s(key: Message) -> float:
         assert isinstance(probe.times, NoisyTimes)
@@ -63,7 +63,7 @@ def _delay_messages(probe: Probe) -> None:
     def opened(*args: Any, **options: Any) -> LateTransport:
         return LateTransport(open_transport(*args, **options), latency_s)
 
-    runtimes.open_transport = opened  # type: ignore[assignment]
+    runtime.open_transport = opened  # type: ignore[assignment]
 
 
 def _emulate_split(probe: Probe, split: SplitBackward) -> None:

@@ -5,8 +5,8 @@ masks. With `--microbatch-rng` every generator is reseeded for each forward, fro
 the iteration, the stage and the micro-batch. Then all schedules with the same stages draw the same
 masks, static or dynamic, Megatron's own among them, and so does a resumed run.
 
-This module holds the part that needs no torch, the iteration and the seeds. `runtime/rng.py` sets
-the generators.
+This module holds the part that needs no torch, the iteration and the seeds. `runtime/compute.py`
+sets the generators.
 """
 
 from __future__ import annotations

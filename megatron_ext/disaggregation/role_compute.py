@@ -21,8 +21,8 @@ import torch
 from megatron_ext.config import randomness
 from megatron_ext.disaggregation.ship import Layers, Replay, Saved, replaying
 from megatron_ext.errors import MegatronExtError
+from megatron_ext.runtime.compute import microbatch_rng
 from megatron_ext.runtime.program import Form
-from megatron_ext.runtime.rng import microbatch_rng
 from megatron_ext.schedules.table.communication import runs_forward
 
 if TYPE_CHECKING:

@@ -16,9 +16,14 @@ import torch
 
 from megatron_ext.disaggregation.role_compute import drawn
 from megatron_ext.errors import ScheduleError
-from megatron_ext.runtime.declared_trees import TreeSteps, agree_trees
-from megatron_ext.runtime.rank_table import Table
-from megatron_ext.runtime.tree_compute import Forms, TreeCompute, TreeMessages
+from megatron_ext.runtime.program import Table
+from megatron_ext.runtime.tree_compute import (
+    Forms,
+    TreeCompute,
+    TreeMessages,
+    TreeSteps,
+    agree_trees,
+)
 from megatron_ext.schedules.table.communication import route_receivers
 from megatron_ext.schedules.table.forward_only import forward_only
 from megatron_ext.schedules.table.placement import linear

@@ -26,13 +26,11 @@ from megatron_ext.disaggregation.role_trees import (
 from megatron_ext.disaggregation.ship import Layers
 from megatron_ext.disaggregation.weights import WeightReceiver, WeightSender
 from megatron_ext.disaggregation.worlds import beat
-from megatron_ext.runtime.compute import Call, StageCompute
+from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute
 from megatron_ext.runtime.executor import Compute, Executor, Gradients, Parameters
-from megatron_ext.runtime.local_devices import device_of
-from megatron_ext.runtime.microbatches import MicrobatchData
 from megatron_ext.runtime.ordering import TableOrder
-from megatron_ext.runtime.program import make_program
-from megatron_ext.runtime.rank_table import Table
+from megatron_ext.runtime.program import Table, make_program
+from megatron_ext.runtime.run_ahead import device_of
 from megatron_ext.runtime.sync import GradientSync, NoSync, ParameterSync
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.tools.trace.session_observer import observers
@@ -41,7 +39,7 @@ from megatron_ext.upstream.signatures import default_groups
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.runtime.observer import Observer
+    from megatron_ext.runtime.executor import Observer
     from megatron_ext.runtime.program import Ends
 
 __all__ = ["forward_backward", "link_of_this_rank", "step_done", "weights_s"]

@@ -69,7 +69,7 @@ def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
     """Run a forward of Megatron's own schedules, which place chunks round-robin."""
     from megatron.core import parallel_state
 
-    from megatron_ext.runtime.rng import rng_of_this_step
+    from megatron_ext.runtime.compute import rng_of_this_step
 
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
     rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -89,7 +89,7 @@ def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
     Megatron may end the process inside (`--exit-interval`), and so may other code, on a single
     rank: on that path no rank may wait for another.
     """
-    from megatron_ext.runtime.runtimes import log_own_statistics, log_statistics
+    from megatron_ext.runtime.runtime import log_own_statistics, log_statistics
 
     try:
         trained = call(*args, **kwargs)

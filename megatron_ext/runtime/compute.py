@@ -1,36 +1,238 @@
 """Computes one action at a time through Megatron's own forward and backward steps.
 
 Upstream's schedules feed `forward_step` and `backward_step` by position in a loop. Here data,
-losses and saved activations are keyed by stage and micro-batch, so actions run in any order.
+random numbers, losses and saved activations are keyed by stage and micro-batch, so actions run in
+any order.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as upstream
+from megatron.core.tensor_parallel import random
 
+from megatron_ext import devices
 from megatron_ext.config import randomness
+from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.lengths import check_handed_on, refusing_long_sequences
-from megatron_ext.runtime.local_devices import device_of
-from megatron_ext.runtime.rng import rng_of_this_step
+from megatron_ext.runtime.run_ahead import device_of
 from megatron_ext.runtime.split import SplitBackward, split_backward
 from megatron_ext.upstream.signatures import backward_step_of
 
 if TYPE_CHECKING:
-    from megatron_ext.runtime.microbatches import MicrobatchData
-    from megatron_ext.runtime.rank_table import Table
+    from megatron_ext.runtime.program import Table
     from megatron_ext.runtime.split import Progress
     from megatron_ext.schedules.table.actions import Action
 
-__all__ = ["Call", "StageCompute", "Tensors"]
+__all__ = [
+    "Call",
+    "MicrobatchData",
+    "StageCompute",
+    "Tensors",
+    "TwinExchange",
+    "microbatch_rng",
+    "rng_of_this_step",
+]
+
+
+class MicrobatchData:
+    """The items of one chunk's data iterator for one step; micro-batch i always gets item i.
+
+    Megatron's forward steps call `next`, so without it the order of calls, which differs between
+    stages, would decide which tokens a micro-batch gets. Items are fetched on demand only: the
+    middle stages of a GPT read none.
+
+    Args:
+        iterator: Megatron's iterator; None on ranks that read no data.
+        exchange: Swaps an item with the twin's. Required on stages that run the twin's
+            micro-batches: their data (such as BERT's padding mask) must match the activations.
+        taken: Called with each micro-batch and its item before a forward step reads it.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator[Any] | None,
+        exchange: Callable[[Any], Any] | None = None,
+        taken: Callable[[int, Any], None] | None = None,
+    ) -> None:
+        self._iterator = iterator
+        self._exchange = exchange
+        self._taken = taken
+        self._fetched = 0
+        self._kept: dict[int, Any] = {}
+
+    def view(self, microbatch: int) -> Iterator[Any] | None:
+        """Return an iterator over the single item of a micro-batch; None without data.
+
+        An object without `__next__` is passed through unchanged; it only works in order.
+
+        Raises:
+            ScheduleError: Such an object is used out of order or on a stage that swaps data.
+        """
+        if self._iterator is None:
+            return None
+        if not hasattr(self._iterator, "__next__"):
+            self._take_turn(microbatch)
+            return self._iterator
+        return _View(self, microbatch)
+
+    def _take_turn(self, microbatch: int) -> None:
+        if microbatch != self._fetched or self._exchange is not None:
+            raise ScheduleError(
+                f"micro-batch {microbatch} runs out of order, but its data comes from a "
+                f"{type(self._iterator).__name__}, which is not an iterator and cannot be read "
+                "ahead; take a schedule that keeps the order, such as zb-h1 without --use-dpp"
+            )
+        self._fetched += 1
+
+    def take(self, microbatch: int) -> Any:
+        """Return and drop a micro-batch's item; keep skipped items for their own micro-batches.
+
+        Raises:
+            ScheduleError: The item was already taken.
+        """
+        assert self._iterator is not None
+        while self._fetched <= microbatch:
+            self._kept[self._fetched] = next(self._iterator)
+            self._fetched += 1
+        try:
+            item = self._kept.pop(microbatch)
+        except KeyError:
+            raise ScheduleError(
+                f"the forward step called next() a second time for micro-batch {microbatch}; with "
+                f"--pipeline-schedule call it once for each micro-batch"
+            ) from None
+        if self._exchange is not None:
+            item = self._exchange(item)
+        if self._taken is not None:
+            self._taken(microbatch, item)
+        return item
+
+
+class TwinExchange:
+    """Swaps data with the twin, which runs the same actions in the same order.
+
+    Args:
+        group: The process group of both twins.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._theirs = 1 - group.rank()
+
+    def __call__(self, item: Any) -> Any:
+        """Return the twin's item in exchange for `item`. Collective over both twins."""
+        items: list[Any] = [None, None]
+        dist.all_gather_object(items, item, group=self._group)
+        return items[self._theirs]
+
+
+class _View(Iterator[Any]):
+    """The data iterator that a forward step sees."""
+
+    def __init__(self, data: MicrobatchData, microbatch: int) -> None:
+        self._data = data
+        self._microbatch = microbatch
+
+    def __next__(self) -> Any:
+        return self._data.take(self._microbatch)
+
+
+@contextmanager
+def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None]:
+    """Seed all generators for one forward, and restore their states afterwards.
+
+    Ranks share numbers as under upstream's `model_parallel_cuda_manual_seed`: the tracker's
+    model-parallel generator differs between tensor-parallel ranks, the expert generator between
+    expert- and expert-tensor-parallel ranks; all others are equal on the ranks of a stage and on
+    its replicas. Recomputation restores the states by itself.
+
+    The numbers depend on the arguments and on the tensor- and expert-parallel rank only: neither on
+    the pipeline rank, nor on execution order or repetition.
+
+    Args:
+        iteration: Training step, counted from the start of training.
+        stage: Global stage index.
+        microbatch: Index in this replica's step, from 0.
+
+    Raises:
+        ScheduleError: The run has no seed.
+    """
+    place = iteration, stage, microbatch
+    host, device, tracked = random._get_all_rng_states()
+    try:
+        _set(
+            _fresh(host, torch.device("cpu"), "host", *place),
+            _fresh(device, _device(), "default", *place),
+            {
+                name: _fresh(state, _device(), name, *_shard(name), *place)
+                for name, state in tracked.items()
+            },
+        )
+        yield
+    finally:
+        _set(host, device, tracked)
+
+
+_UNCHANGED = nullcontext()
+
+
+def rng_of_this_step(stage: int, microbatch: int) -> AbstractContextManager[None]:
+    """Seed all generators for one forward of the current training step.
+
+    Does nothing if seeding by micro-batch is off or gradients are disabled, as in evaluation.
+    """
+    if not (randomness.enabled() and torch.is_grad_enabled()):
+        return _UNCHANGED
+    return microbatch_rng(randomness.iteration(), stage, microbatch)
+
+
+def _set(host: torch.Tensor, device: Any, tracked: Mapping[str, Any]) -> None:
+    if tracked:
+        random._set_all_rng_states(host, device, dict(tracked))
+        return
+    # Upstream's function would make a tracker without generators look initialised.
+    torch.set_rng_state(host)
+    tracker = random.get_cuda_rng_tracker()
+    random._set_cuda_rng_state(device, graph_safe=random.is_graph_safe_cuda_rng_tracker(tracker))
+
+
+def _fresh(state: Any, device: torch.device, *key: int | str) -> Any:
+    """Return a state of the same type as `state`, seeded for a key."""
+    seed = randomness.seed_of(*key)
+    if isinstance(state, torch.Generator):  # a tracker whose states CUDA graphs can capture
+        fresh = state.clone_state()
+        fresh.manual_seed(seed)
+        return fresh
+    return torch.Generator(device).manual_seed(seed).get_state()
+
+
+def _device() -> torch.device:
+    """Return the generators' device without an index; a state fits every device of its type."""
+    return torch.device(devices.current().torch_device().type)
+
+
+def _shard(name: str) -> tuple[int, ...]:
+    """Return the ranks that distinguish a tracker generator within one stage."""
+    if name == random.get_expert_parallel_rng_tracker_name():
+        return (
+            parallel_state.get_expert_model_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+    if name == random.get_data_parallel_rng_tracker_name():
+        return ()
+    return (parallel_state.get_tensor_model_parallel_rank(),)
+
 
 Tensors = list[torch.Tensor | None]
 """What one stage passes to the next: one tensor, or as many as Megatron's shapes specify."""
@@ -271,9 +473,6 @@ class StageCompute:
         """
         limit = self.call.config.num_microbatches_with_partial_activation_checkpoints
         return None if limit is None else self._forwards % max(self.table.max_live, 1) >= limit
-
-
-_UNCHANGED = nullcontext()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Opens the transport of a configuration."""
+"""Opens the transport of a configuration on the channels that a placement needs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,32 @@ from megatron_ext.transport.torch_dist import Channel, TorchTransport
 if TYPE_CHECKING:
     from megatron_ext.config.sized_pipeline import Pipeline
     from megatron_ext.devices.backend import Sharing
-    from megatron_ext.runtime.program import Shapes
+    from megatron_ext.runtime.program import Peers, Shapes
+    from megatron_ext.schedules.table.placement import Placement
     from megatron_ext.schedules.table.route_plan import Route
     from megatron_ext.transport.address import Wire
     from megatron_ext.transport.base import Transport
     from megatron_ext.transport.native_transport import NativeTransport
 
-__all__ = ["open_transport"]
+__all__ = ["channels_of", "open_transport"]
+
+
+def channels_of(placement: Placement, rank: int, peers: Peers) -> list[Channel]:
+    """Return every channel on which this rank sends or receives under a placement."""
+    me, channels = peers.pipeline[rank], []
+    for stage, hop in enumerate(placement.hops):
+        here, there = placement.rank_of[stage], placement.rank_of[stage + 1]
+        if hop == "twin" and here == rank:
+            assert peers.twin is not None
+            ends = [(me, peers.twin), (peers.twin, me)]
+        elif hop == "rank" and rank in (here, there):
+            ends = [(peers.pipeline[here], peers.pipeline[there])]
+        else:
+            continue
+        for source, target in ends:
+            channels += [Channel(source, target, "F"), Channel(target, source, "B")]
+    return channels
+
 
 _LOG = logging.getLogger(__name__)
 

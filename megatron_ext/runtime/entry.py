@@ -19,7 +19,7 @@ from megatron.core.utils import get_model_config
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import Call
-from megatron_ext.runtime.runtimes import Runtimes, runtime_of
+from megatron_ext.runtime.runtime import Runtimes, runtime_of
 from megatron_ext.upstream.signatures import (
     default_groups,
     is_multi_module,

@@ -2,7 +2,7 @@
 
 The executor knows no schedule and no policy. An `Order` yields the next action. If an input has not
 arrived, the executor sleeps in the transport. Tensors between two stages of the same rank never
-reach the transport.
+reach the transport. Observers (traces, watchdogs, statistics) see each action and each step.
 """
 
 from __future__ import annotations
@@ -16,23 +16,81 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from megatron_ext.errors import MegatronExtError, TransportError
-from megatron_ext.runtime.observer import overrides
 from megatron_ext.runtime.run_ahead import AHEAD
+from megatron_ext.transport.observed import TransportObserver
 
 if TYPE_CHECKING:
     from megatron_ext.message import Message
     from megatron_ext.runtime.compute import Tensors
-    from megatron_ext.runtime.observer import Executed, Observer
     from megatron_ext.runtime.ordering import Order
-    from megatron_ext.runtime.program import Program
-    from megatron_ext.runtime.rank_table import Table
+    from megatron_ext.runtime.program import Program, Table
     from megatron_ext.runtime.run_ahead import RunAhead
     from megatron_ext.runtime.split import Progress
     from megatron_ext.schedules.table.actions import Action
     from megatron_ext.schedules.table.communication import Exchange, Transfer
     from megatron_ext.transport.base import Transport
 
-__all__ = ["Compute", "Executor", "Gradients", "Parameters"]
+__all__ = [
+    "Compute",
+    "Executed",
+    "Executor",
+    "Gradients",
+    "Observer",
+    "Parameters",
+    "num_out_of_order",
+    "overrides",
+]
+
+Executed = tuple[int, "Action", float]
+"""(position in table order, action, duration in seconds of host time). A plain tuple because one is
+created between every two actions."""
+
+
+class Observer(TransportObserver):
+    """Observes the actions and messages of one rank; override the methods you need.
+
+    An observed transport (`transport/observed.py`) calls the methods for messages.
+    """
+
+    def begin_action(self, action: Action) -> None:
+        """Called when an action's inputs have arrived, just before it computes."""
+
+    def end_action(self, position: int, action: Action) -> None:
+        """Called when an action has computed, before its results are sent.
+
+        Args:
+            position: Index of the action in table order.
+            action: The action that ran.
+        """
+
+    def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
+        """Called when a step is complete.
+
+        Args:
+            executed: Every action of the step, in execution order.
+            wall_s: Duration of the step in seconds.
+        """
+
+
+def num_out_of_order(executed: Sequence[Executed]) -> int:
+    """Return how many actions of a complete step ran before an earlier action of the table."""
+    positions = [position for position, _, _ in executed]
+    if positions == sorted(positions):  # every static order: spare it the loop
+        return 0
+    done = bytearray(len(positions))
+    head = found = 0
+    for position in positions:
+        done[position] = 1
+        if position == head:
+            head = done.find(0, head)
+        else:
+            found += 1
+    return found
+
+
+def overrides(observer: Observer, method: str) -> bool:
+    """Return whether an observer overrides a method of `Observer`."""
+    return getattr(type(observer), method) is not getattr(Observer, method)
 
 
 class Compute(Protocol):

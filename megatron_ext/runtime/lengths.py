@@ -1,31 +1,54 @@
-"""Checks the lengths of micro-batches: of what a model reads, and of what its stages hand on.
+"""Micro-batches of unequal lengths: checked, ordered by cost, and dealt out to replicas.
 
-Upstream checks neither. A sequence that is too long ends in an index error of the embedding (on a
-GPU in an assertion of the device), or with rotary embeddings not at all. A tensor of another length
-than the step was told hangs the pipeline, or shifts what it computes.
+`--pipeline-balance` reads the micro-batches of a step ahead. `order` runs them in the order that a
+simulation of the table finds shortest. `pack` first deals them out to the data-parallel replicas,
+so that none has more work than the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from copy import copy
+from dataclasses import dataclass, field
+from math import nan
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
-from megatron_ext.errors import ScheduleError
+from megatron_ext.errors import ScheduleError, TransportError
+from megatron_ext.runtime.run_ahead import device_of
+from megatron_ext.schedules.search.length_balance import LengthCost, deal_out, fills_of
+from megatron_ext.schedules.search.length_order import best_order
 
 if TYPE_CHECKING:
-    import torch
+    from megatron_ext.schedules.table.actions import Schedule
+    from megatron_ext.schedules.table.costs import Costs
 
-__all__ = ["check_handed_on", "refusing_long_sequences"]
+__all__ = [
+    "BalancedStep",
+    "ItemSize",
+    "ReplicaExchange",
+    "check_handed_on",
+    "cost_of_model",
+    "item_cost",
+    "item_size",
+    "refusing_long_sequences",
+]
 
 
 @contextmanager
 def refusing_long_sequences(
     model: torch.nn.Module, stage: int, microbatch: int, cp_size: int
 ) -> Iterator[None]:
-    """Check the tokens that a first stage reads inside the block.
+    """Check the tokens that a first stage reads inside the block, which upstream does not.
+
+    Too long a sequence would end in an index error of the embedding (on a GPU in an assertion of
+    the device), or with rotary embeddings not at all.
 
     Models without a maximum, and other stages, read what they like.
 
@@ -94,3 +117,316 @@ def check_handed_on(
                 f"step was called for {list(shape)}; if lengths differ between micro-batches, add "
                 "--variable-seq-lengths (variable_seq_lengths of the model's configuration)"
             )
+
+
+class ItemSize(NamedTuple):
+    """What the cost of a micro-batch follows from."""
+
+    tokens: int
+    """All, padding too."""
+    pairs: int
+    """Pairs of tokens of one sample: the sum of the squares of lengths."""
+
+
+def item_size(item: Any) -> ItemSize | None:
+    """Return the size of a micro-batch; None: it does not say it.
+
+    Args:
+        item: What the data iterator gives: `tokens`, `[b, s]` with any s from 0 on, or for packed
+            samples `cu_seqlens` as well, `[n]` or `[b, n]`, where each sample begins and the last
+            one ends. Entries beyond the last sample may repeat its end.
+    """
+    if not isinstance(item, Mapping):
+        return None
+    tokens, bounds = item.get("tokens"), item.get("cu_seqlens")
+    if bounds is not None:
+        pairs = int(bounds.long().diff(dim=-1).square().sum())
+        return ItemSize(int(bounds[..., -1].sum()) if tokens is None else tokens.numel(), pairs)
+    if tokens is not None:
+        return ItemSize(tokens.numel(), tokens.numel() * int(tokens.shape[-1]))
+    return None
+
+
+def cost_of_model(config: Any) -> LengthCost:
+    """Return what a length costs in a model.
+
+    Args:
+        config: Its `TransformerConfig`.
+    """
+    experts = config.moe_router_topk if config.num_moe_experts else 1
+    ffn = (config.moe_ffn_hidden_size if config.num_moe_experts else None) or config.ffn_hidden_size
+    shared = config.moe_shared_expert_intermediate_size or 0
+    return LengthCost.of_model(
+        config.hidden_size,
+        experts * ffn + shared,
+        gated=bool(config.gated_linear_unit),
+        query_width=config.kv_channels * config.num_attention_heads,
+        key_width=config.kv_channels * (config.num_query_groups or config.num_attention_heads),
+    )
+
+
+def item_cost(item: Any, cost: LengthCost) -> float:
+    """Return what a micro-batch costs.
+
+    Args:
+        item: What the data iterator gives, see `item_size`.
+        cost: Cost of a sample by its length.
+
+    Raises:
+        ScheduleError: The item does not say how long its samples are.
+    """
+    size = item_size(item)
+    if size is not None:
+        return cost.linear * size.tokens + cost.quadratic * size.pairs
+    is_mapping = isinstance(item, Mapping) and item
+    found = ", ".join(map(str, item)) if is_mapping else f"a {type(item).__name__}"
+    raise ScheduleError(
+        f"--pipeline-balance needs the lengths of micro-batches, from tokens or cu_seqlens of what "
+        f"the data iterator gives, which is {found}; leave --pipeline-balance out"
+    )
+
+
+@dataclass
+class BalancedStep:
+    """The order of one training step on this rank.
+
+    The file's micro-batch `order[i]` runs as micro-batch i of the table. All ranks that read data
+    see the same lengths, so they choose the same order without a message; ranks that read no data
+    keep the table's order. The gradient is the same sum, in this order.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    length_cost: LengthCost
+    replicas: ReplicaExchange | None = None
+    """Those that share out their micro-batches; None: this replica runs what it reads."""
+    order: tuple[int, ...] | None = field(default=None, init=False)
+    """By micro-batch of the table: its number in the file, which counts the micro-batches of all
+    `replicas`; None: no data was read so far."""
+    _received: dict[int, Any] | None = field(default=None, init=False)
+    """With `replicas`: what this replica runs, by number."""
+
+    def iterator(self, items: Any) -> Iterator[Any] | None:
+        """Return an iterator over a chunk's micro-batches in the order of the step.
+
+        The first item that is asked for fetches all.
+
+        Args:
+            items: Megatron's data iterator of the chunk; None: the chunk reads no data.
+
+        Raises:
+            ScheduleError: The data come from something else.
+        """
+        if items is None:
+            return None
+        if not hasattr(items, "__next__"):
+            raise ScheduleError(
+                f"--pipeline-balance reads the micro-batches of a step ahead, which a "
+                f"{type(items).__name__} does not allow; leave --pipeline-balance out"
+            )
+        return self._ordered(items)
+
+    def _ordered(self, items: Iterator[Any]) -> Iterator[Any]:
+        # Chunks of one rank read the same data.
+        held = self._decided(items) if self.order is None else self._numbered(self._fetched(items))
+        if self._received is not None:
+            # Forward steps write into what they read, and the next chunk reads it too.
+            held = {number: copy(item) for number, item in self._received.items()}
+        assert self.order is not None
+        for number in self.order:
+            yield held.pop(number)
+
+    def _decided(self, items: Iterator[Any]) -> dict[int, Any]:
+        """Choose the micro-batches and their order; return them by number."""
+        if self.replicas is None:
+            held = self._numbered(self._fetched(items))
+            costs = {number: item_cost(item, self.length_cost) for number, item in held.items()}
+        else:
+            held, costs = self._shared_out(items, self.replicas)
+        numbers = sorted(held)
+        places = best_order(self.schedule, [costs[number] for number in numbers], self.costs)
+        self.order = tuple(numbers[place] for place in places)
+        return held
+
+    def _shared_out(
+        self, items: Iterator[Any], replicas: ReplicaExchange
+    ) -> tuple[dict[int, Any], dict[int, float]]:
+        """Return the micro-batches of this replica, and what those of all replicas cost."""
+        try:
+            fetched = self._fetched(items)
+            mine = [item_cost(item, self.length_cost) for item in fetched]
+        except Exception:
+            replicas.costs([nan] * self.schedule.num_microbatches)  # the others wait for it
+            raise
+        costs = replicas.costs(mine)
+        fills = fills_of(self.schedule.placement)
+        self._received = replicas.shared_out(self._numbered(fetched), costs, fills)
+        return self._received, dict(enumerate(costs))
+
+    def _numbered(self, fetched: Sequence[Any]) -> dict[int, Any]:
+        """Return what was fetched by its number in the file."""
+        if self.replicas is None:
+            return dict(enumerate(fetched))
+        first, step = self.replicas.rank, self.replicas.size
+        return {first + step * place: item for place, item in enumerate(fetched)}
+
+    def _fetched(self, items: Iterator[Any]) -> list[Any]:
+        """Fetch the micro-batches of the step."""
+        fetched: list[Any] = []
+        wanted = self.schedule.num_microbatches
+        try:
+            while len(fetched) < wanted:
+                fetched.append(next(items))  # Megatron's RerunDataIterator has no __iter__
+        except StopIteration:
+            raise ScheduleError(
+                f"the data ended after {len(fetched)} of {wanted} micro-batches of a step; train "
+                "fewer iterations, or give more data"
+            ) from None
+        return fetched
+
+    def in_file_order(
+        self,
+        reports: Mapping[int, Any],
+        tensor_parallel: dist.ProcessGroup,
+        chunks: Sequence[torch.nn.Module],
+    ) -> dict[int, Any]:
+        """Return the reports of the loss function by micro-batch of the file.
+
+        Collective over the tensor-parallel group where there are reports: of its ranks the first
+        reads data.
+
+        Args:
+            reports: By micro-batch of the table; empty on ranks without the last stage.
+            tensor_parallel: That group.
+            chunks: The model, on whose device the group communicates.
+        """
+        if not reports:
+            return {}
+        order = list(self.order or range(self.schedule.num_microbatches))
+        if tensor_parallel.size() > 1:
+            shared = torch.tensor(order, device=device_of(chunks))
+            source = dist.get_process_group_ranks(tensor_parallel)[0]
+            dist.broadcast(shared, source, group=tensor_parallel)
+            order = shared.tolist()
+        return {order[microbatch]: report for microbatch, report in reports.items()}
+
+
+@dataclass(frozen=True)
+class ReplicaExchange:
+    """The data-parallel replicas of this rank's stages, which share out their micro-batches.
+
+    Each replica reads its micro-batches as ever, so data loaders, checkpoints and the global batch
+    stay as they are. Then all exchange costs, compute the same assignment, and send what another
+    replica runs. A rank does so when it first reads data in a step; no circle of waits can arise,
+    because the first reading of a stage depends on stages before it alone, in each replica.
+
+    Micro-batches have the numbers that Megatron's samplers give them: of `size` replicas, replica r
+    reads r, r + size, r + 2 * size and so on.
+    """
+
+    group: dist.ProcessGroup
+    """Of the ranks with the same stages in all replicas, over gloo."""
+    device: torch.device
+    """Where tensors go that were on a device of the sender."""
+
+    @property
+    def rank(self) -> int:
+        """Which replica this is."""
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        """How many replicas there are."""
+        return self.group.size()
+
+    def costs(self, mine: Sequence[float]) -> list[float]:
+        """Return what the micro-batches of all replicas cost, by number. Collective.
+
+        Args:
+            mine: Those of this replica; NaN: it could not read them, and says why itself.
+
+        Raises:
+            ScheduleError: Another replica could not read its micro-batches.
+            TransportError: Another replica does not answer.
+        """
+        told = torch.tensor(mine, dtype=torch.float64)
+        rows = [torch.empty_like(told) for _ in range(self.size)]
+        with self._waiting("what their micro-batches cost"):
+            dist.all_gather(rows, told, group=self.group)
+        found: list[float] = torch.stack(rows, dim=1).flatten().tolist()
+        failed = [r for r, row in enumerate(rows) if r != self.rank and bool(row.isnan().any())]
+        if failed and not math.isnan(mine[0]):
+            raise ScheduleError(
+                f"--pipeline-balance pack: data-parallel rank {failed[0]} could not read its "
+                "micro-batches of this step; its own line says why"
+            )
+        return found
+
+    def shared_out(
+        self, held: Mapping[int, Any], costs: Sequence[float], fills: float
+    ) -> dict[int, Any]:
+        """Return the micro-batches that this replica runs, by number. Collective.
+
+        Args:
+            held: Those that it has read, by number.
+            costs: Of all replicas' micro-batches, by number.
+            fills: How many micro-batches the pipeline takes to fill and drain.
+
+        Raises:
+            TransportError: Another replica does not answer.
+        """
+        shares = deal_out(costs, self.size, fills)
+        if all(number % self.size == r for r, share in enumerate(shares) for number in share):
+            return dict(held)
+        kept = {number: held[number] for number in shares[self.rank] if number in held}
+        sent = [{number: held[number] for number in share if number in held} for share in shares]
+        sent[self.rank] = {}
+        for received in self._swapped([_packed(items) for items in sent]):
+            kept |= self._unpacked(received)
+        return kept
+
+    def _swapped(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Send each replica its part, and return what each has sent."""
+        sizes = torch.tensor(list(map(len, parts)))
+        by_sender = [torch.empty_like(sizes) for _ in parts]
+        together = bytearray(b"".join(parts))
+        outgoing = torch.empty(0, dtype=torch.uint8)
+        if together:
+            outgoing = torch.frombuffer(together, dtype=torch.uint8)
+        with self._waiting("their micro-batches"):
+            dist.all_gather(by_sender, sizes, group=self.group)
+            coming = [int(row[self.rank]) for row in by_sender]
+            incoming = torch.empty(sum(coming), dtype=torch.uint8)
+            dist.all_to_all_single(incoming, outgoing, coming, sizes.tolist(), group=self.group)
+        return [part.numpy().tobytes() for part in incoming.split(coming)]
+
+    def _unpacked(self, part: bytes) -> dict[int, Any]:
+        if not part:
+            return {}
+        found: dict[int, Any] = torch.load(
+            io.BytesIO(part), map_location=self._placed, weights_only=False
+        )
+        return found
+
+    def _placed(self, storage: Any, location: str) -> Any:
+        """Put a storage where the sender had it: on the host, or on the device of this rank."""
+        return storage if location == "cpu" else storage.to(device=self.device)
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = ", ".join(map(str, dist.get_process_group_ranks(self.group)))
+            raise TransportError(
+                f"--pipeline-balance pack: ranks {ranks} could not tell each other {what}: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+
+
+def _packed(items: dict[int, Any]) -> bytes:
+    if not items:
+        return b""
+    buffer = io.BytesIO()
+    torch.save(items, buffer)
+    return buffer.getvalue()

@@ -21,11 +21,9 @@ from megatron.core.utils import get_model_config
 
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
-from megatron_ext.runtime.connect import open_transport
-from megatron_ext.runtime.groups import channels_of
-from megatron_ext.runtime.local_devices import device_of
-from megatron_ext.runtime.program import Peers
-from megatron_ext.runtime.rank_table import Table, make_table
+from megatron_ext.runtime.connect import channels_of, open_transport
+from megatron_ext.runtime.program import Peers, Table, make_table
+from megatron_ext.runtime.run_ahead import device_of
 from megatron_ext.tools.trace.session_observer import observed_transport
 from megatron_ext.transport.base import Expected
 from megatron_ext.upstream.signatures import default_groups

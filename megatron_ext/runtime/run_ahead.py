@@ -16,17 +16,28 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING
+
+import torch
 
 from megatron_ext.errors import MegatronExtError, TransportTimeout
 from megatron_ext.schedules.table.costs import AHEAD
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
 
     from megatron_ext.devices.backend import Device, TimingEvent
 
-__all__ = ["AHEAD", "RunAhead", "run_ahead_of"]
+__all__ = ["AHEAD", "RunAhead", "device_of", "run_ahead_of"]
+
+
+def device_of(chunks: Sequence[torch.nn.Module]) -> torch.device:
+    """Return the device of a rank's model; a layout may leave its chunks without parameters."""
+    parameter = next(chain.from_iterable(chunk.parameters() for chunk in chunks), None)
+    if parameter is not None:
+        return parameter.device
+    return torch.empty(0, device=torch.cuda.current_device()).device
 
 
 class RunAhead:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.runtime.rank_table import Table
+    from megatron_ext.runtime.program import Table
     from megatron_ext.runtime.split import Progress
     from megatron_ext.schedules.table.actions import Action
 

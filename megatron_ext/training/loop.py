@@ -31,7 +31,7 @@ from megatron_ext.disaggregation import job as disaggregation
 from megatron_ext.disaggregation.step import step_done
 from megatron_ext.disaggregation.trainer import share_evaluation
 from megatron_ext.runtime.folded import share_losses, share_mtp_losses
-from megatron_ext.runtime.runtimes import log_statistics
+from megatron_ext.runtime.runtime import log_statistics
 from megatron_ext.training.checkpoint import save_checkpoint
 from megatron_ext.training.model import fill
 from megatron_ext.training.training_log import Reporter, StepResult

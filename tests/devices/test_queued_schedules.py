@@ -64,17 +64,17 @@ def _waits_in_steps(argv: list[str]) -> list[dict[tuple[str, str, str], int]]:
     """Train; return for each step what made the host wait between its first and last action."""
     from torch_musa import host_waits
 
-    from megatron_ext.runtime import model_runtime
+    from megatron_ext.runtime import runtime
 
     found = []
 
-    class CountingExecutor(model_runtime.Executor):
+    class CountingExecutor(runtime.Executor):
         def run(self) -> None:
             host_waits.reset()
             super().run()
             found.append(host_waits.by_line())
 
-    model_runtime.Executor = CountingExecutor  # type: ignore[misc]  # this process is a rank and ends
+    runtime.Executor = CountingExecutor  # type: ignore[misc]  # this process is a rank and ends
     run_here("gpt", argv)
     return found
 

@@ -139,7 +139,7 @@ def test_bitpipe_sums_over_its_two_pipelines(model: str, ranks: int) -> None:
 
 def _traffic_here(model: str, chunks: int) -> tuple[int, int, int]:
     """Train as one rank; return bytes that it sent, hops of a micro-batch, and bytes of a block."""
-    from megatron_ext.runtime.runtimes import totals
+    from megatron_ext.runtime.runtime import totals
 
     train_here(model, "interleaved", {"chunks": chunks, "transport": "shm"})
     import stages  # type: ignore[import-not-found]

@@ -148,17 +148,17 @@ def test_a_wait_of_the_host_is_an_error(tmp_path: Path) -> None:
 
 def train_without_waits(flags: str) -> int:
     """Train as one rank; return the steps whose actions the host launched without a wait."""
-    from megatron_ext.runtime import model_runtime
+    from megatron_ext.runtime import runtime
 
     steps: list[None] = []
 
-    class StrictExecutor(model_runtime.Executor):
+    class StrictExecutor(runtime.Executor):
         def run(self) -> None:
             with _no_waits():
                 super().run()
             steps.append(None)
 
-    model_runtime.Executor = StrictExecutor  # type: ignore[misc]  # this process is a rank and ends
+    runtime.Executor = StrictExecutor  # type: ignore[misc]  # this process is a rank and ends
     devices.current().bind(0)
     processes.join()
     run_here("gpt", flags.split())

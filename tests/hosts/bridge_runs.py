@@ -141,7 +141,7 @@ def _hex(losses: Mapping[str, Any]) -> str:
 
 
 def _note(trained: Trained) -> None:
-    from megatron_ext.runtime import runtimes
+    from megatron_ext.runtime import runtime
 
     found = active.active()
     if found is None:
@@ -150,7 +150,7 @@ def _note(trained: Trained) -> None:
     if chosen is not None:
         trained.transport = chosen.transport
     if found.pipeline is not None:
-        measured, _ = runtimes.totals()
+        measured, _ = runtime.totals()
         trained.schedule = found.pipeline.name
         trained.steps, trained.reordered = measured.steps, measured.out_of_order
 

@@ -109,9 +109,9 @@ class _Sgd:
 def _ran() -> int:
     """Return how many steps our runtime has run."""
     from megatron_ext.config import active
-    from megatron_ext.runtime import runtimes
+    from megatron_ext.runtime import runtime
 
-    return runtimes.totals()[0].steps if active.pipeline() is not None else 0
+    return runtime.totals()[0].steps if active.pipeline() is not None else 0
 
 
 def slime(path: str, schedule: str | None) -> tuple[list[Any], str, int]:

@@ -88,26 +88,26 @@ def _merge(mine: dict[str, str], theirs: dict[str, str], rank: int) -> None:
 
 def run_here(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Captured:
     """Train as one rank, as an installation without a Megatron-LM tree does."""
-    from megatron_ext.runtime import megatron_messages, model_runtime, runtimes
+    from megatron_ext.runtime import megatron_messages, runtime
 
     fix_vocabulary_order()
     captured = Captured()  # what is replaced below stays so: this process is a rank and ends
-    make_table = model_runtime.make_table
+    make_table = runtime.make_table
 
     def told(*args: Any, **kwargs: Any) -> Any:
         table = make_table(*args, **kwargs)
         captured.tables.append(table.schedule.label)
         return table
 
-    open_transport = runtimes.open_transport
+    open_transport = runtime.open_transport
 
     def opened(*args: Any, **kwargs: Any) -> Any:
         transport = open_transport(*args, **kwargs)
         captured.transports.append(type(transport).__name__)
         return transport
 
-    model_runtime.make_table, runtimes.open_transport = told, opened
-    model_runtime.Executor = _telling(model_runtime.Executor, captured, mean_delay_s)  # type: ignore[misc]
+    runtime.make_table, runtime.open_transport = told, opened
+    runtime.Executor = _telling(runtime.Executor, captured, mean_delay_s)  # type: ignore[misc]
     megatron_messages.open_transport = opened
     if releases.has_training():
         _capture_loop_of_wheel(captured)

@@ -11,14 +11,13 @@ import torch
 from megatron_ext.errors import TransportTimeout
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.ordering import Order, TableOrder
-from megatron_ext.runtime.program import Peers, PipelineEnds, Program, make_program
-from megatron_ext.runtime.rank_table import Table
+from megatron_ext.runtime.program import Peers, PipelineEnds, Program, Table, make_program
 from megatron_ext.transport.base import Expected, Stats
 
 if TYPE_CHECKING:
     from megatron_ext.message import Message
     from megatron_ext.runtime.compute import Tensors
-    from megatron_ext.runtime.observer import Observer
+    from megatron_ext.runtime.executor import Observer
     from megatron_ext.schedules.table.actions import Action, Schedule
 
 DTYPE = torch.float64

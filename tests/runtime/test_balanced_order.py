@@ -17,7 +17,7 @@ from megatron_ext.config.pipeline_config import (
     PipelineConfig,
 )
 from megatron_ext.errors import ScheduleError
-from megatron_ext.runtime.balanced_order import BalancedStep, cost_of_model, item_cost
+from megatron_ext.runtime.lengths import BalancedStep, cost_of_model, item_cost
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.search.length_balance import LengthCost
 from megatron_ext.schedules.search.length_order import best_order

@@ -19,7 +19,7 @@ from megatron_ext.config import randomness
 from megatron_ext.config.active import Active, activate_configuration
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import TransportTimeout
-from megatron_ext.runtime.agreement import leaders
+from megatron_ext.runtime.ordering import leaders
 from megatron_ext.schedules.search.policies import Hint, PolicyName
 from tests.pipelines import make_pipeline, use
 from tests.ranks import run_ranks
@@ -108,7 +108,7 @@ def _same(ours: Any, theirs: Any) -> bool:
 
 def _under_delays(policy: PolicyName, extra: int | None, seeds: list[int]) -> tuple[int, int, int]:
     """Compare with Megatron's interleaved schedule; return what was measured, and the cap."""
-    from megatron_ext.runtime.runtimes import Runtimes
+    from megatron_ext.runtime.runtime import Runtimes
 
     toy.start(2, chunks_per_rank=2)
     megatrons = use(None, seed=11)
@@ -152,7 +152,7 @@ def _peak(row: Any) -> int:
 
 def _ends_with_a_smaller_micro_batch() -> int:
     """Compare with Megatron's 1F1B, which tells shapes before tensors; return what was measured."""
-    from megatron_ext.runtime.runtimes import Runtimes
+    from megatron_ext.runtime.runtime import Runtimes
 
     toy.start(2)
     megatrons = use(None, seed=11)

@@ -189,10 +189,10 @@ def _waits_in_vain() -> str:
         time.sleep(6)  # rank 1 must give up long before
         return ""
     # Both ranks compare models and tables at the first step; rank 0 takes no part in this one.
-    from megatron_ext.runtime import model_runtime, runtimes
+    from megatron_ext.runtime import runtime
 
-    model_runtime.check_agreement = lambda *_: None
-    runtimes.agree_trees = lambda *_, **__: None
+    runtime.check_agreement = lambda *_: None
+    runtime.agree_trees = lambda *_, **__: None
     with pytest.raises(TransportError) as raised:
         _step(config, model)
     return str(raised.value)

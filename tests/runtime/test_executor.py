@@ -17,7 +17,7 @@ from . import fake
 from .threads_as_ranks import by_rank, chain, run_all, sized
 
 if TYPE_CHECKING:
-    from megatron_ext.runtime.rank_table import Table
+    from megatron_ext.runtime.program import Table
     from megatron_ext.transport.base import Expected
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.runtime.microbatches import MicrobatchData
+from megatron_ext.runtime.compute import MicrobatchData
 
 
 @given(st.permutations(range(8)))

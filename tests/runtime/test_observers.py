@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.message import Message
-from megatron_ext.runtime.measured import Measured, StepMeasure, num_out_of_order
-from megatron_ext.runtime.observer import Executed, Observer
+from megatron_ext.runtime.executor import Executed, Observer, num_out_of_order
+from megatron_ext.runtime.runtime import Measured, StepMeasure
 from megatron_ext.schedules import Action, generate
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.observed import ObservedTransport, TransportObserver

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_ext.errors import TransportTimeout
 from megatron_ext.message import HEADER, Message
 from megatron_ext.runtime.ordering import PolicyOrder
-from megatron_ext.runtime.rank_table import Table
+from megatron_ext.runtime.program import Table
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.search.policies import Hint, Patience
 

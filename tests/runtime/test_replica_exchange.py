@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import ScheduleError, TransportError
-from megatron_ext.runtime.balanced_order import BalancedStep, cost_of_model
-from megatron_ext.runtime.replica_exchange import ReplicaExchange
+from megatron_ext.runtime.lengths import BalancedStep, ReplicaExchange, cost_of_model
 from megatron_ext.schedules import Placement, generate
 from megatron_ext.schedules.search.length_balance import LengthCost, deal_out, fills_of
 from megatron_ext.schedules.search.length_order import best_order

@@ -10,7 +10,7 @@ import torch
 from megatron_ext.config import randomness
 from megatron_ext.config.active import clear_configuration
 from megatron_ext.errors import ScheduleError
-from megatron_ext.runtime.rng import microbatch_rng, rng_of_this_step
+from megatron_ext.runtime.compute import microbatch_rng, rng_of_this_step
 from tests.pipelines import use
 from tests.ranks import run_ranks
 from tests.training.helpers import LLAMA, MOCK, MOE

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from megatron_ext.runtime.rank_table import Table, make_table
+from megatron_ext.runtime.program import Table, make_table
 from megatron_ext.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.schedules.table.communication import reduction_order
 from tests.pipelines import make_pipeline
@@ -243,13 +243,13 @@ def last_step(argv: list[str]) -> list[str]:
     """Train; return what this rank did in the last step: weights done, backwards, reductions."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
 
-    from megatron_ext.runtime import model_runtime, split
+    from megatron_ext.runtime import runtime, split
     from megatron_ext.runtime.compute import StageCompute
 
     log: list[str] = []
     accumulate, start, backward = split.accumulate, Group.start_grad_sync, StageCompute.backward
 
-    class Executor(model_runtime.Executor):
+    class Executor(runtime.Executor):
         def run(self) -> None:
             log.clear()
             super().run()
@@ -270,7 +270,7 @@ def last_step(argv: list[str]) -> list[str]:
 
     split.accumulate, Group.start_grad_sync = accumulating, starting
     StageCompute.backward = going_back  # type: ignore[method-assign]
-    model_runtime.Executor = Executor  # type: ignore[misc]
+    runtime.Executor = Executor  # type: ignore[misc]
     run_here("gpt", argv)
     return log
 

@@ -106,7 +106,7 @@ def since_last() -> Scalars | None:
     import torch.distributed as dist
 
     from megatron_ext import devices
-    from megatron_ext.runtime.runtimes import totals
+    from megatron_ext.runtime.runtime import totals
 
     measured, sent_bytes = totals()
     now_s, counts = time.monotonic(), [

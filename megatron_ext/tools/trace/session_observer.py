@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.runtime.item_sizes import item_size
-from megatron_ext.runtime.measured import num_out_of_order
-from megatron_ext.runtime.observer import Executed, Observer
+from megatron_ext.runtime.executor import Executed, Observer, num_out_of_order
+from megatron_ext.runtime.lengths import item_size
 from megatron_ext.tools.trace import session
 from megatron_ext.tools.trace.activations import kept_bytes
 from megatron_ext.tools.trace.activity import made_by

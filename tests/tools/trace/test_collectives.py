@@ -20,12 +20,12 @@ def run_and_note_callers(argv: list[str], embedded: bool) -> set[str]:
     """Train; return the modules that called collectives after the first step."""
     import torch.distributed as dist
 
-    from megatron_ext.runtime import runtimes
+    from megatron_ext.runtime import runtime
 
     callers: set[str] = set()
 
     def noted(call: Any, *args: Any, **kwargs: Any) -> Any:
-        if runtimes.totals()[0].steps:
+        if runtime.totals()[0].steps:
             callers.add(sys._getframe(1).f_globals["__name__"])
         return call(*args, **kwargs)
 

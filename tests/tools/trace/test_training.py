@@ -152,18 +152,18 @@ def not_observed() -> list[str]:
     """Return the classes of transport and observers when nobody observes."""
     import torch
 
-    from megatron_ext.runtime import entry, model_runtime
+    from megatron_ext.runtime import entry, runtime
     from tests.runtime import toy
 
     found: list[str] = []
-    executor = model_runtime.Executor
+    executor = runtime.Executor
 
     def told(**fields: Any) -> Any:
         listening = [fields["transport"], *fields["observers"]]
         found.extend(type(each).__name__ for each in listening)
         return executor(**fields)
 
-    model_runtime.Executor = told  # this process is a rank and ends
+    runtime.Executor = told  # this process is a rank and ends
     from tests.pipelines import make_pipeline, use
 
     toy.start(2)

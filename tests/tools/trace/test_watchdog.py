@@ -20,7 +20,7 @@ def train(kind: str, steps: int = 2) -> None:
     import torch.distributed as dist
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_ext.runtime import model_runtime
+    from megatron_ext.runtime import runtime
     from megatron_ext.tools.trace import session
     from tests.pipelines import make_pipeline, use
 
@@ -28,7 +28,7 @@ def train(kind: str, steps: int = 2) -> None:
     rank = dist.get_rank()
     count = MICROBATCHES
     if kind == "wrong schedule":
-        model_runtime.check_agreement = lambda *_: None  # this process is a rank and ends
+        runtime.check_agreement = lambda *_: None  # this process is a rank and ends
         count -= 2 * (rank == 1)
     use(make_pipeline("1f1b", RANKS, count, hang_timeout_s=TIMEOUT_S))
     session.start(session.Run())

@@ -1,8 +1,26 @@
-"""The tensors on routes on one rank: what is published, who takes it, and its gradient.
+"""Skip connections across pipeline stages, for model authors: `megatron_ext.routes`.
 
-A published tensor and its takers meet in a `_Sum`: each `take` adds its gradient, and the backward
-of `publish` adds the sum to the gradient of the publisher's own uses (`megatron_ext.routes` says in
-which order, and why).
+    class Tower(torch.nn.Module):                    # in some early stage
+        def __init__(self):
+            routes.declare(self, publishes=["features"])
+        def forward(self, images):
+            return routes.publish("features", self.layers(images))
+
+    class Layer(torch.nn.Module):                    # in any later stages
+        def __init__(self):
+            routes.declare(self, takes=["features"])
+        def forward(self, x):
+            return x + self.project(routes.take("features"))
+
+Without a megatron_ext schedule, or with a single stage, `publish` and `take` pass the tensor on
+inside the forward. Under a schedule the tensor is sent once to each rank with takers, and its
+gradient comes back.
+
+**Summation order.** Each `take` yields one gradient. The backward adds them in the order in which
+it reaches them, from the last `take` to the first. Then it adds the sum to the gradient of the
+publisher's own uses of the tensor after `publish`. This order does not depend on where the model is
+split into stages, so the bits do not either. With autograd's own order they would, because each
+stage would sum its own gradients first.
 """
 
 from __future__ import annotations
@@ -10,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -18,10 +36,117 @@ from megatron_ext.config.active import process_state
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.trees import Leaf
 
-if TYPE_CHECKING:
-    from megatron_ext.runtime.route_declarations import Declared
+__all__ = [
+    "Batch",
+    "Boundary",
+    "Declared",
+    "RouteStore",
+    "attach",
+    "current_store",
+    "declare",
+    "declared",
+    "publish",
+    "take",
+]
 
-__all__ = ["Batch", "RouteStore", "current_store"]
+
+def declare(
+    module: torch.nn.Module,
+    *,
+    publishes: Iterable[str] = (),
+    takes: Iterable[str] = (),
+    boundary: Boundary | None = None,
+) -> None:
+    """Declare a module's routes, and whether its stage outputs a tree instead of one `[s, b, h]`.
+
+    Call it in the module's constructor: schedules are built before the first forward.
+
+    Args:
+        module: A layer, or the whole model.
+        publishes: Routes that it publishes in every forward.
+        takes: Routes that it takes in every forward.
+        boundary: Set it if the stage outputs a tree of tensors. "fixed": structure, shapes and
+            dtypes are the same for all micro-batches. "varies": they may change.
+
+    Raises:
+        ScheduleError: A name is not a string or appears twice, or the boundary is unknown.
+    """
+    for given in (publishes, takes):
+        if isinstance(given, str):
+            raise ScheduleError(f"{given!r} is one name; give a list of names: [{given!r}]")
+    made = Declared(tuple(publishes), tuple(takes), boundary)
+    for names in (made.publishes, made.takes):
+        if len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
+            raise ScheduleError(
+                f"{list(names)} are not names of routes; give each name once, as text"
+            )
+    if boundary not in (None, "fixed", "varies"):
+        raise ScheduleError(f'there is no boundary {boundary!r}; take "fixed" or "varies"')
+    attach(module, made)
+
+
+def publish(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Publish a tensor for every later `take(name)` of this micro-batch.
+
+    Args:
+        name: The route.
+        tensor: Of any shape and dtype; None if this micro-batch has none.
+
+    Returns:
+        The same values. In recomputed layers (`--recompute-granularity full`) continue with this
+        tensor: the takers' gradient enters through its backward.
+
+    Raises:
+        ScheduleError: The name is already published or not declared, or recomputation publishes
+            another shape or dtype.
+    """
+    return current_store().publish(name, tensor)
+
+
+def take(name: str) -> torch.Tensor | None:
+    """Return the tensor published in this micro-batch, in this or an earlier stage.
+
+    Args:
+        name: The route.
+
+    Raises:
+        ScheduleError: The route is not published yet, or the name is not declared.
+    """
+    return current_store().take(name)
+
+
+Boundary = Literal["fixed", "varies"]
+
+_ATTRIBUTE = "_megatron_ext_routes"
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The declarations of one or more modules."""
+
+    publishes: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    boundary: Boundary | None = None
+
+
+def attach(module: torch.nn.Module, declarations: Declared) -> None:
+    """Attach declarations to a module, in place of its former ones."""
+    setattr(module, _ATTRIBUTE, declarations)
+
+
+def declared(chunk: torch.nn.Module) -> Declared:
+    """Return the combined declarations of all modules of a stage."""
+    found: list[Declared] = [
+        getattr(module, _ATTRIBUTE) for module in chunk.modules() if hasattr(module, _ATTRIBUTE)
+    ]
+    boundaries = [each.boundary for each in found if each.boundary is not None]
+    varies = "varies" in boundaries
+    return Declared(
+        tuple(name for each in found for name in each.publishes),
+        tuple(sorted({name for each in found for name in each.takes})),
+        "varies" if varies else ("fixed" if boundaries else None),
+    )
+
 
 Batch = tuple[int, bool]
 """A micro-batch on a rank: its index, and whether it belongs to the twin."""
