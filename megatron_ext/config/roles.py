@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices
 from megatron_ext.config.disaggregation_flags import FLAG, FORWARD_FLAG
+from megatron_ext.config.hosting import tell
 from megatron_ext.config.incompatible import RULES, Rule, refuse
 from megatron_ext.disaggregation.job import Job
 from megatron_ext.disaggregation.ranks import rank_map
@@ -35,6 +36,8 @@ def job_of(args: Namespace, config: PipelineConfig) -> Job:
     assert wanted is not None
     assert wire != "torch", "the configuration refuses it"
     refuse(FLAG, args, (*_RULES, *RULES["schedule"]))
+    if _profiles_with_torch(args):
+        tell(args, "--use-pytorch-profiler profiles backward ranks only")
     job = Job(
         rank_map(
             args.world_size,
@@ -115,20 +118,28 @@ def _forward_settings(args: Namespace, job: Job) -> dict[str, Any]:
         "recompute_granularity": None,
         "recompute_method": None,
         "recompute_num_layers": None,
+        "distribute_saved_activations": False,  # Megatron requires full recomputation with it
         "save": None,
         "load": None,
         "pretrained_checkpoint": None,
         "tensorboard_dir": None,
+        # torch's profiler writes beside the files of TensorBoard, which backward ranks write.
+        "profile": getattr(args, "profile", False) and not _profiles_with_torch(args),
         "wandb_project": "",
     }
     if job.ranks.merged:
         settings |= {
             "tensor_model_parallel_size": 1,
             "sequence_parallel": False,
+            "tp_comm_overlap": False,  # Megatron requires sequence parallelism with it
             # Pads the vocabulary to the same size as the shards do.
             "make_vocab_size_divisible_by": args.make_vocab_size_divisible_by * job.ranks.tp,
         }
     return {dest: value for dest, value in settings.items() if hasattr(args, dest)}
+
+
+def _profiles_with_torch(args: Namespace) -> bool:
+    return all(getattr(args, dest, False) for dest in ("profile", "use_pytorch_profiler"))
 
 
 def _message_bytes(args: Namespace) -> int:
@@ -144,7 +155,7 @@ def _gathers_late(args: Namespace) -> bool:
     """Return whether replicas still hold only their own updated shard when a step ends."""
     if (getattr(args, "num_distributed_optimizer_instances", None) or 1) > 1:
         return False  # replicas form groups, and each group has gathered by then
-    if getattr(args, "fp8_param_gather", False) or getattr(args, "fp4_param_gather", False):
+    if getattr(args, "fp4_param_gather", False):
         return False  # the gather moves quantised bytes
     if _experts_are_apart(args):
         return False  # experts have fewer, or other, replicas than the rest
@@ -199,6 +210,18 @@ _RULES = (
         "leave it out",
     ),
     Rule(
+        _given("fp8_param_gather"),
+        "--fp8-param-gather",
+        "Megatron has it with the distributed optimizer only, and forward ranks have no optimizer",
+        "leave it out",
+    ),
+    Rule(
+        _given("moe_use_upcycling", "ckpt_convert_format"),
+        "--moe-use-upcycling or --ckpt-convert-format",
+        "forward ranks neither load nor save checkpoints",
+        "convert the checkpoint in a run without disaggregation",
+    ),
+    Rule(
         lambda args: bool(args.ignore_forward_tensor_parallel and _given("num_experts")(args)),
         "--ignore-forward-tensor-parallel and --num-experts",
         "shards of experts are not merged",
@@ -238,6 +261,12 @@ _RULES = (
         lambda args: getattr(args, "rerun_mode", None) == "report_stats",
         "--rerun-mode report_stats",
         "it reruns each step, and forward ranks do not",
+        "leave it out",
+    ),
+    Rule(
+        _given("error_injection_rate"),
+        "--error-injection-rate",
+        "injected errors are found by rerunning steps, and forward ranks do not rerun them",
         "leave it out",
     ),
     Rule(

@@ -1,8 +1,8 @@
 """Translates a schedule's placement of stages into Megatron's flags, and checks the user's own.
 
-Four groups of Megatron's flags, which exclude each other, split a model into stages: the number of
-virtual stages, their number of layers, a layout, and uneven first and last stages. A table fixes
-the number of stages; the user's flags must not contradict it.
+Five groups of Megatron's flags, which exclude each other, split a model into stages: the number of
+virtual stages, their number of layers, a layout, the segments of a hybrid pattern, and uneven first
+and last ranks. A table fixes the number of stages; the user's flags must not contradict it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["chunks_of_megatron", "flags_for", "num_chunks"]
 _LAYOUT = "--pipeline-model-parallel-layout"
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _LAYERS = "--num-layers-per-virtual-pipeline-stage"
+_PATTERN = "--hybrid-layer-pattern"
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _UNEVEN = (
     "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
     "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json",
 )
@@ -49,6 +49,9 @@ def _said(args: Namespace) -> _Said | None:
         value = getattr(args, flag[2:].replace("-", "_"), None)
         if value is not None:
             found.append(_Said(flag, value))
+    pattern = _pattern(args)
+    if pattern is not None and "|" in pattern:
+        found.append(_Said(_PATTERN, pattern))
     if len(found) > 1:
         raise ArgumentsError(f"{found[0].flag} and {found[1].flag} exclude each other: give one")
     return found[0] if found else None
@@ -61,6 +64,8 @@ def _chunks_of(said: _Said, args: Namespace) -> int:
         return int(said.value)
     if said.flag == _LAYOUT:
         what, count, by = "stages", _stages_in(said.value), pp
+    elif said.flag == _PATTERN:
+        what, count, by = "segments", said.value.count("|") + 1, pp
     else:
         what, count, by = "layers", _num_split(args), pp * said.value
     if by < 1 or count % by:
@@ -79,12 +84,25 @@ def _stages_in(layout: str) -> int:
     return unrolled.count("|") + 1
 
 
+def _pattern(args: Namespace) -> str | None:
+    """Return the layers of a hybrid model, one letter each, with `|` between stages; else None.
+
+    From 0.17 on they replace `--num-layers`. In 0.16 `--hybrid-override-pattern` stands beside it.
+    """
+    if not hasattr(args, "hybrid_layer_pattern"):
+        return None
+    pattern = args.hybrid_layer_pattern or getattr(args, "hybrid_override_pattern", None)
+    return pattern.split("/")[0] if pattern else None  # after it: multi-token prediction
+
+
 def _num_layers(args: Namespace) -> int:
-    count = args.num_layers
+    pattern = _pattern(args)
+    count = args.num_layers if pattern is None else len(pattern.replace("|", ""))
     if count is None:
         count = getattr(args, "encoder_num_layers", None)
     if not count or count < 1:
-        raise ArgumentsError("--num-layers is missing: give it a value of at least 1")
+        missing = "--num-layers is missing" if pattern is None else f"{_PATTERN} has no layers"
+        raise ArgumentsError(f"{missing}: give it a value of at least 1")
     return int(count)
 
 
@@ -180,9 +198,20 @@ def _check_said(
 
 def _check_layers(args: Namespace, pipeline: Pipeline) -> None:
     """Check the number of layers early; Megatron would fail while it builds the model."""
-    if any(getattr(args, dest, None) is not None for dest in _UNEVEN):
+    pattern = _pattern(args) or ""
+    if "|" in pattern or any(getattr(args, dest, None) is not None for dest in _UNEVEN):
+        return
+    if any(getattr(args, dest, None) is not None for dest in _ENDS):
+        _check_ends(args, pipeline)
         return
     layers, stages = _num_split(args), pipeline.placement.num_stages
+    if pattern and stages > pipeline.placement.num_ranks and layers % stages == 0:
+        each = layers // stages
+        cut = "|".join(pattern[start : start + each] for start in range(0, layers, each))
+        raise ArgumentsError(
+            f"{_PATTERN} {pattern} has one segment, but --pipeline-schedule {pipeline.name} needs "
+            f"one for each of {stages} stages; use {_PATTERN} '{cut}'"
+        )
     if layers % stages:
         extra = layers - _num_layers(args)
         fitting = [n * stages - extra for n in (layers // stages, layers // stages + 1)]
@@ -193,3 +222,26 @@ def _check_layers(args: Namespace, pipeline: Pipeline) -> None:
             f"{' or '.join(str(n) for n in fitting if n > 0)}, or give each stage its layers "
             f"with {_LAYOUT}"
         )
+
+
+def _check_ends(args: Namespace, pipeline: Pipeline) -> None:
+    """Check layers of the first and the last rank, which each rank spreads over its chunks."""
+    ranks = pipeline.placement.num_ranks
+    chunks = pipeline.placement.num_stages // ranks
+    ends = {f"--{dest.replace('_', '-')}": getattr(args, dest, None) for dest in _ENDS}
+    given = {flag: int(count) for flag, count in ends.items() if count is not None}
+    middle, between = _num_layers(args) - sum(given.values()), ranks - len(given)
+    wrong = [f"{flag} {count}" for flag, count in given.items() if count < 1 or count % chunks]
+    if middle < between or (middle % (between * chunks) if between else middle):
+        wrong.append(f"the {middle} layers between them on {between} ranks")
+    if not wrong:
+        return
+    if chunks > 1:
+        remedy = f"use multiples of {chunks}, zb-h1, which has one stage on each rank,"
+    else:
+        remedy = f"use another number, such as one that leaves a multiple of {between},"
+    raise ScheduleError(
+        f"{' and '.join(wrong)} do not fit --pipeline-schedule {pipeline.name}, which has "
+        f"{'one stage' if chunks == 1 else f'{chunks} stages'} on each rank; {remedy} or give each "
+        f"stage its layers with {_LAYOUT}"
+    )

@@ -56,6 +56,13 @@ def test_what_is_refused(flags: str, world: int, rule: str) -> None:
     [
         ("context_parallel_size", 2, "--context-parallel-size above 1: only tensor-parallel ranks"),
         ("rerun_mode", "report_stats", "--rerun-mode report_stats: it reruns each step"),
+        (
+            "error_injection_rate",
+            5,
+            "--error-injection-rate: injected errors are found by rerunning",
+        ),
+        ("fp8_param_gather", True, "forward ranks have no optimizer; leave it out"),
+        ("moe_use_upcycling", True, "forward ranks neither load nor save checkpoints"),
         ("full_validation", True, "backward ranks do not read that data; use --eval-iters"),
         ("exit_signal_handler", True, "use --exit-interval or --train-iters"),
         ("use_torch_fsdp2", True, "use --use-distributed-optimizer to shard optimizer state"),
@@ -98,3 +105,29 @@ def test_the_run_is_told(caplog: pytest.LogCaptureFixture) -> None:
         "pipeline schedule: fbd activations=recompute on 4 processes: 2 forward and 2 backward "
         "ranks, 1 replica(s), 4 micro-batches: makespan 15 forwards of a stage" in caplog.text
     )
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_depends_on_a_dropped_setting_is_dropped_too(
+    rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Forward ranks have no TensorBoard, so no place for profiles; they recompute nothing."""
+    args = parse("gpt", (GPT + PP2).split(), {"WORLD_SIZE": "4"})
+    vars(args).update(
+        forward_backward_disaggregating=True,
+        rank=rank,
+        profile=True,
+        use_pytorch_profiler=True,
+        tensorboard_dir="tensorboard",
+        recompute_granularity="full",
+        recompute_method="uniform",
+        distribute_saved_activations=True,
+    )
+    prepare(args)
+    job = current()
+    assert job is not None
+    is_backward = job.role == "backward"
+    assert args.profile is is_backward
+    assert args.distribute_saved_activations is is_backward
+    assert args.tensorboard_dir == ("tensorboard" if is_backward else None)
+    assert ("profiles backward ranks only" in caplog.text) is (rank == 0)

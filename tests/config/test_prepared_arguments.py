@@ -344,3 +344,79 @@ def test_lengths_that_vary(args: Namespace) -> None:
     args.num_experts, args.moe_token_dispatcher_type = 4, "allgather"
     with pytest.raises(ArgumentsError, match="allgather: it gathers tokens in buffers"):
         prepare(args)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_layers": 10, "decoder_first_pipeline_num_layers": 1}, "multiples of 2, zb-h1"),
+        ({"decoder_first_pipeline_num_layers": 4, "num_layers": 9}, "the 5 layers between"),
+        ({"decoder_first_pipeline_num_layers": 2, "num_layers": 8}, ""),
+        (
+            {
+                "decoder_first_pipeline_num_layers": 4,
+                "decoder_last_pipeline_num_layers": 2,
+                "num_layers": 14,
+            },
+            "",
+        ),
+    ],
+)
+def test_layers_of_the_ends_fit_the_chunks_of_a_rank(
+    args: Namespace, settings: dict[str, Any], message: str
+) -> None:
+    """Otherwise Megatron complains of a virtual degree that nobody gave."""
+    vars(args).update(settings)
+    if not message:
+        assert choose(args, "interleaved").placement.num_stages == 8
+        return
+    with pytest.raises(UserError, match=message) as caught:
+        choose(args, "interleaved")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_layers_of_the_ends_fit_one_stage_on_each_rank(args: Namespace) -> None:
+    args.num_layers, args.decoder_first_pipeline_num_layers = 10, 1
+    assert choose(args, "zb-h1").placement.num_stages == 4
+    args.num_layers = 9
+    with pytest.raises(UserError, match="the 8 layers between them on 3 ranks do not fit"):
+        choose(args, "zb-h1")
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
+def test_a_hybrid_pattern_brings_its_layers(args: Namespace, schedule: str) -> None:
+    args.num_layers, args.hybrid_layer_pattern = None, "*-|*-|*-|*-/M*"
+    assert choose(args, schedule).placement.num_stages == 4
+    args.hybrid_layer_pattern = "*-*-*-*-"
+    assert choose(args, schedule).placement.num_stages == 4
+    args.hybrid_layer_pattern = "*-*-*-*"
+    with pytest.raises(UserError, match="7 layers do not divide into the 4 stages"):
+        choose(args, schedule)
+
+
+def test_segments_of_a_hybrid_pattern_are_stages(args: Namespace) -> None:
+    args.num_layers, args.hybrid_layer_pattern = None, "*-|*-|*-|*-"
+    args.pipeline_model_parallel_size = args.world_size = 2
+    args.pipeline_transport = "shm"
+    prepare(args)
+    carried = active.transport_only()
+    assert carried is not None
+    assert carried.placement.num_stages == 4
+    args.use_dpp, args.seed, args.pipeline_transport = True, 1, None
+    prepare(args)
+    chosen = active.pipeline()
+    assert chosen is not None
+    assert chosen.name == "interleaved"
+    assert chosen.config.chunks == 2
+    args.use_dpp = False
+    with pytest.raises(UserError, match="has one stage on each rank, --hybrid-layer-pattern"):
+        choose(args, "zb-h1")
+    args.hybrid_layer_pattern = "*-*-*-*-"
+    with pytest.raises(UserError, match=r"use --hybrid-layer-pattern '\*-\|\*-\|\*-\|\*-'"):
+        choose(args, "interleaved")
+    args.hybrid_layer_pattern = "*-|*-|*-|*-"
+    assert choose(args, "interleaved").placement.num_stages == 4
+    assert not hasattr(args, "num_virtual_stages_per_pipeline_rank")
+    args.hybrid_layer_pattern = "*-|*-|*-"
+    with pytest.raises(UserError, match="does not spread 3 segments evenly over"):
+        choose(args, "interleaved")
