@@ -189,9 +189,12 @@ def _check_said(
         return
     if said is not None and _chunks_of(said, args) != chunks:
         number = "one stage" if chunks == 1 else f"{chunks} stages"
+        remedy = "leave it out"
+        if said.flag == _PATTERN:
+            remedy = f"give it {pipeline.placement.num_stages} segments"
         raise ArgumentsError(
             f"--pipeline-schedule {pipeline.name} has {number} on each rank, {said} makes "
-            f"{_chunks_of(said, args)}; leave it out, or use --pipeline-schedule interleaved"
+            f"{_chunks_of(said, args)}; {remedy}, or use --pipeline-schedule interleaved"
         )
     _check_layers(args, pipeline)
 
