@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 import time
+import traceback
+from pathlib import Path
 
 __all__ = [
     "ArgumentsError",
@@ -30,6 +32,7 @@ __all__ = [
     "UserError",
     "leave_telling_to_another",
     "line_of",
+    "message_of",
     "reason_of",
     "shortened",
 ]
@@ -150,6 +153,18 @@ def leave_telling_to_another() -> None:
     A launcher kills all processes as soon as one has ended.
     """
     time.sleep(TELLING_S)
+
+
+def message_of(error: BaseException) -> str:
+    """Return an error's message, or the line that raised it if it has none.
+
+    A division by zero gets both, because its message alone says too little.
+    """
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    line = f"{place.line} ({Path(place.filename).name}:{place.lineno})"
+    if isinstance(error, ArithmeticError):
+        return f"{error}: {line}"
+    return str(error) or line
 
 
 def reason_of(error: BaseException) -> str:

@@ -141,8 +141,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(
             _given("decoder_num_layers", "decoder_seq_length"),
             "encoder-decoder models (--decoder-num-layers, --decoder-seq-length)",
-            "two different tensors travel between their stages",
-            "use Megatron's own schedule",
+            "Megatron has no pipeline for them either",
+            "use --tensor-model-parallel-size instead of stages",
         ),
         Rule(
             _given("use_legacy_models"),
@@ -339,8 +339,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(
             _given("decoder_num_layers", "decoder_seq_length"),
             "encoder-decoder models (--decoder-num-layers, --decoder-seq-length)",
-            "two different tensors travel between their stages",
-            "use --pipeline-transport torch",
+            "Megatron has no pipeline for them either",
+            "use --tensor-model-parallel-size instead of stages",
         ),
         Rule(
             _given("microbatch_group_size_per_vp_stage"),

@@ -7,12 +7,10 @@ again), so nothing here may rely on a single call.
 from __future__ import annotations
 
 import logging
-import traceback
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 from typing import Any
 
-from megatron_ext.errors import ArgumentsError
+from megatron_ext.errors import ArgumentsError, message_of
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 from megatron_ext.upstream.signatures import flag_destination
 
@@ -82,22 +80,10 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
     try:
         validated: Namespace = call(*args, **kwargs)
     except (AssertionError, ArithmeticError, ValueError) as error:
-        raise ArgumentsError(f"Megatron-LM refused the arguments: {_message_of(error)}") from error
+        raise ArgumentsError(f"Megatron-LM refused the arguments: {message_of(error)}") from error
     prepared_arguments.check(validated)
     _show_patches(validated)
     return validated
-
-
-def _message_of(error: Exception) -> str:
-    """Return an error's message, or the line that raised it if upstream gave none.
-
-    A division by zero gets both, because its message alone says too little.
-    """
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    line = f"{place.line} ({Path(place.filename).name}:{place.lineno})"
-    if isinstance(error, ArithmeticError):
-        return f"{error}: {line}"
-    return str(error) or line
 
 
 def _show_patches(args: Namespace) -> None:

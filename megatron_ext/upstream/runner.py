@@ -23,13 +23,8 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from megatron_ext import devices
-from megatron_ext.errors import (
-    MegatronExtError,
-    UserError,
-    leave_telling_to_another,
-    line_of,
-)
-from megatron_ext.upstream import releases
+from megatron_ext.errors import ArgumentsError, MegatronExtError, UserError, message_of
+from megatron_ext.upstream import failure, releases
 from megatron_ext.upstream import tree as upstream
 
 __all__ = ["Start", "choose", "run"]
@@ -164,11 +159,6 @@ def _address_of_one() -> None:
     os.environ["MASTER_ADDR"] = "localhost"
 
 
-def _distributed_started() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
-
-
 def _is_upstreams_need(error: ModuleNotFoundError) -> bool:
     """Whether the import that failed stands in Megatron, and asks for another package."""
     importers = [
@@ -189,19 +179,22 @@ def _remedy(package: str) -> str:
     return f"none of our extras brings it: pip install {package}, if it runs on this machine"
 
 
-def _explain(error: BaseException) -> int:
-    """Print an error that needs no traceback; return the exit code.
-
-    Before the ranks are connected all of them see the same mistake, so one of them tells it. The
-    others wait for it.
-    """
-    rank = os.environ.get("RANK", "0")
-    if rank == "0" or _distributed_started():
-        prefix = f"[rank {rank}] " if _distributed_started() else ""
-        print(f"{prefix}megatron_ext: error: {line_of(error)}", file=sys.stderr, flush=True)
-    else:
-        leave_telling_to_another()
-    return 2 if isinstance(error, UserError) else 1
+def _explained(error: Exception) -> MegatronExtError | None:
+    """Return the error that a user should see in one line; None: its traceback says more."""
+    if isinstance(error, MegatronExtError):
+        return error
+    if isinstance(error, ModuleNotFoundError) and _is_upstreams_need(error):
+        return UserError(
+            f"Megatron-LM's own code imports {error.name}, which is not installed; "
+            f"{_remedy((error.name or '').partition('.')[0])}"
+        )
+    if isinstance(error, (AssertionError, ValueError)):
+        # Rules that Megatron checks when it makes its configuration, instead of in validate_args.
+        *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == "__post_init__" and module.startswith("megatron."):
+            return ArgumentsError(f"Megatron-LM refused the arguments: {message_of(error)}")
+    return None
 
 
 def _show_log(name: str, level: int, stream: TextIO, form: str = "%(message)s") -> None:
@@ -236,16 +229,12 @@ def run(script: str, argv: Sequence[str], *, embedded: bool = False) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"megatron_ext {start}", flush=True)
         _address_of_one()
-        _execute(start, argv)
-    except MegatronExtError as error:
-        return _explain(error)
-    except ModuleNotFoundError as error:
-        if not _is_upstreams_need(error):
+        with failure.watching_other_hosts():
+            _execute(start, argv)
+    except Exception as error:
+        explained = _explained(error)
+        if explained is None:
             raise
-        return _explain(
-            UserError(
-                f"Megatron-LM's own code imports {error.name}, which is not installed; "
-                f"{_remedy((error.name or '').partition('.')[0])}"
-            )
-        )
+        failure.report(explained)
+        return 2 if isinstance(explained, UserError) else 1
     return 0

@@ -1,0 +1,117 @@
+"""Errors of some ranks, before and after these are connected: one line, and nobody waits."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.upstream import releases
+from megatron_ext.upstream import tree as upstream
+from tests.commands import run_python
+from tests.ranks import RankRun, start_script
+from tests.upstream_script.runs import GPT
+
+needs_loop = pytest.mark.skipif(
+    not releases.has_training() and upstream.find_tree() is None,
+    reason="megatron-core 0.16 needs MEGATRON_LM_PATH for megatron.training",
+)
+PP2 = GPT + "--pipeline-model-parallel-size 2 "
+CSV = "0F0,0B0\n1F0,1B0\n"
+
+
+def errors(ended: RankRun) -> list[str]:
+    """Return the lines about errors in all logs; there must be nothing else to read."""
+    lines = "".join(ended.logs).splitlines()
+    assert not any(line.startswith("Traceback") for line in lines), ended.describe()
+    return [line for line in lines if "megatron_ext: error: " in line]
+
+
+def start(flags: str) -> RankRun:
+    return start_script(2, "pretrain_gpt.py", flags.split(), timeout_s=240)
+
+
+@needs_loop
+def test_a_package_that_only_the_last_rank_imports() -> None:
+    ended = start(PP2 + "--wandb-project p --wandb-exp-name x")
+    [line] = errors(ended)
+    assert "imports wandb, which is not installed" in line
+    assert ended.exit_codes[1] == 2
+
+
+@needs_loop
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (PP2 + "--save nowhere", "Megatron-LM refused the arguments: assert args.save_interval"),
+        (
+            GPT + "--tensor-model-parallel-size 2 --num-attention-heads 5 --hidden-size 40",
+            "Megatron-LM refused the arguments: num_attention_heads (5) must be a multiple of",
+        ),
+    ],
+    ids=["arguments", "TransformerConfig"],
+)
+def test_an_error_of_all_ranks_is_one_line(flags: str, reason: str) -> None:
+    ended = start(flags)
+    [line] = errors(ended)
+    assert reason in line
+    assert ended.exit_codes == [2, 2]
+
+
+@needs_loop
+def test_a_checkpoint_of_another_format_is_one_line(tmp_path: Path) -> None:
+    saving = f"--save {tmp_path} --save-interval 1 --train-iters 1 --ckpt-format torch"
+    saved = start(PP2 + saving)
+    assert saved.exit_codes == [0, 0], saved.describe()
+    flags = f"{PP2}--pipeline-schedule zb-v --load {tmp_path} --auto-detect-ckpt-format"
+    [line] = errors(start(flags))
+    assert "fits only the stages that it was saved with" in line
+
+
+@needs_loop
+def test_a_file_that_one_host_lacks_ends_both(tmp_path: Path) -> None:
+    tables = [tmp_path / "first" / "table.csv", tmp_path / "second" / "table.csv"]
+    for table in tables:
+        table.parent.mkdir()
+    tables[0].write_text(CSV)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    hosts = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
+                *("--node-rank", str(rank), "--nproc-per-node", "1"),
+                *("--master-addr", "localhost", "--master-port", port),
+                *("-m", "megatron_ext", "pretrain_gpt.py", *PP2.split()),
+                *("--micro-batch-size", "8", "--pipeline-schedule", "csv:table.csv"),
+            ],
+            cwd=table.parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, table in enumerate(tables)
+    ]
+    try:
+        logs = [host.communicate(timeout=150)[0] for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    for log, count in zip(logs, (1, 1), strict=True):
+        lines = [line for line in log.splitlines() if line.startswith("megatron_ext: error: ")]
+        assert len(lines) == count, log
+        assert "table.csv" in lines[0]
+    assert "rank 1 on " in logs[0]
+
+
+def test_ranks_that_cannot_know_of_each_other_all_report() -> None:
+    code = (
+        "from megatron_ext.errors import UserError; from megatron_ext.upstream import failure; "
+        "failure.report(UserError('no such schedule'))"
+    )
+    ended = run_python("-c", code, WORLD_SIZE="2", RANK="1")
+    assert ended.stderr == "megatron_ext: error: no such schedule\n"
