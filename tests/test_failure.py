@@ -108,10 +108,29 @@ def test_a_file_that_one_host_lacks_ends_both(tmp_path: Path) -> None:
     assert "rank 1 on " in logs[0]
 
 
+REPORT = """
+from megatron_ext.errors import UserError
+from megatron_ext.upstream import failure
+failure.report(UserError("no such schedule"))
+"""
+RANKS = f"""
+import os, sys
+pids = []
+for rank in range(4):
+    pids.append(os.fork())
+    if not pids[-1]:
+        exec({REPORT!r})
+        os._exit(0)
+for pid in pids:
+    os.waitpid(pid, 0)
+"""
+
+
+def test_ranks_of_one_launcher_report_an_error_once() -> None:
+    ended = run_python("-c", f"import megatron_ext.upstream.failure\n{RANKS}", WORLD_SIZE="4")
+    assert ended.stderr == "megatron_ext: error: no such schedule\n"
+
+
 def test_ranks_that_cannot_know_of_each_other_all_report() -> None:
-    code = (
-        "from megatron_ext.errors import UserError; from megatron_ext.upstream import failure; "
-        "failure.report(UserError('no such schedule'))"
-    )
-    ended = run_python("-c", code, WORLD_SIZE="2", RANK="1")
+    ended = run_python("-c", REPORT, WORLD_SIZE="2", RANK="1")
     assert ended.stderr == "megatron_ext: error: no such schedule\n"

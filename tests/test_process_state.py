@@ -177,6 +177,7 @@ BOUNDARIES = (
     "patches/drift.py",
     "tools/trace/scalars.py",  # the view of a training log shows them
     "training/trainer_arguments.py",
+    "upstream/failure.py",
     "upstream/runner.py",
     "upstream/tree.py",
 )

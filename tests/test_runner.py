@@ -167,12 +167,6 @@ def test_user_errors_are_one_message_and_exit_code_2(
     assert "Traceback" not in done.stderr
 
 
-def test_only_one_rank_tells_what_all_of_them_see() -> None:
-    done = run_package("gone.py", RANK="3")
-    assert done.returncode == 2
-    assert "there is no gone.py" not in done.stderr
-
-
 def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
     Path("mine.py").write_text(
         "from torch import distributed\n"
