@@ -47,7 +47,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the `megatron-ext` command with all subcommands."""
     from megatron_ext import preprocess
-    from megatron_ext.schedules import plan_command as schedules
+    from megatron_ext.schedules import commands as schedules
     from megatron_ext.tools.doctor import doctor_command as doctor
     from megatron_ext.tools.launch import launch_commands as launch
     from megatron_ext.tools.trace import trace_commands as trace

@@ -14,7 +14,7 @@ from benchmarks.schedule_harness.ops import Sizes
 from benchmarks.schedule_harness.systems import disturbed_systems
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.schedules.table.placement import loop
-from megatron_ext.schedules.table.split_backwards import split_backwards
+from megatron_ext.schedules.table.transforms import split_backwards
 
 PP, MICROBATCHES, FORWARD_S = 2, 4, 4e-3
 SIZES = Sizes(PP, MICROBATCHES, FORWARD_S, warmup=1, steps=1, timeout_s=60)

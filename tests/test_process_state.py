@@ -133,7 +133,7 @@ COMMANDS = {
     "upstream/person_view.py",
     "upstream/tree.py",
     "upstream/releases.py",
-    "schedules/plan_command.py",
+    "schedules/commands.py",
     "upstream/signatures.py",  # calls Megatron's functions that take parsed arguments
 }
 PATCHES_ON_TRAINING = {"patches/arguments.py", "patches/disaggregation.py", "patches/trace.py"}

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_ext.schedules import comparison
+from megatron_ext.schedules import commands
 from megatron_ext.schedules.drawing import svg
 from megatron_ext.schedules.table.costs import Costs
 
@@ -60,14 +60,14 @@ def _explorer() -> tuple[list[dict[str, object]], dict[str, str]]:
     data: list[dict[str, object]] = []
     pictures = {}
     for pp, factor, latency in itertools.product(RANKS, MICROBATCHES_PER_RANK, LATENCIES):
-        timelines, _ = comparison.compare("all", pp, pp * factor, Costs(1, 1, 1, latency=latency))
+        timelines, _ = commands.compare("all", pp, pp * factor, Costs(1, 1, 1, latency=latency))
         for timeline in timelines:
             name = f"{len(pictures)}.svg"
             pictures[name] = svg.draw(timeline)
             data.append({
-                **comparison.figures(timeline),
+                **commands.figures(timeline),
                 "latency": latency,
-                "flags": comparison.training_flags(timeline.schedule, timeline.costs),
+                "flags": commands.training_flags(timeline.schedule, timeline.costs),
                 "picture": name,
             })  # fmt: skip
     return data, pictures

@@ -15,13 +15,13 @@ from benchmarks.schedule_harness.systems import Own, Peer, System, all_systems
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.search.length_balance import (
+    best_order,
     deal_out,
     num_fills,
     pack_by_cost,
     pack_in_file_order,
     shortest,
 )
-from megatron_ext.schedules.search.length_order import best_order
 
 if TYPE_CHECKING:
     from megatron_ext.schedules import Kind

@@ -15,7 +15,7 @@ from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.simulate import simulate
 from megatron_ext.schedules.table.actions import KINDS
 from megatron_ext.schedules.table.costs import Costs
-from megatron_ext.schedules.table.split_backwards import split_backwards
+from megatron_ext.schedules.table.transforms import split_backwards
 
 from .bound import shortest
 from .noise import SCENARIOS, NoisyTimes

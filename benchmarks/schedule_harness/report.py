@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import TYPE_CHECKING
 
-from megatron_ext.schedules.text_table import aligned
+from megatron_ext.schedules.commands import aligned
 
 if TYPE_CHECKING:
     from .metrics import Figures

@@ -12,7 +12,7 @@ from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig
 from megatron_ext.config.sized_pipeline import Pipeline
 from megatron_ext.schedules import UNIT, Costs, Placement, generate, registered
 from megatron_ext.schedules.table.placement import linear, loop, v
-from megatron_ext.schedules.table.split_backwards import split_backwards
+from megatron_ext.schedules.table.transforms import split_backwards
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import DevicePath, TransportName

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_ext.schedules import comparison
+from megatron_ext.schedules import commands
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
-from megatron_ext.schedules.search.gains import NOTABLE
-from megatron_ext.schedules.search.patience import quiet
+from megatron_ext.schedules.search.patience import NOTABLE, quiet
 from megatron_ext.schedules.search.policies import Hint
 from megatron_ext.schedules.search.simulate import simulate
 
@@ -22,7 +21,7 @@ __all__ = ["order_in_words", "running", "warning"]
 def running(pipeline: Pipeline) -> str:
     """Return a line about the pipeline that runs, with its simulated bubble and memory."""
     if pipeline.dynamic is None:
-        timeline = comparison.evaluate(pipeline.full, pipeline.costs)
+        timeline = commands.evaluate(pipeline.full, pipeline.costs)
         order = ""
     else:
         timeline = _dynamic_timeline(pipeline, pipeline.costs)

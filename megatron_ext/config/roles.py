@@ -17,7 +17,7 @@ from megatron_ext.config.incompatible import RULES, Rule, refuse
 from megatron_ext.disaggregation.job import Job
 from megatron_ext.disaggregation.ranks import rank_map
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.schedules import comparison
+from megatron_ext.schedules import commands
 from megatron_ext.schedules.table.costs import UNIT
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def check_roles(args: Namespace) -> None:
 def roles_in_words(args: Namespace, job: Job) -> str:
     """Return a log line about the disaggregated schedule and its simulated bubble."""
     count = args.global_batch_size // (args.micro_batch_size * job.ranks.dp)
-    timeline = comparison.evaluate(job.schedule(count), UNIT)
+    timeline = commands.evaluate(job.schedule(count), UNIT)
     forwards, backwards = (job.ranks.role_size(role) for role in ("forward", "backward"))
     return (
         f"pipeline schedule: {timeline.schedule.label} on {job.ranks.num_ranks} processes: "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate, get
 from megatron_ext.schedules.search.patience import policies
 from megatron_ext.schedules.table.costs import UNIT, Costs
-from megatron_ext.schedules.table.split_backwards import split_backwards
+from megatron_ext.schedules.table.transforms import split_backwards
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig, TransportName

@@ -23,7 +23,6 @@ from megatron_ext.disaggregation.ship import Layers, Replay, Saved, replaying
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.runtime.compute import microbatch_rng
 from megatron_ext.runtime.program import Form
-from megatron_ext.schedules.table.communication import runs_forward
 
 if TYPE_CHECKING:
     from megatron_ext.disaggregation.job import Job
@@ -92,7 +91,7 @@ class ForwardCompute:
         self._job, self._compute, self._layers = job, compute, layers
         schedule, stage = compute.table.schedule, job.place.pp
         self._is_last_stage = stage == schedule.num_stages - 1
-        self._feeds_forward = not self._is_last_stage and runs_forward(schedule, stage + 1)
+        self._feeds_forward = not self._is_last_stage and schedule.runs_forward(stage + 1)
 
     def run(
         self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None

@@ -25,9 +25,9 @@ from megatron_ext.runtime.tree_compute import (
     agree_trees,
 )
 from megatron_ext.schedules.table.communication import route_receivers
-from megatron_ext.schedules.table.forward_only import forward_only
 from megatron_ext.schedules.table.placement import linear
 from megatron_ext.schedules.table.route_plan import plan_routes
+from megatron_ext.schedules.table.transforms import forward_only
 
 if TYPE_CHECKING:
     import torch.distributed as dist

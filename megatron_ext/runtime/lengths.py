@@ -22,8 +22,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_ext.errors import ScheduleError, TransportError
 from megatron_ext.runtime.run_ahead import device_of
-from megatron_ext.schedules.search.length_balance import LengthCost, deal_out, fills_of
-from megatron_ext.schedules.search.length_order import best_order
+from megatron_ext.schedules.search.length_balance import LengthCost, best_order, deal_out, fills_of
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule

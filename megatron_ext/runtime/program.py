@@ -24,8 +24,8 @@ from megatron_ext.schedules.table.communication import (
     exchanges,
     reduction_order,
 )
-from megatron_ext.schedules.table.forward_only import forward_only, slots_for_forward
 from megatron_ext.schedules.table.route_plan import most_hops
+from megatron_ext.schedules.table.transforms import forward_only, slots_for_forward
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.transport.base import Expected
 

@@ -41,7 +41,7 @@ from megatron_ext.runtime.split import split_backward
 from megatron_ext.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.runtime.te_layers import overwrites_first
 from megatron_ext.runtime.tree_compute import Forms, TreeEnds, agree_trees, channels_of_routes
-from megatron_ext.schedules.table.first_gradients import check_first_gradients
+from megatron_ext.schedules.table.validation import check_first_gradients
 from megatron_ext.tools.trace.session_observer import observed_transport, observers, size_notes
 from megatron_ext.transport.pairs import groups_of_ranks
 

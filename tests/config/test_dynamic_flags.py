@@ -10,7 +10,7 @@ import pytest
 from megatron_ext.config.announcements import order_in_words, warning
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.schedules import Costs, generate
-from megatron_ext.schedules.search.gains import gains
+from megatron_ext.schedules.search.patience import gains
 from tests.commands import run_package
 from tests.config.test_schedule_flags import MODEL, PP4, outcomes
 from tests.pipelines import make_pipeline

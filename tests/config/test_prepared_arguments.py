@@ -15,7 +15,7 @@ from megatron_ext.config.prepared_arguments import check, prepare
 from megatron_ext.config.schedule_flags import add_flags
 from megatron_ext.errors import ArgumentsError, UserError
 from megatron_ext.schedules import generate
-from megatron_ext.schedules.table import csv_io
+from megatron_ext.schedules.table import table_files
 from tests.pipelines import make_pipeline
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def test_a_bad_file_is_shown_with_its_row(
     args: Namespace, tmp_path: Path, damage: Any, message: str
 ) -> None:
     path = tmp_path / "table.csv"
-    path.write_text(damage(csv_io.dumps(generate("1f1b", 4, 8)).replace("\r", "")))
+    path.write_text(damage(table_files.csv_text(generate("1f1b", 4, 8)).replace("\r", "")))
     with pytest.raises(UserError) as caught:
         choose(args, f"csv:{path}")
     assert message in str(caught.value)
@@ -255,7 +255,7 @@ def test_a_bad_file_is_shown_with_its_row(
 
 def test_a_file_of_another_size_says_which_flags_fit(args: Namespace, tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
-    path.write_text(csv_io.dumps(generate("zb-h1", 4, 6)))
+    path.write_text(table_files.csv_text(generate("zb-h1", 4, 6)))
     with pytest.raises(UserError, match=r"runs 6 micro-batches, not 8 .* --global-batch-size 6,"):
         choose(args, f"csv:{path}")
     args.global_batch_size = 6

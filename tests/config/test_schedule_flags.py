@@ -13,8 +13,8 @@ import pytest
 
 from megatron_ext.config import active
 from megatron_ext.errors import UserError
-from megatron_ext.schedules import comparison, generate, registered
-from megatron_ext.schedules.table import csv_io
+from megatron_ext.schedules import commands, generate, registered
+from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.costs import UNIT, Costs
 from tests.ranks import run_ranks, start_script
 
@@ -111,7 +111,7 @@ def tables() -> list[tuple[str, Any]]:
         for variant in generator.variants:
             for costs in (UNIT, Costs(1, 1.2, 0.8, latency=0.1)):
                 table = generate(generator.name, 4, 8, costs=costs, **variant)  # type: ignore[arg-type]
-                found.append((comparison.training_flags(table, costs), table.rows))
+                found.append((commands.training_flags(table, costs), table.rows))
     found.append((f"{PP4}--enable-bitpipe-schedule --bitpipe-routing local",
                   generate("bitpipe", 4, 8, routing="local").rows))  # fmt: skip
     return found
@@ -321,7 +321,7 @@ def test_every_batch_of_a_ramp_up_is_checked(tmp_path: Path) -> None:
     """Only upstream's script ramps up."""
     sizes = PP4.replace("16", "32") + "--train-samples 400 --rampup-batch-size 4 4 100 "
     table = tmp_path / "table.csv"
-    table.write_text(csv_io.dumps(generate("1f1b", 4, 16)))
+    table.write_text(table_files.csv_text(generate("1f1b", 4, 16)))
     model = MODEL.replace("--train-iters 5 ", "")
     accepted, message = run_ranks(
         1, outcomes, "upstream",

@@ -19,8 +19,7 @@ from megatron_ext.config.pipeline_config import (
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.lengths import BalancedStep, cost_of_model, item_cost
 from megatron_ext.schedules import generate
-from megatron_ext.schedules.search.length_balance import LengthCost
-from megatron_ext.schedules.search.length_order import best_order
+from megatron_ext.schedules.search.length_balance import LengthCost, best_order
 from tests.pipelines import make_pipeline, use
 from tests.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from megatron_ext.runtime.ordering import PolicyOrder
 from megatron_ext.runtime.run_ahead import AHEAD, RunAhead
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.search.policies import Hint, Patience
-from megatron_ext.schedules.table.split_backwards import split_backwards
+from megatron_ext.schedules.table.transforms import split_backwards
 from megatron_ext.transport.direct import DirectTransport
 from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks

@@ -14,8 +14,7 @@ from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import ScheduleError, TransportError
 from megatron_ext.runtime.lengths import BalancedStep, ReplicaExchange, cost_of_model
 from megatron_ext.schedules import Placement, generate
-from megatron_ext.schedules.search.length_balance import LengthCost, deal_out, fills_of
-from megatron_ext.schedules.search.length_order import best_order
+from megatron_ext.schedules.search.length_balance import LengthCost, best_order, deal_out, fills_of
 from tests.pipelines import make_pipeline, use
 from tests.ranks import run_ranks
 

@@ -16,7 +16,7 @@ from megatron_ext.schedules import Costs, generate, registered, simulate, valida
 from megatron_ext.schedules.drawing import render
 from megatron_ext.schedules.generators import fbd
 from megatron_ext.schedules.generators.catalog import published_bubble, published_peak
-from megatron_ext.schedules.table import json_io
+from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.actions import Action
 from megatron_ext.schedules.table.communication import Transfer, exchanges, lower
 from megatron_ext.schedules.table.memory import slots_needed
@@ -155,7 +155,7 @@ def test_odd_ranks_are_refused() -> None:
 
 def test_json_brings_the_roles_back() -> None:
     schedule = generate("fbd", 4, 2)
-    assert json_io.loads(json_io.dumps(schedule)) == schedule
+    assert table_files.from_json(table_files.json_text(schedule)) == schedule
 
 
 def test_plan_and_plot_show_both_roles(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megatron_ext import cli
-from megatron_ext.schedules import UNIT, Costs, comparison, generate, registered, simulate
+from megatron_ext.schedules import UNIT, Costs, commands, generate, registered, simulate
 from megatron_ext.schedules.drawing import svg
-from megatron_ext.schedules.table import csv_io
+from megatron_ext.schedules.table import table_files
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
@@ -52,8 +52,8 @@ def test_there_are_no_other_pictures() -> None:
 def test_the_comparison_is_current() -> None:
     pattern = r"<!-- plan: begin -->\n```text\n(.*)\n```\n<!-- plan: end -->"
     [written] = re.findall(pattern, SCHEDULES, re.DOTALL)
-    timelines, _ = comparison.compare("all", 8, 16, UNIT)
-    assert written == comparison.table(timelines), "copy what `megatron-ext plan` prints"
+    timelines, _ = commands.compare("all", 8, 16, UNIT)
+    assert written == commands.table(timelines), "copy what `megatron-ext plan` prints"
 
 
 def test_each_schedule_has_its_formulas() -> None:
@@ -87,7 +87,7 @@ def test_the_error_that_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("table.csv").write_text(csv_io.dumps(generate("1f1b", 4, 6)).replace("2F3,", ""))
+    Path("table.csv").write_text(table_files.csv_text(generate("1f1b", 4, 6)).replace("2F3,", ""))
     assert cli.main(["plan", "--schedule", "csv:table.csv"]) == 2
     assert f"```text\n{capsys.readouterr().err}```" in SCHEDULES
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_ext import cli
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Costs, generate, registered, simulate
-from megatron_ext.schedules.length_plan import Sizes, predict, read_lengths
+from megatron_ext.schedules.commands import Sizes, predict_lengths, read_lengths
 from megatron_ext.schedules.search.length_balance import LengthCost
 
 SIZES = "plan --pp 2 --microbatches 4 --max-tokens 100"
@@ -47,38 +47,38 @@ def test_a_line_without_a_length_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_every_schedule_of_one_pipeline_is_predicted() -> None:
-    predicted = predict(_lengths(), "all", Sizes(4, 8, 2, 100), LengthCost(1, 0.02), Costs())
-    names = {gains.schedule.split()[0] for gains in predicted.found}
+    found, _ = predict_lengths(_lengths(), "all", Sizes(4, 8, 2, 100), LengthCost(1, 0.02), Costs())
+    names = {gains.schedule.split()[0] for gains in found}
     assert names == {name for name, generator in registered().items() if generator.twins == 1}
-    assert predicted.num_batches == 4
-    for gains in predicted.found:
-        assert gains.bound <= gains.repack_and_order <= gains.repack + 1e-9
+    for gains in found:
         assert gains.bound <= gains.pack
         assert gains.order <= gains.in_file_order + 1e-9
-    steps = [gains.pack for gains in predicted.found]
+    steps = [gains.pack for gains in found]
     assert steps == sorted(steps)
 
 
 def test_schedules_that_are_left_out_are_named() -> None:
-    predicted = predict([50] * 64, "all", Sizes(4, 8, 2, 100), LengthCost(1, 0.02), Costs())
+    _, left_out = predict_lengths(
+        [50] * 64, "all", Sizes(4, 8, 2, 100), LengthCost(1, 0.02), Costs()
+    )
     mirrored = sorted(name for name, generator in registered().items() if generator.twins == 2)
-    assert sorted(reason.split()[0] for reason in predicted.left_out) == mirrored != []
+    assert sorted(reason.split()[0] for reason in left_out) == mirrored != []
 
 
 def test_replicas_that_share_out_long_microbatches_gain() -> None:
     # Replicas take turns, so one has all the long micro-batches.
     lengths = [100, 10] * 16
     costs = LengthCost(1, 0.02)
-    [gains] = predict(lengths, "1f1b", Sizes(2, 8, 2, 100), costs, Costs()).found
+    [gains], _ = predict_lengths(lengths, "1f1b", Sizes(2, 8, 2, 100), costs, Costs())
     assert gains.pack < 0.8 * gains.order
 
 
 def test_equal_samples_have_nothing_to_gain() -> None:
     sizes = Sizes(4, 8, 2, 100)
-    [gains] = predict([100] * 64, "1f1b", sizes, LengthCost(1, 0.02), Costs()).found
+    [gains], _ = predict_lengths([100] * 64, "1f1b", sizes, LengthCost(1, 0.02), Costs())
     usual = simulate(generate("1f1b", 4, 8)).makespan
-    steps = gains.in_file_order, gains.order, gains.pack, gains.repack, gains.repack_and_order
-    assert steps == pytest.approx((usual,) * 5)
+    steps = gains.in_file_order, gains.order, gains.pack
+    assert steps == pytest.approx((usual,) * 3)
 
 
 def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -88,15 +88,14 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert lines[0].split()[:3] == ["schedule", "file", "order"]
-    assert "train with --pipeline-balance order or pack" in lines[-1]
+    assert "train with --pipeline-balance order or pack" in printed.out
     assert "left out: bitpipe mirrors two pipelines" in printed.err
     assert "left out: dualpipe mirrors two pipelines" in printed.err
     assert cli.main([*words, "--length-costs", "1,0.1", "--schedule", "1f1b", "--json"]) == 0
     [entry] = json.loads(capsys.readouterr().out)
-    steps = ["in_file_order", "order", "pack", "repack", "repack_and_order", "bound"]
+    steps = ["in_file_order", "order", "pack", "bound"]
     assert list(entry) == ["schedule", *steps]
     assert entry["bound"] < entry["pack"] < entry["in_file_order"]
-    assert entry["bound"] < entry["repack_and_order"] < entry["in_file_order"]
 
 
 @pytest.mark.parametrize(
@@ -127,4 +126,4 @@ def test_mistakes_are_one_line(
 
 def test_a_sample_longer_than_a_micro_batch_is_refused() -> None:
     with pytest.raises(ScheduleError, match="a sample has 101 tokens, a micro-batch holds at most"):
-        predict([101] * 8, "1f1b", Sizes(2, 4, 1, 100), LengthCost(1, 0), Costs())
+        predict_lengths([101] * 8, "1f1b", Sizes(2, 4, 1, 100), LengthCost(1, 0), Costs())

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext import cli
 from megatron_ext.schedules import generate, registered
-from megatron_ext.schedules.table import csv_io, json_io
+from megatron_ext.schedules.table import table_files
 
 ROOT = Path(__file__).parents[2]
 KEYS = [
@@ -101,8 +101,8 @@ def test_plot_writes_each_kind_of_file(capsys: pytest.CaptureFixture[str], tmp_p
         assert (code, out.splitlines()[-1]) == (0, f"wrote {path}")
         assert ("one of the two mirrored pipelines (2 ranks)" in err) == (suffix == "csv")
     schedule = generate("bitpipe", 4, 8, order="paper")
-    assert json_io.loads((tmp_path / "plot.json").read_text()) == schedule
-    assert csv_io.load(str(tmp_path / "plot.csv")).rows == schedule.rows
+    assert table_files.from_json((tmp_path / "plot.json").read_text()) == schedule
+    assert table_files.load_csv(str(tmp_path / "plot.csv")).rows == schedule.rows
     ET.parse(tmp_path / "plot.svg")
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.table.unfold import chunk_on_screen, literal_rows, table_rank
+from megatron_ext.schedules.table.transforms import chunk_on_screen, literal_rows, table_rank
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline

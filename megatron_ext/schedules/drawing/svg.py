@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from megatron_ext.schedules.drawing.render import caption, check_drawable, slot_time
-from megatron_ext.schedules.table.unfold import chunk_on_screen, literal_rows, table_rank
+from megatron_ext.schedules.table.transforms import chunk_on_screen, literal_rows, table_rank
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline

@@ -210,11 +210,11 @@ def generate(
         ScheduleError: The sizes are impossible; the message states the rule and sizes that work.
     """
     if name.startswith(CSV_PREFIX):
-        from megatron_ext.schedules.table import csv_io
+        from megatron_ext.schedules.table.table_files import load_csv
 
         if chunks is not None or options:
             raise ScheduleError(f"{name}: the file fixes chunks and options; leave them out")
-        return csv_io.load(name.removeprefix(CSV_PREFIX), pp, num_microbatches)
+        return load_csv(name.removeprefix(CSV_PREFIX), pp, num_microbatches)
     generator = get(name)
     complete = generator.complete(chunks, options)
     if pp is None or num_microbatches is None:

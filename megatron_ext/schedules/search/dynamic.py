@@ -1,27 +1,207 @@
-"""Simulates a step in dynamic order, event by event.
+"""What may run next on a rank, and a step in dynamic order simulated event by event.
 
-The counterpart of `simulate.py`, with the same costs: there the order is given and the times
-follow; here policies choose the order as time advances. The result is the timeline of that order.
+`Progress` is the bookkeeping under every dynamic policy. An action is *ready* when its inputs
+exist: for F its input, for B and I the forward of the same rank and the gradient of the output, for
+W its I. In addition, the backwards of a stage, and what computes its weight gradients, become ready
+only in the order of the micro-batches. That fixes the order in which gradients are summed, so the
+result equals that of the static table bit for bit, whatever arrives first. Forwards of the last
+stage keep the order of the table: some losses are averaged over replicas, which must meet there. On
+every stage the first forward is that of the table (`validation.check_first_gradients` says why).
+
+On a device an action can *follow* its inputs once they are launched: it runs behind them.
+
+`simulate_dynamic` is the counterpart of `simulate.py`, with the same costs: there the order is
+given and the times follow; here policies choose the order as time advances.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.message import Message
 from megatron_ext.schedules.search.simulate import Clock, Timeline
+from megatron_ext.schedules.table.communication import tensor_of
 from megatron_ext.schedules.table.costs import AHEAD, UNIT, Costs
 
 if TYPE_CHECKING:
-    from megatron_ext.message import MessageKind
+    from megatron_ext.message import Message
     from megatron_ext.schedules.search.policies import Policy
     from megatron_ext.schedules.table.actions import Action, Schedule
 
-__all__ = ["simulate_dynamic"]
+__all__ = ["Progress", "simulate_dynamic"]
+
+
+class Progress:
+    """The ready actions of one rank, as positions in its row of the static table.
+
+    Policies choose by kind, so there are three heaps: forwards, backwards (B and I) and weights.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self.row = schedule.rows[rank]
+        self.done = bytearray(len(self.row))
+        self.left = len(self.row)
+        self.forwards: list[int] = []
+        self.backwards: list[int] = []
+        self.weights: list[int] = []
+        self._missing = [0] * len(self.row)
+        """By position: the number of tensors and actions that it waits for."""
+        self._unlaunched: list[int] = []
+        """By position: those among them that are not even launched."""
+        self._launched: set[Message] = set()
+        """Tensors that are launched and have not arrived."""
+        self._launched_before: set[Message] = set()
+        """Those that were launched when the last action was chosen."""
+        self.hears_launches = False
+        """Whether `launched` tells of each tensor of another rank before it arrives."""
+        self._awaited: set[Message] = set()
+        """Those that have not arrived when their action was chosen."""
+        self._enables: list[list[int]] = [[] for _ in self.row]
+        """By position: the actions of this rank that wait for it."""
+        self._takers: dict[Message, int] = {}
+        """By message, activation or gradient: the position of the action that needs it."""
+        self._sources: list[int | None] = [None] * len(self.row)
+        """By position: the rank that makes its input, None for what needs none."""
+        self._heap_of = self._heaps()
+        self._connect(schedule)
+        self._unlaunched = list(self._missing)
+        for index, missing in enumerate(self._missing):
+            if not missing:
+                heapq.heappush(self._heap_of[index], index)
+
+    def again(self) -> Progress:
+        """Return a copy for another step; what no step changes is shared."""
+        made = copy(self)
+        made.done = bytearray(self.done)
+        made.forwards, made.backwards = [*self.forwards], [*self.backwards]
+        made.weights = [*self.weights]
+        made._missing, made._unlaunched = [*self._missing], [*self._unlaunched]
+        made._launched, made._launched_before = {*self._launched}, {*self._launched_before}
+        made._awaited, made._takers = {*self._awaited}, {**self._takers}
+        made._heap_of = made._heaps()
+        return made
+
+    def _heaps(self) -> list[list[int]]:
+        heaps = {"F": self.forwards, "B": self.backwards, "I": self.backwards, "W": self.weights}
+        return [heaps[action.kind] for action in self.row]
+
+    def _connect(self, schedule: Schedule) -> None:
+        """Build the dependencies between actions."""
+        position = {action: index for index, action in enumerate(self.row)}
+        rank_of = schedule.placement.rank_of
+        for index, action in enumerate(self.row):
+            for needed in schedule.needs(action):
+                if schedule.travels(needed, action):
+                    self._takers[tensor_of(action)] = index
+                    self._missing[index] += 1
+                    self._sources[index] = rank_of[needed.stage]
+                else:
+                    self._order(position[needed], index)
+        last_stage = schedule.num_stages - 1
+        turns: dict[tuple[int, str], list[int]] = defaultdict(list)
+        for index in sorted(range(len(self.row)), key=lambda i: self.row[i].microbatch):
+            stage, kind, _ = self.row[index]
+            if kind in ("B", "I"):
+                turns[stage, "I"].append(index)
+            if kind in ("B", "W"):
+                turns[stage, "W"].append(index)
+        forwards: dict[int, list[int]] = defaultdict(list)
+        for index, action in enumerate(self.row):
+            if action.kind == "F":
+                forwards[action.stage].append(index)
+        for turn in (*turns.values(), forwards.get(last_stage, [])):
+            for before, after in pairwise(turn):
+                self._order(before, after)
+        for first, *others in forwards.values():
+            for after in others:
+                self._order(first, after)
+
+    def _order(self, before: int, after: int) -> None:
+        self._enables[before].append(after)
+        self._missing[after] += 1
+
+    def require(self, action: Action, message: Message) -> None:
+        """Let an action wait for one message more; before anything is chosen.
+
+        Args:
+            action: One that waits for its activation or its gradient anyway.
+            message: What it needs besides.
+        """
+        index = self.row.index(action)
+        assert self._missing[index], f"{action} may have been chosen already"
+        self._takers[message] = index
+        self._missing[index] += 1
+        self._unlaunched[index] += 1
+
+    def launched(self, message: Message) -> None:
+        """Record that the device of another rank will compute a message, with all its parts."""
+        self._launched.add(message)
+        self._unlaunched[self._takers[message]] -= 1
+
+    def arrived(self, message: Message) -> None:
+        """Record the arrival of a message that an action needs, with all its parts."""
+        if message in self._awaited:
+            self._awaited.remove(message)
+            return
+        index = self._takers[message]
+        if message in self._launched:
+            self._launched.remove(message)
+        else:
+            self._unlaunched[index] -= 1
+        self._supply(index)
+
+    def finished(self, index: int) -> None:
+        """Record that an action has run, which may make others of this rank ready."""
+        self.done[index] = 1
+        self.left -= 1
+        for after in self._enables[index]:
+            self._unlaunched[after] -= 1
+            self._supply(after)
+
+    def chosen(self) -> None:
+        """Record that an action is chosen, and what is on its way at that time."""
+        self._launched_before = set(self._launched)
+
+    def expects(self) -> bool:
+        """Return whether a tensor may arrive before the last chosen action has ended.
+
+        Actions take about as long on all ranks. So what was launched after that choice ends later.
+        """
+        return not self.hears_launches or not self._launched_before.isdisjoint(self._launched)
+
+    def begin(self, index: int) -> None:
+        """Record that an action which is not ready is chosen, to follow what it needs."""
+        self._missing[index] = 0
+        self._awaited |= self._launched  # all of it is for this action (`follower`)
+        self._launched.clear()
+
+    def is_ready(self, index: int) -> bool:
+        """Return whether an action may run, or has run."""
+        return not self._missing[index]
+
+    def follower(self, head: int) -> int | None:
+        """Return the action that needs all that is launched, and nothing more; None if none does.
+
+        Other than the head only one whose input comes from the same device as the head's: devices
+        run in the order of launches, so what the head needs comes later anyway.
+        """
+        takers = {self._takers[message] for message in self._launched}
+        if len(takers) != 1:
+            return None
+        index = takers.pop()
+        is_first = index == head or self._sources[index] == self._sources[head]
+        return index if is_first and not self._unlaunched[index] else None
+
+    def _supply(self, index: int) -> None:
+        self._missing[index] -= 1
+        if not self._missing[index]:
+            heapq.heappush(self._heap_of[index], index)
 
 
 class _Event(NamedTuple):
@@ -72,7 +252,11 @@ class _Run:
         while self._events:
             event = heapq.heappop(self._events)
             if event.arrival is not None:
-                self._note(event.rank, event.arrival)
+                progress, message = self._policies[event.rank].progress, event.arrival
+                if message.is_launch:
+                    progress.launched(message.launched)
+                else:
+                    progress.arrived(message)
             self._wake(event)
         left = sum(policy.progress.left for policy in self._policies)
         if left:
@@ -80,13 +264,6 @@ class _Run:
         done = replace(self._schedule, rows=tuple(map(tuple, self._rows)))
         starts, ends = self._clock.starts, self._clock.ends
         return Timeline(done, self._costs, tuple(starts), tuple(ends))
-
-    def _note(self, rank: int, message: Message) -> None:
-        progress = self._policies[rank].progress
-        if message.is_launch:
-            progress.launched(message.launched)
-        else:
-            progress.arrived(message)
 
     def _wake(self, event: _Event) -> None:
         """Let an idle rank choose, after all arrivals at this time."""
@@ -115,26 +292,21 @@ class _Run:
 
     def _run(self, rank: int, action: Action, now: float) -> None:
         self._rows[rank].append(action)
-        made = self._clock.run_action(rank, action, now)
-        if made is not None:
-            self._announce(_output(action), made)
-        heapq.heappush(self._events, _Event(self._clock.ends[rank][-1], True, rank))
+        end = self._clock.run(rank, action, now)
+        for message, arrival in self._outputs(action, end):
+            self._announce(message, arrival)
+        heapq.heappush(self._events, _Event(end, True, rank))
+
+    def _outputs(self, action: Action, end: float) -> Iterator[tuple[Message, float]]:
+        """Return the messages that an action makes, with their arrival."""
+        schedule = self._schedule
+        fed = [tensor_of(to) for to in schedule.feeds(action) if schedule.travels(action, to)]
+        return zip(fed, self._clock.arrivals(action, end), strict=True)
 
     def _announce(self, message: Message, arrival: float) -> None:
         """Schedule the arrival of a message on the rank of its stage."""
         target = self._schedule.placement.rank_of[message.stage]
         heapq.heappush(self._events, _Event(arrival, False, target, message))
-
-
-def _output(action: Action) -> Message:
-    """Return what an action makes for the next stage, or the gradient for the one before."""
-    kind: MessageKind = "F" if action.kind == "F" else "B"
-    return Message(kind, action.stage + (1 if kind == "F" else -1), action.microbatch)
-
-
-def _input(action: Action) -> Message:
-    """Return the tensor of another stage that an F, B or I needs."""
-    return Message("F" if action.kind == "F" else "B", action.stage, action.microbatch)
 
 
 class _DeviceRun(_Run):
@@ -175,17 +347,13 @@ class _DeviceRun(_Run):
         """Run an action once it is launched, its input is there and the device is idle."""
         launched = self._launched[rank] = now + self._costs.launch
         self._rows[rank].append(action)
-        there = 0.0 if action.kind == "W" else self._arrivals.get(_input(action), 0.0)
-        made = self._clock.run_action(rank, action, max(launched, idle, there))
-        if made is not None:
-            self._tell(rank, _output(action), launched, made)
+        there = 0.0 if action.kind == "W" else self._arrivals.get(tensor_of(action), 0.0)
+        end = self._clock.run(rank, action, max(launched, idle, there))
+        for message, arrival in self._outputs(action, end):
+            if self._schedule.placement.rank_of[message.stage] == rank:
+                self._announce(message, launched)  # it is there for everything launched later
+            else:
+                self._arrivals[message] = arrival
+                self._announce(message.launch, launched)
+                self._announce(message, arrival)
         heapq.heappush(self._events, _Event(launched, True, rank))
-
-    def _tell(self, rank: int, message: Message, launched: float, made: float) -> None:
-        """Announce an output that is launched."""
-        if self._schedule.placement.rank_of[message.stage] == rank:
-            self._announce(message, launched)  # it is there for everything launched later
-            return
-        self._arrivals[message] = made
-        self._announce(message.launch, launched)
-        self._announce(message, made)

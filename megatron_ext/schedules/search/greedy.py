@@ -221,25 +221,25 @@ class _Attempt:
     def _follow(self, rank: _Rank, action: Action) -> None:
         """Release the actions that an action enables."""
         stage, kind, microbatch = action
-        now, last = rank.free, self._problem.placement.num_stages - 1
+        now = rank.free
+        if kind == "W":
+            rank.live -= 1
+            return
+        target = self._problem.placement.target(stage, kind)
+        if target is not None:
+            delay = self._delays[min(stage, target)]
+            self._release(now + delay, action._replace(stage=target))
         if kind == "F":
             rank.live += 1
+            if target is None:
+                self._release(now, action._replace(kind="I"))
             if stage == 0:
                 self._in_flight += 1
                 if microbatch + 1 < self._problem.num_microbatches:
                     self._release(now, Action(0, "F", microbatch + 1))
-            if stage < last:
-                self._release(now + self._delays[stage], Action(stage + 1, "F", microbatch))
-            else:
-                self._release(now, Action(stage, "I", microbatch))
-        elif kind == "I":
-            self._release(now, Action(stage, "W", microbatch))
-            if stage:
-                self._release(now + self._delays[stage - 1], Action(stage - 1, "I", microbatch))
-            else:
-                self._in_flight -= 1
         else:
-            rank.live -= 1
+            self._release(now, action._replace(kind="W"))
+            self._in_flight -= target is None
 
     def _release(self, time: int, action: Action) -> None:
         number = self._problem.placement.rank_of[action.stage]

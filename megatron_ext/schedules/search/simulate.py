@@ -13,15 +13,16 @@ from functools import cached_property
 from operator import sub
 from typing import TYPE_CHECKING
 
-from megatron_ext.schedules.search.replay import Replay
+from megatron_ext.schedules.table.actions import KINDS, Action
 from megatron_ext.schedules.table.communication import Transfer, lower
-from megatron_ext.schedules.table.costs import UNIT, Costs
+from megatron_ext.schedules.table.costs import AHEAD, UNIT, Costs
 from megatron_ext.schedules.table.memory import activation_peaks
+from megatron_ext.schedules.table.walk import check_ends, walk
 
 if TYPE_CHECKING:
-    from megatron_ext.schedules.table.actions import Action, Kind, Schedule
+    from megatron_ext.schedules.table.actions import Kind, Schedule
 
-__all__ = ["Clock", "Links", "Timeline", "simulate"]
+__all__ = ["Clock", "Timeline", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Timeline:
     @cached_property
     def ideal(self) -> float:
         """The work of the busiest rank: the makespan without any wait."""
-        return max(map(_total, self.starts, self.ends))
+        rows = zip(self.starts, self.ends, strict=True)
+        return max(sum(map(sub, ends, starts), 0.0) for starts, ends in rows)
 
     @property
     def bubble(self) -> float:
@@ -83,11 +85,6 @@ class Timeline:
         return 2 * crossing * self.schedule.total_microbatches
 
 
-def _total(starts: list[float], ends: list[float]) -> float:
-    """Return the total compute time of a rank."""
-    return sum(map(sub, ends, starts), 0.0)
-
-
 def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
     """Return the timeline of a table.
 
@@ -99,76 +96,91 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
         ScheduleError: The ranks deadlock.
     """
     clock = Clock(schedule, costs)
-    Replay(clock).run()
-    return Timeline(schedule, costs, tuple(clock.starts), tuple(clock.ends))
+    rows, ends, launch = schedule.rows, clock.ends, costs.launch
+    run, is_free = clock.run, clock.is_free
+    launched = [0.0] * len(rows)
+
+    def visit(rank: int, index: int, arrived: float | None) -> float | list[float]:
+        action, ended = rows[rank][index], ends[rank]
+        begin = ended[-1] if index else 0.0
+        if arrived is not None and arrived > begin:
+            begin = arrived
+        if launch:  # at most AHEAD - 1 actions still run when the host launches one
+            free = ended[-AHEAD] if index >= AHEAD else 0.0
+            launched[rank] = max(launched[rank], free) + launch
+            begin = max(begin, launched[rank])
+        end = run(rank, action, begin)
+        if is_free:  # as in tables of millions of actions
+            return end
+        arrivals = clock.arrivals(action, end)
+        return arrivals[0] if len(arrivals) == 1 else arrivals
+
+    if walk(schedule, visit):
+        check_ends(schedule)
+        raise AssertionError(f"{schedule.label} stopped, but has an order")
+    return Timeline(schedule, costs, tuple(clock.starts), tuple(ends))
 
 
 class Clock:
-    """Start and end times of each rank's actions, and all durations."""
+    """Start and end times of each rank's actions, and arrival times of messages."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.schedule = schedule
         self.starts: list[list[float]] = [[] for _ in schedule.rows]
         self.ends: list[list[float]] = [[] for _ in schedule.rows]
-        self.durations = costs.durations(schedule)
-        self.factors = costs.action_factors(schedule) if costs.has_factors else None
-        self.links = Links(schedule, costs)
-        self.launch = costs.launch
-
-    def run_action(self, rank: int, action: Action, now: float) -> float | None:
-        """Run one action with its inputs present; return when its output reaches the next stage."""
-        stage, kind, microbatch = action
-        key = stage * self.schedule.num_microbatches + microbatch
-        end = now + self._time(kind, stage, key)
-        self.starts[rank].append(now)
-        self.ends[rank].append(end)
-        if kind == "F" and stage < self.schedule.num_stages - 1:
-            return self.links.arrival(kind, stage, key, end)
-        if kind in ("B", "I") and stage > 0:
-            return self.links.arrival(kind, stage, key, end)
-        return None
-
-    def _time(self, kind: Kind, stage: int, key: int) -> float:
-        time = self.durations[kind][stage]
-        return time if self.factors is None else time * self.factors[kind][key]
-
-
-class Links:
-    """Arrival times of messages."""
-
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self._placement = schedule.placement
+        self._num_microbatches = schedule.num_microbatches
+        self._durations = costs.durations(schedule)
+        self._factors = costs.action_factors(schedule) if costs.has_factors else None
         self._latency = costs.latency
         self._wire_time = 0.0 if costs.bandwidth is None else 1.0 / costs.bandwidth
-        self._factors = costs.link_factors(schedule) if costs.link_jitter else None
-        self._free: dict[tuple[int, int], float] = {}
-        self.free_of_charge = not costs.latency and costs.bandwidth is None
+        self._link_factors = costs.link_factors(schedule) if costs.link_jitter else None
+        self._carried: dict[_Link, float] = {}
+        """When each link has carried its last message."""
+        links_are_free = not costs.latency and costs.bandwidth is None
+        self.is_free = links_are_free and not schedule.disaggregated
+        """Whether everything arrives when the action that made it ends."""
+        self._links: dict[Kind, list[list[_Link | None]]] = {}
+        """By kind and stage of an action: the link to each that takes its tensor; None: free."""
+        hops, rank_for = schedule.placement.hops, schedule.placement.rank_for
+        for kind in KINDS:
+            self._links[kind] = []
+            for stage in range(schedule.num_stages):
+                action = Action(stage, kind, 0)
+                links: list[_Link | None] = []
+                for fed in schedule.feeds(action):
+                    if schedule.travels(action, fed):
+                        hop = "rank" if fed.stage == stage else hops[min(fed.stage, stage)]
+                        link = rank_for(stage, kind), rank_for(fed.stage, fed.kind)
+                        links.append(None if links_are_free or hop == "local" else link)
+                self._links[kind].append(links)
 
-    def arrival(self, kind: Kind, stage: int, key: int, end: float) -> float:
-        """Return when the output of an action reaches the next (gradients: previous) stage.
+    def run(self, rank: int, action: Action, now: float) -> float:
+        """Run one action from `now` on; return when it ends."""
+        stage, kind, microbatch = action
+        time = self._durations[kind][stage]
+        if self._factors is not None:
+            time *= self._factors[kind][stage * self._num_microbatches + microbatch]
+        self.starts[rank].append(now)
+        self.ends[rank].append(now + time)
+        return now + time
 
-        Args:
-            kind: Kind of the action.
-            stage: Stage of the action.
-            key: `stage * num_microbatches + microbatch` of the action.
-            end: Time at which it ended.
-        """
-        placement = self._placement
-        target = stage + 1 if kind == "F" else stage - 1
-        if self.free_of_charge or placement.hops[min(stage, target)] == "local":
-            return end
-        link = placement.rank_for(stage, kind), placement.rank_for(target, kind)
-        return self._carried("F" if kind == "F" else "B", link, key, end)
+    def arrivals(self, action: Action, end: float) -> list[float]:
+        """Return when what an action has made arrives at each action that takes it."""
+        stage, kind, microbatch = action
+        arrivals = []
+        for link in self._links[kind][stage]:
+            arrival = end
+            if link is not None:
+                if self._wire_time:  # messages queue on their link
+                    arrival = max(end, self._carried.get(link, 0.0)) + self._wire_time
+                    self._carried[link] = arrival
+                latency = self._latency
+                if self._link_factors is not None:
+                    key = stage * self._num_microbatches + microbatch
+                    latency *= self._link_factors["F" if kind == "F" else "B"][key]
+                arrival += latency
+            arrivals.append(arrival)
+        return arrivals
 
-    def to_backward_rank(self, stage: int, target: int, key: int, end: float) -> float:
-        """Return when a message of a forward rank reaches the backward rank of a stage."""
-        placement = self._placement
-        link = placement.rank_for(stage, "F"), placement.rank_for(target, "R")
-        return self._carried("F", link, key, end)
 
-    def _carried(self, kind: Kind, link: tuple[int, int], key: int, end: float) -> float:
-        if self._wire_time:
-            end = max(end, self._free.get(link, 0.0)) + self._wire_time
-            self._free[link] = end
-        latency = self._latency
-        return end + (latency if self._factors is None else latency * self._factors[kind][key])
+_Link = tuple[int, int]
+"""(sending rank, receiving rank)."""

@@ -69,7 +69,7 @@ class Schedule:
     """A static pipeline schedule: the computation of each rank, in order. Messages are derived.
 
     A schedule whose placement has twins (BitPipe) is the table of one of two mirrored pipelines.
-    Each runs half of the micro-batches; `unfold.py` gives the literal table of all ranks.
+    Each runs half of the micro-batches; `transforms.literal_rows` gives the table of all ranks.
     """
 
     name: str
@@ -121,6 +121,82 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Whether some backward is split into I and W."""
         return any(action.kind == "I" for row in self.rows for action in row)
+
+    @cached_property
+    def split(self) -> frozenset[tuple[int, int]]:
+        """The (stage, micro-batch) of each backward that is split into I and W."""
+        return frozenset((a.stage, a.microbatch) for row in self.rows for a in row if a.kind == "I")
+
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        """Return the actions whose results an action needs: the one rule of dependencies.
+
+        F needs the F of the stage before. B and I need the forward of their own stage, and the
+        backward of the stage after. W needs its own I. R needs what F needs, or, if activations are
+        shipped, the F of its own stage, which is on another rank.
+        """
+        stage, kind, _ = action
+        if kind == "W":
+            return (action._replace(kind="I"),)
+        if kind == "R" and self.ships_activations:
+            return (action._replace(kind="F"),)
+        source = self.placement.source(stage, kind)
+        if kind in ("F", "R"):
+            return () if source is None else (action._replace(stage=source, kind="F"),)
+        own = action._replace(kind="R" if self.disaggregated else "F")
+        return (own,) if source is None else (own, self._backward(action, source))
+
+    def feeds(self, action: Action) -> tuple[Action, ...]:
+        """Return the actions that need the result of an action: `needs`, the other way round."""
+        stage, kind, _ = action
+        if kind == "W":
+            return ()
+        target = self.placement.target(stage, kind)
+        if kind == "R":
+            return (self._backward(action, stage),)
+        if kind in ("B", "I"):
+            own = (action._replace(kind="W"),) if kind == "I" else ()
+            return own if target is None else (self._backward(action, target), *own)
+        fed = []
+        if target is not None and self.runs_forward(target):
+            fed.append(action._replace(stage=target))
+        if not self.disaggregated:
+            fed.append(self._backward(action, stage))
+        elif self.ships_activations:
+            fed.append(action._replace(kind="R"))
+        elif target is not None:
+            fed.append(action._replace(stage=target, kind="R"))
+        return tuple(fed)
+
+    def travels(self, source: Action, target: Action) -> bool:
+        """Return whether a result that `target` needs leaves the stage or the rank of `source`."""
+        rank_for = self.placement.rank_for
+        return source.stage != target.stage or rank_for(*source[:2]) != rank_for(*target[:2])
+
+    def _backward(self, action: Action, stage: int) -> Action:
+        """Return the backward of a stage for the micro-batch of an action."""
+        kind: Kind = "I" if (stage, action.microbatch) in self.split else "B"
+        return action._replace(stage=stage, kind=kind)
+
+    def runs_forward(self, stage: int) -> bool:
+        """Return whether some rank runs the F of a stage.
+
+        If backward ranks recompute forwards, nobody needs the output of the last stage's F.
+        """
+        is_last = stage == self.num_stages - 1
+        return not (self.disaggregated and is_last) or self.ships_activations
+
+    def marked(self, rank: int, index: int, context: int = 5) -> str:
+        """Return the actions around one action of a rank for an error, with that one in `>> <<`.
+
+        An index past the last action marks the end of the row.
+        """
+        row = [*map(str, self.rows[rank]), "end"]
+        row[index] = f">>{row[index]}<<"
+        end = min(len(row) - (index < len(row) - 1), index + context + 1)
+        first = max(0, index - context)
+        cells = [*["..."] * (first > 0), *row[first:end]]
+        cells += ["..."] * (index + context + 1 < len(row))
+        return f"rank {rank}, action {index}: {' '.join(cells)}"
 
     @property
     def label(self) -> str:

@@ -12,21 +12,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from megatron_ext.errors import ScheduleError
 from megatron_ext.message import Message
+from megatron_ext.schedules.table.memory import Edge, slots_needed
 from megatron_ext.schedules.table.route_plan import plan_routes
+from megatron_ext.schedules.table.walk import walk
 
 if TYPE_CHECKING:
+    from megatron_ext.message import MessageKind
     from megatron_ext.schedules.table.actions import Action, Row, Schedule
     from megatron_ext.schedules.table.route_plan import Hop, Plan
 
 __all__ = [
     "Exchange",
     "Transfer",
+    "check_slots",
     "exchanges",
     "lower",
     "reduction_order",
     "route_receivers",
-    "runs_forward",
+    "tensor_of",
 ]
 
 
@@ -78,9 +83,23 @@ def exchanges(schedule: Schedule, rank: int, window: int | None = None) -> tuple
         Exchange(
             action,
             _awaits(schedule, action, window),
-            _inputs(schedule, action) + _routed(schedule, plan, action, "RECV"),
+            (
+                *(
+                    _tensor(schedule, needed, action, sends=False)
+                    for needed in schedule.needs(action)
+                    if schedule.travels(needed, action)
+                ),
+                *_routed(schedule, plan, action, "RECV"),
+            ),
             _grants(schedule, action, window),
-            _outputs(schedule, action) + _routed(schedule, plan, action, "SEND"),
+            (
+                *(
+                    _tensor(schedule, action, fed, sends=True)
+                    for fed in schedule.feeds(action)
+                    if schedule.travels(action, fed)
+                ),
+                *_routed(schedule, plan, action, "SEND"),
+            ),
         )
         for action in schedule.rows[rank]
     )
@@ -121,70 +140,37 @@ def route_receivers(schedule: Schedule, hop: Hop) -> tuple[str, ...]:
         return ("B",)
     if not schedule.disaggregated:
         return ("F",)
-    return ("F", "R") if runs_forward(schedule, hop.taker) else ("R",)
+    return ("F", "R") if schedule.runs_forward(hop.taker) else ("R",)
 
 
 def lower(schedule: Schedule) -> tuple[tuple[Action | Transfer, ...], ...]:
     """Return the program of each rank: its actions in the table's order with all messages."""
-    return tuple(
-        tuple(step for exchange in exchanges(schedule, rank) for step in _flat(exchange))
-        for rank in range(len(schedule.rows))
-    )
+    programs = []
+    for rank in range(len(schedule.rows)):
+        program: list[Action | Transfer] = []
+        for exchange in exchanges(schedule, rank):
+            # A local tensor is listed once, as the output of its producer.
+            program += (transfer for transfer in exchange.inputs if transfer.verb == "RECV")
+            program += (exchange.action, *exchange.outputs)
+        programs.append(tuple(program))
+    return tuple(programs)
 
 
-def _flat(exchange: Exchange) -> list[Action | Transfer]:
-    """List a local tensor once, as the output of its producer."""
-    arriving = (transfer for transfer in exchange.inputs if transfer.verb == "RECV")
-    return [*arriving, exchange.action, *exchange.outputs]
+def tensor_of(action: Action) -> Message:
+    """Return the name of the activation or gradient that an action takes."""
+    kind: MessageKind = "F" if action.kind in ("F", "R") else "B"
+    return Message(kind, action.stage, action.microbatch)
 
 
-def _inputs(schedule: Schedule, action: Action) -> tuple[Transfer, ...]:
-    stage, kind, microbatch = action
-    if kind == "W":
-        return ()
-    if kind == "R":
-        return _inputs_again(schedule, action)
-    source = stage - 1 if kind == "F" else stage + 1
-    if not 0 <= source < schedule.num_stages:
-        return ()
-    hop = schedule.placement.hops[min(source, stage)]
-    message = Message("F" if kind == "F" else "B", stage, microbatch)
-    peer = schedule.placement.rank_for(source, kind)
-    return (Transfer("LOCAL" if hop == "local" else "RECV", message, peer, hop == "twin"),)
-
-
-def _inputs_again(schedule: Schedule, action: Action) -> tuple[Transfer, ...]:
-    """Inputs of R: the previous stage's output, or the layer inputs that its own F saved."""
-    source = action.stage - (not schedule.ships_activations)
-    if source < 0:
-        return ()
-    message = Message("F", action.stage, action.microbatch)
-    return (Transfer("RECV", message, schedule.placement.rank_for(source, "F")),)
-
-
-def _outputs(schedule: Schedule, action: Action) -> tuple[Transfer, ...]:
-    stage, kind, microbatch = action
-    if kind in ("W", "R"):
-        return ()
-    copies = _copies(schedule, action) if kind == "F" and schedule.disaggregated else ()
-    target = stage + 1 if kind == "F" else stage - 1
-    if not 0 <= target < schedule.num_stages:
-        return copies
-    if schedule.disaggregated and kind == "F" and not runs_forward(schedule, target):
-        return copies
-    hop = schedule.placement.hops[min(target, stage)]
-    message = Message("F" if kind == "F" else "B", target, microbatch)
-    peer = schedule.placement.rank_for(target, kind)
-    return (Transfer("LOCAL" if hop == "local" else "SEND", message, peer, hop == "twin"), *copies)
-
-
-def _copies(schedule: Schedule, action: Action) -> tuple[Transfer, ...]:
-    """Messages to a backward rank: the output of F, or in `ship` mode the saved layer inputs."""
-    target = action.stage + (not schedule.ships_activations)
-    if target >= schedule.num_stages:
-        return ()
-    message = Message("F", target, action.microbatch)
-    return (Transfer("SEND", message, schedule.placement.rank_for(target, "R")),)
+def _tensor(schedule: Schedule, source: Action, target: Action, *, sends: bool) -> Transfer:
+    """Return how the result of an action reaches one that needs it, seen from one of the two."""
+    other = target if sends else source
+    peer = schedule.placement.rank_for(other.stage, other.kind)
+    # Between both roles of one stage there is no hop: they are on two ranks.
+    hops, stages = schedule.placement.hops, (source.stage, target.stage)
+    hop = "rank" if source.stage == target.stage else hops[min(stages)]
+    verb: Literal["RECV", "SEND"] = "SEND" if sends else "RECV"
+    return Transfer("LOCAL" if hop == "local" else verb, tensor_of(target), peer, hop == "twin")
 
 
 def _awaits(schedule: Schedule, action: Action, window: int | None) -> tuple[Transfer, ...]:
@@ -196,7 +182,7 @@ def _awaits(schedule: Schedule, action: Action, window: int | None) -> tuple[Tra
 
 def _grants(schedule: Schedule, action: Action, window: int | None) -> tuple[Transfer, ...]:
     stage, kind, microbatch = action
-    if window is None or kind != "R" or not runs_forward(schedule, stage):
+    if window is None or kind != "R" or not schedule.runs_forward(stage):
         return ()
     if microbatch + window >= schedule.num_microbatches:
         return ()
@@ -204,16 +190,51 @@ def _grants(schedule: Schedule, action: Action, window: int | None) -> tuple[Tra
     return (Transfer("SEND", message, schedule.placement.rank_for(stage, "F")),)
 
 
-def runs_forward(schedule: Schedule, stage: int) -> bool:
-    """Return whether some rank runs the F of a stage.
-
-    If backward ranks recompute forwards, nobody needs the output of the last stage's F.
-    """
-    is_last = stage == schedule.num_stages - 1
-    return not (schedule.disaggregated and is_last) or schedule.ships_activations
-
-
 def reduction_order(row: Row) -> tuple[int, ...]:
     """Return the stages of a row in the order in which their gradients complete."""
     last_use = {action.stage: index for index, action in enumerate(row)}
     return tuple(sorted(last_use, key=last_use.__getitem__))
+
+
+def check_slots(schedule: Schedule, slots: int) -> None:
+    """Check that a table ends if each edge holds at most `slots` unused messages.
+
+    Our transports give every edge the slots of `memory.slots_needed`, so no send waits. With fewer,
+    a send waits until the receiver has used an earlier message of the same edge and kind, and an
+    acyclic table can deadlock.
+
+    Raises:
+        ScheduleError: It deadlocks; the message shows each rank's position and the number of slots
+            that suffices.
+    """
+    if schedule.disaggregated:
+        raise ScheduleError(
+            f"{schedule.label} needs a slot for each micro-batch, because forwards never wait for "
+            "backwards; leave the number of slots out"
+        )
+    placement = schedule.placement
+    unused: dict[Edge, int] = {}
+
+    def edge(source: int | None, target: int | None, kind: str) -> Edge | None:
+        if source is None or target is None or placement.hops[min(source, target)] == "local":
+            return None
+        return placement.rank_of[source], placement.rank_of[target], "F" if kind == "F" else "B"
+
+    def visit(rank: int, index: int, _taken: object) -> bool | None:
+        stage, kind, _ = schedule.rows[rank][index]
+        sends = edge(stage, placement.target(stage, kind), kind)
+        if sends is not None:
+            if unused.get(sends, 0) >= slots:
+                return None
+            unused[sends] = unused.get(sends, 0) + 1
+        receives = edge(placement.source(stage, kind), stage, kind)
+        if receives is not None:
+            unused[receives] -= 1
+        return True
+
+    stuck = walk(schedule, visit)
+    if stuck:
+        lines = [f"{schedule.label} gets stuck with {slots} receive slots on each edge:"]
+        lines += [f"  {schedule.marked(rank, index)}" for rank, index in list(stuck.items())[:4]]
+        lines.append(f"with {max(slots_needed(schedule).values())} slots no send ever waits")
+        raise ScheduleError("\n".join(lines))

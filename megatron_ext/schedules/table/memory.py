@@ -191,8 +191,11 @@ def _live_by_peer(schedule: Schedule, row: Row) -> dict[int, int]:
     rank_of, hops = schedule.placement.rank_of, schedule.placement.hops
     live: dict[int, int] = {}
     peak: dict[int, int] = {}
-    peers = [-1 if hop == "local" else rank_of[stage + 1] for stage, hop in enumerate(hops)]
-    peers.append(-1)
+    peers = [-1] * schedule.num_stages
+    for stage, hop in enumerate(hops):
+        target = schedule.placement.target(stage, "F")
+        if hop != "local" and target is not None:
+            peers[stage] = rank_of[target]
     for stage, kind, _ in row:
         peer = peers[stage]
         if peer < 0:

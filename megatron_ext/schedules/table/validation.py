@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.table.actions import Action, Kind, Schedule
-from megatron_ext.schedules.table.communication import reduction_order, runs_forward
-from megatron_ext.schedules.table.marking import marked_row
+from megatron_ext.schedules.table.communication import check_slots, reduction_order
 from megatron_ext.schedules.table.memory import (
     Edge,
     Memory,
@@ -22,11 +21,17 @@ from megatron_ext.schedules.table.memory import (
     measure,
     slots_needed,
 )
-from megatron_ext.schedules.table.slots import check_slots
-from megatron_ext.schedules.table.topological import execution_order
-from megatron_ext.schedules.table.unfold import literal_rows
+from megatron_ext.schedules.table.transforms import literal_rows
+from megatron_ext.schedules.table.walk import check_ends
 
-__all__ = ["Report", "check_actions", "check_cover", "check_group_order", "validate"]
+__all__ = [
+    "Report",
+    "check_actions",
+    "check_cover",
+    "check_first_gradients",
+    "check_group_order",
+    "validate",
+]
 
 # Actions done for one stage and micro-batch, as a bit set.
 _BIT = {"F": 1, "R": 1, "B": 2, "I": 4, "W": 8}
@@ -66,7 +71,7 @@ def validate(
         ScheduleError: The table is wrong; the message marks the place and states the rule.
     """
     check_actions(schedule)
-    execution_order(schedule)
+    check_ends(schedule)
     memory = measure(schedule)
     _check_cap(schedule, memory.activations, max_activations, "activations")
     _check_cap(schedule, memory.weight_stash, max_weight_stash, "weight stash")
@@ -123,7 +128,7 @@ def check_cover(schedule: Schedule) -> None:
 def _check_forwards(schedule: Schedule, forwards: bytearray) -> None:
     for key, ran in enumerate(forwards):
         stage, microbatch = divmod(key, schedule.num_microbatches)
-        if not ran and runs_forward(schedule, stage):
+        if not ran and schedule.runs_forward(stage):
             raise ScheduleError(
                 f"rank {schedule.placement.rank_of[stage]} never runs {stage}F{microbatch}, which "
                 "others need; forward ranks must run F of each micro-batch"
@@ -137,7 +142,7 @@ def _kinds_of_stages(schedule: Schedule) -> list[dict[int, str]]:
         if not schedule.disaggregated:
             kinds[schedule.placement.rank_of[stage]][stage] = "FBIW"
             continue
-        if runs_forward(schedule, stage):
+        if schedule.runs_forward(stage):
             kinds[schedule.placement.rank_for(stage, "F")][stage] = "F"
         kinds[schedule.placement.rank_for(stage, "B")][stage] = "RBIW"
     return kinds
@@ -158,7 +163,7 @@ def _misplaced(schedule: Schedule, rank: int, index: int) -> str:
         rule = "R is for ranks that run backwards only; this one runs F"
     elif owner == rank:
         rule = f"nobody needs the output of {action}, because backward ranks recompute it"
-    return f"{action} does not belong here: {rule}\n  {marked_row(schedule, rank, index)}"
+    return f"{action} does not belong here: {rule}\n  {schedule.marked(rank, index)}"
 
 
 def _unexpected(schedule: Schedule, rank: int, index: int, bits: int) -> str:
@@ -173,7 +178,7 @@ def _unexpected(schedule: Schedule, rank: int, index: int, bits: int) -> str:
         rule = f"{action._replace(kind='I')} has to run before it"
     else:
         rule = "a micro-batch has either one B or one I and one W on a stage, not both"
-    return f"{action} cannot run here: {rule}\n  {marked_row(schedule, rank, index)}"
+    return f"{action} cannot run here: {rule}\n  {schedule.marked(rank, index)}"
 
 
 def _missing(schedule: Schedule, stage: int, microbatch: int, bits: int) -> str:
@@ -192,7 +197,7 @@ def _missing(schedule: Schedule, stage: int, microbatch: int, bits: int) -> str:
     return (
         f"rank {rank} never runs {what}; each of its stages needs {opens} and B (or I and W) of "
         f"each of the {schedule.num_microbatches} micro-batches\n"
-        f"  {marked_row(schedule, rank, last)}"
+        f"  {schedule.marked(rank, last)}"
     )
 
 
@@ -208,7 +213,7 @@ def _check_cap(schedule: Schedule, peaks: tuple[float, ...], cap: float | None, 
     raise ScheduleError(
         f"rank {rank} of {schedule.label} keeps {peaks[rank]:g} {what} (in units of one "
         f"micro-batch on 1/pp of the model), the cap is {cap:g}; allow {max(peaks):g}, or use a "
-        f"schedule that keeps less\n  {marked_row(schedule, rank, index)}"
+        f"schedule that keeps less\n  {schedule.marked(rank, index)}"
     )
 
 
@@ -227,6 +232,35 @@ def _is_ascending(schedule: Schedule) -> bool:
                 return False
             newest[stage, kind == "W"] = microbatch
     return True
+
+
+def check_first_gradients(schedule: Schedule, rank: int) -> None:
+    """Check that a stage's first forward and its first weight gradients are of one micro-batch.
+
+    Layers of Transformer Engine with fused gradient accumulation do not add the gradient of the
+    first micro-batch: they overwrite with it what is there. For the first one they take that whose
+    forward was the first of the step. If another micro-batch has added to the gradient by then,
+    that is lost, without an error.
+
+    Raises:
+        ScheduleError: On one of its stages they are of different micro-batches.
+    """
+    # I computes the gradients that are never postponed, W those that may be, B both.
+    adds = {"B": "IW", "I": "I", "W": "W"}
+    opened: dict[int, int] = {}
+    begun: set[tuple[int, str]] = set()
+    for index, (stage, kind, microbatch) in enumerate(schedule.rows[rank]):
+        first = opened.setdefault(stage, microbatch)
+        for part in adds.get(kind, ""):
+            if (stage, part) not in begun and microbatch != first:
+                raise ScheduleError(
+                    f"the first weight gradients of stage {stage} are those of micro-batch "
+                    f"{microbatch}, its first forward is that of {first}; layers of Transformer "
+                    f"Engine with fused gradient accumulation would lose gradients; begin with one "
+                    f"micro-batch, or use --no-gradient-accumulation-fusion\n"
+                    f"  {schedule.marked(rank, index)}"
+                )
+            begun.add((stage, part))
 
 
 def _check_twins(schedule: Schedule) -> None:

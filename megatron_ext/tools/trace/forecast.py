@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig
 from megatron_ext.config.sized_pipeline import Pipeline
 from megatron_ext.errors import DataError, ScheduleError
-from megatron_ext.schedules import comparison
+from megatron_ext.schedules import commands
+from megatron_ext.schedules.commands import aligned
 from megatron_ext.schedules.generators.catalog import registered
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.policies import POLICIES
 from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.schedules.table.memory import activation_peaks
-from megatron_ext.schedules.text_table import aligned
 from megatron_ext.tools.trace import summary
 from megatron_ext.tools.trace.aggregate import Run, read_run
 from megatron_ext.tools.trace.measured_costs import StageCosts, load_schedule, measured_costs
@@ -174,7 +174,7 @@ def _pipelines(measured: Schedule, stash_ratio: float) -> Iterator[Pipeline]:
     seen: set[tuple[object, ...]] = set()
     for generator in registered().values():
         count = measured.total_microbatches // generator.twins
-        for variant in comparison.variants(generator, None, {}):
+        for variant in commands.variants(generator, None, {}):
             options = dict(variant)
             chunks = options.pop("chunks", None)
             config = PipelineConfig(
@@ -234,7 +234,7 @@ def _of_table(measured: _Measured, pipeline: Pipeline, costs: Costs) -> Predicti
         for seed in range(_SEEDS if noisy else 1)
     ]
     static = pipeline.static().full
-    label, flags = static.label, comparison.training_flags(static, pipeline.costs)
+    label, flags = static.label, commands.training_flags(static, pipeline.costs)
     if pipeline.dynamic is not None:
         label = _dynamic_label(label, pipeline.dynamic.policy)
         flags = f"{flags} --use-dpp --dpp-policy {pipeline.dynamic.policy}"
@@ -255,7 +255,7 @@ def _simulate(pipeline: Pipeline, costs: Costs) -> Timeline:
     count = pipeline.num_microbatches
     schedule = pipeline.schedule(count)
     if pipeline.dynamic is None:
-        return comparison.evaluate(schedule, costs)
+        return commands.evaluate(schedule, costs)
     return simulate_dynamic(schedule, lambda rank: pipeline.policy(count, rank), costs)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import DataError, ScheduleError
-from megatron_ext.schedules import comparison
-from megatron_ext.schedules.table import json_io
+from megatron_ext.schedules import commands
+from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.text_file import read_text
 from megatron_ext.tools.trace.detect import link_speeds
@@ -93,11 +93,11 @@ def load_schedule(directory: Path) -> Schedule | None:
     """
     path = directory / SCHEDULE_FILE
     try:
-        schedule = json_io.loads(read_text(path, _MAX_BYTES))
+        schedule = table_files.from_json(read_text(path, _MAX_BYTES))
         placement = schedule.placement
         if not (0 < placement.num_ranks <= _MAX_STAGES and placement.num_stages <= _MAX_STAGES):
             raise ScheduleError(f"it has {placement.num_stages} stages")
-        comparison.evaluate(schedule, Costs())
+        commands.evaluate(schedule, Costs())
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -151,4 +151,4 @@ def measured_costs(run: Run, schedule: Schedule) -> StageCosts:
 def planned(run: Run, schedule: Schedule) -> Timeline:
     """Return the table of a run, simulated with measured costs; times in seconds."""
     costs = measured_costs(run, schedule).costs(schedule.pp, schedule.num_stages)
-    return comparison.evaluate(schedule, costs)
+    return commands.evaluate(schedule, costs)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import DataError
-from megatron_ext.schedules.table.unfold import literal_rows, table_rank
+from megatron_ext.schedules.table.transforms import literal_rows, table_rank
 from megatron_ext.tools.trace import summary
 from megatron_ext.tools.trace.detect import Thresholds, detect, link_speeds
 from megatron_ext.tools.trace.measured_costs import load_schedule, planned

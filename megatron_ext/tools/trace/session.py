@@ -208,7 +208,7 @@ def _identity(run: Run) -> tuple[Path, Header]:
 
 def _write_schedule(table: Schedule | None, directory: Path) -> None:
     """Write the table of the run beside the traces; that of Megatron's own schedule if it runs."""
-    from megatron_ext.schedules.table import json_io
+    from megatron_ext.schedules.table import table_files
     from megatron_ext.tools.trace.measured_costs import SCHEDULE_FILE
 
     path = directory / SCHEDULE_FILE
@@ -216,7 +216,7 @@ def _write_schedule(table: Schedule | None, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         if table is not None:
-            files.write_text(path, json_io.dumps(table))
+            files.write_text(path, table_files.json_text(table))
 
 
 def _boot() -> str:

@@ -15,14 +15,15 @@ from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.schedules.search.length_balance import (
     LengthCost,
     Packing,
+    best_order,
     deal_out,
     fills_of,
+    makespan_of,
     num_fills,
     pack_by_cost,
     pack_in_file_order,
     shortest,
 )
-from megatron_ext.schedules.search.length_order import best_order, makespan_of
 
 MAX_TOKENS = 100
 LENGTHS = st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=60)

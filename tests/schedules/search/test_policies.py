@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Costs, Schedule, generate, simulate, validate
-from megatron_ext.schedules.search.curve import Curve
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.patience import policies, quiet
-from megatron_ext.schedules.search.policies import POLICIES, PolicyName, make_policy
-from megatron_ext.schedules.table.first_gradients import check_first_gradients
+from megatron_ext.schedules.search.policies import POLICIES, Curve, PolicyName, make_policy
 from megatron_ext.schedules.table.memory import (
     activation_peaks,
     gathered_stash_ratio,
     measure,
 )
-from megatron_ext.schedules.table.split_backwards import split_backwards
+from megatron_ext.schedules.table.transforms import split_backwards
+from megatron_ext.schedules.table.validation import check_first_gradients
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline

@@ -18,7 +18,7 @@ from megatron_ext.schedules.search.queues import (
     check_queues,
     programs,
 )
-from megatron_ext.schedules.table.forward_only import forward_only
+from megatron_ext.schedules.table.transforms import forward_only
 
 from .. import reference
 from ..strategies import routed_schedules, schedules

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules import Action, generate
+from megatron_ext.schedules import Action, Schedule, generate
 from megatron_ext.schedules.table.actions import KINDS
+
+from ..strategies import schedules
 
 
 @given(st.integers(0, 999), st.sampled_from(KINDS), st.integers(0, 9999))
@@ -52,3 +54,22 @@ def test_which_schedules_split_backwards() -> None:
         name for name in ("gpipe", "1f1b", "zb-h1", "zb-v") if generate(name, 2, 4).splits_backward
     }
     assert split == {"zb-h1", "zb-v"}
+
+
+FBD = st.builds(
+    lambda half, m, activations: generate("fbd", 2 * half, m, activations=activations),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.sampled_from(["recompute", "ship"]),
+)
+
+
+@given(schedules() | FBD)
+def test_needs_and_feeds_are_one_rule(schedule: Schedule) -> None:
+    actions = {action for row in schedule.rows for action in row}
+    needs = {(before, after) for after in actions for before in schedule.needs(after)}
+    assert needs == {(before, after) for before in actions for after in schedule.feeds(before)}
+    assert {before for before, _ in needs} <= actions
+    for before, after in needs:
+        assert before.microbatch == after.microbatch
+        assert abs(before.stage - after.stage) <= 1

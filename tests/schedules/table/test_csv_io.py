@@ -13,7 +13,7 @@ from hypothesis import given
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Schedule, generate, simulate, validate
-from megatron_ext.schedules.table import csv_io
+from megatron_ext.schedules.table import table_files
 from tests.schedules import torch_tables
 from tests.schedules.strategies import schedules
 
@@ -26,7 +26,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tables")
     for stem, name in OURS.items():
         schedule = generate(name, torch_tables.PP, torch_tables.NUM_MICROBATCHES)
-        (folder / f"{stem}.csv").write_text(csv_io.dumps(schedule), newline="")
+        (folder / f"{stem}.csv").write_text(table_files.csv_text(schedule), newline="")
     command = [sys.executable, torch_tables.__file__, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -39,7 +39,7 @@ def test_tables_of_torch_load(tables: Path, name: str) -> None:
     expected = "v" if torch_tables.MADE[name] == torch_tables.V else "loop"
     assert schedule.placement.name == expected
     validate(schedule)
-    with_communication = csv_io.load(str(tables / f"{name}-comms.csv"))
+    with_communication = table_files.load_csv(str(tables / f"{name}-comms.csv"))
     assert with_communication.rows == schedule.rows
 
 
@@ -50,7 +50,7 @@ def test_tables_of_torch_take_as_long_as_ours(tables: Path) -> None:
         ("DualPipeV", "dualpipe-v"),
     ):
         ours = generate(name, torch_tables.PP, torch_tables.NUM_MICROBATCHES)
-        loaded = csv_io.load(str(tables / f"{theirs}.csv"))
+        loaded = table_files.load_csv(str(tables / f"{theirs}.csv"))
         assert simulate(loaded).makespan == simulate(ours).makespan
         assert loaded.placement == ours.placement
 
@@ -63,7 +63,7 @@ def test_torch_loads_our_tables(tables: Path, stem: str) -> None:
 
 @given(schedules())
 def test_there_and_back(schedule: Schedule) -> None:
-    loaded = csv_io.loads(csv_io.dumps(schedule), "csv:x")
+    loaded = table_files.from_csv(table_files.csv_text(schedule), "csv:x")
     assert loaded.rows == schedule.rows
     assert loaded.placement.rank_of == schedule.placement.rank_of
     assert loaded.num_microbatches == schedule.num_microbatches
@@ -74,7 +74,7 @@ def test_idle_cells_pairs_and_communication() -> None:
         ",0F0,0SEND_F0,(0F1;0B0)OVERLAP_F_B,0B1",
         ",1UNSHARD,1RECV_F0,1F0,1B0,,1F1,1B1,1REDUCE_GRAD",
     )
-    loaded = csv_io.loads("\r\n".join(rows), "csv:x")
+    loaded = table_files.from_csv("\r\n".join(rows), "csv:x")
     assert [" ".join(map(str, row)) for row in loaded.rows] == [
         "0F0 0F1 0B0 0B1",
         "1F0 1B0 1F1 1B1",
@@ -82,7 +82,7 @@ def test_idle_cells_pairs_and_communication() -> None:
     validate(loaded)
 
 
-GOOD = csv_io.dumps(generate("1f1b", 4, 6))
+GOOD = table_files.csv_text(generate("1f1b", 4, 6))
 
 
 def _edit(row: int, old: str, new: str) -> Callable[[str], str]:
@@ -128,10 +128,10 @@ def test_damaged_files(
     path = tmp_path / "table.csv"
     path.write_text(damage(GOOD), newline="")
     if messages is None:  # another order that is as correct
-        validate(csv_io.load(str(path), *sizes))
+        validate(table_files.load_csv(str(path), *sizes))
         return
     with pytest.raises(ScheduleError) as caught:
-        csv_io.load(str(path), *sizes)
+        table_files.load_csv(str(path), *sizes)
     for message in (str(path), *messages):
         assert message in str(caught.value)
 
@@ -140,7 +140,7 @@ def test_a_cyclic_file_shows_the_cycle(tmp_path: Path) -> None:
     path = tmp_path / "cyclic.csv"
     path.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     with pytest.raises(ScheduleError) as caught:
-        csv_io.load(str(path))
+        table_files.load_csv(str(path))
     assert "0B0 of rank 0 needs 1B0, which is behind 1F1" in str(caught.value)
     assert "1F1 of rank 1 needs 0F1, which is behind 0B0" in str(caught.value)
     assert ">>0B0<<" in str(caught.value)
@@ -150,7 +150,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match="csv: names no file; write csv:FILE"):
         generate("csv:")
     with pytest.raises(ScheduleError, match="cannot be read as a schedule"):
-        csv_io.load(str(tmp_path / "absent.csv"))
+        table_files.load_csv(str(tmp_path / "absent.csv"))
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\0\1")
     with pytest.raises(ScheduleError, match="cannot be read as a schedule"):
-        csv_io.load(str(tmp_path / "binary.csv"))
+        table_files.load_csv(str(tmp_path / "binary.csv"))

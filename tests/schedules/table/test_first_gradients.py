@@ -9,7 +9,7 @@ from hypothesis import given
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Action, Schedule, generate
-from megatron_ext.schedules.table.first_gradients import check_first_gradients
+from megatron_ext.schedules.table.validation import check_first_gradients
 from tests.schedules.strategies import schedules
 
 

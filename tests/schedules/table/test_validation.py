@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Action, Schedule, generate, validate
+from megatron_ext.schedules.table.communication import check_slots
 from megatron_ext.schedules.table.memory import slots_needed
-from megatron_ext.schedules.table.slots import check_slots
 from megatron_ext.schedules.table.validation import check_group_order
 from tests.schedules import reference
 from tests.schedules.strategies import schedules

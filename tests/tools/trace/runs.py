@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ext.schedules import Costs, generate, simulate
-from megatron_ext.schedules.table import json_io
+from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.communication import exchanges
 from megatron_ext.tools.trace.measured_costs import SCHEDULE_FILE
 from megatron_ext.tools.trace.recorder import HostClock, Recorder
@@ -83,7 +83,7 @@ def write_run(
                 recorder.notes |= size_fields(microbatch, *size)
             recorder.end_iteration()
         recorder.close()
-    (directory / SCHEDULE_FILE).write_text(json_io.dumps(table))
+    (directory / SCHEDULE_FILE).write_text(table_files.json_text(table))
     return directory
 
 

@@ -13,7 +13,7 @@ from megatron_ext import cli
 from megatron_ext.errors import DataError
 from megatron_ext.schedules import Costs, generate
 from megatron_ext.schedules.search.length_balance import LengthCost
-from megatron_ext.schedules.table import json_io
+from megatron_ext.schedules.table import table_files
 from megatron_ext.tools.trace.length_costs import Point, fit, measured_length_cost
 from megatron_ext.tools.trace.measured_costs import SCHEDULE_FILE
 from megatron_ext.tools.trace.records import file_name
@@ -113,7 +113,7 @@ def test_traces_that_do_not_tell_it_are_refused(
 
 def test_mirrored_pipelines_are_refused(tmp_path: Path) -> None:
     folder = _run(tmp_path)
-    (folder / SCHEDULE_FILE).write_text(json_io.dumps(generate("bitpipe", 4, 8)))
+    (folder / SCHEDULE_FILE).write_text(table_files.json_text(generate("bitpipe", 4, 8)))
     with pytest.raises(DataError, match="under bitpipe stages run micro-batches that their twin"):
         measured_length_cost(folder)
 

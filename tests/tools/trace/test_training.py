@@ -13,7 +13,7 @@ import pytest
 from megatron_ext.config.flags import pipeline_config
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules import generate
-from megatron_ext.schedules.table import json_io
+from megatron_ext.schedules.table import table_files
 from megatron_ext.tools.trace import forecast, report, session, summary
 from megatron_ext.tools.trace.aggregate import Run, read_run, write_chrome_trace
 from megatron_ext.tools.trace.records import sizes_in
@@ -52,7 +52,7 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
     assert losses(logs) == losses(plain), "recording changes nothing"
     assert [survey.iterations for survey in run.surveys] == [3] * 4
     assert not any(survey.damaged for survey in run.surveys)
-    table = json_io.loads((tmp_path / "run" / "schedule.json").read_text())
+    table = table_files.from_json((tmp_path / "run" / "schedule.json").read_text())
     for rank in range(4):
         assert {"forward", "receive", "send", "reduce", "optimizer"} <= names(run, rank)
         found = sorted(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from megatron_ext.schedules import Schedule, generate
-from megatron_ext.schedules.table.unfold import literal_rows
+from megatron_ext.schedules.table.transforms import literal_rows
 from tests.schedules.strategies import schedules
 
 

@@ -1,0 +1,694 @@
+"""The subcommands `plan` and `plot`, and the comparison of schedules by simulation under them.
+
+They start fast, importing neither torch nor Megatron.
+"""
+
+# ruff: noqa: T201 - commands report on stdout and stderr
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.files import cannot_write, write_text
+from megatron_ext.schedules.drawing import render, svg
+from megatron_ext.schedules.generators.catalog import (
+    CSV_PREFIX,
+    MAX_PASSES,
+    MAX_RANKS,
+    Generator,
+    generate,
+    get,
+    registered,
+)
+from megatron_ext.schedules.search.length_balance import (
+    LengthCost,
+    best_order,
+    deal_out,
+    fills_of,
+    makespan_of,
+    pack_in_file_order,
+    shortest,
+)
+from megatron_ext.schedules.search.patience import gains
+from megatron_ext.schedules.search.simulate import Timeline, simulate
+from megatron_ext.schedules.table import table_files
+from megatron_ext.schedules.table.costs import UNIT, Costs
+from megatron_ext.schedules.table.validation import check_actions
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.table.actions import Option, Schedule
+
+__all__ = [
+    "add_plan",
+    "add_plot",
+    "add_subcommand",
+    "aligned",
+    "compare",
+    "evaluate",
+    "figures",
+    "table",
+    "training_flags",
+    "variants",
+]
+
+_Subparsers = argparse._SubParsersAction
+
+
+def add_subcommand(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
+    """Register `plan` and `plot`; the parsed namespace's `run` attribute executes the command."""
+    add_plan(subparsers)
+    add_plot(subparsers)
+
+
+def add_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
+    """Register `plan`."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="compare pipeline schedules by simulation",
+        description="Simulates pipeline schedules and ranks them by the time of one step.",
+    )
+    parser.add_argument(
+        "--schedule",
+        nargs=1,
+        default=["all"],
+        metavar="NAME|all",
+        help=f"{_names()} (default: all of them)",
+    )
+    _add_sizes(parser)
+    parser.add_argument("--json", action="store_true", help="as a JSON list of objects")
+    parser.add_argument(
+        "--use-dpp",
+        action="store_true",
+        help="also show the gain or loss of a dynamic order over each table",
+    )
+    _add_lengths(parser)
+    parser.set_defaults(run=_run_plan)
+
+
+def _add_lengths(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lengths",
+        type=Path,
+        metavar="FILE",
+        help="lengths of the samples in tokens, one a line, or JSON lines: predict what balancing "
+        "by cost gains",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="T", help="of a micro-batch, with --lengths"
+    )
+    parser.add_argument(
+        "--replicas", type=int, metavar="D", help="data-parallel replicas, with --lengths"
+    )
+    parser.add_argument(
+        "--length-costs",
+        metavar="A,B",
+        help="with --lengths: a sample of L tokens costs A*L + B*L^2, in any unit",
+    )
+    parser.add_argument(
+        "--hidden-size",
+        type=int,
+        metavar="H",
+        help="instead of --length-costs: width of a model with a feed-forward network of 4H",
+    )
+
+
+def add_plot(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
+    """Register `plot`."""
+    parser = subparsers.add_parser(
+        "plot",
+        help="draw pipeline schedules",
+        description="Draws one pipeline schedule, or several below each other, in the terminal or "
+        "into a file.",
+    )
+    parser.add_argument("schedule", metavar="NAME", nargs="+", help=_names())
+    _add_sizes(parser)
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=".svg (picture), .csv (the table, as torch.distributed.pipelining writes it) or .json",
+    )
+    parser.set_defaults(run=_run_plot)
+
+
+def _names() -> str:
+    return f"{', '.join(registered(unlisted=True))} or csv:FILE"
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pp", type=int, metavar="P", help="ranks of the pipeline")
+    parser.add_argument(
+        "--microbatches", type=int, metavar="M", help="micro-batches of the pipeline in one step"
+    )
+    parser.add_argument("--chunks", type=int, metavar="V", help="stages on each rank (interleaved)")
+    for generator in registered(unlisted=True).values():
+        for key, values in generator.options.items():
+            parser.add_argument(
+                generator.flag(key),
+                dest=f"{generator.name} {key}",
+                choices=values,
+                help=f"of {generator.name} (default: {values[0]})",
+            )
+    parser.add_argument(
+        "--costs",
+        default="1,1,1",
+        metavar="F,I,W",
+        help="durations of forward, input gradient and weight gradient on 1/pp of the model, in "
+        "any consistent unit (default: 1,1,1)",
+    )
+    parser.add_argument(
+        "--comm",
+        type=float,
+        default=0.0,
+        metavar="C",
+        help="latency of a message, in the unit of --costs (default: 0)",
+    )
+
+
+def _costs(args: argparse.Namespace) -> Costs:
+    try:
+        forward, input_gradient, weight = map(float, args.costs.split(","))
+    except ValueError:
+        raise ScheduleError(
+            f"--costs needs three numbers F,I,W, got {args.costs!r}; for example --costs 1,1,1"
+        ) from None
+    return Costs(forward, input_gradient, weight, latency=args.comm)
+
+
+def _options(args: argparse.Namespace) -> dict[str, dict[str, Option]]:
+    """Return the given options of each schedule, by its name."""
+    said: dict[str, dict[str, Option]] = {}
+    for destination, value in vars(args).items():
+        name, _, key = destination.partition(" ")
+        if key and value is not None:
+            if not {name, "all"}.intersection(args.schedule):
+                named = ", ".join(args.schedule)
+                raise ScheduleError(f"--{name}-{key} is for {name}, not for {named}; leave it out")
+            said.setdefault(name, {})[key] = value
+    return said
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    if all(name.startswith("csv:") for name in args.schedule):
+        return
+    for flag, value in (("--pp", args.pp), ("--microbatches", args.microbatches)):
+        if value is None:
+            raise ScheduleError(f"{flag} is missing; give it (only csv:FILE has its own size)")
+        most = MAX_RANKS if flag == "--pp" else MAX_PASSES // min(max(args.pp, 1), MAX_RANKS)
+        beside = "" if flag == "--pp" else f" for {args.pp} ranks"
+        if value > most:
+            raise ScheduleError(
+                f"{flag} {value} is more than can be planned{beside}; use at most {most}"
+            )
+    if args.pp == 1:
+        raise ScheduleError("--pp 1 is not a pipeline, there is nothing to schedule; use 2 or more")
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Keep the cycle collector off: it would visit millions of tuples, which form no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _run_lengths(args: argparse.Namespace) -> int:
+    """Predict what balancing by cost gains."""
+    for flag, value in (("--use-dpp", args.use_dpp), ("--chunks", args.chunks)):
+        if value:
+            raise ScheduleError(f"{flag} cannot be combined with --lengths; leave it out")
+    if args.max_tokens is None:
+        raise ScheduleError("--max-tokens is missing; give what a micro-batch holds at most")
+    if (args.length_costs is None) == (args.hidden_size is None):
+        raise ScheduleError(
+            "--lengths needs --length-costs A,B or --hidden-size H, one of them, to know what a "
+            "length costs; for example --hidden-size 4096"
+        )
+    if args.length_costs is not None:
+        cost = LengthCost.parse(args.length_costs)
+    else:
+        cost = LengthCost.of_model(args.hidden_size)
+    replicas = 1 if args.replicas is None else args.replicas
+    sizes = Sizes(args.pp, args.microbatches, replicas, args.max_tokens)
+    lengths = read_lengths(args.lengths)
+    found, left_out = predict_lengths(lengths, args.schedule[0], sizes, cost, _costs(args))
+    if args.json:
+        print(json.dumps([asdict(gains) for gains in found], indent=1))
+    else:
+        rows = [("schedule", "file order", "order", "pack", "bound", "gain of pack")]
+        for gains in found:
+            name, *steps = asdict(gains).values()
+            gained = gains.in_file_order / gains.pack
+            rows.append((name, *(f"{step:.4g}" for step in steps), f"{gained:.3f}"))
+        print(aligned(rows))
+        print(
+            f"\nsteps, mean of at most {_MAX_BATCHES} global batches; 1 = forward of the mean "
+            "micro-batch on 1/pp of the model\norder, pack: train with --pipeline-balance order or "
+            "pack"
+        )
+    _print_left_out(left_out)
+    return 0
+
+
+@_without_garbage_collection()
+def _run_plan(args: argparse.Namespace) -> int:
+    for name in ("max_tokens", "replicas", "length_costs", "hidden_size"):
+        if args.lengths is None and getattr(args, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ScheduleError(f"{flag} is for --lengths FILE; add it, or leave {flag} out")
+    _check_sizes(args)
+    if args.lengths is not None:
+        return _run_lengths(args)
+    timelines, left_out = compare(
+        args.schedule[0], args.pp, args.microbatches, _costs(args), args.chunks, _options(args)
+    )
+    if args.json:
+        print(json.dumps([figures(timeline) for timeline in timelines], indent=1))
+    else:
+        _print_plan(args, timelines)
+    _print_left_out(left_out)
+    return 0
+
+
+def _print_left_out(reasons: list[str]) -> None:
+    for reason in reasons:
+        print(f"left out: {reason}", file=sys.stderr)
+
+
+def _print_plan(args: argparse.Namespace, timelines: list[Timeline]) -> None:
+    """Print the comparison, the flags of each schedule and the gain of `--use-dpp` over each."""
+    print(table(timelines))
+    unit = "1 = forward of 1/pp of the model" if args.costs == "1,1,1" else "in the unit of --costs"
+    print(f"\ntimes: {unit}; activations: 1 = one micro-batch on 1/pp of the model")
+    print("\nflags:")
+    width = max(len(timeline.schedule.label) for timeline in timelines)
+    for timeline in timelines:
+        label = timeline.schedule.label.ljust(width)
+        print(f"  {label}  {training_flags(timeline.schedule, timeline.costs)}")
+    if not args.use_dpp:
+        return
+    print("\nwith --use-dpp, time of the table's own order over time of the dynamic one:")
+    costs = _costs(args)
+    for timeline in timelines:
+        if timeline.schedule.disaggregated:
+            continue
+        found = gains(timeline.schedule, costs)
+        label = timeline.schedule.label.ljust(width)
+        print(
+            f"  {label}  {found.quiet:.3f} on quiet links, {found.late:.3f} where messages are "
+            f"late at random: {found.advice}"
+        )
+
+
+@_without_garbage_collection()
+def _run_plot(args: argparse.Namespace) -> int:
+    _check_sizes(args)
+    if "all" in args.schedule:
+        raise ScheduleError("plot draws schedules by name; name them, or compare all with plan")
+    sizes = (args.pp, args.microbatches, _costs(args), args.chunks, _options(args))
+    timelines = [compare(name, *sizes)[0][0] for name in args.schedule]
+    if args.output is None:
+        width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
+        print("\n\n".join(render.picture(timeline, width) for timeline in timelines))
+        return 0
+    text = _file_text(timelines, args.output)
+    try:
+        write_text(args.output, text)
+    except OSError as error:
+        remedy = "make room, or give another file with -o"
+        raise ScheduleError(cannot_write(args.output, error, remedy)) from error
+    print("\n".join([*map(render.caption, timelines), f"wrote {args.output}"]))
+    schedule = timelines[0].schedule
+    if args.output.suffix == ".csv" and schedule.placement.twins == 2:
+        print(
+            f"the CSV holds one of the two mirrored pipelines ({schedule.pp // 2} ranks)",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _file_text(timelines: list[Timeline], path: Path) -> str:
+    if path.suffix == ".svg":
+        return svg.draw(*timelines)
+    if path.suffix not in (".csv", ".json"):
+        raise ScheduleError(f"{path}: unknown file type; use .svg, .csv or .json")
+    if len(timelines) > 1:
+        raise ScheduleError(f"{path} holds one schedule; name one, or draw several as .svg")
+    [timeline] = timelines
+    if path.suffix == ".csv":
+        return table_files.csv_text(timeline.schedule)
+    return table_files.json_text(timeline.schedule, starts=timeline.starts, ends=timeline.ends)
+
+
+def evaluate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Check and simulate a schedule.
+
+    Raises:
+        ScheduleError: The table is wrong.
+    """
+    check_actions(schedule)
+    return simulate(schedule, costs)
+
+
+def compare(
+    name: str,
+    pp: int | None,
+    num_microbatches: int | None,
+    costs: Costs,
+    chunks: int | None = None,
+    options: Mapping[str, Mapping[str, Option]] | None = None,
+) -> tuple[list[Timeline], list[str]]:
+    """Simulate one schedule, or with `all` every schedule that the sizes allow.
+
+    Args:
+        name: A registered schedule, `csv:FILE`, or `all`.
+        pp: Ranks of the pipeline world.
+        num_microbatches: Micro-batches of that world in one step.
+        costs: Durations of actions and latencies of links.
+        chunks: Stages on each rank; with `all`, for schedules that leave their number open.
+        options: Further options by the name of the schedule.
+
+    Returns:
+        The simulations, shortest first, and with `all` the reasons why others are left out.
+
+    Raises:
+        ScheduleError: The schedule, or with `all` every schedule, is impossible for these sizes.
+    """
+    options = options or {}
+    if name != "all":
+        schedule = generate(name, pp, num_microbatches, chunks, costs, **options.get(name, {}))
+        return [evaluate(schedule, costs)], []
+    found: list[Timeline] = []
+    left_out: list[str] = []
+    for generator in registered().values():
+        for variant in variants(generator, chunks, options.get(generator.name, {})):
+            try:
+                schedule = generate(generator.name, pp, num_microbatches, costs=costs, **variant)  # type: ignore[arg-type]
+            except ScheduleError as error:
+                left_out.append(str(error))
+                continue
+            found.append(evaluate(schedule, costs))
+    reasons = list(dict.fromkeys(left_out))  # variants share reasons
+    if not found:
+        raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(reasons))
+    found.sort(key=lambda timeline: (timeline.makespan, timeline.peak_activations))
+    return found, reasons
+
+
+def variants(
+    generator: Generator, chunks: int | None, chosen: Mapping[str, Option]
+) -> list[dict[str, Option]]:
+    """Return the options of each variant of a schedule to show, with the user's choices fixed."""
+    fixed = dict(chosen)
+    if generator.free_chunks and chunks is not None:
+        fixed["chunks"] = chunks
+    variants: list[dict[str, Option]] = []
+    for variant in generator.variants:
+        wanted = {**variant, **fixed}
+        if wanted not in variants:
+            variants.append(wanted)
+    return variants
+
+
+def figures(timeline: Timeline) -> dict[str, Any]:
+    """Return the figures of a simulation under the keys of `plan --json`."""
+    schedule = timeline.schedule
+    return {
+        "schedule": schedule.name,
+        "options": dict(schedule.options),
+        "pp": schedule.pp,
+        "num_microbatches": schedule.total_microbatches,
+        "makespan": _number(timeline.makespan),
+        "ideal": _number(timeline.ideal),
+        "bubble": _number(timeline.bubble),
+        "bubble_ratio": round(timeline.bubble_ratio, 6),
+        "peak_activations": _number(timeline.peak_activations),
+        "peak_activations_per_rank": [_number(p) for p in timeline.peak_activations_per_rank],
+        "weight_copies": schedule.weight_copies,
+        "p2p_messages": timeline.messages,
+    }
+
+
+def _number(value: float) -> float | int:
+    rounded = round(value, 9)
+    return int(rounded) if rounded == int(rounded) else rounded
+
+
+def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
+    """Return the training flags of a schedule for given costs."""
+    if schedule.name.startswith(CSV_PREFIX):
+        chosen = f"--pipeline-schedule {schedule.name}"
+    else:
+        chosen = get(schedule.name).chosen_by(schedule)
+    made_for = "" if costs == UNIT else f" --pipeline-costs {costs}"
+    size = schedule.num_stages if schedule.disaggregated else schedule.pp
+    return f"--pipeline-model-parallel-size {size} {chosen}{made_for}"
+
+
+_HEADS = ("schedule", "makespan", "ideal", "bubble", "bubble %", "peak act.", "weights", "messages")
+
+
+def table(timelines: Sequence[Timeline]) -> str:
+    """Return the comparison as text, in the order given."""
+    rows = [_HEADS, *map(_table_row, timelines)]
+    return aligned(rows)
+
+
+def _table_row(timeline: Timeline) -> tuple[str, ...]:
+    return (
+        timeline.schedule.label,
+        f"{timeline.makespan:g}",
+        f"{timeline.ideal:g}",
+        f"{timeline.bubble:g}",
+        f"{100 * timeline.bubble_ratio:.1f}",
+        f"{timeline.peak_activations:g}",
+        f"{timeline.schedule.weight_copies}x",
+        str(timeline.messages),
+    )
+
+
+_LENGTH_FIELDS = ("length", "num_tokens", "tokens")
+_MAX_BATCHES = 4
+"""Global batches that are simulated: the first ones of the file."""
+
+
+def read_lengths(path: Path) -> list[int]:
+    """Read the lengths of samples in tokens: one number a line, or JSON lines.
+
+    A JSON line is a number, a list (its length counts), or an object with `length`, `num_tokens` or
+    `tokens`, which hold either. Empty lines do not count.
+
+    Raises:
+        ScheduleError: The file cannot be read, or a line holds no length.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ScheduleError(
+            f"--lengths {path} cannot be read: {reason}; give a file with one length a line"
+        ) from error
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            value = next((value[name] for name in _LENGTH_FIELDS if name in value), None)
+        if isinstance(value, list):
+            value = len(value)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ScheduleError(
+                f"--lengths {path}, line {number}: {line.strip()[:40]!r} is no length; write a "
+                f"whole number of 1 or more, or JSON with {', '.join(_LENGTH_FIELDS)}"
+            )
+        found.append(value)
+    if not found:
+        raise ScheduleError(f"--lengths {path} holds no length; write one number a line")
+    return found
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much one step takes.
+
+    Raises:
+        ScheduleError: A number is not positive.
+    """
+
+    pp: int
+    num_microbatches: int
+    """Of one replica."""
+    num_replicas: int
+    max_tokens: int
+    """Of a micro-batch."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers that no schedule checks."""
+        for flag, value in (("--replicas", self.num_replicas), ("--max-tokens", self.max_tokens)):
+            if value < 1:
+                raise ScheduleError(f"{flag} {value} must be 1 or more")
+
+
+@dataclass(frozen=True)
+class LengthGains:
+    """Steps of one schedule, in forwards of the mean micro-batch on 1/pp of the model.
+
+    All are means over the global batches.
+    """
+
+    schedule: str
+    """With its options."""
+    in_file_order: float
+    order: float
+    """With `--pipeline-balance order`."""
+    pack: float
+    """With `--pipeline-balance pack`: replicas share out the micro-batches, and order them."""
+    bound: float
+    """No packing and no order can beat it."""
+
+
+def predict_lengths(
+    lengths: Sequence[int], name: str, sizes: Sizes, cost: LengthCost, costs: Costs
+) -> tuple[list[LengthGains], list[str]]:
+    """Simulate schedules with the lengths of a data set.
+
+    Args:
+        lengths: Tokens of each sample, in the order in which a sampler reads them.
+        name: A registered schedule, or `all`; those without mirrored pipelines.
+        sizes: How much one step takes.
+        cost: Cost of a sample by its length.
+        costs: Durations for the mean micro-batch, and latency.
+
+    Returns:
+        The predictions, shortest step with `pack` first, and why other schedules are left out.
+
+    Raises:
+        ScheduleError: The lengths do not fill one global batch, a sample is longer than a
+            micro-batch, or no schedule can run these sizes.
+    """
+    # One global batch: costs of the micro-batches of each replica, and of its samples, over that of
+    # the mean micro-batch in file order.
+    batches = []
+    for batch in _global_batches(lengths, sizes):
+        unit = cost.of_pack(batch) / (sizes.num_microbatches * sizes.num_replicas)
+        packing = pack_in_file_order(batch, sizes.num_replicas, sizes.max_tokens)
+        rows = [[each / unit for each in row] for row in cost.of_packing(packing, batch)]
+        batches.append((rows, [cost.of_length(length) / unit for length in batch]))
+    found, refused = [], []
+    for generator in registered().values():
+        if name not in ("all", generator.name):
+            continue
+        if generator.twins > 1:
+            refused.append(
+                f"{generator.name} mirrors two pipelines, whose lengths are not simulated; take "
+                "another schedule"
+            )
+            continue
+        for options in generator.variants:
+            try:
+                schedule = generate(
+                    generator.name,
+                    sizes.pp,
+                    sizes.num_microbatches,
+                    costs=costs,
+                    **options,  # type: ignore[arg-type]
+                )
+            except ScheduleError as error:  # noqa: PERF203 - sizes are refused by an exception
+                refused.append(str(error))
+            else:
+                found.append(_length_gains(schedule, batches, costs))
+    if not found:
+        refused = refused or [f"--lengths simulates registered schedules, not {name}; name one"]
+        raise ScheduleError("; ".join(refused))
+    found.sort(key=lambda gains: gains.pack)
+    return found, list(dict.fromkeys(refused))  # variants share reasons
+
+
+def _length_gains(
+    schedule: Schedule, batches: Sequence[tuple[list[list[float]], list[float]]], costs: Costs
+) -> LengthGains:
+    def step(rows: Sequence[Sequence[float]], *, ordered: bool) -> float:
+        return max(
+            makespan_of(
+                schedule,
+                row,
+                best_order(schedule, row, costs) if ordered else range(len(row)),
+                costs,
+            )
+            for row in rows
+        )
+
+    steps = [0.0] * 4
+    for rows, samples in batches:
+        read = [each for turn in zip(*rows, strict=True) for each in turn]  # as replicas take turns
+        shares = deal_out(read, len(rows), fills_of(schedule.placement))
+        dealt = [[read[number] for number in share] for share in shares]
+        for index, time in enumerate(
+            (
+                step(rows, ordered=False),
+                step(rows, ordered=True),
+                step(dealt, ordered=True),
+                shortest(samples, len(rows), schedule.placement, costs),
+            )
+        ):
+            steps[index] += time / len(batches)
+    return LengthGains(schedule.label, *steps)
+
+
+def _global_batches(lengths: Sequence[int], sizes: Sizes) -> Iterator[Sequence[int]]:
+    """Yield the samples of each global batch, as a sampler packs them in file order."""
+    wanted = sizes.num_microbatches * sizes.num_replicas
+    first = room = packs = made = 0
+    for number, length in enumerate(lengths):
+        if length > room:
+            if packs == wanted:
+                yield lengths[first:number]
+                made += 1
+                if made == _MAX_BATCHES:
+                    return
+                first, packs = number, 0
+            packs += 1
+            room = sizes.max_tokens
+        room -= length
+    if packs == wanted:
+        yield lengths[first:]
+    elif not made:
+        raise ScheduleError(
+            f"the lengths fill {packs} micro-batches of {sizes.max_tokens} tokens, one step takes "
+            f"{sizes.num_microbatches} on each of {sizes.num_replicas} replicas; give more "
+            "lengths, or lower --microbatches, --replicas or --max-tokens"
+        )
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as lines with aligned columns: the first to the left, the others to the right.
+
+    Args:
+        rows: The heads and the rows, of one number of cells.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells))
+    return "\n".join(lines)

@@ -1,0 +1,186 @@
+"""Tables as files: CSV as torch.distributed.pipelining writes it, and JSON.
+
+In CSV each row is a pipeline rank, each cell an action such as `2F0`. An empty cell is an idle
+slot, `(0F4;7B1)OVERLAP_F_B` a pair that torch overlaps; here the two actions run in sequence. Cells
+for communication and sharding (`SEND_F`, `RECV_B`, `UNSHARD`, `REDUCE_GRAD`, ...) are skipped,
+because all of these are derived from the computation. The rows imply the placement. JSON holds
+name, options, placement, twins and times besides.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.table.actions import Action, Row, Schedule
+from megatron_ext.schedules.table.placement import Placement, recognised
+from megatron_ext.schedules.table.validation import validate
+from megatron_ext.text_file import read_text
+
+__all__ = ["csv_text", "from_csv", "from_json", "json_text", "load_csv"]
+
+_MAX_BYTES = 64 << 20
+_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_DERIVED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+
+
+def csv_text(schedule: Schedule) -> str:
+    """Return a table as CSV; with twins, that of one of the two mirrored pipelines."""
+    text = io.StringIO()
+    csv.writer(text).writerows(map(str, row) for row in schedule.rows)
+    return text.getvalue()
+
+
+def load_csv(path: str, pp: int | None = None, num_microbatches: int | None = None) -> Schedule:
+    """Return the validated schedule of a file, named `csv:PATH`.
+
+    Args:
+        path: The file.
+        pp: Number of ranks that it must have; None: any.
+        num_microbatches: Number of micro-batches that it must have; None: any.
+
+    Raises:
+        ScheduleError: The file cannot be read, has other sizes, or is not a correct schedule.
+    """
+    if not path:
+        raise ScheduleError("csv: names no file; write csv:FILE")
+    try:
+        text = read_text(Path(path), _MAX_BYTES)
+    except OSError as error:
+        raise ScheduleError(f"{path} cannot be read as a schedule: {error.strerror}") from error
+    except ValueError as error:  # not text, or an impossible path
+        raise ScheduleError(f"{path} cannot be read as a schedule: {error}") from error
+    try:
+        schedule = from_csv(text, f"csv:{path}")
+        count = schedule.num_microbatches
+        if pp not in (None, schedule.pp):
+            raise ScheduleError(
+                f"it has {schedule.pp} rows, one for each rank, so it is for pp {schedule.pp} and "
+                f"not for pp {pp}; use --pp {schedule.pp} or another file"
+            )
+        if num_microbatches not in (None, count):
+            raise ScheduleError(
+                f"it runs {count} micro-batches (0 to {count - 1}), not {num_microbatches}; use "
+                f"--microbatches {count} or another file"
+            )
+        validate(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from error
+    return schedule
+
+
+def from_csv(text: str, name: str) -> Schedule:
+    """Return the schedule of a CSV text, not validated.
+
+    Raises:
+        ScheduleError: A cell is not an action, or the rows do not imply a placement of stages.
+    """
+    rows: list[Row] = []
+    try:
+        for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
+            row: list[Action] = []
+            for number, cell in enumerate(cells, start=1):
+                pair = _PAIR.fullmatch(cell.strip())
+                for part in pair[1].split(";") if pair else [cell]:
+                    if not part.strip() or _DERIVED.fullmatch(part.strip()):
+                        continue
+                    try:
+                        row.append(Action.parse(part))
+                    except ScheduleError as error:
+                        raise ScheduleError(f"row {line}, cell {number}: {error}") from error
+            rows.append(tuple(row))
+    except csv.Error as error:
+        raise ScheduleError(f"this is not CSV: {error}") from error
+    if not any(rows):
+        raise ScheduleError("it contains no action; write one row of actions for each rank")
+    num_actions = sum(map(len, rows))
+    owner: dict[int, int] = {}
+    for rank, actions in enumerate(rows):
+        for index, action in enumerate(actions):
+            # So large that checking it would need more memory than the file itself.
+            if max(action.stage, action.microbatch) >= num_actions:
+                raise ScheduleError(
+                    f"row {rank + 1} runs {action}, but {num_actions} actions are too few for that "
+                    f"many stages or micro-batches, numbered from 0; is the file complete?"
+                )
+            first = owner.setdefault(action.stage, rank)
+            if first != rank:
+                raise ScheduleError(
+                    f"row {rank + 1} runs {action} as its action {index}, but stage "
+                    f"{action.stage} is on row {first + 1}; keep each stage on one row"
+                )
+    missing = set(range(max(owner) + 1)) - set(owner)
+    if missing:
+        raise ScheduleError(
+            f"no row runs stage {min(missing)} although there is a stage {max(owner)}; is the "
+            f"file complete? It has {len(rows)} rows and needs one for each rank"
+        )
+    count = 1 + max(action.microbatch for row in rows for action in row)
+    placement = recognised(tuple(owner[stage] for stage in sorted(owner)), len(rows))
+    return Schedule(name, placement, count, tuple(rows))
+
+
+def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
+    """Return a table as JSON.
+
+    Args:
+        schedule: The table.
+        times: Additional rows, such as the `starts` and `ends` of a simulation.
+    """
+    placement = schedule.placement
+    content: dict[str, Any] = {
+        "schedule": schedule.name,
+        "options": dict(schedule.options),
+        "num_microbatches": schedule.num_microbatches,
+        "placement": {
+            "name": placement.name,
+            "num_ranks": placement.num_ranks,
+            "rank_of": placement.rank_of,
+            "twins": placement.twins,
+            "twin_hops": sorted(placement.twin_hops),
+            **({"backward_rank_of": placement.backward_rank_of} if schedule.disaggregated else {}),
+        },
+        "rows": [[str(action) for action in row] for row in schedule.rows],
+    }
+    content.update(times)
+    lines = []
+    for key, value in content.items():
+        text = json.dumps(value)
+        if isinstance(value, list | tuple) and value and isinstance(value[0], list):
+            text = "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n  ]"  # a row a line
+        lines.append(f"  {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def from_json(text: str) -> Schedule:
+    """Return the schedule of a JSON text, not validated; times are ignored.
+
+    Raises:
+        ScheduleError: The text does not have the format of `json_text`.
+    """
+    try:
+        content = json.loads(text)
+        where = content["placement"]
+        placement = Placement(
+            where["name"],
+            where["num_ranks"],
+            tuple(where["rank_of"]),
+            where["twins"],
+            frozenset(where["twin_hops"]),
+            tuple(where["backward_rank_of"]) if "backward_rank_of" in where else None,
+        )
+        rows = tuple(tuple(map(Action.parse, row)) for row in content["rows"])
+        return Schedule(
+            content["schedule"], placement, content["num_microbatches"], rows, content["options"]
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ScheduleError(
+            f"this JSON is not a schedule ({error!r}); write one with `megatron-ext plot NAME "
+            f"--pp P --microbatches M -o FILE.json`"
+        ) from error

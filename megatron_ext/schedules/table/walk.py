@@ -1,0 +1,112 @@
+"""Runs a table symbolically: every pass that follows a table through all ranks is one `walk`.
+
+Each rank runs its list until it needs a tensor that does not exist yet, and continues once another
+rank has made it. This is Kahn's algorithm over the tensors plus the order of each rank. What a
+tensor *is* during a walk is up to the visitor: its arrival time (`search/simulate.py`), a message
+that occupies a slot (`communication.py`), or nothing at all (`check_ends`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.table.actions import KINDS, Action, Kind, Schedule
+
+__all__ = ["Visit", "check_ends", "walk"]
+
+Visit = Callable[[int, int, Any], Any]
+"""(rank, position in its row, value of the tensor that the action takes) -> value of the tensor
+that it makes; two values where it feeds two ranks. None: the action cannot run yet."""
+
+
+def check_ends(schedule: Schedule) -> None:
+    """Check that all ranks finish, whatever the times of actions and messages.
+
+    The table must hold each action once, on its stage's rank (`validation.check_cover`).
+
+    Raises:
+        ScheduleError: The ranks deadlock; the message shows the cycle.
+    """
+    stuck = walk(schedule, lambda _rank, _index, _taken: (True, True))
+    if stuck:
+        raise ScheduleError(_cycle_message(schedule, stuck))
+
+
+def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
+    """Visit each action once its tensors exist, after all actions before it on its rank.
+
+    Returns:
+        The ranks that did not finish, with the position at which they wait; empty if all did.
+    """
+    m, count = schedule.num_microbatches, schedule.num_stages * schedule.num_microbatches
+    # Tensors are numbered by the stage and micro-batch that take them: activations first, then
+    # gradients, then what R takes. Tables have millions of actions, so nothing is looked up in the
+    # loop but these numbers, derived once for each kind and stage from the rule of dependencies.
+    base = {"F": 0, "B": count, "I": count, "R": 2 * count}
+    steps: dict[Kind, list[tuple[int, int, int]]] = {}
+    for kind in KINDS:
+        steps[kind] = []
+        for stage in range(schedule.num_stages):
+            action = Action(stage, kind, 0)
+            takes = any(schedule.travels(needed, action) for needed in schedule.needs(action))
+            fed = [to for to in schedule.feeds(action) if schedule.travels(action, to)]
+            makes, copies, *_ = *(base[to.kind] + to.stage * m for to in fed), -1, -1
+            steps[kind].append((base[kind] + stage * m if takes else -1, makes, copies))
+    there: list[Any] = [None] * 3 * count
+    position = [0] * len(schedule.rows)
+    awaited: dict[int, int] = {}  # missing tensor: the rank that waits for it
+    held: list[int] = []  # ranks that their visitor does not let run
+    todo = list(range(len(schedule.rows)))[::-1]
+    while todo:
+        rank = todo.pop()
+        row, index = schedule.rows[rank], position[rank]
+        while index < len(row):
+            stage, kind, microbatch = row[index]
+            source, makes, copies = steps[kind][stage]
+            taken = None
+            if source >= 0:
+                taken = there[source + microbatch]
+                if taken is None:
+                    awaited[source + microbatch] = rank
+                    break
+            made = visit(rank, index, taken)
+            if made is None:
+                held.append(rank)
+                break
+            index += 1
+            if makes >= 0:
+                if copies >= 0:
+                    made, there[copies + microbatch] = made
+                    if copies + microbatch in awaited:
+                        todo.append(awaited.pop(copies + microbatch))
+                there[makes + microbatch] = made
+                if makes + microbatch in awaited:
+                    todo.append(awaited.pop(makes + microbatch))
+        if index > position[rank]:
+            position[rank] = index
+            todo += held
+            held = []
+    return {r: at for r, at in enumerate(position) if at < len(schedule.rows[r])}
+
+
+def _cycle_message(schedule: Schedule, position: dict[int, int]) -> str:
+    """Follow the waiting ranks until one repeats, and describe that cycle."""
+    rank_for = schedule.placement.rank_for
+    rank = min(position)
+    chain: dict[int, tuple[Action, Action]] = {}
+    while rank not in chain:
+        action = schedule.rows[rank][position[rank]]
+        [needed] = (n for n in schedule.needs(action) if schedule.travels(n, action))
+        chain[rank] = action, needed
+        rank = rank_for(needed.stage, needed.kind)
+    lines = ["the order of the ranks is cyclic, so these wait for each other forever:"]
+    for waiting in list(chain)[list(chain).index(rank) :]:
+        action, needed = chain[waiting]
+        peer = rank_for(needed.stage, needed.kind)
+        behind = schedule.rows[peer][position[peer]]
+        lines.append(f"  {action} of rank {waiting} needs {needed}, which is behind {behind}")
+        lines.append(f"  {schedule.marked(waiting, position[waiting])}")
+    lines.append("run every action after all that it needs, on all ranks in one common order")
+    return "\n".join(lines)
