@@ -49,8 +49,8 @@ MUTANTS = (
     Mutant(
         "a message names the stage that made it",
         f"{_TABLES}.communication",
-        'message = Message("F" if kind == "F" else "B", target, microbatch)',
-        'message = Message("F" if kind == "F" else "B", stage, microbatch)',
+        "verb, tensor_of(target), peer",
+        "verb, tensor_of(source), peer",
         (_COMMUNICATION_TESTS,),
     ),
     Mutant(
@@ -75,22 +75,22 @@ MUTANTS = (
     Mutant(
         "a dynamic order sums gradients as they come",
         "megatron_ext.schedules.search.dynamic",
-        "    yield from turns.values()\n",
-        "",
+        "for turn in (*turns.values(), ",
+        "for turn in (",
         ("tests/schedules/search/test_policies.py",),
     ),
     Mutant(
         "a dynamic order begins a stage with any forward",
         "megatron_ext.schedules.search.dynamic",
-        "        for first, *others in _forwards(self.row):\n",
+        "        for first, *others in forwards.values():\n",
         "        for first, *others in [[0]]:\n",
         ("tests/schedules/search/test_policies.py",),
     ),
     Mutant(
         "a dynamic order computes W after a later B",
         "megatron_ext.schedules.search.dynamic",
-        '        if kind in "BW":\n',
-        '        if kind == "W":\n',
+        '            if kind in ("B", "W"):\n',
+        '            if kind == "W":\n',
         ("tests/schedules/search/test_policies.py",),
     ),
     Mutant(
