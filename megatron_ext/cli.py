@@ -29,6 +29,7 @@ REMOVED = {
     "launch --nodes": "start from examples/kubernetes/trainjob.yaml",
     "launch --gpu-resource": "start from examples/kubernetes/trainjob.yaml",
     "launch --rdma-resource": "start from examples/kubernetes/trainjob.yaml",
+    "patches fingerprint": "use python tests/versions/compare.py TREE_OR_WHEEL --record COMMIT",
     "launch --push": "copy the code first: rsync -a --exclude .git ./ HOST:$PWD/",
 }
 """Command or `command flag` that a release removed -> remedy; each is kept for one release."""
@@ -95,8 +96,6 @@ def _add_patches(subparsers: _Subparsers) -> None:
     show.set_defaults(run=_run_patches_list)
     check = actions.add_parser("check", help="compare every target with the installed release's")
     check.set_defaults(run=_run_patches_check)
-    renew = actions.add_parser("fingerprint", help="record a new release (developers)")
-    renew.set_defaults(run=_run_patches_fingerprint)
 
 
 def _add_upstream(subparsers: _Subparsers) -> None:
@@ -143,18 +142,6 @@ def _run_patches_check(_args: argparse.Namespace) -> int:
     note = f", {len(rows) - checked} not checked (no {', '.join(absent)})" if absent else ""
     print(f"{checked} patches checked{note}: {len(problems)} problems")
     return 1 if problems else 0
-
-
-def _run_patches_fingerprint(_args: argparse.Namespace) -> int:
-    from megatron_ext.patches import drift, listing
-    from megatron_ext.patches.registry import REGISTRY
-
-    absent = listing.import_targets()
-    if "megatron.training.training" in absent:
-        upstream.require_tree()
-    fingerprints = drift.collect(REGISTRY.originals())
-    print(f"wrote {drift.write(fingerprints)}: {len(fingerprints['targets'])} targets")
-    return 0
 
 
 def _run_upstream_fetch(args: argparse.Namespace) -> int:

@@ -2,7 +2,9 @@
 # Trains under every feature on every release of the range and prints a table of losses, which have to be
 # those of Megatron's own schedule in the same release. A release that cannot be tried fails the run.
 #
-#   bash tests/versions/run.sh [VERSION...]        by default one of each minor release
+#   bash tests/versions/run.sh [VERSION...]        by default one of each minor release that has a wheel
+#
+# VERSION `main` is the tree that MEGATRON_LM_NEXT names, under the version that it says: its wheel is built here.
 #
 # It makes an environment for each release below VERSIONS_DIR (default: .venv-versions). Releases for the same
 # Python share torch and this package, which are installed once.
@@ -69,9 +71,29 @@ share() {
     SHARED=$(site_packages "$PYTHON")
 }
 
+# Prints the version that the tree of MEGATRON_LM_NEXT says.
+next_version() {
+    [[ -f ${MEGATRON_LM_NEXT:-}/megatron/core/package_info.py ]] ||
+        fail "main is the tree that MEGATRON_LM_NEXT names, and ${MEGATRON_LM_NEXT:-nothing} is none"
+    sed -nE 's/^(MAJOR|MINOR|PATCH) = ([0-9]+)$/\2/p' "$MEGATRON_LM_NEXT/megatron/core/package_info.py" | paste -sd .
+}
+
+# Installs a release, or the tree of MEGATRON_LM_NEXT.
+install_core() {
+    local version=$1 tree=$2 copied
+    if [[ -z $tree ]]; then
+        "$PYTHON" -m pip install --quiet "megatron-core==$version"
+        return
+    fi
+    copied=$(mktemp -d) # a build leaves files in its tree
+    cp -r "$tree/." "$copied"
+    "$PYTHON" -m pip install --quiet "$copied"
+    rm -rf "$copied"
+}
+
 # Sets PYTHON to the Python of an environment with this release.
 prepare() {
-    local version=$1 home=$VERSIONS_DIR/$1 base given SHARED
+    local version=$1 tree=$2 home=$VERSIONS_DIR/$1 base given SHARED
     given=PYTHON_$(minor_of "$version")
     PYTHON=${!given:-}
     [[ -z $PYTHON ]] || {
@@ -80,13 +102,14 @@ prepare() {
     }
     base=$(python_for "$version")
     share "$base"
+    [[ -z $tree ]] || home+=-main
     PYTHON=$home/bin/python
-    if [[ ! -f $home/.complete || $(<"$home/.complete") != "$SHARED" ]]; then
+    if [[ -n $tree || ! -f $home/.complete || $(<"$home/.complete") != "$SHARED" ]]; then
         say "makes $home with $base"
         rm -rf "$home"
         "$base" -m venv "$home"
         printf 'import site; site.addsitedir("%s")\n' "$SHARED" >"$(site_packages "$PYTHON")/shared.pth"
-        "$PYTHON" -m pip install --quiet "megatron-core==$version"
+        install_core "$version" "$tree"
         check_release "$version"
         printf '%s' "$SHARED" >"$home/.complete"
     fi
@@ -129,10 +152,15 @@ try() {
 main() {
     results=$(mktemp -d)
     trap 'rm -rf "$results"' EXIT
-    local version file status failed=0 files=()
+    local version tree file status failed=0 files=()
     cases=()
     [[ -z ${CASES:-} ]] || IFS=';' read -r -a cases <<<"$CASES"
     for version in "${VERSIONS[@]}"; do
+        tree=
+        if [[ $version == main ]]; then
+            version=$(next_version)
+            tree=$MEGATRON_LM_NEXT
+        fi
         file=$results/$version.json
         files+=("$file")
         if left_out "$version"; then
@@ -143,7 +171,7 @@ main() {
         set +e
         (
             set -e
-            prepare "$version"
+            prepare "$version" "$tree"
             try "$version" "$file"
         )
         status=$?

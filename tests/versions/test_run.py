@@ -37,6 +37,18 @@ def test_every_known_release_is_tried_by_default() -> None:
     assert f"VERSIONS=({known})" in written
 
 
+def test_main_is_a_tree_under_the_version_that_it_says(tmp_path: Path) -> None:
+    done = _run(tmp_path, "main", MEGATRON_LM_NEXT="/absent")
+    assert done.returncode == 2, done.stdout
+    assert "main is the tree that MEGATRON_LM_NEXT names, and /absent is none" in done.stderr
+    info = tmp_path / "megatron" / "core" / "package_info.py"
+    info.parent.mkdir(parents=True)
+    info.write_text("MAJOR = 0\nMINOR = 31\nPATCH = 4\nPRE_RELEASE = ''\n")
+    lacking = {"MEGATRON_LM_NEXT": str(tmp_path), "PYTHON_FOR_0_31": "/absent/python3"}
+    done = _run(tmp_path, "main", **lacking)
+    assert "0.31.4 has no Python here" in done.stderr
+
+
 def test_without_a_python_for_it_a_release_fails(tmp_path: Path) -> None:
     done = _run(tmp_path, OTHER, **{f"PYTHON_FOR_{MINOR}": "/absent/python3"})
     assert done.returncode == 1, done.stdout
