@@ -93,6 +93,22 @@ def overrides(observer: Observer, method: str) -> bool:
     return getattr(type(observer), method) is not getattr(Observer, method)
 
 
+class ProfilerRanges(Observer):
+    """Names each action (`2F0`, as in the table) in a profile of torch's, or in NVTX under nsys.
+
+    Megatron's `--profile` with nsys emits ranges of `record_function` as NVTX ranges.
+    """
+
+    def begin_action(self, action: Action) -> None:
+        """Open the range of an action."""
+        self._range = torch.profiler.record_function(str(action))
+        self._range.__enter__()
+
+    def end_action(self, position: int, action: Action) -> None:
+        """Close it."""
+        self._range.__exit__(None, None, None)
+
+
 class Compute(Protocol):
     """Computes the actions of one step on this rank's stages."""
 
@@ -179,9 +195,13 @@ class Executor:
             MegatronExtError: The order ended before every action was executed.
         """
         begin_s = time.perf_counter()
+        observers = list(self.observers)
+        # Profilers start and stop between steps; without one, a range still costs microseconds.
+        if torch._C._autograd._profiler_enabled():
+            observers.append(ProfilerRanges())
         # Between two actions the device may idle: skip observers that override nothing.
-        self._begins = [o for o in self.observers if overrides(o, "begin_action")]
-        self._ends = [o for o in self.observers if overrides(o, "end_action")]
+        self._begins = [o for o in observers if overrides(o, "begin_action")]
+        self._ends = [o for o in observers if overrides(o, "end_action")]
         self._remaining = dict(self.table.actions_by_stage)
         self.transport.begin([*self.order.expected(), *self.program.expected], self.table.slots)
         exchanges = self.program.exchanges
@@ -190,7 +210,7 @@ class Executor:
         self.transport.flush(self.timeout_s)
         wall_s = time.perf_counter() - begin_s
         self._check_complete()
-        for observer in self.observers:
+        for observer in observers:
             observer.end_step(self._executed, wall_s)
 
     def _run(self, position: int, exchange: Exchange) -> None:

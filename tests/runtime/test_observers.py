@@ -51,6 +51,24 @@ def test_observers_hear_of_each_action_before_its_results_leave() -> None:
     assert measured.peak_live == 1
 
 
+def test_a_profile_shows_the_actions_of_the_table() -> None:
+    schedule = generate("zb-h1", 2, 2)
+
+    def run() -> None:
+        table = fake.table_of(schedule, 0)
+        fake.executor(table, fake.Compute(), fake.Wire(0)).run()
+
+    with torch.profiler.profile() as profiled:
+        run()
+    actions = [str(action) for action in schedule.rows[0]]
+    shown = [event.name for event in profiled.events() if event.name in actions]
+    assert shown == actions
+    with torch.profiler.profile() as profiled:
+        pass
+    run()  # after the profile
+    assert not [event for event in profiled.events() if event.name in actions]
+
+
 class Hearing(TransportObserver):
     """Writes down every call."""
 
