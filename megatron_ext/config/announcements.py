@@ -9,6 +9,7 @@ from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.patience import NOTABLE, quiet
 from megatron_ext.schedules.search.policies import Hint
 from megatron_ext.schedules.search.simulate import simulate
+from megatron_ext.schedules.table.memory import activation_peaks
 
 if TYPE_CHECKING:
     from megatron_ext.config.sized_pipeline import Pipeline
@@ -28,11 +29,21 @@ def running(pipeline: Pipeline) -> str:
         order = f"{order_in_words(pipeline)}; "
     schedule = timeline.schedule
     hosted = f" (two mirrored pipelines of {pipeline.pp // 2})" if pipeline.twins == 2 else ""
+    peak = timeline.peak_activations
+    config = pipeline.config
+    if pipeline.dynamic is None:
+        peak = max(activation_peaks(schedule, config.stash_ratio))
+    at_once = ""
+    if config.weights_at_once and schedule.splits_backward:
+        at_once = (
+            f"; W runs right after I: all layers are recomputed, and W needs "
+            f"{config.stash_ratio:g} times what a micro-batch keeps before"
+        )
     return (
         f"pipeline schedule: {schedule.label} on {pipeline.pp} ranks{hosted}, "
         f"{schedule.total_microbatches} micro-batches: {order}bubble {timeline.bubble:g} "
-        f"({100 * timeline.bubble_ratio:.1f} %), peak {timeline.peak_activations:g} activations, "
-        f"simulated for costs {pipeline.costs}; messages over {pipeline.transport}"
+        f"({100 * timeline.bubble_ratio:.1f} %), peak {peak:g} activations, "
+        f"simulated for costs {pipeline.costs}; messages over {pipeline.transport}{at_once}"
     )
 
 

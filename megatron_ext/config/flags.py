@@ -178,7 +178,8 @@ def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
         name = base_table(stages.chunks_of_megatron(args))
     if name is not None and chunks is None:
         chunks = stages.num_chunks(args, name)
-    return replace(config, schedule=name, chunks=chunks)
+    fields = {} if config.stash_ratio > 1 else schedule_flags.stash_fields(args, name, chunks)
+    return replace(config, schedule=name, chunks=chunks, **fields)
 
 
 @contextmanager

@@ -205,7 +205,11 @@ class PipelineConfig:
     """What a length costs, for `balance`; None: what follows from the shape of the model."""
     stash_ratio: float = 1.0
     """Memory that a micro-batch holds between I and W over what it holds between F and I, at least
-    1. Bounds on memory count it. From flags, what Transformer Engine's layers keep."""
+    1. Bounds on memory count it. From flags, what recomputation and Transformer Engine's layers
+    make it."""
+    weights_at_once: bool = False
+    """Whether W runs right after I, so that a rank holds the operands of one W at a time. From
+    flags, where every layer is recomputed."""
     transport: TransportName | None = None
     """Transport of activations and gradients; None: torch, or auto with `dynamic` or
     `disaggregation`."""

@@ -10,15 +10,15 @@ from megatron_ext.config import dynamic_flags, stages, transport_flags
 from megatron_ext.config.pipeline_config import BALANCES, PipelineConfig
 from megatron_ext.config.sized_pipeline import base_table
 from megatron_ext.errors import ArgumentsError, ScheduleError
-from megatron_ext.schedules.generators.catalog import registered
+from megatron_ext.schedules.generators.catalog import CSV_PREFIX, get, registered
 from megatron_ext.schedules.search.length_balance import LengthCost
 from megatron_ext.schedules.table.costs import UNIT, Costs
-from megatron_ext.schedules.table.memory import gathered_stash_ratio
+from megatron_ext.schedules.table.memory import stash_ratio
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Option
 
-__all__ = ["add_flags", "schedule_fields"]
+__all__ = ["add_flags", "schedule_fields", "stash_fields"]
 
 
 def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
@@ -89,15 +89,16 @@ def schedule_fields(args: Namespace) -> dict[str, Any]:
         ScheduleError: The schedule does not exist.
     """
     name = _chosen(args)
+    chunks = None if name is None else stages.num_chunks(args, name)
     return {
         "schedule": name,
-        "chunks": None if name is None else stages.num_chunks(args, name),
+        "chunks": chunks,
         "options": _options(args, name),
         "costs": _costs(args),
         "dynamic": dynamic_flags.dynamic_order(args),
         "balance": getattr(args, "pipeline_balance", None) or PipelineConfig.balance,
         "length_costs": _length_costs(args),
-        "stash_ratio": _stash_ratio(args),
+        **stash_fields(args, name, chunks),
     }
 
 
@@ -116,19 +117,45 @@ def _chosen(args: Namespace) -> str | None:
     return name
 
 
-def _stash_ratio(args: Namespace) -> float:
-    """Return what layers hold between I and W: Transformer Engine's keep what they gathered.
+def stash_fields(args: Namespace, name: str | None, chunks: int | None) -> dict[str, Any]:
+    """Return the fields of a `PipelineConfig` about what layers hold between I and W.
 
-    Megatron's own layers keep their part and gather it again.
+    Args:
+        args: Arguments with upstream's names.
+        name: The schedule; None: Megatron's own.
+        chunks: Stages on each rank; None: the schedule's default.
     """
-    ranks = getattr(args, "tensor_model_parallel_size", 1)
-    if not getattr(args, "sequence_parallel", False) or ranks < 2:
-        return PipelineConfig.stash_ratio
-    if getattr(args, "transformer_impl", None) != "transformer_engine":
-        return PipelineConfig.stash_ratio
-    if find_spec("transformer_engine") is None:
-        return PipelineConfig.stash_ratio
-    return gathered_stash_ratio(ranks)
+    if name is None:
+        return {}
+    granularity = getattr(args, "recompute_granularity", None)
+    if getattr(args, "recompute_activations", False):
+        granularity = "selective"
+    whole, at_a_time = 0.0, 1
+    if granularity == "full":
+        whole, given = 1.0, getattr(args, "recompute_num_layers", None) or 1
+        if getattr(args, "recompute_method", None) == "block":  # so many of each stage
+            generator = None if name.startswith(CSV_PREFIX) else get(name)
+            each = chunks or (1 if generator is None else generator.num_chunks // generator.twins)
+            recomputed = given * each * args.pipeline_model_parallel_size
+            whole = min(1.0, recomputed / (getattr(args, "num_layers", None) or recomputed))
+        else:
+            at_a_time = given
+    te = getattr(args, "transformer_impl", None) == "transformer_engine"
+    ratio = stash_ratio(
+        getattr(args, "tensor_model_parallel_size", 1),
+        sequence_parallel=bool(getattr(args, "sequence_parallel", False)),
+        # Megatron's own layers keep their part of a sequence and gather it again.
+        keeps_gathered=te and find_spec("transformer_engine") is not None,
+        recomputed=(getattr(args, "recompute_modules", None) or ())
+        if granularity == "selective"
+        else (),
+        recomputed_layers=whole,
+        kept_inputs=1 / at_a_time,
+        divides_inputs=bool(getattr(args, "distribute_saved_activations", False)),
+    )
+    # The order of a file is the user's.
+    at_once = whole == 1 and not name.startswith(CSV_PREFIX)
+    return {"stash_ratio": ratio, "weights_at_once": at_once}
 
 
 def _options(args: Namespace, name: str | None) -> dict[str, Option]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate, get
 from megatron_ext.schedules.search.patience import policies
 from megatron_ext.schedules.table.costs import UNIT, Costs
-from megatron_ext.schedules.table.transforms import split_backwards
+from megatron_ext.schedules.table.transforms import split_backwards, weights_at_once
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig, TransportName
@@ -128,8 +128,13 @@ class Pipeline:
             if len(table.placement.twin_hops) % 2:
                 table = replace(table, placement=replace(table.placement, twin_hops=frozenset()))
             splits = self.dynamic is not None and self.splits
-            self._fills[num_microbatches] = splits and not table.splits_backward
-            self._tables[num_microbatches] = split_backwards(table) if splits else table
+            fills = splits and not table.splits_backward and not self.config.weights_at_once
+            self._fills[num_microbatches] = fills
+            if splits:
+                table = split_backwards(table)
+            if self.config.weights_at_once:
+                table = weights_at_once(table)
+            self._tables[num_microbatches] = table
         return self._tables[num_microbatches]
 
     def policy(self, num_microbatches: int, rank: int) -> Policy:

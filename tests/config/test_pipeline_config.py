@@ -14,7 +14,7 @@ import pytest
 import megatron_ext
 from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, Tracing
 from megatron_ext.config import schedule_flags
-from megatron_ext.config.flags import add_arguments, pipeline_config
+from megatron_ext.config.flags import add_arguments, completed, pipeline_config
 from megatron_ext.errors import ArgumentsError, ScheduleError, UserError
 from megatron_ext.schedules.table.costs import Costs
 
@@ -124,6 +124,34 @@ def test_what_transformer_engine_keeps_for_w_follows_from_flags(
     te = {"transformer_impl": "transformer_engine", "sequence_parallel": True}
     vars(args).update({**te, "tensor_model_parallel_size": 4, **settings})
     assert pipeline_config(args).stash_ratio == ratio
+
+
+@pytest.mark.parametrize(
+    ("settings", "ratio", "at_once"),
+    [
+        ({"recompute_granularity": "selective"}, 1, False),
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}, 1.25, False),
+        ({"recompute_modules": ["moe_act"]}, 1, False),  # without a granularity it has no effect
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, 16, True),
+        ({"recompute_granularity": "full", "recompute_method": "uniform",
+          "recompute_num_layers": 2}, 32, True),
+        ({"recompute_granularity": "full", "recompute_method": "block",
+          "recompute_num_layers": 1}, 1.8125, False),
+        ({"recompute_granularity": "full", "recompute_method": "block",
+          "recompute_num_layers": 2}, 16, True),
+    ],
+)  # fmt: skip
+def test_what_recomputation_leaves_for_w_follows_from_flags(
+    settings: dict[str, Any], ratio: float, at_once: bool
+) -> None:
+    """zb-v on 2 ranks, so 8 layers are 2 in each of 4 stages."""
+    args = add_arguments(ArgumentParser()).parse_args(["--pipeline-schedule", "zb-v"])
+    vars(args).update({"pipeline_model_parallel_size": 2, "num_layers": 8, **settings})
+    found = pipeline_config(args)
+    assert (found.stash_ratio, found.weights_at_once) == (ratio, at_once)
+    assert completed(args, PipelineConfig(schedule="zb-v")) == found
+    args.pipeline_schedule = "csv:file"
+    assert not pipeline_config(args).weights_at_once  # the order of a file is the user's
 
 
 def test_flags_are_named_where_flags_were_given() -> None:

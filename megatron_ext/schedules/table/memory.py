@@ -4,13 +4,14 @@ The activations of one stage and micro-batch live from the start of F to the end
 the backward is split. The part that W needs after I is the *weight stash*. Both are counted in Ma:
 the activations of one micro-batch for 1/pp of the model, so one stage holds pp/num_stages of it.
 
-Most layers hold less after I than before. Layers that keep their gathered input for W hold more:
-the *stash ratio* is what a micro-batch holds between I and W over what it holds between F and I.
+Most layers hold less after I than before. Layers that are recomputed, or that keep their gathered
+input for W, hold more: the *stash ratio* is what a micro-batch holds between I and W over what it
+holds between F and I.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import ceil
@@ -25,10 +26,10 @@ __all__ = [
     "Edge",
     "Memory",
     "activation_peaks",
-    "gathered_stash_ratio",
     "live_counts",
     "measure",
     "slots_needed",
+    "stash_ratio",
 ]
 
 Edge = tuple[int, int, str]
@@ -45,24 +46,55 @@ class Memory:
     """Tensors of routes that are kept for their takers, in tensors; empty without routes."""
 
 
-def gathered_stash_ratio(tensor_parallel: int) -> float:
-    """Return the stash ratio of layers that keep gathered operands from I to W.
+_RECOMPUTED = {"layernorm": 4, "mla_up_proj": 6, "mlp": 16, "moe": 16, "moe_act": 8}
+"""What a layer no longer keeps between F and I if Megatron recomputes a module, in bytes for each
+token and unit of width: outputs of the norms; queries, keys and values; input and output of the
+activation function. Attention itself keeps nothing more than its operands."""
 
-    A transformer layer of width h with a feed-forward network of 4h keeps 34/t bytes for each token
-    and unit of width over t tensor-parallel ranks with sequence parallelism (Korthikanti et al.,
-    "Reducing Activation Recomputation in Large Transformer Models", 2022, in 16 bits). Its four
-    linear layers keep two operands each until W. One of the two is whole: the gathered input of a
-    column-parallel layer, the gathered gradient of a row-parallel one, h in all four. The others
-    are divided: 3h/t, h/t, 4h/t and 4h/t. That makes 8 + 24/t bytes.
+
+def stash_ratio(
+    tensor_parallel: int = 1,
+    *,
+    sequence_parallel: bool = False,
+    keeps_gathered: bool = False,
+    recomputed: Collection[str] = (),
+    recomputed_layers: float = 0.0,
+    kept_inputs: float = 1.0,
+    divides_inputs: bool = False,
+) -> float:
+    """Return the stash ratio of a transformer layer: bytes held for W over bytes held for I.
+
+    In 16 bits, a layer of width h with a feed-forward network of 4h keeps for each token and unit
+    of width 10 + 24/t bytes over t tensor-parallel ranks, 34/t with sequence parallelism
+    (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022), and
+    a recomputed layer only its input. Its four linear layers keep two operands each until W: one is
+    as wide as the model (the input of a column-parallel layer, the gradient of a row-parallel one),
+    the other divided (3h/t, h/t, 4h/t and 4h/t). That makes 8 + 24/t bytes, recomputed or not, and
+    32/t if sequence parallelism divides the first ones and W gathers them again.
 
     Args:
         tensor_parallel: The number t of ranks.
+        sequence_parallel: Whether they divide the sequence too.
+        keeps_gathered: Whether layers keep what they gathered from I to W, as those of Transformer
+            Engine do.
+        recomputed: Modules that are recomputed, by Megatron's names.
+        recomputed_layers: Share of the layers that are recomputed whole, 0 to 1.
+        kept_inputs: Inputs kept for each of those layers: 1/n if n layers are recomputed at once.
+        divides_inputs: Whether tensor-parallel ranks divide these inputs without sequence
+            parallelism too.
 
     Returns:
         A ratio of at least 1, a multiple of 1/16, so that sums of it are exact.
     """
-    ratio = (8 * tensor_parallel + 24) / 34
-    return max(1.0, ceil(16 * ratio) / 16)
+    t = tensor_parallel
+    divided = t if sequence_parallel else 1
+    kept = 10 / divided + 24 / t
+    for module in set(recomputed) - ({"moe_act"} if "moe" in recomputed else set()):
+        kept -= _RECOMPUTED.get(module, 0) / (divided if module == "layernorm" else t)
+    inputs = 2 * kept_inputs / (t if divides_inputs else divided)
+    kept = recomputed_layers * inputs + (1 - recomputed_layers) * kept
+    stash = (8 if keeps_gathered or not sequence_parallel else 8 / t) + 24 / t
+    return max(1.0, ceil(16 * stash / kept) / 16)
 
 
 def live_counts(row: Row, stash_ratio: float = 1.0) -> Iterator[float]:

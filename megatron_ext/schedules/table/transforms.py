@@ -21,6 +21,7 @@ __all__ = [
     "slots_for_forward",
     "split_backwards",
     "table_rank",
+    "weights_at_once",
 ]
 
 
@@ -40,6 +41,25 @@ def split_backwards(schedule: Schedule) -> Schedule:
             else:
                 split.append(action)
         rows.append(tuple(split))
+    return replace(schedule, rows=tuple(rows))
+
+
+def weights_at_once(schedule: Schedule) -> Schedule:
+    """Return the table with each W moved right behind its I.
+
+    Where layers are recomputed, what W needs is many times what a micro-batch keeps before I, so it
+    should be held for one micro-batch at a time. No other rank waits for a W, so the table stays
+    valid, and I still sends its result before W runs.
+    """
+    rows = []
+    for row in schedule.rows:
+        moved: list[Action] = []
+        for action in row:
+            if action.kind != "W":
+                moved.append(action)
+            if action.kind == "I":
+                moved.append(action._replace(kind="W"))
+        rows.append(tuple(moved))
     return replace(schedule, rows=tuple(rows))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from statistics import mean
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,8 @@ from megatron_ext.schedules import Costs, Schedule, generate, simulate, validate
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.patience import policies, quiet
 from megatron_ext.schedules.search.policies import POLICIES, Curve, PolicyName, make_policy
-from megatron_ext.schedules.table.memory import (
-    activation_peaks,
-    gathered_stash_ratio,
-    measure,
-)
-from megatron_ext.schedules.table.transforms import split_backwards
+from megatron_ext.schedules.table.memory import activation_peaks, measure, stash_ratio
+from megatron_ext.schedules.table.transforms import split_backwards, weights_at_once
 from megatron_ext.schedules.table.validation import check_first_gradients
 
 if TYPE_CHECKING:
@@ -82,7 +79,7 @@ def test_a_large_weight_stash_counts_as_what_it_is(
 ) -> None:
     table = generate(*size)
     table = split_backwards(table) if split else table
-    ratio = gathered_stash_ratio(ranks)
+    ratio = stash_ratio(ranks, sequence_parallel=True, keeps_gathered=True)
     made = policies("hint", table, extra_activations=extra, weights_fill=split, stash_ratio=ratio)
     timeline = simulate_dynamic(table, made, costs)
     allowed = extra * len(table.placement.stages_of[0]) * table.pp / table.num_stages
@@ -92,7 +89,8 @@ def test_a_large_weight_stash_counts_as_what_it_is(
 
 def test_a_bound_that_ignores_the_stash_is_exceeded() -> None:
     """An order chosen as if a weight stash were no larger than the activations before it."""
-    table, ratio = split_backwards(generate("interleaved", 4, 16)), gathered_stash_ratio(8)
+    table = split_backwards(generate("interleaved", 4, 16))
+    ratio = stash_ratio(8, sequence_parallel=True, keeps_gathered=True)
     costs = [Costs(latency=0.5, link_jitter=1.0, seed=seed) for seed in range(8)]
     bound = max(activation_peaks(table, ratio))
 
@@ -110,7 +108,35 @@ def test_gathered_operands_are_what_transformer_engine_keeps() -> None:
         operands = [(1, 3 / ranks), (1 / ranks, 1), (1, 4 / ranks), (4 / ranks, 1)]
         kept = 2 * sum(map(sum, operands))
         exact = max(1.0, kept / (34 / ranks))
-        assert exact <= gathered_stash_ratio(ranks) < exact + 1 / 16
+        ratio = stash_ratio(ranks, sequence_parallel=True, keeps_gathered=True)
+        assert exact <= ratio < exact + 1 / 16
+        recomputed = stash_ratio(
+            ranks, sequence_parallel=True, keeps_gathered=True, recomputed_layers=1
+        )
+        assert recomputed == kept / (2 / ranks)  # of a recomputed layer only its input is kept
+    assert stash_ratio(8) == stash_ratio(8, sequence_parallel=True) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "ratio"),
+    [("core_attn", 1), ("layernorm", 1.125), ("moe_act", 1.25), ("mlp", 1.8125)],
+)
+def test_a_recomputed_module_keeps_less_before_i(module: str, ratio: float) -> None:
+    assert stash_ratio(recomputed=[module]) == ratio
+    assert stash_ratio(recomputed=[module], recomputed_layers=1) == 16
+
+
+@given(st.sampled_from(TABLES))
+def test_w_right_after_i_leaves_a_valid_table_with_one_stash(size: tuple[str, int, int]) -> None:
+    table = weights_at_once(generate(*size))
+    validate(table)
+    for row in table.rows:
+        for action, following in pairwise([*row, None]):
+            assert action is not None
+            if action.kind == "I":
+                assert following == action._replace(kind="W")
+    if table.splits_backward:
+        assert max(measure(table).weight_stash) == table.pp / table.num_stages
 
 
 @given(st.sampled_from(TABLES))
