@@ -30,12 +30,12 @@ def _install(site: Path, version: str) -> None:
     (core / "package_info.py").write_text("\n".join(f"{key} = {value}" for key, value in keys))
 
 
-@pytest.mark.parametrize("version", ["0.16.0", "0.17.1", "0.18.2", "0.19.2", "0.20.0"])
+@pytest.mark.parametrize("version", ["0.16.0", "0.17.1", "0.18.2", "0.19.2", "0.20.0", "0.21.0"])
 def test_releases_from_the_oldest_on_pass(site: Path, version: str) -> None:
     _install(site, version)
     releases.check_core()
     assert releases.core_version() == version
-    assert releases.is_newer_than_known(releases.installed_release()) == (version == "0.20.0")
+    assert releases.is_newer_than_known(releases.installed_release()) == (version == "0.21.0")
 
 
 def test_the_commit_of_a_repository_around_the_environment_is_no_part_of_the_version(
@@ -61,11 +61,11 @@ def test_an_older_release_is_refused_in_one_line(site: Path) -> None:
     text = str(caught.value)
     assert "\n" not in text
     assert "found version 0.15.3" in text
-    assert "pip install 'megatron-core>=0.16.0,<0.20'" in text
+    assert "pip install 'megatron-core>=0.16.0,<0.21'" in text
 
 
 def test_none_at_all_says_what_to_install(site: Path) -> None:
-    with pytest.raises(UserError, match=re.escape("pip install 'megatron-core>=0.16.0,<0.20'")):
+    with pytest.raises(UserError, match=re.escape("pip install 'megatron-core>=0.16.0,<0.21'")):
         releases.check_core()
 
 

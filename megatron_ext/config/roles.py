@@ -216,6 +216,13 @@ _RULES = (
         "leave it out",
     ),
     Rule(
+        # Its steps are forward only from 0.20 on, which both roles take for an evaluation.
+        _given("freeze_all_layers"),
+        "--freeze-all-layers",
+        "backward ranks have nothing to do",
+        "leave one of them out",
+    ),
+    Rule(
         _given("moe_use_upcycling", "ckpt_convert_format"),
         "--moe-use-upcycling or --ckpt-convert-format",
         "forward ranks neither load nor save checkpoints",

@@ -38,6 +38,7 @@ PATCHES = (
         target="megatron.core.optimizer.distrib_optimizer:"
         "DistributedOptimizer.sharded_param_state_fully_reshardable",
         fn=_keep_padding_of_buckets,
+        until="0.20",
         reason="gathers states without the padding between buckets but reads them at offsets that "
         "include it: behind a padded bucket (tied embeddings have their own) it saves parameters "
         "with parts of their neighbours",

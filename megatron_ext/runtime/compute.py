@@ -231,6 +231,8 @@ def _shard(name: str) -> tuple[int, ...]:
         )
     if name == random.get_data_parallel_rng_tracker_name():
         return ()
+    if name == "mtp-hsm-rng":  # 0.20: tensor-parallel ranks mix the same hidden states
+        return (parallel_state.get_data_parallel_rank(),)
     return (parallel_state.get_tensor_model_parallel_rank(),)
 
 

@@ -19,6 +19,7 @@ from megatron_ext.errors import UpstreamMismatch, UserError
 __all__ = [
     "REFERENCES",
     "SUPPORTED",
+    "UNRELEASED",
     "Reference",
     "Release",
     "check_core",
@@ -34,7 +35,7 @@ __all__ = [
     "written_version",
 ]
 
-SUPPORTED = ">=0.16.0,<0.20"
+SUPPORTED = ">=0.16.0,<0.21"
 """As in `pyproject.toml`."""
 
 Release = tuple[int, int]
@@ -58,8 +59,12 @@ REFERENCES: dict[Release, Reference] = {
     (0, 17): Reference("0.17.1", "core_v0.17.1", "266f1c97dca477ca8b92c16087506da2000b0b84"),
     (0, 18): Reference("0.18.2", "core_v0.18.2", "571370c829ca768fe37244f4e2e7f28d8accc4ab"),
     (0, 19): Reference("0.19.2", "core_v0.19.0", "5be9626709af2722333bf54797c954c09edeada3"),
+    (0, 20): Reference("0.20.0", "core_v0.20.0", "d98e8a64ddf34856e74b24714e3bedb2f5a39553"),
 }
 """By minor release, oldest first."""
+
+UNRELEASED = frozenset({(0, 20)})
+"""Reviewed on a commit of Megatron-LM's main that says this version, before wheel and tag."""
 
 _OLDEST, _NEWEST = min(REFERENCES), max(REFERENCES)
 _TRAINING_SINCE: Release = (0, 17)

@@ -62,6 +62,7 @@ def test_what_is_refused(flags: str, world: int, rule: str) -> None:
             "--error-injection-rate: injected errors are found by rerunning",
         ),
         ("fp8_param_gather", True, "forward ranks have no optimizer; leave it out"),
+        ("freeze_all_layers", True, "backward ranks have nothing to do; leave one of them out"),
         ("moe_use_upcycling", True, "forward ranks neither load nor save checkpoints"),
         ("full_validation", True, "backward ranks do not read that data; use --eval-iters"),
         ("exit_signal_handler", True, "use --exit-interval or --train-iters"),

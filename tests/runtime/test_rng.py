@@ -20,7 +20,7 @@ from .test_equality import TP2, VPP2, assert_equal, stock
 
 DROPOUT = MOCK + "--eval-iters 1 --eval-interval 2 --train-iters 3 --clip-grad 0 --microbatch-rng "
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
-TRACKED = ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng")
+TRACKED = ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng", "mtp-hsm-rng")
 
 
 def _draw() -> dict[str, list[float]]:
@@ -43,11 +43,12 @@ def _states() -> dict[str, list[int]]:
 
 def _drawn() -> list[dict[str, list[float]]]:
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     model_parallel_cuda_manual_seed(3)
+    get_cuda_rng_tracker().add("mtp-hsm-rng", 5)  # as Hidden State Mixing of 0.20 does
     before = _states()
     use(None, seed=1)
     with microbatch_rng(4, 1, 2):
@@ -70,7 +71,7 @@ def test_each_generator_starts_anew_for_each_micro_batch_and_goes_on_afterwards(
         assert len({tuple(values) for values in first.values()}) == len(first)
     mine, theirs = (rank[0] for rank in ranks)
     same = {name for name in mine if mine[name] == theirs[name]}
-    expected = {"default", "data-parallel-rng"}
+    expected = {"default", "data-parallel-rng", "mtp-hsm-rng"}
     assert same - {"expert-parallel-rng"} == expected, "as between upstream's ranks"
 
 

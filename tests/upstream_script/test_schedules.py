@@ -69,6 +69,15 @@ def test_reductions_of_buckets(gpt: tuple[str, list[str]], name: str, align: str
     assert report(run(4, f"{start}{flags}--pipeline-schedule {name} ")) == stock
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved --use-dpp"])
+def test_training_with_all_layers_frozen(gpt: tuple[str, list[str]], schedule: str) -> None:
+    """From 0.20 on such a step is forward only, and yet no evaluation."""
+    start, _ = gpt
+    frozen = start + PP2 + "--freeze-all-layers "
+    assert report(run(4, f"{frozen}--pipeline-schedule {schedule} ")) == report(run(4, frozen))
+
+
 @pytest.mark.parametrize("schedule", ["", "--num-layers-per-virtual-pipeline-stage 2 "])
 def test_own_schedules_over_shared_memory(gpt: tuple[str, list[str]], schedule: str) -> None:
     start, stock = gpt

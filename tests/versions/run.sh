@@ -28,7 +28,10 @@ cd "$REPO"
 VERSIONS_DIR=$(realpath -m "${VERSIONS_DIR:-.venv-versions}")
 # Of the range in megatron_ext/upstream/releases.py.
 VERSIONS=("$@")
-[[ ${#VERSIONS[@]} -gt 0 ]] || VERSIONS=(0.16.1 0.17.1 0.18.2 0.19.2)
+if [[ ${#VERSIONS[@]} -eq 0 ]]; then
+    VERSIONS=(0.16.1 0.17.1 0.18.2 0.19.2)
+    [[ -z ${MEGATRON_LM_NEXT:-} ]] || VERSIONS+=(main)
+fi
 
 minor_of() { local minor=${1%.*}; printf '%s' "${minor/./_}"; }
 

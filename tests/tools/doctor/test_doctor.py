@@ -71,7 +71,7 @@ def test_a_failed_check_is_a_line_with_a_remedy_and_exit_code_1(tmp_path: Path) 
     assert done.returncode == 1, done.stderr
     assert "FAIL torch: 0.9.0; install torch >= 2.7" in done.stdout
     assert (
-        "FAIL megatron-core: expected a version >=0.16.0,<0.20, found version 0.9.0" in done.stdout
+        "FAIL megatron-core: expected a version >=0.16.0,<0.21, found version 0.9.0" in done.stdout
     )
     assert "FAIL Megatron-LM tree: MEGATRON_LM_PATH=/nowhere is not a Megatron-LM tree" in (
         done.stdout
