@@ -8,18 +8,12 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-__all__ = ["HEADER", "LAUNCHED", "Message", "MessageKind"]
+__all__ = ["Message", "MessageKind"]
 
 MessageKind = Literal["F", "B", "C", "D", "W", "P", "G"]
 """F: an activation. B: the gradient of one. C: a credit, which lets a rank run one more micro-batch
-ahead. D: a decision of the rank that leads others. W: weights, and news about them. P: tensors that
-a stage published on routes. G: their gradients."""
-
-HEADER = 7
-"""The part of F and P that says what the tensors of a hand-over are."""
-
-LAUNCHED = 8
-"""Added to the part: not the tensor, but the news that its sender's device will compute it."""
+ahead. D: a decision of the rank that leads others. W: weights, and notices about them. P: tensors
+that a stage published on routes. G: their gradients."""
 
 _OF_MICROBATCHES: dict[MessageKind, str] = {
     "F": "the activation that stage {} needs",
@@ -28,8 +22,6 @@ _OF_MICROBATCHES: dict[MessageKind, str] = {
     "G": "the gradient of routes from stage {}",
     "C": "the credit of stage {}",
 }
-
-_HOST_KINDS: frozenset[MessageKind] = frozenset(("C", "D"))
 
 
 class Message(NamedTuple):
@@ -40,56 +32,41 @@ class Message(NamedTuple):
     """F, B: the stage that needs it. C: the one that may begin a micro-batch. W: the one whose
     weights they are. P, G: the one that made it. D: 0."""
     microbatch: int
-    """D: the number of the decision, or of the action, in the step. W: 0 says whether weights
-    follow, n is their n-th bucket."""
+    """D: the number of the decision in the step. W: 0 says whether weights follow, n is their n-th
+    bucket."""
     part: int = 0
-    """F, B: which tensor of one hand-over it is, where stages exchange several; F, P: `HEADER` for
-    what says how to read them. W: 1 for the layout of the buckets. D: 1 for what a rank tells
-    itself, that its device has ended an action."""
-
-    @classmethod
-    def end_of(cls, number: int) -> Message:
-        """Return what a rank tells itself when its device has ended an action of the step."""
-        return cls("D", 0, number, 1)
+    """F, B: index of the tensor in one hand-over, where stages exchange several."""
+    header: bool = False
+    """F, P, W: it describes the tensors that follow under the same name: how to read them."""
+    launched: bool = False
+    """A notice: the sender has launched what computes the tensor, which follows."""
 
     @property
-    def is_own(self) -> bool:
-        """Whether a rank tells it itself."""
-        return self.kind == "D" and self.part == 1
+    def notice(self) -> Message:
+        """The notice that the sender has launched what computes this tensor."""
+        return self._replace(launched=True)
 
     @property
-    def launch(self) -> Message:
-        """The news that the sender has launched what computes this tensor."""
-        return self._replace(part=self.part | LAUNCHED)
-
-    @property
-    def is_launch(self) -> bool:
-        """Whether it is such news."""
-        return bool(self.part & LAUNCHED)
-
-    @property
-    def launched(self) -> Message:
-        """The tensor that such news is about."""
-        return self._replace(part=self.part & ~LAUNCHED)
+    def tensor(self) -> Message:
+        """The tensor that a notice announces."""
+        return self._replace(launched=False)
 
     @property
     def for_host(self) -> bool:
         """Whether the host acts on it: its tensor never goes to a device."""
-        return self.kind in _HOST_KINDS or (self.part == HEADER and self.kind in ("F", "P"))
+        return self.header or self.kind in ("C", "D")
 
     def __str__(self) -> str:
         """Return its name for error messages."""
-        kind, stage, microbatch, part = self
-        if self.is_launch:
-            return f"the launch of {self.launched}"
+        kind, stage, microbatch = self[:3]
+        if self.launched:
+            return f"the launch of {self.tensor}"
         if kind in _OF_MICROBATCHES:
             return _OF_MICROBATCHES[kind].format(stage) + f" for micro-batch {microbatch}"
-        if self.is_own:
-            return f"the end of action {microbatch} on this rank's device"
         if kind == "D":
             return f"decision {microbatch} of the leader"
-        if part:
+        if self.header:
             return f"the layout of stage {stage}'s weights"
         if microbatch == 0:
-            return f"the news about stage {stage}'s weights"
+            return f"the notice about stage {stage}'s weights"
         return f"bucket {microbatch - 1} of stage {stage}'s weights"

@@ -77,6 +77,10 @@ class LateTransport:
         time.sleep(max(0.0, seen_s - time.perf_counter()))
         return tensor
 
+    def wake(self) -> None:
+        """End a poll."""
+        self._inner.wake()
+
     def poll(self, timeout_s: float) -> Sequence[Message]:
         """Return what may be seen now; sleep until there is something."""
         deadline_s = time.perf_counter() + timeout_s

@@ -26,7 +26,7 @@ from megatron_ext.runtime.program import Form
 
 if TYPE_CHECKING:
     from megatron_ext.disaggregation.job import Job
-    from megatron_ext.message import MessageKind
+    from megatron_ext.message import Message, MessageKind
     from megatron_ext.runtime.compute import StageCompute, Tensors
     from megatron_ext.runtime.split import Progress
     from megatron_ext.schedules.table.actions import Action
@@ -67,11 +67,12 @@ class RoleEnds:
         shipped = Form(shape, self.dtype)
         return [shipped, Form(None, torch.uint8, 1)] if self._ships_generators() else [shipped]
 
-    def parts(self, transfer: Transfer) -> Sequence[int]:
-        """Return 0, and 1 if the states of random generators accompany activations."""
+    def tensors(self, transfer: Transfer) -> Sequence[Message]:
+        """Return the tensor's name, and one for states of random generators that accompany it."""
         ships = self.num_layers is not None and transfer.message.kind == "F"
         to_backward = transfer.peer >= self.job.ranks.pp
-        return range(2 if ships and to_backward and self._ships_generators() else 1)
+        number = 2 if ships and to_backward and self._ships_generators() else 1
+        return [transfer.message._replace(part=part) for part in range(number)]
 
     def _ships_generators(self) -> bool:
         """Return whether generator states are shipped; a stage may have no layers."""

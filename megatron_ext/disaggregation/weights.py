@@ -31,12 +31,11 @@ if TYPE_CHECKING:
 __all__ = ["WeightReceiver", "WeightSender"]
 
 _BUCKET_BYTES = 32 << 20
-_LAYOUT = 1
-"""Part number of the first message, which describes the layout of sharded buckets."""
 
 
-def _message(job: Job, number: int, part: int = 0) -> Message:
-    return Message("W", job.place.pp, number, part)
+def _message(job: Job, number: int, *, header: bool = False) -> Message:
+    """Return the name of a bucket, or of the header that describes the layout of sharded ones."""
+    return Message("W", job.place.pp, number, header=header)
 
 
 class _Weight(NamedTuple):
@@ -135,7 +134,7 @@ class WeightSender:
         if job.shares_weights:
             layout = bytearray(json.dumps(_layout(chunks)).encode())
             link.begin([], 1)
-            self._isend(torch.frombuffer(layout, dtype=torch.uint8), _message(job, 0, _LAYOUT))
+            self._isend(torch.frombuffer(layout, dtype=torch.uint8), _message(job, 0, header=True))
 
     def send(self, *, updated: bool) -> None:
         """Send the weights, or the message that they are unchanged."""
@@ -193,7 +192,7 @@ class WeightReceiver:
 
     def _filled(self, weights: Sequence[_Weight]) -> list[_Bucket]:
         """Receive the layout of the buckets, the same on all backward ranks."""
-        message = _message(self._job, 0, _LAYOUT)
+        message = _message(self._job, 0, header=True)
         self._link.begin(
             [Expected(source, message, None, torch.uint8) for source in self._sources], 1
         )

@@ -7,8 +7,8 @@ launched the previous action. On the host that action is complete then; a device
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -133,11 +133,30 @@ class TableOrder:
 
 
 @dataclass
+class _Pace:
+    """How long a cost unit of the table takes, by the actions that ended in this step."""
+
+    durations: Sequence[float] = ()
+    """By index: cost units of each action; empty: nobody asks for the pace."""
+    ran_s: float = 0.0
+    ran_units: float = 0.0
+
+    def ended(self, index: int, took_s: float) -> None:
+        """Count an action."""
+        self.ran_s += took_s
+        if self.durations:
+            self.ran_units += self.durations[index]
+
+    def seconds(self, units: float) -> float:
+        """Return what a number of cost units takes; 0 until an action has ended."""
+        return units * self.ran_s / self.ran_units if units and self.ran_units else 0.0
+
+
+@dataclass
 class PolicyOrder:
     """Runs what a policy chooses among actions whose inputs have arrived; sleeps if none has.
 
-    On a device it sleeps until a message arrives or an action ends, whichever is first: the thread
-    that waits for the ends sends this rank a message of its own.
+    On a device it sleeps until a message arrives or an action ends, whichever is first.
     """
 
     policy: Policy
@@ -149,73 +168,60 @@ class PolicyOrder:
     """Global ranks that follow these decisions."""
     timeout_s: float
     run_ahead: RunAhead | None = None
-    """Tells when the device has ended an action; None if the host computes."""
-    _parts: dict[Message, int] = field(default_factory=dict, init=False)
-    """Parts that have arrived, for messages of several tensors; also those that are launched."""
-    _ran_s: float = field(default=0.0, init=False)
-    """Time in this step's finished actions, in seconds."""
-    _ran_units: float = field(default=0.0, init=False)
-    """The same in cost units of the table; only counted if the policy has patience."""
+    """Knows when the device has ended an action; None if the host computes."""
+    pace: _Pace = field(init=False)
+    _arrived: Counter[Message] = field(default_factory=Counter, init=False)
+    """Tensors that have arrived of each message of several, and notices of their launches."""
     _running: deque[int] = field(default_factory=deque, init=False)
     """Actions that the device has not ended, oldest first."""
-    _took_s: deque[float] = field(default_factory=deque, init=False)
-    """Durations of ended actions that `_note` has not seen. Another thread appends to it."""
     _idle_s: float = field(default=0.0, init=False)
     """When this rank had nothing to run any more, by the host's clock."""
 
+    def __post_init__(self) -> None:
+        """Begin a step."""
+        patience = self.policy.patience
+        self.pace = _Pace() if patience is None else _Pace(patience.durations)
+
     def expected(self) -> list[Expected]:
-        """Return what this rank tells itself: the end of each action on the device but the last."""
-        if self.run_ahead is None:
-            return []
-        me, ends = dist.get_rank(), range(len(self.table.exchanges) - 1)
-        return [Expected(me, Message.end_of(number), (0,), torch.uint8) for number in ends]
+        """Return nothing: a policy decides by the messages of the actions."""
+        return []
 
     def __iter__(self) -> Iterator[int]:
         """Choose an action, send its position to the followers, and yield it.
 
-        On a device an action is chosen while the last one runs if the policy looks ahead, so that
-        its launch takes no time of the device. Otherwise it is chosen when the last one has ended.
-
         Raises:
             TransportTimeout: No action is ready, and nothing arrived for `timeout_s`.
         """
-        if self.run_ahead is None:
-            yield from self._choices()
-            return
-        self.policy.progress.hears_launches = self._hears_launches()
-        self.run_ahead.wait_until(0)  # an evaluation may still run
-        self.run_ahead.tell(self._bell())
-        try:
-            yield from self._choices()
-            while len(self._running) > 1:  # nothing waits for the end of the last
-                self._wait(self.timeout_s)
-        finally:
-            self.run_ahead.tell(None)
-
-    def _choices(self) -> Iterator[int]:
-        progress, number = self.policy.progress, 0
+        progress, ahead = self.policy.progress, self.run_ahead
         for exchange in self.table.exchanges:
             for transfer in exchange.inputs:
                 if transfer.message.kind in ("P", "G"):  # routes, which policies ignore
                     progress.require(exchange.action, transfer.message)
-        while progress.left:
-            index = self._choose()
-            position = self.table.positions[progress.row[index]]
-            for follower in self.followers:
-                choice = torch.tensor([position], dtype=torch.int32)  # on the CPU: no device sync
-                self.transport.isend(choice, follower, Message("D", 0, number))
-            begin_s = time.perf_counter()
-            yield position
-            if self.run_ahead is None:
-                self._ended(index, time.perf_counter() - begin_s)
-            else:
-                self._running.append(index)
-            progress.finished(index)  # what it enables runs behind it, on the same device
-            number += 1
-
-    def _hears_launches(self) -> bool:
-        """Return whether all peers tell what they have launched, as those over ipc do."""
-        return all(wire == "ipc" for wire in self.transport.stats().wires.values())
+        if ahead is not None:
+            # Peers over ipc send notices of what they have launched; others send none.
+            wires = self.transport.stats().wires.values()
+            progress.hears_launches = all(wire == "ipc" for wire in wires)
+            ahead.wait_until(0)  # an evaluation may still run
+            ahead.listen(self.transport.wake)
+        try:
+            for number in range(len(self.table.exchanges)):
+                index = self._choose()
+                position = self.table.positions[progress.row[index]]
+                for follower in self.followers:
+                    choice = torch.tensor([position], dtype=torch.int32)  # on the CPU: no sync
+                    self.transport.isend(choice, follower, Message("D", 0, number))
+                begin_s = time.perf_counter()
+                yield position
+                if ahead is None:
+                    self.pace.ended(index, time.perf_counter() - begin_s)
+                else:
+                    self._running.append(index)
+                progress.finished(index)  # what it enables runs behind it, on the same device
+            while len(self._running) > 1:  # nothing waits for the end of the last
+                self._wait()
+        finally:
+            if ahead is not None:
+                ahead.listen(None)
 
     def handed(self, message: Message) -> None:
         """Mark the tensor as arrived; its consumer may become ready."""
@@ -223,102 +229,81 @@ class PolicyOrder:
 
     def _choose(self) -> int:
         self._idle_s = time.perf_counter()
-        self._note(self.transport.poll(0.0))
+        self._sleep(0.0)
+        # On a device, choose while the last action runs if the policy looks ahead, so that a launch
+        # takes no time of the device; else once the last action has ended.
         while len(self._running) >= AHEAD or (self._running and not self.policy.looks_ahead()):
-            self._wait(self.timeout_s)
+            self._wait()
         while True:
-            wait_s = self._idle_s + self._patience_s() - time.perf_counter()
-            if wait_s <= 0 and (index := self.policy.choose()) is not None:
+            patience_s = self.pace.seconds(self.policy.wait())
+            left_s = self._idle_s + patience_s - time.perf_counter()
+            if left_s > 0:
+                self._sleep(left_s)
+            elif (index := self.policy.choose()) is not None:
                 return index
-            if wait_s <= 0:
-                self._wait(self.timeout_s)
             else:
-                self._note(self.transport.poll(wait_s))
+                self._wait()
 
-    def _wait(self, timeout_s: float) -> None:
+    def _wait(self) -> None:
         """Sleep until a message arrives or an action ends.
 
         Raises:
             TransportTimeout: Nothing happened in time.
         """
-        arrived = self.transport.poll(timeout_s)
-        if not arrived:
-            raise TransportTimeout(self._missing())
-        self._note(arrived)
+        deadline_s = time.perf_counter() + self.timeout_s
+        while not self._sleep(deadline_s - time.perf_counter()):
+            # On a device it wakes early for an end that was known already.
+            if self.run_ahead is None or time.perf_counter() >= deadline_s:
+                raise TransportTimeout(self._missing())
 
-    def _bell(self) -> Callable[[float], None]:
-        """Return a function that tells this rank of the end of its next action."""
-        me, nothing = dist.get_rank(), torch.empty(0, dtype=torch.uint8)
-        numbers = iter(range(len(self.table.exchanges) - 1))
-
-        def tell(took_s: float) -> None:
-            number = next(numbers, None)
-            if number is not None:
-                self._took_s.append(took_s)
-                self.transport.isend(nothing, me, Message.end_of(number))
-
-        return tell
-
-    def _ended(self, index: int, took_s: float) -> None:
-        self._ran_s += took_s
-        if self.policy.patience is not None:
-            self._ran_units += self.policy.patience.durations[index]
-
-    def _note_end(self, message: Message) -> None:
-        """Take note of the end of the oldest running action."""
-        assert self.run_ahead is not None
-        self.transport.recv(dist.get_rank(), message, self.timeout_s)
-        self.run_ahead.wait_until(len(self._running))  # raises if the device has failed
-        self._ended(self._running.popleft(), self._took_s.popleft())
-        self._idle_s = time.perf_counter()
-
-    def _patience_s(self) -> float:
-        """Return how long to wait before choosing, in seconds.
-
-        0 until an action has run: before that a cost unit has no known duration.
-        """
-        units = self.policy.wait()
-        return units * self._ran_s / self._ran_units if units and self._ran_units else 0.0
+    def _sleep(self, timeout_s: float) -> bool:
+        """Sleep for a time at most; return whether a message arrived or an action ended."""
+        messages = self.transport.poll(max(0.0, timeout_s))
+        self._note(messages)
+        ended_s = [] if self.run_ahead is None else self.run_ahead.ended_s()
+        for took_s in ended_s:
+            self.pace.ended(self._running.popleft(), took_s)
+            self._idle_s = time.perf_counter()
+        return bool(messages or ended_s)
 
     def _note(self, messages: Sequence[Message]) -> None:
+        progress = self.policy.progress
         for part in messages:
-            if part.is_own:
-                self._note_end(part)
-                continue
             assert part.kind != "D", "a leader receives no decisions"
-            message, progress = part._replace(part=0), self.policy.progress
-            if part.is_launch:
-                if self._is_whole(message.launch):
-                    progress.launched(message)
-            elif self._is_whole(message):
-                progress.arrived(message)
-            elif part.for_host and self._is_whole(message.launch):
-                progress.launched(message)  # no news precede what the host receives
+            message = part._replace(part=0, header=False)
+            if self._is_whole(message):
+                if message.launched:
+                    progress.launched(message.tensor)
+                else:
+                    progress.arrived(message)
+            elif part.header and self._is_whole(message.notice):
+                progress.launched(message)  # no notice precedes a header, which the host receives
 
     def _is_whole(self, message: Message) -> bool:
-        """Count one more part of a message, or of its launch; return whether it was the last."""
+        """Count one more tensor of a message, or notice; return whether it was the last."""
         number = self.num_parts[message.kind]
         if number > 1:
-            self._parts[message] = self._parts.get(message, 0) + 1
-        return number == 1 or self._parts[message] == number
+            self._arrived[message] += 1
+        return number == 1 or self._arrived[message] == number
 
     def _missing(self) -> str:
+        progress = self.policy.progress
+        who = f"rank {dist.get_rank()} (pipeline rank {self.table.rank})"
+        label = self.table.schedule.label
         if self._running:
-            action = self.policy.progress.row[self._running[0]]
             return (
-                f"rank {dist.get_rank()} (pipeline rank {self.table.rank}): {action} of "
-                f"{self.table.schedule.label} did not end on its device for {self.timeout_s:g} s"
+                f"{who}: {progress.row[self._running[0]]} of {label} did not end on its device for "
+                f"{self.timeout_s:g} s"
             )
-        done = self.policy.progress.done
-        row = self.policy.progress.row
-        remaining = [action for index, action in enumerate(row) if not done[index]]
+        remaining = [
+            action for index, action in enumerate(progress.row) if not progress.done[index]
+        ]
         head = min(remaining, key=self.table.positions.__getitem__)
         needs = self.table.exchanges[self.table.positions[head]].inputs
         what = f", which needs {needs[0].message}" if needs else ""
         return (
-            f"rank {dist.get_rank()} (pipeline rank {self.table.rank}) can run none of its "
-            f"{len(remaining)} remaining actions in {self.table.schedule.label}: nothing arrived "
-            f"for {self.timeout_s:g} s; the first of the table is {head}{what}"
+            f"{who} can run none of its {len(remaining)} remaining actions in {label}: nothing "
+            f"arrived for {self.timeout_s:g} s; the first of the table is {head}{what}"
         )
 
 

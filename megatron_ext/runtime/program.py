@@ -31,7 +31,7 @@ from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:
     from megatron_ext.config.sized_pipeline import Pipeline
-    from megatron_ext.message import MessageKind
+    from megatron_ext.message import Message, MessageKind
     from megatron_ext.schedules.search.queues import Post
     from megatron_ext.schedules.table.actions import Action, Schedule
     from megatron_ext.schedules.table.communication import Exchange
@@ -231,7 +231,13 @@ class Form(NamedTuple):
     """None: the shape travels with the tensor."""
     dtype: torch.dtype
     part: int = 0
-    """Index of the tensor in its message."""
+    """Index of the tensor in its hand-over."""
+    header: bool = False
+    """Whether it describes the tensors that follow."""
+
+    def named(self, message: Message) -> Message:
+        """Return the name of this tensor in a hand-over."""
+        return message._replace(part=self.part, header=self.header)
 
 
 class Ends(Protocol):
@@ -247,8 +253,8 @@ class Ends(Protocol):
     def forms(self, kind: MessageKind) -> Sequence[Form]:
         """Return the tensors that one message of a kind brings, in order of arrival."""
 
-    def parts(self, transfer: Transfer) -> Sequence[int]:
-        """Return the parts that a SEND or LOCAL moves to each rank at the other end."""
+    def tensors(self, transfer: Transfer) -> Sequence[Message]:
+        """Return the names of the tensors that a SEND or LOCAL moves to each rank there."""
 
 
 class PeerEnds:
@@ -282,9 +288,10 @@ class PipelineEnds(PeerEnds):
         """Return the tensors of one message, in order."""
         return [Form(shape, self.dtype, i) for i, shape in enumerate(self.shapes[kind])]
 
-    def parts(self, transfer: Transfer) -> Sequence[int]:
-        """Return the tensor indices. A sent F has as many tensors as the B that comes back."""
-        return range(len(self.shapes["B" if transfer.message.kind == "F" else "F"]))
+    def tensors(self, transfer: Transfer) -> Sequence[Message]:
+        """Return their names. A sent F has as many tensors as the B that comes back."""
+        number = len(self.shapes["B" if transfer.message.kind == "F" else "F"])
+        return [transfer.message._replace(part=part) for part in range(number)]
 
 
 @dataclass(frozen=True)
@@ -313,7 +320,7 @@ def make_program(table: Table, ends: Ends) -> Program:
     else:
         turns = _turns(table, resolved, leads=ends.leads)
     expected = (
-        Expected(rank, transfer.message._replace(part=form.part), form.shape, form.dtype, after)
+        Expected(rank, form.named(transfer.message), form.shape, form.dtype, after)
         for transfer, after in turns
         for form in ends.forms(transfer.message.kind)
         for rank in ends.ranks(transfer)
@@ -356,11 +363,12 @@ def _resolved(exchange: Exchange, ends: Ends) -> Exchange:
 
 def _each(transfers: Sequence[Transfer], ends: Ends) -> Iterator[Transfer]:
     for transfer in transfers:
-        parts = ends.parts(transfer)
         if transfer.verb == "RECV":
-            parts = [form.part for form in ends.forms(transfer.message.kind)]
-        for part in parts:
-            message = transfer.message._replace(part=part)
+            forms = ends.forms(transfer.message.kind)
+            names: Sequence[Message] = [form.named(transfer.message) for form in forms]
+        else:
+            names = ends.tensors(transfer)
+        for message in names:
             if transfer.verb == "LOCAL":
                 yield transfer._replace(message=message)
                 continue

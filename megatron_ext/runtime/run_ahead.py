@@ -61,7 +61,9 @@ class RunAhead:
         self._error: BaseException | None = None
         self._began: TimingEvent | None = None
         """Start of the action that is being launched."""
-        self._tell: Callable[[float], None] | None = None
+        self._wake: Callable[[], None] | None = None
+        self._ended_s: list[float] = []
+        """Seconds that the device spent on actions which ended, while somebody listens."""
         self._changed = threading.Condition()
         self._events: queue.SimpleQueue[tuple[TimingEvent | None, TimingEvent] | None] = (
             queue.SimpleQueue()
@@ -70,14 +72,27 @@ class RunAhead:
         self._thread = threading.Thread(target=self._watch, name="megatron-ext ends", daemon=True)
         self._thread.start()
 
-    def tell(self, ended: Callable[[float], None] | None) -> None:
-        """Call a function at the end of each action, in the second thread; None: no more.
+    def listen(self, wake: Callable[[], None] | None) -> None:
+        """Keep durations for `ended_s`, and call a function when there is one; None: no more.
 
         Args:
-            ended: Takes the seconds that the device spent on the action. If the device has failed
-                it is called once more, and `wait_until` raises the reason.
+            wake: The second thread calls it after the end of each action, and once if the device
+                has failed.
         """
-        self._tell = ended
+        with self._changed:
+            self._wake = wake
+            self._ended_s.clear()
+
+    def ended_s(self) -> list[float]:
+        """Return the seconds of each action that ended since the last call, oldest first.
+
+        Raises:
+            MegatronExtError: The device failed.
+        """
+        with self._changed:
+            self._check()
+            found, self._ended_s = self._ended_s, []
+        return found
 
     def begin(self) -> None:
         """Mark the start of an action behind the wait of the current stream for its inputs."""
@@ -107,10 +122,8 @@ class RunAhead:
                 lambda: len(self._unfinished) <= unfinished or self._error is not None,
                 self._timeout_s,
             )
-            left, error = list(self._unfinished), self._error
-        if error is not None:
-            name = left[0] if left else "an action"
-            raise MegatronExtError(f"{name} failed on {self._device}: {error}") from error
+            self._check()
+            left = list(self._unfinished)
         if len(left) > unfinished:
             raise TransportTimeout(
                 f"{left[0]} did not end on {self._device}: waited "
@@ -122,6 +135,13 @@ class RunAhead:
         """Forget all actions and end the thread once the device has reached their events."""
         self._events.put(None)
 
+    def _check(self) -> None:
+        if self._error is not None:
+            name = self._unfinished[0] if self._unfinished else "an action"
+            raise MegatronExtError(
+                f"{name} failed on {self._device}: {self._error}"
+            ) from self._error
+
     def _event(self) -> TimingEvent:
         event = self._backend.timing_event()
         assert event is not None, "the device is the host"
@@ -132,23 +152,25 @@ class RunAhead:
             self._backend.bind(self._device.index)  # a new thread is on the first device
             while (events := self._events.get()) is not None:
                 self._ended(*events)
-        except BaseException as error:  # noqa: BLE001 - the next wait raises it
+        except BaseException as error:  # noqa: BLE001 - the next call of the other thread raises it
             with self._changed:
-                self._error, tell = error, self._tell
+                self._error, wake = error, self._wake
                 self._changed.notify_all()
             with suppress(BaseException):  # the error to raise is the first one
-                if tell is not None:
-                    tell(0.0)
+                if wake is not None:
+                    wake()
 
     def _ended(self, begin: TimingEvent | None, end: TimingEvent) -> None:
         end.synchronize()
         took_s = 0.0 if begin is None else 1e-3 * begin.elapsed_time(end)
         with self._changed:
             self._unfinished.popleft()
-            tell = self._tell  # who waits for this end may begin a step, with another function
+            wake = self._wake
+            if wake is not None:
+                self._ended_s.append(took_s)
             self._changed.notify_all()
-        if tell is not None:
-            tell(took_s)
+        if wake is not None:
+            wake()
 
 
 def run_ahead_of(backend: Device, device: torch.device, timeout_s: float) -> RunAhead | None:

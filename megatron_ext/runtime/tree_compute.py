@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.message import HEADER
 from megatron_ext.runtime.compute import StageCompute
 from megatron_ext.runtime.program import Form, PeerEnds
 from megatron_ext.runtime.routes import Declared, RouteStore, declared
@@ -26,7 +25,7 @@ from megatron_ext.schedules.table.route_plan import connect, plan_routes
 from megatron_ext.transport.torch_dist import Channel
 
 if TYPE_CHECKING:
-    from megatron_ext.message import MessageKind
+    from megatron_ext.message import Message, MessageKind
     from megatron_ext.runtime.compute import Call, Tensors
     from megatron_ext.runtime.program import Peers, Shapes, Table
     from megatron_ext.runtime.routes import Batch
@@ -121,14 +120,15 @@ class TreeMessages:
 
     def forms(self, kind: MessageKind) -> Sequence[Form]:
         """Return the tensors of one message: uint8 bytes, after a header until forms are agreed."""
-        return [Form(None, torch.uint8, part) for part in self._parts(kind)]
+        tree = Form(None, torch.uint8)
+        # Gradients need no header: they have the form of what they belong to.
+        if kind in ("F", "P") and not self.forms_agreed:
+            return [tree._replace(header=True), tree]
+        return [tree]
 
-    def parts(self, transfer: Transfer) -> Sequence[int]:
-        """Return the parts of a message; gradients need no header."""
-        return self._parts(transfer.message.kind)
-
-    def _parts(self, kind: MessageKind) -> tuple[int, ...]:
-        return (HEADER, 0) if kind in ("F", "P") and not self.forms_agreed else (0,)
+    def tensors(self, transfer: Transfer) -> Sequence[Message]:
+        """Return the names of the same tensors where they are sent."""
+        return [form.named(transfer.message) for form in self.forms(transfer.message.kind)]
 
 
 @dataclass(frozen=True)

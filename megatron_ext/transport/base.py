@@ -50,7 +50,7 @@ class Stats:
 
 
 class Transport(Protocol):
-    """Carries tensors between ranks. All calls of one instance come from one thread."""
+    """Carries tensors between ranks. All calls but `wake` come from one thread."""
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step and announce the messages that will arrive in it.
@@ -87,12 +87,16 @@ class Transport(Protocol):
         """Return the messages that arrived since the last call; sleep until one arrives.
 
         Returns:
-            Their names; empty after the time-out. `recv` returns their tensors. Some wires bring
-            the news of a launch first: `recv` returns the tensor then too, and the device waits.
+            Their names; empty after the time-out or `wake`. `recv` returns their tensors. Some
+            wires bring the notice of a launch first: `recv` returns the tensor then too, and the
+            device waits.
 
         Raises:
             TransportError: The wire cannot report arrivals ahead of a receive, or a peer is gone.
         """
+
+    def wake(self) -> None:
+        """End the present or the next `poll`, which returns early. Any thread may call it."""
 
     def flush(self, timeout_s: float) -> None:
         """Wait until all sends have completed, so that their memory is free.

@@ -90,7 +90,7 @@ class DirectTransport:
         rank: Global rank of this process.
         timeout_s: How long to wait for the peers.
         tells_when_there: Whether a message arrives when its tensor is there, and the news of its
-            launch (`Message.launch`) before. Otherwise it arrives when the sender has launched
+            launch (`Message.notice`) before. Otherwise it arrives when the sender has launched
             what computes it, which is all that a receiver who follows a table has to know.
         peers: Global ranks of the peers; None: all of `host`.
         owns_host: Whether `host` is closed with this transport, which then also starts its steps.
@@ -179,7 +179,7 @@ class DirectTransport:
         if self._copies is None:
             self._host.isend(text, target, message)
         else:
-            self._host.isend(text, target, message.launch)
+            self._host.isend(text, target, message.notice)
             there = partial(self._host.isend, torch.empty(0, dtype=text.dtype), target, message)
             self._copies.after(self._sharing.pushed(peer.lent[number]), there, None)
         self._num_messages += 1
@@ -195,7 +195,7 @@ class DirectTransport:
         if message.for_host:
             return self._host.recv(source, message, timeout_s)
         text = self._host.recv(
-            source, message if self._copies is None else message.launch, timeout_s
+            source, message if self._copies is None else message.notice, timeout_s
         )
         if self._copies is not None:
             self._coming.append((source, message))
@@ -224,6 +224,10 @@ class DirectTransport:
         if self._copies is not None:
             self._copies.check()
         return self._host.poll(timeout_s)
+
+    def wake(self) -> None:
+        """End a `poll`."""
+        self._host.wake()
 
     def flush(self, timeout_s: float) -> None:
         """Wait until all peers can receive their messages. The devices order the reuse of buffers.
@@ -286,7 +290,7 @@ class DirectTransport:
         if self._copies is None:
             return [Expected(source, message, None, torch.uint8)]
         return [
-            Expected(source, message.launch, None, torch.uint8),
+            Expected(source, message.notice, None, torch.uint8),
             Expected(source, message, (0,), torch.uint8),
         ]
 

@@ -25,7 +25,7 @@ from megatron_ext.transport.links import add_links, default_spin_s, why_no_rdma
 from megatron_ext.transport.native import require_native
 from megatron_ext.transport.peer_failures import failure_of
 from megatron_ext.transport.rendezvous import Store, connect_peers
-from megatron_ext.transport.tags import NOTE, NUM_STEPS, Tags
+from megatron_ext.transport.tags import NOTE, NUM_STEPS, WAKE, Tags
 
 if TYPE_CHECKING:
     from megatron_ext.message import Message
@@ -39,6 +39,9 @@ _log = logging.getLogger(__name__)
 
 # The public function looks for __dlpack__ first, a third of its time when given a capsule.
 _from_dlpack = getattr(torch._C, "_from_dlpack", from_dlpack)
+
+
+_EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 class NativeTransport:
@@ -291,6 +294,10 @@ class NativeTransport:
             left_s = max(0.0, begin + timeout_s - time.perf_counter())
             arrivals = endpoint.arrivals(left_s)
             self._told.update(dict.fromkeys(arrivals))
+            if self._told.pop((self._rank, WAKE), self) is None:
+                while endpoint.take(self._rank, WAKE, 0.0) is not None:
+                    pass  # one end of a sleep is enough for all calls of `wake`
+                timeout_s = 0.0
             if not arrivals:
                 if not timeout_s:
                     break  # only calls that wait check whether anything can arrive
@@ -299,11 +306,18 @@ class NativeTransport:
                     break
         return messages
 
+    def wake(self) -> None:
+        """End a `poll`; any thread may call it. A message to oneself rings the endpoint's bell."""
+        self._send(self._rank, WAKE, b"")
+
     def note(self, target: int, content: bytes) -> None:
         """Send a peer a note: bytes outside of the schedule, in or between steps."""
-        text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        self._send(target, NOTE, content)
+
+    def _send(self, target: int, tag: int, content: bytes) -> None:
+        text = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else _EMPTY
         code = CODE_OF[text.dtype]
-        self._usable().send(target, NOTE, code, text.shape, text.data_ptr(), text)
+        self._usable().send(target, tag, code, text.shape, text.data_ptr(), text)
 
     def noted(self, source: int, timeout_s: float = 0.0) -> bytes | None:
         """Return the next note of a peer; None if there is none and the time-out is 0.

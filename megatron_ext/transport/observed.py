@@ -55,8 +55,8 @@ class TransportObserver:
 class ObservedTransport:
     """Delegates to another transport and reports to an observer.
 
-    An error ends the step: the call that raised it has a begin and no end. What a rank tells itself
-    is no message to the observer, for any thread may send it, and neither is the news of a launch.
+    An error ends the step: the call that raised it has a begin and no end. The notice of a launch
+    is no message to the observer.
 
     Args:
         transport: Carries the messages; closed with this one.
@@ -69,22 +69,17 @@ class ObservedTransport:
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
         """Start a step."""
-        self._observer.begin_messages([item for item in expected if not item.message.is_own])
+        self._observer.begin_messages(expected)
         self._transport.begin(expected, slots)
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
         """Report and send a tensor."""
-        if message.is_own:
-            self._transport.isend(tensor, target, message)
-            return
         self._observer.begin_send(message, target)
         self._transport.isend(tensor, target, message)
         self._observer.end_send(message, target, tensor.nbytes)
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         """Receive and report a tensor."""
-        if message.is_own:
-            return self._transport.recv(source, message, timeout_s)
         self._observer.begin_receive(message, source)
         before_s = self._transport.stats().waited_s
         tensor = self._transport.recv(source, message, timeout_s)
@@ -96,12 +91,16 @@ class ObservedTransport:
         """Return the arrivals. A time-out of 0 is not reported as a wait."""
         if timeout_s == 0.0:
             arrived = self._transport.poll(0.0)
-            self._observer.arrived(_of_others(arrived))
+            self._observer.arrived(_tensors(arrived))
             return arrived
         self._observer.begin_wait("input")
         arrived = self._transport.poll(timeout_s)
-        self._observer.end_wait("input", _of_others(arrived))
+        self._observer.end_wait("input", _tensors(arrived))
         return arrived
+
+    def wake(self) -> None:
+        """End a `poll`."""
+        self._transport.wake()
 
     def flush(self, timeout_s: float) -> None:
         """Wait until all sends have completed."""
@@ -122,5 +121,5 @@ class ObservedTransport:
         return self._transport.stats()
 
 
-def _of_others(messages: Sequence[Message]) -> list[Message]:
-    return [message for message in messages if not (message.is_own or message.is_launch)]
+def _tensors(messages: Sequence[Message]) -> list[Message]:
+    return [message for message in messages if not message.launched]

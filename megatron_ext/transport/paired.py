@@ -70,6 +70,10 @@ class PairedTransport:
         """
         return self._rest.poll(timeout_s)
 
+    def wake(self) -> None:
+        """End a `poll`."""
+        self._rest.wake()
+
     def flush(self, timeout_s: float) -> None:
         """Wait until all sends of both have completed."""
         self._rest.flush(timeout_s)

@@ -148,6 +148,10 @@ class StagedTransport:
         except TransportError as error:
             self._raise(error)
 
+    def wake(self) -> None:
+        """End a `poll`."""
+        self._host.wake()
+
     def flush(self, timeout_s: float) -> None:
         """Wait until all sends are copied to the host and their receivers can take them.
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from megatron_ext.errors import TransportError
-from megatron_ext.message import LAUNCHED, Message, MessageKind
+from megatron_ext.message import Message, MessageKind
 
-__all__ = ["NOTE", "NUM_STEPS", "Tags"]
+__all__ = ["NOTE", "NUM_STEPS", "WAKE", "Tags"]
 
-# A tag is, from the highest bit: kind 3, part 4, stage 11, micro-batch 23, step 23.
+# A tag is, from the highest bit: kind 4, launched 1, header 1, part 3, 6 free ones for slices,
+# stage 11, micro-batch 17, step 21.
 _KINDS: dict[MessageKind, int] = {"F": 0, "B": 1, "C": 2, "D": 3, "W": 4, "P": 5, "G": 6}
-_MAX_STAGES, _MAX_MICROBATCHES = 1 << 11, 1 << 23
+_MAX_PARTS, _MAX_STAGES, _MAX_MICROBATCHES = 1 << 3, 1 << 11, 1 << 17
 
-NUM_STEPS = 1 << 23
+NUM_STEPS = 1 << 21
 """Number of steps that tags distinguish; the low bits of a tag are the step modulo this."""
 
-NOTE = 7 << 61
+NOTE = 15 << 60
 """Tag of the notes between transports; no message has its kind."""
+
+WAKE = NOTE | 1
+"""Tag of what a rank sends itself to end its own `poll`."""
 
 
 class Tags(dict[Message, int]):
@@ -30,12 +34,13 @@ class Tags(dict[Message, int]):
         if (
             message.stage >= _MAX_STAGES
             or message.microbatch >= _MAX_MICROBATCHES
-            or message.part >= 2 * LAUNCHED
+            or message.part >= _MAX_PARTS
         ):
             raise TransportError(
                 f"{message} has no tag: a step has at most {_MAX_STAGES} stages, "
-                f"{_MAX_MICROBATCHES} micro-batches and {LAUNCHED} tensors for each of them"
+                f"{_MAX_MICROBATCHES} micro-batches and {_MAX_PARTS} tensors for each of them"
             )
-        high = (_KINDS[message.kind] << 4 | message.part) << 11 | message.stage
-        tag = self[message] = (high << 23 | message.microbatch) << 23
+        high = (_KINDS[message.kind] << 1 | message.launched) << 1 | message.header
+        place = ((high << 3 | message.part) << 17 | message.stage) << 17 | message.microbatch
+        tag = self[message] = place << 21
         return tag

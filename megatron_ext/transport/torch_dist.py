@@ -149,7 +149,7 @@ class TorchTransport:
         if self._one_by_one:
             self._post_due()
         pair = (self._me, target)
-        self._parts = max(self._parts, message.part + 1)
+        self._parts = max(self._parts, message.part + message.header + 1)
         # An alias: the caller may replace the `data` of its own tensor to free the output.
         tensor = plain(tensor.detach())
         if self._shapes_travel:
@@ -185,6 +185,9 @@ class TorchTransport:
             "torch.distributed cannot tell whether a message has arrived, so it carries static "
             "schedules only; take --pipeline-transport auto for dynamic ones"
         )
+
+    def wake(self) -> None:
+        """Do nothing: no `poll` can sleep."""
 
     def flush(self, timeout_s: float) -> None:
         """Wait until all sends have completed.
@@ -283,12 +286,13 @@ class TorchTransport:
         """
         if not self._matches_tags:
             return 0
-        if message.stage >= 1 << 9 or message.microbatch >= 1 << 14 or message.part >= 8:
+        if message.stage >= 1 << 9 or message.microbatch >= 1 << 14 or message.part >= 7:
             raise TransportError(
-                f"{message} has no tag: a step has at most 512 stages, 16384 micro-batches and 8 "
+                f"{message} has no tag: a step has at most 512 stages, 16384 micro-batches and 7 "
                 f"tensors for each of them"
             )
-        tag = ((message.microbatch << 9 | message.stage) << 3 | message.part) << 2
+        part = 7 if message.header else message.part
+        tag = ((message.microbatch << 9 | message.stage) << 3 | part) << 2
         tag |= _KINDS.index(message.kind)
         return tag << 2 | is_header << 1 | self._step & 1 | 1 << 30
 

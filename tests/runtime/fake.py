@@ -137,6 +137,9 @@ class Wire:
     def poll(self, timeout_s: float) -> Sequence[Message]:
         raise NotImplementedError
 
+    def wake(self) -> None:
+        raise NotImplementedError
+
     def flush(self, timeout_s: float) -> None:
         self.log.append("flush")
 
@@ -151,7 +154,7 @@ class Wire:
 
 
 def _named(message: Message) -> str:
-    kind, stage, microbatch, part = message
+    kind, stage, microbatch, part = message[:4]
     return f"{kind}{stage}.{microbatch}.{part}"
 
 

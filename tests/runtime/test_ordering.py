@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ext.errors import TransportTimeout
-from megatron_ext.message import HEADER, Message
+from megatron_ext.message import Message
 from megatron_ext.runtime.ordering import PolicyOrder
 from megatron_ext.runtime.program import Table
 from megatron_ext.schedules import generate
@@ -82,10 +82,10 @@ _PART = FIRST_GRADIENT._replace(part=1)
 @pytest.mark.parametrize(
     ("told", "num_parts"),
     [
-        ([FIRST_GRADIENT.launch], 1),
-        ([FIRST_GRADIENT.launch, FIRST_GRADIENT], 1),
-        ([FIRST_GRADIENT.launch, _PART.launch, FIRST_GRADIENT], 2),
-        ([FIRST_GRADIENT.launch, FIRST_GRADIENT, _PART.launch], 2),
+        ([FIRST_GRADIENT.notice], 1),
+        ([FIRST_GRADIENT.notice, FIRST_GRADIENT], 1),
+        ([FIRST_GRADIENT.notice, _PART.notice, FIRST_GRADIENT], 2),
+        ([FIRST_GRADIENT.notice, FIRST_GRADIENT, _PART.notice], 2),
     ],
 )
 def test_a_head_follows_its_input_if_nothing_else_is_ready(
@@ -97,9 +97,9 @@ def test_a_head_follows_its_input_if_nothing_else_is_ready(
 @pytest.mark.parametrize(
     "told",
     [
-        [FIRST_GRADIENT.launch],
-        [FIRST_GRADIENT.launch, FIRST_GRADIENT],
-        [FIRST_GRADIENT, _PART.launch],
+        [FIRST_GRADIENT.notice],
+        [FIRST_GRADIENT.notice, FIRST_GRADIENT],
+        [FIRST_GRADIENT, _PART.notice],
     ],
 )
 def test_all_parts_of_its_input_have_to_be_launched(told: Sequence[Message]) -> None:
@@ -108,11 +108,11 @@ def test_all_parts_of_its_input_have_to_be_launched(told: Sequence[Message]) -> 
 
 
 def test_what_is_ready_goes_before_what_is_only_launched() -> None:
-    assert _chosen([FIRST_GRADIENT.launch], 1, cap=3) == "0F2"
+    assert _chosen([FIRST_GRADIENT.notice], 1, cap=3) == "0F2"
 
 
 def test_a_head_does_not_follow_while_another_input_is_on_its_way() -> None:
-    both = [FIRST_GRADIENT.launch, Message("B", 0, 1).launch]
+    both = [FIRST_GRADIENT.notice, Message("B", 0, 1).notice]
     with pytest.raises(TransportTimeout):
         _chosen(both, 1)
     assert _chosen([*both, FIRST_GRADIENT], 1) == "0B0"
@@ -150,7 +150,7 @@ def test_what_the_host_receives_is_not_launched_before() -> None:
     schedule = generate("1f1b", 2, 4)
     table = Table(schedule, 1, slots=2)
     policy = Hint(schedule, 1, cap=3, weights_fill=False)
-    wire: Any = _Telling(Message("F", 1, 0).launch, Message("F", 1, 0, HEADER))
+    wire: Any = _Telling(Message("F", 1, 0).notice, Message("F", 1, 0, header=True))
     order = iter(PolicyOrder(policy, table, wire, {"F": 2, "B": 2}, (), TIMEOUT_S))
     assert str(schedule.rows[1][next(order)]) == "1F0"
 

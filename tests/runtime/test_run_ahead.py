@@ -104,19 +104,20 @@ class _Slow(threading.Condition):
             self.goes_on.wait(LONG_S)
 
 
-def test_a_step_is_not_told_of_the_end_of_the_one_before() -> None:
+def test_an_end_of_the_step_before_is_not_counted() -> None:
     event = _Event()
-    bound, told = _bound(event), []
+    bound, woken = _bound(event), threading.Event()
     bound._changed = changed = _Slow()
     bound.record(Action(0, "W", 0))
     event.passed.set()
     bound.wait_until(0)
-    bound.tell(told.append)  # the next step begins
+    bound.listen(woken.set)  # the next step begins
     changed.goes_on.set()
     bound.close()
     bound._thread.join(LONG_S)
     assert not bound._thread.is_alive()
-    assert not told
+    assert not bound.ended_s()
+    assert not woken.is_set()
 
 
 def test_a_wait_ends_with_the_action_it_is_for() -> None:

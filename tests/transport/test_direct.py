@@ -22,7 +22,7 @@ import torch
 
 from megatron_ext import devices
 from megatron_ext.errors import PeerAborted, PeerDied, TransportError
-from megatron_ext.message import HEADER, Message
+from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
 from megatron_ext.transport.native_transport import NativeTransport
@@ -103,7 +103,7 @@ def _step(transport: DirectTransport, num_ranks: int, num_messages: int, seed: i
     me, order = _rank(), random.Random(seed + _rank())
     peers = [rank for rank in range(num_ranks) if rank != me]
     inbound = [(peer, Message("F", me, number)) for number in range(num_messages) for peer in peers]
-    for_host = (Message("C", 0, 0), Message("P", 0, 0, HEADER))
+    for_host = (Message("C", 0, 0), Message("P", 0, 0, header=True))
     choices = [Expected(peer, key, (1,), torch.int32) for peer in peers for key in for_host]
     transport.begin(
         [Expected(peer, key, None, _DTYPES[key.microbatch % len(_DTYPES)]) for peer, key in inbound]

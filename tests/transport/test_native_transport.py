@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -195,6 +196,36 @@ def test_memory_for_a_device_is_asked_for_when_a_transport_is_opened(tmp_path) -
     with pytest.raises(TransportError, match="for_device=True"):
         transport.fixed_memory()
     transport.close()
+
+
+def _woken(wire: Wire) -> list[list[Message]]:
+    """Poll on rank 1 while another thread wakes it, then for a message that rank 0 sends."""
+    transport, key = open_transport(wire), Message("F", 1, 0)
+    polls: list[list[Message]] = []
+    if rank() == 0:
+        transport.begin([], 1)
+        time.sleep(0.3)
+        transport.isend(torch.ones(3), 1, key)
+    else:
+        transport.begin([Expected(0, key, None, torch.float32)], 1)
+        thread = threading.Timer(0.1, transport.wake)
+        thread.start()
+        polls.append(list(transport.poll(LONG_S)))
+        thread.join()
+        transport.wake()
+        transport.wake()
+        polls += [list(transport.poll(LONG_S)) for _ in range(2)]
+        transport.wake()  # left over; the next step is not disturbed
+        transport.recv(0, key, LONG_S)
+        transport.begin([], 1)
+    transport.flush(LONG_S)
+    transport.close()
+    return polls
+
+
+def test_another_thread_ends_a_poll() -> None:
+    for polls in run_ranks(2, on_each_wire, _woken)[1]:
+        assert polls == [[], [], [Message("F", 1, 0)]]
 
 
 def test_a_rank_without_peers_sends_to_itself(tmp_path) -> None:

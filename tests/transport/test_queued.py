@@ -200,7 +200,7 @@ def _told() -> tuple[list[list[Message]], str, bool]:
 def test_launches_are_told_before_tensors_are_there() -> None:
     _, (polls, error, right) = run_ranks(2, _told, device="musa", env=queued())
     one, other = (Message("F", 0, number) for number in range(2))
-    assert polls == [[one.launch, other.launch], [one], [other]]
+    assert polls == [[one.notice, other.notice], [one], [other]]
     assert error.startswith(f"{one} did not come from rank 0"), "flush waits for what was received"
     assert right
 

@@ -7,29 +7,29 @@ import pytest
 
 from megatron_ext.errors import TransportError
 from megatron_ext.message import Message, MessageKind
-from megatron_ext.transport.tags import NOTE, NUM_STEPS, Tags
+from megatron_ext.transport.tags import NOTE, NUM_STEPS, WAKE, Tags
 
 
 def test_each_message_has_a_tag_of_its_own_whatever_the_step() -> None:
     tags = Tags()
     messages = [
-        Message(kind, stage, microbatch, part)
-        for kind, stage, microbatch, part in itertools.product(
-            get_args(MessageKind), (0, 1, 2047), (0, 1, (1 << 23) - 1), (0, 7)
+        Message(kind, stage, microbatch, part, header)
+        for kind, stage, microbatch, part, header in itertools.product(
+            get_args(MessageKind), (0, 1, 2047), (0, 1, (1 << 17) - 1), (0, 7), (False, True)
         )
     ]
-    messages += [message.launch for message in messages]
+    messages += [message.notice for message in messages]
     assert len({tags[message] for message in messages}) == len(messages)
-    assert NOTE not in tags.values()
+    assert not {NOTE, WAKE} & set(tags.values())
     assert all(tags[message] % NUM_STEPS == 0 and tags[message] < 1 << 64 for message in messages)
     assert all(tags[Message(*message)] == tags[message] for message in messages)
 
 
 @pytest.mark.parametrize(
-    "message", [Message("F", 2048, 0), Message("B", 0, 1 << 23), Message("B", 0, 0, 16)], ids=str
+    "message", [Message("F", 2048, 0), Message("B", 0, 1 << 17), Message("B", 0, 0, 8)], ids=str
 )
 def test_a_number_that_is_too_large_is_refused(message: Message) -> None:
     tags = Tags()
-    with pytest.raises(TransportError, match="at most 2048 stages, 8388608 micro-batches and 8"):
+    with pytest.raises(TransportError, match="at most 2048 stages, 131072 micro-batches and 8"):
         tags[message]
     assert message not in tags

@@ -253,8 +253,8 @@ class _Run:
             event = heapq.heappop(self._events)
             if event.arrival is not None:
                 progress, message = self._policies[event.rank].progress, event.arrival
-                if message.is_launch:
-                    progress.launched(message.launched)
+                if message.launched:
+                    progress.launched(message.tensor)
                 else:
                     progress.arrived(message)
             self._wake(event)
@@ -354,6 +354,6 @@ class _DeviceRun(_Run):
                 self._announce(message, launched)  # it is there for everything launched later
             else:
                 self._arrivals[message] = arrival
-                self._announce(message.launch, launched)
+                self._announce(message.notice, launched)
                 self._announce(message, arrival)
         heapq.heappush(self._events, _Event(launched, True, rank))

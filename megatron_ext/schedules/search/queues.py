@@ -122,7 +122,7 @@ class Meeting(NamedTuple):
     message: Message
 
     def __str__(self) -> str:
-        kind, stage, microbatch, _ = self.message
+        kind, stage, microbatch = self.message[:3]
         source, target = self.source[1], self.target[1]
         return f"rank {source} sends what {stage}{kind}{microbatch} on rank {target} needs"
 

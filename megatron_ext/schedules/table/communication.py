@@ -47,7 +47,7 @@ class Transfer(NamedTuple):
 
     def __str__(self) -> str:
         """Return the form of torch.distributed.pipelining, where a SEND names the sending stage."""
-        kind, stage, microbatch, _ = self.message
+        kind, stage, microbatch = self.message[:3]
         if self.verb == "SEND" and kind in ("F", "B"):
             stage += -1 if kind == "F" else 1
         return f"{stage}{self.verb}_{kind}{microbatch}"

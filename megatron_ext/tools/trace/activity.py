@@ -49,7 +49,7 @@ class Activity:
 
 def made_by(message: Message) -> str:
     """Return the action that produces a message, for example `5B3`, or the message's name."""
-    kind, stage, microbatch, _ = message
+    kind, stage, microbatch = message[:3]
     if kind in ("F", "B"):
         return f"{stage + (1 if kind == 'B' else -1)}{kind}{microbatch}"
     return str(message)

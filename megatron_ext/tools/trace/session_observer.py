@@ -172,6 +172,9 @@ class _MessageObserver(TransportObserver):
 def _about(message: Message) -> dict[str, Any]:
     if message.kind == "W":
         return {}  # no message of the pipeline
-    kind, stage, microbatch, part = message
-    about = {"for": kind, "stage": stage, "microbatch": microbatch}
-    return about | {"part": part} if part else about
+    about: dict[str, Any] = {
+        "for": message.kind, "stage": message.stage, "microbatch": message.microbatch,
+    }  # fmt: skip
+    if message.header:
+        return about | {"part": "header"}
+    return about | {"part": message.part} if message.part else about
