@@ -129,8 +129,8 @@ MUTANTS = (
     Mutant(
         "all tensors of a hand-over have one name",
         f"{_RUNTIME}.program",
-        "            message = transfer.message._replace(part=part)\n",
-        "            message = transfer.message\n",
+        "[transfer.message._replace(part=part) for part in range(number)]",
+        "[transfer.message for part in range(number)]",
     ),
     Mutant(
         "what goes to the twin goes along the own pipeline",
