@@ -56,6 +56,8 @@ class Request:
     timeout_s: float
     directory: str
     env: dict[str, str] = field(default_factory=dict)
+    finalizes: bool = False
+    """Whether ranks end as a program does, by the interpreter's exit with its hooks."""
 
 
 @dataclass
@@ -65,6 +67,8 @@ class Answer:
     exit_codes: list[int | None]
     first_failed: int | None
     timed_out: bool
+    num_orphans: int = 0
+    """Processes that ranks left behind."""
 
 
 def send(stream: BinaryIO, message: object) -> None:
@@ -127,14 +131,20 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _kill_orphans() -> None:
-    """End what ranks left behind (checkpoint writers, their managers); it became ours by
-    adoption."""
+def _kill_orphans() -> int:
+    """End what ranks left behind (checkpoint writers, their managers); it became ours by adoption.
+
+    Returns:
+        How many processes that was.
+    """
     children = Path(f"/proc/self/task/{os.getpid()}/children")
+    count = 0
     while pids := children.read_text().split():
         for pid in map(int, pids):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+            count += 1
+    return count
 
 
 def _use_file_store(path: str, rank: int, num_ranks: int) -> None:
@@ -157,7 +167,7 @@ def _use_file_store(path: str, rank: int, num_ranks: int) -> None:
 
 
 def _rank_main(request: Request, rank: int, parent: int) -> None:
-    """Become one rank: never returns."""
+    """Become one rank: never returns, but by SystemExit where the request says so."""
     _die_with_parent(parent)
     directory = Path(request.directory)
     log = os.open(directory / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -198,6 +208,8 @@ def _rank_main(request: Request, rank: int, parent: int) -> None:
             distributed.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
+    if request.finalizes:
+        raise SystemExit(code)  # through the server's frames, to the end of the interpreter
     os._exit(code)
 
 
@@ -231,9 +243,9 @@ class _Run:
                 break
             for pidfd in readable:
                 self._reap(pidfd)
-        _kill_orphans()
+        num_orphans = _kill_orphans()
         codes = [self.exit_codes.get(rank) for rank in range(self.request.num_ranks)]
-        return Answer(codes, self.first_failed, self.timed_out)
+        return Answer(codes, self.first_failed, self.timed_out, num_orphans)
 
     def _reap(self, pidfd: int) -> None:
         rank = self.pids.pop(pidfd)

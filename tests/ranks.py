@@ -55,6 +55,8 @@ class RankRun:
     values: list[Any]
     first_failed: int | None
     timed_out: bool
+    num_orphans: int = 0
+    """Processes that ranks left behind."""
 
     def describe(self) -> str:
         """Say which rank failed first, and how its log ends."""
@@ -136,8 +138,12 @@ def start_ranks(
     timeout_s: float = 120,
     env: Mapping[str, str] | None = None,
     device: str = "cpu",
+    finalizes: bool = False,
 ) -> RankRun:
-    """Run `fn(*args)` on every rank and return how it ended, failed or not."""
+    """Run `fn(*args)` on every rank and return how it ended, failed or not.
+
+    With `finalizes` each rank ends by the interpreter's exit; else at once, which is quicker.
+    """
     with tempfile.TemporaryDirectory(prefix="megatron_ext_ranks_") as directory:
         request = Request(
             module=fn.__module__,
@@ -147,6 +153,7 @@ def start_ranks(
             timeout_s=timeout_s,
             directory=directory,
             env=dict(env or {}),
+            finalizes=finalizes,
         )
         server = _server(device)
         with ExitStack() as held:
@@ -156,7 +163,9 @@ def start_ranks(
         base = Path(directory)
         logs = [(base / f"rank{r}.log").read_text(errors="replace") for r in range(num_ranks)]
         values = [_value(base / f"rank{r}.value") for r in range(num_ranks)]
-    return RankRun(answer.exit_codes, logs, values, answer.first_failed, answer.timed_out)
+    return RankRun(
+        answer.exit_codes, logs, values, answer.first_failed, answer.timed_out, answer.num_orphans
+    )
 
 
 @contextmanager

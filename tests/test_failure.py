@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -106,6 +107,8 @@ def test_a_file_that_one_host_lacks_ends_both(tmp_path: Path) -> None:
         assert len(lines) == count, log
         assert "table.csv" in lines[0]
     assert "rank 1 on " in logs[0]
+    # The report of torchrun itself, which only `megatron-ext launch` leaves out.
+    assert re.search(r"^  traceback : .*table\.csv", logs[1], re.MULTILINE)
 
 
 REPORT = """

@@ -7,7 +7,6 @@ feature that upstream intends to support and that fails.
 from __future__ import annotations
 
 import copy
-import logging
 import sys
 from typing import Any
 
@@ -16,7 +15,6 @@ from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
 
-_LOG = logging.getLogger(__name__)
 _MLA = "megatron.core.transformer.multi_latent_attention"
 _BERT_SPECS = "megatron.core.models.bert.bert_layer_specs"
 
@@ -45,9 +43,7 @@ def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -
 
 def _local_spec(_original: Any) -> Any:
     """Make Megatron's own layers the script's default; there are no others here."""
-    specs = sys.modules[_BERT_SPECS]
-    _LOG.info("BERT's default layers are Megatron's own: Transformer Engine is not installed")
-    return specs.bert_layer_local_spec
+    return sys.modules[_BERT_SPECS].bert_layer_local_spec
 
 
 def _norm_with_sequence_parallel(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -224,6 +224,10 @@ class Device(Protocol):
     with another value is refused with the reason, except `distributed_backend`, which is corrected
     with a logged notice."""
 
+    known_lacks: tuple[str, ...]
+    """Beginnings (regular expressions) of warnings about what such a device cannot have. One rank
+    shows each of them once."""
+
     def missing(self) -> str | None:
         """Return why this machine cannot run the backend (with a remedy), or `None` if it can.
 

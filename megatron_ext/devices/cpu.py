@@ -70,6 +70,11 @@ class CpuDevice:
     reaches_peers = False
     environment: Mapping[str, tuple[str, str]] = _ENVIRONMENT
     argument_defaults: Mapping[str, tuple[object, str]] = _DEFAULTS
+    known_lacks: tuple[str, ...] = (
+        r"(Transformer Engine and )?Apex (is|are) not installed",
+        r"Only transformer-engine>=",
+        r"'pin_memory' argument is set as true",
+    )
 
     def missing(self) -> str | None:
         """Check for gloo; every torch build has the rest."""

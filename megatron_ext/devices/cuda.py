@@ -23,6 +23,7 @@ class CudaDevice:
     reaches_peers = True
     environment: Mapping[str, tuple[str, str]] = {}
     argument_defaults: Mapping[str, tuple[object, str]] = {}
+    known_lacks: tuple[str, ...] = ()
 
     def missing(self) -> str | None:
         """Check for a CUDA build of torch and at least one visible GPU."""

@@ -66,6 +66,8 @@ class MusaDevice:
     distributed_backend = "mccl"
     reaches_peers = True
 
+    known_lacks: tuple[str, ...] = ()
+
     def __init__(self) -> None:
         self.environment: Mapping[str, tuple[str, str]] = {
             **_ENVIRONMENT,

@@ -7,10 +7,11 @@ the copies.
 
 from __future__ import annotations
 
-import logging
 import os
+import re
+import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices
 from megatron_ext.patches.registry import REGISTRY, Patch
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["arm", "disarm", "restore_environment"]
 
-_LOG = logging.getLogger(__name__)
-
 
 @dataclass
 class _Done:
@@ -32,6 +31,8 @@ class _Done:
     redirects: list[Patch] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables that `arm` has set."""
+    shown: tuple[Any, Any] | None = None
+    """`warnings.showwarning` before `arm`, and since then."""
 
 
 def arm() -> Device:
@@ -47,13 +48,37 @@ def arm() -> Device:
     if not done.redirects:
         done.redirects = list(_patches(device))
         REGISTRY.register(done.redirects)
-        _LOG.info("device %s: %d redirects", device.name, len(done.redirects))
+        done.shown = _show_lacks_once(device.known_lacks)
     return device
+
+
+def _show_lacks_once(beginnings: tuple[str, ...]) -> tuple[Any, Any]:
+    """Show warnings about what the device cannot have on one rank, and each of them once.
+
+    Not by a filter: torch and others change the filters again and again, and each time Python
+    forgets what it has shown once.
+    """
+    known, before = re.compile("|".join(beginnings) or "(?!)"), warnings.showwarning
+    is_first, seen = os.environ.get("RANK", "0") == "0", set[str]()
+
+    def show(message: Any, *args: Any, **kwargs: Any) -> None:
+        text = str(message)
+        if not known.match(text):
+            before(message, *args, **kwargs)
+        elif is_first and text not in seen:
+            seen.add(text)
+            before(message, *args, **kwargs)
+
+    warnings.showwarning = show
+    return before, show
 
 
 def disarm() -> None:
     """Reset the device: restore the originals; the next `arm()` selects again."""
-    REGISTRY.remove([patch.id for patch in devices.state(_Done).redirects])
+    done = devices.state(_Done)
+    REGISTRY.remove([patch.id for patch in done.redirects])
+    if done.shown is not None and warnings.showwarning is done.shown[1]:
+        warnings.showwarning = done.shown[0]
     restore_environment()
     devices.reset()
 

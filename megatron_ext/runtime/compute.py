@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules as upstream
 from megatron.core.tensor_parallel import random
+from megatron.core.utils import make_viewless_tensor
 
 from megatron_ext import devices
 from megatron_ext.config import randomness
@@ -357,6 +358,15 @@ class StageCompute:
             )
         if not place.is_last:
             check_handed_on(stage, microbatch, outputs, self.handed_on)
+            if not call.forward_only:
+                # A full backward hook on a stage's last module makes its output a view, which
+                # `release` could not free.
+                outputs = [
+                    tensor
+                    if tensor is None
+                    else make_viewless_tensor(tensor, tensor.requires_grad, keep_graph=True)
+                    for tensor in outputs
+                ]
         self._forwards += 1
         self._num_tokens.append(num_tokens)
         if store:

@@ -189,7 +189,9 @@ class _Rendezvous:
                     f"rank {self._rank} on host {self._mine.host} cannot connect to rank {peer} on "
                     f"host {address.host} ({wire}, {address.ip or 'unix socket'}): {error}"
                 ) from error
-            _log.info("rank %d and rank %d: %s (%s)", self._rank, peer, wire, why)
+            # A line where there is something better, which the reason names.
+            level = logging.INFO if (self._mine.wire, wire) == ("auto", "tcp") else logging.DEBUG
+            _log.log(level, "rank %d and rank %d: %s (%s)", self._rank, peer, wire, why)
             return Connection(wire, address.host, link)
 
     def _hello(self, address: Address) -> str:

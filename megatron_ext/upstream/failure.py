@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
+import logging
 import os
 import signal
 import socket
@@ -19,14 +21,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_ext import files
 from megatron_ext.errors import line_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["report", "watching_other_hosts"]
+__all__ = ["interrupts", "report", "report_interrupt", "to_resume", "watching_other_hosts"]
 
 _HELD_S = 0.3
 """For how long a rank that has reported keeps the others on its host from it. It ends before they
@@ -49,6 +53,7 @@ def report(error: BaseException) -> None:
             prefix = f"[rank {rank}] " if connected else ""
             sys.stderr.write(f"{prefix}megatron_ext: error: {line}\n")
             sys.stderr.flush()
+            _tell_torchrun(line)
             if not connected and _has_other_hosts():
                 with suppress(RuntimeError):  # the host of the store has ended: so do its ranks
                     _store().set(_key(), f"rank {rank} on {socket.gethostname()}: {line}")
@@ -57,15 +62,84 @@ def report(error: BaseException) -> None:
             time.sleep(_HELD_S if is_first else _OTHERS_S)
 
 
+def _tell_torchrun(line: str) -> None:
+    """Let torchrun's report of failures end with this rank's line."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    # A second ago: of the failures of one second torchrun takes the lowest rank for the first.
+    extra = {"py_callstack": line, "timestamp": str(int(time.time()) - 1)}
+    text = json.dumps({"message": {"message": line, "extraInfo": extra}})
+    with suppress(OSError):  # a full disk, which may be why the rank failed
+        files.write_text(Path(path), text)
+
+
+def report_interrupt() -> None:
+    """Print on the first rank how far an interrupted training got, and how to go on."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    line = "interrupted before the training began"
+    variables = sys.modules.get("megatron.training.global_vars")
+    args = getattr(variables, "_GLOBAL_ARGS", None)
+    iteration = getattr(args, "curr_iteration", None)
+    if args is not None and iteration:
+        line = f"interrupted at iteration {iteration}; {to_resume(args.save, args.load)}"
+    sys.stderr.write(f"megatron_ext: {line}\n")
+    sys.stderr.flush()
+
+
+def to_resume(save: str | None, load: str | None) -> str:
+    """Describe the last checkpoint of a training, and how to go on from it."""
+    if save is None:
+        return "nothing was saved (--save DIR --load DIR)"
+    try:
+        last = (Path(save) / "latest_checkpointed_iteration.txt").read_text().strip()
+    except OSError:
+        return f"no checkpoint yet in {save}"
+    return f"checkpoint {last}; " + (
+        "run again to resume" if load else f"resume with --load {save}"
+    )
+
+
+class interrupts:  # noqa: N801 - a context manager, named as those of contextlib
+    """Counts Ctrl-C while the block runs.
+
+    A rank that waits in a collective hears of its peers' end first: what ends it then is an error
+    of the connection, though nobody but the user is its reason.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def __enter__(self) -> interrupts:
+        """Replace Python's handler, which is the one that is there, unless SIGINT is ignored."""
+        self._before = signal.getsignal(signal.SIGINT)
+        if self._before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ignore further ones: the process is about to end."""
+        if self.seen:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        elif self._before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _interrupt(self, *_: object) -> None:
+        self.seen = True
+        logging.disable()  # Megatron logs the traceback of what passes through it
+        raise KeyboardInterrupt
+
+
 def _is_first(claim: socket.socket, line: str) -> bool:
     """Return whether no other rank of this host is reporting the same line.
 
     The claim is a name of a socket in no file system: it ends with its process.
     """
     job = (os.getuid(), os.getppid(), os.environ.get("TORCHELASTIC_RUN_ID", ""), line)
-    name = hashlib.sha256(repr(job).encode()).hexdigest()
+    digest = hashlib.sha256(repr(job).encode()).hexdigest()
     try:
-        claim.bind(f"\0megatron_ext/{name}")
+        claim.bind(f"\0megatron_ext/{digest}")
     except OSError as error:
         return error.errno != errno.EADDRINUSE
     return True

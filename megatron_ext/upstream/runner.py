@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import runpy
+import signal
 import socket
 import sys
 import traceback
@@ -179,7 +180,7 @@ def _remedy(package: str) -> str:
     return f"none of our extras brings it: pip install {package}, if it runs on this machine"
 
 
-def _explained(error: Exception) -> MegatronExtError | None:
+def _explained(error: BaseException) -> MegatronExtError | None:
     """Return the error that a user should see in one line; None: its traceback says more."""
     if isinstance(error, MegatronExtError):
         return error
@@ -220,21 +221,29 @@ def run(script: str, argv: Sequence[str], *, embedded: bool = False) -> int:
     # Not basicConfig: upstream calls it, and it has no effect once the root has a handler.
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     _show_log("megatron_ext", level, sys.stderr, "megatron_ext: %(message)s")
-    try:
-        releases.check_core()
-        start = choose(script, embedded=embedded)
-        sys.argv = [str(start.script or script), *argv]
-        # Before Megatron is imported: it copies names of torch.cuda. Reads --device-backend too.
-        devices.current()
-        if os.environ.get("RANK", "0") == "0":
-            print(f"megatron_ext {start}", flush=True)
-        _address_of_one()
-        with failure.watching_other_hosts():
-            _execute(start, argv)
-    except Exception as error:
-        explained = _explained(error)
-        if explained is None:
-            raise
-        failure.report(explained)
-        return 2 if isinstance(explained, UserError) else 1
+    with failure.interrupts() as interrupts:
+        try:
+            _run(script, argv, embedded=embedded)
+        except BaseException as error:
+            if interrupts.seen:
+                failure.report_interrupt()
+                return 128 + signal.SIGINT
+            explained = _explained(error)
+            if explained is None:
+                raise
+            failure.report(explained)
+            return 2 if isinstance(explained, UserError) else 1
     return 0
+
+
+def _run(script: str, argv: Sequence[str], *, embedded: bool) -> None:
+    releases.check_core()
+    start = choose(script, embedded=embedded)
+    sys.argv = [str(start.script or script), *argv]
+    # Before Megatron is imported: it copies names of torch.cuda. Reads --device-backend too.
+    devices.current()
+    if start.script is None and os.environ.get("RANK", "0") == "0":
+        print(f"megatron_ext {start}", flush=True)
+    _address_of_one()
+    with failure.watching_other_hosts():
+        _execute(start, argv)

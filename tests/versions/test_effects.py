@@ -121,6 +121,29 @@ def test_a_rank_that_splits_no_backward_trains_on(tmp_path: Path, ranks: int, fl
     assert len(losses(ended.logs)) >= 4
 
 
+def _train_with_backward_hooks(flags: str) -> None:
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    made = TransformerLayer.__init__
+
+    def hooked(self: TransformerLayer, *args: object, **kwargs: object) -> None:
+        made(self, *args, **kwargs)
+        self.register_full_backward_hook(lambda *_: None)
+
+    TransformerLayer.__init__ = hooked
+    _run_without((), flags)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "1f1b"])
+def test_full_backward_hooks_change_nothing(schedule: str) -> None:
+    """They make a view of a stage's output, whose memory cannot be freed after it was sent."""
+    flags = f"{SHORT}{PP2}--pipeline-schedule {schedule} "
+    hooked = start_ranks(2, _train_with_backward_hooks, flags, timeout_s=240)
+    assert not any(hooked.exit_codes), hooked.describe()
+    plain = start_ranks(2, _run_without, (), flags, timeout_s=240)
+    assert losses(hooked.logs) == losses(plain.logs)
+
+
 def _fail_on_the_last_rank(flags: str) -> None:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 

@@ -34,6 +34,7 @@ from megatron_ext.tools.launch.plan import Node, Parallel, Plan, add_computed_fl
 from megatron_ext.tools.launch.restarts import Restarts
 from megatron_ext.tools.launch.ssh import Ssh
 from megatron_ext.tools.launch.supervise import Job, Outcome
+from megatron_ext.upstream import failure
 from megatron_ext.upstream.person_view import PersonView
 
 if TYPE_CHECKING:
@@ -380,23 +381,9 @@ def _tell(plan: Plan, outcome: Outcome, *, raw: bool) -> None:
             _say(f"| {line}")
         _say(f"failed first: {outcome.failure}; the job was stopped on all hosts; {logs}")
     elif outcome.stopped_by == "SIGINT" and outcome.iteration:
-        _say(f"interrupted at iteration {outcome.iteration}; {_to_resume(plan.command)}; {logs}")
+        saved = [flag_value(plan.command, flag) for flag in ("--save", "--load")]
+        _say(f"interrupted at iteration {outcome.iteration}; {failure.to_resume(*saved)}; {logs}")
     elif outcome.stopped_by is not None:
         _say(f"stopped by {outcome.stopped_by}; {logs}")
     else:
         _say(f"run {plan.run_id} succeeded; {logs}")
-
-
-def _to_resume(command: Sequence[str]) -> str:
-    """Describe the last checkpoint of an interrupted training, and how to go on from it."""
-    saved = flag_value(command, "--save")
-    if saved is None:
-        return "nothing was saved (--save DIR --load DIR)"
-    try:
-        last = (Path(saved) / "latest_checkpointed_iteration.txt").read_text().strip()
-    except OSError:
-        return f"no checkpoint yet in {saved}"
-    again = (
-        "run again to resume" if flag_value(command, "--load") else f"resume with --load {saved}"
-    )
-    return f"checkpoint {last}; {again}"
