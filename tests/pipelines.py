@@ -43,8 +43,6 @@ def use(pipeline: Pipeline | None, **facts: Any) -> Active:
 
 def splits() -> SplitBackward:
     """Return the split backward of what is in force; nothing of ours, if nothing is."""
-    from megatron_ext.runtime.split import split_backward
+    from megatron_ext.runtime.runtime import Runtimes
 
-    if active() is None:
-        use(None)
-    return split_backward()
+    return (active() or use(None)).state(Runtimes).splits

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core import parallel_state
 
-from megatron_ext.config.active import Active, activate_configuration
+from megatron_ext.config.active import Active, activate_configuration, required
 from megatron_ext.runtime import runtime
 from megatron_ext.runtime.entry import forward_backward
-from megatron_ext.runtime.split import Progress, SplitBackward, split_backward
 
 from .late import LateTransport
 from .megatron_core import Chunk, initialize, make_config, record_steps, step_keywords
@@ -19,6 +18,7 @@ from .noise import NoisyTimes
 if TYPE_CHECKING:
     from megatron_ext.config.sized_pipeline import Pipeline
     from megatron_ext.message import Message
+    from megatron_ext.runtime.split import Progress, SplitBackward
 
     from .stage import Probe
 
@@ -31,7 +31,7 @@ def prepare(pipeline: Pipeline, probe: Probe) -> Callable[[], None]:
     A schedule with twins is hosted as in training: as half as many pipeline ranks, each twice.
     """
     activate_configuration(Active(pipeline.config, pipeline))
-    split = split_backward()
+    split = required().state(runtime.Runtimes).splits
     _emulate_split(probe, split)
     placement = pipeline.placement
     num_chunks = placement.num_stages // placement.num_ranks

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron_ext.config.active import active, required
+from megatron_ext.disaggregation.worlds import Roles
 from megatron_ext.errors import ScheduleError
 
 __all__ = ["Layers", "Replay", "Saved", "current_replay", "replaying"]
@@ -117,28 +117,21 @@ class Replay:
         return computed_later
 
 
-@dataclass
-class _Now:
-    """The replay in progress."""
-
-    replay: Replay | None = None
-
-
 def current_replay() -> Replay | None:
     """Return the replay in progress, or None."""
     found = active()
-    return None if found is None else found.state(_Now).replay
+    return None if found is None else found.state(Roles).replay
 
 
 @contextmanager
 def replaying(replay: Replay) -> Iterator[None]:
     """Make checkpointed layers return shipped outputs inside the block."""
-    now = required().state(_Now)
-    now.replay = replay
+    roles = required().state(Roles)
+    roles.replay = replay
     try:
         yield
     finally:
-        now.replay = None
+        roles.replay = None
 
 
 def _flat_generators() -> torch.Tensor:

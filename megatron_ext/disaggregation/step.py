@@ -25,7 +25,7 @@ from megatron_ext.disaggregation.role_trees import (
 )
 from megatron_ext.disaggregation.ship import Layers
 from megatron_ext.disaggregation.weights import WeightReceiver, WeightSender
-from megatron_ext.disaggregation.worlds import beat
+from megatron_ext.disaggregation.worlds import Roles, beat
 from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute
 from megatron_ext.runtime.executor import Compute, Executor, Gradients, Parameters
 from megatron_ext.runtime.ordering import TableOrder
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.executor import Observer
     from megatron_ext.runtime.program import Ends
 
-__all__ = ["forward_backward", "link_of_this_rank", "step_done", "weights_s"]
+__all__ = ["RoleRuntime", "forward_backward", "link_of_this_rank", "step_done", "weights_s"]
 
 
 @dataclass
-class _Runtime:
+class RoleRuntime:
     """State that lasts from step to step."""
 
     job: Job
@@ -64,19 +64,11 @@ class _Runtime:
     due: int = 1
     """Transfers of weights that a forward rank has not received yet; the first syncs the roles."""
 
-
-@dataclass
-class _Kept:
-    """State under a configuration."""
-
-    runtime: _Runtime | None = None
-
     def close(self) -> None:
         """Close the links to the other ranks."""
-        if self.runtime is not None:
-            self.runtime.link.close()
-            if self.runtime.evaluation is not None:
-                self.runtime.evaluation.close()
+        self.link.close()
+        if self.evaluation is not None:
+            self.evaluation.close()
 
 
 def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
@@ -123,7 +115,7 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     return [report for _, report in sorted(compute.reports.items())]
 
 
-def _run(runtime: _Runtime, call: dict[str, Any], chunks: list[torch.nn.Module]) -> StageCompute:
+def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Module]) -> StageCompute:
     """Run this process's row of the table once."""
     job, config = runtime.job, get_model_config(chunks[0])
     table = _table(runtime, call["num_microbatches"])
@@ -158,7 +150,7 @@ def _step_call(call: dict[str, Any], chunks: list[torch.nn.Module], *, forward_o
 
 
 def _parts(
-    runtime: _Runtime, table: Table, step_call: Call, shape: tuple[int, ...] | None
+    runtime: RoleRuntime, table: Table, step_call: Call, shape: tuple[int, ...] | None
 ) -> tuple[StageCompute, Ends, Compute]:
     """Return the compute of the stage, the ends of its messages, and the compute of the role."""
     job, layers, forward = runtime.job, runtime.layers, runtime.job.role == "forward"
@@ -175,7 +167,7 @@ def _parts(
 
 
 def _evaluate(
-    runtime: _Runtime, trees: RoleTrees, call: dict[str, Any], chunks: list[torch.nn.Module]
+    runtime: RoleRuntime, trees: RoleTrees, call: dict[str, Any], chunks: list[torch.nn.Module]
 ) -> list[Any]:
     """Run an evaluation's forwards by our executor; Megatron's schedule sends one tensor."""
     compute, ends = trees.evaluation(_step_call(call, chunks, forward_only=True))
@@ -215,7 +207,7 @@ def _executor(
     )
 
 
-def _table(runtime: _Runtime, num_microbatches: int) -> Table:
+def _table(runtime: RoleRuntime, num_microbatches: int) -> Table:
     """Return the table for a number of micro-batches, validated once."""
     if num_microbatches not in runtime.tables:
         job, trees = runtime.job, runtime.trees
@@ -253,24 +245,24 @@ def weights_s() -> float:
     On a forward rank this is the time from the announcement of new weights to their arrival, on a
     backward rank the time until training continues.
     """
-    runtime = required().state(_Kept).runtime
+    runtime = required().state(Roles).runtime
     assert runtime is not None
     side = runtime.sender or runtime.receiver
     assert side is not None
     return side.busy_s / max(1, side.num_transfers)
 
 
-def _ready(chunks: Sequence[torch.nn.Module]) -> _Runtime:
+def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
     """Return the runtime, created at first use, after forward ranks have the latest weights."""
-    job, kept = current(), required().state(_Kept)
+    job, roles = current(), required().state(Roles)
     assert job is not None
-    runtime = kept.runtime
+    runtime = roles.runtime
     if runtime is None:
         travel = get_model_config(chunks[0]).variable_seq_lengths
         trees = role_trees(job, chunks, default_groups().pp, shapes_travel=travel)
         link = RoleLink(job, device_of(chunks), trees)
         forward = job.role == "forward"
-        kept.runtime = runtime = _Runtime(
+        roles.runtime = runtime = RoleRuntime(
             job,
             link,
             None if forward else WeightSender(job, link, chunks),

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -22,7 +22,11 @@ from megatron_ext.config.active import required
 from megatron_ext.disaggregation.job import Job, current
 from megatron_ext.errors import TransportTimeout
 
-__all__ = ["beat", "hand_over", "join", "leave", "shared_store"]
+if TYPE_CHECKING:
+    from megatron_ext.disaggregation.ship import Replay
+    from megatron_ext.disaggregation.step import RoleRuntime
+
+__all__ = ["Roles", "beat", "hand_over", "join", "leave", "shared_store"]
 
 _PREFIX = "megatron_ext/fbd"
 _BEATS = f"{_PREFIX}/beats"
@@ -30,12 +34,22 @@ _PAUSE_S = 0.5
 
 
 @dataclass
-class _World:
-    """State that processes of both roles share under a configuration."""
+class Roles:
+    """All that a process of a role keeps under a configuration."""
 
     store: Store | None = None
+    """Shared by the processes of both roles."""
     counts: dict[str, int] = field(default_factory=dict)
     """Number of values exchanged so far, by name."""
+    replay: Replay | None = None
+    """The replay of shipped activations that is in progress."""
+    runtime: RoleRuntime | None = None
+    """What it keeps from step to step, once there was one."""
+
+    def close(self) -> None:
+        """Close the links to the other ranks."""
+        if self.runtime is not None:
+            self.runtime.close()
 
 
 def join(backend: str) -> None:
@@ -49,7 +63,7 @@ def join(backend: str) -> None:
     everyone = rendezvous("env://", rank=job.rank, world_size=job.ranks.num_ranks, timeout=timeout)
     store, _, _ = next(iter(everyone))
     store.set_timeout(timeout)
-    required().state(_World).store = store
+    required().state(Roles).store = store
     dist.init_process_group(
         backend,
         store=PrefixStore(f"megatron_ext/{job.role}", store),
@@ -61,7 +75,7 @@ def join(backend: str) -> None:
 
 def shared_store() -> Store:
     """Return the store that the processes of both roles share."""
-    store = required().state(_World).store
+    store = required().state(Roles).store
     assert store is not None, "join() comes first"
     return store
 
@@ -92,7 +106,7 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
         TransportTimeout: The other role has neither sent the value nor signalled progress.
     """
     job, store = _job(), shared_store()
-    counts = required().state(_World).counts
+    counts = required().state(Roles).counts
     number = counts[what] = counts.get(what, 0) + 1
     key = f"{_PREFIX}/{what}/{number}"
     if job.role != to:

@@ -17,7 +17,7 @@ from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
 
-_SPLIT = "megatron_ext.runtime.split"
+_RUNTIME = "megatron_ext.runtime.runtime"
 
 
 def _record() -> Any:
@@ -25,8 +25,8 @@ def _record() -> Any:
 
     This does not import the runtime: if it is not loaded, nothing is split.
     """
-    split, found = sys.modules.get(_SPLIT), active.active()
-    return None if split is None or found is None else found.state(split.SplitBackward).record
+    runtime, found = sys.modules.get(_RUNTIME), active.active()
+    return None if runtime is None or found is None else found.state(runtime.Runtimes).splits.record
 
 
 def _splitting() -> bool:

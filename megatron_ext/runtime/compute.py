@@ -27,7 +27,7 @@ from megatron_ext.config import randomness
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.lengths import check_handed_on, refusing_long_sequences
 from megatron_ext.runtime.run_ahead import device_of
-from megatron_ext.runtime.split import SplitBackward, split_backward
+from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.upstream.signatures import backward_step_of
 
 if TYPE_CHECKING:
@@ -281,6 +281,8 @@ class StageCompute:
     """Activations that a stage receives; the first stage gets None for each."""
     handed_on: Sequence[tuple[int, ...] | None] = ()
     """Shapes of the activations that a stage sends, `[s, b, h]` each, as far as they are fixed."""
+    splits: SplitBackward = field(default_factory=SplitBackward)
+    """Holds weight gradients between I and W."""
     reports: dict[int, Any] = field(default_factory=dict)
     """Reports of the loss function by micro-batch; only on the rank of the last stage."""
     _num_tokens: list[torch.Tensor] = field(default_factory=list, init=False)
@@ -288,10 +290,6 @@ class StageCompute:
     _stages: dict[int, _Stage] = field(default_factory=dict, init=False)
     _live: dict[tuple[int, int], tuple[Tensors, Tensors]] = field(default_factory=dict, init=False)
     _forwards: int = field(default=0, init=False)
-
-    @cached_property
-    def _splits(self) -> SplitBackward:
-        return split_backward()
 
     @cached_property
     def _draws_by_microbatch(self) -> bool:
@@ -423,7 +421,7 @@ class StageCompute:
         inputs, outputs = self._live.pop((stage, microbatch))
         backward_step = self._stage(stage).backward_step
         if split:
-            with self._splits.defer(stage, microbatch):
+            with self.splits.defer(stage, microbatch):
                 found = backward_step(inputs, outputs, gradients)
         else:
             found = backward_step(inputs, outputs, gradients)
@@ -435,12 +433,12 @@ class StageCompute:
 
     def weights(self, stage: int, microbatch: int, progress: Progress | None) -> None:
         """Run W; call `progress` before the first weight and after each."""
-        self._splits.run(stage, microbatch, progress)
+        self.splits.run(stage, microbatch, progress)
 
     def unfinished(self) -> list[str]:
         """Return the backward actions whose saved tensors are still held."""
         backwards = [f"{stage}B{microbatch}" for stage, microbatch in self._live]
-        return backwards + [f"{stage}W{microbatch}" for stage, microbatch in self._splits.pending()]
+        return backwards + [f"{stage}W{microbatch}" for stage, microbatch in self.splits.pending()]
 
     def _stage(self, stage: int) -> _Stage:
         found = self._stages.get(stage)
@@ -465,7 +463,7 @@ class StageCompute:
         """
         contexts: list[AbstractContextManager[None]] = []
         if (stage, microbatch) in self.table.split_backwards:
-            contexts.append(self._splits.defer(stage, microbatch))
+            contexts.append(self.splits.defer(stage, microbatch))
         if self._draws_by_microbatch:
             contexts.append(rng_of_this_step(stage, microbatch))
         place = self._stage(stage)

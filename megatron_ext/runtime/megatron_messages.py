@@ -24,6 +24,7 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.connect import channels_of, open_transport
 from megatron_ext.runtime.program import Peers, Table, make_table
 from megatron_ext.runtime.run_ahead import device_of
+from megatron_ext.runtime.runtime import Runtimes
 from megatron_ext.tools.trace.session_observer import observed_transport
 from megatron_ext.transport.base import Expected
 from megatron_ext.upstream.signatures import default_groups
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.communication import Transfer
     from megatron_ext.transport.base import Transport
 
-__all__ = ["communicate", "stepwise"]
+__all__ = ["StockStep", "communicate", "stepwise"]
 
 
 def stepwise(schedule: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,9 +44,9 @@ def stepwise(schedule: Callable[..., Any]) -> Callable[..., Any]:
     def run(**keywords: Any) -> Any:
         pipeline = active.transport_only()
         assert pipeline is not None, "the patch asks for it while there is a pipeline"
-        messages = active.required().state(_Messages)
-        assert messages.step is None, "a step inside of a step"
-        messages.step = step = _begin(pipeline, messages, keywords)
+        runtimes = active.required().state(Runtimes)
+        assert runtimes.stock_step is None, "a step inside of a step"
+        runtimes.stock_step = step = _begin(pipeline, runtimes.stock_transports, keywords)
         try:
             result = schedule(**keywords)
             step.end()
@@ -53,7 +54,7 @@ def stepwise(schedule: Callable[..., Any]) -> Callable[..., Any]:
             step.transport.abort(str(error))
             raise
         finally:
-            messages.step = None
+            runtimes.stock_step = None
         return result
 
     return run
@@ -87,7 +88,7 @@ def communicate(
         ScheduleError: Megatron sends or receives more tensors than the table has messages.
         TransportError: A message timed out, or a peer failed.
     """
-    step = active.required().state(_Messages).step
+    step = active.required().state(Runtimes).stock_step
     if step is None:
         return None
     requests: dict[str, _Request] = {}
@@ -124,7 +125,7 @@ class _Request:
 
 
 @dataclass
-class _Step:
+class StockStep:
     """The messages of one step on this rank, queued by direction in table order."""
 
     pipeline: Pipeline
@@ -195,22 +196,9 @@ class _Step:
         return queues[kind].popleft()
 
 
-@dataclass
-class _Messages:
-    """State of Megatron's own schedules under one configuration."""
-
-    step: _Step | None = None
-    """The running step."""
-    transports: dict[int, tuple[Any, Transport]] = field(default_factory=dict)
-    """(pipeline group, transport) by the group's id. Holding the group keeps its id unique."""
-
-    def close(self) -> None:
-        """Close the transports."""
-        for _, transport in self.transports.values():
-            transport.close()
-
-
-def _begin(pipeline: Pipeline, messages: _Messages, keywords: dict[str, Any]) -> _Step:
+def _begin(
+    pipeline: Pipeline, transports: dict[int, tuple[Any, Transport]], keywords: dict[str, Any]
+) -> StockStep:
     model = keywords["model"]
     chunks = model if isinstance(model, list) else [model]
     config = get_model_config(chunks[0])
@@ -219,7 +207,7 @@ def _begin(pipeline: Pipeline, messages: _Messages, keywords: dict[str, Any]) ->
     # Evaluation runs its forwards in the same order as training.
     table = make_table(pipeline, keywords["num_microbatches"], rank, backward=True)
     peers = Peers(dist.get_process_group_ranks(groups.pp))
-    key, transports = id(groups.pp), messages.transports
+    key = id(groups.pp)
     device = device_of(chunks)
     if key not in transports:
         shapes = get_tensor_shapes(
@@ -239,4 +227,4 @@ def _begin(pipeline: Pipeline, messages: _Messages, keywords: dict[str, Any]) ->
     _, transport = transports[key]
     forward_only = bool(keywords.get("forward_only"))
     dtype = config.pipeline_dtype
-    return _Step(pipeline, transport, table, peers, dtype, device, forward_only)
+    return StockStep(pipeline, transport, table, peers, dtype, device, forward_only)

@@ -37,7 +37,7 @@ from megatron_ext.runtime.program import (
     make_table,
 )
 from megatron_ext.runtime.run_ahead import device_of, run_ahead_of
-from megatron_ext.runtime.split import split_backward
+from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.runtime.te_layers import overwrites_first
 from megatron_ext.runtime.tree_compute import Forms, TreeEnds, agree_trees, channels_of_routes
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megatron_ext.config.sized_pipeline import Pipeline
+    from megatron_ext.runtime.megatron_messages import StockStep
     from megatron_ext.runtime.ordering import Agreement
     from megatron_ext.runtime.program import Table
     from megatron_ext.runtime.run_ahead import RunAhead
@@ -151,6 +152,7 @@ class Runtime:
     device: torch.device
     transport: Transport
     peers: Peers
+    splits: SplitBackward
     agreement: Agreement | None
     """Leader and followers of a dynamic order; None: every rank runs the table's order."""
     exchange: TwinExchange | None
@@ -219,13 +221,14 @@ class Runtime:
     ) -> StageCompute:
         """Run one step. On failure, drop deferred weight gradients and abort the transport."""
         stages = table.schedule.placement.stages_of[table.rank]
-        split = split_backward()
         for stage, chunk in zip(stages, call.chunks, strict=True):
-            split.register_modules(stage, chunk)
+            self.splits.register_modules(stage, chunk)
         forms = None if self.trees is None else self.trees.forms(call, shapes)
-        compute = StageCompute(call, table, num_inputs=len(shapes["F"]), handed_on=shapes["B"])
-        if forms is not None and self.trees is not None:
-            compute = self.trees.compute(call, table, forms)
+        if forms is None or self.trees is None:
+            inputs, handed_on = len(shapes["F"]), shapes["B"]
+            compute = StageCompute(call, table, inputs, handed_on, self.splits)
+        else:
+            compute = self.trees.compute(call, table, forms, self.splits)
         # Statistics cover training only.
         measured = Measured() if call.forward_only else self.measured
         gradients = GradientSync(call.config, call.chunks, table, force_all_reduce=force_all_reduce)
@@ -251,7 +254,7 @@ class Runtime:
             with gradients:
                 executor.run()
         except BaseException as error:
-            split.clear()
+            self.splits.clear()
             self.transport.abort(str(error))
             raise
         if not call.forward_only and not self._has_split:
@@ -268,7 +271,7 @@ class Runtime:
         """
         self._has_split = any(action.kind == "I" for action in table.schedule.rows[table.rank])
         trains = any(p.requires_grad for chunk in chunks for p in chunk.parameters())
-        if self._has_split and trains and not split_backward().has_deferred and not dist.get_rank():
+        if self._has_split and trains and not self.splits.has_deferred and not dist.get_rank():
             _LOG.warning(
                 "%s splits backwards, but no layer of rank 0 left a weight gradient for W (patch "
                 "split_backward.linear): its linear layers are none of Megatron's; --pipeline-"
@@ -329,10 +332,16 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class Runtimes:
-    """The runtimes of one configuration."""
+    """All that runs under one configuration, and is closed with it."""
 
     by_group: dict[int, Runtime] = field(default_factory=dict)
     """By id of the pipeline group. The runtime holds the group, so its id stays unique."""
+    splits: SplitBackward = field(default_factory=SplitBackward)
+    """Weight gradients between I and W; patches of layers record them here."""
+    stock_step: StockStep | None = None
+    """The running step of Megatron's own schedule, if its messages travel over our transport."""
+    stock_transports: dict[int, tuple[Any, Transport]] = field(default_factory=dict)
+    """For Megatron's own schedules: (pipeline group, transport) by the group's id."""
 
     def __iter__(self) -> Iterator[Runtime]:
         return iter(self.by_group.values())
@@ -343,6 +352,8 @@ class Runtimes:
             if runtime.run_ahead is not None:
                 runtime.run_ahead.close()
             runtime.transport.close()
+        for _, transport in self.stock_transports.values():
+            transport.close()
 
 
 def runtime_of(
@@ -361,8 +372,8 @@ def runtime_of(
         ScheduleError: Ranks, chunks or declared routes do not fit the schedule.
         TransportError: The transport is not available.
     """
-    runtimes = active.required().state(Runtimes).by_group
-    found = runtimes.get(id(groups.pp))
+    runtimes = active.required().state(Runtimes)
+    found = runtimes.by_group.get(id(groups.pp))
     if found is not None:
         return found
     placement = pipeline.placement
@@ -384,13 +395,19 @@ def runtime_of(
     transport = observed_transport(
         open_transport(pipeline, device, channels, shapes, config.pipeline_dtype, routes)
     )
-    exchange = _exchange(pipeline, peers, groups.pp.rank())
-    replicas = _replicas(pipeline, groups, device)
-    run_ahead = run_ahead_of(devices.current(), device, pipeline.timeout_s)
-    made = Runtime(
-        pipeline, groups, device, transport, peers, agreement, exchange, replicas, trees, run_ahead
+    made = runtimes.by_group[id(groups.pp)] = Runtime(
+        pipeline=pipeline,
+        groups=groups,
+        device=device,
+        transport=transport,
+        peers=peers,
+        splits=runtimes.splits,
+        agreement=agreement,
+        exchange=_exchange(pipeline, peers, groups.pp.rank()),
+        replicas=_replicas(pipeline, groups, device),
+        trees=trees,
+        run_ahead=run_ahead_of(devices.current(), device, pipeline.timeout_s),
     )
-    runtimes[id(groups.pp)] = made
     return made
 
 

@@ -31,7 +31,6 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.active import required
 from megatron_ext.runtime import te_layers
 from megatron_ext.runtime.te_layers import DelayedModules, prepare_config
 from megatron_ext.runtime.weight_gradients import (
@@ -44,7 +43,7 @@ from megatron_ext.runtime.weight_gradients import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Progress", "SplitBackward", "prepare_config", "split_backward", "why_not"]
+__all__ = ["Progress", "SplitBackward", "prepare_config", "why_not"]
 
 _Key = tuple[int, int]
 Progress = Callable[[AbstractSet[int]], None]
@@ -52,7 +51,7 @@ Progress = Callable[[AbstractSet[int]], None]
 
 
 class SplitBackward:
-    """Holds this process's deferred weight gradients, by stage and micro-batch.
+    """Holds a configuration's deferred weight gradients, by stage and micro-batch.
 
     The current key is a plain attribute: autograd runs CUDA backwards in its own thread, which sees
     neither thread-locals nor context variables of the caller.
@@ -194,11 +193,6 @@ def _by_weight(gradients: list[WeightGradient]) -> dict[int, list[WeightGradient
     for gradient in gradients:
         groups.setdefault(id(gradient.weight), []).append(gradient)
     return groups
-
-
-def split_backward() -> SplitBackward:
-    """Return the active configuration's `SplitBackward`."""
-    return required().state(SplitBackward)
 
 
 def why_not(config: Any) -> str | None:

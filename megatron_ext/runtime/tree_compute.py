@@ -20,6 +20,7 @@ from megatron_ext.runtime.compute import StageCompute
 from megatron_ext.runtime.program import Form, PeerEnds
 from megatron_ext.runtime.routes import Declared, RouteStore, declared
 from megatron_ext.runtime.run_ahead import device_of
+from megatron_ext.runtime.split import Progress, SplitBackward
 from megatron_ext.runtime.trees import Leaf, TreeForm, flatten, joined, pack, unpack
 from megatron_ext.schedules.table.route_plan import connect, plan_routes
 from megatron_ext.transport.torch_dist import Channel
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.compute import Call, Tensors
     from megatron_ext.runtime.program import Peers, Shapes, Table
     from megatron_ext.runtime.routes import Batch
-    from megatron_ext.runtime.split import Progress
     from megatron_ext.schedules.table.actions import Action
     from megatron_ext.schedules.table.communication import Transfer
     from megatron_ext.schedules.table.placement import Placement
@@ -354,12 +354,24 @@ class TreeSteps:
         return self._forms.setdefault((call.forward_only, str(shapes)), Forms(self.declared.varies))
 
     def compute(
-        self, call: Call, table: Table, forms: Forms, *, of_roles: bool = False
+        self,
+        call: Call,
+        table: Table,
+        forms: Forms,
+        splits: SplitBackward | None = None,
+        *,
+        of_roles: bool = False,
     ) -> TreeCompute:
         """Return the `TreeCompute` of one step; `of_roles`: of a disaggregated training step."""
         store = RouteStore(dict(self.declared.declared), floating=of_roles)
         return TreeCompute(
-            call, table, forms=forms, store=store, trees=self.declared, of_roles=of_roles
+            call,
+            table,
+            splits=splits or SplitBackward(),
+            forms=forms,
+            store=store,
+            trees=self.declared,
+            of_roles=of_roles,
         )
 
 
