@@ -14,6 +14,7 @@ patches are applied when those are.
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -113,4 +114,10 @@ def report() -> list[Row]:
 
 
 if os.environ.get("MEGATRON_EXT_DISABLE", "0") != "1":
-    activate()
+    try:
+        activate()
+    except ModuleNotFoundError:
+        # `python -m megatron_ext plan` needs the standard library alone; cli.py names what a
+        # command lacks.
+        if sys.argv[:1] != ["-m"] and not sys.argv[0].endswith("megatron-ext"):
+            raise

@@ -5,10 +5,6 @@ from __future__ import annotations
 import sys
 
 from megatron_ext import cli
-from megatron_ext.tools.launch import process
-from megatron_ext.upstream import runner
-
-_USAGE = "usage: python -m megatron_ext [--embedded] SCRIPT.py FLAGS... | COMMAND ..."
 
 
 def main() -> int:
@@ -17,16 +13,21 @@ def main() -> int:
     embedded = arguments[:1] == ["--embedded"]
     if embedded:
         arguments = arguments[1:]
-    if not arguments:
-        print(_USAGE, file=sys.stderr)
-        return 2
-    if arguments[0].endswith(".py"):
+    if arguments and arguments[0].endswith(".py"):
         return _record(arguments[0], arguments[1:], embedded=embedded)
     return cli.main(arguments)
 
 
 def _record(script: str, argv: list[str], *, embedded: bool) -> int:
     """Run a script so that torchrun can show which rank failed first, and how."""
+    try:
+        import wrapt  # noqa: F401 - what `import megatron_ext` could not do without it
+    except ModuleNotFoundError as error:
+        print(f"megatron_ext: error: {cli.lacking(error)}", file=sys.stderr)
+        return 2
+    from megatron_ext.tools.launch import process
+    from megatron_ext.upstream import runner
+
     process.die_with_parent()  # if `megatron-ext launch` started it
     from torch.distributed.elastic.multiprocessing.errors import record
 

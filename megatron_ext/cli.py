@@ -10,9 +10,12 @@ import argparse
 import errno
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,15 +37,106 @@ REMOVED = {
 }
 """Command or `command flag` that a release removed -> remedy; each is kept for one release."""
 
+_REQUIRED = ("megatron", "numpy", "packaging", "psutil", "rich", "torch", "wrapt")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _Subparsers = Any  # argparse._SubParsersAction is private
 
 
+_GROUPS = {
+    ("schedules", "docs/planning.md"): {
+        "plan": "megatron-ext plan --pp 4 --microbatches 16",
+        "plot": "megatron-ext plot zb-v --pp 4 --microbatches 8 -o zb-v.svg",
+    },
+    ("jobs", "docs/launching.md"): {
+        "launch": "megatron-ext launch -- pretrain_gpt.py --pipeline-schedule zb-v ...",
+        "status": "megatron-ext status RUN_ID",
+        "logs": "megatron-ext logs RUN_ID --rank 3",
+        "stop": "megatron-ext stop RUN_ID",
+        "collect": "megatron-ext collect RUN_ID",
+        "doctor": "megatron-ext doctor --hostfile hosts",
+    },
+    ("traces", "docs/tracing.md"): {
+        "aggregate": "megatron-ext aggregate --trace-dir benchmark/RUN",
+        "report": "megatron-ext report --trace-dir benchmark/RUN",
+    },
+    ("upstream", "docs/patching.md"): {
+        "upstream": "megatron-ext upstream fetch",
+        "patches": "megatron-ext patches check",
+        "preprocess": "megatron-ext preprocess --input text.jsonl --output-prefix data",
+    },
+}
+"""Group and its page of documentation -> command -> an example of it."""
+
+
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors shorten long values."""
+    """A parser whose errors are one line in our own words."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(line_of(message))
+        print(f"megatron-ext: error: {line_of(self._reworded(message))}", file=sys.stderr)
+        raise SystemExit(2)
+
+    def _reworded(self, message: str) -> str:
+        see = f"see {self.prog} --help"
+        if found := re.fullmatch(r"argument (.*?): invalid (int|float) value: (.*)", message):
+            kind = "a whole number" if found[2] == "int" else "a number"
+            return f"{found[1]} is {found[3]}; it must be {kind}"
+        if found := re.fullmatch(r"argument (.*?): invalid choice: '?(.*?)'? \(choose .*", message):
+            action = next(one for one in self._actions if found[1] in _names_of(one))
+            known = list(action.choices or ())
+            like = get_close_matches(found[2], known, 1)
+            hint = f"did you mean {like[0]}?" if like else f"use one of {', '.join(known)}"
+            what = "command" if found[1] in ("COMMAND", "ACTION") else f"value of {found[1]}"
+            return f"{found[2]!r} is not a {what}; {hint}"
+        if found := re.fullmatch(
+            r"(?:the following arguments are required:|one of the arguments) (.*?)( is required)?",
+            message,
+        ):
+            names = [name.partition("/")[0] for name in found[1].split(", ")]
+            return f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} missing; {see}"
+        if found := re.fullmatch(r"unrecognized arguments: (\S+).*", message, re.DOTALL):
+            flags = [flag for one in self._actions for flag in one.option_strings]
+            like = get_close_matches(found[1].partition("=")[0], flags, 1)
+            return f"unknown argument {found[1]}; " + (f"did you mean {like[0]}?" if like else see)
+        return f"{message.removeprefix('argument ')}; {see}"
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse; the command's own parser names arguments that are left over."""
+        found, left = self.parse_known_args(args, namespace)
+        if left:
+            command = getattr(found, "parser", self)
+            command.error(f"unrecognized arguments: {' '.join(left)}")
+        return found
+
+
+def _names_of(action: argparse.Action) -> tuple[str, ...]:
+    """Return the names that argparse may give an argument in an error."""
+    shown = action.metavar if isinstance(action.metavar, str) else action.dest
+    return (*action.option_strings, "/".join(action.option_strings), shown)
+
+
+def _overview(commands: dict[str, str]) -> str:
+    """Return the help of `megatron-ext` itself, from the line of each command."""
+    lines = [
+        "usage: megatron-ext COMMAND ...",
+        "",
+        "Better pipelines for an unmodified Megatron-LM. Train on this machine, or with --hostfile",
+        "on many, with `megatron-ext launch -- pretrain_gpt.py FLAGS`, or with torchrun:",
+        "`torchrun ... -m megatron_ext pretrain_gpt.py FLAGS`.",
+    ]
+    for (group, page), examples in _GROUPS.items():
+        lines += ["", f"{group} ({page}):"]
+        for name, example in examples.items():
+            if name in commands:
+                lines += [f"  {name:<11}{commands[name]}", f"{'':13}$ {example}"]
+    return "\n".join([*lines, "", "`megatron-ext COMMAND --help` shows its flags."])
+
+
+def lacking(error: ModuleNotFoundError) -> str:
+    """Return the line for a module that this Python lacks."""
+    return (
+        f"{sys.executable} has no {error.name}; run in the environment that megatron_ext is "
+        f"installed in, or `{sys.executable} -m pip install megatron-ext`"
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -53,15 +147,9 @@ def build_parser() -> argparse.ArgumentParser:
     from megatron_ext.tools.launch import launch_commands as launch
     from megatron_ext.tools.trace import trace_commands as trace
 
-    parser = _Parser(
-        prog="megatron-ext",
-        description="Better pipelines for an unmodified Megatron-LM. Start training with "
-        "`torchrun ... -m megatron_ext pretrain_gpt.py FLAGS`.",
-    )
+    parser = _Parser(prog="megatron-ext")
     parser.add_argument("--version", action="version", version=f"megatron_ext {__version__}")
-    subparsers: _Subparsers = parser.add_subparsers(
-        dest="command", required=True, metavar="COMMAND"
-    )
+    subparsers: _Subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_patches(subparsers)
     schedules.add_subcommand(subparsers)
     preprocess.add_subcommand(subparsers)
@@ -70,6 +158,14 @@ def build_parser() -> argparse.ArgumentParser:
     trace.add_subcommands(subparsers)
     trace.add_to_plan(subparsers)
     _add_upstream(subparsers)
+    helps = {one.dest: one.help for one in subparsers._choices_actions}
+    overview = _overview(helps)
+    parser.format_help = lambda: overview + "\n"  # type: ignore[method-assign]
+    for (_, page), examples in _GROUPS.items():
+        for name in examples.keys() & subparsers.choices.keys():
+            command = subparsers.choices[name]
+            command.epilog = f"example: {examples[name]} (see {page})"
+            command.set_defaults(parser=command)
     return parser
 
 
@@ -186,13 +282,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         _refuse_removed(arguments)
-        args = build_parser().parse_args(arguments)
+        parser = build_parser()
+        with suppress(ImportError):  # optional: pip install argcomplete
+            import argcomplete
+
+            argcomplete.autocomplete(parser)
+        args = parser.parse_args(arguments)
+        if args.command is None:
+            parser.print_help()
+            return 0
         code = int(args.run(args))
         sys.stdout.flush()
         return code
     except MegatronExtError as error:
         print(f"megatron-ext: error: {line_of(error)}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _REQUIRED:
+            raise
+        print(f"megatron-ext: error: {lacking(error)}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("megatron-ext: interrupted", file=sys.stderr)
         return 130

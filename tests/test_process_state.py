@@ -127,6 +127,7 @@ def test_the_scan_finds_state(code: str) -> None:
 READERS = ("config/", "training/", "hosts/", "tools/", "preprocess/")
 """Rooms that read flags: the configuration, the embedded trainer, other hosts, commands."""
 COMMANDS = {
+    "__init__.py",  # whether a command imports it
     "__main__.py",
     "cli.py",
     "upstream/runner.py",

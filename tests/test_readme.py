@@ -180,6 +180,8 @@ def test_commands_exist(path: Path) -> None:
         elif program == "python":
             script = rest[1].replace(".", "/") + ".py" if rest[0] == "-m" else rest[0]
             assert script in files, rest
+        elif program == "rsync":
+            assert rest[0] == "-a", rest
         elif program == "pip":
             assert rest[0] == "install", rest
             assert rest[1] == "-e" or rest[1].startswith("megatron-ext"), rest

@@ -202,9 +202,13 @@ def _options(args: argparse.Namespace) -> dict[str, dict[str, Option]]:
 def _check_sizes(args: argparse.Namespace) -> None:
     if all(name.startswith("csv:") for name in args.schedule):
         return
-    for flag, value in (("--pp", args.pp), ("--microbatches", args.microbatches)):
-        if value is None:
-            raise ScheduleError(f"{flag} is missing; give it (only csv:FILE has its own size)")
+    sizes = (("--pp", args.pp), ("--microbatches", args.microbatches))
+    missing = [flag for flag, value in sizes if value is None]
+    if missing:
+        named = " and ".join(missing)
+        verb, them = ("are", "them") if len(missing) > 1 else ("is", "it")
+        raise ScheduleError(f"{named} {verb} missing; give {them} (only csv:FILE has its own size)")
+    for flag, value in sizes:
         most = MAX_RANKS if flag == "--pp" else MAX_PASSES // min(max(args.pp, 1), MAX_RANKS)
         beside = "" if flag == "--pp" else f" for {args.pp} ranks"
         if value > most:

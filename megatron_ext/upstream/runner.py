@@ -218,6 +218,8 @@ def run(script: str, argv: Sequence[str], *, embedded: bool = False) -> int:
     Returns:
         The exit code. Errors of other packages propagate with their traceback.
     """
+    if {"-h", "--help"} & set(argv) and os.environ.get("RANK", "0") != "0":
+        return 0  # one rank prints it
     # Not basicConfig: upstream calls it, and it has no effect once the root has a handler.
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     _show_log("megatron_ext", level, sys.stderr, "megatron_ext: %(message)s")

@@ -12,6 +12,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -182,6 +183,9 @@ def get(name: str) -> Generator:
     """
     known = registered(unlisted=True)
     if name not in known:
+        like = get_close_matches(name, known, 1)
+        if like:
+            raise ScheduleError(f"there is no schedule {name!r}; did you mean {like[0]}?")
         raise ScheduleError(
             f"there is no schedule {name!r}; use one of {', '.join(known)}, or {CSV_PREFIX}FILE"
         )

@@ -164,14 +164,16 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_jobs(subparsers: _Subparsers) -> None:
-    stop = _add_job_command(subparsers, "stop", "stop a launched job, exactly that one")
+    stop = _add_job_command(subparsers, "stop", "stop a running job")
     stop.add_argument("--grace", type=_seconds, metavar="S", help="seconds until it is killed")
-    _add_job_command(subparsers, "status", "show the processes of a launched job, host by host")
-    logs = _add_job_command(subparsers, "logs", "show the end of a job's logs, from every host")
-    logs.add_argument("--rank", type=int, metavar="R", help="of this rank (default: torchrun's)")
-    logs.add_argument("--lines", type=count, default=20, metavar="N", help="default: 20")
+    _add_job_command(subparsers, "status", "show what runs where")
+    logs = _add_job_command(subparsers, "logs", "show the end of a job's logs")
+    logs.add_argument(
+        "--rank", type=int, metavar="R", help="rank to show (default: torchrun's own log)"
+    )
+    logs.add_argument("--lines", type=count, default=20, metavar="N", help="lines (default: 20)")
     collect = _add_job_command(
-        subparsers, "collect", "fetch logs and traces of a job from all hosts"
+        subparsers, "collect", "fetch a job's logs and traces from all hosts"
     )
     collect.add_argument(
         "--to", type=Path, metavar="DIR", help="destination (default: collected-ID)"
@@ -179,10 +181,23 @@ def _add_jobs(subparsers: _Subparsers) -> None:
 
 
 def _add_job_command(subparsers: _Subparsers, name: str, text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=text + ".")
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name, help=text, description=f"{text[0].upper()}{text[1:]}."
+    )
     parser.add_argument("run_id", metavar="RUN_ID", help="as launch printed it, or Slurm's job id")
-    parser.add_argument("--ssh-cmd", default="ssh", metavar="COMMAND", help="as for launch")
-    parser.add_argument("--timeout", type=_seconds, default=60.0, metavar="S", help="for each host")
+    parser.add_argument(
+        "--ssh-cmd",
+        default="ssh",
+        metavar="COMMAND",
+        help="the ssh program, with further options (default: ssh)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="seconds for each host to answer (default: 60)",
+    )
     parser.set_defaults(run=_run_job_command)
     return parser
 

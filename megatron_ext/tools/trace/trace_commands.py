@@ -29,7 +29,9 @@ def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     """Add the flags for measured costs to the existing subcommand `plan`."""
     parser = subparsers.choices["plan"]
     parser.add_argument(
-        "--from-trace",
+        "--trace-dir",
+        "--from-trace",  # its name in the release before
+        dest="from_trace",
         type=Path,
         metavar="DIR",
         help="predict the step of every schedule and policy from the folder of a traced run, which "
@@ -101,8 +103,10 @@ def _add_aggregate(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         "sends to receives, for ui.perfetto.dev or chrome://tracing.",
     )
     parser.add_argument(
-        "--benchmark_dir",
+        "--trace-dir",
+        "--benchmark_dir",  # its name in the release before
         "--benchmark-dir",
+        dest="benchmark_dir",
         type=Path,
         required=True,
         metavar="DIR",
@@ -143,7 +147,9 @@ def _add_report(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         description="Writes one HTML file without any reference to the network: the timeline "
         "beside the planned one, what each rank waited for, memory, links and settings.",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="folder of the run")
+    parser.add_argument("--trace-dir", type=Path, metavar="DIR", help="folder of the run")
+    # Its form in the release before.
+    parser.add_argument("directory", type=Path, nargs="?", help=argparse.SUPPRESS)
     parser.add_argument(
         "-o",
         "--output",
@@ -195,9 +201,12 @@ def _run_report(args: argparse.Namespace) -> int:
     from megatron_ext.tools.trace import aggregate
     from megatron_ext.tools.trace.report import page
 
-    run = aggregate.read_run(args.directory)
+    directory = args.trace_dir or args.directory
+    if directory is None:
+        raise ArgumentsError("--trace-dir is missing; give the folder of a traced run")
+    run = aggregate.read_run(directory)
     _tell(run.notes)
-    output = args.output or args.directory / "report.html"
+    output = args.output or directory / "report.html"
     try:
         files.write_text(output, page(run))
     except OSError as error:

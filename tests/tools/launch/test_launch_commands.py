@@ -122,7 +122,7 @@ def test_numbers_that_are_none(flag: str, value: str, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as end:
         cli.main(["launch", flag, value, "--", "job.py"])
     assert end.value.code == 2
-    assert f"argument {flag}: {value!r} must be a number" in capsys.readouterr().err
+    assert f"{flag}: {value!r} must be a number" in capsys.readouterr().err
 
 
 def test_every_host_that_cannot_take_part_gets_a_line_with_the_remedy(tmp_path: Path) -> None:
