@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import random
 import shutil
 import socket
 import sys
@@ -110,11 +111,20 @@ def _script(request: dict[str, Any]) -> tuple[str | None, str | None]:
 
 def _port(wanted: int | None) -> tuple[int | None, str | None]:
     """Return the port for the rendezvous of all ranks: the requested one, or a free one."""
+    # Rank 0 listens seconds later. Below 32768, where systems begin to number the ports of
+    # outgoing connections, nothing takes it in between.
+    ports = [wanted] if wanted else random.sample(range(20000, 32768), 5)
+    taken = [_why_taken(port) for port in ports]
+    free = [port for port, why in zip(ports, taken, strict=True) if why is None]
+    return (free[0], None) if free else (None, taken[-1])
+
+
+def _why_taken(port: int) -> str | None:
     try:
-        with socket.create_server(("", wanted or 0)) as server:
-            return server.getsockname()[1], None
+        with socket.create_server(("", port)):
+            return None
     except OSError as error:
-        return None, "it is in use" if error.errno == errno.EADDRINUSE else str(error)
+        return "it is in use" if error.errno == errno.EADDRINUSE else str(error)
 
 
 def _address(peer: str) -> protocol.Message:
