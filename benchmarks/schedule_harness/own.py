@@ -18,7 +18,7 @@ from .noise import NoisyTimes
 if TYPE_CHECKING:
     from megatron_ext.config.sized_pipeline import Pipeline
     from megatron_ext.message import Message
-    from megatron_ext.runtime.split import Progress, SplitBackward
+    from megatron_ext.runtime.split import SplitBackward
 
     from .stage import Probe
 
@@ -73,10 +73,10 @@ def _emulate_split(probe: Probe, split: SplitBackward) -> None:
     """
     run = split.run
 
-    def running(stage: int, microbatch: int, progress: Progress | None) -> None:
+    def running(stage: int, microbatch: int) -> None:
         with probe.op("W", stage, microbatch):
             assert (stage, microbatch) in split.pending(), "the split left the stage's linear alone"
-            run(stage, microbatch, progress)
+            run(stage, microbatch)
             probe.spend("W", stage, microbatch)
 
     split.run = running  # type: ignore[method-assign]

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from megatron_ext.disaggregation.job import Job
     from megatron_ext.message import Message, MessageKind
     from megatron_ext.runtime.compute import StageCompute, Tensors
-    from megatron_ext.runtime.split import Progress
     from megatron_ext.schedules.table.actions import Action
     from megatron_ext.schedules.table.communication import Transfer
 
@@ -94,13 +93,11 @@ class ForwardCompute:
         self._is_last_stage = stage == schedule.num_stages - 1
         self._feeds_forward = not self._is_last_stage and schedule.runs_forward(stage + 1)
 
-    def run(
-        self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
-    ) -> Tensors:
+    def run(self, action: Action, inputs: Tensors) -> Tensors:
         """Run F; return the tensors for the next forward rank, then those for backward ranks."""
         stage, _, microbatch = action
         with self._saving() as saved, torch.no_grad(), drawn(action):
-            [made] = self._compute.forward(stage, microbatch, inputs or [None], is_first=is_first)
+            [made] = self._compute.forward(stage, microbatch, inputs or [None])
         results: Tensors = [made] if self._feeds_forward else []
         if self._layers is not None:
             return results + self._shipped(inputs, made, saved)
@@ -161,14 +158,12 @@ class BackwardCompute:
         self._compute, self._layers = compute, layers
         self.saved_tensors = compute.saved_tensors
 
-    def run(
-        self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
-    ) -> Tensors:
+    def run(self, action: Action, inputs: Tensors) -> Tensors:
         """Run R, from shipped activations if there are any, or B."""
         if action.kind == "R" and self._layers is not None:
-            self._replay(action, inputs, len(self._layers), is_first=is_first)
+            self._replay(action, inputs, len(self._layers))
             return []
-        return self._compute.run(action, inputs, is_first=is_first, progress=progress)
+        return self._compute.run(action, inputs)
 
     def release(self, outputs: Tensors) -> None:
         """Do nothing: R has released its outputs."""
@@ -177,7 +172,7 @@ class BackwardCompute:
         """Return backwards that did not run."""
         return self._compute.unfinished()
 
-    def _replay(self, action: Action, inputs: Tensors, num_layers: int, *, is_first: bool) -> None:
+    def _replay(self, action: Action, inputs: Tensors, num_layers: int) -> None:
         """Build the graph of a forward from shipped activations, `[layers, s, b, h]`."""
         packed, *states = inputs
         assert packed is not None
@@ -185,7 +180,7 @@ class BackwardCompute:
         outputs = packed[1:] if action.stage else packed
         replay = Replay(outputs.unbind(), states[0] if states else None)
         with replaying(replay):
-            self._compute.run(action, given, is_first=is_first, progress=None)
+            self._compute.run(action, given)
         if replay.num_replayed != num_layers:
             raise MegatronExtError(
                 f"{action} recomputed layers although their outputs were shipped: it reused only "

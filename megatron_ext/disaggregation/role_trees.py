@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from megatron_ext.disaggregation.job import Job
     from megatron_ext.runtime.compute import Call, Tensors
-    from megatron_ext.runtime.split import Progress
     from megatron_ext.schedules.table.actions import Action
     from megatron_ext.schedules.table.communication import Transfer
     from megatron_ext.schedules.table.route_plan import Route
@@ -151,12 +150,10 @@ class TreeForwardCompute:
         self._plan = plan_routes(schedule.routes, schedule.placement)
         self.release, self.unfinished = compute.release, compute.unfinished
 
-    def run(
-        self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
-    ) -> Tensors:
+    def run(self, action: Action, inputs: Tensors) -> Tensors:
         """Run F; return a tensor for each rank that receives one."""
         with torch.no_grad(), drawn(action):
-            made = self._compute.run(action, inputs, is_first=is_first, progress=progress)
+            made = self._compute.run(action, inputs)
         return [part for copy in self._copies(action, made) for part in copy]
 
     def saved_tensors(self, stage: int, microbatch: int) -> None:

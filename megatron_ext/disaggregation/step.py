@@ -125,7 +125,7 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
     parameters: ParameterSync | NoSync = NoSync()
     if job.role == "backward":
         force = bool(call.get("force_all_reduce"))
-        sync = GradientSync(config, chunks, table, force_all_reduce=force)
+        sync = GradientSync(config, chunks, table, compute.splits, force_all_reduce=force)
         parameters = ParameterSync(config, chunks, table)
     with sync:
         _executor(runtime.link, table, ends, role, sync, parameters, observers(compute)).run()

@@ -32,7 +32,6 @@ from megatron_ext.upstream.signatures import backward_step_of
 
 if TYPE_CHECKING:
     from megatron_ext.runtime.program import Table
-    from megatron_ext.runtime.split import Progress
     from megatron_ext.schedules.table.actions import Action
 
 __all__ = [
@@ -295,9 +294,7 @@ class StageCompute:
     def _draws_by_microbatch(self) -> bool:
         return randomness.enabled()
 
-    def run(
-        self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
-    ) -> Tensors:
+    def run(self, action: Action, inputs: Tensors) -> Tensors:
         """Run one action for the executor (`executor.Compute`).
 
         Activations from the previous stage become leaves; their gradients go back there.
@@ -308,18 +305,18 @@ class StageCompute:
                 if tensor is not None:
                     tensor.requires_grad_()
             inputs = inputs or [None] * self.num_inputs
-            outputs = self.forward(stage, microbatch, inputs, is_first=is_first)
+            outputs = self.forward(stage, microbatch, inputs)
             if kind == "F":
                 return outputs
             if not self._stage(stage).is_last:  # only the graph is needed, as after a send
                 self.release(outputs)
             return []
         if kind == "W":
-            self.weights(stage, microbatch, progress)
+            self.splits.run(stage, microbatch)
             return []
         return self.backward(stage, microbatch, inputs or [None], split=kind == "I")
 
-    def forward(self, stage: int, microbatch: int, inputs: Tensors, *, is_first: bool) -> Tensors:
+    def forward(self, stage: int, microbatch: int, inputs: Tensors) -> Tensors:
         """Run F.
 
         Args:
@@ -327,11 +324,11 @@ class StageCompute:
             microbatch: 0 to m-1.
             inputs: Activations of the previous stage, `[s, b, h]` each, as leaves that require
                 grad; None for the first stage.
-            is_first: Whether this is the stage's first action in the step.
 
         Returns:
             The activations for the next stage, `[s, b, h]` each, or the loss, a scalar.
         """
+        is_first = stage not in self._stages  # in this step
         call, place = self.call, self._stage(stage)
         store: list[Any] = []
         with self._around_forward(stage, microbatch):
@@ -430,10 +427,6 @@ class StageCompute:
             torch.zeros_like(x) if x is not None and grad is None else grad
             for x, grad in zip(inputs, found, strict=True)
         ]
-
-    def weights(self, stage: int, microbatch: int, progress: Progress | None) -> None:
-        """Run W; call `progress` before the first weight and after each."""
-        self.splits.run(stage, microbatch, progress)
 
     def unfinished(self) -> list[str]:
         """Return the backward actions whose saved tensors are still held."""

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.ordering import Order
     from megatron_ext.runtime.program import Program, Table
     from megatron_ext.runtime.run_ahead import RunAhead
-    from megatron_ext.runtime.split import Progress
     from megatron_ext.schedules.table.actions import Action
     from megatron_ext.schedules.table.communication import Exchange, Transfer
     from megatron_ext.transport.base import Transport
@@ -112,17 +111,13 @@ class ProfilerRanges(Observer):
 class Compute(Protocol):
     """Computes the actions of one step on this rank's stages."""
 
-    def run(
-        self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
-    ) -> Tensors:
+    def run(self, action: Action, inputs: Tensors) -> Tensors:
         """Run one action.
 
         Args:
             action: The action to run.
             inputs: One tensor per input of the action in the table, `[s, b, h]` each; empty
                 without inputs.
-            is_first: Whether this is the stage's first action in the step.
-            progress: Only for a stage's last W. Call it after each weight with those remaining.
 
         Returns:
             One tensor per output of the action in the table, in the same order.
@@ -143,9 +138,6 @@ class Gradients(Protocol):
 
     def around_last(self, action: Action) -> AbstractContextManager[None]:
         """Return the context that a stage's last action runs in, which completes the gradients."""
-
-    def progress(self, stage: int) -> Progress | None:
-        """Return the progress callback of the stage's last W, or None."""
 
     def after(self, stage: int) -> None:
         """Record that all actions of a stage have run."""
@@ -217,15 +209,14 @@ class Executor:
         action = exchange.action
         stage = action.stage
         remaining, run_ahead = self._remaining[stage], self.run_ahead
-        is_first, is_last = remaining == self.table.actions_by_stage[stage], remaining == 1
+        is_last = remaining == 1
         if run_ahead is not None:
             run_ahead.wait_until(AHEAD - 1)
-        if is_first:
+        if remaining == self.table.actions_by_stage[stage]:
             self.parameters.before(stage)
         inputs = self._inputs(exchange)
         is_backward = action.kind in ("B", "I")
         saved = self.compute.saved_tensors(stage, action.microbatch) if is_backward else None
-        progress = self.gradients.progress(stage) if is_last and action.kind == "W" else None
         for observer in self._begins:
             observer.begin_action(action)
         if run_ahead is not None:
@@ -233,9 +224,9 @@ class Executor:
         begin_s = time.perf_counter()
         if is_last:
             with self.gradients.around_last(action):
-                outputs = self.compute.run(action, inputs, is_first=is_first, progress=progress)
+                outputs = self.compute.run(action, inputs)
         else:  # an empty context would take as long as the bookkeeping
-            outputs = self.compute.run(action, inputs, is_first=is_first, progress=None)
+            outputs = self.compute.run(action, inputs)
         end_s = time.perf_counter()
         if run_ahead is not None:
             run_ahead.record(action)

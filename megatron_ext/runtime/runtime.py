@@ -231,7 +231,9 @@ class Runtime:
             compute = self.trees.compute(call, table, forms, self.splits)
         # Statistics cover training only.
         measured = Measured() if call.forward_only else self.measured
-        gradients = GradientSync(call.config, call.chunks, table, force_all_reduce=force_all_reduce)
+        gradients = GradientSync(
+            call.config, call.chunks, table, self.splits, force_all_reduce=force_all_reduce
+        )
         listening: list[Observer] = [StepMeasure(table, measured)]
         if not call.forward_only:
             listening += observers(compute)

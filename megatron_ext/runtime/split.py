@@ -62,6 +62,7 @@ class SplitBackward:
         self._waiting: dict[_Key, list[WeightGradient]] = {}
         self._marked: list[torch.nn.Parameter] = []
         self._modules: dict[int, DelayedModules] = {}
+        self._progress: Progress | None = None
         self.has_deferred = False
         """Whether any layer of this process has left a weight gradient to W."""
 
@@ -110,7 +111,16 @@ class SplitBackward:
         if self._marked:
             self._unmark()
 
-    def run(self, stage: int, microbatch: int, progress: Progress | None = None) -> None:
+    @contextmanager
+    def reporting(self, progress: Progress) -> Iterator[None]:
+        """Call `progress` before the first weight and after each weight of a W in the block."""
+        self._progress = progress
+        try:
+            yield
+        finally:
+            self._progress = None
+
+    def run(self, stage: int, microbatch: int) -> None:
         """Run W: compute a micro-batch's weight gradients and accumulate them.
 
         They go into `main_grad`, or into `grad` without DDP. Operands are freed weight by weight. A
@@ -119,7 +129,6 @@ class SplitBackward:
         Args:
             stage: Global stage index.
             microbatch: 0 to m-1.
-            progress: Called before the first weight and after each.
 
         Raises:
             ScheduleError: Transformer Engine's store is FIFO, and an older micro-batch comes first.
@@ -132,8 +141,8 @@ class SplitBackward:
 
         def finished(*weights: int) -> None:
             remaining.difference_update(weights)
-            if progress is not None:
-                progress(remaining)
+            if self._progress is not None:
+                self._progress(remaining)
 
         finished()
         fetching = Fetching(chain.from_iterable(by_weight.values()))

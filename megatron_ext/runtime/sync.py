@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_ext.runtime.program import Table
-    from megatron_ext.runtime.split import Progress
+    from megatron_ext.runtime.split import SplitBackward
     from megatron_ext.schedules.table.actions import Action
 
 __all__ = ["GradientSync", "NoSync", "ParameterSync"]
@@ -51,10 +51,12 @@ class GradientSync:
         config: Any,
         chunks: Sequence[torch.nn.Module],
         table: Table,
+        splits: SplitBackward,
         *,
         force_all_reduce: bool,
     ) -> None:
         self._chunks = chunks
+        self._splits = splits
         self._placement = table.schedule.placement
         self._by_hooks = not table.split_stages
         self._order = table.reduction_order
@@ -81,9 +83,18 @@ class GradientSync:
             stack.close()
 
     def around_last(self, action: Action) -> AbstractContextManager[None]:
-        """Enable DDP's hooks during a chunk's last whole backward, if they reduce its gradients."""
-        if action.kind == "B" and self._hooks_reduce(action.stage):
+        """Enable DDP's hooks during a chunk's last whole backward, or reduce during its last W."""
+        stage = action.stage
+        if action.kind == "B" and self._hooks_reduce(stage):
             return self._reducing(action)
+        is_its_turn = self._order[self._started] == stage
+        if (
+            action.kind == "W"
+            and is_its_turn
+            and self._overlaps
+            and self._uses_ddp_reduction(stage)
+        ):
+            return self._splits.reporting(partial(self._reduce, self._placement.chunk_of(stage)))
         return _UNCHANGED
 
     def _hooks_reduce(self, stage: int) -> bool:
@@ -105,17 +116,6 @@ class GradientSync:
         self._entered[index].close()
         yield
         self._entered[index] = _entered(self._silent[index])
-
-    def progress(self, stage: int) -> Progress | None:
-        """Return the progress callback of the stage's last W; None if it is not the stage's turn.
-
-        Also None without overlap or with a custom `grad_sync_func`.
-        """
-        if not self._overlaps or not self._uses_ddp_reduction(stage):
-            return None
-        if self._order[self._started] != stage:
-            return None
-        return partial(self._reduce, self._placement.chunk_of(stage))
 
     def after(self, stage: int) -> None:
         """Mark a stage complete; start its reduction and any that waited for it, in table order."""
@@ -161,9 +161,6 @@ class NoSync:
     def around_last(self, action: Action) -> AbstractContextManager[None]:
         """Return a null context."""
         return _UNCHANGED
-
-    def progress(self, stage: int) -> None:
-        """Return None: nothing follows the progress of W."""
 
     def after(self, stage: int) -> None:
         """Start nothing."""

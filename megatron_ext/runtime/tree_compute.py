@@ -20,7 +20,7 @@ from megatron_ext.runtime.compute import StageCompute
 from megatron_ext.runtime.program import Form, PeerEnds
 from megatron_ext.runtime.routes import Declared, RouteStore, declared
 from megatron_ext.runtime.run_ahead import device_of
-from megatron_ext.runtime.split import Progress, SplitBackward
+from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.runtime.trees import Leaf, TreeForm, flatten, joined, pack, unpack
 from megatron_ext.schedules.table.route_plan import connect, plan_routes
 from megatron_ext.transport.torch_dist import Channel
@@ -171,27 +171,23 @@ class TreeCompute(StageCompute):
         self._device = device_of(self.call.chunks)
         self._last_stage = schedule.num_stages - 1
 
-    def run(
-        self, action: Action, inputs: Tensors, *, is_first: bool, progress: Progress | None
-    ) -> Tensors:
+    def run(self, action: Action, inputs: Tensors) -> Tensors:
         """Run one action for the executor (`executor.Compute`).
 
         `inputs` and the result are uint8 tensors, `[number of bytes]` each.
         """
         stage, kind, microbatch = action
         if kind == "W":
-            self.weights(stage, microbatch, progress)
+            self.splits.run(stage, microbatch)
             return []
         if kind in ("F", "R"):
-            return self._run_forward(action, iter(inputs), is_first=is_first)
+            return self._run_forward(action, iter(inputs))
         return self._run_backward(action, iter(inputs))
 
     def release(self, outputs: Tensors) -> None:
         """Do nothing: the outputs were packed bytes; the tree itself is freed with its graph."""
 
-    def _run_forward(
-        self, action: Action, inputs: Iterator[torch.Tensor | None], *, is_first: bool
-    ) -> Tensors:
+    def _run_forward(self, action: Action, inputs: Iterator[torch.Tensor | None]) -> Tensors:
         stage, _, microbatch = action
         batch = self._batch(stage, microbatch)
         tree = None
@@ -204,7 +200,7 @@ class TreeCompute(StageCompute):
             form, tensors = self._received("P", hop.stage, microbatch, inputs)
             self.store.receive(batch, form.tree(tensors))
         with self.store.running(stage, batch):
-            [made] = self.forward(stage, microbatch, [tree], is_first=is_first)
+            [made] = self.forward(stage, microbatch, [tree])
         self.store.check_forward(stage)
         if not self.call.forward_only:
             self._keep(stage, microbatch, leaves, made)

@@ -56,13 +56,13 @@ MUTANTS = (
     Mutant(
         "gradients are reduced one action too early",
         f"{_RUNTIME}.executor",
-        "remaining == self.table.actions_by_stage[stage], remaining == 1",
-        "remaining == self.table.actions_by_stage[stage], remaining == 2",
+        "is_last = remaining == 1",
+        "is_last = remaining == 2",
     ),
     Mutant(
         "parameters are gathered after their first use",
         f"{_RUNTIME}.executor",
-        "remaining == self.table.actions_by_stage[stage], remaining == 1",
+        "is_last = remaining == 1",
         "remaining == self.table.actions_by_stage[stage] - 1, remaining == 1",
     ),
     Mutant(

@@ -39,21 +39,18 @@ class Compute:
         self.num_parts = num_parts
         self.fail_at = fail_at
         self.inputs: dict[Action, list[float]] = {}
-        self.first: list[Action] = []
         self.kept: dict[tuple[int, int], list[float]] = {}
         self.stashed: dict[tuple[int, int], list[float]] = {}
         self.gradients: dict[int, list[tuple[int, float]]] = {}
         """By stage: micro-batch and number of each weight gradient, as they are added up."""
 
-    def run(self, action: Action, inputs: Tensors, *, is_first: bool, progress: Any) -> Tensors:
+    def run(self, action: Action, inputs: Tensors) -> Tensors:
         stage, kind, microbatch = action
         self.log.append(str(action))
         if action == self.fail_at:
             raise RuntimeError(f"{action} fails")
         values = [0.0 if tensor is None else tensor.item() for tensor in inputs]
         self.inputs[action] = values
-        if is_first:
-            self.first.append(action)
         place = stage, microbatch
         if kind == "F":
             self.kept[place] = values
@@ -170,9 +167,6 @@ class Sync:
     def around_last(self, action: Action) -> AbstractContextManager[None]:
         self.log.append(f"last {action}")
         return nullcontext()
-
-    def progress(self, stage: int) -> None:
-        self.log.append(f"progress {stage}")
 
     def after(self, stage: int) -> None:
         self.log.append(f"reduce {stage}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,7 +35,7 @@ class OneKernel:
         self._data = torch.ones(SHAPE, device=device)
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
 
-    def run(self, action: Action, inputs: Tensors, *, is_first: bool, progress: Any) -> Tensors:
+    def run(self, action: Action, inputs: Tensors) -> Tensors:
         place = action.stage, action.microbatch
         given = inputs[0] if inputs else self._data
         assert given is not None

@@ -61,32 +61,30 @@ def test_release_in_inference_leaves_training_alone() -> None:
 class Called(StageCompute):
     """Says which step it was asked for, and with what."""
 
-    def forward(self, stage: int, microbatch: int, inputs: Any, *, is_first: bool) -> Any:
-        return ["forward", inputs, is_first]
+    def forward(self, stage: int, microbatch: int, inputs: Any) -> Any:
+        return ["forward", inputs]
 
     def backward(self, stage: int, microbatch: int, gradients: Any, *, split: bool) -> Any:
         return ["split" if split else "backward", gradients]
 
-    def weights(self, stage: int, microbatch: int, progress: Any) -> None:
-        progress({stage, microbatch})
 
-
-def _run(kind: Any, inputs: Any, progress: Any = None) -> Any:
-    compute = Called(SimpleNamespace(), None, num_inputs=2)  # type: ignore[arg-type]
-    return compute.run(Action(1, kind, 2), inputs, is_first=True, progress=progress)
+def _run(kind: Any, inputs: Any, splits: Any = None) -> Any:
+    compute = Called(SimpleNamespace(), None, num_inputs=2, splits=splits)  # type: ignore[arg-type]
+    return compute.run(Action(1, kind, 2), inputs)
 
 
 def test_each_kind_of_action_has_its_step() -> None:
-    gradient, told = torch.ones(3), []
+    gradient, ran = torch.ones(3), []
+    splits = SimpleNamespace(run=lambda *place: ran.append(place))
     assert _run("B", [gradient]) == ["backward", [gradient]]
     assert _run("I", [gradient]) == ["split", [gradient]]
-    assert _run("W", [], told.append) == []
-    assert told == [{1, 2}]
+    assert _run("W", [], splits) == []
+    assert ran == [(1, 2)]
 
 
 def test_a_forward_gets_leaves_and_the_ends_of_the_pipeline_get_none() -> None:
     activation = torch.ones(3)
-    step, [leaf], is_first = _run("F", [activation])
-    assert (step, is_first, leaf.requires_grad, leaf.is_leaf) == ("forward", True, True, True)
+    step, [leaf] = _run("F", [activation])
+    assert (step, leaf.requires_grad, leaf.is_leaf) == ("forward", True, True)
     assert _run("F", [])[1] == [None, None]
     assert _run("B", []) == ["backward", [None]]

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from megatron_ext.runtime.program import Table, make_table
+from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.runtime.sync import GradientSync, ParameterSync
+from megatron_ext.schedules.table.actions import Action
 from megatron_ext.schedules.table.communication import reduction_order
 from tests.pipelines import make_pipeline
 from tests.ranks import run_ranks
@@ -21,7 +23,6 @@ from .capture import GPT, PP2, run_here
 
 if TYPE_CHECKING:
     from megatron_ext.runtime.compute import Tensors
-    from megatron_ext.schedules.table.actions import Action
 
 
 class Chunk(torch.nn.Module):
@@ -68,7 +69,7 @@ def replay(
             log.extend(f"window {c.number}" for c in chunks if not c.silent)
             return super().run(action, *args, **kwargs)
 
-    sync = GradientSync(config, chunks, table, force_all_reduce=force_all_reduce)
+    sync = GradientSync(config, chunks, table, SplitBackward(), force_all_reduce=force_all_reduce)
     parameters = ParameterSync(config, chunks, table)
     with sync:
         fake.executor(table, Computed(), fake.Wire(0), sync, parameters).run()
@@ -187,7 +188,7 @@ def zb_v() -> Reductions:
     config = SimpleNamespace(
         grad_sync_func=None, param_sync_func=None, no_sync_func=[c.no_sync for c in chunks]
     )
-    sync = GradientSync(config, chunks, table, force_all_reduce=False)
+    sync = GradientSync(config, chunks, table, SplitBackward(), force_all_reduce=False)
     stages = list(reduction_order(table.schedule.rows[0]))
     return sync, stages, [chunks[table.schedule.placement.chunk_of(s)] for s in stages], log
 
@@ -224,8 +225,10 @@ def test_buckets_are_reduced_as_weights_are_done_in_one_order(zb_v: Reductions) 
     chunk.expert_parallel_bucket_groups = [Buckets("experts", [weights[1]], log)]
     ids = [id(weight) for weight in weights]
     with sync:
-        assert sync.progress(second) is None, "it is not its turn"
-        progress = sync.progress(first)
+        with sync.around_last(Action(second, "W", 0)):
+            assert sync._splits._progress is None, "it is not its turn"
+        with sync.around_last(Action(first, "W", 0)):
+            progress = sync._splits._progress
         assert progress is not None
         progress({*ids})
         progress({ids[0], ids[2], ids[3]})
@@ -236,7 +239,8 @@ def test_buckets_are_reduced_as_weights_are_done_in_one_order(zb_v: Reductions) 
         assert log == ["last", "experts"]
         sync.after(first)
         assert log == ["last", "experts", "middle"]
-        assert sync.progress(second) is not None
+        with sync.around_last(Action(second, "W", 0)):
+            assert sync._splits._progress is not None
 
 
 def last_step(argv: list[str]) -> list[str]:
