@@ -168,6 +168,27 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         "any consistent unit (default: 1,1,1)",
     )
     parser.add_argument(
+        "--pairs",
+        action="store_true",
+        help="forwards and backwards of different micro-batches as pairs, each with its expert "
+        "communication behind the computation of the other",
+    )
+    parser.add_argument(
+        "--all-to-all",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of a forward and of an input gradient that is expert communication, for "
+        "--pairs (default: 0)",
+    )
+    parser.add_argument(
+        "--hides",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="share of what could run behind computation in a pair that does (default: 1)",
+    )
+    parser.add_argument(
         "--comm",
         type=float,
         default=0.0,
@@ -183,7 +204,14 @@ def _costs(args: argparse.Namespace) -> Costs:
         raise ScheduleError(
             f"--costs needs three numbers F,I,W, got {args.costs!r}; for example --costs 1,1,1"
         ) from None
-    return Costs(forward, input_gradient, weight, latency=args.comm)
+    return Costs(
+        forward,
+        input_gradient,
+        weight,
+        latency=args.comm,
+        all_to_all=args.all_to_all,
+        hides=args.hides,
+    )
 
 
 def _options(args: argparse.Namespace) -> dict[str, dict[str, Option]]:
@@ -278,9 +306,8 @@ def _run_plan(args: argparse.Namespace) -> int:
     _check_sizes(args)
     if args.lengths is not None:
         return _run_lengths(args)
-    timelines, left_out = compare(
-        args.schedule[0], args.pp, args.microbatches, _costs(args), args.chunks, _options(args)
-    )
+    sizes = (args.pp, args.microbatches, _costs(args), args.chunks, _options(args))
+    timelines, left_out = compare(args.schedule[0], *sizes, pairs=args.pairs)
     if args.json:
         print(json.dumps([figures(timeline) for timeline in timelines], indent=1))
     else:
@@ -299,11 +326,12 @@ def _print_plan(args: argparse.Namespace, timelines: list[Timeline]) -> None:
     print(table(timelines))
     unit = "1 = forward of 1/pp of the model" if args.costs == "1,1,1" else "in the unit of --costs"
     print(f"\ntimes: {unit}; activations: 1 = one micro-batch on 1/pp of the model")
-    print("\nflags:")
     width = max(len(timeline.schedule.label) for timeline in timelines)
-    for timeline in timelines:
-        label = timeline.schedule.label.ljust(width)
-        print(f"  {label}  {training_flags(timeline.schedule, timeline.costs)}")
+    if not args.pairs:
+        print("\nflags:")
+        for timeline in timelines:
+            label = timeline.schedule.label.ljust(width)
+            print(f"  {label}  {training_flags(timeline.schedule, timeline.costs)}")
     if not args.use_dpp:
         return
     print("\nwith --use-dpp, time of the table's own order over time of the dynamic one:")
@@ -325,7 +353,7 @@ def _run_plot(args: argparse.Namespace) -> int:
     if "all" in args.schedule:
         raise ScheduleError("plot draws schedules by name; name them, or compare all with plan")
     sizes = (args.pp, args.microbatches, _costs(args), args.chunks, _options(args))
-    timelines = [compare(name, *sizes)[0][0] for name in args.schedule]
+    timelines = [compare(name, *sizes, pairs=args.pairs)[0][0] for name in args.schedule]
     if args.output is None:
         width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
         print("\n\n".join(render.picture(timeline, width) for timeline in timelines))
@@ -376,6 +404,8 @@ def compare(
     costs: Costs,
     chunks: int | None = None,
     options: Mapping[str, Mapping[str, Option]] | None = None,
+    *,
+    pairs: bool = False,
 ) -> tuple[list[Timeline], list[str]]:
     """Simulate one schedule, or with `all` every schedule that the sizes allow.
 
@@ -386,6 +416,7 @@ def compare(
         costs: Durations of actions and latencies of links.
         chunks: Stages on each rank; with `all`, for schedules that leave their number open.
         options: Further options by the name of the schedule.
+        pairs: Whether forwards and backwards run as pairs (`search/pairing.py`).
 
     Returns:
         The simulations, shortest first, and with `all` the reasons why others are left out.
@@ -395,14 +426,22 @@ def compare(
     """
     options = options or {}
     if name != "all":
-        schedule = generate(name, pp, num_microbatches, chunks, costs, **options.get(name, {}))
+        chosen = options.get(name, {})
+        schedule = generate(name, pp, num_microbatches, chunks, costs, pairs=pairs, **chosen)
         return [evaluate(schedule, costs)], []
     found: list[Timeline] = []
     left_out: list[str] = []
     for generator in registered().values():
         for variant in variants(generator, chunks, options.get(generator.name, {})):
             try:
-                schedule = generate(generator.name, pp, num_microbatches, costs=costs, **variant)  # type: ignore[arg-type]
+                schedule = generate(
+                    generator.name,
+                    pp,
+                    num_microbatches,
+                    costs=costs,
+                    pairs=pairs,
+                    **variant,  # type: ignore[arg-type]
+                )
             except ScheduleError as error:
                 left_out.append(str(error))
                 continue
@@ -445,6 +484,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
         "peak_activations_per_rank": [_number(p) for p in timeline.peak_activations_per_rank],
         "weight_copies": schedule.weight_copies,
         "p2p_messages": timeline.messages,
+        **({"all_to_all_hidden": _number(timeline.hidden)} if timeline.costs.all_to_all else {}),
     }
 
 
@@ -469,21 +509,23 @@ _HEADS = ("schedule", "makespan", "ideal", "bubble", "bubble %", "peak act.", "w
 
 def table(timelines: Sequence[Timeline]) -> str:
     """Return the comparison as text, in the order given."""
-    rows = [_HEADS, *map(_table_row, timelines)]
-    return aligned(rows)
-
-
-def _table_row(timeline: Timeline) -> tuple[str, ...]:
-    return (
-        timeline.schedule.label,
-        f"{timeline.makespan:g}",
-        f"{timeline.ideal:g}",
-        f"{timeline.bubble:g}",
-        f"{100 * timeline.bubble_ratio:.1f}",
-        f"{timeline.peak_activations:g}",
-        f"{timeline.schedule.weight_copies}x",
-        str(timeline.messages),
+    hides = any(timeline.costs.all_to_all for timeline in timelines)
+    rows: list[list[str]] = [[*_HEADS, "hidden %"] if hides else [*_HEADS]]
+    rows += (
+        [
+            timeline.schedule.label,
+            f"{timeline.makespan:g}",
+            f"{timeline.ideal:g}",
+            f"{timeline.bubble:g}",
+            f"{100 * timeline.bubble_ratio:.1f}",
+            f"{timeline.peak_activations:g}",
+            f"{timeline.schedule.weight_copies}x",
+            str(timeline.messages),
+            *([f"{100 * timeline.hidden:.0f}"] if hides else []),
+        ]
+        for timeline in timelines
     )
+    return aligned(rows)
 
 
 _LENGTH_FIELDS = ("length", "num_tokens", "tokens")

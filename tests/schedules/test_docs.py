@@ -61,6 +61,13 @@ def test_each_schedule_has_its_formulas() -> None:
     assert set(rows) - {"schedule"} == set(registered())
 
 
+def test_the_comparison_with_pairs_is_what_plan_prints() -> None:
+    timelines, _ = commands.compare("all", 8, 32, Costs(all_to_all=0.4), pairs=True)
+    assert f"```text\n{commands.table(timelines)}\n```" in SCHEDULES
+    drawn = svg.draw(simulate(generate("dualpipe-v", 4, 8, pairs=True), Costs(all_to_all=0.4)))
+    assert (IMAGES / "pairs.svg").read_text(encoding="utf-8") == drawn
+
+
 def _figures_beside(words: str) -> set[str]:
     """Return the numbers in the paragraph of the page that has these words."""
     [paragraph] = [text for text in SCHEDULES.split("\n\n") if words in " ".join(text.split())]

@@ -62,6 +62,8 @@ def _legend(timeline: Timeline) -> str:
     if not timeline.schedule.ships_activations:  # else it takes no time and is invisible
         names["R"] = "forward again"
     parts = [f"{kind} {name}" for kind, name in names.items() if kind in kinds]
+    if timeline.schedule.pairs:
+        parts.append("F+B a pair")
     if _num_chunks(timeline.schedule) == 2:
         parts.append("lower case: second chunk")
     if timeline.schedule.placement.twins == 2:
@@ -116,6 +118,13 @@ def _cells(timeline: Timeline) -> list[list[str]]:
     check_drawable(timeline)
     labels = [[cell_label(schedule, a) for a in row] for row in literal_rows(schedule)]
     cell = 1 + max(len(label) for row in labels for label in row)
+    for rank, row in enumerate(labels):
+        for index in schedule.pairs_of(table_rank(schedule, rank)):
+            source = table_rank(schedule, rank)
+            time = timeline.ends[source][index] - timeline.starts[source][index]
+            row[index] += f"+{row[index + 1]}"
+            row[index + 1] = ""
+            cell = max(cell, -(-(len(row[index]) + 1) // max(1, _column(time, slot))))
     idle = ".".ljust(cell)
     rows = []
     for rank, names in enumerate(labels):
@@ -123,8 +132,10 @@ def _cells(timeline: Timeline) -> list[list[str]]:
         source = table_rank(schedule, rank)
         times = zip(timeline.starts[source], timeline.ends[source], strict=True)
         for name, (start, end) in zip(names, times, strict=True):
+            if not name:
+                continue  # it is in the cell of its pair
             first, count = _column(start, slot), _column(end, slot) - _column(start, slot)
-            text = name.ljust(count * cell - 1, "-") + " "
+            text = name[: count * cell - 1].ljust(count * cell - 1, "-") + " "
             row[first : first + count] = [text[i * cell : (i + 1) * cell] for i in range(count)]
         rows.append(row)
     return rows

@@ -81,17 +81,25 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
     yield f'<rect class="lane" x="{_LEFT}" y="{y}" width="{_n(length)}" height="{_BAR}"/>'
     source = table_rank(schedule, rank)
     times = zip(timeline.starts[source], timeline.ends[source], strict=True)
-    for action, (start, end) in zip(literal_rows(schedule)[rank], times, strict=True):
+    pairs = schedule.pairs_of(source)
+    for index, (action, (start, end)) in enumerate(
+        zip(literal_rows(schedule)[rank], times, strict=True)
+    ):
         if start == end:
             continue
         x, width = _LEFT + start * scale, (end - start) * scale
+        # A pair shares its time: the forward above, the backward below.
+        top, height, line = y, _BAR, 14
+        if index in pairs or index - 1 in pairs:
+            height, line = _BAR // 2, 9
+            top += 0 if index in pairs else height
         yield (
-            f'<rect class="{_classes(timeline, action)}" x="{_n(x + 0.4)}" y="{y}" '
-            f'width="{_n(width - 0.8)}" height="{_BAR}"/>'
+            f'<rect class="{_classes(timeline, action)}" x="{_n(x + 0.4)}" y="{top}" '
+            f'width="{_n(width - 0.8)}" height="{height}"/>'
         )
         label = str(action.microbatch)
         if 6 * len(label) <= width:
-            yield f'<text class="n" x="{_n(x + width / 2)}" y="{y + 14}">{label}</text>'
+            yield f'<text class="n" x="{_n(x + width / 2)}" y="{top + line}">{label}</text>'
 
 
 def _classes(timeline: Timeline, action: Action) -> str:
@@ -111,6 +119,8 @@ def _legend(timelines: Sequence[Timeline], y: int) -> Iterator[str]:
             yield f'<text x="{x + 17}" y="{y}">{name}</text>'
             x += 32 + 6 * len(name)
     notes = []
+    if any(schedule.pairs for schedule in schedules):
+        notes.append("above each other: a pair")
     if any(chunk_on_screen(s, stage) for s in schedules for stage in range(s.num_stages)):
         notes.append("pale: odd chunks")
     if any(schedule.placement.twins == 2 for schedule in schedules):

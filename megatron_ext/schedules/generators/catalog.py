@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.search.pairing import marked_pairs, paired
 from megatron_ext.schedules.table.actions import Option, Schedule
 from megatron_ext.schedules.table.costs import UNIT, Costs
 
@@ -74,6 +75,8 @@ class Generator:
     """Options (and `chunks`) of each row in a comparison of all schedules."""
     twins: int = 1
     """2: two mirrored pipelines share the ranks, each with half of the micro-batches."""
+    pairs: bool = False
+    """Whether its order is made for pairs, which `search/pairing.py` then only marks."""
     needs_costs: bool = False
     """Whether the table depends on costs, which are then the generator's last argument."""
     listed: bool = True
@@ -198,6 +201,8 @@ def generate(
     num_microbatches: int | None = None,
     chunks: int | None = None,
     costs: Costs = UNIT,
+    *,
+    pairs: Option = False,
     **options: Option,
 ) -> Schedule:
     """Return the table of a schedule, generated or loaded from a CSV file.
@@ -207,7 +212,9 @@ def generate(
         pp: Ranks of the pipeline world. A file has its own number, which must equal this.
         num_microbatches: Micro-batches of that world in one step. The same holds for a file.
         chunks: Stages on each rank, if the schedule leaves their number open.
-        costs: Durations that a generator with `needs_costs` optimises for.
+        costs: Durations that a generator with `needs_costs` optimises for, and pairs.
+        pairs: Whether forwards and backwards of different micro-batches run as pairs, for models
+            with experts (`search/pairing.py`). A file may have pairs of its own.
         options: Options of the generator.
 
     Raises:
@@ -218,7 +225,8 @@ def generate(
 
         if chunks is not None or options:
             raise ScheduleError(f"{name}: the file fixes chunks and options; leave them out")
-        return load_csv(name.removeprefix(CSV_PREFIX), pp, num_microbatches)
+        schedule = load_csv(name.removeprefix(CSV_PREFIX), pp, num_microbatches)
+        return paired(schedule, costs) if pairs else schedule
     generator = get(name)
     complete = generator.complete(chunks, options)
     if pp is None or num_microbatches is None:
@@ -234,7 +242,10 @@ def generate(
         arguments.append(chunks or generator.num_chunks)
     if generator.needs_costs:
         arguments.append(costs)
-    return generator.build(*arguments, **complete)
+    schedule = generator.build(*arguments, **complete)
+    if not pairs:
+        return schedule
+    return marked_pairs(schedule) if generator.pairs else paired(schedule, costs)
 
 
 def _check_bounds(generator: Generator, pp: int, num_microbatches: int, chunks: int) -> None:

@@ -47,6 +47,7 @@ def peak(size: Size) -> float:
     bubble=bubble,
     peak=peak,
     num_chunks=2,
+    pairs=True,
     twins=2,
 )
 def dualpipe(pp: int, num_microbatches: int) -> Schedule:

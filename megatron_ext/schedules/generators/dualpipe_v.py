@@ -53,6 +53,7 @@ def peak(size: Size) -> float:
     bubble=bubble,
     peak=peak,
     num_chunks=2,
+    pairs=True,
 )
 def dualpipe_v(pp: int, num_microbatches: int) -> Schedule:
     """Return the table of DualPipeV."""

@@ -261,7 +261,7 @@ class _Run:
         left = sum(policy.progress.left for policy in self._policies)
         if left:
             raise ScheduleError(f"the policies of {self._schedule.label} left {left} actions")
-        done = replace(self._schedule, rows=tuple(map(tuple, self._rows)))
+        done = replace(self._schedule, rows=tuple(map(tuple, self._rows)), pairs=())
         starts, ends = self._clock.starts, self._clock.ends
         return Timeline(done, self._costs, tuple(starts), tuple(ends))
 

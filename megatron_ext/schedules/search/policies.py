@@ -335,7 +335,7 @@ def _reordered(schedule: Schedule, rank: int, depth_first: bool) -> Schedule:
 
     rows = list(schedule.rows)
     rows[rank] = tuple(sorted(rows[rank], key=preference))
-    return replace(schedule, rows=tuple(rows))
+    return replace(schedule, rows=tuple(rows), pairs=())
 
 
 def activation_cap(

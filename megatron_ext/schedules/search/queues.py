@@ -59,9 +59,11 @@ class MessageOrder:
     def __init__(self, schedule: Schedule) -> None:
         # Unit costs: a user's may differ so widely that times coincide.
         timeline = simulate(schedule)
-        self._starts, self._ends = timeline.starts, timeline.ends
+        begins = [schedule.begins(rank) for rank in range(len(schedule.rows))]
+        self._starts = [[timeline.starts[r][i] for i in each] for r, each in enumerate(begins)]
+        self._ends = [[timeline.ends[r][i] for i in each] for r, each in enumerate(begins)]
         self.exchanges: list[tuple[Exchange, ...]] = []
-        """By rank."""
+        """By rank; here a pair counts as one action."""
         self._arrivals: list[list[tuple[_Moment, Transfer]]] = [[] for _ in schedule.rows]
         for rank, ends in enumerate(self._ends):
             self.exchanges.append(exchanges(schedule, rank))
@@ -107,7 +109,7 @@ class MessageOrder:
 
 
 def _sent(exchange: Exchange) -> list[Transfer]:
-    return [transfer for transfer in exchange.outputs if transfer.verb == "SEND"]
+    return [transfer for transfer in exchange.all_outputs if transfer.verb == "SEND"]
 
 
 Place = tuple[int, int]
@@ -155,7 +157,7 @@ def _program(order: MessageOrder, place: Place) -> list[Meeting]:
 
     for index, exchange in enumerate(order.exchanges[rank]):
         start(index, taken=False)
-        for needed in exchange.inputs:
+        for needed in exchange.all_inputs:
             if needed.verb == "RECV" and needed.message not in coming:
                 raise ScheduleError(
                     f"{exchange.action} of rank {rank} needs {needed.message}, but no receive "

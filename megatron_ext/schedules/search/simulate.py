@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from operator import sub
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.schedules.table.actions import KINDS, Action
 from megatron_ext.schedules.table.communication import Transfer, lower
@@ -42,8 +42,25 @@ class Timeline:
     @cached_property
     def ideal(self) -> float:
         """The work of the busiest rank: the makespan without any wait."""
-        rows = zip(self.starts, self.ends, strict=True)
-        return max(sum(map(sub, ends, starts), 0.0) for starts, ends in rows)
+        busy = []
+        for rank, (starts, ends) in enumerate(zip(self.starts, self.ends, strict=True)):
+            # The second action of a pair takes no time beyond that of the first.
+            twice = [ends[index] - starts[index] for index in self.schedule.pairs_of(rank)]
+            busy.append(sum(map(sub, ends, starts), 0.0) - sum(twice))
+        return max(busy)
+
+    @cached_property
+    def hidden(self) -> float:
+        """The share of all-to-all that runs behind computation, over all ranks; 0 without any."""
+        clock = Clock(self.schedule, self.costs)
+        total = saved = 0.0
+        for rank, row in enumerate(self.schedule.rows):
+            for action in row:
+                total += clock.all_to_all_of(action)
+            for index in self.schedule.pairs_of(rank):
+                alone = sum(clock.time_of(action) for action in row[index : index + 2])
+                saved += alone - (self.ends[rank][index] - self.starts[rank][index])
+        return saved / total if total else 0.0
 
     @property
     def bubble(self) -> float:
@@ -100,15 +117,22 @@ def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
     run, is_free = clock.run, clock.is_free
     launched = [0.0] * len(rows)
 
-    def visit(rank: int, index: int, arrived: float | None) -> float | list[float]:
+    def visit(rank: int, index: int, arrived: Any) -> float | list[float]:
         action, ended = rows[rank][index], ends[rank]
         begin = ended[-1] if index else 0.0
+        partner = rows[rank][index + 1] if type(arrived) is tuple else None
+        if partner is not None:
+            arrived = max(filter(None, arrived), default=None)
         if arrived is not None and arrived > begin:
             begin = arrived
         if launch:  # at most AHEAD - 1 actions still run when the host launches one
             free = ended[-AHEAD] if index >= AHEAD else 0.0
             launched[rank] = max(launched[rank], free) + launch
             begin = max(begin, launched[rank])
+        if partner is not None:
+            end = clock.run_pair(rank, action, partner, begin)
+            made = clock.arrivals(action, end), clock.arrivals(partner, end)
+            return [each[0] if each else end for each in made]
         end = run(rank, action, begin)
         if is_free:  # as in tables of millions of actions
             return end
@@ -130,6 +154,7 @@ class Clock:
         self._num_microbatches = schedule.num_microbatches
         self._durations = costs.durations(schedule)
         self._factors = costs.action_factors(schedule) if costs.has_factors else None
+        self._all_to_all, self._hides = costs.all_to_all, costs.hides
         self._latency = costs.latency
         self._wire_time = 0.0 if costs.bandwidth is None else 1.0 / costs.bandwidth
         self._link_factors = costs.link_factors(schedule) if costs.link_jitter else None
@@ -153,15 +178,37 @@ class Clock:
                         links.append(None if links_are_free or hop == "local" else link)
                 self._links[kind].append(links)
 
-    def run(self, rank: int, action: Action, now: float) -> float:
-        """Run one action from `now` on; return when it ends."""
+    def time_of(self, action: Action) -> float:
+        """Return how long an action takes that runs alone."""
         stage, kind, microbatch = action
         time = self._durations[kind][stage]
         if self._factors is not None:
             time *= self._factors[kind][stage * self._num_microbatches + microbatch]
+        return time
+
+    def all_to_all_of(self, action: Action) -> float:
+        """Return how much of this time is all-to-all; weight gradients need none."""
+        if not self._all_to_all or action.kind == "W":
+            return 0.0
+        is_whole, kinds = action.kind == "B", self._durations
+        share = kinds["I"][action.stage] / kinds["B"][action.stage] if is_whole else 1.0
+        return self._all_to_all * share * self.time_of(action)
+
+    def run(self, rank: int, action: Action, now: float) -> float:
+        """Run one action from `now` on; return when it ends."""
+        end = now + self.time_of(action)
         self.starts[rank].append(now)
-        self.ends[rank].append(now + time)
-        return now + time
+        self.ends[rank].append(end)
+        return end
+
+    def run_pair(self, rank: int, forward: Action, backward: Action, now: float) -> float:
+        """Run both actions of a pair from `now` on; return when they end, which is at once."""
+        both = forward, backward
+        time, all_to_all = sum(map(self.time_of, both)), sum(map(self.all_to_all_of, both))
+        end = now + time - self._hides * min(all_to_all, time - all_to_all)
+        self.starts[rank] += (now, now)
+        self.ends[rank] += (end, end)
+        return end
 
     def arrivals(self, action: Action, end: float) -> list[float]:
         """Return when what an action has made arrives at each action that takes it."""

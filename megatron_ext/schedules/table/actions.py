@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
     from megatron_ext.schedules.table.route_plan import Route
 
-__all__ = ["KINDS", "Action", "Kind", "Option", "Row", "Schedule"]
+__all__ = ["KINDS", "Action", "Kind", "Option", "Row", "Schedule", "parse_row"]
 
 Kind = Literal["F", "B", "I", "W", "R"]
 """F: forward. B: full backward. I: gradient of the input. W: gradient of the weights (B = I + W).
@@ -29,6 +29,7 @@ KINDS: tuple[Kind, ...] = ("F", "B", "I", "W", "R")
 
 Option = str | int | bool
 
+_PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
 _ACTION = re.compile(r"([0-9]{1,9})([FBIWR])([0-9]{1,9})")
 
 
@@ -64,6 +65,30 @@ Row = tuple[Action, ...]
 """The actions of one rank, in execution order."""
 
 
+def parse_row(cells: Iterable[str]) -> tuple[Row, frozenset[int]]:
+    """Return the actions of a row of texts, and where pairs begin (`Schedule.pairs`).
+
+    A cell is an action such as `2F0`, a pair as torch.distributed.pipelining writes it, such as
+    `(0F4;7B1)OVERLAP_F_B`, or empty.
+
+    Raises:
+        ScheduleError: A text is none of these; the message has its number.
+    """
+    row: list[Action] = []
+    pairs: set[int] = set()
+    for number, cell in enumerate(cells, start=1):
+        pair = _PAIR.fullmatch(cell.strip())
+        try:
+            if pair:
+                pairs.add(len(row))
+                row += map(Action.parse, pair.groups())
+            elif cell.strip():
+                row.append(Action.parse(cell))
+        except ScheduleError as error:
+            raise ScheduleError(f"cell {number}: {error}") from error
+    return tuple(row), frozenset(pairs)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A static pipeline schedule: the computation of each rank, in order. Messages are derived.
@@ -83,6 +108,12 @@ class Schedule:
     """Options that distinguish tables of one name, for example `{"chunks": 2}`."""
     routes: tuple[Route, ...] = ()
     """Tensors of the model that skip stages (`route_plan.py`)."""
+    pairs: tuple[frozenset[int], ...] = ()
+    """By rank: positions of the forwards that run as one action with the backward behind them, each
+    with its communication behind the other's computation. Both wait for all inputs of the two, and
+    hand on when both have ended. Empty: the table has no pairs. Whoever reads rows alone sees the
+    two in sequence, which is right for all that only counts: activations, gradients, the order of
+    sums."""
 
     @property
     def pp(self) -> int:
@@ -121,6 +152,22 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Whether some backward is split into I and W."""
         return any(action.kind == "I" for row in self.rows for action in row)
+
+    def pairs_of(self, rank: int) -> frozenset[int]:
+        """Return the positions of a rank at which a pair begins."""
+        return self.pairs[rank] if self.pairs else frozenset()
+
+    def begins(self, rank: int) -> list[int]:
+        """Return the positions of a rank at which it begins an action or a pair."""
+        pairs = self.pairs_of(rank)
+        return [index for index in range(len(self.rows[rank])) if index - 1 not in pairs]
+
+    def cells(self, rank: int) -> Iterator[str]:
+        """Yield the text of each action or pair of a rank; `parse_row` reads them."""
+        row, pairs = self.rows[rank], self.pairs_of(rank)
+        for index in self.begins(rank):
+            first = row[index]
+            yield f"({first};{row[index + 1]})OVERLAP_F_B" if index in pairs else str(first)
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
@@ -209,6 +256,6 @@ class Schedule:
         sha = hashlib.sha256(repr((self.placement, self.num_microbatches)).encode())
         if self.routes:
             sha.update(repr(self.routes).encode())
-        for row in self.rows:
-            sha.update(",".join(map(str, row)).encode() + b"\n")
+        for rank in range(len(self.rows)):
+            sha.update(",".join(self.cells(rank)).encode() + b"\n")
         return sha.hexdigest()

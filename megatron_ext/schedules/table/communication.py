@@ -66,10 +66,28 @@ class Exchange(NamedTuple):
     outputs: tuple[Transfer, ...] = ()
     """SEND or LOCAL: for the stage after or before, if there is one; then what routes take. None
     for W and R."""
+    partner: Exchange | None = None
+    """The backward that runs with this forward as a pair. Everything that either needs comes before
+    both, and everything that either makes leaves after both, the forward's first."""
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The action, or both of a pair."""
+        return (self.action,) if self.partner is None else (self.action, self.partner.action)
+
+    @property
+    def all_inputs(self) -> tuple[Transfer, ...]:
+        """The inputs of the action, or of both of a pair."""
+        return self.inputs if self.partner is None else self.inputs + self.partner.inputs
+
+    @property
+    def all_outputs(self) -> tuple[Transfer, ...]:
+        """The outputs of the action, or of both of a pair."""
+        return self.outputs if self.partner is None else self.outputs + self.partner.outputs
 
 
 def exchanges(schedule: Schedule, rank: int, window: int | None = None) -> tuple[Exchange, ...]:
-    """Return the exchanges of a rank, one for each action of its row.
+    """Return the exchanges of a rank, one for each action or pair of its row, in order.
 
     Args:
         schedule: The table.
@@ -79,29 +97,32 @@ def exchanges(schedule: Schedule, rank: int, window: int | None = None) -> tuple
             None: no limit and no credits.
     """
     plan = plan_routes(schedule.routes, schedule.placement) if schedule.routes else None
-    return tuple(
-        Exchange(
+
+    def exchange(action: Action) -> Exchange:
+        inputs = [
+            _tensor(schedule, needed, action, sends=False)
+            for needed in schedule.needs(action)
+            if schedule.travels(needed, action)
+        ]
+        outputs = [
+            _tensor(schedule, action, fed, sends=True)
+            for fed in schedule.feeds(action)
+            if schedule.travels(action, fed)
+        ]
+        return Exchange(
             action,
             _awaits(schedule, action, window),
-            (
-                *(
-                    _tensor(schedule, needed, action, sends=False)
-                    for needed in schedule.needs(action)
-                    if schedule.travels(needed, action)
-                ),
-                *_routed(schedule, plan, action, "RECV"),
-            ),
+            (*inputs, *_routed(schedule, plan, action, "RECV")),
             _grants(schedule, action, window),
-            (
-                *(
-                    _tensor(schedule, action, fed, sends=True)
-                    for fed in schedule.feeds(action)
-                    if schedule.travels(action, fed)
-                ),
-                *_routed(schedule, plan, action, "SEND"),
-            ),
+            (*outputs, *_routed(schedule, plan, action, "SEND")),
         )
-        for action in schedule.rows[rank]
+
+    row, pairs = schedule.rows[rank], schedule.pairs_of(rank)
+    if not pairs:
+        return tuple(map(exchange, row))
+    return tuple(
+        exchange(row[index])._replace(partner=exchange(row[index + 1]) if index in pairs else None)
+        for index in schedule.begins(rank)
     )
 
 
@@ -150,8 +171,8 @@ def lower(schedule: Schedule) -> tuple[tuple[Action | Transfer, ...], ...]:
         program: list[Action | Transfer] = []
         for exchange in exchanges(schedule, rank):
             # A local tensor is listed once, as the output of its producer.
-            program += (transfer for transfer in exchange.inputs if transfer.verb == "RECV")
-            program += (exchange.action, *exchange.outputs)
+            program += (transfer for transfer in exchange.all_inputs if transfer.verb == "RECV")
+            program += (*exchange.actions, *exchange.all_outputs)
         programs.append(tuple(program))
     return tuple(programs)
 
@@ -220,17 +241,20 @@ def check_slots(schedule: Schedule, slots: int) -> None:
             return None
         return placement.rank_of[source], placement.rank_of[target], "F" if kind == "F" else "B"
 
-    def visit(rank: int, index: int, _taken: object) -> bool | None:
-        stage, kind, _ = schedule.rows[rank][index]
-        sends = edge(stage, placement.target(stage, kind), kind)
-        if sends is not None:
-            if unused.get(sends, 0) >= slots:
-                return None
-            unused[sends] = unused.get(sends, 0) + 1
-        receives = edge(placement.source(stage, kind), stage, kind)
-        if receives is not None:
-            unused[receives] -= 1
-        return True
+    def visit(rank: int, index: int, _taken: object) -> tuple[bool, bool] | None:
+        end = index + (2 if index in schedule.pairs_of(rank) else 1)
+        actions = schedule.rows[rank][index:end]
+        sends = [edge(s, placement.target(s, kind), kind) for s, kind, _ in actions]
+        if any(to is not None and unused.get(to, 0) >= slots for to in sends):
+            return None
+        for to in sends:
+            if to is not None:
+                unused[to] = unused.get(to, 0) + 1
+        for stage, kind, _ in actions:
+            source = edge(placement.source(stage, kind), stage, kind)
+            if source is not None:
+                unused[source] -= 1
+        return (True, True)
 
     stuck = walk(schedule, visit)
     if stuck:

@@ -50,6 +50,11 @@ class Costs:
     launch: float = 0.0
     """Time of the host to launch an action, on a device that runs behind it; 0: the host computes.
     A launch begins when at most `AHEAD - 1` earlier actions of its rank still run."""
+    all_to_all: float = 0.0
+    """Share of F and I that is communication between experts: at least 0, below 1."""
+    hides: float = 1.0
+    """How much of what could run behind computation in a pair does: 1, it takes the larger of both;
+    0, their sum."""
     seed: int = 0
     """Seed of the jitter; the factor of an action depends on the seed and the action only."""
 
@@ -74,6 +79,11 @@ class Costs:
             raise ScheduleError(
                 f"factors of micro-batches must be 0 or more, up to {_LONGEST:g}, got "
                 f"{', '.join(f'{scale:g}' for scale in self.microbatch_scale)}"
+            )
+        if not 0 <= self.all_to_all < 1 or not 0 <= self.hides <= 1:
+            raise ScheduleError(
+                f"the share of all-to-all must be from 0 to less than 1, and how much of it a pair "
+                f"hides from 0 to 1, got {self.all_to_all:g} and {self.hides:g}"
             )
         if self.jitter < 0 or self.link_jitter < 0:
             raise ScheduleError(

@@ -1,10 +1,10 @@
 """Tables as files: CSV as torch.distributed.pipelining writes it, and JSON.
 
-In CSV each row is a pipeline rank, each cell an action such as `2F0`. An empty cell is an idle
-slot, `(0F4;7B1)OVERLAP_F_B` a pair that torch overlaps; here the two actions run in sequence. Cells
-for communication and sharding (`SEND_F`, `RECV_B`, `UNSHARD`, `REDUCE_GRAD`, ...) are skipped,
-because all of these are derived from the computation. The rows imply the placement. JSON holds
-name, options, placement, twins and times besides.
+In CSV each row is a pipeline rank, each cell an action such as `2F0`, or a pair, which runs as one:
+`(0F4;7B1)OVERLAP_F_B`. An empty cell is an idle slot. Cells for communication and sharding
+(`SEND_F`, `RECV_B`, `UNSHARD`, `REDUCE_GRAD`, ...) are skipped, because all of these are derived
+from the computation. The rows imply the placement. JSON holds name, options, placement, twins and
+times besides.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.table.actions import Action, Row, Schedule
+from megatron_ext.schedules.table.actions import Row, Schedule, parse_row
 from megatron_ext.schedules.table.placement import Placement, recognised
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.text_file import read_text
@@ -26,14 +26,13 @@ from megatron_ext.text_file import read_text
 __all__ = ["csv_text", "from_csv", "from_json", "json_text", "load_csv"]
 
 _MAX_BYTES = 64 << 20
-_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _DERIVED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 
 
 def csv_text(schedule: Schedule) -> str:
     """Return a table as CSV; with twins, that of one of the two mirrored pipelines."""
     text = io.StringIO()
-    csv.writer(text).writerows(map(str, row) for row in schedule.rows)
+    csv.writer(text).writerows(map(schedule.cells, range(len(schedule.rows))))
     return text.getvalue()
 
 
@@ -82,19 +81,16 @@ def from_csv(text: str, name: str) -> Schedule:
         ScheduleError: A cell is not an action, or the rows do not imply a placement of stages.
     """
     rows: list[Row] = []
+    pairs: list[frozenset[int]] = []
     try:
         for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
-            row: list[Action] = []
-            for number, cell in enumerate(cells, start=1):
-                pair = _PAIR.fullmatch(cell.strip())
-                for part in pair[1].split(";") if pair else [cell]:
-                    if not part.strip() or _DERIVED.fullmatch(part.strip()):
-                        continue
-                    try:
-                        row.append(Action.parse(part))
-                    except ScheduleError as error:
-                        raise ScheduleError(f"row {line}, cell {number}: {error}") from error
-            rows.append(tuple(row))
+            computed = ("" if _DERIVED.fullmatch(cell.strip()) else cell for cell in cells)
+            try:
+                row, begins = parse_row(computed)
+            except ScheduleError as error:
+                raise ScheduleError(f"row {line}, {error}") from error
+            rows.append(row)
+            pairs.append(begins)
     except csv.Error as error:
         raise ScheduleError(f"this is not CSV: {error}") from error
     if not any(rows):
@@ -123,7 +119,7 @@ def from_csv(text: str, name: str) -> Schedule:
         )
     count = 1 + max(action.microbatch for row in rows for action in row)
     placement = recognised(tuple(owner[stage] for stage in sorted(owner)), len(rows))
-    return Schedule(name, placement, count, tuple(rows))
+    return Schedule(name, placement, count, tuple(rows), pairs=tuple(pairs) if any(pairs) else ())
 
 
 def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
@@ -146,7 +142,7 @@ def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
             "twin_hops": sorted(placement.twin_hops),
             **({"backward_rank_of": placement.backward_rank_of} if schedule.disaggregated else {}),
         },
-        "rows": [[str(action) for action in row] for row in schedule.rows],
+        "rows": [[*schedule.cells(rank)] for rank in range(len(schedule.rows))],
     }
     content.update(times)
     lines = []
@@ -175,9 +171,14 @@ def from_json(text: str) -> Schedule:
             frozenset(where["twin_hops"]),
             tuple(where["backward_rank_of"]) if "backward_rank_of" in where else None,
         )
-        rows = tuple(tuple(map(Action.parse, row)) for row in content["rows"])
+        rows, pairs = zip(*map(parse_row, content["rows"]), strict=True)
         return Schedule(
-            content["schedule"], placement, content["num_microbatches"], rows, content["options"]
+            content["schedule"],
+            placement,
+            content["num_microbatches"],
+            rows,
+            content["options"],
+            pairs=pairs if any(pairs) else (),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ScheduleError(

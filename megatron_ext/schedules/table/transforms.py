@@ -32,16 +32,20 @@ def split_backwards(schedule: Schedule) -> Schedule:
     shortens a step in the table's own order; a dynamic policy (policies.py) also moves W into idle
     time.
     """
-    rows = []
-    for row in schedule.rows:
+    rows, pairs = [], []
+    for rank, row in enumerate(schedule.rows):
         split: list[Action] = []
-        for action in row:
+        begins = set()
+        for index, action in enumerate(row):
+            if index in schedule.pairs_of(rank):
+                begins.add(len(split))
             if action.kind == "B":
                 split += (action._replace(kind="I"), action._replace(kind="W"))
             else:
                 split.append(action)
         rows.append(tuple(split))
-    return replace(schedule, rows=tuple(rows))
+        pairs.append(frozenset(begins))
+    return replace(schedule, rows=tuple(rows), pairs=tuple(pairs) if schedule.pairs else ())
 
 
 def weights_at_once(schedule: Schedule) -> Schedule:

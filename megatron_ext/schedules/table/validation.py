@@ -84,12 +84,39 @@ def check_actions(schedule: Schedule) -> None:
     """Check everything except deadlocks, which a simulation detects.
 
     Raises:
-        ScheduleError: An action is duplicated, missing, too early or on the wrong rank, or twins
-            reduce in different orders.
+        ScheduleError: An action is duplicated, missing, too early or on the wrong rank, two actions
+            are no pair, or twins reduce in different orders.
     """
     check_cover(schedule)
+    for rank in range(len(schedule.rows)):
+        _check_pairs(schedule, rank)
     if schedule.placement.twins == 2:
         _check_twins(schedule)
+
+
+def _check_pairs(schedule: Schedule, rank: int) -> None:
+    """Check that pairs are a forward and a backward of two micro-batches.
+
+    The members of an expert group, which meet inside a pair, run the same row: they verify that by
+    the digest, which has the pairs.
+    """
+    row, ends = schedule.rows[rank], 0
+    for index in sorted(schedule.pairs_of(rank)):
+        both = row[index : index + 2]
+        kinds = "".join(action.kind for action in both)
+        if kinds not in ("FB", "FI"):
+            rule = "a pair is a forward and the backward, or input gradient, behind it"
+        elif both[0].microbatch == both[1].microbatch:
+            rule = "both are of one micro-batch, whose backward needs the forward first"
+        elif schedule.disaggregated:
+            rule = "forwards and backwards are on different ranks"
+        elif index < ends:
+            rule = f"{both[0]} is in two pairs"
+        else:
+            ends = index + 2
+            continue
+        names = ";".join(map(str, both))
+        raise ScheduleError(f"({names}) is no pair: {rule}\n  {schedule.marked(rank, index)}")
 
 
 def check_cover(schedule: Schedule) -> None:

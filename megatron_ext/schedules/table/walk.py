@@ -18,7 +18,8 @@ __all__ = ["Visit", "check_ends", "walk"]
 
 Visit = Callable[[int, int, Any], Any]
 """(rank, position in its row, value of the tensor that the action takes) -> value of the tensor
-that it makes; two values where it feeds two ranks. None: the action cannot run yet."""
+that it makes; two values where it feeds two ranks. None: the action cannot run yet. A pair is one
+visit with two values, and returns two."""
 
 
 def check_ends(schedule: Schedule) -> None:
@@ -40,10 +41,74 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
     Returns:
         The ranks that did not finish, with the position at which they wait; empty if all did.
     """
+    steps = _steps(schedule)
+    there: list[Any] = [None] * 3 * schedule.num_stages * schedule.num_microbatches
+    position = [0] * len(schedule.rows)
+    awaited: dict[int, int] = {}  # missing tensor: the rank that waits for it
+    waiting: dict[int, int] = {}  # rank: the position of the action that cannot run
+    held: list[int] = []  # ranks that the visitor does not let run
+    todo = list(range(len(schedule.rows)))[::-1]
+
+    def hand_over(number: int, value: Any) -> None:
+        there[number] = value
+        if number in awaited:
+            todo.append(awaited.pop(number))
+
+    while todo:
+        rank = todo.pop()
+        row, index, pairs = schedule.rows[rank], position[rank], schedule.pairs_of(rank)
+        while index < len(row):
+            stage, kind, microbatch = row[index]
+            source, makes, copies = steps[kind][stage]
+            taken = there[source + microbatch] if source >= 0 else None
+            if source >= 0 and taken is None:
+                awaited[source + microbatch] = rank
+                waiting[rank] = index
+                break
+            if index in pairs:  # both wait for all inputs, and hand on at the end
+                stage, kind, partner = row[index + 1]
+                source, sent, _ = steps[kind][stage]
+                other = there[source + partner] if source >= 0 else None
+                if source >= 0 and other is None:
+                    awaited[source + partner] = rank
+                    waiting[rank] = index + 1
+                    break
+                taken = taken, other
+            made = visit(rank, index, taken)
+            if made is None:
+                held.append(rank)
+                waiting[rank] = index
+                break
+            if index in pairs:
+                made, other = made
+                index += 1
+                if sent >= 0:
+                    hand_over(sent + partner, other)
+            elif copies >= 0:
+                made, other = made
+                hand_over(copies + microbatch, other)
+            index += 1
+            if makes >= 0:
+                there[makes + microbatch] = made
+                if makes + microbatch in awaited:
+                    todo.append(awaited.pop(makes + microbatch))
+        else:
+            waiting.pop(rank, None)
+        if index > position[rank]:
+            position[rank] = index
+            todo += held
+            held = []
+    return waiting
+
+
+def _steps(schedule: Schedule) -> dict[Kind, list[tuple[int, int, int]]]:
+    """By kind and stage of an action: the tensor that it takes and those that it makes, or -1.
+
+    The tensors are those of micro-batch 0. They are numbered by the stage and micro-batch that take
+    them: activations first, then gradients, then what R takes. Tables have millions of actions, so
+    a walk looks up nothing but these numbers.
+    """
     m, count = schedule.num_microbatches, schedule.num_stages * schedule.num_microbatches
-    # Tensors are numbered by the stage and micro-batch that take them: activations first, then
-    # gradients, then what R takes. Tables have millions of actions, so nothing is looked up in the
-    # loop but these numbers, derived once for each kind and stage from the rule of dependencies.
     base = {"F": 0, "B": count, "I": count, "R": 2 * count}
     steps: dict[Kind, list[tuple[int, int, int]]] = {}
     for kind in KINDS:
@@ -54,41 +119,7 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
             fed = [to for to in schedule.feeds(action) if schedule.travels(action, to)]
             makes, copies, *_ = *(base[to.kind] + to.stage * m for to in fed), -1, -1
             steps[kind].append((base[kind] + stage * m if takes else -1, makes, copies))
-    there: list[Any] = [None] * 3 * count
-    position = [0] * len(schedule.rows)
-    awaited: dict[int, int] = {}  # missing tensor: the rank that waits for it
-    held: list[int] = []  # ranks that their visitor does not let run
-    todo = list(range(len(schedule.rows)))[::-1]
-    while todo:
-        rank = todo.pop()
-        row, index = schedule.rows[rank], position[rank]
-        while index < len(row):
-            stage, kind, microbatch = row[index]
-            source, makes, copies = steps[kind][stage]
-            taken = None
-            if source >= 0:
-                taken = there[source + microbatch]
-                if taken is None:
-                    awaited[source + microbatch] = rank
-                    break
-            made = visit(rank, index, taken)
-            if made is None:
-                held.append(rank)
-                break
-            index += 1
-            if makes >= 0:
-                if copies >= 0:
-                    made, there[copies + microbatch] = made
-                    if copies + microbatch in awaited:
-                        todo.append(awaited.pop(copies + microbatch))
-                there[makes + microbatch] = made
-                if makes + microbatch in awaited:
-                    todo.append(awaited.pop(makes + microbatch))
-        if index > position[rank]:
-            position[rank] = index
-            todo += held
-            held = []
-    return {r: at for r, at in enumerate(position) if at < len(schedule.rows[r])}
+    return steps
 
 
 def _cycle_message(schedule: Schedule, position: dict[int, int]) -> str:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,15 +18,21 @@ from megatron_ext.schedules.table import table_files
 from tests.schedules import torch_tables
 from tests.schedules.strategies import schedules
 
-OURS = {"ours-zb-v": "zb-v", "ours-dualpipe-v": "dualpipe-v", "ours-interleaved": "interleaved"}
+OURS = {
+    "ours-zb-v": ("zb-v", False),
+    "ours-dualpipe-v": ("dualpipe-v", False),
+    "ours-interleaved": ("interleaved", False),
+    "ours-paired-dualpipe-v": ("dualpipe-v", True),
+    "ours-paired-interleaved": ("interleaved", True),
+}
 
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with torch's tables, ours, and ours as torch read them."""
     folder = tmp_path_factory.mktemp("tables")
-    for stem, name in OURS.items():
-        schedule = generate(name, torch_tables.PP, torch_tables.NUM_MICROBATCHES)
+    for stem, (name, pairs) in OURS.items():
+        schedule = generate(name, torch_tables.PP, torch_tables.NUM_MICROBATCHES, pairs=pairs)
         (folder / f"{stem}.csv").write_text(table_files.csv_text(schedule), newline="")
     command = [sys.executable, torch_tables.__file__, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
@@ -51,8 +58,19 @@ def test_tables_of_torch_take_as_long_as_ours(tables: Path) -> None:
     ):
         ours = generate(name, torch_tables.PP, torch_tables.NUM_MICROBATCHES)
         loaded = table_files.load_csv(str(tables / f"{theirs}.csv"))
-        assert simulate(loaded).makespan == simulate(ours).makespan
+        assert simulate(replace(loaded, pairs=())).makespan == simulate(ours).makespan
         assert loaded.placement == ours.placement
+
+
+def test_pairs_of_torch_are_ours(tables: Path) -> None:
+    theirs = table_files.load_csv(str(tables / "DualPipeV.csv"))
+    ours = generate("dualpipe-v", torch_tables.PP, torch_tables.NUM_MICROBATCHES, pairs=True)
+    assert theirs.rows == ours.rows
+    assert sum(map(len, theirs.pairs)) > 20
+    for rank, pairs in enumerate(theirs.pairs):
+        assert pairs <= ours.pairs[rank]  # ours has some more in the transitions
+    assert "(3F5;4B1)OVERLAP_F_B" in (tables / "DualPipeV.csv").read_text(encoding="utf-8")
+    assert set(theirs.cells(3)) - {"3F4", "4B0"} < set(ours.cells(3))
 
 
 @pytest.mark.parametrize("stem", OURS)
@@ -64,7 +82,7 @@ def test_torch_loads_our_tables(tables: Path, stem: str) -> None:
 @given(schedules())
 def test_there_and_back(schedule: Schedule) -> None:
     loaded = table_files.from_csv(table_files.csv_text(schedule), "csv:x")
-    assert loaded.rows == schedule.rows
+    assert (loaded.rows, loaded.pairs) == (schedule.rows, schedule.pairs)
     assert loaded.placement.rank_of == schedule.placement.rank_of
     assert loaded.num_microbatches == schedule.num_microbatches
 
@@ -79,6 +97,7 @@ def test_idle_cells_pairs_and_communication() -> None:
         "0F0 0F1 0B0 0B1",
         "1F0 1B0 1F1 1B1",
     ]
+    assert loaded.pairs == (frozenset({1}), frozenset())
     validate(loaded)
 
 

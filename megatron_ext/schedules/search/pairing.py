@@ -1,0 +1,254 @@
+"""Pairs: the forward of one micro-batch and the backward of another as one action of a rank.
+
+The ranks of a model with experts exchange tokens twice in each layer (all-to-all), in the forward
+and again in the backward, and wait for it. In a pair each of the two computes while the other
+communicates (DeepSeek-V3, 2024, arXiv 2412.19437).
+
+Most tables alternate F and B already, but their B is what the F before it has been waiting for: at
+the last stage it is even of the same micro-batch. Here every forward moves ahead of `lead` more
+backwards, so that partners exist. Where neighbours differ by one micro-batch of warm-up, as in
+1F1B, a pair would wait for its neighbour's pair and that for this one's, two pairs for each
+micro-batch: a lead that grows by one from rank to rank keeps all of them busy. Interleaved and
+V-shaped tables already differ by two, and take a lead of one.
+
+    1f1b, last ranks                 with pairs
+    2|F0 F1 B0 F2 B1 F3 B2 ...       F0 F1 F2 (F3 B0) (F4 B1) ...
+    3|F0 B0 F1 B1 F2 B2 F3 ...       F0 (F1 B0) (F2 B1) (F3 B2) ...
+
+Tables from a search (v-half, bitpipe) have no such regular phase. Their actions are placed anew, in
+simulated time: an idle rank runs a pair if it can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.search.simulate import Clock, simulate
+from megatron_ext.schedules.table.costs import UNIT, Costs
+from megatron_ext.schedules.table.memory import live_counts
+from megatron_ext.schedules.table.walk import walk
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.table.actions import Action, Row, Schedule
+
+__all__ = ["marked_pairs", "paired"]
+
+_USUAL_SHARE = 0.5
+"""All-to-all in a forward, where costs do not say: what an order hides hardly depends on it."""
+_MOST_LEAD = 3
+"""Micro-batches by which an order that is placed anew may be ahead of its table."""
+
+
+def marked_pairs(schedule: Schedule) -> Schedule:
+    """Return a table in which each F with the backward of another micro-batch behind it is a pair.
+
+    The order stays, so this alone is for tables that are made for pairs, such as DualPipe's. Where
+    ranks would wait for each other in pairs, a forward whose input is there runs alone.
+    """
+    pairs: list[set[int]] = []
+    for row in schedule.rows:
+        begins: set[int] = set()
+        for index, (one, two) in enumerate(pairwise(row)):
+            if one.kind == "F" and two.kind in ("B", "I") and one.microbatch != two.microbatch:
+                begins.add(index)
+        pairs.append(begins)
+    while True:
+        table = _with_pairs(schedule, schedule.rows, pairs)
+        stuck = walk(table, lambda _rank, _index, _taken: (True, True))
+        alone = [(rank, at - 1) for rank, at in stuck.items() if at - 1 in pairs[rank]]
+        if not alone:
+            return table
+        for rank, index in alone:
+            pairs[rank].remove(index)
+
+
+def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
+    """Return a table with pairs, and more micro-batches in its warm-up.
+
+    Gradients are added in the order of the table. Of the orders that are tried it is the one with
+    the shortest step, and among equals the one with the least memory.
+
+    Args:
+        schedule: A table of any generator or file; one with pairs is returned as it is.
+        costs: Durations and the share of all-to-all, without jitter.
+
+    Raises:
+        ScheduleError: Forwards and backwards are on different ranks.
+    """
+    if schedule.pairs:
+        return schedule
+    if schedule.disaggregated:
+        raise ScheduleError(
+            f"{schedule.label} runs forwards and backwards on different ranks, so no rank can pair "
+            "them; leave pairs out"
+        )
+    share = costs.all_to_all or _USUAL_SHARE
+    costs = replace(costs, all_to_all=share, jitter=0.0, link_jitter=0.0, launch=0.0)
+    last = len(schedule.rows) - 1
+    graded = [last - rank for rank in range(last + 1)]
+    found = []
+    for leads in ([1] * len(graded), [1 + more for more in graded]):
+        rows = tuple(_ahead(row, lead) for row, lead in zip(schedule.rows, leads, strict=True))
+        ahead = replace(schedule, rows=rows)
+        if not walk(ahead, lambda _rank, _index, _taken: True):
+            found.append(marked_pairs(ahead))
+    most = sum(_steady(row) for row in schedule.rows)
+    if max((sum(map(len, table.pairs)) for table in found), default=0) < most:
+        warm_ups = [_warm_up(row) for row in schedule.rows]
+        for lead in range(_MOST_LEAD + 1):
+            for more in ([0] * len(graded), graded):
+                leads = [sum(each) + lead for each in zip(warm_ups, more, strict=True)]
+                for waits in (True, False):
+                    table = _Placing(
+                        schedule, costs, leads, 2 * lead + max(more), waits=waits
+                    ).table()
+                    found += [table] if table is not None else []
+
+    def time_and_memory(table: Schedule) -> tuple[float, float]:
+        timeline = simulate(table, costs)
+        return round(timeline.makespan, 9), timeline.peak_activations
+
+    return min(found, key=time_and_memory)
+
+
+def _with_pairs(schedule: Schedule, rows: tuple[Row, ...], pairs: list[set[int]]) -> Schedule:
+    options = {key: value for key, value in schedule.options.items() if key != "overlap"}
+    return replace(
+        schedule,
+        rows=rows,
+        pairs=tuple(map(frozenset, pairs)) if any(pairs) else (),
+        options={**options, "pairs": True},
+    )
+
+
+def _warm_up(row: Row) -> int:
+    """Return the number of forwards before the first other action of a row."""
+    return next((index for index, action in enumerate(row) if action.kind != "F"), len(row))
+
+
+def _steady(row: Row) -> int:
+    """Return how many forwards a regular row could pair if it had one more in its warm-up."""
+    return max(0, sum(action.kind == "F" for action in row) - _warm_up(row) - 1)
+
+
+def _ahead(row: Row, lead: int) -> Row:
+    """Let each forward of a row run where the one that is `lead` forwards earlier did."""
+    forwards = [action for action in row if action.kind == "F"]
+    following = iter(forwards[lead:])
+    others = (next(following, None) if action.kind == "F" else action for action in row)
+    return (*forwards[:lead], *(action for action in others if action is not None))
+
+
+class _Placing:
+    """The actions of a table, placed anew in simulated time.
+
+    Args:
+        schedule: The table.
+        costs: Durations of actions and latencies of links.
+        leads: By rank: by how many forwards it may be ahead of its backwards outside of pairs.
+        extra: By how many activations (of one stage each) a rank may exceed the table's peak.
+        waits: Whether a backward waits for a partner.
+    """
+
+    def __init__(
+        self, schedule: Schedule, costs: Costs, leads: list[int], extra: int, *, waits: bool
+    ) -> None:
+        self._schedule, self._leads, self._waits = schedule, leads, waits
+        self._clock = Clock(schedule, costs)
+        ranks = range(len(schedule.rows))
+        self._cap = extra + max(max(live_counts(row), default=0) for row in schedule.rows)
+        self._queues: list[dict[tuple[int, bool], list[Action]]] = [{} for _ in ranks]
+        """By rank, stage and whether it is a forward: what has not run, the next one last."""
+        for rank, row in enumerate(schedule.rows):
+            for action in reversed(row):
+                if action.kind != "W":
+                    key = action.stage, action.kind == "F"
+                    self._queues[rank].setdefault(key, []).append(action)
+        self._missing = {a: len(schedule.needs(a)) for row in schedule.rows for a in row}
+        self._weights: list[list[Action]] = [[] for _ in ranks]
+        self._rows: list[list[Action]] = [[] for _ in ranks]
+        self._pairs: list[set[int]] = [set() for _ in ranks]
+        self._ahead, self._live, self._free = (
+            [0 for _ in ranks],
+            [0 for _ in ranks],
+            [0.0] * len(ranks),
+        )
+        self._events: list[tuple[float, int, Action | tuple[()]]] = [(0.0, r, ()) for r in ranks]
+        """(time, rank, what has one input more): the rank may choose."""
+
+    def table(self) -> Schedule | None:
+        """Place everything; return None if forwards fill all memory before a backward can run."""
+        now = 0.0
+        while True:
+            while self._events:
+                now, rank, supplied = heappop(self._events)
+                if supplied:
+                    self._missing[supplied] -= 1
+                if self._events and self._events[0][:2] == (now, rank):
+                    continue  # all that arrives at this time first
+                if self._free[rank] <= now:
+                    self._run(rank, self._chosen(rank), now)
+            # All ranks wait for a partner: one of them runs an action without.
+            for rank in range(len(self._rows)):
+                actions = self._chosen(rank, alone=True)
+                if actions:
+                    self._run(rank, actions, max(now, self._free[rank]))
+                    break
+            else:
+                rows = tuple(map(tuple, self._rows))
+                if sum(map(len, rows)) < len(self._missing):
+                    return None
+                return _with_pairs(self._schedule, rows, self._pairs)
+
+    def _chosen(self, rank: int, *, alone: bool = False) -> tuple[Action, ...]:
+        """Return what a rank runs next: a pair, an action, or nothing."""
+        heads = [queue[-1] for queue in self._queues[rank].values() if queue]
+        ready = [action for action in heads if not self._missing[action]]
+        room = self._live[rank] < self._cap
+        # What is deepest frees memory first.
+        forwards = sorted((a for a in ready if a.kind == "F" and room), key=lambda a: -a.stage)
+        backwards = sorted(action for action in ready if action.kind != "F")
+        for two in backwards:
+            for one in forwards:
+                if one.microbatch != two.microbatch:
+                    return one, two
+        has_partners = any(action.kind == "F" for action in heads)
+        if backwards and not (has_partners and (self._waits or forwards)):
+            return (backwards[0],)
+        if forwards and self._ahead[rank] < self._leads[rank]:
+            return (forwards[0],)
+        if self._weights[rank]:
+            return (self._weights[rank].pop(0),)
+        if alone or not self._waits:
+            return tuple((backwards or (forwards if alone else []))[:1])
+        return ()
+
+    def _run(self, rank: int, actions: tuple[Action, ...], now: float) -> None:
+        if not actions:
+            return
+        if len(actions) == 2:
+            self._pairs[rank].add(len(self._rows[rank]))
+            end = self._clock.run_pair(rank, *actions, now)
+        else:
+            end = self._clock.run(rank, actions[0], now)
+        self._free[rank] = end
+        heappush(self._events, (end, rank, ()))
+        schedule = self._schedule
+        for action in actions:
+            self._rows[rank].append(action)
+            self._live[rank] += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+            if action.kind == "W":
+                continue
+            self._queues[rank][action.stage, action.kind == "F"].pop()
+            self._ahead[rank] += 1 if action.kind == "F" else -1
+            arrivals = iter(self._clock.arrivals(action, end))
+            for fed in schedule.feeds(action):
+                if fed.kind == "W":
+                    self._weights[rank].append(fed)
+                else:
+                    arrival = next(arrivals) if schedule.travels(action, fed) else end
+                    heappush(self._events, (arrival, schedule.placement.rank_of[fed.stage], fed))
