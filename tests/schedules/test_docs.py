@@ -65,7 +65,7 @@ def test_the_comparison_with_pairs_is_what_plan_prints() -> None:
     timelines, _ = commands.compare("all", 8, 32, Costs(all_to_all=0.4), pairs=True)
     assert f"```text\n{commands.table(timelines)}\n```" in SCHEDULES
     drawn = svg.draw(simulate(generate("dualpipe-v", 4, 8, pairs=True), Costs(all_to_all=0.4)))
-    assert (IMAGES / "pairs.svg").read_text(encoding="utf-8") == drawn
+    assert (IMAGES.parent / "pairs.svg").read_text(encoding="utf-8") == drawn
 
 
 def _figures_beside(words: str) -> set[str]:
