@@ -31,7 +31,7 @@ def _record(script: str, argv: list[str], *, embedded: bool) -> int:
     process.die_with_parent()  # if `megatron-ext launch` started it
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from megatron_ext.tools.launch.error_file import WholeErrorFile
+    from megatron_ext.upstream.error_file import WholeErrorFile
 
     return record(runner.run, WholeErrorFile())(script, argv, embedded=embedded) or 0
 

@@ -34,6 +34,7 @@ REMOVED = {
     "launch --rdma-resource": "start from examples/kubernetes/trainjob.yaml",
     "patches fingerprint": "use python tests/versions/compare.py TREE_OR_WHEEL --record COMMIT",
     "launch --push": "copy the code first: rsync -a --exclude .git ./ HOST:$PWD/",
+    "collect": "`megatron-ext status RUN_ID` names the folders: rsync -a HOST:FOLDER/ logs-HOST/",
 }
 """Command or `command flag` that a release removed -> remedy; each is kept for one release."""
 
@@ -52,7 +53,6 @@ _GROUPS = {
         "status": "megatron-ext status RUN_ID",
         "logs": "megatron-ext logs RUN_ID --rank 3",
         "stop": "megatron-ext stop RUN_ID",
-        "collect": "megatron-ext collect RUN_ID",
         "doctor": "megatron-ext doctor --hostfile hosts",
     },
     ("traces", "docs/tracing.md"): {

@@ -178,6 +178,7 @@ BOUNDARIES = (
     "patches/drift.py",
     "tools/trace/scalars.py",  # the view of a training log shows them
     "training/trainer_arguments.py",
+    "upstream/error_file.py",  # torchrun names its file there
     "upstream/failure.py",
     "upstream/runner.py",
     "upstream/tree.py",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_ext.tools.doctor.finding import Finding, fail, ok, warn
-from megatron_ext.tools.launch import preflight
+from megatron_ext.tools.launch.supervise import ask, close_all, judge, warnings
 
 if TYPE_CHECKING:
-    from megatron_ext.tools.launch.connection import Connection
     from megatron_ext.tools.launch.plan import Plan
     from megatron_ext.tools.launch.ssh import Ssh
 
@@ -25,40 +23,28 @@ def check_hosts(plan: Plan, ssh: Ssh, timeout_s: float) -> Iterator[Finding]:
         ssh: How to reach the hosts.
         timeout_s: Time-out for hosts that do not answer.
     """
-    answers = asyncio.run(_ask(plan, ssh, timeout_s))
+    requests = {index: plan.request(index) for index in range(len(plan.nodes))}
+    connections, _, answers = ask(plan, requests, ssh, timeout_s)
+    close_all(connections.values(), 2.0)
     names = [node.host.name for node in plan.nodes]
-    for name, answer in zip(names, answers, strict=True):
-        if isinstance(answer, str):
-            found, _, remedy = answer.partition("; ")
-            yield fail(f"host {name}", found, remedy)
-    if any(isinstance(answer, str) for answer in answers):
-        return  # nothing to compare with
-    findings = [answer for answer in answers if not isinstance(answer, str)]
-    bad = set()
-    for problem in preflight.judge(plan, findings):
-        name, _, text = problem.partition(": ")
-        bad.add(name)
-        found, _, remedy = text.partition("; ")
-        yield fail(f"host {name}", found, remedy)
-    for warning in preflight.warnings(plan, findings):
-        name, _, text = warning.partition(": ")
-        found, _, remedy = text.partition("; ")
-        yield warn(f"host {name}", found, remedy)
-    for name, finding in zip(names, findings, strict=True):
+    found = [answer for _, answer in sorted(answers.items()) if not isinstance(answer, str)]
+    problems = [f"{names[i]}: {text}" for i, text in sorted(answers.items()) if text not in found]
+    is_comparable = not problems
+    for level, lines in (
+        (fail, problems or judge(plan, found)),
+        (warn, warnings(plan, found) if is_comparable else []),
+    ):
+        for line in lines:
+            name, _, text = line.partition(": ")
+            what, _, remedy = text.partition("; ")
+            yield level(f"host {name}", what, remedy)
+    bad = {line.partition(": ")[0] for line in problems or judge(plan, found)}
+    for name, each in zip(names, found, strict=False) if is_comparable else ():
         if name not in bad:
-            yield ok(f"host {name}", _described(finding))
-
-
-async def _ask(plan: Plan, ssh: Ssh, timeout_s: float) -> list[dict[str, Any] | str]:
-    connections: list[Connection | None] = [None] * len(plan.nodes)
-    try:
-        return await preflight.ask_all(plan, ssh, timeout_s, connections)
-    finally:
-        await preflight.call_off(connections)
-
-
-def _described(finding: dict[str, Any]) -> str:
-    versions = finding["versions"]
-    text = f"torch {versions['torch']}, megatron-core {versions['megatron-core']}"
-    text += f", {finding['devices']} devices, clock {finding['ahead_s']:+.1f} s"
-    return text + f", {finding['free_bytes'] >> 30} GiB free for logs"
+            same = each["same"]
+            yield ok(
+                f"host {name}",
+                f"torch {same['torch']}, megatron-core {same['megatron-core']}, {each['devices']} "
+                f"devices, clock {each['ahead_s']:+.1f} s, {each['free_bytes'] >> 30} GiB free for "
+                f"logs",
+            )

@@ -17,7 +17,7 @@ from megatron_ext.schedules import generate
 from megatron_ext.schedules.search.policies import arena_slots
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.tools.doctor.finding import Finding, fail, ok, warn
-from megatron_ext.tools.launch.preflight import MIN_SHARED_BYTES
+from megatron_ext.tools.launch.fitness import MIN_SHARED_BYTES
 
 __all__ = [
     "Sizes",

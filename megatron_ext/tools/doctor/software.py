@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megatron_ext import devices
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.tools.doctor.finding import Finding, fail, ok, warn
-from megatron_ext.tools.launch.probe import code_hash, installed_version
+from megatron_ext.tools.launch.fitness import code_hash, installed_version
 from megatron_ext.upstream import releases
 from megatron_ext.upstream import tree as upstream
 from megatron_ext.version import __version__

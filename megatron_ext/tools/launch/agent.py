@@ -1,326 +1,240 @@
 """The program on each host that runs its part of a job, and ends it with the launcher.
 
-It receives its work as one message on standard input and answers with the findings of this host
-(`probe`). On the start message it runs torchrun in a separate session, follows the logs and reports
-the result. Standard input stays open while the job runs; end of file means that the launcher has
-exited. Then, or on a signal, on a stop message, or if the launcher falls silent, the job gets
-SIGTERM, and after the grace period every remaining process is killed.
-
     python -m megatron_ext.tools.launch.agent
 
-The main thread only decides and kills; the forwarder does everything that may block on a
-connection.
+A request comes as one line of JSON on standard input. `run` answers with the fitness of this host
+(`fitness.py`), waits for the start, runs torchrun in a session of its own and forwards its output.
+Standard input stays open while the job runs: its end means that the launcher is gone. Then, or on a
+signal, a stop message, or if the launcher falls silent, the job gets SIGTERM, and after the grace
+period every remaining process is killed. `stop`, `status` and `logs` are about a job that another
+agent runs or ran here: they find it through the file that this agent wrote.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import re
-import selectors
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import psutil
 
-from megatron_ext.tools.launch import operations, probe, process, protocol, runs
-from megatron_ext.tools.launch.tail import LogFiles, last_lines, rank_pattern
+from megatron_ext.tools.launch import fitness, process, runs
+from megatron_ext.tools.launch.logs import MARK, last_lines, rank_logs
+from megatron_ext.tools.launch.runs import Message
 
-__all__ = ["Agent", "main"]
-
-_FORWARD_S = 0.05
-_ALIVE_S = 2.0
 _TAIL_LINES = 50
-_GOODBYE_S = 5.0
+_CHUNK_BYTES = 1 << 18
+_ALIVE_S = 2.0
+_CLOSE_S = 5.0
 _CANNOT_START = 127  # as in a shell
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-
-class Forwarder:
-    """Writes messages and new log lines to the launcher, in a thread: writing may block."""
-
-    def __init__(self, fd: int, logs: LogFiles) -> None:
-        self._fd = fd
-        self._logs = logs
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="forwarder", daemon=True)
-        self._last_message: protocol.Message | None = None
-        self._thread.start()
-
-    def close(self, message: protocol.Message) -> None:
-        """Send the rest of the logs and a last message; times out if the launcher stops reading."""
-        self._last_message = message
-        self._closing.set()
-        self._thread.join(_GOODBYE_S)
-
-    def _run(self) -> None:
-        alive_at = time.monotonic()
-        try:
-            while not self._closing.wait(_FORWARD_S):
-                while self._send_logs(final=False):
-                    alive_at = time.monotonic()
-                if time.monotonic() - alive_at > _ALIVE_S:
-                    send(self._fd, {"kind": "alive"})
-                    alive_at = time.monotonic()
-            while self._send_logs(final=True):
-                pass
-            send(self._fd, self._last_message or {})
-        except OSError:
-            return  # the launcher is gone: the main thread sees that, too
-        finally:
-            self._logs.close()
-
-    def _send_logs(self, *, final: bool) -> bool:
-        """Send at most one chunk of each file; return whether there was any."""
-        found = False
-        for chunk in self._logs.read(final=final):
-            found = True
-            send(self._fd, {"kind": "log", "source": chunk.source}, chunk.data)
-        return found
+Send = Callable[[Message], None]
+Events = queue.SimpleQueue[tuple[str, Any]]
 
 
-class Agent:
-    """One host's part of one job.
+def _run(request: Message, directory: Path, send: Send) -> None:
+    for number in _STOPPING:
+        signal.signal(number, lambda *_: sys.exit(0))  # before the start there is nothing to stop
+    os.environ.update(request["env"])
+    # The script's own modules may be on the job's path only.
+    sys.path += [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
+    hello = fitness.look(request, directory)
+    send(hello)
+    messages = (runs.decode(line) or {} for line in sys.stdin.buffer)
+    start = next((each for each in messages if each.get("op") == "start"), None)
+    if start is None:
+        return
+    events: Events = queue.SimpleQueue()
+    for number in _STOPPING:
+        signal.signal(number, lambda which, _: events.put(("signal", which)))
+    process.adopt_orphans()
+    agent_pid, per_node = os.getpid(), request["per_node"]
+    environment = {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",  # lines of a rank are shown when they are written
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": MARK.decode() + "${rank} ",
+        process.RUN_ID: request["run_id"],
+        process.NODE: str(request["node"]),
+        process.AGENT_PID: str(agent_pid),
+    }
+    if "MEGATRON_EXT_DISABLE" not in request["env"]:
+        environment.pop("MEGATRON_EXT_DISABLE", None)  # meant for the agent only
+    if hello.get("interface"):
+        environment.setdefault("GLOO_SOCKET_IFNAME", hello["interface"])
+    own_log = directory / ("output.log" if per_node else "torchrun.log")
+    ended: Message = {"kind": "ended", "what": "the command" if per_node else "torchrun",
+             "code": _CANNOT_START, "stopped": None, "tail": []}  # fmt: skip
+    try:
+        directory.mkdir(parents=True)
+        runs.write_json(directory / "agent.json", process.record(psutil.Process()))
+        log = own_log.open("wb", buffering=0)
+        child = subprocess.Popen(
+            start["argv"],
+            stdin=subprocess.DEVNULL,  # else the job would hold the launcher's end open
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: process.die_with_parent(agent_pid),  # noqa: PLW1509 - no threads yet
+        )
+    except OSError as error:
+        reason = f"{error.filename or start['argv'][0]}: {error.strerror}"
+        send({**ended, "time": time.time(), "tail": [reason]})
+        return
+
+    def listen() -> None:
+        for line in sys.stdin.buffer:
+            events.put(("message", runs.decode(line) or {}))
+        events.put(("gone", None))
+
+    def wait() -> None:
+        events.put(("ended", child.wait()))
+
+    def forward() -> None:
+        _forward(child.stdout, log, send, every_line=per_node)
+
+    forwarder, *others = [threading.Thread(target=t, daemon=True) for t in (forward, listen, wait)]
+    for thread in (forwarder, *others):
+        thread.start()
+    ended["code"], ended["stopped"] = _watch(request, child, events, hello["clock"])
+    ended["time"] = time.time()
+    forwarder.join(_CLOSE_S)
+    if ended["code"] != 0 and ended["stopped"] is None:
+        ended["tail"] = last_lines(own_log, _TAIL_LINES)
+        with suppress(OSError, ValueError):  # it failed before it had ranks, or was killed
+            failure = json.loads((directory / "failure.json").read_text())
+            ended.update(what=f"rank {failure['rank']}", code=failure["exit_code"])
+            for path in rank_logs(directory, failure["rank"] - start["first_rank"]):
+                lines = last_lines(path, _TAIL_LINES)
+                ended["tail"] = lines if any(map(str.strip, lines)) else ended["tail"]
+    with suppress(OSError):  # a full disk: the launcher hears of the end all the same
+        runs.write_json(directory / "ended.json", ended)
+    last = threading.Thread(target=send, args=(ended,), daemon=True)
+    last.start()
+    last.join(_CLOSE_S)  # the launcher may have stopped reading
+
+
+def _forward(output: IO[bytes] | None, log: IO[bytes], send: Send, *, every_line: bool) -> None:
+    """Send whole lines of ranks to the launcher, and write torchrun's own, until both end.
 
     Args:
-        request: The launcher's request (`plan.Plan.request`).
-        reader: Source of further messages.
-        output: Descriptor for answers.
+        output: The job's output.
+        log: Gets the lines that no rank wrote.
+        send: Sends a message.
+        every_line: Send these too.
+    """
+    assert isinstance(output, io.BufferedReader)
+    rest = b""
+    while data := output.read1(_CHUNK_BYTES) or (rest and b"\n"):
+        if len(rest) > _CHUNK_BYTES:
+            data = b"\n" + data  # a progress bar without an end
+        *lines, rest = (rest + data).split(b"\n")
+        own = [line for line in lines if not line.startswith(MARK)]
+        shown = lines if every_line else [line for line in lines if line.startswith(MARK)]
+        # Neither a full disk nor a launcher that is gone may block the job.
+        if own:
+            with suppress(OSError):
+                log.write(b"\n".join(own) + b"\n")
+        if shown:
+            text = (b"\n".join(shown) + b"\n").decode(errors="surrogateescape")  # any bytes
+            with suppress(OSError):
+                send({"kind": "log", "text": text})
+
+
+def _watch(
+    request: Message, child: subprocess.Popen[bytes], events: Events, since: float
+) -> tuple[int, str | None]:
+    """Wait for the end of a job, and stop it when there is a reason to.
+
+    Returns:
+        The exit code of its process, and the reason for stopping it, if there was one.
     """
 
-    def __init__(self, request: dict[str, Any], reader: protocol.Reader, output: int) -> None:
-        self._request = request
-        self._reader = reader
-        self._output = output
-        self._run_id: str = request["run_id"]
-        self._node: int = request["node"]
-        self._log_dir = operations.log_dir(request)
-        self._me = process.record(psutil.Process())
-        self._owns_log_dir = False
-        self._child: subprocess.Popen[bytes] | None = None
-        self._stop_reason: str | None = None
-        self._kill_at: float | None = None
-        self._heard_at = time.monotonic()
-        self._wakeup, self._wakeup_end = os.pipe()
-        os.set_blocking(self._wakeup_end, False)
-
-    def run(self) -> int:
-        """Answer, wait for the start, run the job to its end; return the exit code."""
-        self._watch_signals()
-        os.environ.update(self._request["env"])
-        search = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        sys.path.extend(path for path in search if path and path not in sys.path)
-        hello = probe.look(self._request, self._log_dir, self._enter(), self._make_log_dir())
-        send(self._output, hello)
-        start = self._await_start()
-        if start is None:
-            if self._owns_log_dir:
-                operations.forget(self._log_dir)
-            return 0
-        try:
-            self._start(start, hello)
-        except OSError as error:
-            why = f"{start['argv'][0]} cannot be started: {error.strerror}"
-            send(self._output, {**self._ended(_CANNOT_START), "tail": [why]})
-            return 0
-        logs = LogFiles(self._log_dir, start["first_rank"], start["show"], self._plain_logs())
-        forwarder = Forwarder(self._output, logs)
-        code = self._supervise()
-        self._end_everything()
-        ended = self._report(code, start["first_rank"])
-        with suppress(OSError):  # a full disk: the launcher is told all the same
-            runs.write_json(self._log_dir / "ended.json", ended)
-        forwarder.close(ended)
-        return 0
-
-    def _enter(self) -> str | None:
-        """Enter the work directory; return an error or None."""
-        workdir = self._request["workdir"]
-        try:
-            os.chdir(workdir)
-        except OSError as error:
-            return f"the work directory {workdir} cannot be entered: {error.strerror}"
-        return None
-
-    def _make_log_dir(self) -> str | None:
-        """Create the log directory and record this agent there; return an error or None."""
-        try:
-            self._log_dir.mkdir(parents=True)
-            self._owns_log_dir = True
-            entry = {**self._me, "run_id": self._run_id, "node": self._node}
-            runs.write_json(self._log_dir / "agent.json", entry)
-        except FileExistsError:
-            return f"{self._log_dir} belongs to another run"
-        except OSError as error:
-            return f"logs cannot be written to {self._log_dir}: {error.strerror}"
-        return None
-
-    def _await_start(self) -> protocol.Message | None:
-        """Wait for the message that starts the job; None if it is cancelled."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(0, selectors.EVENT_READ)
-            selector.register(self._wakeup, selectors.EVENT_READ)
-            while True:
-                message = self._reader.take()
-                if message is not None:
-                    if message["op"] == "start":
-                        return message
-                    continue
-                ready = {key.fd for key, _ in selector.select()}
-                if self._wakeup in ready or not self._reader.fill():
-                    return None
-
-    def _start(self, start: protocol.Message, hello: protocol.Message) -> None:
-        process.adopt_orphans()
-        agent_pid = os.getpid()
-        environment = {
-            **os.environ,
-            **start["env"],
-            process.RUN_ID: self._run_id,
-            process.NODE: str(self._node),
-            process.AGENT_PID: str(agent_pid),
-        }
-        if "MEGATRON_EXT_DISABLE" not in self._request["env"]:
-            environment.pop("MEGATRON_EXT_DISABLE", None)  # meant for the agent only
-        if hello.get("interface"):
-            environment.setdefault("GLOO_SOCKET_IFNAME", hello["interface"])
-        with (self._log_dir / self._own_log()).open("wb") as log:
-            self._child = subprocess.Popen(
-                start["argv"],
-                stdin=subprocess.DEVNULL,  # else the job would hold the launcher's end open
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=lambda: process.die_with_parent(agent_pid),  # noqa: PLW1509 - no threads yet
-            )
-        send(self._output, {"kind": "started", "pid": self._child.pid})
-
-    def _own_log(self) -> str:
-        return "output.log" if self._request["per_node"] else "torchrun.log"
-
-    def _plain_logs(self) -> dict[str, str]:
-        return {"output.log": ""} if self._request["per_node"] else {}
-
-    def _watch_signals(self) -> None:
-        signal.set_wakeup_fd(self._wakeup_end, warn_on_full_buffer=False)
-        for number in (*_STOPPING, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)  # the number arrives through the pipe
-
-    def _supervise(self) -> int:
-        """Wait until the job has ended, stopping it when there is a reason to; its exit code."""
-        assert self._child is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(0, selectors.EVENT_READ)
-            selector.register(self._wakeup, selectors.EVENT_READ)
-            while (code := self._child.poll()) is None:
-                for key, _ in selector.select(self._wait_s()):
-                    if key.fd == self._wakeup:
-                        self._on_signals(os.read(self._wakeup, 64))
-                    elif not self._on_input():
-                        selector.unregister(0)
-                        self._stop("the launcher exited")
-                self._check_time()
-        return code
-
-    def _wait_s(self) -> float:
-        times = [self._heard_at + self._request["silence_s"]]
-        if self._stop_reason is not None:
-            times = []
-        if self._kill_at is not None:
-            times.append(self._kill_at)
-        return max(0.0, min(times, default=time.monotonic() + 1.0) - time.monotonic())
-
-    def _check_time(self) -> None:
-        now = time.monotonic()
-        silence_s = self._request["silence_s"]
-        if self._stop_reason is None and now - self._heard_at > silence_s:
-            self._stop(f"the launcher was silent for {silence_s} s")
-        if self._kill_at is not None and now >= self._kill_at:
-            self._kill_at = None
-            self._end_everything()
-
-    def _on_signals(self, numbers: bytes) -> None:
-        for number in numbers:
-            if number in _STOPPING:
-                self._stop(f"the agent got {signal.Signals(number).name}")
-
-    def _on_input(self) -> bool:
-        """Handle what the launcher says; False at the end of the stream."""
-        if not self._reader.fill():
-            return False
-        self._heard_at = time.monotonic()
-        while (message := self._reader.take()) is not None:
-            if message["op"] == "stop":
-                self._stop("the launcher requested it", message["grace_s"])
-        return True
-
-    def _stop(self, reason: str, grace_s: float | None = None) -> None:
-        """Send SIGTERM to the job, and set the deadline for SIGKILL; 0 s means now."""
-        assert self._child is not None
-        if grace_s is None:
-            grace_s = self._request["grace_s"]
-        self._stop_reason = self._stop_reason or reason
-        kill_at = time.monotonic() + grace_s
-        self._kill_at = min(kill_at, self._kill_at or kill_at)
-        if grace_s > 0:
-            self._child.send_signal(signal.SIGTERM)
-
-    def _end_everything(self) -> None:
-        """Kill the remaining processes of the job; another round catches those forked meanwhile."""
+    def end_everything() -> None:
+        """Kill what is left of the job; another round catches what was forked meanwhile."""
         for _ in range(5):
-            left = process.descendants(os.getpid()) | process.marked(
-                self._run_id, self._node, self._me["start"]
-            )
+            marked = process.marked(request["run_id"], request["node"], since)
+            left = process.descendants(os.getpid()) | marked
             if not left:
                 return
             process.end(left, timeout_s=2.0)
 
-    def _ended(self, code: int) -> protocol.Message:
-        return {
-            "kind": "ended",
-            "code": code,
-            "stopped": self._stop_reason,
-            "time": time.time(),
-            "what": self._own_log().partition(".")[0],
-        }
-
-    def _report(self, code: int, first_rank: int) -> protocol.Message:
-        """Return how the job ended on this host."""
-        ended = self._ended(code)
-        if code == 0 or self._stop_reason is not None:
-            return ended
+    stopped: str | None = None
+    kill_at, heard_at = float("inf"), time.monotonic()
+    while True:
+        silent_at = heard_at + request["silence_s"] if stopped is None else float("inf")
+        now = time.monotonic()
         try:
-            failure = json.loads((self._log_dir / "failure.json").read_text())
-        except (OSError, ValueError):  # it failed before it had ranks, or was killed
-            ended["tail"] = last_lines(self._log_dir / self._own_log(), _TAIL_LINES)
-            return ended
-        failure["tail"] = self._tail_of(failure["rank"] - first_rank)
-        return {**ended, "failure": failure}
+            event, value = events.get(timeout=max(0.0, min(kill_at, silent_at, now + 60) - now))
+        except queue.Empty:
+            event, value = "time", None
+        now, why, grace_s = time.monotonic(), None, request["grace_s"]
+        if event == "ended":
+            end_everything()
+            return value, stopped
+        if event == "message":
+            heard_at = now
+            if value.get("op") == "stop":
+                why, grace_s = "the launcher requested it", value["grace_s"]
+        elif event == "gone":
+            why = "the launcher exited"
+        elif event == "signal":
+            why = f"the agent got {signal.Signals(value).name}"
+        elif now >= silent_at:
+            why = f"the launcher was silent for {request['silence_s']:g} s"
+        if why is not None:
+            stopped = stopped or why
+            kill_at = min(kill_at, now + grace_s)
+            if grace_s > 0:
+                child.send_signal(signal.SIGTERM)
+        if now >= kill_at:
+            kill_at = float("inf")
+            end_everything()
 
-    def _tail_of(self, local_rank: int) -> list[str]:
-        for stream in ("stderr", "stdout"):
-            for path in self._log_dir.glob(rank_pattern(local_rank, stream)):
-                lines = last_lines(path, _TAIL_LINES)
-                if any(re.search(r"\S", line) for line in lines):
-                    return lines
-        return []
+
+def _stop(request: Message, directory: Path, send: Send) -> None:
+    agent = process.recorded(directory / "agent.json")
+    if agent is not None:
+        process.send(agent, signal.SIGTERM)
+        with suppress(psutil.TimeoutExpired):
+            agent.wait(request["grace_s"])
+        process.send(agent, signal.SIGKILL)
+    left = process.marked(request["run_id"], request["node"])
+    stuck = process.end(left)
+    send({"kind": "stopped", "agent": agent is not None, "killed": len(left),
+          "stuck": sorted(one.pid for one in stuck)})  # fmt: skip
 
 
-def send(fd: int, message: protocol.Message, payload: bytes | None = None) -> None:
-    """Write a whole message to a blocking descriptor.
+def _status(request: Message, directory: Path, send: Send) -> None:
+    ended = None
+    with suppress(OSError, ValueError):
+        ended = json.loads((directory / "ended.json").read_text(encoding="utf-8"))
+    send({
+        "kind": "status",
+        "log_dir": str(directory) if directory.is_dir() else None,
+        "agent": process.recorded(directory / "agent.json") is not None,
+        "processes": len(process.marked(request["run_id"], request["node"])),
+        "ended": ended,
+    })  # fmt: skip
 
-    Raises:
-        OSError: The peer has closed its end.
-    """
-    data = memoryview(protocol.encode(message, payload))
-    while data:
-        data = data[os.write(fd, data) :]
+
+def _logs(request: Message, directory: Path, send: Send) -> None:
+    paths = [directory / "output.log", directory / "torchrun.log"]
+    if request["local_rank"] is not None:
+        paths = rank_logs(directory, request["local_rank"])
+    files = {str(path): last_lines(path, request["lines"]) for path in paths if path.exists()}
+    send({"kind": "logs", "files": files})
 
 
 def main() -> int:
@@ -328,16 +242,25 @@ def main() -> int:
     # Only messages may go to standard output: output of libraries goes to standard error.
     output = os.dup(1)
     os.dup2(2, 1)
-    reader = protocol.Reader(0)
-    request = reader.wait()
-    if request is None:
-        return 0
-    if request.get("protocol") != protocol.VERSION:
-        send(output, {"kind": "hello", "protocol": protocol.VERSION, "versions": probe.versions()})
-        return 0
-    if request["op"] == "run":
-        return Agent(request, reader, output).run()
-    operations.answer(request, lambda message, payload=None: send(output, message, payload))
+    lock = threading.Lock()
+
+    def send(message: Message) -> None:
+        data = memoryview(runs.encode(message))
+        with lock:
+            while data:
+                data = data[os.write(output, data) :]
+
+    def live() -> None:
+        with suppress(OSError):  # the launcher is gone, which the end of our input shows too
+            while True:
+                time.sleep(_ALIVE_S)
+                send({"kind": "alive"})
+
+    request = runs.decode(sys.stdin.buffer.readline())
+    if request is not None:
+        threading.Thread(target=live, daemon=True).start()
+        operations = {"run": _run, "stop": _stop, "status": _status, "logs": _logs}
+        operations[request["op"]](request, runs.log_dir(request), send)
     return 0
 
 

@@ -2,9 +2,7 @@
 
     python -m megatron_ext.tools.launch.elastic REPORT.json GRACE_S TORCHRUN_FLAGS SCRIPT ...
 
-torchrun itself reports the first failed rank as a drawing in its log. And after a failure it sends
-SIGTERM to the other ranks of its host and waits half a minute for them before it reports: here they
-are killed after the grace period. Everything else is torchrun's own.
+torchrun itself reports the first failed rank as a drawing in its log. All else is torchrun's own.
 """
 
 from __future__ import annotations
@@ -13,40 +11,28 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_ext import files
 from megatron_ext.tools.launch import process
 
-__all__ = ["main"]
 
-_KILLING = ("os.kill", "os.killpg")
+def _end_within(grace_s: float) -> None:
+    """Kill the remaining ranks when the grace period after a rank's failure ends.
 
-
-@contextmanager
-def _bounded_end(grace_s: float) -> Iterator[None]:
-    """Kill remaining children when the grace period after this process's first signal ends.
-
-    torchrun has no such setting, and no hook when it begins to stop its ranks. But it sends them
-    signals, which Python's audit hook sees. An audit hook cannot be removed; after the block it has
-    no effect.
+    torchrun gives them 30 s, and has no setting for it.
     """
-    killer = threading.Timer(grace_s, lambda: process.end(process.descendants(os.getpid())))
-    killer.daemon = True
-    begun = threading.Lock()
-
-    def look(event: str, arguments: tuple[object, ...]) -> None:
-        if event in _KILLING and arguments[1] != 0 and begun.acquire(blocking=False):
-            killer.start()
-
-    sys.addaudithook(look)
-    try:
-        yield
-    finally:
-        begun.acquire(blocking=False)
-        killer.cancel()
+    failed = False
+    while not failed:
+        time.sleep(0.1)
+        with suppress(ChildProcessError):  # torchrun has not started them yet
+            # Leaves the exit code to torchrun.
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+            failed = ended is not None and ended.si_status != 0
+    time.sleep(grace_s)
+    process.end(process.descendants(os.getpid()))
 
 
 def main() -> int:
@@ -56,19 +42,13 @@ def main() -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     report, grace_s, arguments = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    threading.Thread(target=_end_within, args=(grace_s,), daemon=True).start()
     try:
-        with _bounded_end(grace_s):
-            run.run(run.parse_args(arguments))
+        run.run(run.parse_args(arguments))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        found = {
-            "rank": rank,
-            "local_rank": failure.local_rank,
-            "pid": failure.pid,
-            "exit_code": failure.exitcode,
-        }
         with suppress(OSError):  # a full disk, which may be why the rank failed
-            files.write_text(report, json.dumps(found))
+            files.write_text(report, json.dumps({"rank": rank, "exit_code": failure.exitcode}))
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + int(error.sigval)

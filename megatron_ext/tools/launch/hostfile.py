@@ -25,11 +25,8 @@ __all__ = ["Host", "parse", "read", "select"]
 
 MAX_SLOTS = 1024
 """Upper bound on the processes of a host; larger numbers are typing mistakes."""
-
+_MAX_BYTES = 16 << 20
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
-_USER = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
-_TYPE = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HOST = re.compile(r"(?:\[(?P<ipv6>[^\]\s]*)\]|(?P<name>[^:\[\]\s]*))(?::(?P<slots>[^:\s]*))?")
 
 
@@ -62,7 +59,39 @@ class Host:
         return self.addr or self.name
 
 
-_MAX_BYTES = 16 << 20
+def _number(limit: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= limit:
+            raise ValueError
+        return int(text)
+
+    return convert
+
+
+def _word(pattern: str) -> Callable[[str], str]:
+    def convert(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError
+        return text
+
+    return convert
+
+
+def _address(text: str) -> str:
+    return str(ipaddress.ip_address(text))
+
+
+_SLOTS = (_number(MAX_SLOTS), f"a number of processes, 1 to {MAX_SLOTS}")
+_KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "slots": _SLOTS,
+    "max_slots": _SLOTS,  # of Open MPI: we never start more than `slots`
+    "addr": (_address, "an IP address"),
+    "port": (_number(65535), "a port from 1 to 65535"),
+    "user": (_word(r"[A-Za-z_][A-Za-z0-9._-]{0,63}"), "the name of a user"),
+    "rdma": (lambda text: tuple(map(_address, text.split(","))), "IP addresses, as in A,B"),
+    "type": (_word(r"[A-Za-z0-9._-]{1,64}"), "one word"),
+}
+_KEY_LIST = "slots, addr, port, user, rdma, type and env.NAME"
 
 
 def read(path: Path) -> tuple[Host, ...]:
@@ -74,13 +103,11 @@ def read(path: Path) -> tuple[Host, ...]:
     try:
         text = read_text(path, _MAX_BYTES).removeprefix("\ufeff")
     except OSError as error:
-        raise LaunchError(
-            f"the hostfile {path} cannot be read: {error.strerror}; give one host on a line"
-        ) from None
+        why = f"cannot be read: {error.strerror}; give one host on a line"
+        raise LaunchError(f"the hostfile {path} {why}") from None
     except UnicodeDecodeError:
-        raise LaunchError(
-            f"the hostfile {path} is not text (UTF-8); write one host on a line"
-        ) from None
+        why = "is not text (UTF-8); write one host on a line"
+        raise LaunchError(f"the hostfile {path} {why}") from None
     return parse(text, str(path))
 
 
@@ -126,84 +153,45 @@ def _host(words: list[str]) -> Host:
             f"{words[0]!r} is not a host; write NAME, NAME:SLOTS, or an IPv6 address in brackets"
         )
     if match["ipv6"] is not None:
-        name = _address("the address in brackets", match["ipv6"])
-    else:
+        name = _value("the address in brackets", match["ipv6"], _KEYS["addr"])
+    elif _NAME.fullmatch(match["name"]):
         name = match["name"]
-        if not _NAME.fullmatch(name):
-            raise ValueError(
-                f"{name!r} is not a host name; use letters, digits, dots, dashes and underscores"
-            )
-    host = Host(name)
+    else:
+        raise ValueError(
+            f"{match['name']!r} is not a host name; use letters, digits, dots, dashes and "
+            f"underscores"
+        )
+    given: dict[str, Any] = {}
     if match["slots"] is not None:
-        host = replace(host, slots=_slots("slots", match["slots"]))
-    seen = {"slots"} if host.slots else set()
+        given["slots"] = _value("slots", match["slots"], _SLOTS)
     for word in words[1:]:
-        host = _with_key(host, word, seen)
-    return host
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise ValueError(
+                f"expected key=value after the host, found {word!r}; keys are {_KEY_LIST}"
+            )
+        if key in given:
+            raise ValueError(f"{key} is given twice for {name}; give it once")
+        if key.startswith("env."):
+            if not re.fullmatch(r"env\.[A-Za-z_][A-Za-z0-9_]*", key) or "\0" in value:
+                raise ValueError(f"{word!r} names no environment variable; write env.NAME=VALUE")
+            given[key] = value
+        elif key in _KEYS:
+            given[key] = _value(key, value, _KEYS[key])
+        else:
+            raise ValueError(f"unknown key {key!r}; keys are {_KEY_LIST}")
+    given.pop("max_slots", None)
+    env = [key for key in given if key.startswith("env.")]
+    variables = tuple((key.removeprefix("env."), given.pop(key)) for key in env)
+    return Host(name, env=variables, **given)
 
 
-def _with_key(host: Host, word: str, seen: set[str]) -> Host:
-    """Return the host with one `key=value` added."""
-    key, equals, value = word.partition("=")
-    if not equals:
-        raise ValueError(f"expected key=value after the host, found {word!r}; keys are {_KEY_LIST}")
-    if key in seen:
-        raise ValueError(f"{key} is given twice for {host.name}; give it once")
-    seen.add(key)
-    if key.startswith("env."):
-        name = key[len("env.") :]
-        if not _VARIABLE.fullmatch(name) or "\0" in value:
-            raise ValueError(f"{word!r} names no environment variable; write env.NAME=VALUE")
-        return replace(host, env=(*host.env, (name, value)))
-    if key not in _KEYS:
-        raise ValueError(f"unknown key {key!r}; keys are {_KEY_LIST}")
-    field, convert = _KEYS[key]
-    converted = convert(key, value)
-    return host if field is None else replace(host, **{field: converted})
-
-
-def _slots(key: str, text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,4}", text) or not 1 <= int(text) <= MAX_SLOTS:
-        raise ValueError(f"{key} is {text!r}; it must be a number of processes, 1 to {MAX_SLOTS}")
-    return int(text)
-
-
-def _port(key: str, text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= 65535:
-        raise ValueError(f"{key} is {text!r}; it must be a port from 1 to 65535")
-    return int(text)
-
-
-def _address(key: str, text: str) -> str:
+def _value(key: str, text: str, rule: tuple[Callable[[str], Any], str]) -> Any:
+    convert, meaning = rule
     try:
-        return str(ipaddress.ip_address(text))
+        return convert(text)
     except ValueError:
-        raise ValueError(f"{key} is {text!r}; it must be an IP address") from None
-
-
-def _addresses(key: str, text: str) -> tuple[str, ...]:
-    return tuple(_address(key, part) for part in text.split(","))
-
-
-def _matching(pattern: re.Pattern[str], meaning: str) -> Callable[[str, str], str]:
-    def convert(key: str, text: str) -> str:
-        if not pattern.fullmatch(text):
-            raise ValueError(f"{key} is {text!r}; it must be {meaning}")
-        return text
-
-    return convert
-
-
-_KEYS: dict[str, tuple[str | None, Callable[[str, str], Any]]] = {
-    "slots": ("slots", _slots),
-    "max_slots": (None, _slots),  # of Open MPI: we never start more than `slots`
-    "addr": ("addr", _address),
-    "port": ("port", _port),
-    "user": ("user", _matching(_USER, "the name of a user")),
-    "rdma": ("rdma", _addresses),
-    "type": ("type", _matching(_TYPE, "one word")),
-}
-_KEY_LIST = "slots, addr, port, user, rdma, type and env.NAME"
+        raise ValueError(f"{key} is {text!r}; it must be {meaning}") from None
 
 
 def select(
@@ -220,65 +208,47 @@ def select(
         LaunchError: Both are given, an entry is malformed or names an unknown host or device, or
             no host remains.
     """
-    chosen = tuple(hosts)
+    known = {host.name: host for host in hosts}
     if include is not None and exclude is not None:
         raise LaunchError("--include and --exclude are both given; use one of them")
-    if include is not None:
-        wanted = _filters("--include", include, chosen)
-        chosen = tuple(
-            _with_devices(host, wanted[host.name]) for host in chosen if host.name in wanted
-        )
-    if exclude is not None:
-        unwanted = _filters("--exclude", exclude, chosen)
-        kept = [_without_devices(host, unwanted[host.name]) if host.name in unwanted else host
-                for host in chosen]  # fmt: skip
-        chosen = tuple(host for host in kept if host is not None)
-    if not chosen:
-        raise LaunchError("--exclude leaves no host; exclude less")
-    return chosen
-
-
-def _filters(flag: str, text: str, hosts: tuple[Host, ...]) -> dict[str, tuple[int, ...]]:
-    """Return host -> devices that a filter names (none: the whole host)."""
-    known = {host.name: host for host in hosts}
-    found: dict[str, tuple[int, ...]] = {}
-    for part in text.split("@"):
+    if include is None and exclude is None:
+        return tuple(known.values())
+    flag, text = ("--include", include) if include is not None else ("--exclude", exclude)
+    named: dict[str, tuple[int, ...]] = {}
+    for part in (text or "").split("@"):
         match = _HOST.fullmatch(part)
         name = (match["ipv6"] or match["name"]) if match else part
         if match is None or name not in known:
             raise LaunchError(f"{flag} names {name!r}; the hosts are {', '.join(known)}")
-        if name in found:
+        if name in named:
             raise LaunchError(f"{flag} names {name} twice; give all its devices at once")
-        found[name] = _devices(flag, known[name], match["slots"])
-    return found
-
-
-def _devices(flag: str, host: Host, text: str | None) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    numbers = text.split(",")
-    if not all(re.fullmatch(r"[0-9]{1,4}", number) for number in numbers):
-        raise LaunchError(f"{flag} of {host.name} is {text!r}; give device numbers like 0,2")
-    devices = tuple(sorted({int(number) for number in numbers}))
-    if host.slots is not None and devices[-1] >= host.slots:
-        raise LaunchError(
-            f"{flag} names device {devices[-1]} of {host.name}, which has slots={host.slots} "
-            f"(0 to {host.slots - 1})"
-        )
-    return devices
-
-
-def _with_devices(host: Host, devices: tuple[int, ...]) -> Host:
-    return replace(host, devices=devices, slots=len(devices)) if devices else host
-
-
-def _without_devices(host: Host, devices: tuple[int, ...]) -> Host | None:
-    if not devices:
-        return None
-    if host.slots is None:
-        raise LaunchError(
-            f"--exclude of devices of {host.name} needs its slots=N in the hostfile, to know what "
-            f"is left"
-        )
-    left = tuple(device for device in range(host.slots) if device not in devices)
-    return _with_devices(host, left) if left else None
+        numbers = match["slots"]
+        if numbers is not None and not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", numbers):
+            raise LaunchError(f"{flag} of {name} is {numbers!r}; give device numbers like 0,2")
+        devices = tuple(sorted({int(number) for number in (numbers or "").split(",") if number}))
+        slots = known[name].slots
+        if devices and slots is not None and devices[-1] >= slots:
+            raise LaunchError(
+                f"{flag} names device {devices[-1]} of {name}, which has slots={slots} "
+                f"(0 to {slots - 1})"
+            )
+        if devices and exclude is not None:
+            if slots is None:
+                raise LaunchError(
+                    f"--exclude of devices of {name} needs its slots=N in the hostfile, to know "
+                    f"what is left"
+                )
+            devices = tuple(device for device in range(slots) if device not in devices)
+            if not devices:
+                known.pop(name)
+                continue
+        named[name] = devices
+    chosen = []
+    for name, host in known.items():
+        if devices := named.get(name, ()):
+            chosen.append(replace(host, devices=devices, slots=len(devices)))
+        elif (name in named) == (include is not None):
+            chosen.append(host)
+    if not chosen:
+        raise LaunchError("--exclude leaves no host; exclude less")
+    return tuple(chosen)

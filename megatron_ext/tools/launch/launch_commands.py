@@ -1,4 +1,4 @@
-"""The flags of `launch`, `stop`, `status`, `logs` and `collect`.
+"""The flags of `launch`, `stop`, `status` and `logs`.
 
 Their implementations are imported when they run, so every command of this package starts fast.
 """
@@ -17,7 +17,7 @@ _Subparsers = Any  # argparse._SubParsersAction is private
 
 
 def add_subcommands(subparsers: _Subparsers) -> None:
-    """Register `launch` and the commands for its jobs: stop, status, logs, collect."""
+    """Register `launch` and the commands for its jobs: stop, status, logs."""
     parser = subparsers.add_parser(
         "launch",
         help="start a training job, on this machine or on the hosts of a hostfile",
@@ -28,176 +28,82 @@ def add_subcommands(subparsers: _Subparsers) -> None:
         "Ctrl-C is pressed.",
     )
     add_hosts(parser)
-    _add_job(parser)
-    _add_output(parser)
+    # fmt: off
+    add = parser.add_argument_group("job").add_argument
+    add("--slurm", metavar="OPTIONS",
+        help="submit it to Slurm with these options of sbatch, such as '--nodes 2'; inside an "
+        "allocation neither this nor a hostfile is needed")
+    add("--nproc", type=int, metavar="N",
+        help="processes on each host (default: slots, or devices; on one CPU what the flags need)")
+    add("--allow-uneven", action="store_true", help="different numbers of processes on the hosts")
+    add("--num-microbatches", type=count, metavar="M",
+        help="adds --global-batch-size = M x micro-batch x data-parallel size")
+    add("--master-port", type=int, metavar="P", help="where the ranks meet (default: a free port)")
+    add("--env", action="append", default=[], metavar="NAME=VALUE",
+        help="an environment variable of all processes; may be repeated")
+    add("--embedded", action="store_true", help="use the embedded trainer even if there is a tree")
+    add("--per-node", action="store_true",
+        help="run a command once on each host, without torchrun, for set-up or inspection")
+    add("--max-restarts", type=_number, default=0, metavar="N",
+        help="start again after a failure, at most N times within the window (default: 0)")
+    add("--restart-window", type=_seconds, default=3600.0, metavar="S",
+        help="seconds after which a restart no longer counts (default: 3600)")
+    add("--spares", type=_number, default=0, metavar="K",
+        help="the last K hosts join only when another host does not answer at a restart")
+    add("--run-id", metavar="ID", help="name of this run (default: from the time)")
+    add("--grace", type=_seconds, default=5.0, metavar="S",
+        help="seconds between asking processes to stop and killing them (default: 5)")
+    add = parser.add_argument_group("output").add_argument
+    add("--dry-run", action="store_true", help="print the command of each host and do nothing")
+    add("--raw", action="store_true",
+        help="show every line of the ranks (default for Megatron's scripts, pretrain_*.py: a short "
+        "line for each stage of the start and each logged step, and what goes wrong)")
+    add("--show", default="0,last", metavar="RANKS",
+        help="ranks whose output to show: all, or a list such as 0,3,last (default: 0,last); the "
+        "full logs stay on the hosts")
+    add("--log-dir", metavar="DIR",
+        help="log directory on every host (default: ~/.local/state/megatron_ext/runs)")
+    # fmt: on
     parser.add_argument("command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=_run_launch)
-    _add_jobs(subparsers)
+
+    stop = _add_job_command(subparsers, "stop", "stop a running job")
+    stop.add_argument("--grace", type=_seconds, metavar="S", help="seconds until it is killed")
+    _add_job_command(subparsers, "status", "show what runs where, and where its logs are")
+    logs = _add_job_command(subparsers, "logs", "show the end of a job's logs")
+    logs.add_argument("--rank", type=int, metavar="R", help="a rank (default: torchrun's own log)")
+    logs.add_argument("--lines", type=count, default=20, metavar="N", help="lines (default: 20)")
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say which hosts there are and how they are reached."""
-    group = parser.add_argument_group("hosts")
-    group.add_argument("--hostfile", type=Path, metavar="FILE", help="one host on each line")
-    group.add_argument(
-        "--include", metavar="H[:0,2]@...", help="only these hosts, or devices of hosts"
-    )
-    group.add_argument(
-        "--exclude", metavar="H[:0,2]@...", help="not these hosts, or devices of hosts"
-    )
-    group.add_argument(
-        "--ssh-cmd",
-        default="ssh",
-        metavar="COMMAND",
-        help="the ssh program, with further options (default: ssh)",
-    )
-    group.add_argument(
-        "--python",
-        default=sys.executable,
-        metavar="PATH",
-        help="path of Python on the hosts (default: the path of this one)",
-    )
-    group.add_argument(
-        "--preflight-timeout",
-        type=_seconds,
-        default=30.0,
-        metavar="S",
-        help="seconds for all hosts to answer (default: 30)",
-    )
+    # fmt: off
+    add = parser.add_argument_group("hosts").add_argument
+    add("--hostfile", type=Path, metavar="FILE", help="one host on each line")
+    add("--include", metavar="H[:0,2]@...", help="only these hosts, or devices of hosts")
+    add("--exclude", metavar="H[:0,2]@...", help="not these hosts, or devices of hosts")
+    _add_ssh_cmd(parser)
+    add("--python", default=sys.executable, metavar="PATH",
+        help="path of Python on the hosts (default: the path of this one)")
+    add("--preflight-timeout", type=_seconds, default=30.0, metavar="S",
+        help="seconds for all hosts to answer (default: 30)")
+    # fmt: on
 
 
-def _add_job(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("job")
-    group.add_argument(
-        "--slurm",
-        metavar="OPTIONS",
-        help="submit it to Slurm with these options of sbatch, such as '--nodes 2'; inside an "
-        "allocation neither this nor a hostfile is needed",
-    )
-    group.add_argument(
-        "--nproc",
-        type=int,
-        metavar="N",
-        help="processes on each host (default: slots, or devices; on one CPU what the flags need)",
-    )
-    group.add_argument(
-        "--allow-uneven", action="store_true", help="different numbers of processes on the hosts"
-    )
-    group.add_argument(
-        "--num-microbatches",
-        type=count,
-        metavar="M",
-        help="adds --global-batch-size = M x micro-batch x data-parallel size",
-    )
-    group.add_argument(
-        "--master-port", type=int, metavar="P", help="where the ranks meet (default: a free port)"
-    )
-    group.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an environment variable of all processes; may be repeated",
-    )
-    group.add_argument(
-        "--embedded", action="store_true", help="use the embedded trainer even if there is a tree"
-    )
-    group.add_argument(
-        "--per-node",
-        action="store_true",
-        help="run a command once on each host, without torchrun, for set-up or inspection",
-    )
-    group.add_argument(
-        "--max-restarts",
-        type=_number,
-        default=0,
-        metavar="N",
-        help="start again after a failure, at most N times within the window (default: 0)",
-    )
-    group.add_argument(
-        "--restart-window",
-        type=_seconds,
-        default=3600.0,
-        metavar="S",
-        help="seconds after which a restart no longer counts (default: 3600)",
-    )
-    group.add_argument(
-        "--spares",
-        type=_number,
-        default=0,
-        metavar="K",
-        help="the last K hosts join only when another host does not answer at a restart",
-    )
-    group.add_argument("--run-id", metavar="ID", help="name of this run (default: from the time)")
-    group.add_argument(
-        "--grace",
-        type=_seconds,
-        default=5.0,
-        metavar="S",
-        help="seconds between asking processes to stop and killing them (default: 5)",
-    )
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "--dry-run", action="store_true", help="print the command of each host and do nothing"
-    )
-    group.add_argument(
-        "--raw",
-        action="store_true",
-        help="show every line of the ranks (default for Megatron's scripts, pretrain_*.py: a short "
-        "line for each stage of the start and each logged step, and what goes wrong)",
-    )
-    group.add_argument(
-        "--show",
-        default="0,last",
-        metavar="RANKS",
-        help="ranks whose output to show: all, or a list such as 0,3,last (default: 0,last); the "
-        "full logs stay on the hosts",
-    )
-    group.add_argument(
-        "--log-dir",
-        metavar="DIR",
-        help="log directory on every host (default: ~/.local/state/megatron_ext/runs)",
-    )
-
-
-def _add_jobs(subparsers: _Subparsers) -> None:
-    stop = _add_job_command(subparsers, "stop", "stop a running job")
-    stop.add_argument("--grace", type=_seconds, metavar="S", help="seconds until it is killed")
-    _add_job_command(subparsers, "status", "show what runs where")
-    logs = _add_job_command(subparsers, "logs", "show the end of a job's logs")
-    logs.add_argument(
-        "--rank", type=int, metavar="R", help="rank to show (default: torchrun's own log)"
-    )
-    logs.add_argument("--lines", type=count, default=20, metavar="N", help="lines (default: 20)")
-    collect = _add_job_command(
-        subparsers, "collect", "fetch a job's logs and traces from all hosts"
-    )
-    collect.add_argument(
-        "--to", type=Path, metavar="DIR", help="destination (default: collected-ID)"
-    )
+def _add_ssh_cmd(parser: argparse.ArgumentParser) -> None:
+    text = "the ssh program, with further options (default: ssh)"
+    parser.add_argument("--ssh-cmd", default="ssh", metavar="COMMAND", help=text)
 
 
 def _add_job_command(subparsers: _Subparsers, name: str, text: str) -> argparse.ArgumentParser:
+    description = f"{text[0].upper()}{text[1:]}."
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        name, help=text, description=f"{text[0].upper()}{text[1:]}."
+        name, help=text, description=description
     )
     parser.add_argument("run_id", metavar="RUN_ID", help="as launch printed it, or Slurm's job id")
-    parser.add_argument(
-        "--ssh-cmd",
-        default="ssh",
-        metavar="COMMAND",
-        help="the ssh program, with further options (default: ssh)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=60.0,
-        metavar="S",
-        help="seconds for each host to answer (default: 60)",
-    )
+    _add_ssh_cmd(parser)
+    text = "seconds for each host to answer (default: 60)"
+    parser.add_argument("--timeout", type=_seconds, default=60.0, metavar="S", help=text)
     parser.set_defaults(run=_run_job_command)
     return parser
 
@@ -230,4 +136,4 @@ def _run_launch(args: argparse.Namespace) -> int:
 def _run_job_command(args: argparse.Namespace) -> int:
     from megatron_ext.tools.launch import jobs
 
-    return jobs.COMMANDS[args.command](args)
+    return jobs.run(args)

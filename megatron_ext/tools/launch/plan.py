@@ -8,22 +8,20 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from megatron_ext.devices.count import VISIBLE_DEVICES
 from megatron_ext.errors import LaunchError
-from megatron_ext.tools.launch import protocol
+from megatron_ext.tools.launch.hostfile import Host
 
 if TYPE_CHECKING:
-    from megatron_ext.tools.launch.hostfile import Host
+    from megatron_ext.tools.launch.runs import Message
 
-__all__ = ["BETWEEN_HOSTS", "Node", "Parallel", "Plan", "add_computed_flags", "flag_value"]
+__all__ = ["Node", "Parallel", "Plan", "add_computed_flags", "flag_value"]
 
-BETWEEN_HOSTS = ("auto", "tcp", "rdma")
-"""Values of `--pipeline-transport` that need `--node-ips` between hosts."""
-
-DEFAULT_PORT = 29500
+_BETWEEN_HOSTS = ("auto", "tcp", "rdma")  # values of --pipeline-transport that need --node-ips
+_DEFAULT_PORT = 29500
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")  # noqa: S104 - refused
 
 
@@ -143,7 +141,7 @@ class Plan:
                     f"{node.host.name}: no devices were found there; say how many processes to "
                     f"start, with slots=N in the hostfile or --nproc N"
                 )
-            nodes.append(node if node.nproc else replace(node, nproc=count))
+            nodes.append(replace(node, nproc=node.nproc or count))
         return replace(self, nodes=tuple(nodes))
 
     def check(self, *, allow_uneven: bool) -> None:
@@ -175,15 +173,8 @@ class Plan:
             variables.update(dict.fromkeys(VISIBLE_DEVICES, visible))
         return variables
 
-    def torchrun_flags(self, index: int, port: int, address: str | None = None) -> list[str]:
-        """Return torchrun's own flags for a host.
-
-        Args:
-            index: The rank of the host.
-            port: Where the ranks meet, on the first host.
-            address: This host's own address, as it is reached from the others.
-        """
-        flags = [
+    def _torchrun_flags(self, index: int, port: int) -> list[str]:
+        return [
             "--nnodes", str(len(self.nodes)),
             "--node-rank", str(index),
             "--nproc-per-node", str(self.nodes[index].nproc),
@@ -191,41 +182,46 @@ class Plan:
             "--master-port", str(port),
             "--max-restarts", "0",
         ]  # fmt: skip
-        return flags if address is None else [*flags, "--local-addr", address]
 
-    def job_words(self) -> list[str]:
-        """Return what follows torchrun's flags: our entry point, the script, its flags."""
-        embedded = ["--embedded"] if self.embedded else []
-        return ["-m", "megatron_ext", *embedded, *self.command]
+    def _job_words(self) -> list[str]:
+        return ["-m", "megatron_ext", *["--embedded"] * self.embedded, *self.command]
 
-    def agent_argv(self, index: int, port: int, address: str | None, log_dir: str) -> list[str]:
-        """Return what the agent of a host starts."""
+    def agent_argv(self, index: int, found: Message, port: int, show: Sequence[int]) -> list[str]:
+        """Return what the agent of a host starts.
+
+        Args:
+            index: The rank of the host.
+            found: Its fitness: where its logs are, its address as it is reached from the others.
+            port: Where the ranks meet, on the first host.
+            show: Local ranks whose output to show.
+        """
         if self.per_node:
             return list(self.command)
         return [
             self.python, "-m", "megatron_ext.tools.launch.elastic",
-            f"{log_dir}/failure.json", f"{self.grace_s:g}",
-            *self.torchrun_flags(index, port, address),
-            "--rdzv-id", self.run_id,
-            "--log-dir", f"{log_dir}/ranks", "--redirects", "3",
-            *self.job_words(),
+            f"{found['log_dir']}/failure.json", f"{self.grace_s:g}",
+            *self._torchrun_flags(index, port),
+            *(["--local-addr", found["address"]] if "address" in found else []),
+            "--rdzv-id", self.run_id, "--log-dir", f"{found['log_dir']}/ranks", "--redirects", "3",
+            *(["--tee", ",".join(f"{rank}:3" for rank in show)] if show else []),
+            *self._job_words(),
         ]  # fmt: skip
 
-    def request(self, index: int, op: str = "run") -> protocol.Message:
+    def request(self, index: int, op: str = "run") -> Message:
         """Return the first message to the agent of a host."""
+        node = self.nodes[index]
         peer = self.nodes[1 if index == 0 else 0] if len(self.nodes) > 1 else None
         return {
             "op": op,
-            "protocol": protocol.VERSION,
             "run_id": self.run_id,
             "node": index,
-            "host": self.nodes[index].host.name,
+            "host": node.host.name,
+            "nproc": node.nproc,
             "workdir": self.workdir,
             "log_root": self.log_root,
             "env": self.environment(index),
-            "command": list(self.command[:1]),
+            "command": self.command[0],
             "per_node": self.per_node,
-            "count_devices": not self.per_node or self.nodes[index].nproc == 0,
             "embedded": self.embedded,
             "master_port": self.master_port,
             "peer": peer.host.address if peer and not self.per_node else None,
@@ -233,16 +229,30 @@ class Plan:
             "silence_s": self.silence_s,
         }
 
+    def record(self) -> Message:
+        """Return what `stop`, `status` and `logs` need, as JSON; values of variables stay out."""
+        hosts = [replace(node.host, env=()) for node in self.nodes]
+        nodes = [replace(node, host=host) for node, host in zip(self.nodes, hosts, strict=True)]
+        return asdict(replace(self, env={}, nodes=tuple(nodes)))
+
+    @classmethod
+    def of_record(cls, found: Message) -> Plan:
+        """Return the plan of a record.
+
+        Raises:
+            KeyError, TypeError: It is of another version.
+        """
+        nodes = [Node(Host(**n["host"]), n["nproc"], local=n["local"]) for n in found["nodes"]]
+        return cls(**{**found, "nodes": tuple(nodes)})
+
     def dry_run(self) -> str:
         """Return the command of each host, to run by hand if there is no ssh."""
-        port = self.master_port or DEFAULT_PORT
         parts = []
         for index, node in enumerate(self.nodes):
-            if self.per_node:
-                words = list(self.command)
-            else:
-                launcher = [self.python, "-m", "torch.distributed.run"]
-                words = [*launcher, *self.torchrun_flags(index, port), *self.job_words()]
+            words = list(self.command)
+            if not self.per_node:
+                flags = self._torchrun_flags(index, self.master_port or _DEFAULT_PORT)
+                words = [self.python, "-m", "torch.distributed.run", *flags, *self._job_words()]
             assigned = [f"{k}={_quoted(v)}" for k, v in sorted(self.environment(index).items())]
             line = " ".join([*assigned, *map(_quoted, words)])
             parts.append(f"# {node.host.name}\ncd {_quoted(self.workdir)} && {line}\n")
@@ -253,42 +263,13 @@ class Plan:
         hosts = f"{len(self.nodes)} host{'s' if len(self.nodes) > 1 else ''}"
         if self.per_node:
             return f"{hosts}, one command on each"
-        parallel = Parallel.of(self.command)
-        data = parallel.data_parallel(self.world_size)
-        text = (
-            f"{hosts}, {self.world_size} ranks: TP {parallel.tensor}, PP "
-            f"{parallel.pipeline}, CP {parallel.context}, DP {data}"
+        parallel, batch = Parallel.of(self.command), flag_value(self.command, "--global-batch-size")
+        return (
+            f"{hosts}, {self.world_size} ranks: TP {parallel.tensor}, PP {parallel.pipeline}, CP "
+            f"{parallel.context}, DP {parallel.data_parallel(self.world_size)}"
+            + (", forward and backward apart" if parallel.disaggregated or parallel.merged else "")
+            + (f"; {batch} samples in a step" if batch is not None else "")
         )
-        if parallel.disaggregated or parallel.merged:
-            text += ", forward and backward apart"
-        batch = flag_value(self.command, "--global-batch-size")
-        if batch is not None:
-            text += f"; {batch} samples in a step"
-        return text
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what `stop`, `status`, `logs` and `collect` need; values of variables stay out."""
-        return {
-            "run_id": self.run_id,
-            "slurm_job": self.slurm_job,
-            "command": list(self.command),
-            "workdir": self.workdir,
-            "python": self.python,
-            "log_root": self.log_root,
-            "grace_s": self.grace_s,
-            "world_size": self.world_size,
-            "nodes": [
-                {
-                    "host": node.host.name,
-                    "port": node.host.port,
-                    "user": node.host.user,
-                    "nproc": node.nproc,
-                    "first_rank": self.first_rank(index),
-                    "local": node.local,
-                }
-                for index, node in enumerate(self.nodes)
-            ],
-        }
 
 
 def add_computed_flags(plan: Plan, num_microbatches: int | None) -> Plan:
@@ -300,9 +281,8 @@ def add_computed_flags(plan: Plan, num_microbatches: int | None) -> Plan:
     Raises:
         LaunchError: The ranks do not fit the parallel sizes, or the batch is given twice.
     """
-    flags = plan.command[1:]
+    flags, nodes, added = plan.command[1:], plan.nodes, []
     data = Parallel.of(flags).data_parallel(plan.world_size)
-    added: list[str] = []
     if num_microbatches is not None:
         if flag_value(flags, "--global-batch-size") is not None:
             raise LaunchError(
@@ -311,20 +291,16 @@ def add_computed_flags(plan: Plan, num_microbatches: int | None) -> Plan:
             )
         samples = num_microbatches * _size(flags, "--micro-batch-size") * data
         added += ["--global-batch-size", str(samples)]
-    transport = flag_value(flags, "--pipeline-transport")
-    several = len(plan.nodes) > 1
-    if several and transport in BETWEEN_HOSTS and flag_value(flags, "--node-ips") is None:
-        added += ["--node-ips", *_wire_addresses(plan.nodes)]
+    needs_addresses = flag_value(flags, "--pipeline-transport") in _BETWEEN_HOSTS
+    if needs_addresses and len(nodes) > 1 and flag_value(flags, "--node-ips") is None:
+        # One for each host, or for each rank where hosts have different numbers of them.
+        is_even = len({node.nproc for node in nodes}) == 1
+        addresses = [node.host.rdma[0] if node.host.rdma else node.host.address for node in nodes]
+        times = [1 if is_even else node.nproc for node in nodes]
+        added.append("--node-ips")
+        for address, count in zip(addresses, times, strict=True):
+            added += [address] * count
     return replace(plan, command=(*plan.command, *added))
-
-
-def _wire_addresses(nodes: Sequence[Node]) -> list[str]:
-    """One address for each host, or for each rank where hosts have different numbers of them."""
-    addresses = [node.host.rdma[0] if node.host.rdma else node.host.address for node in nodes]
-    if len({node.nproc for node in nodes}) == 1:
-        return addresses
-    pairs = zip(nodes, addresses, strict=True)
-    return [address for node, address in pairs for _ in range(node.nproc)]
 
 
 def flag_value(flags: Sequence[str], name: str) -> str | None:

@@ -21,35 +21,19 @@ from typing import Any
 import psutil
 from psutil import Process
 
-__all__ = [
-    "AGENT_PID",
-    "NODE",
-    "RUN_ID",
-    "adopt_orphans",
-    "alive",
-    "descendants",
-    "die_with_parent",
-    "end",
-    "marked",
-    "record",
-    "recorded",
-    "send",
-]
+__all__ = ["AGENT_PID", "NODE", "RUN_ID", "adopt_orphans", "alive", "descendants",
+           "die_with_parent", "end", "marked", "record", "recorded", "send"]  # fmt: skip
 
+# Environment variables of every process of a job: its run id, the rank of its host, and the agent
+# that it must not outlive.
 RUN_ID = "MEGATRON_EXT_RUN_ID"
-"""Environment variable of every process of a job: the run id."""
 NODE = "MEGATRON_EXT_NODE"
-"""Environment variable of every process of a job: the rank of its host."""
 AGENT_PID = "MEGATRON_EXT_AGENT_PID"
-"""Environment variable of every process of a job: the agent that it must not outlive."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_POLL_S = 0.05
-
-
+# Start times count from the start of the system, which clocks correct by a second.
 _SAME_START_S = 2.0
-"""When a process started is told with the start of the system, which clocks correct by a second."""
 
 
 def record(process: Process) -> dict[str, Any]:
@@ -89,13 +73,7 @@ def descendants(root: int) -> set[Process]:
 
 
 def marked(run_id: str, node: int, since: float = 0.0) -> set[Process]:
-    """Return the processes that carry the mark of one job on one host.
-
-    Args:
-        run_id: The job.
-        node: The rank of the host.
-        since: Ignore processes that started before this time, in seconds since 1970.
-    """
+    """Return the processes of a job on a host that started after a time, in seconds since 1970."""
     found = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it ended meanwhile, or is not ours
@@ -108,17 +86,14 @@ def marked(run_id: str, node: int, since: float = 0.0) -> set[Process]:
 
 
 def end(processes: Iterable[Process], *, timeout_s: float = 5.0) -> set[Process]:
-    """Kill processes and wait until they have exited.
-
-    Returns:
-        Those that remain after the time-out, such as processes in an uninterruptible wait.
-    """
+    """Kill processes; return those that remain, such as processes that wait for a device."""
     left = set(filter(alive, processes))
     for process in left:
         send(process, signal.SIGKILL)
+    # Not psutil.wait_procs(): it would take a child's exit code from the `Popen` that waits for it.
     deadline = time.monotonic() + timeout_s
     while left and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+        time.sleep(0.05)
         left = set(filter(alive, left))
     return left
 
@@ -132,8 +107,6 @@ def die_with_parent(agent_pid: int | None = None) -> None:
     """Have the kernel kill this process as soon as its parent ends, for whatever reason.
 
     torchrun's process and each rank of a launched job call this first; elsewhere it does nothing.
-    It also detects a parent that ended before the call: the chain from here up to the job's agent
-    must be unbroken.
 
     Args:
         agent_pid: The agent; by default the one named in the environment, if any.
@@ -143,6 +116,7 @@ def die_with_parent(agent_pid: int | None = None) -> None:
     if agent_pid == 0:
         return
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have ended before the call: the chain up to the agent must be unbroken.
     if agent_pid not in [parent.pid for parent in Process().parents()]:
         os.kill(os.getpid(), signal.SIGKILL)
 

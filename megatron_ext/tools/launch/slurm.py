@@ -2,7 +2,7 @@
 
 Inside an allocation srun replaces ssh; agents, preflight and supervision are the same. Outside one,
 `launch` submits a batch script with the same command. The Slurm job id is the run id, so `status`,
-`logs`, `stop` and `collect` accept it, on any machine that shares the directory of runs.
+`logs` and `stop` accept it, on any machine that shares the directory of runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_ext.tools.launch import runs
 from megatron_ext.tools.launch.hostfile import Host
 from megatron_ext.tools.launch.ssh import Ssh
 
-__all__ = ["Srun", "batch_script", "cancel", "end", "hosts", "job_of", "state", "submit"]
+__all__ = ["Srun", "batch_script", "end", "hosts", "job_of", "scancel", "state", "submit"]
 
 _TIMEOUT_S = 60
 _POLL_S = 0.5  # Slurm sends no notification when a job ends
@@ -55,13 +55,13 @@ def hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
     Raises:
         LaunchError: One of Slurm's commands fails, or the environment contradicts itself.
     """
-    names = _ask("scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")).split()
-    shown = _ask("scontrol", "--oneliner", "show", "node", ",".join(names))
+    names = _slurm("scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", ""))
+    shown = _slurm("scontrol", "--oneliner", "show", "node", ",".join(names.split()))
     addresses = dict(re.findall(r"NodeName=(\S+) .*?NodeAddr=(\S+)", shown))
-    tasks = _tasks(environment.get("SLURM_TASKS_PER_NODE", ""), len(names))
+    tasks = _tasks(environment.get("SLURM_TASKS_PER_NODE", ""), len(names.split()))
     return tuple(
         Host(name, slots=count if count > 1 else None, addr=addresses.get(name))
-        for name, count in zip(names, tasks, strict=True)
+        for name, count in zip(names.split(), tasks, strict=True)
     )
 
 
@@ -69,7 +69,7 @@ def _tasks(text: str, num_hosts: int) -> list[int]:
     """Return the number of tasks of each host, from Slurm's notation `2(x3),1`; one each without.
 
     Raises:
-        LaunchError: The notation is damaged, or tells of another number of hosts.
+        LaunchError: The notation is damaged, or of another number of hosts.
     """
     if not text:
         return [1] * num_hosts
@@ -90,34 +90,38 @@ def state(job: str) -> str | None:
         LaunchError: Slurm does not answer.
     """
     try:
-        return _ask("squeue", "--noheader", "--format=%T", "--jobs", job).strip() or None
+        return _slurm("squeue", "--noheader", "--format=%T", "--jobs", job).strip() or None
     except LaunchError as error:
         if "Invalid job id" in str(error):
             return None
         raise
 
 
-def cancel(job: str) -> None:
-    """Cancel a pending job.
+def scancel(job: str, *options: str) -> None:
+    """Cancel a pending job, or with options send a signal to one.
 
     Raises:
         LaunchError: The job belongs to another user, or has ended.
     """
-    _scancel(job)
+    try:
+        _slurm("scancel", *options, job)
+    except LaunchError as error:
+        if "denied" not in str(error):
+            raise
+        owner = _slurm("squeue", "--noheader", "--format=%u", "--jobs", job).strip()
+        raise LaunchError(
+            f"Slurm's job {job} belongs to {owner}; only they or an operator may stop it"
+        ) from None
 
 
 def end(job: str, timeout_s: float) -> None:
     """Send SIGTERM to the launcher of a submitted job, which stops it, and wait for its end.
 
-    Args:
-        job: Slurm job id.
-        timeout_s: How long to wait.
-
     Raises:
         LaunchError: The job belongs to another user, or does not end in time.
     """
     if state(job) == "RUNNING":
-        _scancel(job, "--batch", "--signal=TERM")
+        scancel(job, "--batch", "--signal=TERM")
     deadline = time.monotonic() + timeout_s
     while (now := state(job)) in ("RUNNING", "COMPLETING"):
         if time.monotonic() > deadline:
@@ -127,25 +131,12 @@ def end(job: str, timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _scancel(job: str, *options: str) -> None:
-    """Run scancel; name the owner of a job that this user may not touch."""
-    try:
-        _ask("scancel", *options, job)
-    except LaunchError as error:
-        if "denied" not in str(error):
-            raise
-        owner = _ask("squeue", "--noheader", "--format=%u", "--jobs", job).strip()
-        raise LaunchError(
-            f"Slurm's job {job} belongs to {owner}; only they or an operator may stop it"
-        ) from None
-
-
 def batch_script(options: str, arguments: Sequence[str], workdir: str) -> str:
     """Return the script that starts this launch inside an allocation.
 
     Args:
         options: Options of sbatch, such as `--nodes 2 --time 1:00:00`.
-        arguments: Arguments of `megatron-ext`, without `--slurm`.
+        arguments: Arguments of `megatron-ext`.
         workdir: Work directory of the job.
 
     Raises:
@@ -172,22 +163,18 @@ def submit(script: str) -> str:
     root = runs.runs_root()
     try:
         root.mkdir(parents=True, exist_ok=True)
-        job = _ask("sbatch", "--parsable", text=script).strip().partition(";")[0]
+        job = _slurm("sbatch", "--parsable", text=script).strip().partition(";")[0]
         (root / f"slurm-{job}.sh").write_text(script, encoding="utf-8")
     except OSError as error:
         raise LaunchError(
-            f"{root} cannot be written: {error.strerror}; set MEGATRON_EXT_RUNS to "
-            f"another directory"
+            f"{root} cannot be written: {error.strerror}; set MEGATRON_EXT_RUNS to another "
+            f"directory"
         ) from None
     return job
 
 
-def _ask(*command: str, text: str | None = None) -> str:
-    """Run one of Slurm's commands and return its output.
-
-    Raises:
-        LaunchError: The command is missing, fails or does not answer in time.
-    """
+def _slurm(*command: str, text: str | None = None) -> str:
+    """Run one of Slurm's commands and return its output."""
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
@@ -200,6 +187,6 @@ def _ask(*command: str, text: str | None = None) -> str:
     except subprocess.TimeoutExpired:
         raise LaunchError(f"{command[0]} did not answer within {_TIMEOUT_S} s") from None
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or ["it said nothing"]
-        raise LaunchError(f"{command[0]} failed (exit code {done.returncode}): {said[-1]}")
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise LaunchError(f"{command[0]} failed (exit code {done.returncode}): {last}")
     return done.stdout

@@ -21,9 +21,6 @@ __all__ = ["CONNECTION_FAILED", "Ssh", "explain"]
 CONNECTION_FAILED = 255
 """Exit code of ssh for its own failures, and for a remote command that a signal ended."""
 
-_ALIVE_INTERVAL_S = 5
-_ALIVE_COUNT = 3
-
 
 @dataclass(frozen=True)
 class Ssh:
@@ -51,17 +48,13 @@ class Ssh:
     def argv(self, host: Host, remote: Sequence[str]) -> list[str]:
         """Return the command that runs `remote` on a host, its words quoted for the login shell."""
         options = [
-            "-T",
-            "-o", "BatchMode=yes",
-            "-o", f"ConnectTimeout={self.connect_timeout_s}",
-            "-o", f"ServerAliveInterval={_ALIVE_INTERVAL_S}",
-            "-o", f"ServerAliveCountMax={_ALIVE_COUNT}",
+            "BatchMode=yes", f"ConnectTimeout={self.connect_timeout_s}",
+            "ServerAliveInterval=5", "ServerAliveCountMax=3",  # a dead host is noticed in 15 s
         ]  # fmt: skip
-        if host.port is not None:
-            options += ["-p", str(host.port)]
-        if host.user is not None:
-            options += ["-l", host.user]
-        return [*self.command, *options, host.name, shlex.join(remote)]
+        words = [*self.command, "-T", *(word for each in options for word in ("-o", each))]
+        words += [] if host.port is None else ["-p", str(host.port)]
+        words += [] if host.user is None else ["-l", host.user]
+        return [*words, host.name, shlex.join(remote)]
 
 
 _MEANINGS = {
@@ -85,17 +78,16 @@ _MEANINGS = {
 """Pattern in the output of ssh or the login shell -> explanation and remedy."""
 
 
-def explain(host: str, code: int | None, stderr: Sequence[str]) -> str:
+def explain(host: str, code: int | None, printed: Sequence[str]) -> str:
     """Explain in one line why an agent did not start on a host, with a remedy.
 
     Args:
         host: Name of the host.
-        code: Exit code of the connection; None after a time-out.
-        stderr: Printed lines, in order.
+        code: Exit code of the connection.
+        printed: Lines of ssh or the login shell, in order.
     """
-    text = "\n".join(stderr)
-    said = next((line.strip() for line in reversed(stderr) if line.strip()), "it said nothing")
+    last = next((line.strip() for line in reversed(printed) if line.strip()), "no output")
     for pattern, meaning in _MEANINGS.items():
-        if re.search(pattern, text, re.IGNORECASE):
-            return f"{meaning.format(host=host)} ({said})"
-    return f"the agent did not start there (exit code {code}): {said}"
+        if re.search(pattern, "\n".join(printed), re.IGNORECASE):
+            return f"{meaning.format(host=host)} ({last})"
+    return f"the agent did not start there (exit code {code}): {last}"

@@ -1,81 +1,73 @@
 """Implements `launch`: from flags to a plan, and from the plan to a finished job."""
 
-
 # ruff: noqa: T201 - commands report on stdout and stderr
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from megatron_ext.devices.count import count_devices
 from megatron_ext.errors import LaunchError
-from megatron_ext.tools.launch import (
-    hostfile,
-    preflight,
-    process,
-    restarts,
-    runs,
-    slurm,
-)
-from megatron_ext.tools.launch.display import Display
+from megatron_ext.tools.launch import hostfile, process, runs, slurm
+from megatron_ext.tools.launch.logs import Display
 from megatron_ext.tools.launch.plan import Node, Parallel, Plan, add_computed_flags, flag_value
-from megatron_ext.tools.launch.restarts import Restarts
 from megatron_ext.tools.launch.ssh import Ssh
-from megatron_ext.tools.launch.supervise import Job, Outcome
+from megatron_ext.tools.launch.supervise import (
+    Outcome,
+    ask,
+    close_all,
+    meet,
+    supervise,
+    warnings,
+)
 from megatron_ext.upstream import failure
 from megatron_ext.upstream.person_view import PersonView
 
-if TYPE_CHECKING:
-    from megatron_ext.tools.launch.connection import Connection
+__all__ = ["nodes_of", "run", "ssh_of"]
 
-__all__ = ["is_this_machine", "make_plan", "nodes_of", "run", "ssh_of"]
-
-FORWARDED = (
-    "NCCL_", "MCCL_", "GLOO_", "UCX_", "TORCH_", "CUDA_", "MUSA_", "OMP_", "MEGATRON_EXT_", "HF_",
+_FORWARDED = (
+    "NCCL_", "MCCL_", "GLOO_", "UCX_", "TORCH_", "CUDA_", "MUSA_", "OMP_", "MEGATRON_", "HF_",
+    "PYTHONPATH", "PYTHONWARNINGS",
 )  # fmt: skip
-"""Prefixes of the environment variables that every host gets from the launcher's environment."""
-_FORWARDED_NAMES = ("PYTHONPATH", "PYTHONWARNINGS", "MEGATRON_LM_PATH")
-_NOT_FORWARDED = (
-    "MEGATRON_EXT_RUNS", process.RUN_ID, process.NODE, process.AGENT_PID
-)  # fmt: skip
+"""Beginnings of the environment variables that every host gets from the launcher's environment."""
+_NOT_FORWARDED = ("MEGATRON_EXT_RUNS", process.RUN_ID, process.NODE, process.AGENT_PID)
 _DEFAULTS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "OMP_NUM_THREADS": "1",
     # Every rank would warn about missing kernels and deprecated calls in Megatron.
     "PYTHONWARNINGS": "ignore",
 }
+_LONGEST_PAUSE_S = 60.0
 
 
-def is_this_machine(host: hostfile.Host) -> bool:
-    """Return whether a host is this machine, which needs no ssh.
-
-    It compares addresses and names of this machine, without name resolution.
-    """
+def _is_this_machine(host: hostfile.Host) -> bool:
+    """Return whether a host is this machine, by its names and addresses, without resolving any."""
     if host.name in ("localhost", socket.gethostname()):
         return True
     try:
         address = ip_address(host.name)
-    except ValueError:
-        return False
-    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
+        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((host.name, 0))
-        except OSError:
-            return False
+    except (OSError, ValueError):
+        return False
     return True
+
+
+def _allocation(args: argparse.Namespace) -> str | None:
+    """Return the id of the Slurm job to run on; None if there is a hostfile."""
+    return slurm.job_of(os.environ) if args.hostfile is None else None
 
 
 def nodes_of(
@@ -98,22 +90,16 @@ def nodes_of(
         known = hostfile.read(args.hostfile)
     else:
         known = (hostfile.Host("localhost", slots=alone),)
-    hosts = hostfile.select(known, args.include, args.exclude)
     if nproc is not None and not 1 <= nproc <= hostfile.MAX_SLOTS:
         raise LaunchError(f"--nproc is {nproc}; it must be from 1 to {hostfile.MAX_SLOTS}")
     return tuple(
         Node(
             host,
-            nproc=(len(host.devices) if host.devices else nproc or host.slots or 0),
-            local=job is None and is_this_machine(host),
+            nproc=len(host.devices or ()) or nproc or host.slots or 0,
+            local=job is None and _is_this_machine(host),
         )
-        for host in hosts
+        for host in hostfile.select(known, args.include, args.exclude)
     )
-
-
-def _allocation(args: argparse.Namespace) -> str | None:
-    """Return the id of the Slurm job to run on; None if there is a hostfile."""
-    return slurm.job_of(os.environ) if args.hostfile is None else None
 
 
 def ssh_of(args: argparse.Namespace) -> Ssh:
@@ -128,30 +114,26 @@ def ssh_of(args: argparse.Namespace) -> Ssh:
     return Ssh.parse(args.ssh_cmd, max(1, min(10, int(args.preflight_timeout))))
 
 
-def _environment(args: argparse.Namespace, *, show_bubble: bool) -> dict[str, str]:
-    variables = dict(_DEFAULTS)
-    if show_bubble:
-        variables["MEGATRON_EXT_STEP_BUBBLE"] = "1"  # of `tools/trace/scalars.py`
-    for name, value in os.environ.items():
-        named = name.startswith(FORWARDED) or name in _FORWARDED_NAMES
-        if named and name not in _NOT_FORWARDED:
-            variables[name] = value
-    return {**variables, **dict(_assignments(args.env))}
-
-
-def _assignments(given: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for assignment in given:
+def _environment(args: argparse.Namespace) -> dict[str, str]:
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_FORWARDED) and name not in _NOT_FORWARDED
+    }
+    shown = {} if args.raw else {"MEGATRON_EXT_STEP_BUBBLE": "1"}  # of `tools/trace/scalars.py`
+    variables = {**_DEFAULTS, **shown, **own}
+    for assignment in args.env:
         name, equals, value = assignment.partition("=")
         if not equals or not name.isidentifier():
             raise LaunchError(f"--env {assignment!r} must be NAME=VALUE, for example --env A=1")
-        yield name, value
+        variables[name] = value
+    return variables
 
 
 def _command(args: argparse.Namespace) -> list[str]:
     """Return the script and its flags, or with `--per-node` any command."""
-    words: list[str] = (
-        args.command_words[1:] if args.command_words[:1] == ["--"] else args.command_words
-    )
+    words: list[str] = args.command_words
+    words = words[1:] if words[:1] == ["--"] else words
     if not words:
         raise LaunchError(
             "nothing to run; name a script after --, as in `-- pretrain_gpt.py --num-layers 8`"
@@ -164,28 +146,36 @@ def _command(args: argparse.Namespace) -> list[str]:
     return words
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
-    """Return the plan of the flags; numbers of processes may still be open.
+def _workdir() -> str:
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        raise LaunchError("the work directory was removed; change to one that exists") from None
 
-    Raises:
-        LaunchError: Something is missing or contradictory.
-    """
-    words = _command(args)
+
+def _make_plan(args: argparse.Namespace) -> Plan:
+    """Return the plan of the flags; numbers of processes may still be open."""
+    words, job = _command(args), _allocation(args)
     if args.master_port is not None and not 1 <= args.master_port <= 65535:
         raise LaunchError(f"--master-port is {args.master_port}; it must be from 1 to 65535")
     if args.log_dir is not None and not Path(args.log_dir).is_absolute():
         raise LaunchError(f"--log-dir {args.log_dir} is relative; hosts need an absolute path")
-    nodes = nodes_of(args, args.nproc, _processes_here(words))
+    backend = flag_value(words, "--device-backend") or os.environ.get("MEGATRON_EXT_DEVICE")
+    devices = 0 if backend == "cpu" else count_devices()
+    nodes = nodes_of(args, args.nproc, alone=devices or Parallel.of(words).replica_size)
     if args.per_node:
         nodes = tuple(replace(node, nproc=1) for node in nodes)
+    run_id = runs.check_run_id(args.run_id) if args.run_id else runs.new_run_id()
+    if job is not None and not args.run_id:  # the first run in a Slurm job has its id
+        run_id = f"{job}-{run_id}" if runs.load(job, "plan") else job
     plan = Plan(
-        run_id=runs.check_run_id(args.run_id) if args.run_id else _new_run_id(_allocation(args)),
-        slurm_job=_allocation(args),
+        run_id=run_id,
+        slurm_job=job,
         nodes=nodes,
         command=tuple(words),
         workdir=_workdir(),
         python=args.python,
-        env=_environment(args, show_bubble=not args.raw),
+        env=_environment(args),
         master_port=args.master_port,
         per_node=args.per_node,
         embedded=args.embedded,
@@ -194,27 +184,6 @@ def make_plan(args: argparse.Namespace) -> Plan:
     )
     plan.check(allow_uneven=args.allow_uneven)
     return plan
-
-
-def _processes_here(words: Sequence[str]) -> int:
-    """Return the ranks to start on this machine: one for each device, or one replica on a CPU."""
-    backend = flag_value(words, "--device-backend") or os.environ.get("MEGATRON_EXT_DEVICE")
-    devices = 0 if backend == "cpu" else count_devices()
-    return devices or Parallel.of(words).replica_size
-
-
-def _new_run_id(job: str | None) -> str:
-    """That of the Slurm job for the first run in it."""
-    if job is None:
-        return runs.new_run_id()
-    return f"{job}-{runs.new_run_id()}" if (runs.run_dir(job) / "plan.json").exists() else job
-
-
-def _workdir() -> str:
-    try:
-        return str(Path.cwd())
-    except FileNotFoundError:
-        raise LaunchError("the work directory was removed; change to one that exists") from None
 
 
 def _completed(plan: Plan, args: argparse.Namespace) -> Plan:
@@ -237,6 +206,10 @@ def _shown_ranks(text: str, world_size: int) -> list[int]:
     return sorted(ranks)
 
 
+def _say(text: str) -> None:
+    print(f"megatron-ext: {text}", file=sys.stderr, flush=True)
+
+
 def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run `launch`.
 
@@ -249,23 +222,30 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     """
     if args.slurm is not None and slurm.job_of(os.environ) is None:
         return _submit(args, words)
-    plan, spares = _without_spares(make_plan(args), args.spares)
-    ssh = ssh_of(args)
+    plan, ssh = _make_plan(args), ssh_of(args)
+    used = len(plan.nodes) - args.spares
+    if used < 1:
+        raise LaunchError(
+            f"--spares is {args.spares} of {len(plan.nodes)} hosts; at least one has to be in use"
+        )
+    plan, hosts = replace(plan, nodes=plan.nodes[:used]), plan.nodes
+    open_hosts = [node.host.name for node in plan.nodes if node.nproc == 0]
+    if args.dry_run and open_hosts:
+        raise LaunchError(
+            f"--dry-run asks no host, so it cannot count the devices of {', '.join(open_hosts)}; "
+            f"give slots=N in the hostfile, or --nproc N"
+        )
+    if not open_hosts:  # what is wrong here is reported before any host is asked
+        completed = _completed(plan, args)
+        _shown_ranks(args.show, completed.world_size)
     if args.dry_run:
-        open_hosts = [node.host.name for node in plan.nodes if node.nproc == 0]
-        if open_hosts:
-            raise LaunchError(
-                f"--dry-run asks no host, so it cannot count the devices of "
-                f"{', '.join(open_hosts)}; give slots=N in the hostfile, or --nproc N"
-            )
-        print(_completed(plan, args).dry_run(), end="")
+        print(completed.dry_run(), end="")
         return 0
-    _show_own_log()
-    # Run local checks before contacting hosts.
-    if all(node.nproc for node in plan.nodes):
-        _shown_ranks(args.show, _completed(plan, args).world_size)
-    limits = Restarts(args.max_restarts, args.restart_window, spares, args.preflight_timeout)
-    return asyncio.run(_launch(plan, args, ssh, limits)).code
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("megatron-ext: %(message)s"))
+    logger = logging.getLogger("megatron_ext")
+    logger.handlers, logger.propagate = [handler], False
+    return _with_restarts(plan, hosts, args, ssh)
 
 
 def _submit(args: argparse.Namespace, words: Sequence[str]) -> int:
@@ -283,107 +263,109 @@ def _submit(args: argparse.Namespace, words: Sequence[str]) -> int:
     return 0
 
 
-def _show_own_log() -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("megatron-ext: %(message)s"))
-    logger = logging.getLogger("megatron_ext")
-    logger.handlers, logger.propagate = [handler], False
+def _with_restarts(plan: Plan, hosts: tuple[Node, ...], args: argparse.Namespace, ssh: Ssh) -> int:
+    """Run a job until it succeeds, is stopped, or has used up its restarts.
 
+    Every attempt is a run of its own, with preflight, logs and a result: ID, ID-r1, ID-r2. The
+    script resumes from its last whole checkpoint: Megatron records a checkpoint's iteration only
+    after it has written all of it.
 
-def _say(text: str) -> None:
-    print(f"megatron-ext: {text}", file=sys.stderr, flush=True)
+    Args:
+        plan: The first attempt.
+        hosts: Those of the plan, and spare ones.
+        args: The flags.
+        ssh: How to reach hosts.
 
-
-def _without_spares(plan: Plan, count: int) -> tuple[Plan, tuple[Node, ...]]:
-    """Return the plan without its last hosts, and those."""
-    used = len(plan.nodes) - count
-    if used < 1:
-        raise LaunchError(
-            f"--spares is {count} of {len(plan.nodes)} hosts; at least one has to be in use"
+    Raises:
+        LaunchError: An attempt cannot start, or too few hosts answer.
+    """
+    if args.max_restarts and flag_value(plan.command, "--load") is None:
+        _say("warning: without --save and --load, a restart begins with the first iteration")
+    failed_at: list[float] = []
+    number, count, current = 0, len(plan.nodes), plan
+    while True:
+        outcome = _attempt(current, args, ssh)
+        now = time.monotonic()
+        failed_at = [at for at in failed_at if now - at < args.restart_window]
+        if outcome.failure is None or len(failed_at) >= args.max_restarts:
+            return outcome.code
+        failed_at.append(now)
+        number += 1
+        pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (len(failed_at) - 1))
+        _say(
+            f"restart {len(failed_at)} of {args.max_restarts} in {pause_s:g} s, because of "
+            f"{outcome.failure}"
         )
-    return replace(plan, nodes=plan.nodes[:used]), plan.nodes[used:]
+        time.sleep(pause_s)
+        everywhere = replace(plan, nodes=hosts)
+        requests = {index: everywhere.request(index, "status") for index in range(len(hosts))}
+        connections, _, answers = ask(everywhere, requests, ssh, args.preflight_timeout)
+        close_all(connections.values(), 2.0)
+        for index, answer in sorted(answers.items()):
+            if isinstance(answer, str):
+                _say(f"{hosts[index].host.name}: {answer}")
+        nodes = [node for index, node in enumerate(hosts) if not isinstance(answers[index], str)]
+        if len(nodes) < count:
+            raise LaunchError(
+                f"the job needs {count} hosts and {len(nodes)} of {len(hosts)} answer; mend them, "
+                f"or give more spare hosts (--spares)"
+            )
+        current = replace(plan, run_id=f"{plan.run_id}-r{number}", nodes=tuple(nodes[:count]))
 
 
-async def _launch(plan: Plan, args: argparse.Namespace, ssh: Ssh, limits: Restarts) -> Outcome:
-    return await restarts.run(plan, ssh, limits, lambda each: _attempt(each, args, ssh))
-
-
-async def _attempt(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
-    connections, findings = await preflight.meet(plan, ssh, args.preflight_timeout)
+def _attempt(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
+    connections, inbox, findings = meet(plan, ssh, args.preflight_timeout)
+    directory = runs.run_dir(plan.run_id)
     try:
-        plan = _completed(plan.with_devices([found.get("devices", 0) for found in findings]), args)
+        plan = _completed(plan.with_devices([found["devices"] for found in findings]), args)
         show = _shown_ranks(args.show, plan.world_size)
-        directory = _record(plan)
+        if (directory / "plan.json").exists():
+            raise LaunchError(f"there is a run {plan.run_id} already; give another --run-id")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            runs.write_json(directory / "plan.json", plan.record())
+            runs.write_json(directory / "launcher.json", process.record(psutil.Process()))
+            log = (directory / "output.log").open("wb")
+        except OSError as error:
+            raise LaunchError(
+                f"{directory} cannot be written: {error.strerror}; make room, or set "
+                f"MEGATRON_EXT_RUNS to another directory"
+            ) from None
     except BaseException:
-        await asyncio.gather(*(connection.close() for connection in connections))
+        close_all(connections.values())
         raise
-    for warning in preflight.warnings(plan, findings):
+    for warning in warnings(plan, findings):
         _say(f"warning: {warning}")
     _say(f"run {plan.run_id}: {plan.summary()}")
     raw = args.raw or not Path(plan.command[0]).name.startswith("pretrain_")
     if not raw:
         show = list(range(plan.world_size)) if len(plan.nodes) == 1 else show
         _say(f"everything the ranks print: {directory / 'output.log'}")
-    outcome = await _supervised(plan, connections, findings, ssh, show, raw=raw)
+    with log:
+        display = Display(sys.stdout.buffer, log, None if raw else PersonView())
+        try:
+            outcome = supervise(plan, connections, inbox, findings, display, show, ssh)
+        finally:
+            display.close()
+    if display.left_out:
+        _say(f"{display.left_out} lines were not shown, because the output was blocked")
+    reason = str(outcome.failure) if outcome.failure else None
+    result = {"exit_code": outcome.code, "failure": reason, "stopped_by": outcome.stopped_by}
     try:
-        runs.write_json(directory / "result.json", outcome.to_json())
+        runs.write_json(directory / "result.json", result)
     except OSError as error:
         _say(f"warning: {directory / 'result.json'} cannot be written: {error.strerror}")
-    _tell(plan, outcome, raw=raw)
-    return outcome
-
-
-async def _supervised(
-    plan: Plan,
-    connections: list[Connection],
-    findings: list[dict[str, Any]],
-    ssh: Ssh,
-    show: list[int],
-    raw: bool,
-) -> Outcome:
-    view = None if raw else PersonView()
-    with (runs.run_dir(plan.run_id) / "output.log").open("wb") as log:
-        display = Display(sys.stdout.buffer, log, view)
-        try:
-            outcome = await Job(plan, connections, findings, display, ssh).run(show)
-        finally:
-            await asyncio.to_thread(display.close)
-            if display.left_out:
-                _say(f"{display.left_out} lines were not shown, because the output was blocked")
-    outcome.iteration = display.iteration
-    return outcome
-
-
-def _record(plan: Plan) -> Path:
-    """Write the files of this run that later commands read."""
-    directory = runs.run_dir(plan.run_id)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if (directory / "plan.json").exists():
-            raise LaunchError(f"there is a run {plan.run_id} already; give another --run-id")
-        runs.write_json(directory / "plan.json", plan.to_json())
-        runs.write_json(directory / "launcher.json", process.record(psutil.Process()))
-    except OSError as error:
-        raise LaunchError(
-            f"{directory} cannot be written: {error.strerror}; make room, or set "
-            f"MEGATRON_EXT_RUNS to another directory"
-        ) from None
-    return directory
-
-
-def _tell(plan: Plan, outcome: Outcome, *, raw: bool) -> None:
-    logs = f"logs: megatron-ext logs {plan.run_id}"
-    if not raw:
-        logs = f"everything: {runs.run_dir(plan.run_id) / 'output.log'}"
+    logs = f"logs: megatron-ext logs {plan.run_id}" if raw else f"everything: {log.name}"
     if outcome.failure is not None:
         lines = [line for line in outcome.failure.tail if line.strip()]
         for line in lines if raw else lines[-1:]:
             _say(f"| {line}")
-        _say(f"failed first: {outcome.failure}; the job was stopped on all hosts; {logs}")
-    elif outcome.stopped_by == "SIGINT" and outcome.iteration:
+        _say(f"failed first: {reason}; the job was stopped on all hosts; {logs}")
+    elif outcome.stopped_by == "SIGINT" and display.iteration:
         saved = [flag_value(plan.command, flag) for flag in ("--save", "--load")]
-        _say(f"interrupted at iteration {outcome.iteration}; {failure.to_resume(*saved)}; {logs}")
+        _say(f"interrupted at iteration {display.iteration}; {failure.to_resume(*saved)}; {logs}")
     elif outcome.stopped_by is not None:
         _say(f"stopped by {outcome.stopped_by}; {logs}")
     else:
         _say(f"run {plan.run_id} succeeded; {logs}")
+    return outcome

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from megatron_ext.config.pipeline_config import DynamicOrder
-from megatron_ext.tools.doctor import machine, software
+from megatron_ext.tools.doctor import hosts, machine, software
 from megatron_ext.tools.doctor.hosts import check_hosts
 from megatron_ext.tools.doctor.machine import Sizes, arena_bytes, check_arenas
-from megatron_ext.tools.launch import preflight
 from megatron_ext.tools.launch.hostfile import Host
 from megatron_ext.tools.launch.plan import Node, Plan
 from megatron_ext.tools.launch.ssh import Ssh
@@ -184,25 +183,18 @@ def test_hosts_are_asked_as_a_launch_would(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_each_warning_of_a_host_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [
-        "a: 64 MiB are free in /dev/shm, and data loaders and NCCL take more; give it more",
-        "a: its clock is +60 s off this machine's; let NTP or chrony set it",
-    ]
-    monkeypatch.setattr(preflight, "warnings", lambda plan, findings: lines)
-    monkeypatch.setattr(preflight, "judge", lambda plan, findings: [])
-    hello = {"versions": {"torch": "2", "megatron-core": "0.16"}, "devices": 0, "ahead_s": 60.0,
-             "free_bytes": 1 << 40}  # fmt: skip
-
-    async def ask_all(*_: object) -> list[dict[str, object]]:
-        return [hello]
-
-    monkeypatch.setattr(preflight, "ask_all", ask_all)
+    warning = "64 MiB are free in /dev/shm, and data loaders and NCCL take more; give it more"
+    hello = {
+        "same": {"torch": "2", "megatron-core": "0.16"}, "devices": 0, "free_bytes": 1 << 40,
+        "ahead_s": 60.0, "problems": [], "warnings": [warning],
+    }  # fmt: skip
+    monkeypatch.setattr(hosts, "ask", lambda *_: ({}, None, {0: hello}))
     plan = Plan("check", (Node(Host("a"), 0, local=False),), ("true",), "/", sys.executable)
     found = [f for f in check_hosts(plan, Ssh(), 30) if f.level == "WARN"]
-    assert [f.found.split(",")[0] for f in found] == [
-        "64 MiB are free in /dev/shm", "its clock is +60 s off this machine's",
-    ]  # fmt: skip
-    assert [f.remedy for f in found] == ["give it more", "let NTP or chrony set it"]
+    assert {f.found.split(",")[0]: f.remedy for f in found} == {
+        "64 MiB are free in /dev/shm": "give it more",
+        "its clock is +60 s off this machine's": "let NTP or chrony set it",
+    }
 
 
 def test_mistakes_are_told_before_anything_is_looked_at(tmp_path: Path) -> None:

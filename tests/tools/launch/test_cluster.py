@@ -83,7 +83,7 @@ def run_id_of(launcher: subprocess.Popen[str], lines: list[str], ranks: int) -> 
     raise AssertionError("".join(lines))
 
 
-def test_llama3_trains_on_two_hosts_and_its_files_can_be_collected(hosts: Cluster) -> None:
+def test_llama3_trains_on_two_hosts(hosts: Cluster) -> None:
     flags = [*LLAMA.split(), "--use-dpp", "--pipeline-transport", "tcp"]
     words = [*WITHOUT_TREE, "--raw", "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags]
     done = hosts.run(*hosts.launch_arguments(hosts.hostfile(slots=2), *words), timeout_s=200)
@@ -94,11 +94,8 @@ def test_llama3_trains_on_two_hosts_and_its_files_can_be_collected(hosts: Cluste
     assert f"[{ADDRESSES[1]}:3]" in done.stdout  # the last rank tells the loss
     [run_id] = re.findall(r"run ([\w-]+):", done.stderr)
     status = hosts.run("status", run_id, "--ssh-cmd", hosts.ssh)
-    assert all(f"{address}: agent gone, 0 processes, ended with 0" in status.stdout
-               for address in ADDRESSES)  # fmt: skip
-    collected = hosts.run("collect", run_id, "--ssh-cmd", hosts.ssh, "--to", "got")
-    assert collected.returncode == 0, collected.stderr
-    assert len(list((hosts.directory / "got").glob("*.tar.gz"))) == 2
+    assert status.stdout.startswith("succeeded (exit code 0)\n")
+    assert all(f"{address}: ended with 0, no processes" in status.stdout for address in ADDRESSES)
     assert not in_namespace(hosts, 0) + in_namespace(hosts, 1)
 
 
@@ -179,7 +176,7 @@ def test_whatever_is_killed_all_of_it_ends_and_a_neighbour_does_not(
         }
         if victim == "launcher":
             status = hosts.run("status", run_id, "--ssh-cmd", hosts.ssh).stdout
-            assert "launcher: ended" in status
+            assert status.startswith("the launcher has ended without a result\n")
             assert status.count("(the launcher exited)") == 2, status
         else:
             assert died[victim] in text

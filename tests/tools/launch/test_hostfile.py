@@ -62,7 +62,7 @@ def test_every_key() -> None:
         ("a port=0", "port is '0'; it must be a port from 1 to 65535"),
         ("a port=99999", "port is '99999'"),
         ("a addr=b", "addr is 'b'; it must be an IP address"),
-        ("a rdma=10.0.0.1,", "rdma is ''"),
+        ("a rdma=10.0.0.1,", "rdma is '10.0.0.1,'; it must be IP addresses"),
         ("a user=-oProxyCommand=x", "it must be the name of a user"),
         ("-oProxyCommand=x", "is not a host name"),
         ("a slot=3", "unknown key 'slot'; keys are slots, addr"),

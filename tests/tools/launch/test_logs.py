@@ -1,65 +1,54 @@
-"""From the files of the ranks to the terminal: whole lines, bounded memory, nothing blocked."""
+"""From the output of the ranks to the terminal: whole lines, bounded memory, nothing blocked."""
 
 from __future__ import annotations
 
-import asyncio
+import io
 import os
 import threading
 from pathlib import Path
 
-from megatron_ext.tools.launch import tail
-from megatron_ext.tools.launch.display import Display
-from megatron_ext.tools.launch.tail import LogFiles, last_lines
+from megatron_ext.tools.launch import agent
+from megatron_ext.tools.launch.logs import Display, last_lines
 
 
-def rank_log(directory: Path, local_rank: int, stream: str = "stdout") -> Path:
-    path = directory / "ranks" / "x_1" / "attempt_0" / str(local_rank) / f"{stream}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
+def forwarded(*pieces: bytes, every_line: bool = False) -> tuple[list[str], bytes]:
+    """Return what an agent makes of a job's output that comes in pieces: messages, its own log."""
+    reading, writing = os.pipe()
+    log, sent, seen = io.BytesIO(), [], threading.Event()
+
+    def send(message: dict[str, str]) -> None:
+        sent.append(message["text"])
+        seen.set()
+
+    with os.fdopen(reading, "rb") as output:
+        thread = threading.Thread(
+            target=agent._forward, args=(output, log, send), kwargs={"every_line": every_line}
+        )
+        thread.start()
+        for piece in pieces:
+            seen.clear()
+            os.write(writing, piece)
+            seen.wait(0.2)  # most pieces are read alone then
+        os.close(writing)
+        thread.join(30)
+        assert not thread.is_alive()
+    return sent, log.getvalue()
 
 
-def read(logs: LogFiles, *, final: bool = False) -> list[tuple[str, bytes]]:
-    return [(chunk.source, chunk.data) for chunk in logs.read(final=final)]
+def test_lines_of_ranks_are_sent_whole_and_the_others_kept() -> None:
+    sent, log = forwarded(b"\x1e5 one\n\x1e5 tw", b"o\nits own\n", b"\x1e4 end")
+    assert "".join(sent) == "\x1e5 one\n\x1e5 two\n\x1e4 end\n"
+    assert all(text.endswith("\n") for text in sent)
+    assert log == b"its own\n"
+    sent, log = forwarded(b"a\n\xff", every_line=True)
+    assert "".join(sent).encode(errors="surrogateescape") == log == b"a\n\xff\n"
 
 
-def test_lines_are_handed_on_whole_and_only_of_the_ranks_asked_for(tmp_path: Path) -> None:
-    logs = LogFiles(tmp_path, 4, [1], {"output.log": ""})
-    assert read(logs) == []  # there are no files yet
-    rank_log(tmp_path, 0).write_bytes(b"not shown\n")
-    with rank_log(tmp_path, 1).open("wb", buffering=0) as file:
-        file.write(b"one\ntw")
-        assert read(logs) == [("5", b"one\n")]
-        assert read(logs) == []
-        file.write(b"o\nthree")
-        (tmp_path / "output.log").write_bytes(b"hello\n")
-        assert sorted(read(logs)) == [("", b"hello\n"), ("5", b"two\n")]
-        assert read(logs, final=True) == [("5", b"three\n")]
-    logs.close()
-
-
-def test_a_line_without_an_end_does_not_grow_for_ever(tmp_path: Path) -> None:
-    rank_log(tmp_path, 0).write_bytes(b"x" * (tail.CHUNK_BYTES + 10))
-    logs = LogFiles(tmp_path, 0, [0], {})
-    [(_, data)] = read(logs)
-    assert data == b"x" * tail.CHUNK_BYTES + b"\n"
-    logs.close()
-
-
-def test_who_is_far_behind_gets_the_newest_lines_and_is_told(tmp_path: Path) -> None:
-    path = rank_log(tmp_path, 0)
-    with path.open("wb") as file:
-        file.truncate(tail.MAX_BEHIND_BYTES + 1)
-        file.seek(0, os.SEEK_END)
-        file.write(b"\nthe last line\n")
-    logs = LogFiles(tmp_path, 0, [0], {})
-    data = b""
-    while found := read(logs):
-        data += b"".join(chunk for _, chunk in found)
-    assert data.startswith(b"... ")
-    assert f"bytes are not shown here; they are in {path}".encode() in data
-    assert data.endswith(b"the last line\n")
-    assert len(data) < 4 << 20
-    logs.close()
+def test_a_line_without_an_end_does_not_grow_for_ever() -> None:
+    chunk = b"x" * (agent._CHUNK_BYTES // 2)
+    sent, _ = forwarded(*[chunk] * 5, every_line=True)
+    assert len(sent) > 1
+    assert sum(len(text.rstrip("\n")) for text in sent) == 5 * len(chunk)
 
 
 def test_last_lines_of_a_file_that_may_be_large_or_missing(tmp_path: Path) -> None:
@@ -69,19 +58,31 @@ def test_last_lines_of_a_file_that_may_be_large_or_missing(tmp_path: Path) -> No
     assert last_lines(tmp_path / "gone", 2) == []
 
 
+def test_lines_are_shown_with_host_and_rank() -> None:
+    output, log = io.BytesIO(), io.BytesIO()
+    display = Display(output, log)
+    display.show("a", b"\x1e3 one\n\x1e0 iteration 7/ 9 | loss\x1e0  1.5 |\nof a command\n")
+    display.close()
+    assert output.getvalue().decode().splitlines() == [
+        "[a:3] one", "[a:0] iteration 7/ 9 | loss 1.5 |", "[a] of a command",
+    ]  # fmt: skip
+    assert log.getvalue() == output.getvalue()
+    assert display.iteration == 7
+
+
 def test_a_terminal_that_takes_nothing_loses_lines_but_holds_nobody_up() -> None:
     reading, writing = os.pipe()
     line = b"x" * 999 + b"\n"
     received = bytearray()
 
-    async def flood(display: Display) -> None:
+    def flood(display: Display) -> None:
         for _ in range(100):
-            await display.show("host:0", line * 200)
-        await display.show("host:0", line)
+            display.show("host", line * 200)
+        display.show("host", line)
 
     with os.fdopen(writing, "wb") as output:
         display = Display(output)
-        flooding = threading.Thread(target=lambda: asyncio.run(flood(display)))
+        flooding = threading.Thread(target=flood, args=(display,))
         flooding.start()
         flooding.join(2.0)  # longer than its patience; it must have left lines out by now
         assert display.left_out > 0
@@ -94,7 +95,7 @@ def test_a_terminal_that_takes_nothing_loses_lines_but_holds_nobody_up() -> None
             output.close()
             reader.join(30)
     assert received.count(b"\n") + display.left_out == 20_001
-    assert all(shown.startswith(b"[host:0] x") for shown in bytes(received).splitlines())
+    assert all(shown.startswith(b"[host] x") for shown in bytes(received).splitlines())
 
 
 def test_a_reader_that_went_away_ends_the_display_and_not_the_job() -> None:
@@ -103,7 +104,7 @@ def test_a_reader_that_went_away_ends_the_display_and_not_the_job() -> None:
     output = os.fdopen(writing, "wb", buffering=0)
     display = Display(output)
     for _ in range(20):
-        asyncio.run(display.show("a", b"line\n" * 100_000))
+        display.show("a", b"line\n" * 100_000)
     display.close()
     assert display.left_out == 0
     output.close()

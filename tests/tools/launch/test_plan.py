@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,14 +42,16 @@ def test_the_commands_of_two_hosts_are_these() -> None:
 
 def test_the_agent_starts_the_same_with_logs_and_its_own_address() -> None:
     plan = plan_of("a:2\nb:2")
-    words = plan.agent_argv(1, 1234, "10.0.0.2", "/logs")
+    words = plan.agent_argv(1, {"log_dir": "/logs", "address": "10.0.0.2"}, 1234, [0])
     elastic = ["-m", "megatron_ext.tools.launch.elastic", "/logs/failure.json", "5"]
     assert words[:5] == ["/bin/python", *elastic]
     assert words[-3:] == ["-m", "megatron_ext", "train.py"]
     text = " ".join(words)
     assert "--node-rank 1" in text
     assert "--master-addr a --master-port 1234" in text
-    assert "--local-addr 10.0.0.2 --rdzv-id run --log-dir /logs/ranks --redirects 3" in text
+    assert (
+        "--local-addr 10.0.0.2 --rdzv-id run --log-dir /logs/ranks --redirects 3 --tee 0:3" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,4 +150,5 @@ def test_chosen_devices_are_the_visible_ones() -> None:
 def test_values_of_variables_are_not_written_down() -> None:
     plan = plan_of("a:1", env={"HF_TOKEN": "secret"})
     assert plan.request(0)["env"] == {"HF_TOKEN": "secret"}
-    assert "secret" not in str(plan.to_json())
+    assert "secret" not in str(plan.record())
+    assert Plan.of_record(json.loads(json.dumps(plan.record()))).world_size == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_ext.tools.launch import process, protocol
+from megatron_ext.tools.launch import process, runs
 from megatron_ext.tools.launch.hostfile import Host
 from megatron_ext.tools.launch.ssh import Ssh, explain
 from megatron_ext.tools.launch.supervise import Failure, first_failure
@@ -55,16 +55,13 @@ def test_ssh_gets_a_list_of_arguments_and_the_remote_shell_gets_quoted_words() -
     assert {"BatchMode=yes", "ConnectTimeout=3", "-p", "22", "-l", "me"} <= set(argv)
 
 
-def test_messages_come_through_noise_in_any_pieces() -> None:
-    reading, writing = os.pipe()
-    reader = protocol.Reader(reading)
-    data = b"motd\n" + protocol.MARK + b"broken\n" + protocol.encode({"op": "a"}) + b"\n"
-    for position in range(len(data)):
-        os.write(writing, data[position : position + 1])
-    os.close(writing)
-    assert reader.wait() == {"op": "a"}
-    assert reader.wait() is None
-    os.close(reading)
+def test_messages_stand_out_from_what_login_scripts_print() -> None:
+    message = {"op": "a", "text": "two\nlines"}
+    line = runs.encode(message)
+    assert runs.decode(line) == message
+    assert line.count(b"\n") == 1
+    for noise in (b"motd\n", b"{}\n", line[:-3], line.replace(b"{", b"[").replace(b"}", b"]")):
+        assert runs.decode(noise) is None
 
 
 def test_a_rank_whose_torchrun_is_gone_ends_itself() -> None:

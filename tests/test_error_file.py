@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from megatron_ext.tools.launch.error_file import WholeErrorFile
+from megatron_ext.upstream.error_file import WholeErrorFile
 
 
 def _fail() -> None:
