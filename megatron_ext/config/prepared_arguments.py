@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config import announcements, hosting, roles, trace_flags
+from megatron_ext.config import announcements, hosting, roles
 from megatron_ext.config.active import (
     Active,
     activate_configuration,
@@ -23,7 +23,6 @@ from megatron_ext.config.device_flags import device_arguments
 from megatron_ext.config.flags import DROPPED, completed, naming_flags, pipeline_config
 from megatron_ext.config.incompatible import RULES, refuse
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.tools.trace import session
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import PipelineConfig
@@ -114,7 +113,6 @@ def check(args: Namespace) -> None:
         clear_configuration()
         raise
     _tell_what_runs(args)
-    session.start(trace_flags.run_of(args, required()))
 
 
 def _checked(args: Namespace, found: Active) -> Active:

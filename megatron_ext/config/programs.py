@@ -15,7 +15,6 @@ from megatron_ext.config.wires import torch_is_best
 from megatron_ext.errors import ArgumentsError, DeviceError
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.schedules.table.validation import validate
-from megatron_ext.tools.trace import session
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -139,11 +138,6 @@ def _configure(config: PipelineConfig, sizes: Sizes) -> ModelBuild:
             asked=config,
         )
     )
-    try:
-        session.start(session.Run(schedule=pipeline.full))
-    except BaseException:
-        clear_configuration()
-        raise
     return build
 
 

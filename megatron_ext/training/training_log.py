@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.moe_utils import track_moe_metrics
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_ext.disaggregation import job as disaggregation
-from megatron_ext.tools.trace import scalars
+from megatron_ext.tracing import scalars
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
