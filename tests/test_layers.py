@@ -190,6 +190,7 @@ BREACHES = {
     "errors.py": "megatron_ext.cli",
     "patches/optimizer.py": "megatron_ext.compat.torch_adam",
     "config/build.py": "megatron_ext.hosts",
+    "runtime/program.py": "megatron_ext.tools.trace.survey",
 }
 """One forbidden import for each contract: file, and what it must not import."""
 
