@@ -134,6 +134,8 @@ def _tell_what_runs(args: Namespace) -> None:
         return
     if getattr(args, "rank", 0) != 0:
         return
+    if found.config.tracing is not None and getattr(args, "skip_train", False):
+        hosting.tell(args, "--trace records training steps; --skip-train leaves none to record")
     if found.transport_only is not None:
         over = found.transport_only.transport
         hosting.tell(args, "pipeline schedule: Megatron's own; messages over %s", over)
@@ -144,6 +146,18 @@ def _tell_what_runs(args: Namespace) -> None:
             slower = announcements.warning(found.pipeline)
         if slower is not None:
             hosting.tell(args, "%s", slower)
+        between = found.pipeline.placement.num_stages - 2
+        # Transformer Engine reads no mask; Megatron's own attention takes a causal one without it.
+        has_mask = getattr(args, "reset_attention_mask", False) and getattr(
+            args, "create_attention_mask_in_dataloader", False
+        )
+        if has_mask and between > 0 and getattr(args, "transformer_impl", None) == "local":
+            hosting.tell(
+                args,
+                "--reset-attention-mask: Megatron gives the mask to the first and the last stage "
+                "only, so layers of the %d stages between attend across documents",
+                between,
+            )
 
 
 def _as_given(args: Namespace) -> Namespace:

@@ -207,6 +207,36 @@ def test_a_group_size_without_effect_is_logged(
     assert line.startswith("--microbatch-group-size-per-virtual-pipeline-stage has no effect")
 
 
+MASKED = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "start"),
+    [
+        ({**MASKED, "transformer_impl": "local"}, 4, "--reset-attention-mask: Megatron gives"),
+        ({**MASKED, "transformer_impl": "local"}, 2, None),
+        ({**MASKED, "transformer_impl": "transformer_engine"}, 4, None),
+        ({"trace": True, "skip_train": True}, 4, "--trace records training steps"),
+        ({"trace": True}, 4, None),
+    ],
+)
+def test_what_has_less_effect_than_it_seems_is_logged(
+    args: Namespace,
+    settings: dict[str, Any],
+    ranks: int,
+    start: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    args.pipeline_model_parallel_size = args.world_size = ranks
+    args.data_parallel_size = 1
+    vars(args).update({"trace_interval": None, "trace_iterations": None, "trace_dir": None})
+    vars(args).update(settings)
+    choose(args, "1f1b")
+    check(args)
+    warned = [line for line in caplog.messages if line.startswith("--")]
+    assert [line.startswith(start or "") for line in warned] == ([] if start is None else [True])
+
+
 @pytest.mark.parametrize(
     "settings",
     [
