@@ -5,13 +5,13 @@
 # detect_device FLAGS...     sets DEVICE (cpu, cuda, musa) and DEVICE_COUNT
 # python_reference PREFIX    makes the indexed dataset PREFIX_text_document from Python's own manual
 # word_pieces PREFIX         the same for BERT: PREFIX_text_sentence, and its tokenizer in PREFIX
-# choose_way [--embedded]    sets WAY: upstream (Megatron's own training loop, of a tree or a wheel) or embedded
 # flag_value NAME DEFAULT FLAGS...   prints the last value that the flags give NAME
-# run_command OUTPUT COMMAND...      runs a command, shows its output and keeps it in a file
+# run_command OUTPUT COMMAND...      runs a training, shows a person's view of its output and keeps all in a file
 
 REPO="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 readonly REPO
 readonly TORCH_VERSION=${TORCH_VERSION:-2.13.0}
+readonly NEWEST_CORE=0.19.2
 readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 say() { printf '%s: %s\n' "$(basename "$0")" "$*"; }
@@ -93,7 +93,7 @@ stamp() { printf '%s/.venv/.installed-%s' "$REPO" "$1"; }
 
 fingerprint() {
     (cd "$REPO" && find pyproject.toml CMakeLists.txt csrc -type f -print0 | LC_ALL=C sort -z |
-        xargs -0 cat | cksum)
+        xargs -0 cat && printf '%s' "${MEGATRON_CORE:-}") | cksum
 }
 
 is_current() {
@@ -113,17 +113,36 @@ install_environment() {
     if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
         install_torch "$log"
     fi
+    install_core "$log"
     if [[ $kind == test ]]; then
         target="${REPO}[dev]"
         native=1
     fi
-    say "installs ${target/#$REPO/.} and what it needs"
     MEGATRON_EXT_REQUIRE_NATIVE=${native:-${MEGATRON_EXT_REQUIRE_NATIVE:-}} \
-        logged "$log" "$PYTHON" -m pip install --editable "$target" || installation_failed "$log"
+        installing "this package, its native module and what Megatron needs (the last of 3 steps)" \
+        "$log" "$PYTHON" -m pip install --editable "$target" || installation_failed "$log"
     fingerprint >"$(stamp run)"
     if [[ $kind == test ]]; then
         fingerprint >"$(stamp test)"
     fi
+}
+
+# The release that MEGATRON_CORE names, or the newest. From 0.17 on a wheel brings Megatron's training loop.
+# Wheels for Python 3.11 exist but name 3.12 as required, for one thing that 3.11 lacks: typing.override.
+install_core() {
+    local log=$1 version=${MEGATRON_CORE:-$NEWEST_CORE} flags=() on_311
+    on_311=$("$PYTHON" -c 'import sys; print(sys.version_info[:2] == (3, 11))')
+    if [[ $version == 0.16.* || $on_311 == False ]]; then
+        [[ -n ${MEGATRON_CORE:-} ]] || return 0 # pip takes the newest that this Python can have
+    else
+        say "takes megatron-core $version on Python 3.11 too (pip's --ignore-requires-python), in this environment only"
+        flags=(--ignore-requires-python)
+    fi
+    installing "megatron-core $version (step 2 of 3)" "$log" \
+        "$PYTHON" -m pip install "${flags[@]}" "megatron-core==$version" || installation_failed "$log"
+    [[ $on_311 == False ]] || printf '%s\n' \
+        'import typing, typing_extensions; typing.override = typing_extensions.override' \
+        >"$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/typing_override.pth"
 }
 
 # What the native module is built with; CMake itself comes from the package index.
@@ -141,31 +160,31 @@ check_compiler() {
 install_torch() {
     local log=$1
     if has_nvidia_gpu; then
-        say "installs torch $TORCH_VERSION for the GPU of this machine"
-        logged "$log" "$PYTHON" -m pip install "torch==$TORCH_VERSION" || installation_failed "$log"
+        installing "torch $TORCH_VERSION for the GPU of this machine (step 1 of 3, about 3 GB)" \
+            "$log" "$PYTHON" -m pip install "torch==$TORCH_VERSION" || installation_failed "$log"
     elif command -v mthreads-gmi >/dev/null; then
         fail "this machine has a Moore Threads GPU: activate its vendor's environment (torch, torch_musa), install this package into it with pip install -e $REPO, and start again"
     else
-        say "installs torch $TORCH_VERSION for the CPU"
-        logged "$log" "$PYTHON" -m pip install "torch==$TORCH_VERSION+cpu" ||
+        installing "torch $TORCH_VERSION for the CPU (step 1 of 3, about 200 MB)" \
+            "$log" "$PYTHON" -m pip install "torch==$TORCH_VERSION+cpu" ||
             logged "$log" "$PYTHON" -m pip install "torch==$TORCH_VERSION+cpu" --extra-index-url "$TORCH_CPU_INDEX" ||
             install_gpu_torch "$log" || installation_failed "$log"
     fi
 }
 
 install_gpu_torch() {
-    say "finds no CPU build of torch; installs the build for GPUs instead, which takes several GB"
-    logged "$1" "$PYTHON" -m pip install "torch==$TORCH_VERSION"
+    installing "torch $TORCH_VERSION for GPUs, because no CPU build is to be had (step 1 of 3, about 3 GB)" \
+        "$1" "$PYTHON" -m pip install "torch==$TORCH_VERSION"
 }
 
 has_nvidia_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
 
-# The newest Python that has what an environment needs. One that has the headers too, which the native
-# module is built with, goes before one that has not.
+# The newest Python that has what an environment needs, on PATH or where pyenv, uv and conda keep theirs. One
+# that has the headers too, which the native module is built with, goes before one that has not.
 find_python() {
     local needs candidate
     for needs in 'sysconfig; open(sysconfig.get_paths()["include"] + "/Python.h")' sys; do
-        for candidate in ${PYTHON3:-python3.13 python3.12 python3.11 python3.10 python3}; do
+        for candidate in ${PYTHON3:-$(known_pythons)}; do
             if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null &&
                 "$candidate" -c "import $needs" 2>/dev/null; then
                 "$candidate" -c 'import sys; print(sys.executable)'
@@ -173,7 +192,19 @@ find_python() {
             fi
         done
     done
-    fail "found no Python >= 3.10 that can make virtual environments (tried ${PYTHON3:-python3.13 ... python3.10, python3}); install one (Debian: apt-get install python3 python3-venv) or name it: PYTHON3=/path/to/python3"
+    fail "found no Python >= 3.10 that can make virtual environments (tried ${PYTHON3:-python3.14 ... python3.10, python3}); install one (Debian: apt-get install python3 python3-venv) or name it: PYTHON3=/path/to/python3"
+}
+
+known_pythons() {
+    local minor home
+    for minor in 14 13 12 11 10; do
+        printf 'python3.%s\n' "$minor"
+        for home in "${PYENV_ROOT:-$HOME/.pyenv}/versions" "${UV_PYTHON_INSTALL_DIR:-$HOME/.local/share/uv/python}" \
+            "${CONDA_PREFIX:-$HOME/miniconda3}/envs"; do
+            compgen -G "$home/*/bin/python3.$minor" || true
+        done
+    done
+    printf 'python3\n'
 }
 
 logged() {
@@ -181,6 +212,26 @@ logged() {
     shift
     printf '+ %s\n' "$*" >>"$log"
     "$@" >>"$log" 2>&1
+}
+
+# Runs a command like `logged`; shows what is being installed, for how long, and how much there is so far: every
+# second on a terminal, every 15 seconds in a log.
+installing() {
+    local what=$1 pid status=0 every=15 end=$'\n' start=$SECONDS
+    shift
+    [[ ! -t 1 ]] || every=1 end=$'\r'
+    say "installs $what"
+    logged "$@" &
+    pid=$!
+    while kill -0 "$pid" 2>/dev/null; do
+        sleep 1
+        if (((SECONDS - start) % every == 0)) && kill -0 "$pid" 2>/dev/null; then
+            printf '%s: %d s, %d MB in the environment%s' "$(basename "$0")" $((SECONDS - start)) \
+                "$(du -sm "$REPO/.venv" 2>/dev/null | cut -f 1)" "$end"
+        fi
+    done
+    wait "$pid" || status=$?
+    return "$status"
 }
 
 installation_failed() {
@@ -218,8 +269,7 @@ python_reference() {
     local prefix=$1
     [[ ! -f ${prefix}_text_document.idx ]] || return 0
     corpus "$prefix"
-    "$PYTHON" -m megatron_ext preprocess --input "$prefix.jsonl" --output-prefix "$prefix" \
-        --tokenizer-type ByteLevelTokenizer --append-eod --overwrite
+    tokenize "$prefix" --append-eod
 }
 
 word_pieces() {
@@ -227,26 +277,17 @@ word_pieces() {
     [[ ! -f ${prefix}_text_sentence.idx ]] || return 0
     corpus "$prefix"
     "$PYTHON" "$REPO/examples/data/word_pieces.py" "$prefix.jsonl" "$prefix"
-    "$PYTHON" -m megatron_ext preprocess --input "$prefix.jsonl" --output-prefix "$prefix" \
-        --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$prefix" --split-sentences --overwrite
+    tokenize "$prefix" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$prefix" --split-sentences
+}
+
+tokenize() {
+    PYTHONWARNINGS=ignore "$PYTHON" "$REPO/examples/data/tokenize_text.py" "$1.jsonl" --output-prefix "$1" "${@:2}"
 }
 
 corpus() {
     mkdir -p "$(dirname "$1")"
     say "makes training data from Python's language reference"
     "$PYTHON" "$REPO/examples/data/python_reference.py" "$1.jsonl"
-}
-
-# The runner decides by the same rule; here it is needed for flags that only one of the two knows.
-choose_way() {
-    local own_loop='import sys; from megatron_ext import releases; sys.exit(not releases.has_training())'
-    if [[ ${1:-} == --embedded ]]; then
-        WAY=embedded # or refused by the runner, with the reason
-    elif "$PYTHON" -m megatron_ext upstream path >/dev/null 2>&1 || "$PYTHON" -c "$own_loop" 2>/dev/null; then
-        WAY=upstream
-    else
-        WAY=embedded
-    fi
 }
 
 flag_value() {
@@ -279,22 +320,27 @@ print_command() {
     printf '%s\n' "$line"
 }
 
-# Shows the output of a command and keeps it in a file. A termination request goes to the command, which
-# ends its own processes; the script then goes on with its exit code.
+# Shows a person's view of a training's output, or with RAW=true all of it, and keeps all in a file. A
+# termination request goes to the command, which ends its own processes; the script then goes on with its exit
+# code, or with 130 after Ctrl-C.
 run_command() {
-    local output=$1 pid tee_pid status interrupted=1
+    local output=$1 pid view_pid status interrupted=1 stopped=false
     shift
-    exec 8> >(exec tee -i "$output")
-    tee_pid=$!
+    exec 8> >(exec "${PYTHON:-python3}" "$REPO/megatron_ext/upstream/person_view.py" --log "$output" $(${RAW:-false} && echo --raw))
+    view_pid=$!
     "$@" >&8 2>&1 8>&- &
     pid=$!
     exec 8>&-
-    trap 'interrupted=1; kill -TERM "$pid" 2>/dev/null || true' INT TERM HUP
+    trap 'interrupted=1; kill -TERM "$pid" 2>/dev/null || true' TERM HUP
+    trap 'interrupted=1 stopped=true; kill -TERM "$pid" 2>/dev/null || true' INT
     while ((interrupted)); do # by a signal, and not by the end of the command
         interrupted=0 status=0
         wait "$pid" || status=$?
     done
     trap - INT TERM HUP
-    wait "$tee_pid" || true
+    wait "$view_pid" || true
+    if $stopped; then
+        return 130
+    fi
     return "$status"
 }

@@ -70,24 +70,24 @@ EXAMPLE="$(basename "$HERE")"
 
 usage() {
     cat <<TEXT
-usage: bash examples/$EXAMPLE/run.sh [--tiny | --size SIZE] [--hostfile FILE] [--dry-run] [--embedded]
+usage: bash examples/$EXAMPLE/run.sh [--tiny | --size SIZE] [--hostfile FILE] [--dry-run] [--raw]
            [--out DIR] [MEGATRON_FLAGS...]
 
   --tiny           a small $TITLE on Python's manual, in minutes, also without a GPU; run again to resume
   --size SIZE      one of: $(sizes) (default: $DEFAULT_SIZE)
   --hostfile FILE  on all hosts of the file (megatron-ext launch); else on this machine
   --dry-run        print the command instead of running it
-  --embedded       the trainer of this package even where a Megatron-LM tree is found
   --out DIR        checkpoints and logs (default: examples/$EXAMPLE/out/SIZE)
+  --raw            show every line of Megatron's, not one for each logged step
 
 Any other flag goes to Megatron and wins over the script's own, for example
 --pipeline-schedule NAME (megatron-ext plan compares them), --pipeline-transport NAME or
---device-backend NAME. A published size needs --data-path PREFIX (megatron-ext preprocess makes it) and
+--device-backend NAME. A published size needs --data-path PREFIX (examples/data/tokenize_text.py makes it) and
 the flags of its tokenizer, or --mock-data.
 
 Environment: NPROC (processes on each node), MEGATRON_EXT_DEVICE (auto, cuda, musa, cpu),
 MEGATRON_LM_PATH (a Megatron-LM tree), VIRTUAL_ENV (an environment to use as it is), PYTHON3 (what .venv is made with),
-TORCH_VERSION;
+TORCH_VERSION, MEGATRON_CORE (its releases);
 several nodes without a hostfile: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT.
 TEXT
 }
@@ -97,12 +97,13 @@ TEXT
 sizes() { compgen -A function size_ | sed 's/^size_//' | paste -sd ' '; }
 
 parse_options() {
-    SIZE=$DEFAULT_SIZE DRY_RUN=false EMBEDDED=() OUT='' HOSTFILE='' EXTRA=()
+    SIZE=$DEFAULT_SIZE DRY_RUN=false RAW=false OUT='' HOSTFILE='' EXTRA=()
     while (($# > 0)); do
         case $1 in
             --tiny) SIZE=tiny ;;
             --dry-run) DRY_RUN=true ;;
-            --embedded) EMBEDDED=(--embedded) ;;
+            --raw) RAW=true ;;
+            --embedded) fail "--embedded was removed; leave it out: Megatron's own loop trains" ;;
             --out | --size | --hostfile)
                 (($# > 1)) || fail "$1 needs a value, see --help"
                 case $1 in
@@ -163,10 +164,7 @@ schedule_asked() {
 # A dry run installs nothing: without an environment it shows the defaults.
 look_around() {
     if $DRY_RUN && ! environment_exists; then
-        PYTHON=python3 DEVICE=unknown DEVICE_COUNT=0 WAY=embedded
-        if [[ -n ${MEGATRON_LM_PATH:-} ]] && ((${#EMBEDDED[@]} == 0)); then
-            WAY=upstream
-        fi
+        PYTHON=python3 DEVICE=unknown DEVICE_COUNT=0
         return
     fi
     prepare_environment run >&2
@@ -175,7 +173,6 @@ look_around() {
     if [[ -z $HOSTFILE || $DEVICE == auto ]]; then
         detect_device "${EXTRA[@]}"
     fi
-    choose_way "${EMBEDDED[@]}"
 }
 
 check_data() {
@@ -185,7 +182,7 @@ check_data() {
     [[ $DEVICE != cpu || -n $HOSTFILE ]] ||
         fail "the $SIZE model needs accelerators and this machine has none that torch can use; try --tiny, or --dry-run"
     given --data-path || given --mock-data ||
-        fail "the $SIZE model needs --data-path PREFIX (megatron-ext preprocess makes it) or --mock-data"
+        fail "the $SIZE model needs --data-path PREFIX (examples/data/tokenize_text.py makes it) or --mock-data"
 }
 
 # Sets NPROC, processes on this node, and WORLD, on all; WORLD is 0 where the hostfile knows it.
@@ -305,13 +302,9 @@ tiny_bytes() {
         python_reference "$prefix"
     fi
     given --data-path || DATA=(--data-path "${prefix}_text_document")
-    if [[ $WAY == embedded ]]; then
-        DATA+=(--tokenizer-type ByteLevelTokenizer --vocab-size 512)
-    else
-        # Upstream has no flag for its byte-level tokenizer. Training never tokenizes, it needs the
-        # size of the vocabulary; this is the same size and so the same model.
-        DATA+=(--tokenizer-type NullTokenizer --vocab-size 511)
-    fi
+    # Upstream has no flag for its byte-level tokenizer. Training never tokenizes, it needs the size of the
+    # vocabulary: the bytes, one id for the end of a document, and room up to a multiple of 512.
+    DATA+=(--tokenizer-type NullTokenizer --vocab-size 511)
 }
 
 tiny_word_pieces() {
@@ -333,7 +326,7 @@ choose_launch() {
         if $DRY_RUN; then
             LAUNCH+=(--dry-run)
         fi
-        LAUNCH+=("${EMBEDDED[@]}" --)
+        LAUNCH+=(--)
         return
     fi
     LAUNCH=("$PYTHON" -m torch.distributed.run --nproc-per-node "$NPROC")
@@ -349,7 +342,7 @@ choose_launch() {
         LAUNCH+=(--nnodes "$nodes" --node-rank "$NODE_RANK" --master-addr "$master"
             --master-port "${MASTER_PORT:-29500}")
     fi
-    LAUNCH+=(-m megatron_ext "${EMBEDDED[@]}")
+    LAUNCH+=(-m megatron_ext)
 }
 
 # Sets ENVIRONMENT: variables that every process gets unless the user has set them.
@@ -405,7 +398,12 @@ summary() {
 
 # torchrun ends with a report on every rank; what the user can mend was said in one line before it.
 explain_failure() {
-    local reason
+    local reason latest
+    if (($1 == 130)); then
+        latest=$(cat "$OUT/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo none)
+        say "interrupted at iteration $(grep -oE 'iteration +[0-9]+/' "$OUT/log.txt" | tail -n 1 | tr -dc 0-9); checkpoint $latest; run again to resume"
+        exit 130
+    fi
     reason=$(grep -m 1 -oE '(megatron[_-]ext|pretrain_[a-z]+\.py): error: .*' "$OUT/log.txt" || true)
     fail "training ended with exit code $1${reason:+: ${reason#*: error: }} (log: $OUT/log.txt)"
 }

@@ -1,4 +1,4 @@
-"""`python -m megatron_ext [--embedded] SCRIPT.py FLAGS...`, or any subcommand of `megatron-ext`."""
+"""`python -m megatron_ext SCRIPT.py FLAGS...`, or any subcommand of `megatron-ext`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from megatron_ext import cli
 def main() -> int:
     """Run a script or a subcommand, depending on the first argument."""
     arguments = sys.argv[1:]
-    embedded = arguments[:1] == ["--embedded"]
-    if embedded:
-        arguments = arguments[1:]
     if arguments and arguments[0].endswith(".py"):
-        return _record(arguments[0], arguments[1:], embedded=embedded)
+        return _record(arguments[0], arguments[1:])
     return cli.main(arguments)
 
 
-def _record(script: str, argv: list[str], *, embedded: bool) -> int:
+def _record(script: str, argv: list[str]) -> int:
     """Run a script so that torchrun can show which rank failed first, and how."""
     try:
         import wrapt  # noqa: F401 - what `import megatron_ext` could not do without it
@@ -33,7 +30,7 @@ def _record(script: str, argv: list[str], *, embedded: bool) -> int:
 
     from megatron_ext.upstream.error_file import WholeErrorFile
 
-    return record(runner.run, WholeErrorFile())(script, argv, embedded=embedded) or 0
+    return record(runner.run, WholeErrorFile())(script, argv) or 0
 
 
 if __name__ == "__main__":

@@ -26,12 +26,19 @@ from megatron_ext.version import __version__
 
 __all__ = ["build_parser", "main"]
 
+_OWN_LOOP = (
+    "leave it out: Megatron's own loop trains (on 0.16 with a tree: `megatron-ext upstream fetch`)"
+)
+
 REMOVED = {
+    "--embedded": _OWN_LOOP,
+    "launch --embedded": _OWN_LOOP,
     "launch --kubernetes": "start from examples/kubernetes/trainjob.yaml",
     "launch --image": "start from examples/kubernetes/trainjob.yaml",
     "launch --nodes": "start from examples/kubernetes/trainjob.yaml",
     "launch --gpu-resource": "start from examples/kubernetes/trainjob.yaml",
     "launch --rdma-resource": "start from examples/kubernetes/trainjob.yaml",
+    "preprocess": "run examples/data/tokenize_text.py, or upstream's tools/preprocess_data.py",
     "patches fingerprint": "use python tests/versions/compare.py TREE_OR_WHEEL --record COMMIT",
     "launch --push": "copy the code first: rsync -a --exclude .git ./ HOST:$PWD/",
     "collect": "`megatron-ext status RUN_ID` names the folders: rsync -a HOST:FOLDER/ logs-HOST/",
@@ -141,7 +148,6 @@ def lacking(error: ModuleNotFoundError) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the `megatron-ext` command with all subcommands."""
-    from megatron_ext import preprocess
     from megatron_ext.schedules import commands as schedules
     from megatron_ext.tools.doctor import doctor_command as doctor
     from megatron_ext.tools.launch import launch_commands as launch
@@ -152,7 +158,6 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers: _Subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_patches(subparsers)
     schedules.add_subcommand(subparsers)
-    preprocess.add_subcommand(subparsers)
     launch.add_subcommands(subparsers)
     doctor.add_subcommand(subparsers)
     trace.add_subcommands(subparsers)

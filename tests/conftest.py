@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config.active import clear_configuration
+from tests.ranks import require_training
 
 # A shell without job control starts what it runs in the background with SIGINT ignored, and so all
 # processes of the tests would be, some of which are interrupted.
@@ -25,6 +26,12 @@ def megatron_lm_path() -> Path:
             "needs a Megatron-LM tree: set MEGATRON_LM_PATH to a checkout of the pinned tag"
         )
     return Path(path)
+
+
+@pytest.fixture(scope="session")
+def a_training_loop() -> None:
+    """Megatron's own loop, of a tree or the wheel; tests that train with it are skipped without."""
+    require_training()
 
 
 @pytest.fixture(scope="session")

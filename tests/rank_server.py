@@ -102,8 +102,8 @@ def preload() -> None:
         importlib.import_module("megatron.training.training")
     from megatron_ext.upstream import releases
 
-    loop = "wheel" if releases.has_training() else "main"
-    for name in (*_LATER, f"megatron_ext.training.{loop}"):
+    wheel = ["megatron_ext.training.wheel"] if releases.has_training() else []
+    for name in (*_LATER, *wheel):
         importlib.import_module(name)
     _shrink_mock_data()
     _tell_quickly()

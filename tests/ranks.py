@@ -236,59 +236,54 @@ def run_ranks(
     return run.values
 
 
-WITHOUT_TREE = () if releases.has_training() else ("--embedded",)
-"""What `python -m megatron_ext` trains without a Megatron-LM tree with, even where there is one."""
+def require_training(script: str = "pretrain_gpt.py") -> None:
+    """Skip a test where no script of this name can train: upstream's own, or the wheel's loop."""
+    import pytest  # not where a benchmark takes this module
+
+    tree = os.environ.get("MEGATRON_LM_PATH")
+    if tree and not Path(tree, script).is_file():
+        pytest.skip(f"Megatron-LM {releases.core_version()} has no {script}")
+    if not tree and (script != "pretrain_gpt.py" or not releases.has_training()):
+        pytest.skip(f"{script} of {releases.core_version()} needs a tree: set MEGATRON_LM_PATH")
 
 
-def _run_script(script: str, argv: Sequence[str], embedded: bool) -> None:
-    """Run a training script as the runner does.
-
-    Args:
-        script: The script's name.
-        argv: Its flags.
-        embedded: Train as an installation without a Megatron-LM tree does: by the embedded trainer
-            with megatron-core 0.16, and by the wheel's own loop with later ones.
-    """
+def _run_script(script: str, argv: Sequence[str]) -> None:
+    """Run a training script as the runner does."""
     from megatron_ext.upstream import runner
 
-    if embedded and releases.has_training():
-        os.environ.pop("MEGATRON_LM_PATH", None)  # of this rank, a process of its own
-        embedded = False
-    code = runner.run(script, argv, embedded=embedded)
+    code = runner.run(script, argv)
     if code:
         raise SystemExit(code)
 
 
-def train_without_tree(model: str, argv: Sequence[str]) -> None:
-    """Train in this process as `_run_script(..., embedded=True)` does, but let errors through."""
-    if not releases.has_training():
-        from megatron_ext.training.main import main
-
-        main(model, argv)  # type: ignore[arg-type]
-        return
+def train_here(model: str, argv: Sequence[str]) -> None:
+    """Train in this process as `_run_script` does, but let errors through."""
     from megatron_ext import devices
+    from megatron_ext.upstream import runner
 
     sys.argv = [f"pretrain_{model}.py", *argv]
     devices.current()  # before Megatron is imported
-    from megatron_ext.training import wheel
-
-    wheel.main()
+    runner.execute(runner.choose(sys.argv[0]))
 
 
-def skip_where_training_is_in_the_wheel() -> None:
-    """Skip a test of the embedded trainer, which is for megatron-core 0.16 and refused later."""
-    if releases.has_training():
-        import pytest  # not where a benchmark takes this module
+def parse(model: str, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Any:
+    """Parse and validate flags in this process, as a training script does."""
+    require_training()
+    from megatron_ext import devices
 
-        pytest.skip(f"the embedded trainer is for 0.16; this is {releases.core_version()}")
+    devices.current()  # before Megatron is imported
+    from megatron.training.arguments import parse_args, validate_args
 
-
-def skip_bert_where_it_needs_a_tree() -> None:
-    """Skip a test that trains BERT without a tree, which only the embedded trainer does."""
-    if releases.has_training():
-        import pytest  # not where a benchmark takes this module
-
-        pytest.skip(f"the wheel of megatron-core {releases.core_version()} has no pretrain_bert.py")
+    tokenizer = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}[model]
+    environ, words = dict(os.environ), sys.argv
+    sys.argv = ["pretrain.py", *argv]
+    os.environ.update({"RANK": "0", "WORLD_SIZE": "1", **(env or {})})
+    try:
+        return validate_args(parse_args(), {"tokenizer_type": tokenizer})
+    finally:
+        sys.argv = words
+        os.environ.clear()
+        os.environ.update(environ)
 
 
 def start_script(
@@ -296,23 +291,17 @@ def start_script(
     script: str,
     argv: Sequence[str],
     *,
-    embedded: bool = False,
     timeout_s: float = 120,
     env: Mapping[str, str] | None = None,
     device: str = "cpu",
 ) -> RankRun:
-    """Run a training script as `python -m megatron_ext` does; return how it ended.
-
-    With `embedded` it runs as without a tree (`_run_script`).
-    """
-    if embedded and script == "pretrain_bert.py":
-        skip_bert_where_it_needs_a_tree()
+    """Run a training script as `python -m megatron_ext` does; return how it ended."""
+    require_training(script)
     return start_ranks(
         num_ranks,
         _run_script,
         script,
         list(argv),
-        embedded,
         timeout_s=timeout_s,
         env=env,
         device=device,

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs every test, in an environment of its own (.venv) unless one is activated (VIRTUAL_ENV), side by
-# side on all cores. Arguments go to pytest: bash tests/run.sh -k preprocess -x; with a debugger: -n 0 --pdb
+# side on all cores. Arguments go to pytest: bash tests/run.sh -k equality -x; with a debugger: -n 0 --pdb
 set -euo pipefail
 
 # shellcheck source=examples/common.sh

@@ -21,7 +21,7 @@ from tests.commands import run_package, subcommands
 
 def test_the_subcommands_are_these() -> None:
     assert subcommands() == {
-        "aggregate", "doctor", "launch", "logs", "patches", "plan", "plot", "preprocess",
+        "aggregate", "doctor", "launch", "logs", "patches", "plan", "plot",
         "report", "status", "stop", "upstream",
     }  # fmt: skip
 

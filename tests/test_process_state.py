@@ -17,7 +17,7 @@ THREE = {
 """The registry of patches, the active configuration, the device."""
 CODE = {"schedules/generators/catalog.py: _GENERATORS"}
 """What a decorator fills while modules are imported, also modules of users; no state of a run."""
-OTHER_PROCESSES = ("preprocess/", "tools/launch/")
+OTHER_PROCESSES = ("tools/launch/",)
 """Commands with processes of their own, of which none trains."""
 MAKERS = frozenset({"list", "dict", "set", "deque", "defaultdict", "count", "bytearray", "local"})
 CHANGES = frozenset("add append clear extend insert pop popleft remove setdefault update".split())
@@ -124,8 +124,8 @@ def test_the_scan_finds_state(code: str) -> None:
     assert len(state("sample.py", ast.parse(code))) == 1
 
 
-READERS = ("config/", "training/", "hosts/", "tools/", "preprocess/")
-"""Rooms that read flags: the configuration, the embedded trainer, other hosts, commands."""
+READERS = ("config/", "training/", "hosts/", "tools/")
+"""Rooms that read flags: the configuration, the training loop, other hosts, commands."""
 COMMANDS = {
     "__init__.py",  # whether a command imports it
     "__main__.py",
@@ -176,8 +176,7 @@ BOUNDARIES = (
     "devices/count.py",
     "patches/device.py",
     "patches/drift.py",
-    "tracing/scalars.py",  # the view of a training log shows them
-    "training/trainer_arguments.py",
+    "tools/trace/scalars.py",  # the view of a training log shows them
     "upstream/error_file.py",  # torchrun names its file there
     "upstream/failure.py",
     "upstream/runner.py",

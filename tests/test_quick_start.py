@@ -46,6 +46,7 @@ def assert_shown(shown: list[str], printed: str) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("a_training_loop")
 @pytest.mark.slow
 def test_what_did_it_do(tmp_path: Path) -> None:
     shown, (train, *explain) = shown_and_commands("### What did it do?")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import subcommands
+from tests.ranks import require_training
 
 REPO = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -99,10 +100,9 @@ def help_of(*arguments: str) -> str:
 def known_flags() -> set[str]:
     """The flags of the package's commands, of training without a tree and of the scripts."""
     from megatron_ext import cli
-    from megatron_ext.upstream import releases
 
-    way = [] if releases.has_training() else ["--embedded"]
-    texts = [help_of(*way, "pretrain_gpt.py")]
+    require_training()
+    texts = [help_of("pretrain_gpt.py")]
     texts += [text_of(REPO / file) for file in tracked() if file.endswith(".sh")]
     texts += [
         flag
@@ -119,9 +119,16 @@ def known_flags() -> set[str]:
     return set(re.findall(r"--[a-z][\w-]+", "\n".join(texts)))
 
 
-# Of torchrun, and of Megatron-LM where neither the embedded trainer nor 0.16 has such a flag.
-REMOVED_FLAGS = {"--embedded", "--fbd-forward-device", "--kubernetes", "--push"}
+REMOVED_FLAGS = {
+    "--embedded",
+    "--legacy-tokenizer",
+    "--fbd-forward-device",
+    "--kubernetes",
+    "--push",
+}
 """Flags of earlier versions, which only the changelog still names."""
+
+# Of torchrun, and of releases of Megatron-LM other than the installed one.
 FOREIGN_FLAGS = {
     "--batch-invariant-mode",
     "--custom-megatron-init-path",

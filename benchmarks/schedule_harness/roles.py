@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
@@ -346,23 +347,29 @@ def measure_training(flags: list[str]) -> Trained:
     """Train as one rank and return what it needed."""
     from megatron.core import parallel_state
 
+    from megatron_ext import devices
     from megatron_ext.disaggregation import step
     from megatron_ext.disaggregation.job import current
-    from megatron_ext.training import main as trainer
+    from tests.ranks import train_here
+
+    devices.current()  # before Megatron is imported
+    from megatron.training import get_args, training
 
     found: dict[str, float] = {}
+    train = training.train
 
-    class Measured(trainer.Trainer):  # type: ignore[misc]
-        def run(self) -> None:
-            Path("/proc/self/clear_refs").write_text("5")  # forget the peak
-            before = _status_mib("VmRSS")
-            begin_s = time.perf_counter()
-            super().run()
-            found["step_ms"] = 1e3 * (time.perf_counter() - begin_s) / self.args.train_iters
-            found["peak_mib"] = _status_mib("VmHWM") - before
+    @functools.wraps(train)
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+        before = _status_mib("VmRSS")
+        begin_s = time.perf_counter()
+        result = train(*args, **kwargs)
+        found["step_ms"] = 1e3 * (time.perf_counter() - begin_s) / get_args().train_iters
+        found["peak_mib"] = _status_mib("VmHWM") - before
+        return result
 
-    trainer.Trainer = Measured  # type: ignore[misc]
-    trainer.main("gpt", flags)
+    training.train = measured
+    train_here("gpt", flags)
     job = current()
     role = "both" if job is None else job.role
     weights_s = 0.0 if job is None else step.weights_s()

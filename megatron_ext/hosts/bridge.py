@@ -130,7 +130,7 @@ def _prepare(settings: Settings, asked: PipelineConfig | None, words: Namespace 
         if words.forward_backward_disaggregating:
             raise ArgumentsError(
                 "--forward-backward-disaggregating needs a training loop that supports both roles: "
-                f"Megatron's own or the embedded one; leave it out of {FLAGS}, or train with "
+                f"Megatron's own; leave it out of {FLAGS}, or train with "
                 "pretrain_gpt.py"
             )
         vars(arguments).update(vars(words))

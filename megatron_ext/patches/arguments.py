@@ -24,7 +24,7 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
     """Add our flags to a parser with upstream's flags, and set the device's defaults.
 
     Args:
-        parser: Upstream's parser, or the embedded trainer's, with all upstream flags in place.
+        parser: Upstream's parser, with all upstream flags in place.
 
     Returns:
         The same parser.

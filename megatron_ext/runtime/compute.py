@@ -357,10 +357,10 @@ class StageCompute:
                 # A full backward hook on a stage's last module makes its output a view, which
                 # `release` could not free.
                 outputs = [
-                    tensor
-                    if tensor is None
-                    else make_viewless_tensor(tensor, tensor.requires_grad, keep_graph=True)
-                    for tensor in outputs
+                    make_viewless_tensor(made, made.requires_grad, keep_graph=True)
+                    if isinstance(made, torch.Tensor)
+                    else made  # None, or a tree, whose tensors are not released here
+                    for made in outputs
                 ]
         self._forwards += 1
         self._num_tokens.append(num_tokens)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -30,11 +32,9 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.training import pretrain
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_ext import devices
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.training.data import fields_read
-from megatron_ext.training.model import fill
-from megatron_ext.training.steps import gpt_batch, run_gpt, sum_losses
-from megatron_ext.upstream.signatures import parameters
+from megatron_ext.upstream.signatures import mtp_on_this_rank, parameters
 
 __all__ = ["main", "refuse"]
 
@@ -209,7 +209,7 @@ def _step(
 ) -> tuple[Any, Callable[..., Any]]:
     """Fetch a micro-batch and run a chunk on it, or return the chunk's schedule plan."""
     args = get_args()
-    batch = gpt_batch(args, _config(), data_iterator, get_attr_wrapped_model(chunk, "vp_stage"))
+    batch = _batch(data_iterator, get_attr_wrapped_model(chunk, "vp_stage"))
     if batch and args.context_parallel_size > 1:
         group = parallel_state.get_context_parallel_group()
         options = {"cp_group": group, "is_hybrid_cp": False}
@@ -218,14 +218,74 @@ def _step(
             batch, **{name: value for name, value in options.items() if name in taken}
         )
     run: Any = chunk.build_schedule_plan if return_schedule_plan else chunk
-    return run_gpt(run, batch), partial(_loss, args, batch.get("loss_mask"))
+    output = run(
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        batch.get("attention_mask"),
+        labels=batch.get("labels"),
+        loss_mask=batch.get("loss_mask"),
+    )
+    return output, partial(_loss, args, batch.get("loss_mask"))
+
+
+def _fields_read(vp_stage: int | None) -> list[str]:
+    """Return the fields that a stage reads; only the first, the last and MTP stages read any."""
+    where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    predicts = mtp_on_this_rank(_config(), vp_stage=vp_stage)
+    names = []
+    if parallel_state.is_pipeline_first_stage(**where) or predicts:
+        names += ["tokens", "position_ids"]
+    if parallel_state.is_pipeline_last_stage(**where) or predicts:
+        names += ["labels", "loss_mask"]
+    if names and get_args().create_attention_mask_in_dataloader:
+        names.append("attention_mask")
+    return names
+
+
+def _batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[str, torch.Tensor]:
+    """Fetch the fields of a stage, `[b, s]` each; one tensor-parallel rank reads and broadcasts."""
+    args = get_args()
+    names = _fields_read(vp_stage)
+    if not names:
+        return {}
+    sample = next(data_iterator) if data_iterator is not None else None
+    device = devices.current().torch_device(args.local_rank)
+    shape = (args.micro_batch_size, args.seq_length)
+    kinds = {
+        "loss_mask": (shape, torch.float32),
+        "attention_mask": ((shape[0], 1, shape[1], shape[1]), torch.bool),
+    }
+    batch = {}
+    for name in names:
+        if sample is not None:
+            batch[name] = sample[name].to(device, non_blocking=True)
+        else:
+            size, dtype = kinds.get(name, (shape, torch.int64))
+            batch[name] = torch.empty(size, dtype=dtype, device=device)
+        dist.broadcast(
+            batch[name],
+            parallel_state.get_tensor_model_parallel_src_rank(),
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
+    return batch
 
 
 def _loss(
     args: Namespace, loss_mask: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum a micro-batch's losses, and validate the sum with upstream's rerun machine."""
-    loss, tokens, report = sum_losses(loss_mask, output)
+    """Return the sum of a micro-batch's losses, the number of its tokens, and both as a report.
+
+    The schedule divides by the number of tokens. Upstream's rerun machine validates the sum.
+
+    Args:
+        args: Megatron's arguments.
+        loss_mask: `[b, s]`; 1 where a token counts.
+        output: `[b, s]`, the loss of each token.
+    """
+    assert loss_mask is not None, "only the last stage has a loss"
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    tokens = mask.sum().clone().detach().to(torch.int)
     machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         for rejects, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
@@ -244,7 +304,7 @@ def _loss(
             tolerance=0.0,
             fatal=False,
         )
-    return loss, tokens, report
+    return loss, tokens, {"lm loss": torch.cat([loss.clone().detach().view(1), tokens.view(1)])}
 
 
 # -- data ------------------------------------------------------------------------------------------
@@ -256,7 +316,7 @@ def _datasets(samples: Sequence[int], vp_stage: int | None = None) -> Any:
 
     def built_here() -> bool:
         first_of_tp = parallel_state.get_tensor_model_parallel_rank() == 0
-        return first_of_tp and bool(fields_read(args, _config(), vp_stage))
+        return first_of_tp and bool(_fields_read(vp_stage))
 
     print_rank_0("> building train, validation, and test datasets for GPT ...")
     kind = MockGPTDataset if args.mock_data else GPTDataset
@@ -267,6 +327,7 @@ def _datasets(samples: Sequence[int], vp_stage: int | None = None) -> Any:
 
 def _dataset_config(args: Namespace) -> GPTDatasetConfig:
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    sequences = args.per_dataset_sequences_path
     renamed = {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
@@ -276,14 +337,11 @@ def _dataset_config(args: Namespace) -> GPTDatasetConfig:
         "tokenizer": get_tokenizer(),
         "create_attention_mask": args.create_attention_mask_in_dataloader,
         "fast_cache_load": args.dataloader_fast_cache_load,
-        "sequences_per_dataset": _sequences(args),
+        "sequences_per_dataset": sequences and json.loads(Path(sequences).read_text()),
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
         "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
     }
-    return fill(GPTDatasetConfig, args, **renamed)
-
-
-def _sequences(args: Namespace) -> Any:
-    if args.per_dataset_sequences_path is None:
-        return None
-    return json.loads(Path(args.per_dataset_sequences_path).read_text())
+    same = {
+        f.name: getattr(args, f.name) for f in fields(GPTDatasetConfig) if hasattr(args, f.name)
+    }
+    return GPTDatasetConfig(**same | renamed)

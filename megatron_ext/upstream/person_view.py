@@ -40,7 +40,8 @@ _HARMLESS = re.compile(
     r"apex|transformer[ _-]engine|pin_memory|one_logger|legacy tokenizer|GPTModel IS DEPRECATED"
     r"|RerunStateMachine|Result validation|path_to_cache is None|metadata file"
     r"|Overriding default arguments|optimized fused softmax|is experimental|FutureWarning"
-    r"|DeprecationWarning|triton|nvidia_resiliency|flash.attn|OMP_NUM_THREADS",
+    r"|DeprecationWarning|triton|nvidia_resiliency|flash.attn|OMP_NUM_THREADS"
+    r"|args.overlap_p2p_comm and args.align_param_gather|async save is deprecated",
     re.IGNORECASE,
 )
 _STAGES = tuple(
@@ -58,7 +59,7 @@ _STAGES = tuple(
             r"successfully saved checkpoint from iteration\s+(\d+) to (.+?)(?: \[.*)?$",
             "saved iteration {0} to {1}",
         ),
-        (r"exiting program (?:at|after) (.*)", "stops after {0}"),
+        (r"exiting program (?:at|after) ([^\]]*)", "stops after {0}"),
     )
 )
 """Lines of Megatron's that become one short line, at the first time."""

@@ -1,7 +1,7 @@
-"""Starts a training script: upstream's own if there is a tree, else a replacement.
+"""Starts a training script: upstream's own if there is a tree, else one for GPT.
 
 Without a tree, `pretrain_gpt.py` means `megatron_ext/training/wheel.py` on the wheel's own
-`megatron.training`, or for 0.16, whose wheel has none, the embedded trainer.
+`megatron.training`, which comes with 0.17.
 
 The runner arms the patches and then runs the script's file unmodified, as `__main__`. Errors that
 the user can fix end in one line and exit code 2.
@@ -9,7 +9,6 @@ the user can fix end in one line and exit code 2.
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
 import re
@@ -22,139 +21,90 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
-from typing import Literal, TextIO
-
-import wrapt
+from typing import TextIO
 
 from megatron_ext import devices
-from megatron_ext.errors import ArgumentsError, MegatronExtError, PeerDied, UserError, message_of
+from megatron_ext.errors import ArgumentsError, MegatronExtError, UserError, message_of
 from megatron_ext.upstream import failure, releases
 from megatron_ext.upstream import tree as upstream
 
-__all__ = ["Start", "choose", "run"]
-
-
-_WITHOUT_TREE: dict[str, Literal["gpt", "bert"]] = {
-    "pretrain_gpt.py": "gpt",
-    "pretrain_bert.py": "bert",
-}
-
-_LOST = re.compile(r"Connection (?:closed|reset) by peer(?: \S+\d)?|remote process exited")
-"""How a collective of gloo or NCCL fails where another rank has ended."""
-
-_DUMPS_STACKS = "megatron.core.inference.data_parallel_inference_coordinator"
-
-_FOR_BERT = "Megatron has BERT up to 0.17: pip install 'megatron-core>=0.16,<0.17'"
+__all__ = ["Start", "choose", "execute", "run"]
 
 
 @dataclass(frozen=True)
 class Start:
-    """The program to run: a script's file, or the replacement of an upstream script."""
+    """The program to run."""
 
     script: Path | None
-    model: Literal["gpt", "bert"] | None
+    """Its file; None for GPT on the wheel's own training loop."""
     why: str
-    wheel: bool = False
-    """Whether the wheel's own training loop stands in, instead of the embedded trainer."""
 
     def __str__(self) -> str:
-        if self.script is not None:
-            return f"runs {self.script} ({self.why})"
-        trainer = "megatron.training of the wheel" if self.wheel else "the embedded trainer"
-        return f"runs {trainer} for {self.model} ({self.why})"
+        program = self.script or "megatron.training of the wheel for GPT"
+        return f"runs {program} ({self.why})"
 
 
-def choose(script: str, *, embedded: bool = False) -> Start:
+def choose(script: str) -> Start:
     """Resolve a script's name, without running or importing anything.
 
     Args:
         script: A path, or the name of a script of Megatron-LM.
-        embedded: Whether to use the embedded trainer even if there is a tree.
 
     Raises:
-        UserError: The file does not exist, and no tree or embedded trainer provides it.
+        UserError: The file does not exist, and neither a tree nor the wheel provides it.
         UpstreamMismatch: The version of the tree differs from the installed megatron-core.
     """
-    path, name = Path(script), Path(script).name
-    model = _WITHOUT_TREE.get(name)
-    if embedded:
-        return _embedded(name, model)
+    path = Path(script)
     if path.is_file():
         resolved = path.resolve()
         if upstream.is_tree(resolved.parent):
             upstream.check_tree(resolved.parent)
             upstream.use_tree(resolved.parent)
-        return Start(resolved, None, "the file given")
+        return Start(resolved, "the file given")
     tree = upstream.find_tree()
     if tree is not None:
         upstream.check_tree(tree)
         if (tree / script).is_file():
-            return Start(tree / script, None, "of the Megatron-LM tree")
-        gone = f"there is no {script}, neither here nor in the Megatron-LM tree {tree}"
-        if model == "bert":
-            gone += f"; {_FOR_BERT}, and unset MEGATRON_LM_PATH"
-        raise UserError(gone)
-    if model is not None and len(path.parts) == 1:
-        return _without_tree(name, model)
-    raise UserError(
-        f"there is no {script}; the scripts of Megatron-LM need its tree: `megatron-ext upstream "
-        f"fetch`, or set MEGATRON_LM_PATH (without a tree there are {', '.join(_WITHOUT_TREE)})"
+            return Start(tree / script, "of the Megatron-LM tree")
+    version, release = releases.core_version(), releases.installed_release()
+    fetch = (
+        f"`megatron-ext upstream fetch`, or set MEGATRON_LM_PATH to a {releases.reference().tag}"
     )
-
-
-def _without_tree(name: str, model: Literal["gpt", "bert"]) -> Start:
-    why = "no Megatron-LM tree was found"
+    if script == "pretrain_bert.py" and release is not None and release >= (0, 18):
+        raise UserError(
+            f"megatron-core {version} has no {script}; Megatron has BERT up to 0.17: "
+            "pip install 'megatron-core>=0.16,<0.18', then `megatron-ext upstream fetch`"
+        )
+    if tree is not None:
+        raise UserError(f"there is no {script}, neither here nor in the Megatron-LM tree {tree}")
+    if script != "pretrain_gpt.py":
+        raise UserError(
+            f"there is no {script} here; the scripts of Megatron-LM need its tree: {fetch}"
+        )
     if not releases.has_training():
-        return Start(None, model, why)
-    if model == "gpt":
-        return Start(None, model, why, wheel=True)
-    if releases.installed_release() == (0, 17):
-        raise UserError(f"{name} needs the Megatron-LM tree: `megatron-ext upstream fetch`")
-    raise UserError(f"megatron-core {releases.core_version()} has no {name}; {_FOR_BERT}")
-
-
-def _embedded(name: str, model: Literal["gpt", "bert"] | None) -> Start:
-    if model is None:
         raise UserError(
-            f"--embedded has no {name}; the embedded trainer has {', '.join(_WITHOUT_TREE)}"
+            f"megatron-core {version} has no training loop, Megatron-LM's tree has: {fetch}; or "
+            "take Python 3.12 or later and pip install 'megatron-core>=0.17,<0.20', which bring one"
         )
-    if releases.has_training():
-        raise UserError(
-            "--embedded is for megatron-core 0.16, whose wheel has no training loop; leave it out: "
-            f"{releases.core_version()} brings its own"
-        )
-    return Start(None, model, "--embedded")
+    return Start(None, "no Megatron-LM tree was found")
 
 
-def _execute(start: Start, argv: Sequence[str]) -> None:
+def execute(start: Start) -> None:
+    """Run a program in this process; errors propagate."""
     if start.script is None:
-        assert start.model is not None
-        _require_patches()
-        if start.wheel:
-            from megatron_ext.training import wheel
+        if os.environ.get("MEGATRON_EXT_DISABLE", "0") == "1":  # our flags would have no effect
+            raise UserError(
+                "MEGATRON_EXT_DISABLE=1 switches off what stands in for upstream's script; unset "
+                "it, or run upstream's own script: set MEGATRON_LM_PATH to a Megatron-LM tree"
+            )
+        from megatron_ext.training import wheel
 
-            wheel.main()
-            return
-        from megatron_ext.training.main import main as train
-
-        # As upstream's scripts, which show what megatron.core tells at this level.
-        _show_log("megatron", logging.INFO, sys.stdout)
-        train(start.model, argv)
+        wheel.main()
         return
     # What Python itself does for `python SCRIPT`; the tree's megatron.core is kept out by our
     # finder.
     sys.path.insert(0, str(start.script.parent))
     runpy.run_path(str(start.script), run_name="__main__")
-
-
-def _require_patches() -> None:
-    """Refuse to run a replacement of upstream's script if our flags would have no effect."""
-    if os.environ.get("MEGATRON_EXT_DISABLE", "0") == "1":
-        raise UserError(
-            "MEGATRON_EXT_DISABLE=1 switches off what stands in for upstream's script; unset it, "
-            "or run upstream's own script: set MEGATRON_LM_PATH to a Megatron-LM tree"
-        )
 
 
 def _address_of_one() -> None:
@@ -204,16 +154,6 @@ def _explained(error: BaseException) -> MegatronExtError | None:
         module = frame.f_globals.get("__name__", "")
         if frame.f_code.co_name == "__post_init__" and module.startswith("megatron."):
             return ArgumentsError(f"Megatron-LM refused the arguments: {message_of(error)}")
-    if isinstance(error, RuntimeError) and (lost := _LOST.search(str(error))):
-        caller = next(
-            frame
-            for frame in reversed(traceback.extract_tb(error.__traceback__))
-            if "torch" not in Path(frame.filename).parts
-        )
-        return PeerDied(
-            f"{caller.name} ({Path(caller.filename).name}:{caller.lineno}) lost the connection to "
-            f"another rank, whose own line or traceback gives the reason: {lost[0]}"
-        )
     return None
 
 
@@ -226,13 +166,12 @@ def _show_log(name: str, level: int, stream: TextIO, form: str = "%(message)s") 
     logger.setLevel(level)
 
 
-def run(script: str, argv: Sequence[str], *, embedded: bool = False) -> int:
+def run(script: str, argv: Sequence[str]) -> int:
     """Run a training script under the patches, in this process.
 
     Args:
         script: A path, or the name of a script of Megatron-LM.
         argv: The script's own arguments.
-        embedded: Whether to use the embedded trainer even if there is a tree.
 
     Returns:
         The exit code. Errors of other packages propagate with their traceback.
@@ -244,7 +183,7 @@ def run(script: str, argv: Sequence[str], *, embedded: bool = False) -> int:
     _show_log("megatron_ext", level, sys.stderr, "megatron_ext: %(message)s")
     with failure.interrupts() as interrupts:
         try:
-            _run(script, argv, embedded=embedded)
+            _run(script, argv)
         except BaseException as error:
             if interrupts.seen:
                 failure.report_interrupt()
@@ -257,24 +196,14 @@ def run(script: str, argv: Sequence[str], *, embedded: bool = False) -> int:
     return 0
 
 
-def _without_stacks(_coordinator: ModuleType) -> None:
-    """Undo what this module of Megatron does at its import: dump stacks at Ctrl-C and SIGTERM.
-
-    A launcher sends these to every rank of a job that ends, which is no reason for a stack.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        faulthandler.unregister(number)
-
-
-def _run(script: str, argv: Sequence[str], *, embedded: bool) -> None:
+def _run(script: str, argv: Sequence[str]) -> None:
     releases.check_core()
-    start = choose(script, embedded=embedded)
+    start = choose(script)
     sys.argv = [str(start.script or script), *argv]
     # Before Megatron is imported: it copies names of torch.cuda. Reads --device-backend too.
     devices.current()
     if start.script is None and os.environ.get("RANK", "0") == "0":
         print(f"megatron_ext {start}", flush=True)
     _address_of_one()
-    wrapt.register_post_import_hook(_without_stacks, _DUMPS_STACKS)
     with failure.watching_other_hosts():
-        _execute(start, argv)
+        execute(start)

@@ -7,7 +7,7 @@ import pytest
 from megatron_ext.config.prepared_arguments import prepare
 from megatron_ext.disaggregation.job import current
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.training.trainer_arguments import parse
+from tests.ranks import parse
 from tests.runtime.capture import GPT, PP2
 
 FBD = "--forward-backward-disaggregating "
@@ -70,7 +70,6 @@ def test_what_is_refused(flags: str, world: int, rule: str) -> None:
     ],
 )
 def test_what_upstreams_flags_can_ask_for_is_refused(dest: str, value: object, rule: str) -> None:
-    """The embedded trainer does not have these flags, or refuses them for all jobs."""
     args = parse("gpt", (GPT + PP2).split(), {"WORLD_SIZE": "4"})
     args.forward_backward_disaggregating = True
     setattr(args, dest, value)

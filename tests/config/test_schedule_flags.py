@@ -1,11 +1,8 @@
-"""The flags of schedules, through upstream's parser and validation and the embedded trainer's."""
+"""The flags of schedules, through upstream's parser and validation."""
 
 from __future__ import annotations
 
 import logging
-import os
-import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.schedules import commands, generate, registered
 from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.costs import UNIT, Costs
-from tests.ranks import run_ranks, start_script
+from tests.ranks import parse, require_training, run_ranks, start_script
 
 MODEL = (
     "--num-layers 16 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
@@ -53,21 +50,7 @@ GPT = SEED.format(
 )
 
 
-def parse(way: str, model: str, flags: str, world: int) -> Namespace:
-    """Parse and validate as a training script does."""
-    if way == "embedded":
-        from megatron_ext.training.trainer_arguments import parse as parse_embedded
-
-        return parse_embedded(model, flags.split(), {"WORLD_SIZE": str(world)})  # type: ignore[arg-type]
-    from megatron.training.arguments import parse_args, validate_args
-
-    sys.argv = ["pretrain.py", *flags.split()]
-    os.environ.update(RANK="0", WORLD_SIZE=str(world))
-    tokenizer = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}[model]
-    return validate_args(parse_args(), {"tokenizer_type": tokenizer})
-
-
-def outcomes(way: str, cases: list[tuple[str, str, int]]) -> list[dict[str, Any] | str]:
+def outcomes(cases: list[tuple[str, str, int]]) -> list[dict[str, Any] | str]:
     """Return for each (model, flags, world size) what comes of it, or the error."""
     lines: list[str] = []
     handler = logging.Handler()
@@ -77,7 +60,7 @@ def outcomes(way: str, cases: list[tuple[str, str, int]]) -> list[dict[str, Any]
     for model, flags, world in cases:
         lines.clear()
         try:
-            args = parse(way, model, flags, world)
+            args = parse(model, flags.split(), {"WORLD_SIZE": str(world)})
         except UserError as error:
             found.append(str(error))
             continue
@@ -90,18 +73,9 @@ def outcomes(way: str, cases: list[tuple[str, str, int]]) -> list[dict[str, Any]
     return found
 
 
-@pytest.fixture(
-    scope="module", params=["embedded", pytest.param("upstream", marks=pytest.mark.tree)]
-)
-def way(request: pytest.FixtureRequest) -> str:
-    """The two ways to start a training."""
-    if request.param == "upstream":
-        request.getfixturevalue("megatron_lm_path")
-    return str(request.param)
-
-
-def run(way: str, *cases: tuple[str, int]) -> list[Any]:
-    return run_ranks(1, outcomes, way, [("gpt", MODEL + flags, world) for flags, world in cases])[0]
+def run(*cases: tuple[str, int]) -> list[Any]:
+    require_training()
+    return run_ranks(1, outcomes, [("gpt", MODEL + flags, world) for flags, world in cases])[0]
 
 
 def tables() -> list[tuple[str, Any]]:
@@ -117,9 +91,9 @@ def tables() -> list[tuple[str, Any]]:
     return found
 
 
-def test_the_flags_that_plan_prints_run_what_it_shows(way: str) -> None:
+def test_the_flags_that_plan_prints_run_what_it_shows() -> None:
     planned = tables()
-    results = run(way, *((f"{flags} --global-batch-size 16", 4) for flags, _ in planned))
+    results = run(*((f"{flags} --global-batch-size 16", 4) for flags, _ in planned))
     for (flags, rows), result in zip(planned, results, strict=True):
         assert isinstance(result, dict), f"{flags}: {result}"
         assert result["rows"] == rows, flags
@@ -199,16 +173,17 @@ TOLD: dict[str, tuple[str, int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def test_what_megatron_is_told(way: str) -> None:
-    results = run(way, *((flags, world) for flags, world, _ in TOLD.values()))
+def test_what_megatron_is_told() -> None:
+    results = run(*((flags, world) for flags, world, _ in TOLD.values()))
     for (name, (_, _, wanted)), result in zip(TOLD.items(), results, strict=True):
         assert isinstance(result, dict), f"{name}: {result}"
         assert {key: result[key] for key in wanted} == wanted, name
 
 
-def test_the_published_command_lines_run_as_printed(way: str) -> None:
+def test_the_published_command_lines_run_as_printed() -> None:
     for model, flags, layers in (("bert", BERT, 64), ("gpt", GPT, 96)):
-        [[result]] = run_ranks(1, outcomes, way, [(model, flags, 8)])
+        require_training()
+        [[result]] = run_ranks(1, outcomes, [(model, flags, 8)])
         assert isinstance(result, dict), result
         assert result["pipeline_model_parallel_size"] == 4
         assert result["pipeline_model_parallel_layout"].count("t") == layers
@@ -308,8 +283,8 @@ REFUSED = {
 }  # fmt: skip
 
 
-def test_what_cannot_run_is_refused_with_what_can(way: str) -> None:
-    results = run(way, *((flags, world) for flags, world, _ in REFUSED.values()))
+def test_what_cannot_run_is_refused_with_what_can() -> None:
+    results = run(*((flags, world) for flags, world, _ in REFUSED.values()))
     for (name, (_, _, parts)), message in zip(REFUSED.items(), results, strict=True):
         assert isinstance(message, str), f"{name} was accepted"
         assert not [part for part in parts if part not in message], f"{name}: {message}"
@@ -324,7 +299,7 @@ def test_every_batch_of_a_ramp_up_is_checked(tmp_path: Path) -> None:
     table.write_text(table_files.csv_text(generate("1f1b", 4, 16)))
     model = MODEL.replace("--train-iters 5 ", "")
     accepted, message = run_ranks(
-        1, outcomes, "upstream",
+        1, outcomes,
         [("gpt", f"{model}{sizes}--pipeline-schedule {name}", 4)
          for name in ("interleaved", f"csv:{table}")],
     )[0]  # fmt: skip
@@ -333,9 +308,9 @@ def test_every_batch_of_a_ramp_up_is_checked(tmp_path: Path) -> None:
     assert "not 2 micro-batches (--global-batch-size 4" in message
 
 
-def test_mistakes_end_in_one_line(way: str) -> None:
+def test_mistakes_end_in_one_line() -> None:
     flags = MODEL + "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --num-layers 5"
-    run = start_script(2, "pretrain_gpt.py", flags.split(), embedded=way == "embedded")
+    run = start_script(2, "pretrain_gpt.py", flags.split())
     assert run.exit_codes == [2, 2], run.describe()
     assert "Traceback" not in "".join(run.logs)
     [line] = [

@@ -19,7 +19,7 @@ from megatron_ext.transport.torch_dist import Channel, TorchTransport
 from tests.ranks import run_ranks
 from tests.runtime.capture import GPT, PP2, PP4, train
 from tests.runtime.test_equality import UNCLIPPED, VPP2, assert_equal, stock
-from tests.training.helpers import bert_flags
+from tests.training.helpers import NO_DROPOUT, bert_flags
 
 _FLAGS = GPT + UNCLIPPED + "--num-layers 8 --global-batch-size 16 --train-iters 2 "
 
@@ -99,7 +99,7 @@ def test_shapes_that_travel() -> None:
 
 @pytest.mark.usefixtures("emulated_musa")
 def test_twins_that_read_data_for_each_other(tmp_path: Path) -> None:
-    flags = bert_flags(tmp_path) + f"--hidden-dropout 0 --attention-dropout 0 {UNCLIPPED}"
+    flags = f"{bert_flags(tmp_path)}--split 100,0,0 {NO_DROPOUT}{UNCLIPPED}"
     flags += "--num-layers 8 --train-iters 2 --eval-iters 0 "
     ours = PP4 + "--pipeline-schedule bitpipe "
     found = train(4, flags + ours, model="bert", device="musa")

@@ -196,7 +196,7 @@ def test_training_without_a_tree_is_that_on_the_cpu():
     flags = helpers.MOCK + helpers.NO_DROPOUT
     flags += "--pipeline-model-parallel-size 2 --use-distributed-optimizer"
     on_cpu, on_musa = (
-        losses(run_script(2, "pretrain_gpt.py", flags.split(), embedded=True, device=device))
+        losses(run_script(2, "pretrain_gpt.py", flags.split(), device=device))
         for device in ("cpu", "musa")
     )
     assert len(on_cpu) == 3

@@ -13,8 +13,7 @@ import pytest
 from megatron_ext.config.active import clear_configuration
 from megatron_ext.config.early import of_forward_rank
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.training.trainer_arguments import parse
-from tests.ranks import WITHOUT_TREE, losses
+from tests.ranks import losses, parse
 from tests.runtime.capture import GPT, PP2
 
 FBD = "--forward-backward-disaggregating "
@@ -73,7 +72,7 @@ def started(directory: Path, flags: str, has_musa: list[bool]) -> list[str]:
     world = str(len(has_musa))
     base |= {"MASTER_ADDR": "localhost", "MASTER_PORT": _free_port(), "WORLD_SIZE": world}
     base |= {"LOCAL_WORLD_SIZE": world, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, "-m", "megatron_ext", *WITHOUT_TREE, "pretrain_gpt.py"]
+    program = [sys.executable, "-m", "megatron_ext", "pretrain_gpt.py"]
     words = [*program, *flags.split()]
     logs = [directory / f"{world}-{rank}.log" for rank in range(len(has_musa))]
     ranks = []

@@ -10,9 +10,8 @@ import pytest
 
 from megatron_ext.config.active import clear_configuration
 from megatron_ext.disaggregation.job import current
-from megatron_ext.training.trainer_arguments import parse
 from tests.examples.scripts import bash, dry_run, make_data, megatron_flags, value_of
-from tests.ranks import losses, run_script
+from tests.ranks import losses, parse, run_script
 
 SCRIPT = "examples/gpt/pretrain_gpt_fbd.sh"
 
@@ -56,7 +55,7 @@ def test_the_scripts_train(script: str, flags: list[str], processes: int, tmp_pa
     make_data("python_reference")
     few = "--train-iters=3 --log-interval=1 --eval-iters=1 --num-workers=0".split()
     words = dry_run(script, *flags, "--tiny", "--out", str(tmp_path), *few)
-    logs = run_script(processes, "pretrain_gpt.py", megatron_flags(words), embedded=True)
+    logs = run_script(processes, "pretrain_gpt.py", megatron_flags(words))
     found = losses(logs)
     assert len(found) == 3
     assert found[-1] < found[0]

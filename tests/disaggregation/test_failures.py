@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.upstream import releases
-from tests.ranks import start_ranks, train_without_tree
+from tests.ranks import start_ranks, train_here
 from tests.runtime.capture import GPT, PP2
 
 FBD = "--forward-backward-disaggregating --eval-iters 2 --eval-interval 1 "
@@ -39,7 +39,7 @@ def killed(argv: list[str], victim: int, when: str) -> str:
         setattr(owner, name, dying)
         step.beat = worlds.beat  # type: ignore[attr-defined]
     try:
-        train_without_tree("gpt", argv)
+        train_here("gpt", argv)
     except MegatronExtError as error:
         return str(error)
     except RuntimeError as error:  # of torch.distributed, where forward ranks evaluate together

@@ -38,12 +38,11 @@ def test_evaluation_is_that_of_an_ordinary_job(num_ranks: int, roles: str, tmp_p
     flags = GPT.replace("--eval-iters 0", EVALUATING) + PP2
     shards = "--tensor-model-parallel-size 2 " if roles == MERGED else ""
     writing = f"{roles}--tensorboard-dir {tmp_path} "
-    found = run_script(num_ranks, "pretrain_gpt.py", (flags + writing).split(), embedded=True)
+    found = run_script(num_ranks, "pretrain_gpt.py", (flags + writing).split())
     expected = run_script(
         2 * num_ranks // 4 if not shards else 4,
         "pretrain_gpt.py",
         (flags + shards).split(),
-        embedded=True,
     )
     ours, theirs = (_validation(logs) for logs in (found, expected))
     assert len(theirs) == 5

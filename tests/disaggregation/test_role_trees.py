@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import sys
-from functools import cache
+from functools import cache, wraps
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ext.upstream import releases
 from tests.disaggregation.test_training import FBD, MERGED, assert_equal, run_role, together
 from tests.examples.test_boundaries import MODELS
 from tests.ranks import run_ranks, start_ranks
+from tests.runtime import capture
 from tests.runtime.capture import GPT, PP2, PP4, Captured
 from tests.tiers import first_quick
 
-pytestmark = pytest.mark.skipif(
-    releases.has_training(), reason="the models are put into the embedded trainer, of 0.16 alone"
-)
+pytestmark = pytest.mark.usefixtures("a_training_loop")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "boundaries"
 FLAGS = GPT.replace("--eval-iters 0", "--eval-iters 2 --eval-interval 2") + (
@@ -31,23 +29,33 @@ Told = tuple[tuple[str, Captured], list[dict[str, float]]]
 
 
 def run_model(model: str, argv: list[str]) -> Told:
-    """Train a model of the examples with the embedded trainer, as one rank."""
+    """Train a model of the examples with Megatron's loop, as one rank."""
     sys.path.insert(0, str(EXAMPLE))
     import torch
     from megatron.core import parallel_state
+    from megatron.core.enums import ModelType
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron_ext.training import main as trainer
-    from megatron_ext.training import model as building
-    from megatron_ext.training.data import Iterators
+    from megatron_ext import devices
 
-    evaluated = []
+    devices.current()  # before Megatron is imported
+    from megatron.training import arguments, get_args, training
 
-    def build(_args: Any, config: Any, **_shape: Any) -> Any:
+    evaluated: list[dict[str, float]] = []
+    evaluate = training.evaluate
+
+    @wraps(evaluate)
+    def evaluating(*args: Any, **kwargs: Any) -> Any:
+        losses, *rest = evaluate(*args, **kwargs)
+        evaluated.append({name: float(loss) for name, loss in losses.items()})
+        return losses, *rest
+
+    def build(**_shape: Any) -> Any:
         from models import MODELS  # type: ignore[import-not-found]
 
         rank = parallel_state.get_pipeline_model_parallel_rank()
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        config = arguments.core_transformer_config_from_args(get_args())
         stage = MODELS[model](config, rank, ranks)
         stage.pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         return stage
@@ -59,20 +67,26 @@ def run_model(model: str, argv: list[str]) -> Told:
     def step(samples: Any, chunk: Any) -> Any:
         return chunk(next(samples)), loss_of
 
-    def iterators(args: Any, *_: Any) -> Iterators:
+    def datasets(_samples: Any, vp_stage: int | None = None) -> Any:
         from stages import sample  # type: ignore[import-not-found]
 
-        args.do_train, args.do_valid, args.do_test = True, True, False
-        return Iterators(map(sample, count()), map(sample, count(1000)), None)
+        return map(sample, count()), map(sample, count(1000)), None
 
-    class Reporter(trainer.Reporter):
-        def evaluation(self, label: str, iteration: int, losses: dict[str, float]) -> None:
-            evaluated.append(losses)
+    def pretrain(_model: str, words: list[str]) -> None:
+        sys.argv = ["pretrain.py", *words, "--dataloader-type", "external"]
+        training.evaluate = evaluating
+        kind = ModelType.encoder_or_decoder
+        if not hasattr(arguments, "parse_and_validate_args"):
+            training.pretrain(datasets, build, kind, step)
+            return
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    building._build_gpt = build
-    trainer.forward_step = lambda *_: step  # type: ignore[assignment]
-    trainer.build_iterators = iterators  # type: ignore[assignment]
-    trainer.Reporter = Reporter  # type: ignore[misc]
+        container = pretrain_cfg_container_from_args(arguments.parse_and_validate_args())
+        providers = {"train_valid_test_dataset_provider": datasets, "model_provider": build}
+        training.pretrain(container, model_type=kind, forward_step_func=step, **providers)
+
+    datasets.is_distributed = True  # type: ignore[attr-defined]
+    setattr(capture, "train_here", pretrain)  # noqa: B010
     return run_role(argv), evaluated
 
 

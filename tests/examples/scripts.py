@@ -20,7 +20,6 @@ def bash(
         **os.environ,
         "VIRTUAL_ENV": sys.prefix,
         "MEGATRON_EXT_DEVICE": "cpu",
-        "MEGATRON_LM_PATH": None,
         **env,
     }
     return subprocess.run(

@@ -142,15 +142,6 @@ def all_facts(sizes: list[tuple[Size, list[str]]]) -> list[dict[str, Any]]:
     return [facts(size, flags) for size, flags in sizes]
 
 
-@pytest.mark.parametrize("size", SIZES, ids=IDS)
-def test_the_embedded_trainer_takes_the_flags(size: Size) -> None:
-    from megatron_ext.training.trainer_arguments import parse
-
-    world = {"WORLD_SIZE": str(8 * size.nodes)}
-    args = parse("bert" if size.example == "bert" else "gpt", flags_of(size), world)
-    assert args.data_parallel_size == size.replicas
-
-
 @pytest.fixture(scope="module")
 def found(megatron_lm_path: Path) -> dict[str, dict[str, Any]]:
     [measured] = run_ranks(1, all_facts, [(size, flags_of(size)) for size in SIZES])

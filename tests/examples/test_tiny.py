@@ -32,7 +32,6 @@ def train(model: str, out: Path, *flags: str, device: str = "cpu", **env: str) -
         2,
         "pretrain_bert.py" if model == "bert" else "pretrain_gpt.py",
         megatron_flags(words),
-        embedded="MEGATRON_LM_PATH" not in env,
         device=device,
         timeout_s=240,
     )
@@ -44,20 +43,13 @@ def train(model: str, out: Path, *flags: str, device: str = "cpu", **env: str) -
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
-    """The losses of a model without a tree on the CPU."""
+    """The losses of a model on the CPU."""
     return functools.cache(lambda model: train(model, tmp_path_factory.mktemp(model)))
 
 
 @pytest.mark.parametrize("model", first_quick(MODELS, 2))
-def test_without_a_tree(model: str, on_cpu: Callable[[str], list[float]]) -> None:
+def test_it_learns(model: str, on_cpu: Callable[[str], list[float]]) -> None:
     found = on_cpu(model)
-    assert found[-1] < found[0]
-
-
-@pytest.mark.tree
-@pytest.mark.parametrize("model", first_quick(MODELS))
-def test_upstream(model: str, tmp_path: Path, megatron_lm_path: Path) -> None:
-    found = train(model, tmp_path, MEGATRON_LM_PATH=str(megatron_lm_path))
     assert found[-1] < found[0]
 
 

@@ -72,7 +72,8 @@ def test_without_a_choice_or_the_patches_the_last_rank_has_it() -> None:
 def _build(flags: str) -> tuple[Any, list[Any]]:
     from megatron_ext.training.initialize import initialize
     from megatron_ext.training.model import build_model, transformer_config
-    from megatron_ext.training.trainer_arguments import parse
+
+    from tests.ranks import parse
 
     args = parse("gpt", flags.split())
     args.padded_vocab_size = 128

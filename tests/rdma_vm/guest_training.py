@@ -30,13 +30,13 @@ FIRST_PORT = 29500
 
 
 def train(port: int, flags: list[str]) -> None:
-    from megatron_ext.upstream import releases, runner
+    from megatron_ext.upstream import runner
 
     os.environ.update(
         RANK=NODE, WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
         MASTER_ADDR="10.77.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="eth0",
     )  # fmt: skip
-    sys.exit(runner.run("pretrain_gpt.py", flags, embedded=not releases.has_training()))
+    sys.exit(runner.run("pretrain_gpt.py", flags))
 
 
 def fork(run: str, port: int, flags: list[str]) -> int:
@@ -59,8 +59,7 @@ def fork(run: str, port: int, flags: list[str]) -> int:
 
 
 def main() -> int:
-    import megatron_ext  # arms the patches, before Megatron is there
-    import megatron_ext.training.main  # noqa: F401
+    import megatron.core.pipeline_parallel  # noqa: F401
 
     for number, run in enumerate(RUNS):
         status = fork(run, FIRST_PORT + number, sys.argv[1:])

@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ext.upstream import releases
-from tests.ranks import run_ranks, skip_bert_where_it_needs_a_tree, train_without_tree
+from tests.ranks import require_training, run_ranks, train_here
 from tests.training.helpers import MOCK, NO_DROPOUT, fix_vocabulary_order
 
 GPT = MOCK + NO_DROPOUT + "--eval-iters 0 --train-iters 3 "
@@ -57,8 +56,7 @@ def train(
 
     Replicas of a parameter must agree. With a delay, actions of our schedules take random times.
     """
-    if model == "bert":
-        skip_bert_where_it_needs_a_tree()
+    require_training(f"pretrain_{model}.py")
     by_rank = run_ranks(
         num_ranks,
         run_here,
@@ -87,7 +85,7 @@ def _merge(mine: dict[str, str], theirs: dict[str, str], rank: int) -> None:
 
 
 def run_here(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Captured:
-    """Train as one rank, as an installation without a Megatron-LM tree does."""
+    """Train as one rank."""
     from megatron_ext.runtime import megatron_messages, runtime
 
     fix_vocabulary_order()
@@ -109,14 +107,9 @@ def run_here(model: str, argv: list[str], mean_delay_s: float = 0.0) -> Captured
     runtime.make_table, runtime.open_transport = told, opened
     runtime.Executor = _telling(runtime.Executor, captured, mean_delay_s)  # type: ignore[misc]
     megatron_messages.open_transport = opened
-    if releases.has_training():
-        _capture_loop_of_wheel(captured)
-    else:
-        from megatron_ext.training import main as trainer
-
-        trainer.Trainer = _capturing(trainer.Trainer, captured)
+    _capture_loop(captured)
     try:
-        train_without_tree(model, argv)
+        train_here(model, argv)
     except SystemExit as ended:  # how upstream's loop ends by --exit-interval
         if ended.code:
             raise
@@ -151,8 +144,8 @@ def _telling(base: Any, captured: Captured, mean_delay_s: float) -> Any:
     return TellingExecutor
 
 
-def _capture_loop_of_wheel(captured: Captured) -> None:
-    """Have `megatron.training`, which the wheel brings from 0.17 on, tell what it computes."""
+def _capture_loop(captured: Captured) -> None:
+    """Have `megatron.training` record what it computes."""
     from megatron_ext import devices
 
     devices.current()  # before Megatron is imported
@@ -206,31 +199,6 @@ def _gradients(chunks: list[Any], args: Any) -> dict[str, str]:
     """Digests by name; the distributed optimizer leaves each rank a shard of them, so none."""
     shards = args.use_distributed_optimizer
     return {name: _digest(p.main_grad) for name, p in _named(chunks) if not shards}
-
-
-def _capturing(base: Any, captured: Captured) -> Any:
-    class CapturingTrainer(base):
-        def run(self) -> None:
-            if not self.args.load:
-                _fill_by_name(self.chunks, self.optimizer)
-            super().run()
-            for name, parameter in _named(self.chunks):
-                captured.parameters[name] = _digest(parameter)
-
-        def _step(self, *args: Any) -> Any:
-            step = self.optimizer.step
-
-            def stepping() -> Any:
-                captured.gradients.append(_gradients(self.chunks, self.args))
-                return step()
-
-            self.optimizer.step = stepping
-            result = super()._step(*args)
-            self.optimizer.step = step
-            captured.losses.append({key: loss.item() for key, loss in result.losses.items()})
-            return result
-
-    return CapturingTrainer
 
 
 def _named(chunks: list[Any]) -> list[tuple[str, Any]]:

@@ -243,6 +243,7 @@ def test_twenty_steps_each_with_other_delays(group: str, dropout: str) -> None:
 def test_twins_that_read_data_for_each_other_agree(tmp_path: Path) -> None:
     """BERT's stages in the middle need the padding of the twin's micro-batches."""
     flags = bert_flags(tmp_path) + "--clip-grad 0 --num-layers 8 --train-iters 2 --eval-iters 0 "
+    flags += "--split 100,0,0 "
     flags += "--hidden-dropout 0 --attention-dropout 0 "
     ours = f"{PP4}--enable-bitpipe-schedule --use-dpp --dpp-policy breadth-first "
     found = train(4, flags + ours, model="bert", mean_delay_s=1e-3)

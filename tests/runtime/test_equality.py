@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.tiers import first_quick
-from tests.training.helpers import LLAMA, MOE, bert_flags
+from tests.training.helpers import LLAMA, MOE, NO_DROPOUT, bert_flags
 
 from .capture import GPT, PP2, PP4, Captured, train
 
@@ -199,7 +199,7 @@ def test_what_tokens_that_cross_to_the_twin_change() -> None:
     ],
 )
 def test_bert(tmp_path: Path, num_ranks: int, ours: str) -> None:
-    flags = bert_flags(tmp_path) + f"--hidden-dropout 0 --attention-dropout 0 {UNCLIPPED}"
+    flags = f"{bert_flags(tmp_path)}--split 100,0,0 {NO_DROPOUT}{UNCLIPPED}"
     flags += "--num-layers 8 --train-iters 2 --eval-iters 0 "
     found = train(num_ranks, flags + ours, model="bert")
     assert found.tables[0].split()[0] in ours

@@ -11,7 +11,7 @@ import pytest
 from megatron_ext import cli
 from megatron_ext.schedules import registered
 from tests.config.test_schedule_flags import outcomes
-from tests.ranks import run_ranks, start_script
+from tests.ranks import require_training, run_ranks, start_script
 from tests.tiers import first_quick
 from tests.tools.trace.runs import write_run
 
@@ -27,7 +27,8 @@ CHOOSING = r"--pipeline-schedule \S+|--enable-bitpipe-schedule|--bitpipe-order \
 
 def pasted(*cases: tuple[str, int]) -> list[Any]:
     """Return what comes of each command line on so many processes, or the error."""
-    return run_ranks(1, outcomes, "embedded", [("gpt", MODEL + f, world) for f, world in cases])[0]
+    require_training()
+    return run_ranks(1, outcomes, [("gpt", MODEL + f, world) for f, world in cases])[0]
 
 
 def flags_of(printed: str) -> list[str]:
@@ -111,7 +112,7 @@ def test_the_first_recommendation_trains(
     pp, m = size
     first = planned(capsys, "--pp", str(pp), "--microbatches", str(m))[0]
     flags = f"{MODEL} {first} --num-layers {2 * pp} --global-batch-size {m} --log-interval 1"
-    run = start_script(pp, "pretrain_gpt.py", flags.split(), embedded=True)
+    run = start_script(pp, "pretrain_gpt.py", flags.split())
     assert run.exit_codes == [0] * pp, run.describe()
     assert any(re.search(r"iteration +5/ +5 ", log) for log in run.logs), run.describe()
 

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.ranks import RankRun, _run_script, skip_where_training_is_in_the_wheel, start_ranks
+from tests.ranks import RankRun, _run_script, require_training, start_ranks
 
 SHAPE = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32 "
@@ -33,19 +33,16 @@ MLA = (
 )
 
 
-def train(
-    num_ranks: int, flags: str, *, script: str = "pretrain_gpt.py", embedded: bool = True
-) -> RankRun:
-    """Run a training script; with `embedded=False` upstream's own."""
-    if embedded:
-        skip_where_training_is_in_the_wheel()
-    return start_ranks(num_ranks, run_script_reproducibly, script, flags.split(), embedded)
+def train(num_ranks: int, flags: str, *, script: str = "pretrain_gpt.py") -> RankRun:
+    """Run a training script."""
+    require_training(script)
+    return start_ranks(num_ranks, run_script_reproducibly, script, flags.split())
 
 
-def run_script_reproducibly(script: str, argv: Sequence[str], embedded: bool) -> None:
+def run_script_reproducibly(script: str, argv: Sequence[str]) -> None:
     """Run a script with the order of a HuggingFace vocabulary fixed."""
     fix_vocabulary_order()
-    _run_script(script, argv, embedded)
+    _run_script(script, argv)
 
 
 def fix_vocabulary_order() -> None:

@@ -17,7 +17,7 @@ def train() -> None:
     if os.environ["RANK"] == "2":
         address.__version__ = "0.0.1"
     flags = f"{_FLAGS}--pipeline-model-parallel-size 3 --num-layers 3"
-    _run_script("pretrain_gpt.py", flags.split(), embedded=True)
+    _run_script("pretrain_gpt.py", flags.split())
 
 
 def test_each_rank_names_the_one_with_another_version() -> None:

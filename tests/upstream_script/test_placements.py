@@ -44,7 +44,7 @@ def test_gpt(tmp_path: Path, num_ranks: int, flags: str, theirs: str, ours: str)
 
 def test_bert(tmp_path: Path) -> None:
     def bert(num_ranks: int, flags: str) -> RankRun:
-        return run_training(num_ranks, flags, script="pretrain_bert.py", embedded=False)
+        return run_training(num_ranks, flags, script="pretrain_bert.py")
 
     flags = bert_flags(tmp_path) + "--hidden-dropout 0 --attention-dropout 0 --clip-grad 0 "
     saving = f"--train-iters 1 --lr-warmup-iters 0 --save {tmp_path}/start --save-interval 1 "

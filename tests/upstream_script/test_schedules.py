@@ -92,15 +92,15 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
     flags = bert_flags(directory) + SAME + "--hidden-dropout 0 --attention-dropout 0 "
     saving = f"--train-iters 1 --lr-warmup-iters 0 --save {directory}/start --save-interval 1 "
     saved = f"{flags}{saving}--no-save-optim --no-save-rng "
-    report(train(1, saved, script="pretrain_bert.py", embedded=False))
+    report(train(1, saved, script="pretrain_bert.py"))
     start = f"{flags}--load {directory}/start --finetune "
-    return start, report(train(4, start + PP2, script="pretrain_bert.py", embedded=False))
+    return start, report(train(4, start + PP2, script="pretrain_bert.py"))
 
 
 @pytest.mark.parametrize("schedule", first_quick(EVERY, 4))
 def test_bert(bert: tuple[str, list[str]], schedule: str) -> None:
     start, stock = bert
-    assert report(train(4, start + schedule, script="pretrain_bert.py", embedded=False)) == stock
+    assert report(train(4, start + schedule, script="pretrain_bert.py")) == stock
 
 
 RAMP = "--rampup-batch-size 4 4 16 --global-batch-size 12 --train-samples 45 "

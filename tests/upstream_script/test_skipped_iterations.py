@@ -31,7 +31,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def _as_upstream_skips(argv: Sequence[str]) -> None:
     with without("schedules.skipped_iterations"):
-        _run_script("pretrain_gpt.py", argv, embedded=False)
+        _run_script("pretrain_gpt.py", argv)
 
 
 @pytest.fixture(scope="module")

@@ -79,11 +79,11 @@ CASES = (
 
 
 def has_script(name: str) -> bool:
-    """Tell whether this release has a script of Megatron-LM, or something that stands in for it."""
+    """Return whether this release has a script of Megatron-LM, or its wheel stands in for it."""
     tree = upstream.find_tree()
     if tree is not None:
         return (tree / name).is_file()
-    return name == "pretrain_gpt.py" or not releases.has_training()
+    return name == "pretrain_gpt.py" and releases.has_training()
 
 
 def told(ended: RankRun) -> list[str]:
@@ -152,7 +152,6 @@ class Comparisons:
     def _make_start(self, script: str, model: str) -> str:
         """Save a checkpoint with one process; return the flags of runs that start from it."""
         flags, path = self._base(script), self._new_folder()
-        # With its optimizer: the embedded trainer always saves it, and --finetune leaves it.
         saving = f"--train-iters 1 --save {path} --save-interval 1 "
         told(run(1, f"{flags}{model.replace(TENSOR, '')}{saving}", script=script))
         return f"{flags}{model}--load {path} --finetune "
@@ -235,7 +234,7 @@ def loop() -> str:
     """Say whose training loop runs here."""
     if upstream.find_tree() is not None:
         return "upstream's script"
-    return "the wheel" if releases.has_training() else "ours"
+    return "the wheel"
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@
 #                              the checkout without its native module)
 # CASES="zb-h1;disaggregation" trains only under these; CASES=none: under none
 # TESTS="flags or effects"     of tests/versions, which each release runs too, only these; TESTS=none: none of them
+# TESTS_IN="tests/versions tests/patches"   the quick tests of these folders instead
 # TORCH_VERSION=2.7.1          another torch
 # SKIP="0.17.1"                these are left out on purpose, and the table says so
 # LACKING=skip                 so are those that no Python here takes
@@ -147,7 +148,7 @@ try() {
         "$PYTHON" -m tests.versions.matrix "$file" ${cases[@]+"${cases[@]}"} || status=1
     fi
     if [[ ${TESTS:-} != none ]]; then
-        "$PYTHON" -m pytest -q tests/versions -k "${TESTS:-}" || status=1
+        "$PYTHON" -m pytest -q -m "${TESTS_IN:+not slow}" ${TESTS_IN:-tests/versions} -k "${TESTS:-}" || status=1
     fi
     return $status
 }

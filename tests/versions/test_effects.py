@@ -27,7 +27,7 @@ def _run_without(ids: tuple[str, ...], flags: str) -> None:
     from tests.ranks import _run_script
 
     REGISTRY.remove(ids)
-    _run_script("pretrain_gpt.py", flags.split(), embedded=False)
+    _run_script("pretrain_gpt.py", flags.split())
 
 
 def _lost(ranks: int, flags: str, *ids: str) -> str:

@@ -41,7 +41,6 @@ def add_subcommands(subparsers: _Subparsers) -> None:
     add("--master-port", type=int, metavar="P", help="where the ranks meet (default: a free port)")
     add("--env", action="append", default=[], metavar="NAME=VALUE",
         help="an environment variable of all processes; may be repeated")
-    add("--embedded", action="store_true", help="use the embedded trainer even if there is a tree")
     add("--per-node", action="store_true",
         help="run a command once on each host, without torchrun, for set-up or inspection")
     add("--max-restarts", type=_number, default=0, metavar="N",

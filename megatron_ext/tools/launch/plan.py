@@ -105,7 +105,6 @@ class Plan:
     """None: one that is free, chosen on the first host."""
     per_node: bool = False
     """Run the command once on each host, without torchrun."""
-    embedded: bool = False
     log_root: str | None = None
     grace_s: float = 5.0
     """Grace period. After a failure a job ends within about twice this time: first the peers on the
@@ -184,7 +183,7 @@ class Plan:
         ]  # fmt: skip
 
     def _job_words(self) -> list[str]:
-        return ["-m", "megatron_ext", *["--embedded"] * self.embedded, *self.command]
+        return ["-m", "megatron_ext", *self.command]
 
     def agent_argv(self, index: int, found: Message, port: int, show: Sequence[int]) -> list[str]:
         """Return what the agent of a host starts.
@@ -222,7 +221,6 @@ class Plan:
             "env": self.environment(index),
             "command": self.command[0],
             "per_node": self.per_node,
-            "embedded": self.embedded,
             "master_port": self.master_port,
             "peer": peer.host.address if peer and not self.per_node else None,
             "grace_s": self.grace_s,

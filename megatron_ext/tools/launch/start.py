@@ -178,7 +178,6 @@ def _make_plan(args: argparse.Namespace) -> Plan:
         env=_environment(args),
         master_port=args.master_port,
         per_node=args.per_node,
-        embedded=args.embedded,
         log_root=args.log_dir,
         grace_s=args.grace,
     )

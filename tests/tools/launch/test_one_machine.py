@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_package
-from tests.ranks import WITHOUT_TREE
+from tests.ranks import require_training
 from tests.tools.launch.test_cluster import LLAMA
 
 ROOT = Path(__file__).parents[3]
@@ -38,10 +38,9 @@ def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_hostfile_one_replica_trains_here_in_a_few_lines() -> None:
-    flags = [*LLAMA.split(), "--global-batch-size", "8"]
-    if not WITHOUT_TREE:
-        flags.append("--no-create-attention-mask-in-dataloader")
-    done = run_package("launch", *WITHOUT_TREE, "--", "pretrain_gpt.py", *flags)
+    require_training()
+    flags = [*LLAMA.split(), "--global-batch-size", "8", "--no-create-attention-mask-in-dataloader"]
+    done = run_package("launch", "--", "pretrain_gpt.py", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 host, 2 ranks: TP 1, PP 2, CP 1, DP 1; 8 samples in a step" in done.stderr
     steps = re.findall(r"^iteration [123]/3  loss \S+ .*", done.stdout, re.MULTILINE)

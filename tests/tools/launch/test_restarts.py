@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_package
-from tests.ranks import WITHOUT_TREE
+from tests.ranks import require_training
 from tests.tools.launch.cluster import ADDRESSES, Cluster, cluster, remove_processes, why_not
 from tests.tools.launch.test_cluster import LLAMA
 
@@ -65,6 +65,7 @@ def test_spares_are_fewer_than_hosts(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    require_training()
     reason = why_not()
     if reason is not None:
         pytest.skip(f"needs two hosts with ssh servers: {reason}")
@@ -75,15 +76,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def training(checkpoints: Path) -> list[str]:
     """What `launch` is told: the tiny Llama, from the last checkpoint, if there is one."""
     flags = f"{LLAMA} --train-iters 30 --save-interval 10 --save {checkpoints} --load {checkpoints}"
-    words = [
-        *WITHOUT_TREE,
-        "--raw",
-        "--num-microbatches",
-        "2",
-        "--",
-        "pretrain_gpt.py",
-        *flags.split(),
-    ]
+    words = ["--raw", "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags.split()]
     return [*words, "--use-dpp", "--microbatch-rng"]
 
 

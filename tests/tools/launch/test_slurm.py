@@ -15,7 +15,7 @@ import pytest
 from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch import slurm as ours
 from tests.commands import run_package
-from tests.ranks import WITHOUT_TREE, losses
+from tests.ranks import losses, require_training
 from tests.tools.launch.cluster import ADDRESSES, remove_processes, wait_until
 from tests.tools.launch.slurm_cluster import Slurm, slurm, why_not
 from tests.tools.launch.test_cluster import LLAMA, WAITING
@@ -68,8 +68,9 @@ def log_of(cluster: Slurm, job: str) -> str:
 
 @pytest.mark.slow
 def test_llama3_trains_in_an_allocation_that_says_all_about_its_hosts(cluster: Slurm) -> None:
+    require_training()
     flags = [*LLAMA.split(), "--use-dpp", "--pipeline-transport", "tcp"]
-    words = [*WITHOUT_TREE, "--raw", "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags]
+    words = ["--raw", "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags]
     launch = ["launch", *words]
     code, output = allocated(cluster, "--nodes 2 --ntasks-per-node 2", *launch)
     assert code == 0, output
@@ -175,7 +176,7 @@ def test_what_slurm_refuses_is_one_line(
 def test_an_allocation_that_is_too_small_is_one_line(cluster: Slurm) -> None:
     flags = ["--pipeline-model-parallel-size", "4"]
     code, output = allocated(
-        cluster, "--nodes 1 --ntasks-per-node 2", "launch", *WITHOUT_TREE, "--",
+        cluster, "--nodes 1 --ntasks-per-node 2", "launch", "--",
         "pretrain_gpt.py", *flags,
     )  # fmt: skip
     assert code == 2

@@ -1,0 +1,315 @@
+"""Records the spans of one rank into its trace file during training.
+
+The recorder collects the spans of an iteration in a list of bounded length and writes them with one
+call at its end; only iterations with very many spans write earlier. On asynchronous devices, begin
+and end are events in the device's stream, read when all of them have completed.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from megatron_ext.errors import UserError
+from megatron_ext.files import cannot_write
+from megatron_ext.tools.trace.records import Header, Span, file_name, header_line, iteration_lines
+
+if TYPE_CHECKING:
+    from megatron_ext.devices import Device
+    from megatron_ext.devices.backend import TimingEvent
+
+__all__ = ["DeviceClock", "HostClock", "Recorder", "Sampling", "check_writable"]
+
+_LOG = logging.getLogger(__name__)
+WAIT_NS = 20_000
+"""Shortest wait of a receive that gets a separate span."""
+MAX_KEPT = 20_000
+"""Spans that are kept before they are written in the middle of an iteration."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors that come and go with what else is on the disk; another folder was no mistake."""
+
+_CAUSES = {"D": "leader", "C": "credit"}
+"""By kind of message: the cause of a wait for it, where that is no input."""
+
+_Stamp = Any
+"""A moment: nanoseconds on the host, an event on a device."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which iterations are traced: the first few of each interval."""
+
+    interval: int = 100
+    iterations: int = 10
+
+    def includes(self, index: int) -> bool:
+        """Return whether to trace the iteration with this index, from 0 in this process."""
+        return index % self.interval < self.iterations
+
+
+@contextmanager
+def check_writable(path: Path) -> Iterator[None]:
+    """Translate errors in creating a file.
+
+    Raises:
+        UserError: The file can never be written.
+        OSError: The disk is full at present; `filename` is the path.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise UserError(
+            f"--trace cannot write {path}: {error.strerror}; give another folder with --trace-dir, "
+            f"or leave --trace out"
+        ) from error
+
+
+class HostClock:
+    """Moments of the host, on the clock that all processes of a host share."""
+
+    def begin(self) -> int:
+        """Start an iteration; return its begin in nanoseconds."""
+        return time.monotonic_ns()
+
+    def stamp(self) -> int:
+        """Return this moment."""
+        return time.monotonic_ns()
+
+    def resolve(self, stamps: list[int], begin_ns: int) -> list[int]:
+        """Return the nanoseconds from the begin of the iteration to each moment."""
+        return [stamp - begin_ns for stamp in stamps]
+
+
+class DeviceClock:
+    """Moments in the stream of a device: the completion of all work queued before.
+
+    Args:
+        device: A device with timing events.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._base = self._event()
+
+    def begin(self) -> int:
+        """Start an iteration on an idle device, so that host and device agree on its begin."""
+        self._device.synchronize()
+        self._base.record()
+        return time.monotonic_ns()
+
+    def stamp(self) -> Any:
+        """Put a mark into the stream."""
+        event = self._event()
+        event.record()
+        return event
+
+    def _event(self) -> TimingEvent:
+        event = self._device.timing_event()
+        assert event is not None, "devices without events take the clock of the host"
+        return event
+
+    def resolve(self, stamps: list[Any], begin_ns: int) -> list[int]:
+        """Wait for all marks; return the nanoseconds from the begin of the iteration to each."""
+        self._device.synchronize()
+        return [max(0, round(self._base.elapsed_time(event) * 1e6)) for event in stamps]
+
+
+@dataclass
+class Recorder:
+    """The trace of one rank.
+
+    The first iteration creates the file, when the ranks of the groups are known. If the disk is
+    full, the trace ends with a warning and training continues.
+    """
+
+    directory: Callable[[], tuple[Path, Header]]
+    """Gives the folder of the run, and who this rank is."""
+    clock: HostClock | DeviceClock = field(default_factory=HostClock)
+    sampling: Sampling = Sampling()
+    memory_bytes: Callable[[], int] = lambda: 0
+    """The most memory that this rank has held so far."""
+    first_iteration: Callable[[], int] = lambda: 1
+    """The number of the first iteration; asked when it begins."""
+    active: bool = field(default=False, init=False)
+    """Whether an iteration is being traced."""
+    notes: dict[str, int] = field(default_factory=dict, init=False)
+    """Further fields of the closing record, given while the iteration runs."""
+    _wires: dict[int, str] = field(default_factory=dict, init=False)
+    """Of peers that were connected since the last traced iteration."""
+    _file: IO[str] | None = field(default=None, init=False)
+    _ended: bool = field(default=False, init=False)
+    """Whether nothing more can be written."""
+    _index: int = field(default=-1, init=False)
+    _number: int = field(default=0, init=False)
+    _begin_ns: int = field(default=0, init=False)
+    _end_ns: int | None = field(default=None, init=False)
+    _opening: dict[str, int] | None = field(default=None, init=False)
+    _kept: list[tuple[str, _Stamp, _Stamp, Mapping[str, Any]]] = field(
+        default_factory=list, init=False
+    )
+
+    def begin_iteration(self) -> None:
+        """Start the next iteration; end the previous one if it is still open."""
+        self.end_iteration()
+        if self._index < 0:
+            self._number = self.first_iteration() - 1
+        self._index += 1
+        self._number += 1
+        if self._ended or not self.sampling.includes(self._index):
+            return
+        if self._file is None and not self._open():
+            return
+        self._begin_ns = self.clock.begin()
+        pad_ns = 0 if self._end_ns is None else self._begin_ns - self._end_ns
+        self._opening = {
+            "pad_before": pad_ns,
+            "iteration": self._number,
+            "at_ns": self._begin_ns,
+        }
+        self.active = True
+
+    def stamp(self) -> _Stamp:
+        """Return this moment, for `add`."""
+        return self.clock.stamp()
+
+    def add(
+        self, name: str, begin: _Stamp, attributes: Mapping[str, Any], end: _Stamp = None
+    ) -> None:
+        """Record a span that began at a moment and ends now, or at another moment."""
+        if not self.active:  # any more, since the action began
+            return
+        self._kept.append((name, begin, self.clock.stamp() if end is None else end, attributes))
+        if len(self._kept) >= MAX_KEPT:
+            self._write({})
+
+    def received(
+        self,
+        begin: _Stamp,
+        end: _Stamp,
+        waited_ns: int,
+        source: int,
+        about: Mapping[str, Any],
+        size_bytes: int,
+    ) -> None:
+        """Record a receive, with a separate span for its wait if that exceeds the fixed cost.
+
+        Args:
+            begin: Begin of the receive.
+            end: End of the receive.
+            waited_ns: Time that the transport slept meanwhile.
+            source: Global rank of the sender.
+            about: The message.
+            size_bytes: Size of the message.
+        """
+        arrived = begin
+        if waited_ns >= WAIT_NS:
+            on = {"cause": _CAUSES.get(about["for"], "input"), "on": source, **about}
+            arrived = begin + waited_ns if isinstance(begin, int) else end
+            self.add("wait", begin, on, arrived)
+        self.add("receive", arrived, {"from": source, **about, "bytes": size_bytes}, end)
+
+    def connected(self, wires: Mapping[int, str]) -> None:
+        """Set the wires to peers, for the next iteration that is written.
+
+        Args:
+            wires: By global rank.
+        """
+        self._wires |= wires
+
+    @contextmanager
+    def span(self, name: str, **attributes: Any) -> Iterator[None]:
+        """Record the block as a span, if an iteration is being traced."""
+        if not self.active:
+            yield
+            return
+        begin = self.stamp()
+        try:
+            yield
+        finally:
+            self.add(name, begin, attributes)
+
+    def end_iteration(self) -> None:
+        """Write the iteration that runs, if one is traced."""
+        if not self.active:
+            return
+        end = self.clock.stamp()
+        for peer, wire in self._wires.items():
+            self.add("wire", end, {"peer": peer, "wire": wire}, end)
+        self._wires = {}
+        [duration_ns] = self.clock.resolve([end], self._begin_ns)
+        on_host = isinstance(self.clock, HostClock)
+        wall_ns = duration_ns if on_host else time.monotonic_ns() - self._begin_ns
+        self._end_ns = self._begin_ns + wall_ns
+        closing = {
+            "duration_wall": wall_ns,
+            "duration_cuda": 0 if on_host else duration_ns,
+            "memory_bytes": self.memory_bytes(),
+            **self.notes,
+        }
+        self.notes.clear()
+        self._write(closing)
+        self.active = False
+
+    def close(self) -> None:
+        """Write what is left and end the list. The recorder cannot be used afterwards."""
+        self.end_iteration()
+        if self._file is not None:
+            self._put(["]\n"])
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> bool:
+        """Create the file; return False if the disk is full."""
+        try:
+            directory, header = self.directory()
+            path = directory / file_name(header.data, header.pipeline, header.tensor)
+            with check_writable(path):
+                directory.mkdir(parents=True, exist_ok=True)
+                path.unlink(missing_ok=True)  # not truncated: somebody may be reading the old one
+                self._file = path.open("x", encoding="utf-8")
+        except OSError as error:
+            self._give_up(Path(error.filename), error)
+            return False
+        self._put([header_line(header)])
+        return not self._ended
+
+    def _put(self, lines: Iterable[str]) -> None:
+        """Append lines to the file; end the trace on failure."""
+        assert self._file is not None
+        try:
+            self._file.writelines(lines)
+            self._file.flush()
+        except OSError as error:
+            self._give_up(Path(self._file.name), error)
+
+    def _give_up(self, path: Path, error: OSError) -> None:
+        """End the trace; a full disk must not end the training."""
+        remedy = "this rank traces nothing more, and training goes on"
+        _LOG.warning("--trace: %s", cannot_write(path, error, remedy))
+        self._ended, self.active = True, False
+        self._kept.clear()
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # closing writes what is buffered once more
+                file.close()
+
+    def _write(self, closing: Mapping[str, int]) -> None:
+        """Append the kept spans and, with closing fields, the end of the iteration."""
+        kept, self._kept = self._kept, []
+        begins = self.clock.resolve([begin for _, begin, _, _ in kept], self._begin_ns)
+        ends = self.clock.resolve([end for _, _, end, _ in kept], self._begin_ns)
+        spans = [
+            Span(name, begin_ns, end_ns, attributes)
+            for (name, _, _, attributes), begin_ns, end_ns in zip(kept, begins, ends, strict=True)
+        ]
+        self._put(iteration_lines(spans, self._opening, closing or None))
+        self._opening = None

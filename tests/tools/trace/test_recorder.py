@@ -1,0 +1,143 @@
+"""The file that a recorder writes: the seed's layout, sizes, sampling, and what is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.devices.cpu import CpuDevice
+from megatron_ext.errors import UserError
+from megatron_ext.tools.trace.recorder import MAX_KEPT, DeviceClock, Recorder, Sampling
+from megatron_ext.tools.trace.records import Header
+from megatron_ext.tools.trace.run_folder import open_run
+from tests.tools.trace.runs import Clock, trace_of, write_run
+
+HEADER = Header(0, 0, 0, 0, (1, 1, 1), "host", "boot", 1, 1)
+
+
+def iterations(directory: Path) -> list:
+    [file] = open_run(directory)[0]
+    return list(file.iterations())
+
+
+def test_files_have_the_layout_and_the_records_of_the_seed(tmp_path: Path) -> None:
+    directory = write_run(tmp_path, iterations=1)
+    assert directory.name == "data-1-pipeline-4-tensor-1-pp"
+    names = sorted(path.name for path in directory.glob("benchmark*"))
+    assert names == [f"benchmark-data-0-pipeline-{rank}-tensor-0.json" for rank in range(4)]
+    head, first, *spans, last = json.loads(trace_of(directory, 3).read_text())
+    assert head["name"] == "run"
+    assert (first["name"], first["ph"], first["pad_before"]) == ("iteration", "B", 0)
+    assert (last["name"], last["ph"]) == ("iteration", "E")
+    assert {"duration_wall", "duration_cuda"} <= last.keys()
+    begins, ends = spans[::2], spans[1::2]
+    assert all(b.keys() == {"name", "ph", "rel_ts"} and b["ph"] == "B" for b in begins)
+    assert all(
+        e["ph"] == "E" and e["rel_ts"] >= b["rel_ts"] for b, e in zip(begins, ends, strict=True)
+    )
+    actions = [e for e in ends if e["name"] in ("forward", "backward")]
+    assert all({"microbatch", "model_chunk", "pp_rank"} <= action.keys() for action in actions)
+    assert len(actions) == 16
+
+
+def test_an_event_takes_at_most_200_bytes(tmp_path: Path) -> None:
+    clock = Clock()
+    clock.now_ns = 10**18
+    recorder = Recorder(lambda: (tmp_path, HEADER), clock)
+    recorder.begin_iteration()
+    empty = (tmp_path / "benchmark-data-0-pipeline-0-tensor-0.json").stat().st_size
+    clock.now_ns += 3_600 * 10**9  # after an hour in one iteration
+    widest = {"cause": "input", "on": 99999, "for": "F", "stage": 999, "microbatch": 99999}
+    for _ in range(MAX_KEPT):
+        recorder.add("wait", clock.now_ns, widest)
+    size = (tmp_path / "benchmark-data-0-pipeline-0-tensor-0.json").stat().st_size
+    assert (size - empty) / MAX_KEPT <= 200
+    assert not recorder._kept, "what is kept in memory is bounded"
+    recorder.close()
+    [iteration] = iterations(tmp_path)
+    assert len(iteration.spans) == MAX_KEPT
+
+
+def test_some_iterations_of_each_interval_are_traced(tmp_path: Path) -> None:
+    clock = Clock()
+    recorder = Recorder(
+        lambda: (tmp_path, HEADER), clock, Sampling(5, 2), first_iteration=lambda: 41
+    )
+    for _ in range(12):
+        recorder.begin_iteration()
+        with recorder.span("optimizer"):
+            clock.now_ns += 10
+        clock.now_ns += 1
+    recorder.close()
+    assert [i.number for i in iterations(tmp_path)] == [41, 42, 46, 47, 51, 52]
+    assert [s.name for i in iterations(tmp_path) for s in i.spans] == ["optimizer"] * 6
+
+
+def test_a_run_can_be_read_while_it_goes_on_and_after_it_was_killed(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        recorder = Recorder(lambda: (tmp_path, HEADER))
+        for _ in range(1000):
+            recorder.begin_iteration()
+            with recorder.span("optimizer"):
+                time.sleep(0.002)
+    try:
+        deadline = time.monotonic() + 60
+        written = tmp_path.glob
+        while not any(p.stat().st_size for p in written("*")) or len(iterations(tmp_path)) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    found = iterations(tmp_path)
+    assert len(found) >= 3
+    assert all(len(iteration.spans) == 1 for iteration in found)
+
+
+def test_device_marks_give_the_time_of_the_device(tmp_path: Path) -> None:
+    class Event:
+        """A mark in a stream that runs a second behind its host."""
+
+        def record(self) -> None:
+            self.ms = Device.now_ms
+
+        def elapsed_time(self, end) -> float:
+            return end.ms - self.ms
+
+    class Device:
+        now_ms = 500.0
+
+        def timing_event(self) -> Event:
+            return Event()
+
+        def synchronize(self) -> None:
+            pass
+
+    recorder = Recorder(lambda: (tmp_path, HEADER), DeviceClock(Device()))
+    recorder.begin_iteration()
+    Device.now_ms += 3
+    begin = recorder.stamp()
+    Device.now_ms += 1.5
+    recorder.add("forward", begin, {"stage": 0})
+    Device.now_ms += 0.5
+    recorder.close()
+    [iteration] = iterations(tmp_path)
+    assert iteration.spans[0][:3] == ("forward", 3_000_000, 4_500_000)
+    assert iteration.end["duration_cuda"] == 5_000_000
+
+
+def test_devices_have_events_or_are_the_host() -> None:
+    assert CpuDevice().timing_event() is None
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    recorder = Recorder(lambda: (tmp_path / "file" / "run", HEADER), Clock())
+    with pytest.raises(UserError, match="--trace-dir"):
+        recorder.begin_iteration()

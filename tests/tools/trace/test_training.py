@@ -1,0 +1,234 @@
+"""Training with --trace on real ranks: what runs is recorded, and recording changes nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from megatron_ext.config.flags import pipeline_config
+from megatron_ext.errors import ArgumentsError
+from megatron_ext.schedules import generate
+from megatron_ext.schedules.table import table_files
+from megatron_ext.tools.trace import forecast, report, session, summary
+from megatron_ext.tools.trace.aggregate import Run, read_run, write_chrome_trace
+from megatron_ext.tools.trace.records import sizes_in
+from tests.commands import run_package
+from tests.ranks import losses, run_ranks, run_script, start_script
+from tests.runtime.capture import GPT, PP2, PP4
+from tests.tools.trace.test_report import content
+
+if TYPE_CHECKING:
+    from megatron_ext.tools.trace.reader import Iteration
+
+LAYERS8 = GPT.replace("--num-layers 4", "--num-layers 8")
+
+
+def train(flags: str, directory: Path | None) -> tuple[list[str], Run]:
+    trace = [] if directory is None else ["--trace", "--trace-dir", str(directory)]
+    logs = run_script(4, "pretrain_gpt.py", [*flags.split(), *trace])
+    return logs, None if directory is None else read_run(directory)
+
+
+def spans(run: Run, rank: int) -> list[Any]:
+    return [span for iteration in run.files[rank].iterations() for span in iteration.spans]
+
+
+def names(run: Run, rank: int) -> set[str]:
+    return {span.name for span in spans(run, rank)}
+
+
+def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: Path) -> None:
+    dynamic = (
+        f"{LAYERS8}{PP4}--use-dpp --num-layers-per-virtual-pipeline-stage 1 "
+        "--pipeline-transport shm --overlap-grad-reduce --use-distributed-optimizer "
+    )
+    logs, run = train(dynamic, tmp_path / "run")
+    plain, _ = train(dynamic, None)
+    assert losses(logs) == losses(plain), "recording changes nothing"
+    assert [survey.iterations for survey in run.surveys] == [3] * 4
+    assert not any(survey.damaged for survey in run.surveys)
+    table = table_files.from_json((tmp_path / "run" / "schedule.json").read_text())
+    for rank in range(4):
+        assert {"forward", "receive", "send", "reduce", "optimizer"} <= names(run, rank)
+        found = sorted(
+            (span.attributes["stage"], span.attributes["microbatch"])
+            for span in spans(run, rank)
+            if span.name == "forward"
+        )
+        row = [action for action in table.rows[rank] if action.kind == "F"]
+        assert found == sorted(3 * [(action.stage, action.microbatch) for action in row])
+    waits = [
+        span.attributes for rank in range(4) for span in spans(run, rank) if span.name == "wait"
+    ]
+    assert {wait["cause"] for wait in waits} <= {"input", "slot"}
+    assert any("on" in wait for wait in waits)
+    assert [survey.wires for survey in run.surveys] == [
+        {(rank - 1) % 4: "shm", (rank + 1) % 4: "shm"} for rank in range(4)
+    ]
+    total = summary.figures(run.surveys)
+    assert 0 < total.bubble_ratio < 1
+    assert total.memory_bytes > 2**20
+    assert all(step.activation_bytes > 0 for survey in run.surveys for step in survey.steps)
+    output = tmp_path / "chrome.json"
+    write_chrome_trace(run, output)
+    events = json.loads(output.read_text())
+    starts = {e["id"]: e["ts"] for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e["ts"] for e in events if e["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert all(ends[key] > starts[key] for key in starts), "nothing arrives before it is sent"
+    assert "planned: " in report.page(run)
+    done = run_package("plan", "--from-trace", str(tmp_path / "run"), "--memory-gb", "64")
+    assert done.returncode == 0, done.stderr
+    assert "--pipeline-model-parallel-size 4 --pipeline-schedule zb-" in done.stdout
+    assert "--use-dpp --dpp-policy hint" in done.stdout
+    assert re.match(
+        r"traced: interleaved chunks=2 dpp hint, step [\d.]+ ms, itself predicted as [\d.]+ ms\b",
+        done.stdout,
+    )
+    settings = run.surveys[0].header.settings
+    assert settings["pipeline_schedule"] == "interleaved"
+    assert settings["dpp_policy"] == "hint"
+    assert settings["transport"] == "shm"
+    sent = {p.label: p.sent_bytes for p in forecast.forecast(tmp_path / "run").predictions}
+    message = 2 * 16 * 32 * 4
+    assert sent["interleaved chunks=2 dpp hint"] == 7 * 2 * 4 * message, "7 boundaries, both ways"
+    assert sent["1f1b"] == 3 * 2 * 4 * message
+    ends = {rank for rank in range(4) for step in run.files[rank].iterations() if _told(step)}
+    assert ends == {0, 3}, "ranks that read data note how much"
+
+
+def _told(step: Iteration) -> bool:
+    """Return whether an iteration tells how long the micro-batches of its forwards are."""
+    sizes = dict(sizes_in(step.end))
+    forwards = {s.attributes["microbatch"] for s in step.spans if s.name == "forward"}
+    assert set(sizes.values()) <= {(2 * 16, 2 * 16**2)}, "tokens and pairs of [2, 16]"
+    return sizes.keys() == forwards
+
+
+def test_followers_wait_for_their_leader_and_links_have_their_wire(tmp_path: Path) -> None:
+    flags = f"{GPT}{PP2}--tensor-model-parallel-size 2 --use-dpp --pipeline-transport tcp "
+    _, run = train(flags, tmp_path)
+    causes = [
+        {span.attributes["cause"] for span in spans(run, rank) if span.name == "wait"}
+        for rank in range(4)
+    ]
+    assert "leader" in causes[1] | causes[3]
+    assert "leader" not in causes[0] | causes[2]
+    assert run.files[0].path.parent.name == tmp_path.name
+    links = [(link[0], link[1], link[7]) for link in content(report.page(run))["links"]]
+    pairs = [(0, 1), (0, 2), (1, 3), (2, 0), (2, 3), (3, 1)]  # 0 and 2 lead 1 and 3
+    assert sorted(links) == [(f"rank {a}", f"rank {b}", "tcp") for a, b in pairs]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_megatrons_own_schedules_are_recorded(tmp_path: Path, chunks: int) -> None:
+    interleaved = "--num-layers-per-virtual-pipeline-stage 1 " if chunks == 2 else ""
+    _, run = train(f"{GPT}{PP2}{interleaved}", tmp_path)
+    table = generate("interleaved", 2, 2, 2) if chunks == 2 else generate("1f1b", 2, 2)
+    for file, rank in zip(run.files, (0, 0, 1, 1), strict=True):
+        for iteration in file.iterations():
+            actions = [
+                (s.attributes["stage"], s.name, s.attributes["microbatch"])
+                for s in sorted(iteration.spans, key=lambda span: span.begin_ns)
+                if s.name in ("forward", "backward")
+            ]
+            kinds = {"F": "forward", "B": "backward"}
+            assert actions == [(a.stage, kinds[a.kind], a.microbatch) for a in table.rows[rank]]
+    assert forecast.forecast(tmp_path).measured == table.label
+
+
+def test_upstreams_script_is_recorded(tmp_path: Path, megatron_lm_path: Path) -> None:
+    _, run = train(f"{GPT}{PP2}--pipeline-schedule zb-h1 ", tmp_path)
+    assert {"forward", "input_gradient", "weight_gradient", "reduce", "optimizer"} <= names(run, 0)
+    assert [survey.iterations for survey in run.surveys] == [3] * 4
+
+
+def not_observed() -> list[str]:
+    """Return the classes of transport and observers when nobody observes."""
+    import torch
+
+    from megatron_ext.runtime import entry, runtime
+    from tests.runtime import toy
+
+    found: list[str] = []
+    executor = runtime.Executor
+
+    def told(**fields: Any) -> Any:
+        listening = [fields["transport"], *fields["observers"]]
+        found.extend(type(each).__name__ for each in listening)
+        return executor(**fields)
+
+    runtime.Executor = told  # this process is a rank and ends
+    from tests.pipelines import make_pipeline, use
+
+    toy.start(2)
+    use(make_pipeline("1f1b", 2, 2))
+    session.start(session.Run())
+    entry.forward_backward(
+        forward_step_func=toy.forward_step,
+        data_iterator=toy.samples(2),
+        model=toy.chunks(toy.config(), [torch.distributed.get_rank()]),
+        num_microbatches=2,
+        seq_length=toy.LENGTH,
+        micro_batch_size=toy.BATCH,
+    )
+    return found
+
+
+def test_without_the_flags_nothing_of_ours_takes_part() -> None:
+    assert run_ranks(2, not_observed) == [["TorchTransport", "StepMeasure"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"trace": False, "trace_dir": Path("x")}, "--trace-dir is for traces; add --trace"),
+        ({"trace": True, "trace_interval": 0}, "--trace-interval 0 must be at least 1"),
+        ({"trace": True, "trace_interval": 3, "trace_iterations": 4}, "between 1 and"),
+        ({"trace": True, "trace_iterations": 0}, "--trace-iterations 0 must be between 1"),
+        ({"hang_timeout": -1.0}, "--hang-timeout -1 must be a positive number"),
+        ({"hang_timeout": float("nan")}, "--hang-timeout nan must be a positive number"),
+    ],
+)
+def test_impossible_flags_are_refused(said: dict[str, Any], message: str) -> None:
+    empty = dict.fromkeys(("trace_interval", "trace_iterations", "trace_dir"))
+    with pytest.raises(ArgumentsError, match=message):
+        pipeline_config(Namespace(**{**empty, **said}))
+
+
+def test_numbers_that_are_not_said_fit_those_that_are() -> None:
+    def found(interval: int | None, iterations: int | None) -> tuple[int, int]:
+        said = {"trace_interval": interval, "trace_iterations": iterations, "trace_dir": None}
+        tracing = pipeline_config(Namespace(trace=True, **said)).tracing
+        assert tracing is not None
+        return tracing.interval, tracing.num_iterations
+
+    assert found(None, None) == (100, 10)
+    assert found(5, None) == (5, 5)
+    assert found(None, 300) == (300, 300)
+    assert pipeline_config(Namespace()).tracing is None
+
+
+def test_a_folder_that_cannot_be_written_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    argv = [*GPT.split(), *PP2.split(), "--trace", "--trace-dir", str(tmp_path / "file" / "run")]
+    run = start_script(2, "pretrain_gpt.py", argv)
+    assert 2 in run.exit_codes, run.describe()
+    text = "\n".join(run.logs)
+    assert "--trace cannot write" in text
+    assert "Traceback" not in text
+
+
+def test_forward_and_backward_ranks_have_a_row_each(tmp_path: Path) -> None:
+    _, run = train(f"{GPT}{PP2}--forward-backward-disaggregating ", tmp_path)
+    assert sorted(file.header.pipeline for file in run.files) == [0, 1, 2, 3]
+    assert [file.header.rank for file in run.files] == [0, 1, 2, 3]
+    by_row = {file.header.pipeline: names(run, file.header.rank) for file in run.files}
+    assert all("weights" in found for found in by_row.values())
+    assert "backward" not in by_row[0] | by_row[1]
+    assert "backward" in by_row[2] & by_row[3]

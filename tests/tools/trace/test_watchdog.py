@@ -1,0 +1,116 @@
+"""Jobs that hang end by themselves, and name the rank that holds them up. With real ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from tests.ranks import RankRun, start_ranks
+from tests.runtime import toy
+
+RANKS, MICROBATCHES, TIMEOUT_S = 4, 6, 2.0
+
+
+def train(kind: str, steps: int = 2) -> None:
+    """Train on one rank until what is to go wrong goes wrong."""
+    import torch.distributed as dist
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron_ext.runtime import runtime
+    from megatron_ext.tools.trace import session
+    from tests.pipelines import make_pipeline, use
+
+    toy.start(RANKS)
+    rank = dist.get_rank()
+    count = MICROBATCHES
+    if kind == "wrong schedule":
+        runtime.check_agreement = lambda *_: None  # this process is a rank and ends
+        count -= 2 * (rank == 1)
+    use(make_pipeline("1f1b", RANKS, count, hang_timeout_s=TIMEOUT_S))
+    session.start(session.Run())
+    config = toy.config()
+    calls = 0
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == MICROBATCHES + 2:
+            if kind == "stall":
+                time.sleep(60)
+            elif kind == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return toy.forward_step(iterator, model)
+
+    for _ in range(steps):
+        schedules.get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=toy.samples(count),
+            model=toy.chunks(config, [rank]),
+            num_microbatches=count,
+            seq_length=toy.LENGTH,
+            micro_batch_size=toy.BATCH,
+        )
+    dist.barrier()  # as the next thing that all ranks do together
+    session.close()
+
+
+def hang(kind: str) -> tuple[RankRun, str]:
+    run = start_ranks(RANKS, train, kind, timeout_s=60)
+    assert not run.timed_out, run.describe()
+    return run, "\n".join(run.logs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "end"),
+    [
+        ("stall", "rank 1 holds the job up: rank ", "rank 1, which runs 1F1 for "),
+        pytest.param(
+            "stop",
+            "rank 1 holds the job up: rank ",
+            "rank 1, which says nothing: its process",
+            marks=pytest.mark.slow,
+        ),
+        ("wrong schedule", "ranks 1, 2 hold each other up", "their tables do not fit each other"),
+    ],
+)
+def test_a_job_that_hangs_ends_and_names_the_rank(kind: str, error: str, end: str) -> None:
+    run, text = hang(kind)
+    assert any(run.exit_codes), run.describe()
+    assert error in text, run.describe()
+    assert end in text, run.describe()
+    assert text.count("nothing goes on: ") == 1, "the chain is printed once"
+    # Every rank that can says what it waits for.
+    assert "rank 0 waits for 1B" in text
+    assert "rank 2 waits for 1F" in text or kind == "wrong schedule"
+
+
+def test_a_job_that_goes_on_is_left_alone() -> None:
+    run = start_ranks(RANKS, train, "nothing", 4, timeout_s=60)
+    assert run.exit_codes == [0] * RANKS, run.describe()
+    assert "nothing goes on" not in "\n".join(run.logs)
+
+
+def test_a_dead_rank_is_named_at_once() -> None:
+    run = start_ranks(RANKS, die, timeout_s=60)
+    assert not run.timed_out
+    assert run.exit_codes == [1, -signal.SIGKILL, 1, 1], run.describe()
+    for rank in (0, 2):
+        assert "did not come from rank 1: " in run.logs[rank], run.describe()
+
+
+def die() -> None:
+    import torch.distributed as dist
+
+    original = toy.forward_step
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(iterator, model)
+
+    toy.forward_step = forward_step
+    train("dead")
