@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megatron_ext.tools.trace.records import (
+from megatron_ext.tracing.records import (
     Header,
     Span,
     directory_name,

@@ -25,8 +25,8 @@ from benchmarks.schedule_harness import launch, traced
 from benchmarks.schedule_harness.ops import Sizes
 from benchmarks.schedule_harness.systems import Own, all_systems
 from megatron_ext.tools.trace.forecast import forecast
-from megatron_ext.tools.trace.recorder import Recorder, Sampling
-from megatron_ext.tools.trace.records import Header
+from megatron_ext.tracing.recorder import Recorder, Sampling
+from megatron_ext.tracing.records import Header
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.version import __version__
 
 if TYPE_CHECKING:
-    from megatron_ext.config.build import ModelBuild
+    from megatron_ext.config.hosting import preflight
     from megatron_ext.config.pipeline_config import (
         Disaggregation,
         DynamicOrder,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         Tracing,
     )
     from megatron_ext.config.programs import configure
+    from megatron_ext.config.stages import ModelBuild
     from megatron_ext.patches.registry import Row
     from megatron_ext.runtime import routes
 
@@ -44,6 +45,7 @@ __all__ = [
     "configure",
     "deactivate",
     "deconfigure",
+    "preflight",
     "report",
     "routes",
 ]
@@ -51,10 +53,11 @@ __all__ = [
 _MODULE_OF = {
     "Disaggregation": "megatron_ext.config.pipeline_config",
     "DynamicOrder": "megatron_ext.config.pipeline_config",
-    "ModelBuild": "megatron_ext.config.build",
+    "ModelBuild": "megatron_ext.config.stages",
     "PipelineConfig": "megatron_ext.config.pipeline_config",
     "Tracing": "megatron_ext.config.pipeline_config",
     "configure": "megatron_ext.config.programs",
+    "preflight": "megatron_ext.config.hosting",
     "routes": "megatron_ext.runtime.routes",
 }
 """Names that are imported at first use."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext import cli
-from megatron_ext.tools.trace.measured_costs import SCHEDULE_FILE
+from megatron_ext.tracing.records import SCHEDULE_FILE
 from tests.tools.trace.runs import trace_of, write_run
 
 pytestmark = pytest.mark.timeout(60)

@@ -186,7 +186,8 @@ BREACHES = {
     "runtime/executor.py": "argparse",
     "errors.py": "megatron_ext.cli",
     "patches/optimizer.py": "megatron_ext.compat.torch_adam",
-    "config/build.py": "megatron_ext.hosts",
+    "config/stages.py": "megatron_ext.hosts",
+    "runtime/program.py": "megatron_ext.tools.trace.survey",
 }
 """One forbidden import for each contract: file, and what it must not import."""
 

@@ -176,7 +176,7 @@ BOUNDARIES = (
     "devices/count.py",
     "patches/device.py",
     "patches/drift.py",
-    "tools/trace/scalars.py",  # the view of a training log shows them
+    "tracing/scalars.py",  # the view of a training log shows them
     "upstream/error_file.py",  # torchrun names its file there
     "upstream/failure.py",
     "upstream/runner.py",

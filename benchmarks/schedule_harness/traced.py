@@ -26,7 +26,7 @@ def measure(system: System, sizes: Sizes, directory: Path) -> list[tuple[float, 
         sizes: Its `steps` are pairs.
         directory: Where the trace goes.
     """
-    from megatron_ext.tools.trace import session
+    from megatron_ext.tracing import session
 
     session.start(
         Namespace(

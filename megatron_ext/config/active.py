@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import PipelineConfig
     from megatron_ext.config.sized_pipeline import Pipeline
     from megatron_ext.disaggregation.job import Job
+    from megatron_ext.runtime.executor import Observer
 
 __all__ = [
     "Active",
@@ -54,6 +55,8 @@ class Active:
     """The argument of `configure`, for hosts that know the sizes of a job; None: flags."""
     is_sized: bool = True
     """Whether the sizes of the job are known; False: a host has yet to give them."""
+    observers: list[Observer] = field(default_factory=list)
+    """Handed to the runtime when it is made; append before the first step."""
     environment: Environment = field(default_factory=Environment.read)
     """Place of this process among those that the launcher started together."""
     _states: dict[type, object] = field(default_factory=dict, init=False, repr=False)
@@ -70,8 +73,15 @@ class Active:
             found = self._states[kind] = kind()
         return cast("_State", found)
 
+    def end_observation(self) -> None:
+        """Close the observers and drop them."""
+        for observer in self.observers:
+            observer.close()
+        self.observers.clear()
+
     def close(self) -> None:
-        """Close all states that have a `close` method, latest first, and drop them."""
+        """Close the observers and all states that have a `close` method, latest first."""
+        self.end_observation()
         for state in reversed(self._states.values()):
             close = getattr(state, "close", None)
             if close is not None:

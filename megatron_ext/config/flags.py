@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_ext.config import (
     disaggregation_flags,
@@ -25,9 +25,10 @@ __all__ = [
     "FIELD_OF",
     "add_arguments",
     "completed",
-    "naming_flags",
+    "flag_names",
     "parse_words",
     "pipeline_config",
+    "read_words",
     "said_by",
 ]
 
@@ -90,6 +91,57 @@ def parse_words(words: Sequence[str], source: str) -> Namespace:
         ) from None
 
 
+def read_words(words: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of a training command line, read without Megatron's parser.
+
+    A flag without a value is a switch; `--no-` and `--disable-` turn one off. Numbers are numbers.
+
+    Raises:
+        ArgumentsError: A flag of ours has no such value.
+    """
+    own = add_arguments(_Parser(prog="the command line", add_help=False, allow_abbrev=False))
+    parsed, others = own.parse_known_args(list(words))
+    found: dict[str, Any] = {}
+    values: list[Any] = []
+    for word in others:
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            values = [_number(value)] if equals else []
+            dest = flag[2:].replace("-", "_")
+            found[_DEST_OF.get(dest, dest)] = values
+        else:
+            values.append(_number(word))
+    settings = {
+        dest: all_[0] if len(all_) == 1 and dest not in _SEVERAL else all_ or True
+        for dest, all_ in found.items()
+    }
+    for dest in list(settings):
+        positive = dest.removeprefix("no_")
+        if positive != dest and settings[dest] is True:
+            settings[positive] = not settings.pop(dest)
+    if settings.pop("disable_bias_linear", False):
+        settings["add_bias_linear"] = False
+    return {**vars(parsed), **settings}
+
+
+_DEST_OF = {
+    "fp4_format": "fp4",
+    "fp8_format": "fp8",
+    "overlap_p2p_communication": "overlap_p2p_comm",
+}
+"""Destination of flags of Megatron's that are not named after it."""
+
+_SEVERAL = ("rampup_batch_size", "recompute_modules")
+"""Flags of Megatron's that take several values."""
+
+
+def _number(word: str) -> int | float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(word)
+    return word
+
+
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add our group of flags to a parser, once.
 
@@ -135,7 +187,7 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
         ArgumentsError: The flags contradict each other.
         ScheduleError: The schedule does not exist.
     """
-    with naming_flags(args):
+    try:
         return PipelineConfig(
             **schedule_flags.schedule_fields(args),
             **transport_flags.transport_fields(args),
@@ -146,6 +198,8 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
             microbatch_rng=bool(getattr(args, "microbatch_rng", False)),
             device=getattr(args, "device_backend", None) or PipelineConfig.device,
         )
+    except ConfigurationError as error:
+        raise ArgumentsError(error.worded(flag_names(args))) from None
 
 
 def said_by(words: Sequence[str], source: str) -> dict[str, object]:
@@ -182,20 +236,9 @@ def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
     return replace(config, schedule=name, chunks=chunks, **fields)
 
 
-@contextmanager
-def naming_flags(args: Namespace) -> Iterator[None]:
-    """Make errors of a configuration name flags instead of fields.
-
-    Args:
-        args: Parsed arguments; several flags may have chosen the schedule.
-
-    Raises:
-        ArgumentsError: In place of a `ConfigurationError` raised inside.
-    """
-    try:
-        yield
-    except ConfigurationError as error:
-        raise ArgumentsError(error.worded({**_FLAG_OF, **_given_by(args)})) from None
+def flag_names(args: Namespace) -> dict[str, str]:
+    """Return the flag of each field, for messages; several flags may have chosen the schedule."""
+    return {**_FLAG_OF, **_given_by(args)}
 
 
 def _given_by(args: Namespace) -> dict[str, str]:

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 __all__ = [
     "MEGATRON_FIELDS",
     "RULES",
+    "Refusal",
     "Rule",
     "forbids_splitting",
+    "refusals",
     "refuse",
     "refuse_built",
     "rules_of_dynamic_order",
@@ -42,136 +44,159 @@ MEGATRON_FIELDS = {
 Rules know the arguments."""
 
 
+def _any(*values: Any) -> bool:
+    return any(values)
+
+
 class Rule(NamedTuple):
     """A setting of Megatron's to refuse."""
 
-    refuses: Callable[[Namespace], bool]
+    reads: tuple[str, ...]
+    """The arguments that decide; the first one names the rule."""
     flag: str
     reason: str
     remedy: str
+    when: Callable[..., Any] = _any
+    """Whether their values, None for missing ones, are refused; by default if any is set."""
+
+    def refuses(self, args: Namespace) -> bool:
+        """Return whether the settings are refused."""
+        return bool(self.when(*(getattr(args, dest, None) for dest in self.reads)))
 
 
-def _given(*dests: str) -> Callable[[Namespace], bool]:
-    """Return a rule's condition: any of these settings is on, or has a value."""
-    return lambda args: any(_value(args, dest) for dest in dests)
+class Refusal(NamedTuple):
+    """A reason why a configuration cannot run, and the nearest thing that works."""
+
+    rule: str
+    """The setting or the check that refuses."""
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.remedy}" if self.remedy else self.reason
+
+    @classmethod
+    def of(cls, rule: str, message: str) -> Refusal:
+        """Return a message as a refusal; it ends with the remedy, after a semicolon."""
+        reason, _, remedy = message.rpartition("; ")
+        return cls(rule, reason, remedy) if reason else cls(rule, remedy, "")
 
 
-def _value(args: Namespace, dest: str) -> Any:
-    return getattr(args, dest, None)
-
-
-def _several(args: Namespace, dest: str) -> list[Any]:
+def _several(value: Any) -> list[Any]:
     """Return a setting as a list, whether it holds one value or several."""
-    value = _value(args, dest)
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _replicas(args: Namespace) -> int:
     """Return the data-parallel size, which Megatron has not computed yet."""
     sizes = (
-        _value(args, f"{kind}_parallel_size") or 1
+        getattr(args, f"{kind}_parallel_size", None) or 1
         for kind in ("tensor_model", "pipeline_model", "context")
     )
-    return int((_value(args, "world_size") or 1) // math.prod(sizes))
+    return int((getattr(args, "world_size", None) or 1) // math.prod(sizes))
 
 
-def _records_graphs(args: Namespace) -> bool:
-    return _value(args, "cuda_graph_impl") not in (None, "none") or _given(
-        "enable_cuda_graph", "external_cuda_graph"
-    )(args)
-
-
-def _whole_step_graphs(args: Namespace) -> bool:
+def _whole_step_graphs(scopes: Any, implementation: Any) -> bool:
     """Return whether one graph holds a whole step, by the flags of any release."""
-    scopes = (*_several(args, "cuda_graph_scope"), _value(args, "cuda_graph_impl"))
-    return any(str(scope).rpartition(".")[2] == "full_iteration" for scope in scopes)
+    names = (*_several(scopes), implementation)
+    return any(str(name).rpartition(".")[2] == "full_iteration" for name in names)
 
 
-def _weight_rematerialisation(args: Namespace) -> bool:
-    """Return whether weights have more shards than tensor-parallel ranks (0.19 and later)."""
-    shards = {
-        "tensor_parallel_num_weight_shards": "tensor_model_parallel_size",
-        "expert_tensor_parallel_num_weight_shards": "expert_tensor_parallel_size",
-    }
-    tp = _value(args, "tensor_model_parallel_size") or 1
-    return any((_value(args, s) or 0) > (_value(args, size) or tp) for s, size in shards.items())
+def _global_aux_loss(types: Any) -> bool:
+    return "global_aux_loss" in _several(types)
+
+
+_GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
+_GRAPH_FLAGS = "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph)"
+
+
+def _records_graphs(implementation: Any, *older: Any) -> bool:
+    return implementation not in (None, "none") or any(older)
 
 
 RULES: dict[str, tuple[Rule, ...]] = {
     # For every schedule.
     "schedule": (
         Rule(
-            _records_graphs,
-            "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph)",
+            _GRAPHS,
+            _GRAPH_FLAGS,
             "they are recorded in the order of Megatron's own schedules",
             "leave them out",
+            _records_graphs,
         ),
         Rule(
-            _given("overlap_moe_expert_parallel_comm"),
+            ("overlap_moe_expert_parallel_comm",),
             "--overlap-moe-expert-parallel-comm",
             "it interleaves two micro-batches in its own order",
             "leave it out, or use Megatron's own schedule",
         ),
         Rule(
-            _given("delay_wgrad_compute"),
+            ("delay_wgrad_compute",),
             "--delay-wgrad-compute",
             "weight gradients run where the table says",
             "leave it out and use a schedule that splits backwards, such as zb-h1 or zb-v",
         ),
         Rule(
-            _given("defer_embedding_wgrad_compute"),
+            ("defer_embedding_wgrad_compute",),
             "--defer-embedding-wgrad-compute",
             "weight gradients run where the table says",
             "leave it out, or use Megatron's own schedule",
         ),
         Rule(
-            _given(
-                "fine_grained_activation_offloading", "cpu_offloading", "cpu_offloading_num_layers"
-            ),
+            ("fine_grained_activation_offloading", "cpu_offloading", "cpu_offloading_num_layers"),
             "--fine-grained-activation-offloading or --cpu-offloading-num-layers",
             "it follows the order of Megatron's own schedules",
             "use --recompute-granularity instead, or v-half, which keeps half of the activations",
         ),
         Rule(
-            _given("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2"),
+            ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2"),
             "--use-megatron-fsdp or --use-torch-fsdp2",
             "they gather and free weights by the order of Megatron's own schedules",
             "use --use-distributed-optimizer to shard optimizer state",
         ),
         Rule(
-            _given("decoder_num_layers", "decoder_seq_length"),
+            ("decoder_num_layers", "decoder_seq_length"),
             "encoder-decoder models (--decoder-num-layers, --decoder-seq-length)",
             "Megatron has no pipeline for them either",
             "use --tensor-model-parallel-size instead of stages",
         ),
         Rule(
-            _given("use_legacy_models"),
+            ("use_legacy_models",),
             "--use-legacy-models",
             "legacy models do not know their stage",
             "leave it out",
         ),
         Rule(
-            _given("overlap_param_gather_with_optimizer_step"),
+            ("overlap_param_gather_with_optimizer_step",),
             "--overlap-param-gather-with-optimizer-step",
             "it relies on the order of Megatron's interleaved schedule",
             "use --overlap-param-gather alone",
         ),
         Rule(
-            _given("moe_paged_stash", "moe_expert_rank_capacity_factor"),
+            ("moe_paged_stash", "moe_expert_rank_capacity_factor"),
             "--moe-paged-stash or --moe-expert-rank-capacity-factor",
             "activations are stashed in the order of Megatron's own schedules, and steps that "
             "overflow are repeated",
             "leave them out, or use Megatron's own schedule",
         ),
         Rule(
-            _weight_rematerialisation,
+            (
+                "tensor_parallel_num_weight_shards",
+                "expert_tensor_parallel_num_weight_shards",
+                "tensor_model_parallel_size",
+                "expert_tensor_parallel_size",
+            ),
             "--tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards "
             "above the tensor-parallel size",
             "weights are gathered in the order of Megatron's own schedules",
             "leave them out, or use Megatron's own schedule",
+            # Weight rematerialisation, 0.19 and later: more shards than tensor-parallel ranks.
+            lambda shards, expert_shards, tp, experts_tp: (
+                (shards or 0) > (tp or 1) or (expert_shards or 0) > (experts_tp or tp or 1)
+            ),
         ),
         Rule(
-            _given("step_batch_size_schedule"),
+            ("step_batch_size_schedule",),
             "--step-batch-size-schedule",
             "the proof of the schedule needs all batch sizes in advance",
             "use --global-batch-size",
@@ -180,77 +205,73 @@ RULES: dict[str, tuple[Rule, ...]] = {
     # For schedules that split backwards.
     "split": (
         Rule(
-            lambda args: (
-                (_value(args, "num_distributed_optimizer_instances") or 1) > 1
-                and _given("overlap_grad_reduce")(args)
-            ),
+            ("num_distributed_optimizer_instances", "overlap_grad_reduce"),
             "--num-distributed-optimizer-instances > 1 together with --overlap-grad-reduce",
             "gradients of weights and of the rest are complete at different times",
             "leave one of them out, or use 1f1b or interleaved",
+            lambda instances, overlaps: (instances or 1) > 1 and overlaps,
         ),
         Rule(
-            _given("overlap_dispatch_backward_with_experts_wgrad"),
+            ("overlap_dispatch_backward_with_experts_wgrad",),
             "--overlap-dispatch-backward-with-experts-wgrad",
             "it postpones the weight gradients of experts, which the table does already",
             "leave it out, or use 1f1b or interleaved",
         ),
         Rule(
-            _given("moe_shared_expert_overlap"),
+            ("moe_shared_expert_overlap",),
             "--moe-shared-expert-overlap",
             "the shared expert computes in a stream of its own, which may reuse the operands of "
             "its weight gradients before W has read them",
             "leave it out, or use 1f1b or interleaved",
         ),
         Rule(
-            lambda args: (
-                _given("use_transformer_engine_op_fuser")(args) and _given("num_experts")(args)
-            ),
+            ("use_transformer_engine_op_fuser", "num_experts"),
             "--use-transformer-engine-op-fuser with experts",
             "Megatron keeps the fused experts outside the module tree, so W would not reach their "
             "weight gradients",
             "leave it out, or use 1f1b or interleaved",
+            lambda fuses, experts: fuses and experts,
         ),
     ),
     # For schedules that put the first and the last stage on one rank.
     "folded": (
         Rule(
-            _given("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+            ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
             "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers",
             "first and last stage share a rank",
             "leave them out, or describe all stages with --pipeline-model-parallel-layout",
         ),
         Rule(
-            _given("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+            ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
             "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split",
             "first and last stage share a rank",
             "leave them out, or describe all stages with --pipeline-model-parallel-layout",
         ),
         Rule(
-            _given("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
+            ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
             "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern)",
             "their layers cannot be placed freely",
             "use 1f1b or zb-h1",
         ),
         Rule(
-            lambda args: (
-                _value(args, "ckpt_format") not in (None, "torch_dist")
-                and _given("save", "load", "pretrained_checkpoint")(args)
-            ),
+            ("ckpt_format", "save", "load", "pretrained_checkpoint"),
             "--ckpt-format other than torch_dist",
             "those files identify layers by rank and chunk",
             "use --ckpt-format torch_dist",
+            lambda kind, *folders: kind not in (None, "torch_dist") and any(folders),
         ),
         Rule(
-            lambda args: _value(args, "non_persistent_ckpt_type") == "local",
+            ("non_persistent_ckpt_type",),
             "--non-persistent-ckpt-type local",
             "those files identify layers by rank and chunk",
             "use global",
+            lambda kind: kind == "local",
         ),
     ),
     # For schedules of two mirrored pipelines.
     "twins": (
         Rule(
-            _given("use_mp_args_from_checkpoint_args"),
+            ("use_mp_args_from_checkpoint_args",),
             "--use-mp-args-from-checkpoint-args",
             "a checkpoint holds the sizes of one of the two mirrored pipelines",
             "give the sizes as flags",
@@ -259,13 +280,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
     # For random numbers by micro-batch.
     "microbatch_rng": (
         Rule(
-            _records_graphs,
-            "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph)",
+            _GRAPHS,
+            _GRAPH_FLAGS,
             "they replay the recorded random numbers",
             "leave one of them out",
+            _records_graphs,
         ),
         Rule(
-            _given("overlap_moe_expert_parallel_comm"),
+            ("overlap_moe_expert_parallel_comm",),
             "--overlap-moe-expert-parallel-comm",
             "it interleaves two micro-batches, and each has its own random numbers",
             "leave one of them out",
@@ -274,28 +296,26 @@ RULES: dict[str, tuple[Rule, ...]] = {
     # For data-parallel replicas that choose their order independently.
     "dynamic": (
         Rule(
-            lambda args: "global_aux_loss" in _several(args, "moe_router_load_balancing_type"),
+            ("moe_router_load_balancing_type",),
             "--moe-router-load-balancing-type global_aux_loss",
             "it reduces over data-parallel replicas inside each layer, and they run their layers "
             "in different orders",
             "use aux_loss or seq_aux_loss",
+            _global_aux_loss,
         ),
         Rule(
-            lambda args: (
-                _given("fp8")(args)
-                and _value(args, "fp8_recipe") == "delayed"
-                and not _value(args, "tp_only_amax_red")
-            ),
+            ("fp8_recipe", "fp8", "tp_only_amax_red"),
             "--fp8-recipe delayed",
             "scales are reduced over data-parallel replicas inside each layer, and they run their "
             "layers in different orders",
             "add --tp-only-amax-red, or use another recipe",
+            lambda recipe, fp8, tp_only: recipe == "delayed" and fp8 and not tp_only,
         ),
     ),
     # For ranks that choose their order and get activations from their twin.
     "crossed": (
         Rule(
-            _given("overlap_param_gather"),
+            ("overlap_param_gather",),
             "--overlap-param-gather with --bitpipe-routing twin",
             "twins gather parameters for each other, and start their chunks in different orders",
             "use --bitpipe-routing local, or leave it out",
@@ -304,79 +324,85 @@ RULES: dict[str, tuple[Rule, ...]] = {
     # For micro-batches that data-parallel replicas share out.
     "pack": (
         Rule(
-            lambda args: "global_aux_loss" in _several(args, "moe_router_load_balancing_type"),
+            ("moe_router_load_balancing_type",),
             "--moe-router-load-balancing-type global_aux_loss",
             "it depends on which micro-batches the replicas run at the same time",
             "use aux_loss or seq_aux_loss, or --pipeline-balance order",
+            _global_aux_loss,
         ),
     ),
     # For micro-batches of different lengths.
     "lengths": (
         Rule(
-            lambda args: (
-                _given("num_experts")(args)
-                and _value(args, "moe_token_dispatcher_type") == "allgather"
-            ),
+            ("moe_token_dispatcher_type", "num_experts"),
             "--moe-token-dispatcher-type allgather",
             "it gathers tokens in buffers of one size",
             "use alltoall",
+            lambda dispatcher, experts: dispatcher == "allgather" and experts,
         ),
         Rule(
-            _records_graphs,
-            "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph)",
+            _GRAPHS,
+            _GRAPH_FLAGS,
             "they replay tensors of one shape",
             "leave one of them out",
+            _records_graphs,
         ),
     ),
     # For a transport of ours under Megatron's own schedules.
     "transport": (
         Rule(
-            _given("use_ring_exchange_p2p"),
+            ("use_ring_exchange_p2p",),
             "--use-ring-exchange-p2p",
             "it replaces the transport too",
             "leave one of them out",
         ),
         Rule(
-            _given("decoder_num_layers", "decoder_seq_length"),
+            ("decoder_num_layers", "decoder_seq_length"),
             "encoder-decoder models (--decoder-num-layers, --decoder-seq-length)",
             "Megatron has no pipeline for them either",
             "use --tensor-model-parallel-size instead of stages",
         ),
         Rule(
-            _given("microbatch_group_size_per_vp_stage"),
+            ("microbatch_group_size_per_vp_stage",),
             "--microbatch-group-size-per-virtual-pipeline-stage",
             "Megatron's usual order identifies the messages",
             "leave it out",
         ),
         Rule(
-            _whole_step_graphs,
+            ("cuda_graph_scope", "cuda_graph_impl"),
             "CUDA graphs of a whole step (full_iteration)",
             "a graph cannot record transfers by the host",
             "use another --cuda-graph-impl, or --pipeline-transport torch",
+            _whole_step_graphs,
         ),
     ),
 }
 
 
-def refuse(subject: str, args: Namespace, rules: Iterable[Rule]) -> None:
-    """Refuse settings that exclude a feature.
+def refusals(subject: str, args: Namespace, rules: Iterable[Rule]) -> list[Refusal]:
+    """Return the settings that exclude a feature.
 
     Args:
         subject: The feature, as the user chose it.
         args: Settings by Megatron's argument names; missing ones are off.
         rules: One group of `RULES`, or several together.
+    """
+    return [
+        Refusal(rule.reads[0], f"{subject} cannot run with {rule.flag}: {rule.reason}", rule.remedy)
+        for rule in rules
+        if rule.refuses(args)
+    ]
+
+
+def refuse(subject: str, args: Namespace, rules: Iterable[Rule]) -> None:
+    """Refuse settings that exclude a feature, see `refusals`.
 
     Raises:
         ArgumentsError: One line for each mistake.
     """
-    wrong = [rule for rule in rules if rule.refuses(args)]
+    wrong = refusals(subject, args, rules)
     if wrong:
-        raise ArgumentsError(
-            "\n".join(
-                f"{subject} cannot run with {rule.flag}: {rule.reason}; {rule.remedy}"
-                for rule in wrong
-            )
-        )
+        raise ArgumentsError("\n".join(map(str, wrong)))
 
 
 def forbids_splitting(args: Namespace) -> bool:

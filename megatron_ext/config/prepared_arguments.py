@@ -8,22 +8,16 @@ after the validation and compares what Megatron computed with what was prepared.
 from __future__ import annotations
 
 from argparse import Namespace
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config import announcements, hosting, roles, trace_flags
+from megatron_ext.config import announcements, hosting, roles
 from megatron_ext.config.active import (
     Active,
     activate_configuration,
     clear_configuration,
     required,
 )
-from megatron_ext.config.device_flags import device_arguments
-from megatron_ext.config.flags import DROPPED, completed, naming_flags, pipeline_config
-from megatron_ext.config.incompatible import RULES, refuse
 from megatron_ext.errors import ArgumentsError
-from megatron_ext.tools.trace import session
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import PipelineConfig
@@ -49,82 +43,43 @@ def prepare(args: Namespace, asked: PipelineConfig | None = None) -> None:
     """
     clear_configuration()
     given = _as_given(args)
-    config = pipeline_config(given) if asked is None else completed(given, asked)
-    if config.disaggregation is not None and roles.has_dropout(given):
-        config = replace(config, microbatch_rng=True)  # both roles must draw the same masks
-    if config.draws_by_microbatch:
-        refuse("--microbatch-rng", given, RULES["microbatch_rng"])
-    if config.balance == "pack":
-        refuse("--pipeline-balance pack", given, RULES["pack"])
-    if config.variable_seq_lengths:
-        refuse("--variable-seq-lengths", given, RULES["lengths"])
-    seed: int | None = given.seed if config.draws_by_microbatch else None
-    world_size = int(getattr(given, "world_size", None) or 1)
-    found, wanted = Active(config, world_size=world_size, seed=seed, asked=asked), {}
-    if config.disaggregation is not None:
-        job = roles.job_of(given, config)
-        found, wanted = replace(found, job=job), roles.role_arguments(given, job)
-    elif config.schedule is None:
-        found = replace(found, transport_only=hosting.transport_only_of(given, config))
-    else:
-        with naming_flags(given) if asked is None else nullcontext():
-            pipeline = hosting.pipeline_of(given, config)
-        found, wanted = replace(found, pipeline=pipeline), hosting.hosted_arguments(given, pipeline)
-    _rewrite(args, {**wanted, **_lengths(given, config), **device_arguments(given, config)})
-    _tell_dropped(given)
-    if found.pipeline is not None and getattr(given, "microbatch_group_size_per_vp_stage", None):
-        hosting.tell(
-            given,
-            "--microbatch-group-size-per-virtual-pipeline-stage has no effect: the order of "
-            "micro-batches is part of the schedule",
+    found = hosting.inspect(given, asked)
+    found.raise_refusals()
+    _rewrite(args, found.arguments)
+    for line in (*found.changes, *found.notices):
+        hosting.tell(given, "%s", line)
+    assert found.config is not None
+    activate_configuration(
+        Active(
+            found.config,
+            found.pipeline,
+            transport_only=found.transport_only,
+            job=found.job,
+            world_size=int(getattr(given, "world_size", None) or 1),
+            seed=given.seed if found.config.draws_by_microbatch else None,
+            asked=asked,
         )
-    activate_configuration(found)
-
-
-def _lengths(given: Namespace, config: PipelineConfig) -> dict[str, Any]:
-    """Return the arguments for sequences of different lengths.
-
-    Megatron refuses them with the allgather dispatcher, its default, in models without experts too.
-    """
-    if not config.variable_seq_lengths or getattr(given, "num_experts", None):
-        return {}
-    return {"moe_token_dispatcher_type": "alltoall"}
-
-
-def _tell_dropped(args: Namespace) -> None:
-    for flag, reason in DROPPED.items():
-        value = getattr(args, flag[2:].replace("-", "_"), None)
-        if value is not None:
-            message = "%s %s is ignored: Megatron-LM has dropped it, %s"
-            hosting.tell(args, message, flag, value, reason)
+    )
 
 
 def check(args: Namespace) -> None:
     """Compare Megatron's completed arguments with the prepared ones; log what runs.
 
     Raises:
-        ArgumentsError: They differ, or Megatron builds layers that the schedule cannot use.
+        ArgumentsError: They differ.
     """
     found = required()
     if found.config.variable_seq_lengths:
         args.variable_seq_lengths = True  # no flag of Megatron's; its validation clears it
     try:
-        activate_configuration(_checked(args, found))
+        if found.job is not None:
+            roles.check_roles(args)
+        if found.pipeline is not None:
+            hosting.check_pipeline(args, found.pipeline)
     except ArgumentsError:
         clear_configuration()
         raise
     _tell_what_runs(args)
-    session.start(trace_flags.run_of(args, required()))
-
-
-def _checked(args: Namespace, found: Active) -> Active:
-    if found.job is not None:
-        roles.check_roles(args)
-    if found.pipeline is None:
-        return found
-    hosting.check_pipeline(args, found.pipeline)
-    pipeline = hosting.with_splittable_layers(args, found.pipeline)
-    return found if pipeline is found.pipeline else replace(found, pipeline=pipeline)
 
 
 def _tell_what_runs(args: Namespace) -> None:
@@ -136,6 +91,8 @@ def _tell_what_runs(args: Namespace) -> None:
         return
     if getattr(args, "rank", 0) != 0:
         return
+    if found.config.tracing is not None and getattr(args, "skip_train", False):
+        hosting.tell(args, "--trace records training steps; --skip-train leaves none to record")
     if found.transport_only is not None:
         over = found.transport_only.transport
         hosting.tell(args, "pipeline schedule: Megatron's own; messages over %s", over)
@@ -146,6 +103,18 @@ def _tell_what_runs(args: Namespace) -> None:
             slower = announcements.warning(found.pipeline)
         if slower is not None:
             hosting.tell(args, "%s", slower)
+        between = found.pipeline.placement.num_stages - 2
+        # Transformer Engine reads no mask; Megatron's own attention takes a causal one without it.
+        has_mask = getattr(args, "reset_attention_mask", False) and getattr(
+            args, "create_attention_mask_in_dataloader", False
+        )
+        if has_mask and between > 0 and getattr(args, "transformer_impl", None) == "local":
+            hosting.tell(
+                args,
+                "--reset-attention-mask: Megatron gives the mask to the first and the last stage "
+                "only, so layers of the %d stages between attend across documents",
+                between,
+            )
 
 
 def _as_given(args: Namespace) -> Namespace:

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast, overload
 import megatron_ext
 from megatron_ext import devices, hosts
 from megatron_ext.config.active import Active, activate_configuration, clear_configuration
-from megatron_ext.config.build import ModelBuild, build_of, check_ranks
+from megatron_ext.config.hosting import torch_is_best
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
 from megatron_ext.config.sized_pipeline import Pipeline, base_table, twins_of
-from megatron_ext.config.wires import torch_is_best
+from megatron_ext.config.stages import ModelBuild, build_of, check_ranks
 from megatron_ext.errors import ArgumentsError, DeviceError
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.schedules.table.validation import validate
-from megatron_ext.tools.trace import session
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -139,11 +138,6 @@ def _configure(config: PipelineConfig, sizes: Sizes) -> ModelBuild:
             asked=config,
         )
     )
-    try:
-        session.start(session.Run(schedule=pipeline.full))
-    except BaseException:
-        clear_configuration()
-        raise
     return build
 
 

@@ -7,13 +7,11 @@ it derives data-parallel size, micro-batches, sampler and groups as usual.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices
 from megatron_ext.config.disaggregation_flags import FLAG, FORWARD_FLAG
-from megatron_ext.config.hosting import tell
-from megatron_ext.config.incompatible import RULES, Rule, refuse
+from megatron_ext.config.incompatible import Rule
 from megatron_ext.disaggregation.job import Job
 from megatron_ext.disaggregation.ranks import rank_map
 from megatron_ext.errors import ArgumentsError
@@ -23,21 +21,27 @@ from megatron_ext.schedules.table.costs import UNIT
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import Disaggregation, PipelineConfig
 
-__all__ = ["check_roles", "has_dropout", "job_of", "role_arguments", "roles_in_words"]
+__all__ = [
+    "FLAG",
+    "ROLE_RULES",
+    "check_roles",
+    "has_dropout",
+    "job_of",
+    "profiles_with_torch",
+    "role_arguments",
+    "roles_in_words",
+]
 
 
 def job_of(args: Namespace, config: PipelineConfig) -> Job:
     """Return the disaggregated job, including the role of this process.
 
     Raises:
-        ArgumentsError: The number of processes is wrong, or flags exclude each other.
+        ArgumentsError: The number of processes is wrong.
     """
     wanted, wire = config.disaggregation, config.wire
     assert wanted is not None
     assert wire != "torch", "the configuration refuses it"
-    refuse(FLAG, args, (*_RULES, *RULES["schedule"]))
-    if _profiles_with_torch(args):
-        tell(args, "--use-pytorch-profiler profiles backward ranks only")
     job = Job(
         rank_map(
             args.world_size,
@@ -124,7 +128,7 @@ def _forward_settings(args: Namespace, job: Job) -> dict[str, Any]:
         "pretrained_checkpoint": None,
         "tensorboard_dir": None,
         # torch's profiler writes beside the files of TensorBoard, which backward ranks write.
-        "profile": getattr(args, "profile", False) and not _profiles_with_torch(args),
+        "profile": getattr(args, "profile", False) and not profiles_with_torch(args),
         "wandb_project": "",
     }
     if job.ranks.merged:
@@ -138,7 +142,8 @@ def _forward_settings(args: Namespace, job: Job) -> dict[str, Any]:
     return {dest: value for dest, value in settings.items() if hasattr(args, dest)}
 
 
-def _profiles_with_torch(args: Namespace) -> bool:
+def profiles_with_torch(args: Namespace) -> bool:
+    """Return whether torch's profiler is on, which writes beside the files of TensorBoard."""
     return all(getattr(args, dest, False) for dest in ("profile", "use_pytorch_profiler"))
 
 
@@ -162,21 +167,13 @@ def _gathers_late(args: Namespace) -> bool:
     return bool(args.use_distributed_optimizer and getattr(args, "overlap_param_gather", False))
 
 
-def _given(*dests: str) -> Callable[[Namespace], bool]:
-    return lambda args: any(getattr(args, dest, None) for dest in dests)
-
-
-def _above_one(dest: str) -> Callable[[Namespace], bool]:
-    return lambda args: (getattr(args, dest, None) or 1) > 1
-
-
 def _experts_are_apart(args: Namespace) -> bool:
     """Return whether experts are placed or split differently from the other layers."""
     if not getattr(args, "num_experts", None):
         return False
     size = getattr(args, "expert_tensor_parallel_size", None)
     cut_otherwise = size not in (None, args.tensor_model_parallel_size)
-    return cut_otherwise or _above_one("expert_model_parallel_size")(args)
+    return cut_otherwise or _above_one(getattr(args, "expert_model_parallel_size", None))
 
 
 def has_dropout(args: Namespace) -> bool:
@@ -184,130 +181,137 @@ def has_dropout(args: Namespace) -> bool:
     return bool(args.hidden_dropout or args.attention_dropout)
 
 
-def _ships_without_recomputation(args: Namespace) -> bool:
-    wanted = ("full", "uniform", 1)
-    names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-    return args.fbd_activations == "ship" and wanted != tuple(getattr(args, n) for n in names)
+def _above_one(size: int | None) -> bool:
+    return (size or 1) > 1
 
 
-_RULES = (
+_SHIPS = "fbd_activations"
+_MERGES = "ignore_forward_tensor_parallel"
+_DROPOUT = ("hidden_dropout", "attention_dropout")
+
+ROLE_RULES = (
     Rule(
-        _above_one("context_parallel_size"),
+        ("context_parallel_size",),
         "--context-parallel-size above 1",
         "only tensor-parallel ranks exchange tensors between the roles",
         "use 1, and --sequence-parallel to reduce activations",
+        _above_one,
     ),
     Rule(
-        _given("moe_router_enable_expert_bias"),
+        ("moe_router_enable_expert_bias",),
         "--moe-router-enable-expert-bias",
         "that bias is not a weight, so forward ranks would not receive it",
         "balance experts with --moe-aux-loss-coeff",
     ),
     Rule(
-        _given("moe_input_jitter_eps"),
+        ("moe_input_jitter_eps",),
         "--moe-input-jitter-eps",
         "both roles would draw their own noise",
         "leave it out",
     ),
     Rule(
-        _given("fp8_param_gather"),
+        ("fp8_param_gather",),
         "--fp8-param-gather",
         "Megatron has it with the distributed optimizer only, and forward ranks have no optimizer",
         "leave it out",
     ),
     Rule(
         # Its steps are forward only from 0.20 on, which both roles take for an evaluation.
-        _given("freeze_all_layers"),
+        ("freeze_all_layers",),
         "--freeze-all-layers",
         "backward ranks have nothing to do",
         "leave one of them out",
     ),
     Rule(
-        _given("moe_use_upcycling", "ckpt_convert_format"),
+        ("moe_use_upcycling", "ckpt_convert_format"),
         "--moe-use-upcycling or --ckpt-convert-format",
         "forward ranks neither load nor save checkpoints",
         "convert the checkpoint in a run without disaggregation",
     ),
     Rule(
-        lambda args: bool(args.ignore_forward_tensor_parallel and _given("num_experts")(args)),
+        (_MERGES, "num_experts"),
         "--ignore-forward-tensor-parallel and --num-experts",
         "shards of experts are not merged",
         "leave one of them out",
+        lambda merges, experts: merges and experts,
     ),
     Rule(
-        lambda args: args.fbd_activations == "ship" and _given("mtp_num_layers")(args),
+        (_SHIPS, "mtp_num_layers"),
         "--fbd-activations ship and --mtp-num-layers",
         "forward ranks ship the inputs of a stage's layers, not those of multi-token prediction",
         "use --fbd-activations recompute",
+        lambda kind, layers: kind == "ship" and layers,
     ),
     Rule(
-        _given("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+        ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
         "--num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank",
         "each rank has one stage",
         "leave them out",
     ),
     Rule(
-        _given("use_tp_pp_dp_mapping"),
+        ("use_tp_pp_dp_mapping",),
         "--use-tp-pp-dp-mapping",
         "the two roles of a stage are neighbours in the default order of ranks",
         "leave it out",
     ),
     Rule(
-        _given("use_mp_args_from_checkpoint_args"),
+        ("use_mp_args_from_checkpoint_args",),
         "--use-mp-args-from-checkpoint-args",
         "the parallel sizes on the command line determine the roles",
         "give them as flags",
     ),
     Rule(
-        _given("exit_duration_in_mins", "exit_signal_handler"),
+        ("exit_duration_in_mins", "exit_signal_handler"),
         "--exit-duration-in-mins or --exit-signal-handler",
         "forward and backward ranks would decide to exit at different steps",
         "use --exit-interval or --train-iters",
     ),
     Rule(
-        lambda args: getattr(args, "rerun_mode", None) == "report_stats",
+        ("rerun_mode",),
         "--rerun-mode report_stats",
         "it reruns each step, and forward ranks do not",
         "leave it out",
+        lambda mode: mode == "report_stats",
     ),
     Rule(
-        _given("error_injection_rate"),
+        ("error_injection_rate",),
         "--error-injection-rate",
         "injected errors are found by rerunning steps, and forward ranks do not rerun them",
         "leave it out",
     ),
     Rule(
-        _given("full_validation", "multiple_validation_sets"),
+        ("full_validation", "multiple_validation_sets"),
         "--full-validation or --multiple-validation-sets",
         "backward ranks do not read that data",
         "use --eval-iters",
     ),
     Rule(
-        _ships_without_recomputation,
+        (_SHIPS, "recompute_granularity", "recompute_method", "recompute_num_layers"),
         "--fbd-activations ship alone",
         "backward ranks recompute each layer from its shipped input",
         "add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or "
         "use --fbd-activations recompute",
+        lambda kind, *recomputed: kind == "ship" and recomputed != ("full", "uniform", 1),
     ),
     Rule(
-        lambda args: bool(args.fbd_forward_device) and has_dropout(args),
+        ("fbd_forward_device", *_DROPOUT),
         "--fbd-forward-device and dropout",
         "another device draws other masks",
         "add --hidden-dropout 0 --attention-dropout 0, or leave it out",
+        lambda device, *dropout: device and any(dropout),
     ),
     Rule(
-        lambda args: (
-            args.fbd_activations == "ship"
-            and _given("fp8", "fp4", "distribute_saved_activations")(args)
-        ),
+        (_SHIPS, "fp8", "fp4", "distribute_saved_activations"),
         "--fbd-activations ship and --fp8-format, --fp4-format or --distribute-saved-activations",
         "those recompute layers in another way",
         "use --fbd-activations recompute",
+        lambda kind, *ways: kind == "ship" and any(ways),
     ),
     Rule(
-        lambda args: args.ignore_forward_tensor_parallel and has_dropout(args),
+        (_MERGES, *_DROPOUT),
         "--ignore-forward-tensor-parallel and dropout",
         "one process draws other masks than the shards of a stage",
         "add --hidden-dropout 0 --attention-dropout 0, or leave it out",
+        lambda merges, *dropout: merges and any(dropout),
     ),
 )

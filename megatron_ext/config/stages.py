@@ -9,16 +9,28 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_ext.config.build import build_of
+from megatron_ext.config.pipeline_config import ConfigurationError
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, get
 
 if TYPE_CHECKING:
     from megatron_ext.config.sized_pipeline import Pipeline
+    from megatron_ext.schedules.table.placement import Placement
 
-__all__ = ["chunks_of_megatron", "flags_for", "num_chunks"]
+__all__ = [
+    "ModelBuild",
+    "build_of",
+    "check_ranks",
+    "chunks_of_megatron",
+    "flags_for",
+    "layout_string",
+    "layout_text",
+    "num_chunks",
+    "parse_layout",
+]
 
 _LAYOUT = "--pipeline-model-parallel-layout"
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
@@ -31,6 +43,11 @@ _UNEVEN = (
     "heterogeneous_layers_config_encoded_json",
 )
 """Arguments that allow stages with different numbers of layers."""
+
+
+_PLACED = ("linear", "loop", "v", "w")
+_LETTERS = {"embedding": "E", "encoder": "e", "decoder": "t", "mtp": "m", "loss": "L"}
+"""Letters of Megatron's layout notation, by layer name."""
 
 
 class _Said(NamedTuple):
@@ -63,7 +80,7 @@ def _chunks_of(said: _Said, args: Namespace) -> int:
     if said.flag == _CHUNKS:
         return int(said.value)
     if said.flag == _LAYOUT:
-        what, count, by = "stages", _stages_in(said.value), pp
+        what, count, by = "stages", len(parse_layout(said.value)), pp
     elif said.flag == _PATTERN:
         what, count, by = "segments", said.value.count("|") + 1, pp
     else:
@@ -74,14 +91,6 @@ def _chunks_of(said: _Said, args: Namespace) -> int:
             f"--pipeline-model-parallel-size {pp}; change one of them"
         )
     return int(count // by)
-
-
-def _stages_in(layout: str) -> int:
-    """Count the stages of a layout string; `(...)*n` and `x*n` are repetitions."""
-    unrolled = layout.replace(",", "")
-    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        unrolled = re.sub(repeated, lambda match: match[1] * int(match[2]), unrolled)
-    return unrolled.count("|") + 1
 
 
 def _pattern(args: Namespace) -> str | None:
@@ -247,4 +256,246 @@ def _check_ends(args: Namespace, pipeline: Pipeline) -> None:
         f"{' and '.join(wrong)} do not fit --pipeline-schedule {pipeline.name}, which has "
         f"{'one stage' if chunks == 1 else f'{chunks} stages'} on each rank; {remedy} or give each "
         f"stage its layers with {_LAYOUT}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelBuild:
+    """How Megatron hosts a pipeline."""
+
+    pipeline_model_parallel_size: int
+    """Pipeline ranks that Megatron sees: half of the real ones if two pipelines are mirrored."""
+    virtual_pipeline_model_parallel_size: int | None
+    """Model chunks on each rank; None: one."""
+    pipeline_model_parallel_layout: str | None
+    """The layers of each stage, in Megatron's notation; None: Megatron splits them evenly."""
+    replicas: int
+    """Data-parallel replicas that Megatron sees on the pipeline ranks: 1, or 2 if mirrored."""
+    num_microbatches: int
+    """Micro-batches of one such replica in one step."""
+    variable_seq_lengths: bool
+    """Whether micro-batches may have sequences of different lengths."""
+    stages_of: tuple[tuple[int, ...], ...]
+    """By pipeline rank in Megatron's eyes: the stages that its chunks are."""
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that the model is cut into."""
+        return sum(map(len, self.stages_of))
+
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks on each rank."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def overlaps_p2p(self) -> bool:
+        """Whether to set Megatron's `overlap_p2p_comm`.
+
+        Our messages bypass it, but Megatron accepts several chunks on two ranks only with it.
+        """
+        return self.num_chunks > 1 and self.pipeline_model_parallel_size == 2
+
+    @property
+    def groups(self) -> dict[str, int | None]:
+        """Keywords for `megatron.core.parallel_state.initialize_model_parallel`."""
+        return {
+            "pipeline_model_parallel_size": self.pipeline_model_parallel_size,
+            "virtual_pipeline_model_parallel_size": self.virtual_pipeline_model_parallel_size,
+        }
+
+    @property
+    def transformer(self) -> dict[str, Any]:
+        """Keywords for `megatron.core.transformer.TransformerConfig`."""
+        varying = {"variable_seq_lengths": True} if self.variable_seq_lengths else {}
+        return {
+            **self.groups,
+            "pipeline_model_parallel_layout": self.pipeline_model_parallel_layout,
+            "overlap_p2p_comm": self.overlaps_p2p,
+            "batch_p2p_comm": not self.overlaps_p2p,
+            **varying,
+        }
+
+    def chunks(self, rank: int) -> list[dict[str, Any]]:
+        """Return the keywords to build each of a rank's model chunks with, say a `GPTModel`.
+
+        Args:
+            rank: The pipeline rank, `parallel_state.get_pipeline_model_parallel_rank()`.
+        """
+        return [
+            {
+                "vp_stage": index if self.num_chunks > 1 else None,
+                "pre_process": stage == 0,
+                "post_process": stage == self.num_stages - 1,
+            }
+            for index, stage in enumerate(self.stages_of[rank])
+        ]
+
+
+def build_of(
+    pipeline: Pipeline,
+    num_layers: int,
+    *,
+    mtp_num_layers: int | None = None,
+    layout: str | None = None,
+) -> ModelBuild:
+    """Return the settings to build the model with.
+
+    Args:
+        pipeline: The pipeline to run.
+        num_layers: Transformer layers of the model, without those of multi-token prediction.
+        mtp_num_layers: Layers of multi-token prediction; None: none.
+        layout: The layers of each stage, in Megatron's notation; None: an even split.
+
+    Raises:
+        ScheduleError: The layers do not fit the stages of a V or W.
+    """
+    placement = pipeline.placement
+    chunks = placement.num_stages // placement.num_ranks
+    if placement.name not in ("linear", "loop"):
+        layout = layout_string(num_layers, placement, mtp_num_layers=mtp_num_layers, layout=layout)
+    return ModelBuild(
+        pipeline_model_parallel_size=placement.num_ranks,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_model_parallel_layout=layout,
+        replicas=pipeline.twins,
+        num_microbatches=pipeline.num_microbatches,
+        variable_seq_lengths=pipeline.config.variable_seq_lengths,
+        stages_of=placement.stages_of,
+    )
+
+
+def check_ranks(name: str, pp: int, twins: int) -> None:
+    """Check that Megatron can host a schedule on a number of pipeline ranks.
+
+    Args:
+        name: The schedule.
+        pp: Ranks of the whole pipeline world.
+        twins: 2 if two mirrored pipelines share them, else 1.
+
+    Raises:
+        ConfigurationError: It cannot; the message names numbers that work.
+    """
+    if pp < 2:
+        raise ConfigurationError(
+            "{chosen} needs a pipeline, {pipeline_ranks} {pp} makes none; use at least {least}, or "
+            "leave {chooser} out",
+            chosen=f"schedule {name}",
+            chooser="schedule",
+            pp=pp,
+            least=2 * twins,
+        )
+    if twins == 2 and (pp % 2 or pp < 4):
+        raise ConfigurationError(
+            "{chosen} mirrors two pipelines on one set of ranks, so {pipeline_ranks} {pp} must be "
+            "even and at least 4; use {near}, or {schedule} zb-v, which accepts any",
+            chosen=f"schedule {name}",
+            pp=pp,
+            near=f"{pp - 1} or {pp + 1}" if pp > 4 else "4",
+        )
+
+
+def parse_layout(text: str) -> list[str]:
+    """Return the layers of each stage, a letter each, of a layout in Megatron's notation.
+
+    `(...)*n` and `x*n` are repetitions; commas only structure the text.
+
+    Raises:
+        ScheduleError: A letter is no layer.
+    """
+    unrolled = text.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        unrolled = re.sub(repeated, lambda match: match[1] * int(match[2]), unrolled)
+    unknown = set(unrolled) - set("EtmL|")
+    if unknown:
+        raise ScheduleError(
+            f"{_LAYOUT} {text} has {' and '.join(sorted(unknown))}, but layers are E, t, m and L; "
+            "use these"
+        )
+    return unrolled.split("|")
+
+
+def layout_text(layout: Any) -> str | None:
+    """Return a layout in Megatron's notation; configuration objects may name the layers."""
+    given = getattr(layout, "input_data", layout)
+    if given is None or isinstance(given, str):
+        return given
+    names = [[getattr(layer, "name", layer) for layer in stage] for stage in given]
+    return "|".join("".join(_LETTERS[name] for name in stage) for stage in names)
+
+
+def layout_string(
+    num_layers: int,
+    placement: Placement,
+    *,
+    mtp_num_layers: int | None = None,
+    layout: str | None = None,
+) -> str:
+    """Return the layout string for a model on a placement, in upstream's notation.
+
+    Args:
+        num_layers: Transformer layers, not counting MTP layers.
+        placement: Maps stages to ranks.
+        mtp_num_layers: Multi-token prediction layers; placed before the loss in the last stage.
+        layout: The user's `--pipeline-model-parallel-layout`. Checked and returned unchanged.
+
+    Raises:
+        ScheduleError: The layers do not divide evenly, the user's layout does not fit, or no model
+            can be built on the placement.
+    """
+    if placement.name not in _PLACED:
+        raise ScheduleError(
+            f"no model can have its stages on ranks {placement.rank_of}; place the stages of the "
+            f"table as {', '.join(_PLACED)} (see megatron-ext plan)"
+        )
+    mtp = mtp_num_layers or 0
+    if layout is not None:
+        _check_layout(layout, num_layers, placement, mtp)
+        return layout
+    each, rest = divmod(num_layers, placement.num_stages)
+    if rest:
+        raise ScheduleError(_uneven(num_layers, placement, mtp))
+    return _spelled([each] * placement.num_stages, mtp)
+
+
+def _spelled(layers: list[int], mtp: int) -> str:
+    return "E" + "|".join("t" * count for count in layers) + "m" * mtp + "L"
+
+
+def _check_layout(layout: str, num_layers: int, placement: Placement, mtp: int) -> None:
+    stages = parse_layout(layout)
+    if len(stages) != placement.num_stages:
+        raise ScheduleError(_wrong_number(layout, len(stages), placement))
+    if "".join(stages) != f"E{'t' * num_layers}{'m' * mtp}L":
+        raise ScheduleError(
+            f"{_LAYOUT} {layout}: give E once, t {num_layers} times (--num-layers), m {mtp} times "
+            "(--mtp-num-layers) and L once, in this order"
+        )
+    if any("m" in stage for stage in stages[:-1]):
+        raise ScheduleError(
+            f"{_LAYOUT} {layout} has m before the last stage, but all stages of this schedule "
+            "exchange tensors of one shape; put m and L into the last stage"
+        )
+
+
+def _wrong_number(layout: str, found: int, placement: Placement) -> str:
+    ranks = placement.num_ranks
+    return (
+        f"{_LAYOUT} {layout} has {found} stages, but the schedule has {placement.num_stages} "
+        f"({ranks} ranks with {placement.num_stages // ranks} each); separate that many with |"
+    )
+
+
+def _uneven(num_layers: int, placement: Placement, mtp: int) -> str:
+    stages = placement.num_stages
+    fewer, rest = divmod(num_layers, stages)
+    fitting = [str(count * stages) for count in (fewer, fewer + 1) if count]
+    # Give the remainder to the middle stages: the ends also compute embedding and loss.
+    start = (stages - rest) // 2
+    spread = [fewer + (start <= stage < start + rest) for stage in range(stages)]
+    return (
+        f"--num-layers {num_layers} does not divide into the schedule's {stages} stages "
+        f"({placement.num_ranks} ranks with {stages // placement.num_ranks} each); "
+        f"take {' or '.join(fitting)}, or assign layers to stages yourself, for example "
+        f"{_LAYOUT} '{_spelled(spread, mtp)}'"
     )

@@ -17,7 +17,7 @@ from megatron_ext.disaggregation.ranks import Place
 from megatron_ext.disaggregation.role_trees import MESSAGES
 from megatron_ext.disaggregation.worlds import shared_store
 from megatron_ext.errors import TransportError
-from megatron_ext.tools.trace.session_observer import observed_transport
+from megatron_ext.transport.observed import observed
 from megatron_ext.transport.opening import open_native
 from megatron_ext.transport.staging import staged
 
@@ -65,7 +65,9 @@ class RoleLink:
         # A message may stay in its slot while computation uses it.
         slots = (job.window + 2) * (1 if trees is None else MESSAGES)
         label = "evaluation" if evaluates else "roles"
-        self.wire: Transport = observed_transport(_open(job, device, peers, slots, label))
+        self.wire: Transport = observed(
+            _open(job, device, peers, slots, label), required().observers
+        )
 
     @property
     def timeout_s(self) -> float:

@@ -33,7 +33,6 @@ from megatron_ext.runtime.program import Table, make_program
 from megatron_ext.runtime.run_ahead import device_of
 from megatron_ext.runtime.sync import GradientSync, NoSync, ParameterSync
 from megatron_ext.schedules.table.validation import validate
-from megatron_ext.tools.trace.session_observer import observers
 from megatron_ext.upstream.signatures import default_groups
 
 if TYPE_CHECKING:
@@ -127,8 +126,11 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
         force = bool(call.get("force_all_reduce"))
         sync = GradientSync(config, chunks, table, compute.splits, force_all_reduce=force)
         parameters = ParameterSync(config, chunks, table)
+    observers = required().observers
+    for observer in observers:
+        observer.begin_step(compute)
     with sync:
-        _executor(runtime.link, table, ends, role, sync, parameters, observers(compute)).run()
+        _executor(runtime.link, table, ends, role, sync, parameters, observers).run()
     if runtime.trees is not None:
         runtime.trees.training_done()
     return compute

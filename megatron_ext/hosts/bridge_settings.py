@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_ext.config.flags import FIELD_OF
 from megatron_ext.config.incompatible import MEGATRON_FIELDS
+from megatron_ext.config.stages import layout_text
 
 __all__ = ["Place", "Settings"]
 
@@ -33,9 +34,6 @@ _SECTIONS = (
 
 _EITHER = ("use_distributed_optimizer", "use_megatron_fsdp", "use_torch_fsdp2")
 """Switches in several parts; Bridge enables the feature if any part sets it."""
-
-_LETTERS = {"embedding": "E", "encoder": "e", "decoder": "t", "mtp": "m", "loss": "L"}
-"""Letters of Megatron's layout notation, by layer name."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class Settings:
         for name in _EITHER:
             parts = [getattr(self.container, part, None) for part in ("ddp", "optimizer", "dist")]
             found[name] = any(getattr(part, name, False) for part in parts)
-        layout = _layout_text(found.get("pipeline_model_parallel_layout"))
+        layout = layout_text(found.get("pipeline_model_parallel_layout"))
         found["pipeline_model_parallel_layout"] = layout
         if layout is not None:  # the layout sets the stages per rank
             found["num_virtual_stages_per_pipeline_rank"] = None
@@ -133,12 +131,3 @@ def _places(container: Any, section: str) -> list[Place]:
     if owner is None or not is_dataclass(owner):
         return []
     return [Place(section, owner, field.name) for field in fields(owner)]
-
-
-def _layout_text(layout: Any) -> str | None:
-    """Return a layout in Megatron's notation; Bridge also accepts one list of names per stage."""
-    given = getattr(layout, "input_data", layout)
-    if given is None or isinstance(given, str):
-        return given
-    names = [[getattr(layer, "name", layer) for layer in stage] for stage in given]
-    return "|".join("".join(_LETTERS[name] for name in stage) for stage in names)

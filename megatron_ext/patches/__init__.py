@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from megatron_ext import compat
+from megatron_ext.config import active
 from megatron_ext.patches import hooks
 from megatron_ext.patches.registry import REGISTRY, Patch
 
@@ -60,9 +61,10 @@ def disarm() -> None:
     This ends an observation (`--trace`, `--hang-timeout`), which no longer hears of steps.
     """
     from megatron_ext.patches import device
-    from megatron_ext.tools.trace import session
 
-    session.close()
+    found = active.active()
+    if found is not None:
+        found.end_observation()
     REGISTRY.deactivate()
     hooks.remove()
     device.restore_environment()

@@ -1,91 +1,129 @@
-"""Patches that report Megatron's actions to the recorder and the watchdog.
+"""Patches that report to observers: what belongs to a training step but not to its table.
 
-A step begins with the call of the schedule and ends after the optimizer. Our own schedules report
-their actions themselves (`megatron_ext/tools/trace/session_observer.py`); these patches observe
-Megatron's.
+A training step begins with the call of the schedule and ends after the optimizer. The executor
+reports the actions of our tables itself; the actions of Megatron's own schedules are reported here.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from megatron_ext.config import active
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
+from megatron_ext.schedules.table.actions import Action
 
 __all__ = ["PATCHES"]
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _OPTIMIZERS = ("ChainedOptimizer", "FP32Optimizer", "MixedPrecisionOptimizer")
+_ACTION = "_megatron_ext_action"
+"""Attribute of an output: (chunk, micro-batch) of its forward, for the backward."""
 
 
-def _is_observing() -> bool:
-    from megatron_ext.tools.trace import session
+def _is_observed() -> bool:
+    found = active.active()
+    return found is not None and bool(found.observers)
 
-    return session.is_observing()
+
+def _may_be_observed() -> bool:
+    found = active.active()
+    if found is None:
+        return False
+    config = found.config
+    return bool(found.observers) or config.tracing is not None or config.hang_timeout_s is not None
 
 
 def _sees_megatrons_steps() -> bool:
     found = active.active()
     if found is None or found.pipeline is not None or found.job is not None:
-        return False  # asked for each action, so our own schedules look no further
-    return _is_observing()
+        return False  # the executor reports; asked for each action
+    return bool(found.observers)
 
 
 def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Return the schedule with each training call recorded as a step."""
-    from megatron_ext.tools.trace import session
+    """Return the schedule with each training call reported as the begin of a step."""
+    from megatron_ext.tracing.session import subscribe
 
     schedule = call(*args, **kwargs)
 
     @functools.wraps(schedule)
     def run(*args: Any, **kwargs: Any) -> Any:
-        observer = session.current()
-        if observer is None or kwargs.get("forward_only"):
+        found = active.active()
+        if found is None:
             return schedule(*args, **kwargs)
-        observer.begin_step()
+        subscribe(found)  # here, because the groups exist and the runtime does not yet
+        observers = [] if kwargs.get("forward_only") else found.observers
+        for observer in observers:
+            observer.begin_iteration()
         try:
-            result = schedule(*args, **kwargs)
+            return schedule(*args, **kwargs)
         except BaseException:
-            observer.end_step()
+            for observer in observers:
+                observer.end_iteration()
             raise
-        observer.activity.now("has run its part of the pipeline")
-        return result
 
     return run
 
 
-def _reduction(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    from megatron_ext.tools.trace import session
+def _collective(name: str) -> Callable[[Call, Any, Args, Kwargs], Any]:
+    def run(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        observers = active.required().observers
+        for observer in observers:
+            observer.begin_collective(name)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            for observer in observers:
+                observer.end_collective(name)
 
-    observer = session.current()
-    assert observer is not None
-    name = "the reduction of gradients"
-    return observer.run("reduce", name, lambda: call(*args, **kwargs))
+    return run
 
 
-def _update(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The outermost optimizer's step is the end of the training step."""
-    from megatron_ext.disaggregation import job as disaggregation
-    from megatron_ext.tools.trace import session
-
-    observer = session.current()
-    assert observer is not None
-    if observer.in_optimizer:
-        return call(*args, **kwargs)
-    observer.in_optimizer = True
-    try:
-        result = observer.run("optimizer", "the optimizer step", lambda: call(*args, **kwargs))
-    finally:
-        observer.in_optimizer = False
-    if disaggregation.current() is None:  # with roles, the transfer of weights is part of it
-        observer.end_step()
+def _forward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Report a forward of Megatron's own schedules, and mark its output for the backward."""
+    chunk, microbatch = kwargs.get("vp_stage") or 0, kwargs.get("current_microbatch") or 0
+    action = _action("F", chunk, microbatch)
+    observers = active.required().observers
+    for observer in observers:
+        observer.begin_action(action)
+    result = call(*args, **kwargs)
+    for observer in observers:
+        observer.end_action(-1, action)
+    outputs = result[0] if isinstance(result[0], list) else [result[0]]
+    if outputs[0] is not None:
+        setattr(outputs[0], _ACTION, (chunk, microbatch))
+        for observer in observers:
+            observer.made(action.stage, outputs, args[2])
     return result
 
 
-def _has_table() -> bool:
-    from megatron_ext.config import active
+def _backward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Report a backward, which Megatron gives nothing but the output that it starts from."""
+    output = args[1] if len(args) > 1 else kwargs["output_tensor"]
+    first = output[0] if isinstance(output, list) else output
+    action = _action("B", *getattr(first, _ACTION, (0, 0)))
+    observers = active.required().observers
+    for observer in observers:
+        observer.begin_action(action)
+    result = call(*args, **kwargs)
+    for observer in observers:
+        observer.end_action(-1, action)
+    return result
 
+
+def _action(kind: Any, chunk: int, microbatch: int) -> Action:
+    from megatron.core import parallel_state as groups
+
+    pp, rank = (
+        groups.get_pipeline_model_parallel_world_size(),
+        groups.get_pipeline_model_parallel_rank(),
+    )
+    return Action(chunk * pp + rank, kind, microbatch)
+
+
+def _has_table() -> bool:
     return active.pipeline() is not None
 
 
@@ -93,7 +131,7 @@ def _scalars(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Write our scalars when Megatron logs, with its writers."""
     from megatron.training import global_vars
 
-    from megatron_ext.tools.trace import scalars
+    from megatron_ext.tracing import scalars
 
     iteration = args[3] if len(args) > 3 else kwargs["iteration"]
     settings = global_vars.get_args()
@@ -103,24 +141,12 @@ def _scalars(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return call(*args, **kwargs)
 
 
-def _forward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    from megatron_ext.tools.trace import megatron_spans
-
-    return megatron_spans.forward(call, args, kwargs)
-
-
-def _backward(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    from megatron_ext.tools.trace import megatron_spans
-
-    return megatron_spans.backward(call, args, kwargs)
-
-
 PATCHES = (
     Patch(
         id="trace.steps",
         target=f"{_SCHEDULES}:get_forward_backward_func",
         fn=_in_steps,
-        when=_is_observing,
+        when=_may_be_observed,
         order=-10,
         feature="trace",
         reason="does not report the begin of training steps to --trace and --hang-timeout",
@@ -144,8 +170,8 @@ PATCHES = (
     Patch(
         id="trace.reduction",
         target="megatron.core.distributed.finalize_model_grads:finalize_model_grads",
-        fn=_reduction,
-        when=_is_observing,
+        fn=_collective("reduce"),
+        when=_is_observed,
         feature="trace",
         reason="does not record the reduction of gradients at the end of a step for --trace",
     ),
@@ -161,8 +187,8 @@ PATCHES = (
         Patch(
             id=f"trace.optimizer.{name}",
             target=f"megatron.core.optimizer.optimizer:{name}.step",
-            fn=_update,
-            when=_is_observing,
+            fn=_collective("optimizer"),
+            when=_is_observed,
             feature="trace",
             reason="does not record the optimizer's part of a step for --trace",
         )

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -21,7 +21,7 @@ from megatron_ext.transport.observed import TransportObserver
 
 if TYPE_CHECKING:
     from megatron_ext.message import Message
-    from megatron_ext.runtime.compute import Tensors
+    from megatron_ext.runtime.compute import StageCompute, Tensors
     from megatron_ext.runtime.ordering import Order
     from megatron_ext.runtime.program import Program, Table
     from megatron_ext.runtime.run_ahead import RunAhead
@@ -46,10 +46,39 @@ created between every two actions."""
 
 
 class Observer(TransportObserver):
-    """Observes the actions and messages of one rank; override the methods you need.
+    """Observes the training of one rank; override the methods you need.
 
-    An observed transport (`transport/observed.py`) calls the methods for messages.
+    What is in force has a list of `observers`. Append to it before the first step. Whoever builds a
+    runtime hands them on: to the transport (`transport.observed.observed`), which reports messages
+    also between steps, to the data (`read`), and in training to the executor, after `begin_step`.
+    The patches of `patches/trace.py` report what belongs to a training step but not to its table,
+    and the actions of Megatron's own schedules. `close` is called when the configuration ends.
+    Without observers nothing is called.
     """
+
+    def begin_iteration(self) -> None:
+        """Called when a training step begins: the schedule, reductions and the optimizer."""
+
+    def end_iteration(self) -> None:
+        """Called when a training step has failed; a complete one ends with the optimizer."""
+
+    def begin_collective(self, name: str) -> None:
+        """Called when a rank enters a collective part of a step: `reduce` or `optimizer`."""
+
+    def end_collective(self, name: str) -> None:
+        """Called when the rank has left it, with or without an error."""
+
+    def begin_step(self, compute: StageCompute) -> None:
+        """Called when a table's training step begins, with what keeps its activations."""
+
+    def read(self, microbatch: int, item: Any) -> None:
+        """Called with what the data iterator gave for a micro-batch."""
+
+    def made(self, stage: int, outputs: Sequence[Any], model: torch.nn.Module) -> None:
+        """Called after a forward of Megatron's own schedules, with its outputs, `[s, b, h]`."""
+
+    def close(self) -> None:
+        """Called when the configuration ends."""
 
     def begin_action(self, action: Action) -> None:
         """Called when an action's inputs have arrived, just before it computes."""

@@ -20,10 +20,7 @@ from megatron_ext.errors import ScheduleError
 if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
 
-__all__ = ["PlacedLayout", "layout_string", "placed_layout"]
-
-_KNOWN = ("linear", "loop", "v", "w")
-_FLAG = "--pipeline-model-parallel-layout"
+__all__ = ["PlacedLayout", "placed_layout"]
 
 
 class PlacedLayout(PipelineParallelLayerLayout):
@@ -40,7 +37,10 @@ class PlacedLayout(PipelineParallelLayerLayout):
     def __init__(self, layout: str, placement: Placement) -> None:
         stages: list[list[LayerType]] = self.parse_str_to_list(layout)
         if len(stages) != placement.num_stages:
-            raise ScheduleError(_wrong_number(layout, len(stages), placement))
+            raise ScheduleError(
+                f"--pipeline-model-parallel-layout {layout} has {len(stages)} stages, but the "
+                f"schedule has {placement.num_stages}; separate that many with |"
+            )
         super().__init__(layout, placement.num_ranks)
         self.placement = placement
         self.stages = stages
@@ -82,86 +82,3 @@ def placed_layout(layout: str, placement: Placement) -> PlacedLayout:
     Upstream builds a new configuration for every micro-batch, so this is called often.
     """
     return PlacedLayout(layout, placement)
-
-
-def layout_string(
-    num_layers: int,
-    placement: Placement,
-    *,
-    mtp_num_layers: int | None = None,
-    layout: str | None = None,
-) -> str:
-    """Return the layout string for a model on a placement, in upstream's notation.
-
-    Args:
-        num_layers: Transformer layers, not counting MTP layers.
-        placement: Maps stages to ranks.
-        mtp_num_layers: Multi-token prediction layers; placed before the loss in the last stage.
-        layout: The user's `--pipeline-model-parallel-layout`. Checked and returned unchanged.
-
-    Raises:
-        ScheduleError: The layers do not divide evenly, the user's layout does not fit, or no model
-            can be built on the placement.
-    """
-    if placement.name not in _KNOWN:
-        raise ScheduleError(
-            f"no model can have its stages on ranks {placement.rank_of}; place the stages of the "
-            f"table as {', '.join(_KNOWN)} (see megatron-ext plan)"
-        )
-    mtp = mtp_num_layers or 0
-    if layout is not None:
-        _check_layout(layout, num_layers, placement, mtp)
-        return layout
-    each, rest = divmod(num_layers, placement.num_stages)
-    if rest:
-        raise ScheduleError(_uneven(num_layers, placement, mtp))
-    return _spelled([each] * placement.num_stages, mtp)
-
-
-def _spelled(layers: list[int], mtp: int) -> str:
-    return "E" + "|".join("t" * count for count in layers) + "m" * mtp + "L"
-
-
-def _check_layout(layout: str, num_layers: int, placement: Placement, mtp: int) -> None:
-    try:
-        stages = PipelineParallelLayerLayout.parse_str_to_list(layout)
-    except AssertionError as error:
-        raise ScheduleError(f"{_FLAG} {layout}: {error}") from error
-    if len(stages) != placement.num_stages:
-        raise ScheduleError(_wrong_number(layout, len(stages), placement))
-    in_order = [layer for stage in stages for layer in stage]
-    expected = [LayerType.embedding, *[LayerType.decoder] * num_layers]
-    expected += [LayerType.mtp] * mtp + [LayerType.loss]
-    if in_order != expected:
-        raise ScheduleError(
-            f"{_FLAG} {layout}: give E once, t {num_layers} times (--num-layers), m {mtp} times "
-            "(--mtp-num-layers) and L once, in this order"
-        )
-    if LayerType.mtp in (layer for stage in stages[:-1] for layer in stage):
-        raise ScheduleError(
-            f"{_FLAG} {layout} has m before the last stage, but all stages of this schedule "
-            "exchange tensors of one shape; put m and L into the last stage"
-        )
-
-
-def _wrong_number(layout: str, found: int, placement: Placement) -> str:
-    ranks = placement.num_ranks
-    return (
-        f"{_FLAG} {layout} has {found} stages, but the schedule has {placement.num_stages} "
-        f"({ranks} ranks with {placement.num_stages // ranks} each); separate that many with |"
-    )
-
-
-def _uneven(num_layers: int, placement: Placement, mtp: int) -> str:
-    stages = placement.num_stages
-    fewer, rest = divmod(num_layers, stages)
-    fitting = [str(count * stages) for count in (fewer, fewer + 1) if count]
-    # Give the remainder to the middle stages: the ends also compute embedding and loss.
-    start = (stages - rest) // 2
-    spread = [fewer + (start <= stage < start + rest) for stage in range(stages)]
-    return (
-        f"--num-layers {num_layers} does not divide into the schedule's {stages} stages "
-        f"({placement.num_ranks} ranks with {stages // placement.num_ranks} each); "
-        f"take {' or '.join(fitting)}, or assign layers to stages yourself, for example "
-        f"{_FLAG} '{_spelled(spread, mtp)}'"
-    )

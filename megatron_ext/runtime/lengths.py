@@ -372,6 +372,7 @@ class ReplicaExchange:
             fills: How many micro-batches the pipeline takes to fill and drain.
 
         Raises:
+            ScheduleError: A micro-batch holds other things than tensors and plain data.
             TransportError: Another replica does not answer.
         """
         shares = deal_out(costs, self.size, fills)
@@ -403,7 +404,7 @@ class ReplicaExchange:
         if not part:
             return {}
         found: dict[int, Any] = torch.load(
-            io.BytesIO(part), map_location=self._placed, weights_only=False
+            io.BytesIO(part), map_location=self._placed, weights_only=True
         )
         return found
 
@@ -428,4 +429,12 @@ def _packed(items: dict[int, Any]) -> bytes:
         return b""
     buffer = io.BytesIO()
     torch.save(items, buffer)
+    buffer.seek(0)
+    refused = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    if refused:
+        raise ScheduleError(
+            f"--pipeline-balance pack: a micro-batch contains {refused[0]}, but replicas exchange "
+            "tensors, numbers, text and their tuples, lists and dicts only; convert it where the "
+            "data is read, or use --pipeline-balance order"
+        )
     return buffer.getvalue()

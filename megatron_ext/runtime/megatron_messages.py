@@ -25,8 +25,8 @@ from megatron_ext.runtime.connect import channels_of, open_transport
 from megatron_ext.runtime.program import Peers, Table, make_table
 from megatron_ext.runtime.run_ahead import device_of
 from megatron_ext.runtime.runtime import Runtimes
-from megatron_ext.tools.trace.session_observer import observed_transport
 from megatron_ext.transport.base import Expected
+from megatron_ext.transport.observed import observed
 from megatron_ext.upstream.signatures import default_groups
 
 if TYPE_CHECKING:
@@ -220,8 +220,9 @@ def _begin(
         )
         ends = channels_of(pipeline.placement, rank, peers)
         known = {"F": shapes, "B": shapes}
-        transport = observed_transport(
-            open_transport(pipeline, device, ends, known, config.pipeline_dtype)
+        transport = observed(
+            open_transport(pipeline, device, ends, known, config.pipeline_dtype),
+            active.required().observers,
         )
         transports[key] = groups.pp, transport
     _, transport = transports[key]

@@ -42,7 +42,7 @@ from megatron_ext.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.runtime.te_layers import overwrites_first
 from megatron_ext.runtime.tree_compute import Forms, TreeEnds, agree_trees, channels_of_routes
 from megatron_ext.schedules.table.validation import check_first_gradients
-from megatron_ext.tools.trace.session_observer import observed_transport, observers, size_notes
+from megatron_ext.transport.observed import observed
 from megatron_ext.transport.pairs import groups_of_ranks
 
 if TYPE_CHECKING:
@@ -163,6 +163,7 @@ class Runtime:
     """For stages that declare trees or routes."""
     run_ahead: RunAhead | None
     """Bounds how far the host runs ahead of the device; None if the device is the host."""
+    observers: Sequence[Observer] = ()
     measured: Measured = field(default_factory=Measured)
     _tables: dict[tuple[int, bool], Table] = field(default_factory=dict)
     _programs: dict[int, tuple[Table, Ends, Program]] = field(default_factory=dict)
@@ -176,10 +177,19 @@ class Runtime:
 
     def data(self, iterators: Sequence[Any]) -> list[MicrobatchData]:
         """Return each chunk's data, to be read by micro-batch."""
-        placement, taken = self.pipeline.placement, size_notes()
+        placement = self.pipeline.placement
+
+        def taken(microbatch: int, item: Any) -> None:
+            for observer in self.observers:
+                observer.read(microbatch, item)
+
         crossed = map(placement.is_crossed, placement.stages_of[self.groups.pp.rank()])
         return [
-            MicrobatchData(iterator, self.exchange if is_crossed else None, taken)
+            MicrobatchData(
+                iterator,
+                self.exchange if is_crossed else None,
+                taken if self.observers else None,
+            )
             for iterator, is_crossed in zip(iterators, crossed, strict=True)
         ]
 
@@ -236,7 +246,9 @@ class Runtime:
         )
         listening: list[Observer] = [StepMeasure(table, measured)]
         if not call.forward_only:
-            listening += observers(compute)
+            listening += self.observers
+            for observer in self.observers:
+                observer.begin_step(compute)
         executor = Executor(
             table=table,
             program=self._program(table, shapes, call.config.pipeline_dtype, forms),
@@ -394,8 +406,9 @@ def runtime_of(
     if pipeline.dynamic is not None:
         agreement = _agreement(placement, groups, iterators, peers)
         channels += agreement.channels
-    transport = observed_transport(
-        open_transport(pipeline, device, channels, shapes, config.pipeline_dtype, routes)
+    observers = active.required().observers
+    transport = observed(
+        open_transport(pipeline, device, channels, shapes, config.pipeline_dtype, routes), observers
     )
     made = runtimes.by_group[id(groups.pp)] = Runtime(
         pipeline=pipeline,
@@ -409,6 +422,7 @@ def runtime_of(
         replicas=_replicas(pipeline, groups, device),
         trees=trees,
         run_ahead=run_ahead_of(devices.current(), device, pipeline.timeout_s),
+        observers=observers,
     )
     return made
 

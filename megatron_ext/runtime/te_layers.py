@@ -30,11 +30,10 @@ if TYPE_CHECKING:
 __all__ = ["DelayedModules", "left_whole", "overwrites_first", "prepare_config", "why_not"]
 
 
-def _uses_te(config: Any) -> bool:
-    return (
-        config.transformer_impl == "transformer_engine"
-        and find_spec("transformer_engine") is not None
-    )
+def _uses_te(config: Any, *, here: bool = True) -> bool:
+    """Return whether layers of Transformer Engine are built, here or where it is installed."""
+    chosen = config.transformer_impl == "transformer_engine"
+    return chosen and (not here or find_spec("transformer_engine") is not None)
 
 
 def prepare_config(config: Any) -> None:
@@ -47,24 +46,30 @@ def prepare_config(config: Any) -> None:
         config.delay_wgrad_compute = True
 
 
-def why_not(config: Any) -> str | None:
-    """Return why Transformer Engine's layers cannot be split as configured, or None."""
-    if not _uses_te(config):
-        return None
-    from megatron.core.utils import get_te_version, is_te_min_version
+def why_not(config: Any, *, here: bool = True) -> str | None:
+    """Return why Transformer Engine's layers cannot be split as configured, or None.
 
-    if not is_te_min_version("2.3.0"):
-        return (
-            f"Transformer Engine {get_te_version()} cannot postpone weight gradients; use 2.3 or "
-            f"later, or --transformer-impl local"
-        )
+    Args:
+        config: A `TransformerConfig`, or arguments with the same names.
+        here: Whether the layers are built in this process, with what is installed.
+    """
+    if not _uses_te(config, here=here):
+        return None
+    if here:
+        from megatron.core.utils import get_te_version, is_te_min_version
+
+        if not is_te_min_version("2.3.0"):
+            return (
+                f"Transformer Engine {get_te_version()} cannot postpone weight gradients; use 2.3 "
+                "or later, or --transformer-impl local"
+            )
     if not config.gradient_accumulation_fusion:
         return (
             "Transformer Engine's postponed weight gradients reach main_grad only with gradient "
             "accumulation fusion; leave out --no-gradient-accumulation-fusion, or use "
             "--transformer-impl local"
         )
-    if config.tp_comm_overlap:
+    if getattr(config, "tp_comm_overlap", False):
         return (
             "Transformer Engine does not postpone weight gradients with --tp-comm-overlap; leave "
             "it out, or use --transformer-impl local"
@@ -72,9 +77,14 @@ def why_not(config: Any) -> str | None:
     return None
 
 
-def left_whole(config: Any) -> str | None:
-    """Return which weight gradients of Transformer Engine's layers stay in I, and why, or None."""
-    if not _uses_te(config) or config.multi_latent_attention:
+def left_whole(config: Any, *, here: bool = True) -> str | None:
+    """Return which weight gradients of Transformer Engine's layers stay in I, and why, or None.
+
+    Args:
+        config: See `why_not`.
+        here: See `why_not`.
+    """
+    if not _uses_te(config, here=here) or config.multi_latent_attention:
         return None
     if not config.add_bias_linear and not config.add_qkv_bias:
         return None

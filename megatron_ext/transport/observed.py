@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from megatron_ext.message import Message
     from megatron_ext.transport.base import Expected, Stats, Transport
 
-__all__ = ["ObservedTransport", "TransportObserver", "WaitsFor"]
+__all__ = ["ObservedTransport", "TransportObserver", "WaitsFor", "observed"]
 
 WaitsFor = Literal["input", "slot"]
 """input: the arrival of any message. slot: the completion of all sends."""
@@ -19,6 +19,9 @@ WaitsFor = Literal["input", "slot"]
 
 class TransportObserver:
     """Callbacks for one rank's messages, empty by default. Begin and end come in pairs."""
+
+    def connected(self, wires: Mapping[int, str]) -> None:
+        """A transport is open; by global rank of a peer, the wire that reaches it."""
 
     def begin_messages(self, expected: Sequence[Expected]) -> None:
         """A step begins, in which these messages will arrive."""
@@ -50,6 +53,14 @@ class TransportObserver:
 
     def arrived(self, messages: Sequence[Message]) -> None:
         """A poll without a wait found these messages."""
+
+
+def observed(transport: Transport, observers: Sequence[TransportObserver]) -> Transport:
+    """Return a transport that reports to these observers; without any, the same one."""
+    for observer in observers:
+        observer.connected(transport.stats().wires)
+        transport = ObservedTransport(transport, observer)
+    return transport
 
 
 class ObservedTransport:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["interrupts", "report", "report_interrupt", "to_resume", "watching_other_hosts"]
 
 _HELD_S = 0.3
-"""For how long a rank that has reported keeps the others on its host from it. It ends before they
-do, so that a launcher shows the log of a rank with a reason."""
+"""For how long a rank that has reported stays at least, which keeps the others on its host from it.
+It ends before they do, so that a launcher shows the log of a rank with a reason."""
 _OTHERS_S = 1.0
 _CONNECT_S = 5.0
 _LOOK_S = 1.0
@@ -46,20 +46,19 @@ def report(error: BaseException) -> None:
     line = line_of(error)
     # Ignored until the line is out: the launcher ends all ranks as soon as one of the others has.
     terminate = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with socket.socket(socket.AF_UNIX) as claim:
-        is_first, connected = _is_first(claim, line), _is_connected()
-        if is_first:
-            rank = os.environ.get("RANK", "0")
-            prefix = f"[rank {rank}] " if connected else ""
-            sys.stderr.write(f"{prefix}megatron_ext: error: {line}\n")
-            sys.stderr.flush()
-            _tell_torchrun(line)
-            if not connected and _has_other_hosts():
-                with suppress(RuntimeError):  # the host of the store has ended: so do its ranks
-                    _store().set(_key(), f"rank {rank} on {socket.gethostname()}: {line}")
-        signal.signal(signal.SIGTERM, terminate)
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            time.sleep(_HELD_S if is_first else _OTHERS_S)
+    is_first, connected = _is_first(line), _is_connected()
+    if is_first:
+        rank = os.environ.get("RANK", "0")
+        prefix = f"[rank {rank}] " if connected else ""
+        sys.stderr.write(f"{prefix}megatron_ext: error: {line}\n")
+        sys.stderr.flush()
+        _tell_torchrun(line)
+        if not connected and _has_other_hosts():
+            with suppress(RuntimeError):  # the host of the store has ended: so do its ranks
+                _store().set(_key(), f"rank {rank} on {socket.gethostname()}: {line}")
+    signal.signal(signal.SIGTERM, terminate)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        time.sleep(_HELD_S if is_first else _OTHERS_S)
 
 
 def _tell_torchrun(line: str) -> None:
@@ -131,17 +130,20 @@ class interrupts:  # noqa: N801 - a context manager, named as those of contextli
         raise KeyboardInterrupt
 
 
-def _is_first(claim: socket.socket, line: str) -> bool:
-    """Return whether no other rank of this host is reporting the same line.
+def _is_first(line: str) -> bool:
+    """Return whether no other rank of this host, still running, has reported the same line.
 
-    The claim is a name of a socket in no file system: it ends with its process.
+    The claim is a name of a socket in no file system: it ends with its process, so it stays open.
     """
     job = (os.getuid(), os.getppid(), os.environ.get("TORCHELASTIC_RUN_ID", ""), line)
     digest = hashlib.sha256(repr(job).encode()).hexdigest()
+    claim = socket.socket(socket.AF_UNIX)
     try:
         claim.bind(f"\0megatron_ext/{digest}")
     except OSError as error:
+        claim.close()
         return error.errno != errno.EADDRINUSE
+    claim.detach()
     return True
 
 

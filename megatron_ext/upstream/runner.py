@@ -9,6 +9,7 @@ the user can fix end in one line and exit code 2.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import re
@@ -21,14 +22,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import TextIO
 
+import wrapt
+
 from megatron_ext import devices
-from megatron_ext.errors import ArgumentsError, MegatronExtError, UserError, message_of
+from megatron_ext.errors import ArgumentsError, MegatronExtError, PeerDied, UserError, message_of
 from megatron_ext.upstream import failure, releases
 from megatron_ext.upstream import tree as upstream
 
 __all__ = ["Start", "choose", "execute", "run"]
+
+_LOST = re.compile(r"Connection (?:closed|reset) by peer(?: \S+\d)?|remote process exited")
+"""How a collective of gloo or NCCL fails where another rank has ended."""
+
+_DUMPS_STACKS = "megatron.core.inference.data_parallel_inference_coordinator"
 
 
 @dataclass(frozen=True)
@@ -154,6 +163,16 @@ def _explained(error: BaseException) -> MegatronExtError | None:
         module = frame.f_globals.get("__name__", "")
         if frame.f_code.co_name == "__post_init__" and module.startswith("megatron."):
             return ArgumentsError(f"Megatron-LM refused the arguments: {message_of(error)}")
+    if isinstance(error, RuntimeError) and (lost := _LOST.search(str(error))):
+        caller = next(
+            frame
+            for frame in reversed(traceback.extract_tb(error.__traceback__))
+            if "torch" not in Path(frame.filename).parts
+        )
+        return PeerDied(
+            f"{caller.name} ({Path(caller.filename).name}:{caller.lineno}) lost the connection to "
+            f"another rank, whose own line or traceback gives the reason: {lost[0]}"
+        )
     return None
 
 
@@ -196,6 +215,15 @@ def run(script: str, argv: Sequence[str]) -> int:
     return 0
 
 
+def _without_stacks(_coordinator: ModuleType) -> None:
+    """Undo what this module of Megatron does at its import: dump stacks at Ctrl-C and SIGTERM.
+
+    A launcher sends these to every rank of a job that ends, which is no reason for a stack.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        faulthandler.unregister(number)
+
+
 def _run(script: str, argv: Sequence[str]) -> None:
     releases.check_core()
     start = choose(script)
@@ -205,5 +233,6 @@ def _run(script: str, argv: Sequence[str]) -> None:
     if start.script is None and os.environ.get("RANK", "0") == "0":
         print(f"megatron_ext {start}", flush=True)
     _address_of_one()
+    wrapt.register_post_import_hook(_without_stacks, _DUMPS_STACKS)
     with failure.watching_other_hosts():
         execute(start)

@@ -8,11 +8,13 @@ checks that tree; it imports nothing of Megatron.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from megatron_ext.errors import UpstreamMismatch, UserError
@@ -27,6 +29,7 @@ __all__ = [
     "find_tree",
     "is_tree",
     "require_tree",
+    "setting_names",
     "tree_status",
     "tree_version",
     "use_tree",
@@ -104,6 +107,28 @@ def find_tree() -> Path | None:
         return path
     candidates = [Path(entry or ".").resolve() for entry in sys.path]
     return next((path for path in [*candidates, cache_dir()] if is_tree(path)), None)
+
+
+def setting_names() -> frozenset[str]:
+    """Return the names of Megatron's settings, read from its sources, of the tree and the wheel.
+
+    They are the fields of its configuration objects, and the flags of `megatron.training`.
+    """
+    tree, core = find_tree(), releases.installed_core()
+    roots = (tree and tree / "megatron", core and core.parent)
+    return frozenset[str]().union(*(_names_below(root) for root in roots if root))
+
+
+@lru_cache(maxsize=2)
+def _names_below(root: Path) -> frozenset[str]:
+    found: set[str] = set()
+    for pattern in ("core/**/*config.py", "training/arguments.py", "training/config/*.py"):
+        for path in root.glob(pattern):
+            text = path.read_text(encoding="utf-8")
+            found.update(re.findall(r"^    (\w+)\s*:", text, re.M))
+            flags = re.findall(r"[\"']--([\w-]+)", text)
+            found.update(flag.replace("-", "_") for flag in flags)
+    return frozenset(found)
 
 
 def require_tree() -> Path:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from megatron_ext import devices
-from megatron_ext.config import active, prepared_arguments
+from megatron_ext.config import active, hosting
 from megatron_ext.config.prepared_arguments import check, prepare
 from megatron_ext.config.schedule_flags import add_flags
 from megatron_ext.errors import ArgumentsError, UserError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def args(monkeypatch: pytest.MonkeyPatch) -> Namespace:
     """Arguments as parsed, enough for a schedule, on a device that runs anything."""
-    monkeypatch.setattr(prepared_arguments, "device_arguments", lambda *_: {})
+    monkeypatch.setattr(hosting, "device_arguments", lambda *_: {})
     parser = ArgumentParser()
     add_flags(parser)
     return Namespace(
@@ -102,14 +102,13 @@ def test_layers_that_cannot_be_split_are_refused(
 ) -> None:
     from megatron_ext.runtime import te_layers
 
-    monkeypatch.setattr(te_layers, "why_not", lambda args: f"{args.transformer_impl} is too old")
+    monkeypatch.setattr(te_layers, "why_not", lambda args, **_: f"{args.transformer_impl} is old")
     args.transformer_impl, args.data_parallel_size = "transformer_engine", 1
-    choose(args, schedule)
     if not refused:
-        check(args)
+        choose(args, schedule)
         return
-    with pytest.raises(ArgumentsError, match="but transformer_engine is too old; or use 1f1b"):
-        check(args)
+    with pytest.raises(ArgumentsError, match="but transformer_engine is old; or use 1f1b"):
+        choose(args, schedule)
 
 
 @pytest.mark.parametrize(("schedule", "told"), [("zb-h1", True), ("gpipe", False)])
@@ -122,7 +121,7 @@ def test_layers_that_are_left_whole_are_told(
 ) -> None:
     from megatron_ext.runtime import te_layers
 
-    monkeypatch.setattr(te_layers, "why_not", lambda _args: None)
+    monkeypatch.setattr(te_layers, "why_not", lambda _args, **_: None)
     monkeypatch.setattr(te_layers, "find_spec", lambda name: name)
     vars(args).update(transformer_impl="transformer_engine", data_parallel_size=1)
     vars(args).update(add_bias_linear=True, add_qkv_bias=False, multi_latent_attention=False)
@@ -205,6 +204,36 @@ def test_a_group_size_without_effect_is_logged(
     choose(args, "1f1b")
     [line] = caplog.messages
     assert line.startswith("--microbatch-group-size-per-virtual-pipeline-stage has no effect")
+
+
+MASKED = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "start"),
+    [
+        ({**MASKED, "transformer_impl": "local"}, 4, "--reset-attention-mask: Megatron gives"),
+        ({**MASKED, "transformer_impl": "local"}, 2, None),
+        ({**MASKED, "transformer_impl": "transformer_engine"}, 4, None),
+        ({"trace": True, "skip_train": True}, 4, "--trace records training steps"),
+        ({"trace": True}, 4, None),
+    ],
+)
+def test_what_has_less_effect_than_it_seems_is_logged(
+    args: Namespace,
+    settings: dict[str, Any],
+    ranks: int,
+    start: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    args.pipeline_model_parallel_size = args.world_size = ranks
+    args.data_parallel_size = 1
+    vars(args).update({"trace_interval": None, "trace_iterations": None, "trace_dir": None})
+    vars(args).update(settings)
+    choose(args, "1f1b")
+    check(args)
+    warned = [line for line in caplog.messages if line.startswith("--")]
+    assert [line.startswith(start or "") for line in warned] == ([] if start is None else [True])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,11 +81,12 @@ def _train(training: Training) -> None:
     from tests.ranks import _run_script
 
     if training.rank in (None, int(os.environ["RANK"])):
-        _inject(training.place, training.call)
+        has_schedule = "--pipeline-schedule" in training.flags
+        _inject(training.place, training.call, has_schedule=has_schedule)
     _run_script("pretrain_gpt.py", training.flags.split())
 
 
-def _inject(place: str, nth: int) -> None:
+def _inject(place: str, nth: int, *, has_schedule: bool) -> None:
     from megatron.core.datasets.gpt_dataset import GPTDataset
     from megatron.core.optimizer.optimizer import FP32Optimizer
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -112,6 +112,16 @@ def _inject(place: str, nth: int) -> None:
         before(TransformerLayer, "forward")
     elif place == "data":
         before(GPTDataset, "__getitem__")
+    elif place == "backward" and not has_schedule:
+        forward = TransformerLayer.forward
+
+        # A backward hook of a module makes its output a view, which Megatron's own steps refuse.
+        def followed(self: TransformerLayer, *args: Any, **kwargs: Any) -> Any:
+            output = forward(self, *args, **kwargs)
+            output[0].register_hook(strike)
+            return output
+
+        TransformerLayer.forward = followed
     elif place == "optimizer":
         nth = 1 + nth % 3
         before(FP32Optimizer, "prepare_grads")
@@ -153,11 +163,10 @@ def test_a_failing_training_ends_everywhere(seed: int, tmp_path: Path) -> None:
     assert set(ended.exit_codes) <= {1, 2}, f"{ended.exit_codes} {told}"
     faults = ["InjectedError: call" in log for log in ended.logs]
     assert any(faults), told
-    for rank, log in enumerate(ended.logs):
-        own = training.rank in (None, rank)
-        assert own or "Traceback" not in log, f"rank {rank}\n{log[-4000:]}\n{told}"
-        assert own or re.search(r"megatron_ext: error: .*", log), (
-            f"rank {rank}\n{log[-4000:]}\n{told}"
-        )
+    others = [log for rank, log in enumerate(ended.logs) if training.rank not in (None, rank)]
+    for log in others:
+        assert "Traceback" not in log, f"{log[-4000:]}\n{told}"
+    # Equal lines of several ranks are shown once.
+    assert not others or any("megatron_ext: error: " in log for log in others), told
     assert ended.num_orphans == 0, told
     assert list(tmp_path.iterdir()) == [], told

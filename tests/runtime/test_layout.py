@@ -15,8 +15,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_ext.config.stages import layout_string
 from megatron_ext.errors import ScheduleError
-from megatron_ext.runtime.layout import PlacedLayout, layout_string, placed_layout
+from megatron_ext.runtime.layout import PlacedLayout, placed_layout
 from megatron_ext.schedules.table import placement as places
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def test_fewer_layers_than_stages() -> None:
         ("t|Et|t|tL", None, "in this order"),
         ("Et|t|t|tL", 1, "m 1 times (--mtp-num-layers)"),
         ("Et|tt|tm|L", 1, "put m and L into the last stage"),
-        ("Et|t|t|xL", None, "Invalid layer character: x"),
+        ("Et|t|t|xL", None, "has x, but layers are E, t, m and L"),
     ],
 )
 def test_layouts_that_do_not_fit(layout: str, mtp: int | None, expected: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,12 @@ import torch.distributed as dist
 
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import ScheduleError, TransportError
-from megatron_ext.runtime.lengths import BalancedStep, ReplicaExchange, cost_of_model
+from megatron_ext.runtime.lengths import (
+    BalancedStep,
+    ReplicaExchange,
+    _packed,
+    cost_of_model,
+)
 from megatron_ext.schedules import Placement, generate
 from megatron_ext.schedules.search.length_balance import LengthCost, best_order, deal_out, fills_of
 from tests.pipelines import make_pipeline, use
@@ -253,6 +259,14 @@ def test_all_chunks_of_a_rank_read_the_same() -> None:
     assert sorted(taken[0] + taken[1]) == list(range(len(LENGTHS)))
     longest = [sum(LENGTHS[number] > 20 for number in share) for share in taken]
     assert sorted(longest) == [2, 3], "the five long ones are shared out"
+
+
+def test_what_would_have_to_be_unpickled_is_not_sent() -> None:
+    plain = {0: {"tokens": torch.arange(3), "lengths": [1, 2.0, "x", None], "at": (True,)}}
+    replicas = ReplicaExchange(None, torch.device("cpu"))  # type: ignore[arg-type]
+    assert str(replicas._unpacked(_packed(plain))) == str(plain)
+    with pytest.raises(ScheduleError, match=r"a micro-batch contains fractions\.Fraction, but"):
+        _packed({0: Fraction(1, 2)})
 
 
 def test_tensors_arrive_where_the_sender_had_them() -> None:

@@ -120,7 +120,7 @@ def _environment(args: argparse.Namespace) -> dict[str, str]:
         for name, value in os.environ.items()
         if name.startswith(_FORWARDED) and name not in _NOT_FORWARDED
     }
-    shown = {} if args.raw else {"MEGATRON_EXT_STEP_BUBBLE": "1"}  # of `tools/trace/scalars.py`
+    shown = {} if args.raw else {"MEGATRON_EXT_STEP_BUBBLE": "1"}  # of `tracing/scalars.py`
     variables = {**_DEFAULTS, **shown, **own}
     for assignment in args.env:
         name, equals, value = assignment.partition("=")

@@ -23,9 +23,9 @@ from megatron_ext.errors import DataError
 from megatron_ext.files import cannot_write, replacing, scratch_folder
 from megatron_ext.tools.trace.clocks import Alignment, align
 from megatron_ext.tools.trace.reader import Attributes, Iteration, TraceFile
-from megatron_ext.tools.trace.records import ACTION_NAMES, Header, Span
 from megatron_ext.tools.trace.run_folder import open_run
 from megatron_ext.tools.trace.survey import RankSurvey, message_key, survey
+from megatron_ext.tracing.records import ACTION_NAMES, Header, Span
 
 __all__ = ["Run", "aggregated_name", "read_run", "write_chrome_trace"]
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_ext.tools.trace.records import Header
     from megatron_ext.tools.trace.survey import MessageKey, RankSurvey
+    from megatron_ext.tracing.records import Header
 
 __all__ = ["Alignment", "align"]
 

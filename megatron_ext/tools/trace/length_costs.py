@@ -19,7 +19,7 @@ from megatron_ext.errors import DataError
 from megatron_ext.schedules.search.length_balance import LengthCost
 from megatron_ext.tools.trace.aggregate import read_run
 from megatron_ext.tools.trace.measured_costs import load_schedule
-from megatron_ext.tools.trace.records import ACTION_NAMES, sizes_in
+from megatron_ext.tracing.records import ACTION_NAMES, sizes_in
 
 if TYPE_CHECKING:
     from megatron_ext.tools.trace.reader import TraceFile

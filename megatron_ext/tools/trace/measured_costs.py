@@ -18,7 +18,7 @@ from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.text_file import read_text
 from megatron_ext.tools.trace.detect import link_speeds
-from megatron_ext.tools.trace.records import ACTION_NAMES
+from megatron_ext.tracing.records import ACTION_NAMES, SCHEDULE_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.tools.trace.aggregate import Run
 
-__all__ = ["SCHEDULE_FILE", "StageCosts", "load_schedule", "measured_costs", "planned"]
+__all__ = ["StageCosts", "load_schedule", "measured_costs", "planned"]
 
-SCHEDULE_FILE = "schedule.json"
 _MAX_BYTES = 64 << 20
 _MAX_STAGES = 10_000
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_ext.errors import DataError
-from megatron_ext.tools.trace.records import Header, Span
+from megatron_ext.tracing.records import Header, Span
 
 __all__ = ["Attributes", "Iteration", "TraceFile", "decode"]
 

@@ -18,13 +18,13 @@ from megatron_ext.schedules.table.transforms import literal_rows, table_rank
 from megatron_ext.tools.trace import summary
 from megatron_ext.tools.trace.detect import Thresholds, detect, link_speeds
 from megatron_ext.tools.trace.measured_costs import load_schedule, planned
-from megatron_ext.tools.trace.records import ACTION_NAMES
+from megatron_ext.tracing.records import ACTION_NAMES
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.tools.trace.aggregate import Run
     from megatron_ext.tools.trace.reader import Iteration
-    from megatron_ext.tools.trace.records import Span
+    from megatron_ext.tracing.records import Span
 
 __all__ = ["page"]
 

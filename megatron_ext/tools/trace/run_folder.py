@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ext.errors import DataError
 from megatron_ext.tools.trace.reader import TraceFile, decode
-from megatron_ext.tools.trace.records import FILE_NAME, FORMAT, Header
+from megatron_ext.tracing.records import FILE_NAME, FORMAT, Header
 
 __all__ = ["find_files", "open_run"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from megatron_ext.tools.trace.reader import Attributes
-from megatron_ext.tools.trace.records import ACTION_NAMES, Header, Span
+from megatron_ext.tracing.records import ACTION_NAMES, Header, Span
 
 if TYPE_CHECKING:
     from megatron_ext.tools.trace.reader import Iteration, TraceFile

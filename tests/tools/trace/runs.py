@@ -8,10 +8,10 @@ from pathlib import Path
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.communication import exchanges
-from megatron_ext.tools.trace.measured_costs import SCHEDULE_FILE
-from megatron_ext.tools.trace.recorder import HostClock, Recorder
-from megatron_ext.tools.trace.records import (
+from megatron_ext.tracing.recorder import HostClock, Recorder
+from megatron_ext.tracing.records import (
     ACTION_NAMES,
+    SCHEDULE_FILE,
     Header,
     directory_name,
     file_name,

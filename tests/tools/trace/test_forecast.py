@@ -13,7 +13,8 @@ from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.schedules.table.memory import activation_peaks
 from megatron_ext.tools.trace import forecast
-from megatron_ext.tools.trace.measured_costs import SCHEDULE_FILE, StageCosts
+from megatron_ext.tools.trace.measured_costs import StageCosts
+from megatron_ext.tracing.records import SCHEDULE_FILE
 from tests.commands import run_package
 from tests.tools.trace.runs import COSTS, trace_of, write_run
 

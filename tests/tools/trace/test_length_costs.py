@@ -15,8 +15,7 @@ from megatron_ext.schedules import Costs, generate
 from megatron_ext.schedules.search.length_balance import LengthCost
 from megatron_ext.schedules.table import table_files
 from megatron_ext.tools.trace.length_costs import Point, fit, measured_length_cost
-from megatron_ext.tools.trace.measured_costs import SCHEDULE_FILE
-from megatron_ext.tools.trace.records import file_name
+from megatron_ext.tracing.records import SCHEDULE_FILE, file_name
 from tests.tools.trace.runs import trace_of, write_run
 
 LENGTHS = (100, 4000, 300, 50, 2500, 900, 4000, 10)

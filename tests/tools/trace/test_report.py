@@ -11,7 +11,7 @@ import pytest
 from megatron_ext.schedules import generate, simulate
 from megatron_ext.tools.trace import report
 from megatron_ext.tools.trace.aggregate import read_run
-from megatron_ext.tools.trace.measured_costs import SCHEDULE_FILE
+from megatron_ext.tracing.records import SCHEDULE_FILE
 from tests.commands import run_package
 from tests.tools.trace import browser
 from tests.tools.trace.runs import COSTS, write_run

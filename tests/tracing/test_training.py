@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from megatron_ext.config import active
 from megatron_ext.config.flags import pipeline_config
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.table import table_files
-from megatron_ext.tools.trace import forecast, report, session, summary
+from megatron_ext.tools.trace import forecast, report, summary
 from megatron_ext.tools.trace.aggregate import Run, read_run, write_chrome_trace
-from megatron_ext.tools.trace.records import sizes_in
+from megatron_ext.tracing.records import sizes_in
+from megatron_ext.tracing.session import subscribe
 from tests.commands import run_package
 from tests.ranks import losses, run_ranks, run_script, start_script
 from tests.runtime.capture import GPT, PP2, PP4
@@ -126,9 +128,11 @@ def test_followers_wait_for_their_leader_and_links_have_their_wire(tmp_path: Pat
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_megatrons_own_schedules_are_recorded(tmp_path: Path, chunks: int) -> None:
+def test_megatrons_own_schedules_are_recorded(
+    tmp_path: Path, chunks: int, megatron_lm_path: Path
+) -> None:
     interleaved = "--num-layers-per-virtual-pipeline-stage 1 " if chunks == 2 else ""
-    _, run = train(f"{GPT}{PP2}{interleaved}", tmp_path)
+    _, run = train(f"{GPT}{PP2}{interleaved}", tmp_path, embedded=False)
     table = generate("interleaved", 2, 2, 2) if chunks == 2 else generate("1f1b", 2, 2)
     for file, rank in zip(run.files, (0, 0, 1, 1), strict=True):
         for iteration in file.iterations():
@@ -168,7 +172,7 @@ def not_observed() -> list[str]:
 
     toy.start(2)
     use(make_pipeline("1f1b", 2, 2))
-    session.start(session.Run())
+    subscribe(active.required())
     entry.forward_backward(
         forward_step_func=toy.forward_step,
         data_iterator=toy.samples(2),

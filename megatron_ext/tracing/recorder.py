@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.files import cannot_write
-from megatron_ext.tools.trace.records import Header, Span, file_name, header_line, iteration_lines
+from megatron_ext.tracing.records import Header, Span, file_name, header_line, iteration_lines
 
 if TYPE_CHECKING:
     from megatron_ext.devices import Device

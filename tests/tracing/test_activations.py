@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.tools.trace.activations import kept_bytes
+from megatron_ext.tracing.activations import kept_bytes
 
 
 class Doubled(torch.autograd.Function):

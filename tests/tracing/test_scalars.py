@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ext.tools.trace import scalars
+from megatron_ext.tracing import scalars
 from tests.ranks import _run_script, run_ranks, run_script
 from tests.runtime.capture import GPT, PP2
 from tests.scalars import written_scalars

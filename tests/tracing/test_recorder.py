@@ -12,9 +12,9 @@ import pytest
 
 from megatron_ext.devices.cpu import CpuDevice
 from megatron_ext.errors import UserError
-from megatron_ext.tools.trace.recorder import MAX_KEPT, DeviceClock, Recorder, Sampling
-from megatron_ext.tools.trace.records import Header
 from megatron_ext.tools.trace.run_folder import open_run
+from megatron_ext.tracing.recorder import MAX_KEPT, DeviceClock, Recorder, Sampling
+from megatron_ext.tracing.records import Header
 from tests.tools.trace.runs import Clock, trace_of, write_run
 
 HEADER = Header(0, 0, 0, 0, (1, 1, 1), "host", "boot", 1, 1)

@@ -31,6 +31,7 @@ __all__ = [
     "ACTION_NAMES",
     "FILE_NAME",
     "FORMAT",
+    "SCHEDULE_FILE",
     "Header",
     "Span",
     "directory_name",
@@ -45,6 +46,9 @@ FORMAT = 1
 """Raised when a reader of today could misunderstand a file."""
 
 FILE_NAME = re.compile(r"benchmark-data-(\d{1,6})-pipeline-(\d{1,6})-tensor-(\d{1,6})\.json")
+
+SCHEDULE_FILE = "schedule.json"
+"""The table of a full batch, beside the files of the ranks."""
 
 ACTION_NAMES = {
     "F": "forward",

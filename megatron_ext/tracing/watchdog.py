@@ -22,10 +22,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import HangError
-from megatron_ext.tools.trace.hang import RankState, Verdict, explain
+from megatron_ext.tracing.hang import RankState, Verdict, explain
 
 if TYPE_CHECKING:
-    from megatron_ext.tools.trace.activity import Activity
+    from megatron_ext.tracing.activity import Activity
 
 __all__ = ["Watchdog"]
 

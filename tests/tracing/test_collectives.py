@@ -39,7 +39,7 @@ def run_and_note_callers(argv: list[str]) -> set[str]:
 def test_log_lines_reduce_only_where_somebody_gets_the_numbers(tmp_path: Path, asked: bool) -> None:
     flags = ZB + (f"--tensorboard-dir {tmp_path}" if asked else "")
     for callers in run_ranks(2, run_and_note_callers, flags.split()):
-        assert ("megatron_ext.tools.trace.scalars" in callers) == asked
+        assert ("megatron_ext.tracing.scalars" in callers) == asked
         assert any(name.startswith("megatron.") for name in callers), "none is noted"
 
 

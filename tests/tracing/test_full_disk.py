@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.tools.trace.aggregate import read_run
-from megatron_ext.tools.trace.recorder import MAX_KEPT, Recorder
+from megatron_ext.tracing.recorder import MAX_KEPT, Recorder
 from megatron_ext.upstream import releases
 from tests.ranks import RankRun, _run_script, losses, start_ranks
 from tests.runtime.capture import GPT, PP2
 from tests.tools.trace.runs import Clock
-from tests.tools.trace.test_recorder import HEADER
+from tests.tracing.test_recorder import HEADER
 
 _ITERATIONS = 40
 _FLAGS = f"{GPT}{PP2}--train-iters {_ITERATIONS} --log-interval {_ITERATIONS} "

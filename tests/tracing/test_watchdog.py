@@ -20,8 +20,8 @@ def train(kind: str, steps: int = 2) -> None:
     import torch.distributed as dist
     from megatron.core.pipeline_parallel import schedules
 
+    from megatron_ext.config import active
     from megatron_ext.runtime import runtime
-    from megatron_ext.tools.trace import session
     from tests.pipelines import make_pipeline, use
 
     toy.start(RANKS)
@@ -31,7 +31,6 @@ def train(kind: str, steps: int = 2) -> None:
         runtime.check_agreement = lambda *_: None  # this process is a rank and ends
         count -= 2 * (rank == 1)
     use(make_pipeline("1f1b", RANKS, count, hang_timeout_s=TIMEOUT_S))
-    session.start(session.Run())
     config = toy.config()
     calls = 0
 
@@ -55,7 +54,7 @@ def train(kind: str, steps: int = 2) -> None:
             micro_batch_size=toy.BATCH,
         )
     dist.barrier()  # as the next thing that all ranks do together
-    session.close()
+    active.clear_configuration()
 
 
 def hang(kind: str) -> tuple[RankRun, str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron_ext.message import Message
-from megatron_ext.tools.trace.activity import Activity, made_by
-from megatron_ext.tools.trace.hang import RankState, explain
+from megatron_ext.tracing.activity import Activity, made_by
+from megatron_ext.tracing.hang import RankState, explain
 
 
 def test_the_chain_is_followed_to_the_rank_that_waits_for_nobody() -> None:

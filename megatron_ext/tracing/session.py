@@ -1,0 +1,390 @@
+"""The observer behind `--trace` and `--hang-timeout`: it reports to a recorder and a watchdog."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext import devices, files
+from megatron_ext.config.sized_pipeline import base_table
+from megatron_ext.errors import ScheduleError
+from megatron_ext.runtime.executor import Executed, Observer, num_out_of_order
+from megatron_ext.runtime.lengths import item_size
+from megatron_ext.schedules.generators.catalog import generate
+from megatron_ext.schedules.table import table_files
+from megatron_ext.tracing.activations import kept_bytes
+from megatron_ext.tracing.activity import OUTSIDE, Activity, made_by
+from megatron_ext.tracing.recorder import (
+    DeviceClock,
+    HostClock,
+    Recorder,
+    Sampling,
+    check_writable,
+)
+from megatron_ext.tracing.records import (
+    ACTION_NAMES,
+    SCHEDULE_FILE,
+    Header,
+    directory_name,
+    size_fields,
+)
+from megatron_ext.tracing.watchdog import Watchdog
+from megatron_ext.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_ext.config.active import Active
+    from megatron_ext.message import Message
+    from megatron_ext.runtime.compute import StageCompute
+    from megatron_ext.schedules.table.actions import Action, Schedule
+    from megatron_ext.transport.base import Expected
+    from megatron_ext.transport.observed import WaitsFor
+
+__all__ = ["Session", "subscribe"]
+
+_SETTINGS = (
+    "pipeline_schedule", "enable_bitpipe_schedule", "use_dpp", "dpp_policy",
+    "dpp_extra_activations", "pipeline_transport", "pipeline_costs", "world_size",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "micro_batch_size", "global_batch_size", "num_layers",
+    "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "num_experts",
+    "params_dtype", "recompute_granularity", "overlap_grad_reduce", "overlap_param_gather",
+    "use_distributed_optimizer", "sequence_parallel",
+)  # fmt: skip
+"""Arguments of Megatron that may explain a duration."""
+
+_COLLECTIVES = {"reduce": "the reduction of gradients", "optimizer": "the optimizer step"}
+
+
+def subscribe(found: Active) -> None:
+    """Add the observer that a configuration wants to its observers, once.
+
+    Call it before the first step, when Megatron's process groups exist.
+    """
+    wanted, timeout_s = found.config.tracing, found.config.hang_timeout_s
+    if (wanted is None and timeout_s is None) or any(
+        isinstance(o, Session) for o in found.observers
+    ):
+        return
+    session = Session(found)
+    if timeout_s is not None:
+        session.watchdog = Watchdog(session.activity, timeout_s)
+    if wanted is not None:
+        device, args = devices.current(), _megatron_args()
+        on_host = device.timing_event() is None
+        session.recorder = Recorder(
+            lambda: _identity(found),
+            HostClock() if on_host else DeviceClock(device),
+            Sampling(wanted.interval, wanted.num_iterations),
+            memory_bytes=device.peak_memory_bytes,
+            first_iteration=lambda: int(getattr(args, "iteration", 0)) + 1,
+        )
+    found.observers.append(session)
+    atexit.register(session.close)  # a run that ends without deconfigure closes its file too
+
+
+class Session(Observer):
+    """Observes the training steps of this process, their actions and their messages.
+
+    Args:
+        configuration: The configuration in force.
+    """
+
+    def __init__(self, configuration: Active) -> None:
+        self.recorder: Recorder | None = None
+        self.watchdog: Watchdog | None = None
+        self.activity = Activity()
+        self._configuration = configuration
+        self._activation_bytes: dict[int, int] = {}
+        """By stage: what a forward keeps for its backward, once it was measured."""
+        self._compute: StageCompute | None = None
+        self._outstanding: dict[Message, int] = {}
+        """By outstanding message: its sender."""
+        self._began_collective: Any = None
+        self._began_action: Any = None
+        self._began_message: Any = None
+        self._in_iteration = False
+        self._collectives = 0
+        """Collectives under way, one inside the other."""
+
+    def close(self) -> None:
+        """End the thread of the watchdog and the file of the recorder."""
+        if self.watchdog is not None:
+            self.watchdog.stop()
+        if self.recorder is not None:
+            self.recorder.close()
+
+    # Training steps.
+
+    def begin_iteration(self) -> None:
+        """Start to watch and to record."""
+        self._in_iteration = True
+        self._now("begins a step")
+        if self.watchdog is not None:
+            self.watchdog.start()
+        if self.recorder is not None:
+            self.recorder.begin_iteration()
+
+    def end_iteration(self) -> None:
+        """Write what the step has left."""
+        self._in_iteration, self._compute, self._collectives = False, None, 0
+        self.activity.now(OUTSIDE)
+        if self.recorder is not None:
+            if self._activation_bytes:
+                mean = sum(self._activation_bytes.values()) // len(self._activation_bytes)
+                self.recorder.notes["activation_bytes"] = mean
+            self.recorder.end_iteration()
+
+    def begin_collective(self, name: str) -> None:
+        """Report a collective: the rank waits for all that are not in it."""
+        self._collectives += 1  # an optimizer calls those that it chains
+        if self._collectives == 1:
+            what = _COLLECTIVES[name]
+            self._now(f"is in {what}", collective=what)
+            self._began_collective = self._stamp()
+
+    def end_collective(self, name: str) -> None:
+        """Record a collective. The outermost optimizer's step ends the training step."""
+        self._collectives -= 1
+        if self._collectives:
+            return
+        self._record(name, self._began_collective, {})
+        if name == "optimizer" and self._configuration.job is None:
+            self.end_iteration()  # with roles, the transfer of weights is part of it
+
+    # Actions.
+
+    def read(self, microbatch: int, item: Any) -> None:
+        """Note the length of a micro-batch in the trace."""
+        recorder = self.recorder
+        if recorder is None or not recorder.active:
+            return
+        size = item_size(item)
+        if size is not None:
+            recorder.notes |= size_fields(microbatch, size.tokens, size.pairs)
+
+    def begin_step(self, compute: StageCompute) -> None:
+        """Keep what holds the activations of a step."""
+        self._compute = compute
+
+    def begin_action(self, action: Action) -> None:
+        """Report the action that begins."""
+        self._now(f"runs {action}")
+        self._began_action = self._stamp()
+
+    def end_action(self, position: int, action: Action) -> None:
+        """Record an action, and the activations of a stage's first forward."""
+        stage, kind, microbatch = action
+        name = ACTION_NAMES["F" if kind == "R" else kind]
+        self._record(name, self._began_action, {"microbatch": microbatch, "stage": stage})
+        compute = self._compute
+        if compute is None:  # Megatron's own schedule, whose transport may report nothing
+            self._now(f"has run {action} and exchanges tensors")
+        elif kind in ("F", "R") and stage not in self._activation_bytes:
+            saved = compute.saved_tensors(stage, microbatch)
+            if saved is not None:
+                chunk = compute.table.schedule.placement.chunk_of(stage)
+                self.made(stage, saved[1], compute.call.chunks[chunk])
+
+    def made(self, stage: int, outputs: Sequence[Any], model: torch.nn.Module) -> None:
+        """Measure what the first recorded forward of a stage keeps for its backward."""
+        if self._began_action is not None and stage not in self._activation_bytes:
+            self._activation_bytes[stage] = kept_bytes(outputs, model)
+
+    def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
+        """Note how far the step left the table's order."""
+        self._compute = None
+        if self.recorder is not None and self.recorder.active:
+            self.recorder.notes["out_of_order"] = num_out_of_order(executed)
+
+    # Messages, in and between steps.
+
+    def connected(self, wires: Mapping[int, str]) -> None:
+        """Note which wire reaches which peer."""
+        if self.recorder is not None:
+            self.recorder.connected(wires)
+
+    def begin_messages(self, expected: Sequence[Expected]) -> None:
+        """Register the expected messages."""
+        self._outstanding = {item.message: item.source for item in expected}
+
+    def begin_send(self, message: Message, target: int) -> None:
+        """Report that the rank may wait for room."""
+        self._now(f"sends {made_by(message)} to rank {target}", [(target, "room")])
+        self._began_message = self._stamp()
+
+    def end_send(self, message: Message, target: int, num_bytes: int) -> None:
+        """Record a send."""
+        name = "weights" if message.kind == "W" else "send"
+        about = {"to": target, **_about(message), "bytes": num_bytes}
+        self._record(name, self._began_message, about)
+
+    def begin_receive(self, message: Message, source: int) -> None:
+        """Report the sender that the rank waits for."""
+        self._now("waits", [(source, made_by(message))])
+        self._began_message = self._stamp()
+
+    def end_receive(self, message: Message, source: int, num_bytes: int, waited_s: float) -> None:
+        """Record a receive, and what of it was waiting."""
+        recorder, began = self.recorder, self._began_message
+        if recorder is not None and began is not None:
+            end = recorder.stamp()
+            if message.kind == "W":
+                recorder.add("weights", began, {"from": source, "bytes": num_bytes}, end)
+            else:
+                waited_ns = round(1e9 * waited_s)
+                recorder.received(began, end, waited_ns, source, _about(message), num_bytes)
+        self._outstanding.pop(message, None)
+        self._now("goes on")
+
+    def begin_wait(self, what: WaitsFor) -> None:
+        """Report the events that would end the wait."""
+        if what == "slot":
+            self._now("waits until what it sent is taken")
+        else:
+            waits = [(source, made_by(message)) for message, source in self._outstanding.items()]
+            self._now("waits", waits)
+        self._began_message = self._stamp()
+
+    def end_wait(self, what: WaitsFor, arrived: Sequence[Message]) -> None:
+        """Record a wait, and the message that ended it."""
+        about: dict[str, Any] = {"cause": what}
+        if arrived and arrived[0] in self._outstanding:
+            about |= {"on": self._outstanding[arrived[0]], **_about(arrived[0])}
+        self._record("wait", self._began_message, about)
+        self.arrived(arrived)
+        self._now("goes on")
+
+    def arrived(self, messages: Sequence[Message]) -> None:
+        """Take messages off the outstanding ones."""
+        for message in messages:
+            self._outstanding.pop(message, None)
+
+    def _now(
+        self, what: str, waits_for: Sequence[tuple[int, str]] = (), collective: str = ""
+    ) -> None:
+        # Evaluations and saves take their time: only training steps are watched.
+        if self._in_iteration:
+            self.activity.now(what, waits_for, collective)
+
+    def _stamp(self) -> Any:
+        recorder = self.recorder
+        return recorder.stamp() if recorder is not None and recorder.active else None
+
+    def _record(self, name: str, began: Any, about: Mapping[str, Any]) -> None:
+        if self.recorder is not None and began is not None:
+            self.recorder.add(name, began, about)
+
+
+def _about(message: Message) -> dict[str, Any]:
+    if message.kind == "W":
+        return {}  # no message of the pipeline
+    kind, stage, microbatch = message[:3]
+    about: dict[str, Any] = {"for": kind, "stage": stage, "microbatch": microbatch}
+    if message.header:
+        return about | {"part": "header"}
+    return about | {"part": message.part} if message.part else about
+
+
+def _megatron_args() -> Any:
+    """Return Megatron's arguments; None in programs that parse none."""
+    found = sys.modules.get("megatron.training.global_vars")
+    return None if found is None else found._GLOBAL_ARGS
+
+
+def _identity(found: Active) -> tuple[Path, Header]:
+    """Return the folder of the run and the identity of this rank; needs Megatron's groups."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as groups
+
+    args, job, pipeline = _megatron_args(), found.job, found.pipeline
+    sizes = (
+        groups.get_data_parallel_world_size(with_context_parallel=True),
+        groups.get_pipeline_model_parallel_world_size(),
+        groups.get_tensor_model_parallel_world_size(),
+    )
+    rank = dist.get_rank()
+    place = (
+        groups.get_data_parallel_rank(with_context_parallel=True),
+        groups.get_pipeline_model_parallel_rank(),
+        groups.get_tensor_model_parallel_rank(),
+    )
+    if job is not None:  # forward ranks are the first half of the pipeline
+        rank, place = job.rank, (place[0], job.position, place[2])
+        sizes = sizes[0], 2 * sizes[1], job.ranks.tp
+    settings: dict[str, Any] = {}
+    for name in _SETTINGS:
+        value = getattr(args, name, None)
+        if value is not None and value is not False:
+            settings[name] = value if isinstance(value, bool | int | float) else str(value)
+    settings.setdefault("pipeline_schedule", "Megatron's own")
+    settings["transport"] = settings.get("pipeline_transport", "torch")
+    if pipeline is not None:  # includes settings that other flags imply
+        settings |= {"pipeline_schedule": pipeline.name, "transport": pipeline.transport}
+        settings["stash_ratio"] = pipeline.config.stash_ratio
+        if pipeline.dynamic is not None:
+            settings["dpp_policy"] = pipeline.dynamic.policy
+            settings["dpp_extra_activations"] = pipeline.dynamic.margin
+    settings["device"] = devices.current().name
+    settings["cpus"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    try:  # ranks of one boot of a host share its clock
+        clock = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        clock = socket.gethostname()
+    versions = {name: metadata.version(name) for name in ("megatron-core", "torch")}
+    header = Header(
+        rank,
+        *place,
+        sizes=sizes,
+        host=socket.gethostname(),
+        clock=clock,
+        clock_ns=time.monotonic_ns(),
+        wall_ns=time.time_ns(),
+        settings=settings,
+        versions={"megatron_ext": __version__, **versions, "python": platform.python_version()},
+    )
+    assert found.config.tracing is not None
+    is_dynamic = found.config.dynamic is not None
+    directory = Path(
+        found.config.tracing.directory
+        or Path("benchmark") / directory_name(sizes, dynamic=is_dynamic)
+    )
+    if rank == 0:
+        path, table = directory / SCHEDULE_FILE, _table(found, args)
+        with check_writable(path):
+            directory.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            if table is not None:
+                files.write_text(path, table_files.json_text(table))
+    return directory, header
+
+
+def _table(found: Active, args: Any) -> Schedule | None:
+    """Return the table of a full batch; None: there is no pipeline, or no table of it."""
+    if found.pipeline is not None:
+        return found.pipeline.full
+    if found.transport_only is not None:
+        return found.transport_only.full
+    if args is None:
+        return None
+    count = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    if found.job is not None:
+        return found.job.schedule(count)
+    pp = args.pipeline_model_parallel_size
+    if pp < 2:
+        return None
+    chunks = getattr(args, "virtual_pipeline_model_parallel_size", None)
+    try:
+        return generate(base_table(chunks), pp, count, chunks)
+    except ScheduleError:
+        return None  # Megatron runs a schedule that we have no table for

@@ -1,0 +1,159 @@
+"""`preflight` names all that a configuration takes, changes and refuses, on any machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+import megatron_ext
+from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, preflight
+
+SIZES = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 4,
+    "world_size": 16,
+    "micro_batch_size": 1,
+    "global_batch_size": 16,
+    "num_layers": 32,
+    "seq_length": 4096,
+}
+ZB_V = PipelineConfig(schedule="zb-v")
+
+
+def rules(settings: dict[str, Any], config: PipelineConfig = ZB_V) -> list[str]:
+    """Return the rules that refuse settings."""
+    return [refusal.rule for refusal in preflight({**SIZES, **settings}, config).refusals]
+
+
+def test_a_recipe_is_accepted() -> None:
+    found = preflight(SIZES, ZB_V)
+    assert (found.accepted, found.refusals, found.ignored) == (True, [], [])
+    assert found.pipeline is not None
+    assert found.pipeline.num_microbatches == 8
+
+
+def test_all_refusals_are_collected() -> None:
+    settings = {
+        "cuda_graph_impl": "transformer_engine",
+        "delay_wgrad_compute": True,
+        "global_batch_size": 15,
+        "gradient_accumulation_fusion": False,
+        "ckpt_format": "torch",
+        "save": "/checkpoints",
+    }
+    assert rules(settings) == [
+        "cuda_graph_impl",
+        "delay_wgrad_compute",
+        "global_batch_size",
+        "ckpt_format",
+        "transformer_impl",
+    ]
+    found = preflight({**SIZES, **settings}, ZB_V)
+    for refusal in found.refusals:
+        assert refusal.reason
+        assert refusal.remedy
+        assert str(refusal) == f"{refusal.reason}; {refusal.remedy}"
+    with pytest.raises(megatron_ext.errors.ArgumentsError) as caught:
+        found.raise_refusals()
+    assert str(caught.value).splitlines() == [str(refusal) for refusal in found.refusals]
+
+
+def test_a_training_names_all_refusals_too() -> None:
+    args = Namespace(**SIZES, delay_wgrad_compute=True, cuda_graph_impl="local")
+    assert [one.rule for one in preflight(args, ZB_V).refusals] == rules(
+        {"delay_wgrad_compute": True, "cuda_graph_impl": "local"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "refused"),
+    [
+        ({"num_moe_experts": 8, "moe_token_dispatcher_type": "allgather"}, {}, []),
+        (
+            {"num_moe_experts": 8, "moe_token_dispatcher_type": "allgather"},
+            {"variable_seq_lengths": True},
+            ["moe_token_dispatcher_type"],
+        ),
+        ({"num_moe_experts": 8, "use_transformer_engine_op_fuser": True}, {}, None),
+        ({"tp_comm_overlap": True}, {}, ["transformer_impl"]),
+        ({"tp_comm_overlap": True, "transformer_impl": "local"}, {}, []),
+        ({"pipeline_model_parallel_size": 1}, {}, ["pipeline_schedule"]),
+    ],
+)
+def test_names_of_configuration_objects(
+    settings: dict[str, Any], config: dict[str, Any], refused: list[str] | None
+) -> None:
+    wanted = ["use_transformer_engine_op_fuser"] if refused is None else refused
+    assert rules(settings, PipelineConfig(schedule="zb-v", **config)) == wanted
+
+
+def test_what_nobody_knows_is_ignored() -> None:
+    settings = {**SIZES, "lr": 1e-4, "hidden_size": 64, "gpu_type": "b200", "_hf": "some/model"}
+    assert preflight(settings, ZB_V).ignored == ["_hf", "gpu_type"]
+
+
+def test_what_sizes_do_not_say_is_not_checked() -> None:
+    found = preflight({"pipeline_model_parallel_size": 4}, ZB_V)
+    assert found.accepted
+    unchecked = [line.partition(" is not checked: there is no ") for line in found.notices]
+    assert [(subject, missing) for subject, found_, missing in unchecked if found_] == [
+        ("the number of micro-batches", "--micro-batch-size or no --global-batch-size"),
+        ("the cut into stages", "--num-layers"),
+    ]
+
+
+def test_words_of_a_command_line() -> None:
+    words = "--pipeline-model-parallel-size 4 --num-layers 32 --micro-batch-size 1 "
+    words += "--global-batch-size 16 --pipeline-schedule zb-v --swiglu --lr 1e-4"
+    found = preflight(words.split())
+    assert found.accepted
+    assert found.pipeline is not None
+    assert (found.pipeline.name, found.pipeline.num_microbatches) == ("zb-v", 16)
+    words += " --no-gradient-accumulation-fusion --fp8-format hybrid --delay-wgrad-compute"
+    found = preflight(words.split(), world_size=8)
+    assert [refusal.rule for refusal in found.refusals] == [
+        "delay_wgrad_compute",
+        "transformer_impl",
+    ]
+    words = "--use-dpp --pipeline-schedule zb-v --dpp-policy wrong"
+    with pytest.raises(megatron_ext.errors.ArgumentsError, match="invalid choice"):
+        preflight(words.split())
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "refused"),
+    [
+        (PipelineConfig(dynamic=DynamicOrder()), {}, []),
+        (PipelineConfig(dynamic=DynamicOrder()), {"fp8": "hybrid", "fp8_recipe": "delayed"}, 1),
+        (PipelineConfig(disaggregation=Disaggregation()), {}, []),
+        (PipelineConfig(disaggregation=Disaggregation()), {"context_parallel_size": 2}, 1),
+        (PipelineConfig(disaggregation=Disaggregation()), {"world_size": 8}, ["disaggregation"]),
+        (PipelineConfig(), {"cuda_graph_impl": "local"}, []),
+        (PipelineConfig(transport="tcp"), {"use_ring_exchange_p2p": True}, 1),
+    ],
+)
+def test_every_way_to_run(
+    config: PipelineConfig, settings: dict[str, Any], refused: list[str] | int
+) -> None:
+    found = rules(settings, config)
+    assert found == refused if isinstance(refused, list) else len(found) == refused
+
+
+def test_it_needs_neither_torch_nor_megatron() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        "import megatron_ext\n"
+        "sizes = dict(pipeline_model_parallel_size=4, num_layers=32, micro_batch_size=1)\n"
+        "sizes |= dict(global_batch_size=8, num_experts=8, pipeline_model_parallel_layout=None)\n"
+        "for name in ('1f1b', 'zb-v', 'bitpipe'):\n"
+        "    config = megatron_ext.PipelineConfig(schedule=name)\n"
+        "    print(megatron_ext.preflight(sizes, config).refusals)\n"
+        "assert 'megatron.core' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["[]"] * 3, done.stderr
