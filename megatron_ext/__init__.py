@@ -32,10 +32,14 @@ if TYPE_CHECKING:
     from megatron_ext.config.stages import ModelBuild
     from megatron_ext.patches.registry import Row
     from megatron_ext.runtime import routes
+    from megatron_ext.schedules.search.length_balance import LengthCost
+    from megatron_ext.schedules.table.costs import Costs
 
 __all__ = [
+    "Costs",
     "Disaggregation",
     "DynamicOrder",
+    "LengthCost",
     "ModelBuild",
     "PipelineConfig",
     "Tracing",
@@ -51,8 +55,10 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "Costs": "megatron_ext.schedules.table.costs",
     "Disaggregation": "megatron_ext.config.pipeline_config",
     "DynamicOrder": "megatron_ext.config.pipeline_config",
+    "LengthCost": "megatron_ext.schedules.search.length_balance",
     "ModelBuild": "megatron_ext.config.stages",
     "PipelineConfig": "megatron_ext.config.pipeline_config",
     "Tracing": "megatron_ext.config.pipeline_config",
@@ -69,6 +75,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_MODULE_OF[name])
     return module if module.__name__.endswith(f".{name}") else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
 
 
 def activate() -> None:

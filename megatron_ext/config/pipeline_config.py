@@ -8,21 +8,22 @@ It holds neither sizes of the job nor caches (`sized_pipeline.py`), and importin
 
 from __future__ import annotations
 
+import os
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import UnionType
+from typing import Any, Literal, Union, get_origin, get_type_hints
 
 from megatron_ext.devices import CHOICES as DEVICES
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, get
-
-if TYPE_CHECKING:
-    from megatron_ext.schedules.search.length_balance import LengthCost
-    from megatron_ext.schedules.search.policies import PolicyName
-    from megatron_ext.schedules.table.actions import Option
-    from megatron_ext.schedules.table.costs import Costs
+from megatron_ext.schedules.search.length_balance import LengthCost  # noqa: TC001 - check_types
+from megatron_ext.schedules.search.policies import PolicyName  # noqa: TC001 - check_types
+from megatron_ext.schedules.table.actions import Option  # noqa: TC001 - check_types
+from megatron_ext.schedules.table.costs import Costs  # noqa: TC001 - check_types
 
 __all__ = [
     "BALANCES",
@@ -37,6 +38,8 @@ __all__ = [
     "PipelineConfig",
     "Tracing",
     "TransportName",
+    "check_types",
+    "is_of_type",
 ]
 
 TransportName = Literal["torch", "auto", "shm", "tcp", "rdma"]
@@ -97,9 +100,7 @@ class DynamicOrder:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        from megatron_ext.schedules.search.policies import POLICIES
-
-        _check_choice("policy", self.policy, tuple(POLICIES))
+        check_types(self)
         extra = self.extra_activations
         if extra is not None and extra < 0:
             raise ConfigurationError(
@@ -139,7 +140,7 @@ class Disaggregation:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        _check_choice("activations", self.activations, ("recompute", "ship"))
+        check_types(self)
         if self.forward_device is not None:
             _check_choice("forward_device", self.forward_device, DEVICES[1:])
 
@@ -161,6 +162,9 @@ class Tracing:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
+        if isinstance(self.directory, str | os.PathLike):
+            object.__setattr__(self, "directory", Path(self.directory))
+        check_types(self)
         if self.interval < 1:
             raise ConfigurationError("{interval} {value} must be at least 1", value=self.interval)
         if not 1 <= self.num_iterations <= self.interval:
@@ -239,12 +243,11 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         """Check each value and their combinations."""
+        node_ips: object = self.node_ips
+        if isinstance(node_ips, list):
+            object.__setattr__(self, "node_ips", tuple(node_ips))
+        check_types(self)
         object.__setattr__(self, "options", dict(self.options))
-        object.__setattr__(self, "node_ips", tuple(self.node_ips))
-        if self.transport is not None:
-            _check_choice("transport", self.transport, TRANSPORTS)
-        _check_choice("device_path", self.device_path, DEVICE_PATHS)
-        _check_choice("balance", self.balance, BALANCES)
         if self.length_costs is not None and self.balance == "off":
             raise ConfigurationError(
                 "{length_costs} is for {balance} order or pack; add one of them, or leave it out"
@@ -290,6 +293,8 @@ class PipelineConfig:
 
     def _check_schedule(self) -> None:
         name = self.schedule
+        if self.chunks is not None and self.chunks < 1:
+            raise ConfigurationError("{chunks} {value} must be at least 1", value=self.chunks)
         if name is None:
             if self.dynamic is not None:
                 return
@@ -367,6 +372,67 @@ class PipelineConfig:
     def draws_by_microbatch(self) -> bool:
         """Whether random numbers are drawn by micro-batch."""
         return self.microbatch_rng or self.dynamic is not None
+
+
+def check_types(settings: object) -> None:
+    """Compare each field of a dataclass with its annotation.
+
+    Raises:
+        ConfigurationError: A value has another type, or is none of the choices.
+    """
+    for name, hint in get_type_hints(type(settings)).items():
+        value, kinds = getattr(settings, name), _kinds(hint)
+        if not is_of_type(value, hint):
+            for kind in kinds:
+                if get_origin(kind) is Literal:
+                    _check_choice(name, value, typing.get_args(kind))
+            raise ConfigurationError(
+                f"{{{name}}} {{value!r}} must be {{kinds}}",
+                value=value,
+                kinds=" or ".join(map(_in_words, kinds)),
+            )
+
+
+_WORDS = {
+    bool: "True or False",
+    float: "a number",
+    int: "a whole number",
+    str: "a string",
+    type(None): "None",
+}
+
+
+def is_of_type(value: object, hint: Any) -> bool:
+    """Return whether a value fits an annotation; a whole number is a number, a bool is neither."""
+    if len(kinds := _kinds(hint)) > 1:
+        return any(is_of_type(value, kind) for kind in kinds)
+    origin, parts = get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return value in parts
+    if origin is tuple:  # of any length
+        return isinstance(value, tuple) and all(is_of_type(one, parts[0]) for one in value)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(
+            is_of_type(one, kind)
+            for item in value.items()
+            for one, kind in zip(item, parts, strict=True)
+        )
+    if hint in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _in_words(hint: Any) -> str:
+    if get_origin(hint) is tuple:
+        return "a tuple of strings"
+    if get_origin(hint) is Mapping:
+        return "a dict with values by name"
+    found: str = _WORDS.get(hint) or f"a {hint.__name__} object"
+    return found
 
 
 def _check_choice(setting: str, value: object, choices: tuple[str, ...]) -> None:

@@ -3,45 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypedDict, cast, overload
+from typing import overload
 
 import megatron_ext
 from megatron_ext import devices, hosts
 from megatron_ext.config.active import Active, activate_configuration, clear_configuration
 from megatron_ext.config.hosting import torch_is_best
-from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
+from megatron_ext.config.pipeline_config import (
+    ConfigurationError,
+    PipelineConfig,
+    is_of_type,
+)
 from megatron_ext.config.sized_pipeline import Pipeline, base_table, twins_of
 from megatron_ext.config.stages import ModelBuild, build_of, check_ranks
 from megatron_ext.errors import ArgumentsError, DeviceError
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.schedules.table.validation import validate
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["Sizes", "await_host", "configure"]
-
-
-class _Needed(TypedDict):
-    pipeline_ranks: int
-    """Ranks of one pipeline, of both where a schedule mirrors two."""
-    num_microbatches: int
-    """Of one step of these ranks, both mirrored pipelines together."""
-    num_layers: int
-    """Transformer layers of the model, without those of multi-token prediction."""
-
-
-class Sizes(_Needed, total=False):
-    """The sizes of a job, keywords of `configure`."""
-
-    mtp_num_layers: int | None
-    """Layers of multi-token prediction."""
-    layout: str | None
-    """Which layers each stage has, in Megatron's notation; None: the same number in each."""
-    world_size: int | None
-    """Ranks of the job; None: one pipeline."""
-    seed: int | None
-    """Of the run; needed where random numbers are drawn by micro-batch."""
+__all__ = ["await_host", "configure"]
 
 
 @overload
@@ -49,10 +28,30 @@ def configure(config: PipelineConfig) -> None: ...
 
 
 @overload
-def configure(config: PipelineConfig, **sizes: Unpack[Sizes]) -> ModelBuild: ...
+def configure(
+    config: PipelineConfig,
+    *,
+    pipeline_ranks: int,
+    num_microbatches: int,
+    num_layers: int,
+    mtp_num_layers: int | None = None,
+    layout: str | None = None,
+    world_size: int | None = None,
+    seed: int | None = None,
+) -> ModelBuild: ...
 
 
-def configure(config: PipelineConfig, **sizes: Any) -> ModelBuild | None:
+def configure(
+    config: PipelineConfig,
+    *,
+    pipeline_ranks: int | None = None,
+    num_microbatches: int | None = None,
+    num_layers: int | None = None,
+    mtp_num_layers: int | None = None,
+    layout: str | None = None,
+    world_size: int | None = None,
+    seed: int | None = None,
+) -> ModelBuild | None:
     """Activate a configuration, and return what to build the model with.
 
     For programs that do not parse Megatron's command line. Call it in every process of the job,
@@ -66,36 +65,73 @@ def configure(config: PipelineConfig, **sizes: Any) -> ModelBuild | None:
 
     Args:
         config: The settings.
-        **sizes: The sizes of the job, see `Sizes`: `pipeline_ranks`, `num_microbatches`,
-            `num_layers`, and where needed `mtp_num_layers`, `layout`, `world_size`, `seed`.
+        pipeline_ranks: Ranks of one pipeline, of both where a schedule mirrors two.
+        num_microbatches: Of one step of these ranks, both mirrored pipelines together.
+        num_layers: Transformer layers of the model, without those of multi-token prediction.
+        mtp_num_layers: Layers of multi-token prediction.
+        layout: Which layers each stage has, in Megatron's notation; None: the same number in each.
+        world_size: Ranks of the job; None: one pipeline.
+        seed: Of the run; needed where random numbers are drawn by micro-batch, as with `dynamic`.
 
     Raises:
-        UserError: A size is missing or unknown, the sizes do not fit the configuration, the device
-            was named too late, or no host is installed.
+        UserError: A size is missing or impossible, the sizes do not fit the configuration, the
+            device was named too late, or no host is installed.
         UpstreamMismatch: Active patches do not fit the installed Megatron.
     """
+    if not isinstance(config, PipelineConfig):
+        raise ArgumentsError(
+            f"configure takes a PipelineConfig, not a {type(config).__name__}; for example "
+            'configure(PipelineConfig(schedule="zb-v"), pipeline_ranks=4, ...)'
+        )
+    needed = {
+        "pipeline_ranks": pipeline_ranks,
+        "num_microbatches": num_microbatches,
+        "num_layers": num_layers,
+    }
+    others = {"world_size": world_size, "mtp_num_layers": mtp_num_layers, "seed": seed}
+    sizes = {name: v for name, v in {**needed, **others}.items() if v is not None}
+    for name, value in sizes.items():
+        least = 1 if name in needed or name == "world_size" else 0
+        if not is_of_type(value, int) or value < least:
+            raise ArgumentsError(f"{name} {value!r} must be a whole number of at least {least}")
+    if not is_of_type(layout, str | None):
+        raise ArgumentsError(f"layout {layout!r} must be a string in Megatron's notation")
+    missing = [name for name in needed if name not in sizes]
+    if missing and (sizes or layout is not None):
+        raise ArgumentsError(f"configure needs all sizes; give {', '.join(missing)} too")
     clear_configuration()
     _select_device(config.device)
     megatron_ext.activate()
     REGISTRY.raise_mismatches()
-    if sizes:
-        return _configure(config, _complete(sizes))
-    hosts.check_some_host()
-    await_host(config)
-    return None
-
-
-def _complete(sizes: dict[str, Any]) -> Sizes:
-    missing = [name for name in _Needed.__annotations__ if name not in sizes]
-    if missing:
-        raise ArgumentsError(f"configure needs all sizes; give {', '.join(missing)} too")
-    unknown = [name for name in sizes if name not in Sizes.__annotations__]
-    if unknown:
-        raise ArgumentsError(
-            f"configure has no size {unknown[0]}; sizes are {', '.join(Sizes.__annotations__)}, "
-            "settings go into the PipelineConfig"
+    if not sizes:
+        hosts.check_some_host()
+        await_host(config)
+        return None
+    _begin(config)
+    if config.draws_by_microbatch and seed is None:
+        raise ConfigurationError(
+            "{microbatch_rng} and {dynamic} need a seed; pass seed, the same on all ranks"
         )
-    return cast("Sizes", sizes)
+    assert pipeline_ranks is not None
+    assert num_microbatches is not None
+    assert num_layers is not None
+    world_size = world_size or pipeline_ranks
+    pipeline = _pipeline(config, pipeline_ranks, num_microbatches, world_size)
+    _check_layers(pipeline, num_layers, layout)
+    build = build_of(pipeline, num_layers, mtp_num_layers=mtp_num_layers, layout=layout)
+    runs = config.schedule is not None or config.dynamic is not None
+    served = not runs and pipeline_ranks > 1 and pipeline.transport != "torch"
+    activate_configuration(
+        Active(
+            config,
+            pipeline if runs else None,
+            transport_only=pipeline if served else None,
+            world_size=world_size,
+            seed=seed if config.draws_by_microbatch else None,
+            asked=config,
+        )
+    )
+    return build
 
 
 def await_host(config: PipelineConfig) -> None:
@@ -112,33 +148,6 @@ def _begin(config: PipelineConfig) -> None:
             "{disaggregation} needs a training loop that supports both roles; start Megatron's own "
             "with --forward-backward-disaggregating"
         )
-
-
-def _configure(config: PipelineConfig, sizes: Sizes) -> ModelBuild:
-    _begin(config)
-    seed = sizes.get("seed") if config.draws_by_microbatch else None
-    if config.draws_by_microbatch and seed is None:
-        raise ConfigurationError(
-            "{microbatch_rng} and {dynamic} need a seed; pass seed, the same on all ranks"
-        )
-    ranks, layers, layout = sizes["pipeline_ranks"], sizes["num_layers"], sizes.get("layout")
-    world_size = sizes.get("world_size") or ranks
-    pipeline = _pipeline(config, ranks, sizes["num_microbatches"], world_size)
-    _check_layers(pipeline, layers, layout)
-    build = build_of(pipeline, layers, mtp_num_layers=sizes.get("mtp_num_layers"), layout=layout)
-    runs = config.schedule is not None or config.dynamic is not None
-    served = not runs and ranks > 1 and pipeline.transport != "torch"
-    activate_configuration(
-        Active(
-            config,
-            pipeline if runs else None,
-            transport_only=pipeline if served else None,
-            world_size=world_size,
-            seed=seed,
-            asked=config,
-        )
-    )
-    return build
 
 
 def _select_device(name: str) -> None:

@@ -166,7 +166,7 @@ def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
                 f"{type(layers[-1]).__name__} lacks {', '.join(missing)}; Megatron's steps read "
                 "of each model chunk `config` (a TransformerConfig), `model_type` "
                 "(ModelType.encoder_or_decoder) and `set_input_tensor(tensors)`; "
-                "docs/configure.md has an example"
+                "docs/your-model.md has an example"
             )
 
 

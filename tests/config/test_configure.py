@@ -105,20 +105,32 @@ def test_what_cannot_be_is_refused(found: list[dict[str, Any] | str], index: int
     assert _REFUSED[index][2] in told
 
 
+USUAL = {"pipeline_ranks": 4, "num_microbatches": 8, "num_layers": 16}
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
         ({"pipeline_ranks": 4}, "give num_microbatches, num_layers too"),
-        (
-            {"pipeline_ranks": 4, "num_microbatches": 8, "num_layers": 16, "chunks": 2},
-            "configure has no size chunks; sizes are pipeline_ranks, num_microbatches,",
-        ),
+        ({"layout": "Et|tL"}, "give pipeline_ranks, num_microbatches, num_layers too"),
+        ({**USUAL, "pipeline_ranks": "4"}, "pipeline_ranks '4' must be a whole number of at least"),
+        ({**USUAL, "num_layers": 0}, "num_layers 0 must be a whole number of at least 1"),
+        ({**USUAL, "world_size": True}, "world_size True must be a whole number"),
+        ({**USUAL, "seed": 1.5}, "seed 1.5 must be a whole number of at least 0"),
+        ({**USUAL, "layout": ["Et", "tL"]}, "must be a string in Megatron's notation"),
     ],
 )
-def test_sizes_are_complete_and_known(sizes: dict[str, Any], message: str) -> None:
+def test_sizes_are_complete_and_possible(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         megatron_ext.configure(PipelineConfig(schedule="zb-v"), **sizes)
     assert active.active() is None
+
+
+def test_arguments_are_those_of_the_signature() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'pp'"):
+        megatron_ext.configure(PipelineConfig(), pp=4)  # type: ignore[call-overload]
+    with pytest.raises(UserError, match="configure takes a PipelineConfig, not a dict"):
+        megatron_ext.configure({"schedule": "zb-v"})  # type: ignore[call-overload]
 
 
 def one_after_the_other() -> list[str]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,18 @@ from megatron_ext.schedules.table.costs import Costs
         ({"hang_timeout_s": 0.0}, "hang_timeout_s 0 must be a positive number of seconds"),
         ({"message_timeout_s": -1.0}, "message_timeout_s -1 must be a positive number"),
         ({"stash_ratio": 0.5}, "stash_ratio 0.5 must be at least 1"),
+        ({"chunks": 0}, "chunks 0 must be at least 1"),
+        ({"chunks": "2"}, "chunks '2' must be a whole number or None"),
+        ({"schedule": "zb-v", "costs": (1, 2)}, "costs (1, 2) must be a Costs object or None"),
+        ({"dynamic": True}, "dynamic True must be a DynamicOrder object or None"),
+        ({"tracing": True}, "tracing True must be a Tracing object or None"),
+        ({"transport": 3}, "transport 3 must be one of torch, auto, shm"),
+        ({"options": [1]}, "options [1] must be a dict with values by name"),
+        ({"schedule": "bitpipe", "options": {"order": None}}, "must be a dict with values"),
+        ({"node_ips": "10.0.0.1"}, "node_ips '10.0.0.1' must be a tuple of strings"),
+        ({"checksums": 1}, "checksums 1 must be True or False"),
+        ({"hang_timeout_s": True}, "hang_timeout_s True must be a number or None"),
+        ({"stash_ratio": "1"}, "stash_ratio '1' must be a number"),
         ({"disaggregation": Disaggregation(), "schedule": "1f1b"}, "brings its own schedule"),
         ({"disaggregation": Disaggregation(), "transport": "torch"}, "are two jobs; use auto"),
     ],
@@ -56,6 +69,8 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], message: str) -> No
             "policy depth-first has no bound on memory",
         ),
         (lambda: Tracing(interval=0), "interval 0 must be at least 1"),
+        (lambda: Tracing(interval=1.5), "interval 1.5 must be a whole number"),
+        (lambda: DynamicOrder(policy="x"), "policy 'x' must be one of hint, breadth-first"),
         (lambda: Tracing(interval=3, iterations=4), "must be between 1 and interval 3"),
         (
             lambda: Disaggregation(forward_device="auto"),
@@ -67,6 +82,21 @@ def test_parts_check_themselves(make: Any, message: str) -> None:
     with pytest.raises(ArgumentsError) as caught:
         make()
     assert message in str(caught.value)
+
+
+def test_what_is_meant_is_taken() -> None:
+    assert Tracing(directory="traces").directory == Path("traces")  # type: ignore[arg-type]
+    config = PipelineConfig(transport="tcp", node_ips=["10.0.0.1"], message_timeout_s=5)  # type: ignore[arg-type]
+    assert config.node_ips == ("10.0.0.1",)
+
+
+def test_completion_shows_what_is_exported_and_nothing_else() -> None:
+    names = {name for name in dir(megatron_ext) if not name.startswith("__")}
+    assert names == set(megatron_ext.__all__) - {"__version__"}
+    assert {"Costs", "LengthCost", "PipelineConfig", "configure"} <= names
+    for name in names:
+        getattr(megatron_ext, name)
+    assert megatron_ext.Costs is Costs
 
 
 def test_it_is_frozen_and_travels() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,12 +18,15 @@ PROGRAM = REPO / "examples" / "configure" / "tiny_gpt.py"
 _LOSS = re.compile(r"sample (\d+): loss (\d+\.\d+)")
 
 
-def losses(*words: str) -> dict[int, float]:
-    """Run the program on four ranks; return the loss of each sample."""
+OWN = PROGRAM.with_name("own_module.py")
+
+
+def losses(*words: str, program: Path = PROGRAM) -> dict[int, float]:
+    """Run a program on four ranks; return the loss of each sample."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEGATRON_EXT_DEVICE": ""}
     done = subprocess.run(
-        [*launcher, str(PROGRAM), *words],
+        [*launcher, str(program), *words],
         env=environment,
         capture_output=True,
         text=True,
@@ -54,6 +58,19 @@ def _is_code(node: ast.AST) -> bool:
 
 def test_zb_v_has_the_bits_of_1f1b(megatrons: dict[int, float]) -> None:
     assert losses("zb-v") == megatrons
+
+
+def test_a_module_of_ones_own_has_the_bits_of_1f1b() -> None:
+    expected = losses(program=OWN)
+    assert sorted(expected) == list(range(24))
+    assert expected[23] != expected[0]
+    assert losses("zb-v", program=OWN) == expected
+
+
+def test_a_module_of_ones_own_is_short() -> None:
+    [stage] = [n for n in ast.parse(OWN.read_text()).body if isinstance(n, ast.ClassDef)]
+    assert stage.end_lineno is not None
+    assert stage.end_lineno - stage.lineno < 25
 
 
 @pytest.mark.slow
