@@ -30,7 +30,8 @@ def add_subcommand(subparsers: _Subparsers) -> None:
         "doctor",
         help="check this machine, or all hosts of a hostfile",
         description="Checks versions, patches, device, memory, RDMA and ports of this machine, and "
-        "with --hostfile also every host. Exit code 1 if anything is a FAIL.",
+        "with --hostfile also every host, and after -- the flags of a training. Exit code 1 if "
+        "anything is a FAIL.",
     )
     parser.add_argument("--json", action="store_true", help="as a JSON list of objects")
     add_hosts(parser)
@@ -50,6 +51,7 @@ def add_subcommand(subparsers: _Subparsers) -> None:
         "--dpp-extra-activations", type=int, default=1, metavar="N", help="of --use-dpp, default: 1"
     )
     group.add_argument("--fp32", action="store_true", help="values of 4 bytes (default: 2)")
+    parser.add_argument("command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -72,6 +74,8 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
     sizes = _sizes(args)
     if sizes is not None:
         yield from machine.check_arenas(sizes)
+    if args.command_words:
+        yield from software.check_training(args.command_words)
     if args.hostfile is not None:
         yield from hosts.check_hosts(_plan(args), ssh_of(args), args.preflight_timeout)
 

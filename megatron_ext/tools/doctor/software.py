@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING
 
 from megatron_ext import devices
+from megatron_ext.config.hosting import preflight
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.tools.doctor.finding import Finding, fail, ok, warn
 from megatron_ext.tools.launch.fitness import code_hash, installed_version
@@ -28,6 +29,7 @@ __all__ = [
     "check_native",
     "check_patches",
     "check_requirements",
+    "check_training",
     "check_tree",
     "check_versions",
 ]
@@ -242,3 +244,20 @@ def _unused(count: int) -> Finding | None:
         found = f"cpu, though the drivers show {count} devices"
         return warn("device", found, "install the build of torch for them")
     return None
+
+
+def check_training(words: Sequence[str]) -> Iterator[Finding]:
+    """Check the flags of a training: what its schedule takes, changes and refuses.
+
+    Args:
+        words: Its command line, with or without the script, after `--`.
+    """
+    flags = [word for word in words if word != "--"]
+    found = preflight(flags[1:] if flags and flags[0].endswith(".py") else flags)
+    for refusal in found.refusals:
+        yield fail("training", refusal.reason, refusal.remedy)
+    for line in (*found.changes, *found.notices):
+        yield ok("training", line)
+    if found.accepted:
+        own = "Megatron's own schedule"
+        yield ok("training", f"{found.pipeline.name if found.pipeline else own} takes these flags")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from megatron_ext.config.hosting import preflight
 from megatron_ext.devices.count import count_devices
 from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch import hostfile, process, runs, slurm
@@ -239,7 +240,14 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
         _shown_ranks(args.show, completed.world_size)
     if args.dry_run:
         print(completed.dry_run(), end="")
-        return 0
+        if plan.per_node:
+            return 0
+        found = preflight(plan.command[1:], world_size=completed.world_size)
+        for line in (*found.changes, *found.notices):
+            _say(line)
+        for refusal in found.refusals:
+            _say(f"error: {refusal}")
+        return 0 if found.accepted else 1
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("megatron-ext: %(message)s"))
     logger = logging.getLogger("megatron_ext")

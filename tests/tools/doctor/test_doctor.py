@@ -56,6 +56,21 @@ def test_this_machine_can_train_on_its_cpu() -> None:
         assert finding["remedy"] or finding["level"] == "OK", finding
 
 
+def test_flags_of_a_training_are_checked() -> None:
+    flags = "--pipeline-model-parallel-size 4 --num-layers 32 --pipeline-schedule zb-v"
+    done = run_package("doctor", "--json", "--", "pretrain_gpt.py", *flags.split())
+    lines = [one for one in json.loads(done.stdout) if one["check"] == "training"]
+    assert lines[-1] == {
+        "level": "OK",
+        "check": "training",
+        "found": "zb-v takes these flags",
+        "remedy": "",
+    }
+    done = run_package("doctor", "--", *flags.split(), "--delay-wgrad-compute")
+    assert done.returncode == 1
+    assert "FAIL training: --pipeline-schedule zb-v cannot run with --delay-wgrad" in done.stdout
+
+
 def test_a_failed_check_is_a_line_with_a_remedy_and_exit_code_1(tmp_path: Path) -> None:
     for name in ("torch", "megatron_core"):
         folder = tmp_path / f"{name}-0.9.0.dist-info"

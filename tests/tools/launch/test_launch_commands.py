@@ -196,6 +196,14 @@ def test_a_dry_run_asks_nobody_and_can_be_run_by_hand(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_dry_run_checks_the_flags_of_the_training() -> None:
+    flags = "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --use-megatron-fsdp"
+    done = launch("gone:2 addr=127.0.0.1", "--dry-run", "--", "job.py", *flags.split())
+    assert done.returncode == 1
+    assert done.stdout.startswith("# gone")
+    assert "error: --pipeline-schedule zb-v cannot run with --use-megatron-fsdp" in done.stderr
+
+
 def test_a_command_on_each_host_and_the_commands_about_a_run(tmp_path: Path) -> None:
     code = "import os; where = os.environ['WHERE']; print('on', where); exit(3 * (where == 'b'))"
     done = launch(
