@@ -128,18 +128,11 @@ REMOVED_FLAGS = {
 }
 """Flags of earlier versions, which only the changelog still names."""
 
-# Of torchrun, and of releases of Megatron-LM other than the installed one.
-FOREIGN_FLAGS = {
-    "--batch-invariant-mode",
+FOREIGN_FLAGS = {  # of torchrun, of slime, and of Megatron-LM in any release
     "--custom-megatron-init-path",
-    "--iterations-to-skip",
-    "--wandb-project",
     "--nproc-per-node",
     "--nproc_per_node",
-    "--rampup-batch-size",
-    "--rerun-mode",
-    "--sft",
-    "--step-batch-size-schedule",
+    *(REPO / "tests" / "versions" / "considered_flags.txt").read_text().split(),
 }
 
 

@@ -29,7 +29,7 @@ from megatron_ext.disaggregation.worlds import Roles, beat
 from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute
 from megatron_ext.runtime.executor import Compute, Executor, Gradients, Parameters
 from megatron_ext.runtime.ordering import TableOrder
-from megatron_ext.runtime.program import Table, make_program
+from megatron_ext.runtime.program import Table, make_program, shape_between_stages
 from megatron_ext.runtime.run_ahead import device_of
 from megatron_ext.runtime.sync import GradientSync, NoSync, ParameterSync
 from megatron_ext.schedules.table.validation import validate
@@ -84,14 +84,13 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     """
     model = call["model"]
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-    runtime = _ready(chunks)
+    runtime, config = _ready(chunks), get_model_config(chunks[0])
     if call.get("forward_only"):
         beat()
         if runtime.trees is not None:
             return _evaluate(runtime, runtime.trees, call, chunks)
         with runtime.link.explaining_failures():
-            return stock(**call)
-    config = get_model_config(chunks[0])
+            return stock(**{**call, **_shapes_of_streams(call, config)})
     timer = config.timers and config.timers("forward-backward", log_level=1)
     if timer:
         timer.start(barrier=config.barrier_with_L1_time)
@@ -112,6 +111,15 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     if runtime.job.role == "forward":
         return []
     return [report for _, report in sorted(compute.reports.items())]
+
+
+def _shapes_of_streams(call: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Return what makes Megatron's own messages as wide as several residual streams."""
+    groups = default_groups()
+    shape = _shape(config, groups, call)
+    if shape is None or shape[-1] == config.hidden_size or groups.pp.size() == 1:
+        return {}
+    return {"adjust_tensor_shapes_fn": lambda _received, _sent: ([shape], [shape])}
 
 
 def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Module]) -> StageCompute:
@@ -299,5 +307,4 @@ def _shape(config: Any, groups: Any, call: dict[str, Any]) -> tuple[int, ...] | 
     if config.variable_seq_lengths:
         return None
     length = call.get("decoder_seq_length") or call["seq_length"]
-    divisor = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
-    return (length // divisor, call["micro_batch_size"], config.hidden_size)
+    return shape_between_stages(config, groups, length, call["micro_batch_size"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
@@ -42,6 +43,42 @@ def _over_ours(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     return call(*args, **kwargs) if done is None else done
 
 
+_ONE_STAGE = {
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
+
+
+def _is_carried_by_us() -> bool:
+    from megatron_ext.config import active
+
+    found = active.active()
+    return found is not None and any((found.pipeline, found.transport_only, found.job))
+
+
+def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Check hyper-connections as in one stage, then the pipeline as of a model without them."""
+    if not instance.enable_mhc_connections or instance.pipeline_model_parallel_size == 1:
+        call(*args, **kwargs)
+        return
+    replace(instance, **_ONE_STAGE)
+    recomputed = instance.recompute_modules
+    instance.enable_mhc_connections = False
+    if recomputed is not None:
+        instance.recompute_modules = [name for name in recomputed if name != "mhc"]
+    try:
+        call(*args, **kwargs)
+    finally:
+        instance.enable_mhc_connections = True
+    if recomputed is not None and "mhc" in recomputed:
+        instance.recompute_modules.append("mhc")
+
+
 PATCHES = (
     Patch(
         id="pipeline.sends_own_storage",
@@ -65,5 +102,15 @@ PATCHES = (
         when=_has_messages_of_ours,
         feature="transport",
         reason="sends over torch.distributed only, not over --pipeline-transport",
+    ),
+    Patch(
+        id="pipeline.streams",
+        target="megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+        fn=_allow_streams,
+        when=_is_carried_by_us,
+        since="0.20",
+        feature="transport",
+        reason="refuses hyper-connections with several stages, because its messages have "
+        "hidden_size; ours have the shape of what a stage hands on, n streams wide",
     ),
 )

@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import Call
+from megatron_ext.runtime.program import shape_between_stages
 from megatron_ext.runtime.runtime import Runtimes, runtime_of
 from megatron_ext.upstream.signatures import (
     default_groups,
@@ -181,12 +182,8 @@ def _shapes(
     micro_batch_size: int,
     adjust: Callable[..., Any] | None,
 ) -> Shapes:
-    """Return the shapes of activations (F) and gradients (B), `[s, b, h]`.
-
-    s is the length on this rank, after context and sequence parallelism have divided it.
-    """
-    divisor = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
-    received: Any = [(length // divisor, micro_batch_size, config.hidden_size)]
+    """Return the shapes of activations (F) and gradients (B)."""
+    received: Any = [shape_between_stages(config, groups, length, micro_batch_size)]
     sent = list(received)
     if adjust is not None:
         received, sent = adjust(received, sent)

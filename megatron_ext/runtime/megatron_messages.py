@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel.schedules import get_tensor_shapes
 from megatron.core.utils import get_model_config
 
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.connect import channels_of, open_transport
-from megatron_ext.runtime.program import Peers, Table, make_table
+from megatron_ext.runtime.program import Peers, Table, make_table, shape_between_stages
 from megatron_ext.runtime.run_ahead import device_of
 from megatron_ext.runtime.runtime import Runtimes
 from megatron_ext.transport.base import Expected
@@ -210,16 +209,10 @@ def _begin(
     key = id(groups.pp)
     device = device_of(chunks)
     if key not in transports:
-        shapes = get_tensor_shapes(
-            seq_length=keywords["seq_length"],
-            micro_batch_size=keywords["micro_batch_size"],
-            decoder_seq_length=keywords.get("decoder_seq_length"),
-            config=config,
-            tp_group=groups.tp,
-            cp_group=groups.cp,
-        )
+        length = keywords.get("decoder_seq_length") or keywords["seq_length"]
+        shape = shape_between_stages(config, groups, length, keywords["micro_batch_size"])
         ends = channels_of(pipeline.placement, rank, peers)
-        known = {"F": shapes, "B": shapes}
+        known = {"F": [shape], "B": [shape]}
         transport = observed(
             open_transport(pipeline, device, ends, known, config.pipeline_dtype),
             active.required().observers,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,7 @@ __all__ = [
     "check_agreement",
     "make_program",
     "make_table",
+    "shape_between_stages",
 ]
 
 
@@ -189,6 +190,19 @@ def check_agreement(
 Shapes = Mapping[str, Sequence[tuple[int, ...] | None]]
 """By message kind (F, B), the shape of each tensor, `[s, b, h]`. None: the shape travels with the
 tensor."""
+
+
+def shape_between_stages(
+    config: Any, groups: Any, length: int, micro_batch_size: int
+) -> tuple[int, int, int]:
+    """Return the shape that stages hand on, `[s, b, h]`; n residual streams have n times that h.
+
+    s is the length on this rank, after context and sequence parallelism have divided it.
+    """
+    divisor = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+    has_streams = getattr(config, "enable_mhc_connections", False)  # 0.20 and later
+    streams = config.mhc_num_residual_streams if has_streams else 1
+    return length // divisor, micro_batch_size, streams * config.hidden_size
 
 
 @dataclass(frozen=True)

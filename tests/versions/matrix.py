@@ -32,6 +32,7 @@ from tests.versions.table import is_sound
 PP2 = "--pipeline-model-parallel-size 2 "
 ZB_V = PP2 + "--pipeline-schedule zb-v "
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather "
+STREAMS = "--enable-mhc-connections --spec tests.upstream_script.streams LAYER "
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel "
 """A single process cannot take these; its checkpoint is the same without them."""
 
@@ -50,6 +51,7 @@ class Case:
     ranks: int = 2
     their_ranks: int | None = None
     script: Literal["pretrain_gpt.py", "pretrain_bert.py"] = "pretrain_gpt.py"
+    since: releases.Release = (0, 16)
 
 
 CASES = (
@@ -73,6 +75,14 @@ CASES = (
         model="--use-distributed-optimizer --global-batch-size 16 ",
         theirs=PP2 + OVERLAP,
         ranks=4,
+    ),
+    Case(
+        "hyper-connections, zb-v, against one stage",
+        ZB_V,
+        model=STREAMS + "--recompute-granularity selective --recompute-modules mhc ",
+        theirs="",
+        their_ranks=1,
+        since=(0, 20),
     ),
     Case("BERT, zb-v", ZB_V, script="pretrain_bert.py"),
 )
@@ -126,6 +136,8 @@ class Comparisons:
         """
         if not has_script(case.script):
             raise Absent(case.script)
+        if (releases.installed_release() or case.since) < case.since:
+            raise Absent(case.name.partition(",")[0])
         theirs = self._theirs(case.script, case.model, case.theirs, case.their_ranks or case.ranks)
         start = self._start(case.script, case.model)
         return told(run(case.ranks, start + case.ours, script=case.script)), theirs
