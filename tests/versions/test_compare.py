@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -63,12 +64,16 @@ def _rename_argument(root: Path) -> None:
 
 def _move_function(root: Path) -> None:
     path = root / SCHEDULES
-    text = path.read_text()
-    start = text.index("def get_tensor_shapes(")
-    following = re.search(r"\n\n\n", text[start:])
-    end = start + (following.start() if following else len(text) - start)
-    (path.parent / "shapes.py").write_text(text[start:end] + "\n")
-    path.write_text(text[:start] + text[end:])
+    lines = path.read_text().splitlines(keepends=True)
+    [function] = [
+        node
+        for node in ast.parse("".join(lines)).body
+        if isinstance(node, ast.FunctionDef) and node.name == "get_forward_backward_func"
+    ]
+    span = slice(function.lineno - 1, function.end_lineno)
+    (path.parent / "chosen.py").write_text("".join(lines[span]))
+    del lines[span]
+    path.write_text("".join(lines))
 
 
 def _change_body(root: Path) -> None:
@@ -102,8 +107,8 @@ def _new_flag(root: Path) -> None:
         ),
         (
             _move_function,
-            "megatron.core.pipeline_parallel.schedules:get_tensor_shapes",
-            r"moved to megatron/core/pipeline_parallel/shapes\.py:1",
+            "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+            r"moved to megatron/core/pipeline_parallel/chosen\.py:1",
         ),
         (_change_body, "megatron.core.timers:Timers.log", r"edited \([0-9a-f]{12}\)"),
         (_new_flag, "--turbo", "new setting"),
