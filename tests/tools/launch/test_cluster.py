@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.tools.launch.process import marked
-from tests.ranks import WITHOUT_TREE, losses
+from tests.ranks import losses, require_training
 from tests.tiers import first_quick
 from tests.tools.launch.cluster import ADDRESSES, Cluster, cluster, commands_in, wait_until, why_not
 
@@ -84,8 +84,11 @@ def run_id_of(launcher: subprocess.Popen[str], lines: list[str], ranks: int) -> 
 
 
 def test_llama3_trains_on_two_hosts(hosts: Cluster) -> None:
-    flags = [*LLAMA.split(), "--use-dpp", "--pipeline-transport", "tcp"]
-    words = [*WITHOUT_TREE, "--raw", "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags]
+    require_training()
+    tree = os.environ.get("MEGATRON_LM_PATH")
+    words = ["--env", f"MEGATRON_LM_PATH={tree}"] if tree else []
+    words += ["--raw", "--num-microbatches", "2", "--", "pretrain_gpt.py", *LLAMA.split()]
+    words += ["--use-dpp", "--pipeline-transport", "tcp"]
     done = hosts.run(*hosts.launch_arguments(hosts.hostfile(slots=2), *words), timeout_s=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 hosts, 4 ranks: TP 1, PP 2, CP 1, DP 2; 8 samples in a step" in done.stderr
