@@ -235,3 +235,25 @@ def test_the_way_from_a_killed_rank_to_the_next_step_is_broken_down(tmp_path: Pa
     assert len(parts) == 5
     assert all(seconds > 0 for seconds in parts.values())
     assert all(part in done.stdout for part in parts)
+
+
+def test_recipes_are_counted_by_schedule_and_by_what_refuses_them(tmp_path: Path) -> None:
+    sizes = {"pipeline_model_parallel_size": 2, "num_layers": 8, "micro_batch_size": 1}
+    recipes = [
+        {"source": "ours", "name": "a", "gpus": 512, "pp": 2, "counted": True, "flags": sizes},
+        {"source": "ours", "name": "b", "gpus": None, "pp": 2, "counted": True,
+         "flags": {**sizes, "global_batch_size": 4096, "cuda_graph_impl": "local"}},
+        {"source": "others", "name": "c", "gpus": 8, "pp": 1, "counted": True, "flags": {}},
+    ]  # fmt: skip
+    (tmp_path / "recipes.json").write_text(json.dumps(recipes))
+    program = [str(ROOT / "benchmarks/recipes.py"), str(tmp_path / "recipes.json")]
+    done = run_python(*program, "--json", str(tmp_path / "table.json"))
+    assert done.returncode == 0, done.stderr
+    table = json.loads((tmp_path / "table.json").read_text())
+    assert list(table) == ["ours", "SUM counted", "SUM counted >= 256", "SUM all"]
+    assert [row["recipes"] for row in table.values()] == [2, 2, 1, 2]
+    # Two mirrored pipelines need four ranks.
+    assert [row["zb-v"] for row in table.values()] == [1] * 4
+    assert [row["bitpipe"] for row in table.values()] == [0] * 4
+    done = run_python(*program, "--why", "zb-v")
+    assert done.stdout.splitlines()[1].split() == ["cuda_graph_impl", "1", "0", "1"]
