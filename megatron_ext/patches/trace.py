@@ -56,7 +56,7 @@ def _in_steps(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
         subscribe(found)  # here, because the groups exist and the runtime does not yet
         observers = [] if kwargs.get("forward_only") else found.observers
         for observer in observers:
-            observer.begin_iteration()
+            observer.begin_iteration(kwargs["num_microbatches"])
         try:
             return schedule(*args, **kwargs)
         except BaseException:

@@ -56,7 +56,7 @@ class Observer(TransportObserver):
     Without observers nothing is called.
     """
 
-    def begin_iteration(self) -> None:
+    def begin_iteration(self, num_microbatches: int) -> None:
         """Called when a training step begins: the schedule, reductions and the optimizer."""
 
     def end_iteration(self) -> None:

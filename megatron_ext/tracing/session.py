@@ -126,7 +126,7 @@ class Session(Observer):
 
     # Training steps.
 
-    def begin_iteration(self) -> None:
+    def begin_iteration(self, num_microbatches: int) -> None:
         """Start to watch and to record."""
         self._in_iteration = True
         self._now("begins a step")
@@ -134,6 +134,7 @@ class Session(Observer):
             self.watchdog.start()
         if self.recorder is not None:
             self.recorder.begin_iteration()
+            self.recorder.notes["microbatches"] = num_microbatches  # a ramp changes it
 
     def end_iteration(self) -> None:
         """Write what the step has left."""

@@ -166,11 +166,11 @@ class Watchdog:
 
 
 def _place(frame: FrameType) -> str:
-    """Return the innermost line outside torch and this package's `trace`."""
+    """Return the innermost line outside torch and this room."""
     found: FrameType | None = frame
     while found is not None:
         name = found.f_code.co_filename
-        if "/torch/" not in name and "/megatron_ext/tools/trace/" not in name:
+        if "/torch/" not in name and "/megatron_ext/tracing/" not in name:
             return f"{name.rpartition('/')[2]}:{found.f_lineno} in {found.f_code.co_name}"
         found = found.f_back
     return ""

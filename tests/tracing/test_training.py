@@ -132,7 +132,7 @@ def test_megatrons_own_schedules_are_recorded(
     tmp_path: Path, chunks: int, megatron_lm_path: Path
 ) -> None:
     interleaved = "--num-layers-per-virtual-pipeline-stage 1 " if chunks == 2 else ""
-    _, run = train(f"{GPT}{PP2}{interleaved}", tmp_path, embedded=False)
+    _, run = train(f"{GPT}{PP2}{interleaved}", tmp_path)
     table = generate("interleaved", 2, 2, 2) if chunks == 2 else generate("1f1b", 2, 2)
     for file, rank in zip(run.files, (0, 0, 1, 1), strict=True):
         for iteration in file.iterations():
@@ -150,6 +150,24 @@ def test_upstreams_script_is_recorded(tmp_path: Path, megatron_lm_path: Path) ->
     _, run = train(f"{GPT}{PP2}--pipeline-schedule zb-h1 ", tmp_path)
     assert {"forward", "input_gradient", "weight_gradient", "reduce", "optimizer"} <= names(run, 0)
     assert [survey.iterations for survey in run.surveys] == [3] * 4
+
+
+@pytest.mark.parametrize("schedule", ["", "--use-dpp "])
+def test_a_batch_that_grows_is_planned_from_its_full_steps(
+    tmp_path: Path, schedule: str, megatron_lm_path: Path
+) -> None:
+    ramp = "--rampup-batch-size 4 4 16 --global-batch-size 12 --train-samples 45 "
+    by_samples = GPT.replace("--train-iters 3 --lr-warmup-iters 1 --eval-iters 1 ", "")
+    flags = by_samples.replace("--train-iters 3 ", "") + PP4 + ramp + schedule
+    _, run = train(flags, tmp_path)
+    for survey in run.surveys:
+        assert [step.microbatches for step in survey.steps] == [2, 2, 4, 6, 6]
+        assert [step.number for step in survey.complete_steps] == [4, 5]
+        assert survey.counted == 2
+    assert any("do not count: 2 of 2, 1 of 4" in note for note in run.notes)
+    found = forecast.forecast(tmp_path)
+    steps = [max(s.steps[index].duration_ns for s in run.surveys) for index in (3, 4)]
+    assert found.measured_s == pytest.approx(sum(steps) / 2e9)
 
 
 def not_observed() -> list[str]:

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import IO, Any, TypeVar
 from megatron_ext.errors import DataError
 from megatron_ext.files import cannot_write, replacing, scratch_folder
 from megatron_ext.tools.trace.clocks import Alignment, align
+from megatron_ext.tools.trace.measured_costs import load_schedule
 from megatron_ext.tools.trace.reader import Attributes, Iteration, TraceFile
 from megatron_ext.tools.trace.run_folder import open_run
 from megatron_ext.tools.trace.survey import RankSurvey, message_key, survey
@@ -79,7 +81,12 @@ def read_run(directory: Path | str) -> Run:
     files, notes = open_run(directory)
     surveys: list[RankSurvey] = []
     readable: list[TraceFile] = []
-    for file, found in zip(files, _for_each(_survey, files), strict=True):
+    try:
+        table = load_schedule(directory)
+    except DataError:  # whoever needs the table loads it, and says what is wrong
+        table = None
+    full = 0 if table is None else table.num_microbatches
+    for file, found in zip(files, _for_each(partial(_survey, full), files), strict=True):
         if isinstance(found, str):
             notes.append(found)
         else:
@@ -93,6 +100,14 @@ def read_run(directory: Path | str) -> Run:
     counts = sorted({found.iterations for found in surveys})
     if len(counts) > 1:
         notes.append(f"ranks recorded between {counts[0]} and {counts[-1]} iterations")
+    others = Counter(
+        step.microbatches for step in surveys[0].steps if not surveys[0].is_full(step.microbatches)
+    )
+    if others:
+        sizes = ", ".join(f"{count} of {size}" for size, count in sorted(others.items()))
+        notes.append(
+            f"steps of other sizes than the table's {full} micro-batches do not count: {sizes}"
+        )
     alignment = align(surveys)
     notes += alignment.notes()
     return Run(directory, readable, surveys, alignment, notes)
@@ -144,9 +159,9 @@ def _for_each(task: Callable[[TraceFile], _T], files: Sequence[TraceFile]) -> It
         yield from pool.map(task, files)
 
 
-def _survey(file: TraceFile) -> RankSurvey | str:
+def _survey(full: int, file: TraceFile) -> RankSurvey | str:
     try:
-        return survey(file)
+        return survey(file, full)
     except DataError as error:
         return str(error)
     except (KeyError, TypeError, ValueError) as error:  # no rank of ours wrote it like that

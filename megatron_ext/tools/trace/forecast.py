@@ -122,6 +122,11 @@ def forecast(directory: Path, memory_gb: float | None = None) -> Forecast:
             f"{directory} has no schedule.json, which identifies the actions; trace a run "
             f"with pipeline parallelism"
         )
+    if not any(s.is_full(step.microbatches) for s in run.surveys for step in s.steps):
+        raise DataError(
+            f"{directory}: no traced step had the {schedule.num_microbatches} micro-batches of the "
+            f"table; trace steps after --rampup-batch-size has reached them"
+        )
     notes = list(run.notes)
     measured = _measured(run, schedule, notes)
     found, left_out = [], []

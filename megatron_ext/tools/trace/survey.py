@@ -66,6 +66,8 @@ class Step(NamedTuple):
     """Actions that ran although an earlier one of the table had not run."""
     activation_bytes: int
     """What a forward of one stage keeps; 0: not known."""
+    microbatches: int
+    """Of one pipeline; 0: not known."""
 
 
 @dataclass
@@ -114,6 +116,9 @@ class RankSurvey:
 
     path: Path
     header: Header
+    full: int = 0
+    """Micro-batches of the table of the run; 0: not known. The figures are of steps with so many
+    only, because others take another time (`--rampup-batch-size`)."""
     steps: list[Step] = field(default_factory=list)
     actions: dict[tuple[str, int], Sample] = field(default_factory=dict)
     """By name and stage: from the begin of an action to the begin of what follows it, without
@@ -145,17 +150,29 @@ class RankSurvey:
 
     @property
     def complete_steps(self) -> list[Step]:
-        """All steps except the first, which warms up; if there is only one, that step."""
-        return self.steps[1:] or self.steps
+        """The steps of the table's size except the first of all, which warms up.
+
+        If there are none: that one, or all of another size.
+        """
+        full = [step for step in self.steps if self.is_full(step.microbatches)]
+        return [step for step in full if step is not self.steps[0]] or full or self.steps
+
+    def is_full(self, microbatches: int) -> bool:
+        """Return whether a step with so many micro-batches, 0 if not known, is what is planned."""
+        return not (microbatches and self.full) or microbatches == self.full
 
 
-def survey(file: TraceFile) -> RankSurvey:
+def survey(file: TraceFile, full: int = 0) -> RankSurvey:
     """Read the trace of a rank once.
+
+    Args:
+        file: The trace.
+        full: Micro-batches of the table of the run; 0: not known.
 
     Raises:
         DataError: See `reader.TraceFile.iterations`.
     """
-    found = RankSurvey(file.path, file.header)
+    found = RankSurvey(file.path, file.header, full)
     roles = _Roles(file.header.rank)
     messages = _Messages()
     for iteration in file.iterations():
@@ -165,7 +182,8 @@ def survey(file: TraceFile) -> RankSurvey:
         told = [(span, roles.of(span)) for span in iteration.spans]
         if len(found.steps) < MAX_STEPS:
             found.steps.append(_step(iteration, told, found.stash_ratio))
-        if found.iterations > 1 or iteration.number > 1:  # the first one warms up
+        is_full = found.is_full(iteration.end.get("microbatches", 0))
+        if is_full and (found.iterations > 1 or iteration.number > 1):  # the first one warms up
             _count(found, told)
         for span, role in told:
             if role.is_wire:
@@ -299,6 +317,7 @@ def _step(iteration: Iteration, told: _Told, stash_ratio: float) -> Step:
         len(work),
         given("out_of_order", 0),
         given("activation_bytes", 0),
+        given("microbatches", 0),
     )
 
 

@@ -51,15 +51,18 @@ def write_run(
     settings: dict[str, object] | None = None,
     wire_of: Callable[[int, int], str] | None = None,
     sizes: Sequence[tuple[int, int]] = (),
+    ramp: Sequence[int] = (),
 ) -> Path:
     """Simulate some steps and record them; return the folder of the run.
 
-    With `sizes`, tokens and pairs of each micro-batch, the first rank notes them.
+    With `sizes`, tokens and pairs of each micro-batch, the first rank notes them. With `ramp`, the
+    first steps have so many micro-batches, the others `microbatches`.
     """
     table = generate(schedule, pp, microbatches)
-    timeline = simulate(table, costs)
+    counts = [*ramp, *[microbatches] * (iterations - len(ramp))]
+    tables = {count: generate(schedule, pp, count) for count in counts}
+    timelines = {count: simulate(tables[count], costs) for count in counts}
     directory = parent / directory_name((1, pp, 1), dynamic=False)
-    step_ns = round(1e9 * timeline.makespan) + 20 * MS
     for rank in range(pp):
         clock = Clock()
         now_ns = 3_600_000 * MS + clock_offset_ns(rank)
@@ -70,18 +73,21 @@ def write_run(
         recorder = Recorder(lambda header=header: (directory, header), clock)
         if wire_of is not None:
             recorder.connected({peer: wire_of(rank, peer) for peer in range(pp) if peer != rank})
-        ends = list(zip(timeline.starts[rank], timeline.ends[rank], strict=True))
-        for number in range(iterations):
-            origin = 5_000 * MS + number * step_ns + clock_offset_ns(rank)
+        origin = 5_000 * MS + clock_offset_ns(rank)
+        for count in counts:
+            timeline = timelines[count]
+            ends = zip(timeline.starts[rank], timeline.ends[rank], strict=True)
+            step_ns = round(1e9 * timeline.makespan) + 20 * MS
             clock.now_ns = origin
             recorder.begin_iteration()
-            for exchange, (start, end) in zip(exchanges(table, rank), ends, strict=True):
+            for exchange, (start, end) in zip(exchanges(tables[count], rank), ends, strict=True):
                 record(recorder, clock, origin, exchange, start, end, costs)
             clock.now_ns = origin + step_ns - MS
-            recorder.notes["out_of_order"] = 2
+            recorder.notes |= {"out_of_order": 2, "microbatches": count}
             for microbatch, size in enumerate(sizes if rank == 0 else ()):
                 recorder.notes |= size_fields(microbatch, *size)
             recorder.end_iteration()
+            origin += step_ns
         recorder.close()
     (directory / SCHEDULE_FILE).write_text(table_files.json_text(table))
     return directory

@@ -90,6 +90,19 @@ def test_a_large_weight_stash_is_predicted(tmp_path: Path) -> None:
         assert found[name].memory_bytes == pytest.approx((1000 + 100 * most) * mib)
 
 
+def test_only_steps_of_the_size_of_the_table_count(tmp_path: Path) -> None:
+    """A run with --rampup-batch-size has steps of 2, 4 and 8 micro-batches; the table has 8."""
+    ramped = write_run(tmp_path / "ramped", ramp=(2, 2, 4, 4, 4), iterations=8)
+    found, plain = forecast.forecast(ramped), forecast.forecast(write_run(tmp_path / "plain"))
+    assert found.measured_s == plain.measured_s
+    assert found.predictions == plain.predictions, "costs and bytes, too"
+    [note] = [note for note in found.notes if "other sizes" in note]
+    assert note.endswith("than the table's 8 micro-batches do not count: 2 of 2, 3 of 4")
+    early = write_run(tmp_path / "early", ramp=(2, 2, 4), iterations=3)
+    with pytest.raises(DataError, match="no traced step had the 8 micro-batches of the table"):
+        forecast.forecast(early)
+
+
 def test_models_whose_layers_do_not_fill_the_stages_are_left_out(tmp_path: Path) -> None:
     found = forecast.forecast(write_run(tmp_path, settings={"num_layers": 4}))
     assert not any(p.label.startswith("interleaved") for p in found.predictions)
