@@ -34,6 +34,8 @@ class Message(NamedTuple):
     microbatch: int
     """D: the number of the decision in the step. W: 0 says whether weights follow, n is their n-th
     bucket."""
+    slice: int = 0
+    """F, B, P, G: position of the slice in its micro-batch."""
     part: int = 0
     """F, B: index of the tensor in one hand-over, where stages exchange several."""
     header: bool = False
@@ -58,11 +60,13 @@ class Message(NamedTuple):
 
     def __str__(self) -> str:
         """Return its name for error messages."""
-        kind, stage, microbatch = self[:3]
+        kind, stage, microbatch, part = self[:4]
         if self.launched:
             return f"the launch of {self.tensor}"
         if kind in _OF_MICROBATCHES:
-            return _OF_MICROBATCHES[kind].format(stage) + f" for micro-batch {microbatch}"
+            of_slice = f"slice {part} of " if part else ""
+            what = _OF_MICROBATCHES[kind].format(stage)
+            return f"{what} for {of_slice}micro-batch {microbatch}"
         if kind == "D":
             return f"decision {microbatch} of the leader"
         if self.header:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate, get
 from megatron_ext.schedules.search.patience import policies
 from megatron_ext.schedules.table.costs import UNIT, Costs
@@ -125,6 +126,14 @@ class Pipeline:
                 self.costs,
                 **self.config.options,
             )
+            if table.num_slices > 1:
+                raise ScheduleError(
+                    f"{self.name} cuts micro-batches into {table.num_slices} slices, which can be "
+                    "planned and drawn but not trained yet; use a table of whole micro-batches"
+                )
+            if table.pairs:  # the runtime runs the two of a pair one after the other
+                options = {**table.options, "pairs": "apart"}
+                table = replace(table, pairs=(), options=options)
             if len(table.placement.twin_hops) % 2:
                 table = replace(table, placement=replace(table.placement, twin_hops=frozenset()))
             splits = self.dynamic is not None and self.splits

@@ -95,7 +95,7 @@ class ForwardCompute:
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
         """Run F; return the tensors for the next forward rank, then those for backward ranks."""
-        stage, _, microbatch = action
+        stage, _, microbatch, _ = action
         with self._saving() as saved, torch.no_grad(), drawn(action):
             [made] = self._compute.forward(stage, microbatch, inputs or [None])
         results: Tensors = [made] if self._feeds_forward else []

@@ -299,7 +299,7 @@ class StageCompute:
 
         Activations from the previous stage become leaves; their gradients go back there.
         """
-        stage, kind, microbatch = action
+        stage, kind, microbatch, _ = action
         if kind in ("F", "R"):
             for tensor in inputs:
                 if tensor is not None:

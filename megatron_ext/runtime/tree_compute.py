@@ -176,7 +176,7 @@ class TreeCompute(StageCompute):
 
         `inputs` and the result are uint8 tensors, `[number of bytes]` each.
         """
-        stage, kind, microbatch = action
+        stage, kind, microbatch, _ = action
         if kind == "W":
             self.splits.run(stage, microbatch)
             return []
@@ -188,7 +188,7 @@ class TreeCompute(StageCompute):
         """Do nothing: the outputs were packed bytes; the tree itself is freed with its graph."""
 
     def _run_forward(self, action: Action, inputs: Iterator[torch.Tensor | None]) -> Tensors:
-        stage, _, microbatch = action
+        stage, _, microbatch, _ = action
         batch = self._batch(stage, microbatch)
         tree = None
         leaves: list[torch.Tensor] = []
@@ -247,7 +247,7 @@ class TreeCompute(StageCompute):
         self._ends[stage, microbatch] = _End(looks, gradients, len(origins))
 
     def _run_backward(self, action: Action, inputs: Iterator[torch.Tensor | None]) -> Tensors:
-        stage, kind, microbatch = action
+        stage, kind, microbatch, _ = action
         batch = self._batch(stage, microbatch)
         end = self._ends.pop((stage, microbatch))
         of_root: Tensors = [None]

@@ -168,6 +168,21 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         "any consistent unit (default: 1,1,1)",
     )
     parser.add_argument(
+        "--slices",
+        type=int,
+        default=1,
+        metavar="K",
+        help="cut each micro-batch along its sequence into K slices of equal cost (default: 1)",
+    )
+    parser.add_argument(
+        "--attention",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of a forward that is core attention, which grows with the square of the "
+        "length, for --slices (default: 0)",
+    )
+    parser.add_argument(
         "--pairs",
         action="store_true",
         help="forwards and backwards of different micro-batches as pairs, each with its expert "
@@ -209,6 +224,7 @@ def _costs(args: argparse.Namespace) -> Costs:
         input_gradient,
         weight,
         latency=args.comm,
+        attention=args.attention,
         all_to_all=args.all_to_all,
         hides=args.hides,
     )
@@ -307,7 +323,7 @@ def _run_plan(args: argparse.Namespace) -> int:
     if args.lengths is not None:
         return _run_lengths(args)
     sizes = (args.pp, args.microbatches, _costs(args), args.chunks, _options(args))
-    timelines, left_out = compare(args.schedule[0], *sizes, pairs=args.pairs)
+    timelines, left_out = compare(args.schedule[0], *sizes, pairs=args.pairs, slices=args.slices)
     if args.json:
         print(json.dumps([figures(timeline) for timeline in timelines], indent=1))
     else:
@@ -327,7 +343,9 @@ def _print_plan(args: argparse.Namespace, timelines: list[Timeline]) -> None:
     unit = "1 = forward of 1/pp of the model" if args.costs == "1,1,1" else "in the unit of --costs"
     print(f"\ntimes: {unit}; activations: 1 = one micro-batch on 1/pp of the model")
     width = max(len(timeline.schedule.label) for timeline in timelines)
-    if not args.pairs:
+    if any(timeline.schedule.num_slices > 1 for timeline in timelines):
+        print("keys, values: of micro-batches in slices, with their gradients, 1 = as activations")
+    if not args.pairs and args.slices == 1:
         print("\nflags:")
         for timeline in timelines:
             label = timeline.schedule.label.ljust(width)
@@ -353,7 +371,9 @@ def _run_plot(args: argparse.Namespace) -> int:
     if "all" in args.schedule:
         raise ScheduleError("plot draws schedules by name; name them, or compare all with plan")
     sizes = (args.pp, args.microbatches, _costs(args), args.chunks, _options(args))
-    timelines = [compare(name, *sizes, pairs=args.pairs)[0][0] for name in args.schedule]
+    timelines = [
+        compare(name, *sizes, pairs=args.pairs, slices=args.slices)[0][0] for name in args.schedule
+    ]
     if args.output is None:
         width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
         print("\n\n".join(render.picture(timeline, width) for timeline in timelines))
@@ -406,6 +426,7 @@ def compare(
     options: Mapping[str, Mapping[str, Option]] | None = None,
     *,
     pairs: bool = False,
+    slices: int = 1,
 ) -> tuple[list[Timeline], list[str]]:
     """Simulate one schedule, or with `all` every schedule that the sizes allow.
 
@@ -417,6 +438,7 @@ def compare(
         chunks: Stages on each rank; with `all`, for schedules that leave their number open.
         options: Further options by the name of the schedule.
         pairs: Whether forwards and backwards run as pairs (`search/pairing.py`).
+        slices: Slices of each micro-batch (`search/slicing.py`).
 
     Returns:
         The simulations, shortest first, and with `all` the reasons why others are left out.
@@ -427,7 +449,9 @@ def compare(
     options = options or {}
     if name != "all":
         chosen = options.get(name, {})
-        schedule = generate(name, pp, num_microbatches, chunks, costs, pairs=pairs, **chosen)
+        schedule = generate(
+            name, pp, num_microbatches, chunks, costs, pairs=pairs, slices=slices, **chosen
+        )
         return [evaluate(schedule, costs)], []
     found: list[Timeline] = []
     left_out: list[str] = []
@@ -440,6 +464,7 @@ def compare(
                     num_microbatches,
                     costs=costs,
                     pairs=pairs,
+                    slices=slices,
                     **variant,  # type: ignore[arg-type]
                 )
             except ScheduleError as error:
@@ -482,9 +507,19 @@ def figures(timeline: Timeline) -> dict[str, Any]:
         "bubble_ratio": round(timeline.bubble_ratio, 6),
         "peak_activations": _number(timeline.peak_activations),
         "peak_activations_per_rank": [_number(p) for p in timeline.peak_activations_per_rank],
+        **_figures_of_slices(timeline),
         "weight_copies": schedule.weight_copies,
         "p2p_messages": timeline.messages,
         **({"all_to_all_hidden": _number(timeline.hidden)} if timeline.costs.all_to_all else {}),
+    }
+
+
+def _figures_of_slices(timeline: Timeline) -> dict[str, Any]:
+    if timeline.schedule.num_slices == 1:
+        return {}
+    return {
+        "slices": list(timeline.schedule.slices),
+        "peak_keys_and_values": _number(timeline.keys_and_values),
     }
 
 
@@ -510,7 +545,9 @@ _HEADS = ("schedule", "makespan", "ideal", "bubble", "bubble %", "peak act.", "w
 def table(timelines: Sequence[Timeline]) -> str:
     """Return the comparison as text, in the order given."""
     hides = any(timeline.costs.all_to_all for timeline in timelines)
-    rows: list[list[str]] = [[*_HEADS, "hidden %"] if hides else [*_HEADS]]
+    slices = any(timeline.schedule.num_slices > 1 for timeline in timelines)
+    heads = [*_HEADS, *(["hidden %"] if hides else []), *(["keys, values"] if slices else [])]
+    rows: list[list[str]] = [heads]
     rows += (
         [
             timeline.schedule.label,
@@ -522,6 +559,7 @@ def table(timelines: Sequence[Timeline]) -> str:
             f"{timeline.schedule.weight_copies}x",
             str(timeline.messages),
             *([f"{100 * timeline.hidden:.0f}"] if hides else []),
+            *([f"{timeline.keys_and_values:g}"] if slices else []),
         ]
         for timeline in timelines
     )

@@ -185,7 +185,7 @@ class Session(Observer):
 
     def end_action(self, position: int, action: Action) -> None:
         """Record an action, and the activations of a stage's first forward."""
-        stage, kind, microbatch = action
+        stage, kind, microbatch, _ = action
         name = ACTION_NAMES["F" if kind == "R" else kind]
         self._record(name, self._began_action, {"microbatch": microbatch, "stage": stage})
         compute = self._compute

@@ -7,10 +7,10 @@ from megatron_ext.message import Message, MessageKind
 
 __all__ = ["NOTE", "NUM_STEPS", "WAKE", "Tags"]
 
-# A tag is, from the highest bit: kind 4, launched 1, header 1, part 3, 6 free ones for slices,
-# stage 11, micro-batch 17, step 21.
+# A tag is, from the highest bit: kind 4, launched 1, header 1, part 3, slice 6, stage 11,
+# micro-batch 17, step 21.
 _KINDS: dict[MessageKind, int] = {"F": 0, "B": 1, "C": 2, "D": 3, "W": 4, "P": 5, "G": 6}
-_MAX_PARTS, _MAX_STAGES, _MAX_MICROBATCHES = 1 << 3, 1 << 11, 1 << 17
+_MAX_PARTS, _MAX_SLICES, _MAX_STAGES, _MAX_MICROBATCHES = 1 << 3, 1 << 6, 1 << 11, 1 << 17
 
 NUM_STEPS = 1 << 21
 """Number of steps that tags distinguish; the low bits of a tag are the step modulo this."""
@@ -34,13 +34,15 @@ class Tags(dict[Message, int]):
         if (
             message.stage >= _MAX_STAGES
             or message.microbatch >= _MAX_MICROBATCHES
+            or message.slice >= _MAX_SLICES
             or message.part >= _MAX_PARTS
         ):
             raise TransportError(
                 f"{message} has no tag: a step has at most {_MAX_STAGES} stages, "
-                f"{_MAX_MICROBATCHES} micro-batches and {_MAX_PARTS} tensors for each of them"
+                f"{_MAX_MICROBATCHES} micro-batches, {_MAX_SLICES} slices of each and {_MAX_PARTS} "
+                f"tensors for each of these"
             )
         high = (_KINDS[message.kind] << 1 | message.launched) << 1 | message.header
-        place = ((high << 3 | message.part) << 17 | message.stage) << 17 | message.microbatch
-        tag = self[message] = place << 21
+        place = ((high << 3 | message.part) << 6 | message.slice) << 11 | message.stage
+        tag = self[message] = (place << 17 | message.microbatch) << 21
         return tag

@@ -294,6 +294,20 @@ def test_a_file_of_another_size_says_which_flags_fit(args: Namespace, tmp_path: 
         choose(args, f"csv:{path}")
 
 
+def test_a_file_of_pairs_runs_them_apart_and_slices_are_refused(
+    args: Namespace, tmp_path: Path
+) -> None:
+    path = tmp_path / "table.csv"
+    paired = generate("1f1b", 4, 8, pairs=True)
+    path.write_text(table_files.csv_text(paired))
+    table = choose(args, f"csv:{path}").full
+    assert (table.rows, table.pairs) == (paired.rows, ())
+    assert table.label == f"csv:{path} pairs=apart"
+    path.write_text(table_files.csv_text(generate("1f1b", 4, 8, slices=2)))
+    with pytest.raises(UserError, match="2 slices, which can be planned and drawn but not trained"):
+        choose(args, f"csv:{path}")
+
+
 def test_ranks_that_wait_in_a_circle_are_shown(args: Namespace, tmp_path: Path) -> None:
     path = tmp_path / "table.csv"
     path.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")

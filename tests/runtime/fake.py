@@ -45,7 +45,7 @@ class Compute:
         """By stage: micro-batch and number of each weight gradient, as they are added up."""
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
-        stage, kind, microbatch = action
+        stage, kind, microbatch, _ = action
         self.log.append(str(action))
         if action == self.fail_at:
             raise RuntimeError(f"{action} fails")

@@ -43,7 +43,7 @@ class _Held(Observer):
     def end_action(self, position: int, action: Any) -> None:
         from megatron_ext.tracing.activations import kept_bytes
 
-        stage, kind, microbatch = action
+        stage, kind, microbatch, _ = action
         place = stage, microbatch
         self.order.append(str(action))
         if kind == "F":

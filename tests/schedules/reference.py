@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 from megatron_ext.schedules import Action, Costs, Schedule
 
 
 def needs(schedule: Schedule, action: Action) -> list[list[Action]]:
     """What has to be finished before an action: one of each list."""
-    stage, kind, microbatch = action
-    if kind == "F":
-        return [[Action(stage - 1, "F", microbatch)]] if stage else []
+    stage, kind, *number = action
+    microbatch, part = number
     if kind == "W":
-        return [[Action(stage, "I", microbatch)]]
-    needed = [[Action(stage, "F", microbatch)]]
+        return [[Action(stage, "I", *number)]]
+    needed = []
+    if kind == "F":
+        if stage:
+            needed.append([Action(stage - 1, "F", *number)])
+        if part:
+            needed.append([Action(stage, "F", microbatch, part - 1)])
+        return needed
+    needed.append([Action(stage, "F", *number)])
     if stage + 1 < schedule.num_stages:
-        needed.append([Action(stage + 1, "B", microbatch), Action(stage + 1, "I", microbatch)])
+        needed.append([Action(stage + 1, kind, *number) for kind in ("B", "I")])  # type: ignore[arg-type]
+    if part + 1 < schedule.num_slices:
+        needed.append([Action(stage, kind, microbatch, part + 1) for kind in ("B", "I")])  # type: ignore[arg-type]
     return needed
 
 
@@ -27,9 +36,9 @@ def is_cover(schedule: Schedule) -> bool:
     for rank, row in enumerate(schedule.rows):
         counts = Counter(row)
         for stage in schedule.placement.stages_of[rank]:
-            for microbatch in range(schedule.num_microbatches):
+            for number in product(range(schedule.num_microbatches), range(schedule.num_slices)):
                 done = "".join(
-                    kind * counts.pop(Action(stage, kind, microbatch), 0) for kind in "FBIW"
+                    kind * counts.pop(Action(stage, kind, *number), 0) for kind in "FBIW"
                 )
                 if done not in ("FB", "FIW"):
                     return False
@@ -63,7 +72,11 @@ def end_times(schedule: Schedule, costs: Costs) -> dict[Action, float] | None:
                     hop = hops[min(option.stage, action.stage)] if crosses else "local"
                     arrival = ends[option] + (costs.latency if hop != "local" else 0.0)
                     start = max(start, arrival)
-                ends[action] = free[rank] = start + durations[action.kind][action.stage]
+                ends[action] = free[rank] = (
+                    start
+                    + durations[action.kind][action.stage]
+                    * (costs.slice_factors(schedule.slices)[action.kind][action.slice])
+                )
                 row.pop(0)
                 progress = True
     return None if any(rows) else ends

@@ -18,18 +18,28 @@ COSTS = EQUAL | UNEQUAL
 
 
 @st.composite
-def schedules(draw: st.DrawFn, name: str | None = None, largest: int = 24) -> Schedule:
-    """A schedule of any size that its generator takes (by default of any generator)."""
+def schedules(
+    draw: st.DrawFn, name: str | None = None, largest: int = 24, *, slices: bool = True
+) -> Schedule:
+    """A schedule of any size that its generator takes (by default of any generator).
+
+    Some have slices, and then fewer micro-batches.
+    """
     generator = registered()[name or draw(st.sampled_from(list(registered())))]
     pp = draw(st.integers(1, 9))
     count = draw(st.integers(1, largest))
     options = {key: draw(st.sampled_from(values)) for key, values in generator.options.items()}
     chunks = draw(st.integers(2, 4)) if generator.free_chunks else None
+    num_slices = draw(st.sampled_from([1, 1, 1, 2, 3])) if slices else 1
+    costs = Costs(attention=draw(st.sampled_from([0.0, 0.4]))) if num_slices > 1 else Costs()
+    count = -(-count // num_slices)
     # From there the next sizes that the generator takes.
     for ranks in (pp, pp + 1, 4):
         for number in range(count, count + 2 * ranks + 2):
             try:
-                return generate(generator.name, ranks, number, chunks, **options)
+                return generate(
+                    generator.name, ranks, number, chunks, costs, slices=num_slices, **options
+                )
             except ScheduleError:  # noqa: PERF203 - sizes are refused by an exception
                 continue
     raise AssertionError(f"{generator.name} takes no size near pp {pp}, m {count}, {options}")

@@ -88,7 +88,7 @@ def _several_tensors() -> None:
     """Both ends send all tensors of a message before either starts to receive."""
     transport = _open()
     peer = 1 - dist.get_rank()
-    keys = [Message("F", 1, 0, part) for part in range(6)]
+    keys = [Message("F", 1, 0, part=part) for part in range(6)]
     transport.begin([Expected(peer, key, _SHAPE, torch.float32, len(keys)) for key in keys], 1)
     for key in keys:
         transport.isend(_value(key) + key.part, peer, key)

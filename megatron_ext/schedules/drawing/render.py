@@ -64,6 +64,8 @@ def _legend(timeline: Timeline) -> str:
     parts = [f"{kind} {name}" for kind, name in names.items() if kind in kinds]
     if timeline.schedule.pairs:
         parts.append("F+B a pair")
+    if timeline.schedule.num_slices > 1:
+        parts.append("F0.1 slice 1 of micro-batch 0")
     if _num_chunks(timeline.schedule) == 2:
         parts.append("lower case: second chunk")
     if timeline.schedule.placement.twins == 2:
@@ -91,6 +93,8 @@ def cell_label(schedule: Schedule, action: Action) -> str:
     if _num_chunks(schedule) > 2:
         return str(action)
     text = f"{action.kind}{action.microbatch}"
+    if schedule.num_slices > 1:
+        text += f".{action.slice}"
     return text.lower() if chunk_on_screen(schedule, action.stage) else text
 
 

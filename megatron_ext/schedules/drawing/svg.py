@@ -98,6 +98,8 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
             f'width="{_n(width - 0.8)}" height="{height}"/>'
         )
         label = str(action.microbatch)
+        if schedule.num_slices > 1:
+            label += f".{action.slice}"
         if 6 * len(label) <= width:
             yield f'<text class="n" x="{_n(x + width / 2)}" y="{top + line}">{label}</text>'
 
@@ -119,6 +121,8 @@ def _legend(timelines: Sequence[Timeline], y: int) -> Iterator[str]:
             yield f'<text x="{x + 17}" y="{y}">{name}</text>'
             x += 32 + 6 * len(name)
     notes = []
+    if any(schedule.num_slices > 1 for schedule in schedules):
+        notes.append("0.1: slice 1 of micro-batch 0")
     if any(schedule.pairs for schedule in schedules):
         notes.append("above each other: a pair")
     if any(chunk_on_screen(s, stage) for s in schedules for stage in range(s.num_stages)):

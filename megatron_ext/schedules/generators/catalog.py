@@ -11,15 +11,17 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.search.pairing import marked_pairs, paired
+from megatron_ext.schedules.search.slicing import sliced
 from megatron_ext.schedules.table.actions import Option, Schedule
 from megatron_ext.schedules.table.costs import UNIT, Costs
+from megatron_ext.schedules.table.slices import shares_of_equal_cost
 
 __all__ = [
     "CSV_PREFIX",
@@ -203,6 +205,7 @@ def generate(
     costs: Costs = UNIT,
     *,
     pairs: Option = False,
+    slices: Option = 1,
     **options: Option,
 ) -> Schedule:
     """Return the table of a schedule, generated or loaded from a CSV file.
@@ -215,18 +218,27 @@ def generate(
         costs: Durations that a generator with `needs_costs` optimises for, and pairs.
         pairs: Whether forwards and backwards of different micro-batches run as pairs, for models
             with experts (`search/pairing.py`). A file may have pairs of its own.
+        slices: Slices of each micro-batch's sequence, of equal cost (`search/slicing.py`). A file
+            has its own number of slices.
         options: Options of the generator.
 
     Raises:
         ScheduleError: The sizes are impossible; the message states the rule and sizes that work.
     """
+    num_slices = int(slices)
     if name.startswith(CSV_PREFIX):
         from megatron_ext.schedules.table.table_files import load_csv
 
         if chunks is not None or options:
             raise ScheduleError(f"{name}: the file fixes chunks and options; leave them out")
         schedule = load_csv(name.removeprefix(CSV_PREFIX), pp, num_microbatches)
-        return paired(schedule, costs) if pairs else schedule
+        if num_slices not in (1, schedule.num_slices):
+            raise ScheduleError(
+                f"{name}: the file fixes the number of slices, which is {schedule.num_slices}, not "
+                f"{num_slices}; leave it out"
+            )
+        shares = shares_of_equal_cost(schedule.num_slices, costs.attention)
+        return paired(schedule, costs) if pairs else replace(schedule, slices=shares)
     generator = get(name)
     complete = generator.complete(chunks, options)
     if pp is None or num_microbatches is None:
@@ -234,15 +246,20 @@ def generate(
     for what, number in (("pp", pp), ("the number of micro-batches", num_microbatches)):
         if number < 1:
             raise ScheduleError(f"{what} must be at least 1, got {number}")
-    _check_bounds(generator, pp, num_microbatches, chunks or generator.num_chunks)
+    if pairs and num_slices > 1:
+        raise ScheduleError(f"{name}: slices cannot run as pairs yet; leave one of the two out")
+    shares_of_equal_cost(num_slices)
+    _check_bounds(generator, pp, num_microbatches * num_slices, chunks or generator.num_chunks)
     if generator.twins == 2:
         _check_mirrored(name, pp, num_microbatches)
-    arguments: list[int | Costs] = [pp, num_microbatches]
+    arguments: list[int | Costs] = [pp, num_microbatches * num_slices]
     if generator.free_chunks:
         arguments.append(chunks or generator.num_chunks)
     if generator.needs_costs:
-        arguments.append(costs)
+        arguments.append(replace(costs, latency=num_slices * costs.latency))
     schedule = generator.build(*arguments, **complete)
+    if num_slices > 1:
+        return sliced(schedule, num_slices, costs)
     if not pairs:
         return schedule
     return marked_pairs(schedule) if generator.pairs else paired(schedule, costs)
@@ -260,8 +277,8 @@ def _check_bounds(generator: Generator, pp: int, num_microbatches: int, chunks: 
     if passes > most:
         raise ScheduleError(
             f"{generator.name} with {pp} ranks, {chunks} stages on each and {num_microbatches} "
-            f"micro-batches is a table of {passes} forwards, more than the maximum of {most}; use "
-            f"fewer micro-batches (beyond about 4 x pp the bubble stays the same) or stages"
+            f"micro-batches or slices is a table of {passes} forwards, more than the maximum of "
+            f"{most}; use fewer (beyond about 4 x pp micro-batches the bubble stays the same)"
         )
 
 

@@ -76,7 +76,8 @@ def _numbers(counters: Sequence[str], repeats: int, counts: Counter[str]) -> lis
 
 def _actions(stage: int, kind: Kind, microbatches: range) -> Iterator[Action]:
     """Make one action for each micro-batch, fast enough for tables of millions of actions."""
-    return map(tuple.__new__, repeat(Action), zip(repeat(stage), repeat(kind), microbatches))
+    fields = zip(repeat(stage), repeat(kind), microbatches, repeat(0))
+    return map(tuple.__new__, repeat(Action), fields)
 
 
 def _in_turn(columns: Sequence[Iterator[Action]]) -> Iterator[Action]:

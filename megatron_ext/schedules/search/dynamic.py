@@ -105,8 +105,10 @@ class Progress:
                     self._order(position[needed], index)
         last_stage = schedule.num_stages - 1
         turns: dict[tuple[int, str], list[int]] = defaultdict(list)
-        for index in sorted(range(len(self.row)), key=lambda i: self.row[i].microbatch):
-            stage, kind, _ = self.row[index]
+        # The slices of a micro-batch run backward in reverse.
+        turn_of = [(action.microbatch, -action.slice) for action in self.row]
+        for index in sorted(range(len(self.row)), key=turn_of.__getitem__):
+            stage, kind, *_ = self.row[index]
             if kind in ("B", "I"):
                 turns[stage, "I"].append(index)
             if kind in ("B", "W"):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Problem", "Rows", "Rule", "search", "spread"]
 
 Rows = tuple[tuple[Action, ...], ...]
-Key = tuple[int, int, int]
+Key = tuple[int, int, int, int]
 
 _MAX_PLACED = 2_000_000
 """Actions that one search may place while it compares rules: about 20 seconds."""
@@ -37,10 +37,11 @@ _PILOT_ROUNDS = 4
 
 
 def _priority(action: Action) -> Key:
-    """I before F before W; of the forwards the deepest stage, of the others the first."""
-    if action.kind == "F":
-        return 1, -action.stage, action.microbatch
-    return (0 if action.kind == "I" else 2), action.stage, action.microbatch
+    """Backwards before F before W; of the forwards the deepest stage, of the others the first."""
+    stage, kind, microbatch, part = action
+    if kind == "F":
+        return 1, -stage, microbatch, part
+    return (2 if kind == "W" else 0), stage, microbatch, -part
 
 
 _TICKS = 10**6
@@ -53,17 +54,30 @@ class Problem:
 
     placement: Placement
     num_microbatches: int
-    cap: int
-    """Upper bound on the activations (of one stage each) alive on one rank."""
+    cap: float
+    """Upper bound on the activations (of one stage and micro-batch each) alive on one rank."""
     costs: Costs
+    slices: tuple[float, ...] = (1.0,)
+    """Share of a micro-batch in each of its slices (`Schedule.slices`)."""
+    splits: bool = True
+    """Whether backwards are split into I and W."""
 
     @property
-    def durations(self) -> dict[Kind, int]:
-        """Ticks of each kind of action on one stage."""
+    def durations(self) -> dict[Kind, list[int]]:
+        """Ticks of each kind of action on one stage, by slice."""
         share = self.placement.num_ranks * self.placement.twins / self.placement.num_stages
-        costs = self.costs
-        times: dict[Kind, float] = {"F": costs.forward, "I": costs.input, "W": costs.weight}
-        return {kind: round(time * share * _TICKS) for kind, time in times.items()}
+        costs, factors = self.costs, self.costs.slice_factors(self.slices)
+        times: dict[Kind, float] = {"F": costs.forward, "B": costs.backward}
+        times |= {"I": costs.input, "W": costs.weight}
+        return {
+            kind: [round(time * share * factor * _TICKS) for factor in factors[kind]]
+            for kind, time in times.items()
+        }
+
+    @property
+    def backwards(self) -> Sequence[Kind]:
+        """The kinds of action that make up a backward."""
+        return ("I", "W") if self.splits else ("B",)
 
     @property
     def delays(self) -> list[int]:
@@ -75,16 +89,17 @@ class Problem:
     def bound(self) -> int:
         """A makespan that no table can beat: the last rank starts late and does all of its work."""
         num_ranks, durations = self.placement.num_ranks, self.durations
-        start = durations["F"] * (num_ranks - 1) + sum(self.delays[: num_ranks - 1])
-        work = sum(durations.values()) * len(self.placement.stages_of[-1])
-        return start + self.num_microbatches * work
+        start = durations["F"][0] * (num_ranks - 1) + sum(self.delays[: num_ranks - 1])
+        work = sum(sum(durations[kind]) for kind in ("F", *self.backwards))
+        return start + self.num_microbatches * work * len(self.placement.stages_of[-1])
 
 
 class Rule(NamedTuple):
     """The parameters of one greedy run."""
 
     limit: int | None = None
-    """Upper bound on the micro-batches between first F and last I; None: unlimited."""
+    """Upper bound on the slices (whole micro-batches without any) between their first F and their
+    last I or B; None: unlimited."""
     forwards_first: bool = False
     """Whether F runs before I, and W at the cap as soon as some F needs the room."""
 
@@ -118,7 +133,8 @@ def search(problem: Problem, rules: Sequence[Rule]) -> Rows:
 
 def _best(problem: Problem, rules: Sequence[Rule]) -> _Attempt | None:
     best: _Attempt | None = None
-    runs = max(1, _MAX_PLACED // (3 * problem.placement.num_stages * problem.num_microbatches))
+    forwards = problem.placement.num_stages * problem.num_microbatches * len(problem.slices)
+    runs = max(1, _MAX_PLACED // (3 * forwards))
     for rule in rules[:: -(-len(rules) // runs)]:
         attempt = _Attempt(problem, rule)
         if attempt.run() and (best is None or attempt.makespan < best.makespan):
@@ -146,7 +162,7 @@ class _Rank:
     """
 
     free: int = 0
-    live: int = 0
+    live: float = 0
     later: list[Choice] = field(default_factory=list)
     inputs: list[tuple[Key, Action]] = field(default_factory=list)
     weights: list[tuple[Key, Action]] = field(default_factory=list)
@@ -158,7 +174,7 @@ class _Rank:
     def heap_of(self, action: Action) -> list[tuple[Key, Action]]:
         """Return the heap that an action waits in."""
         if action.kind != "F":
-            return self.inputs if action.kind == "I" else self.weights
+            return self.weights if action.kind == "W" else self.inputs
         return self.forwards if action.stage else self.entries
 
     def remove(self, choice: Choice) -> None:
@@ -175,7 +191,9 @@ class _Attempt:
     def __init__(self, problem: Problem, rule: Rule) -> None:
         self.rule = rule
         self._problem = problem
-        self._max_in_flight = problem.num_microbatches if rule.limit is None else rule.limit
+        self._num_slices = len(problem.slices)
+        in_step = problem.num_microbatches * self._num_slices
+        self._max_in_flight = in_step if rule.limit is None else rule.limit
         self._in_flight = 0
         self._durations = problem.durations
         self._delays = problem.delays
@@ -192,7 +210,7 @@ class _Attempt:
         """Place all actions; return False if the cap makes that impossible."""
         self._release(0, Action(0, "F", 0))
         stages, m = self._problem.placement.num_stages, self._problem.num_microbatches
-        for _ in range(3 * stages * m):
+        for _ in range((1 + len(self._problem.backwards)) * stages * m * self._num_slices):
             number = self._next_rank()
             if number is None:
                 return False
@@ -213,32 +231,39 @@ class _Attempt:
         assert rank.choice is not None
         start, _, action = rank.choice
         rank.remove(rank.choice)
-        rank.free = start + self._durations[action.kind]
+        rank.free = start + self._durations[action.kind][action.slice]
         self.rows[number].append(action)
         self._follow(rank, action)
         self._choose(number)
 
     def _follow(self, rank: _Rank, action: Action) -> None:
         """Release the actions that an action enables."""
-        stage, kind, microbatch = action
-        now = rank.free
+        stage, kind, microbatch, part = action
+        now, share = rank.free, self._problem.slices[part]
+        if kind in ("B", "W"):
+            rank.live -= share
         if kind == "W":
-            rank.live -= 1
             return
         target = self._problem.placement.target(stage, kind)
         if target is not None:
             delay = self._delays[min(stage, target)]
             self._release(now + delay, action._replace(stage=target))
+        # Slices reach all other stages in order, and their gradients in reverse.
         if kind == "F":
-            rank.live += 1
-            if target is None:
-                self._release(now, action._replace(kind="I"))
+            rank.live += share
+            is_last = part + 1 == self._num_slices
+            if target is None and is_last:
+                self._release(now, action._replace(kind=self._problem.backwards[0]))
             if stage == 0:
                 self._in_flight += 1
-                if microbatch + 1 < self._problem.num_microbatches:
-                    self._release(now, Action(0, "F", microbatch + 1))
+                following = (microbatch + 1, 0) if is_last else (microbatch, part + 1)
+                if following[0] < self._problem.num_microbatches:
+                    self._release(now, Action(0, "F", *following))
         else:
-            self._release(now, action._replace(kind="W"))
+            if kind == "I":
+                self._release(now, action._replace(kind="W"))
+            if stage == self._problem.placement.num_stages - 1 and part:
+                self._release(now, action._replace(slice=part - 1))
             self._in_flight -= target is None
 
     def _release(self, time: int, action: Action) -> None:

@@ -30,6 +30,7 @@ from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.search.simulate import Clock, simulate
 from megatron_ext.schedules.table.costs import UNIT, Costs
 from megatron_ext.schedules.table.memory import live_counts
+from megatron_ext.schedules.table.transforms import ahead
 from megatron_ext.schedules.table.walk import walk
 
 if TYPE_CHECKING:
@@ -92,10 +93,10 @@ def paired(schedule: Schedule, costs: Costs = UNIT) -> Schedule:
     graded = [last - rank for rank in range(last + 1)]
     found = []
     for leads in ([1] * len(graded), [1 + more for more in graded]):
-        rows = tuple(_ahead(row, lead) for row, lead in zip(schedule.rows, leads, strict=True))
-        ahead = replace(schedule, rows=rows)
-        if not walk(ahead, lambda _rank, _index, _taken: True):
-            found.append(marked_pairs(ahead))
+        rows = tuple(ahead(row, lead) for row, lead in zip(schedule.rows, leads, strict=True))
+        moved = replace(schedule, rows=rows)
+        if not walk(moved, lambda _rank, _index, _taken: True):
+            found.append(marked_pairs(moved))
     most = sum(_steady(row) for row in schedule.rows)
     if max((sum(map(len, table.pairs)) for table in found), default=0) < most:
         warm_ups = [_warm_up(row) for row in schedule.rows]
@@ -133,14 +134,6 @@ def _warm_up(row: Row) -> int:
 def _steady(row: Row) -> int:
     """Return how many forwards a regular row could pair if it had one more in its warm-up."""
     return max(0, sum(action.kind == "F" for action in row) - _warm_up(row) - 1)
-
-
-def _ahead(row: Row, lead: int) -> Row:
-    """Let each forward of a row run where the one that is `lead` forwards earlier did."""
-    forwards = [action for action in row if action.kind == "F"]
-    following = iter(forwards[lead:])
-    others = (next(following, None) if action.kind == "F" else action for action in row)
-    return (*forwards[:lead], *(action for action in others if action is not None))
 
 
 class _Placing:

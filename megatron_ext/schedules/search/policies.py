@@ -191,7 +191,8 @@ class Hint:
     ) -> None:
         self.progress = Progress(schedule, rank)
         self._changes = _changes(stash_ratio)
-        self._rest = Curve([self._changes[action.kind] for action in self.progress.row])
+        self._slices = schedule.slices
+        self._rest = Curve([self._change(action) for action in self.progress.row])
         self.cap = cap
         self.live: float = 0
         self.patience = patience
@@ -241,6 +242,9 @@ class Hint:
             self.live += self._rest.take(index)
         return index
 
+    def _change(self, action: Action) -> float:
+        return self._changes[action.kind] * self._slices[action.slice]
+
     def _runs_head(self) -> bool:
         """Return whether the head is ready, or follows what is launched: nothing else is ready."""
         if self.progress.is_ready(self._head):
@@ -275,7 +279,7 @@ class Hint:
         Behind its position the curve is unchanged. So if the first ready forward does not fit, no
         later one does.
         """
-        change = self._changes[self.progress.row[index].kind]
+        change = self._change(self.progress.row[index])
         if change <= 0 or index == self._head:
             return True
         return self.live + self._rest.top(index) + change <= self.cap
@@ -327,11 +331,11 @@ class Greedy:
 def _reordered(schedule: Schedule, rank: int, depth_first: bool) -> Schedule:
     """Return the schedule with the rank's row sorted by preference."""
 
-    def preference(action: Action) -> tuple[int, int]:
+    def preference(action: Action) -> tuple[int, int, int]:
         # Backwards traverse the chunks in reverse, so the preference is reversed too.
         forward = action.kind == "F"
         deep = -action.stage if forward == depth_first else action.stage
-        return deep, action.microbatch
+        return deep, action.microbatch, action.slice if action.kind == "F" else -action.slice
 
     rows = list(schedule.rows)
     rows[rank] = tuple(sorted(rows[rank], key=preference))
@@ -348,7 +352,8 @@ def activation_cap(
         extra_activations: Micro-batches beyond the table's peak, each on all stages of a rank.
         stash_ratio: What a weight stash counts.
     """
-    peak = max(max(live_counts(row, stash_ratio), default=0) for row in schedule.rows)
+    slices = schedule.slices
+    peak = max(max(live_counts(row, stash_ratio, slices), default=0) for row in schedule.rows)
     return peak + extra_activations * max(map(len, schedule.placement.stages_of))
 
 
@@ -368,8 +373,9 @@ def arena_slots(
     """
     more = 0
     if extra_activations is not None:
-        least = min(max(live_counts(row)) for row in table.rows)
-        more = math.ceil(activation_cap(table, extra_activations, stash_ratio) - least)
+        least = min(max(live_counts(row, slices=table.slices)) for row in table.rows)
+        beyond = activation_cap(table, extra_activations, stash_ratio) - least
+        more = math.ceil(beyond / min(table.slices))
     by_pair: dict[frozenset[int], int] = defaultdict(int)
     for (source, target, _), slots in validate(table).slots.items():
         by_pair[frozenset((source, target))] += slots + more

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.schedules.table.actions import KINDS, Action
 from megatron_ext.schedules.table.communication import Transfer, lower
 from megatron_ext.schedules.table.costs import AHEAD, UNIT, Costs
-from megatron_ext.schedules.table.memory import activation_peaks
+from megatron_ext.schedules.table.memory import activation_peaks, measure
 from megatron_ext.schedules.table.walk import check_ends, walk
 
 if TYPE_CHECKING:
@@ -89,6 +89,11 @@ class Timeline:
         """Peak of activations on any rank, in Ma."""
         return max(self.peak_activations_per_rank)
 
+    @cached_property
+    def keys_and_values(self) -> float:
+        """Peak of keys and values of micro-batches in slices on any rank; 0 without slices."""
+        return max(measure(self.schedule).keys_and_values, default=0.0)
+
     @property
     def messages(self) -> int:
         """Total number of activations and gradients that cross ranks in one step."""
@@ -99,7 +104,7 @@ class Timeline:
                 for step in program
             )
         crossing = sum(hop != "local" for hop in self.schedule.placement.hops)
-        return 2 * crossing * self.schedule.total_microbatches
+        return 2 * crossing * self.schedule.total_microbatches * self.schedule.num_slices
 
 
 def simulate(schedule: Schedule, costs: Costs = UNIT) -> Timeline:
@@ -151,9 +156,10 @@ class Clock:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.starts: list[list[float]] = [[] for _ in schedule.rows]
         self.ends: list[list[float]] = [[] for _ in schedule.rows]
-        self._num_microbatches = schedule.num_microbatches
+        self._num_slices, self._in_step = schedule.num_slices, schedule.slices_in_step
+        self._slices = schedule.slices
         self._durations = costs.durations(schedule)
-        self._factors = costs.action_factors(schedule) if costs.has_factors else None
+        self._factors = costs.action_factors(schedule) if costs.has_factors(schedule) else None
         self._all_to_all, self._hides = costs.all_to_all, costs.hides
         self._latency = costs.latency
         self._wire_time = 0.0 if costs.bandwidth is None else 1.0 / costs.bandwidth
@@ -180,10 +186,11 @@ class Clock:
 
     def time_of(self, action: Action) -> float:
         """Return how long an action takes that runs alone."""
-        stage, kind, microbatch = action
+        stage, kind, microbatch, part = action
         time = self._durations[kind][stage]
         if self._factors is not None:
-            time *= self._factors[kind][stage * self._num_microbatches + microbatch]
+            number = microbatch * self._num_slices + part
+            time *= self._factors[kind][stage * self._in_step + number]
         return time
 
     def all_to_all_of(self, action: Action) -> float:
@@ -212,17 +219,19 @@ class Clock:
 
     def arrivals(self, action: Action, end: float) -> list[float]:
         """Return when what an action has made arrives at each action that takes it."""
-        stage, kind, microbatch = action
+        stage, kind, microbatch, part = action
         arrivals = []
         for link in self._links[kind][stage]:
             arrival = end
             if link is not None:
                 if self._wire_time:  # messages queue on their link
-                    arrival = max(end, self._carried.get(link, 0.0)) + self._wire_time
+                    arrival = max(end, self._carried.get(link, 0.0))
+                    arrival += self._wire_time * self._slices[part]
                     self._carried[link] = arrival
                 latency = self._latency
                 if self._link_factors is not None:
-                    key = stage * self._num_microbatches + microbatch
+                    number = microbatch * self._num_slices + part
+                    key = stage * self._in_step + number
                     latency *= self._link_factors["F" if kind == "F" else "B"][key]
                 arrival += latency
             arrivals.append(arrival)

@@ -30,23 +30,26 @@ KINDS: tuple[Kind, ...] = ("F", "B", "I", "W", "R")
 Option = str | int | bool
 
 _PAIR = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
-_ACTION = re.compile(r"([0-9]{1,9})([FBIWR])([0-9]{1,9})")
+_ACTION = re.compile(r"([0-9]{1,9})([FBIWR])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 
 class Action(NamedTuple):
-    """One piece of computation: a kind of pass over one stage for one micro-batch."""
+    """One piece of computation: a kind of pass over one stage for one micro-batch, or its slice."""
 
     stage: int
     kind: Kind
     microbatch: int
+    slice: int = 0
+    """Position in the micro-batch of the part of the sequence that it computes."""
 
     def __str__(self) -> str:
-        """Return the text form of torch.distributed.pipelining, for example `2F0`."""
-        return f"{self.stage}{self.kind}{self.microbatch}"
+        """Return the text form of torch.distributed.pipelining, such as `2F0`, or `2F0.3`."""
+        text = f"{self.stage}{self.kind}{self.microbatch}"
+        return f"{text}.{self.slice}" if self.slice else text
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Parse the text form of an action, such as `2F0` or `1I3`.
+        """Parse the text form of an action, such as `2F0` or `1I3`, or `2F0.3` for its slice 3.
 
         Raises:
             ScheduleError: The text is not an action.
@@ -57,8 +60,8 @@ class Action(NamedTuple):
                 f"{text[:40]!r} is not an action; write stage, kind (F, B, I, W or R) and "
                 f"micro-batch, as in 2F0"
             )
-        stage, kind, microbatch = match.groups()
-        return cls(int(stage), kind, int(microbatch))  # type: ignore[arg-type]
+        stage, kind, microbatch, part = match.groups(default="0")
+        return cls(int(stage), kind, int(microbatch), int(part))  # type: ignore[arg-type]
 
 
 Row = tuple[Action, ...]
@@ -108,6 +111,10 @@ class Schedule:
     """Options that distinguish tables of one name, for example `{"chunks": 2}`."""
     routes: tuple[Route, ...] = ()
     """Tensors of the model that skip stages (`route_plan.py`)."""
+    slices: tuple[float, ...] = (1.0,)
+    """Share of a micro-batch's tokens in each of its slices (`slices.py`). Each stage runs the
+    forwards of a micro-batch's slices in order, because attention reads the keys and values of
+    earlier slices, and their backwards in reverse, because those add gradients to them."""
     pairs: tuple[frozenset[int], ...] = ()
     """By rank: positions of the forwards that run as one action with the backward behind them, each
     with its communication behind the other's computation. Both wait for all inputs of the two, and
@@ -124,6 +131,16 @@ class Schedule:
     def total_microbatches(self) -> int:
         """Micro-batches of the pipeline world in one step, both twins together."""
         return self.num_microbatches * self.placement.twins
+
+    @property
+    def num_slices(self) -> int:
+        """Slices that each micro-batch is cut into; 1: micro-batches are whole."""
+        return len(self.slices)
+
+    @property
+    def slices_in_step(self) -> int:
+        """Slices of all micro-batches of one pipeline in one step: times that a stage runs F."""
+        return self.num_microbatches * len(self.slices)
 
     @property
     def num_stages(self) -> int:
@@ -170,42 +187,53 @@ class Schedule:
             yield f"({first};{row[index + 1]})OVERLAP_F_B" if index in pairs else str(first)
 
     @cached_property
-    def split(self) -> frozenset[tuple[int, int]]:
-        """The (stage, micro-batch) of each backward that is split into I and W."""
-        return frozenset((a.stage, a.microbatch) for row in self.rows for a in row if a.kind == "I")
+    def split(self) -> frozenset[tuple[int, int, int]]:
+        """The (stage, micro-batch, slice) of each backward that is split into I and W."""
+        return frozenset((a[0], *a[2:]) for row in self.rows for a in row if a.kind == "I")
 
     def needs(self, action: Action) -> tuple[Action, ...]:
         """Return the actions whose results an action needs: the one rule of dependencies.
 
         F needs the F of the stage before. B and I need the forward of their own stage, and the
         backward of the stage after. W needs its own I. R needs what F needs, or, if activations are
-        shipped, the F of its own stage, which is on another rank.
+        shipped, the F of its own stage, which is on another rank. On its own stage a slice also
+        needs the F of the slice before it, and the backward of the slice after it.
         """
-        stage, kind, _ = action
+        stage, kind, _, part = action
         if kind == "W":
             return (action._replace(kind="I"),)
         if kind == "R" and self.ships_activations:
             return (action._replace(kind="F"),)
         source = self.placement.source(stage, kind)
         if kind in ("F", "R"):
-            return () if source is None else (action._replace(stage=source, kind="F"),)
+            before = (action._replace(slice=part - 1),) if part else ()
+            return before if source is None else (action._replace(stage=source, kind="F"), *before)
         own = action._replace(kind="R" if self.disaggregated else "F")
-        return (own,) if source is None else (own, self._backward(action, source))
+        needed = (own,) if source is None else (own, self._backward(action, source))
+        if part + 1 == self.num_slices:
+            return needed
+        return (*needed, self._backward(action._replace(slice=part + 1), stage))
 
     def feeds(self, action: Action) -> tuple[Action, ...]:
         """Return the actions that need the result of an action: `needs`, the other way round."""
-        stage, kind, _ = action
+        stage, kind, _, part = action
         if kind == "W":
             return ()
         target = self.placement.target(stage, kind)
         if kind == "R":
             return (self._backward(action, stage),)
         if kind in ("B", "I"):
-            own = (action._replace(kind="W"),) if kind == "I" else ()
-            return own if target is None else (self._backward(action, target), *own)
+            fed = [] if target is None else [self._backward(action, target)]
+            if kind == "I":
+                fed.append(action._replace(kind="W"))
+            if part:
+                fed.append(self._backward(action._replace(slice=part - 1), stage))
+            return tuple(fed)
         fed = []
         if target is not None and self.runs_forward(target):
             fed.append(action._replace(stage=target))
+        if part + 1 < self.num_slices:
+            fed.append(action._replace(slice=part + 1))
         if not self.disaggregated:
             fed.append(self._backward(action, stage))
         elif self.ships_activations:
@@ -220,8 +248,8 @@ class Schedule:
         return source.stage != target.stage or rank_for(*source[:2]) != rank_for(*target[:2])
 
     def _backward(self, action: Action, stage: int) -> Action:
-        """Return the backward of a stage for the micro-batch of an action."""
-        kind: Kind = "I" if (stage, action.microbatch) in self.split else "B"
+        """Return the backward of a stage for the micro-batch and slice of an action."""
+        kind: Kind = "I" if (stage, *action[2:]) in self.split else "B"
         return action._replace(stage=stage, kind=kind)
 
     def runs_forward(self, stage: int) -> bool:
@@ -256,6 +284,8 @@ class Schedule:
         sha = hashlib.sha256(repr((self.placement, self.num_microbatches)).encode())
         if self.routes:
             sha.update(repr(self.routes).encode())
+        if self.num_slices > 1:
+            sha.update(repr(self.slices).encode())
         for rank in range(len(self.rows)):
             sha.update(",".join(self.cells(rank)).encode() + b"\n")
         return sha.hexdigest()

@@ -47,10 +47,10 @@ class Transfer(NamedTuple):
 
     def __str__(self) -> str:
         """Return the form of torch.distributed.pipelining, where a SEND names the sending stage."""
-        kind, stage, microbatch = self.message[:3]
+        kind, stage, microbatch, part = self.message[:4]
         if self.verb == "SEND" and kind in ("F", "B"):
             stage += -1 if kind == "F" else 1
-        return f"{stage}{self.verb}_{kind}{microbatch}"
+        return f"{stage}{self.verb}_{kind}{microbatch}{f'.{part}' if part else ''}"
 
 
 class Exchange(NamedTuple):
@@ -132,16 +132,16 @@ def _routed(
     """Return the messages of routes around an action."""
     if plan is None:
         return ()
-    rank_for, microbatch = schedule.placement.rank_for, action.microbatch
+    rank_for = schedule.placement.rank_for
     if verb == "RECV":
         return tuple(
             Transfer(
-                verb, hop.message(microbatch), rank_for(hop.stage, _SENDERS[hop.kind]), hop.to_twin
+                verb, hop.message(action), rank_for(hop.stage, _SENDERS[hop.kind]), hop.to_twin
             )
             for hop in plan.hops_in(action)
         )
     return tuple(
-        Transfer(verb, hop.message(microbatch), rank_for(hop.taker, kind), hop.to_twin)
+        Transfer(verb, hop.message(action), rank_for(hop.taker, kind), hop.to_twin)
         for hop in plan.hops_out(action)
         for kind in route_receivers(schedule, hop)
     )
@@ -180,7 +180,7 @@ def lower(schedule: Schedule) -> tuple[tuple[Action | Transfer, ...], ...]:
 def tensor_of(action: Action) -> Message:
     """Return the name of the activation or gradient that an action takes."""
     kind: MessageKind = "F" if action.kind in ("F", "R") else "B"
-    return Message(kind, action.stage, action.microbatch)
+    return Message(kind, action.stage, action.microbatch, action.slice)
 
 
 def _tensor(schedule: Schedule, source: Action, target: Action, *, sends: bool) -> Transfer:
@@ -195,14 +195,15 @@ def _tensor(schedule: Schedule, source: Action, target: Action, *, sends: bool) 
 
 
 def _awaits(schedule: Schedule, action: Action, window: int | None) -> tuple[Transfer, ...]:
-    stage, kind, microbatch = action
+    stage, kind, microbatch, _ = action
     if window is None or kind != "F" or microbatch < window:
         return ()
-    return (Transfer("RECV", Message("C", *action[::2]), schedule.placement.rank_for(stage, "R")),)
+    message = Message("C", stage, microbatch)
+    return (Transfer("RECV", message, schedule.placement.rank_for(stage, "R")),)
 
 
 def _grants(schedule: Schedule, action: Action, window: int | None) -> tuple[Transfer, ...]:
-    stage, kind, microbatch = action
+    stage, kind, microbatch, _ = action
     if window is None or kind != "R" or not schedule.runs_forward(stage):
         return ()
     if microbatch + window >= schedule.num_microbatches:
@@ -244,13 +245,13 @@ def check_slots(schedule: Schedule, slots: int) -> None:
     def visit(rank: int, index: int, _taken: object) -> tuple[bool, bool] | None:
         end = index + (2 if index in schedule.pairs_of(rank) else 1)
         actions = schedule.rows[rank][index:end]
-        sends = [edge(s, placement.target(s, kind), kind) for s, kind, _ in actions]
+        sends = [edge(s, placement.target(s, kind), kind) for s, kind, _, _ in actions]
         if any(to is not None and unused.get(to, 0) >= slots for to in sends):
             return None
         for to in sends:
             if to is not None:
                 unused[to] = unused.get(to, 0) + 1
-        for stage, kind, _ in actions:
+        for stage, kind, _, _ in actions:
             source = edge(placement.source(stage, kind), stage, kind)
             if source is not None:
                 unused[source] -= 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from operator import mul
 
 from megatron_ext.errors import ScheduleError
@@ -37,8 +39,8 @@ class Costs:
     latency: float = 0.0
     """Time from the end of an action until another rank has its output."""
     bandwidth: float | None = None
-    """Messages per unit of time on one link (ordered pair of ranks); None: unlimited. Messages
-    queue on their link; different links are independent."""
+    """Messages of whole micro-batches per unit of time on one link (ordered pair of ranks); None:
+    unlimited. Messages queue on their link; different links are independent."""
     stage_scale: tuple[float, ...] = ()
     """Factor on the durations of each stage, for uneven stages; empty: all 1."""
     microbatch_scale: tuple[float, ...] = ()
@@ -50,6 +52,9 @@ class Costs:
     launch: float = 0.0
     """Time of the host to launch an action, on a device that runs behind it; 0: the host computes.
     A launch begins when at most `AHEAD - 1` earlier actions of its rank still run."""
+    attention: float = 0.0
+    """Share of a forward, and of a full backward, that is core attention: at least 0, below 1. It
+    grows with the square of the length, so slices of equal length differ (`slices.py`)."""
     all_to_all: float = 0.0
     """Share of F and I that is communication between experts: at least 0, below 1."""
     hides: float = 1.0
@@ -84,6 +89,10 @@ class Costs:
             raise ScheduleError(
                 f"the share of all-to-all must be from 0 to less than 1, and how much of it a pair "
                 f"hides from 0 to 1, got {self.all_to_all:g} and {self.hides:g}"
+            )
+        if not 0 <= self.attention < 1:
+            raise ScheduleError(
+                f"the share of attention must be from 0 to less than 1, got {self.attention:g}"
             )
         if self.jitter < 0 or self.link_jitter < 0:
             raise ScheduleError(
@@ -149,35 +158,59 @@ class Costs:
             for kind, time in zip(KINDS, times, strict=True)
         }
 
-    @property
-    def has_factors(self) -> bool:
-        """Whether micro-batches differ, so that `action_factors` are needed."""
-        return bool(self.jitter or self.microbatch_scale)
+    def slice_factors(self, slices: Sequence[float]) -> dict[Kind, list[float]]:
+        """Return the factor on each kind of action by slice: its share of the micro-batch's time.
+
+        All attention of a backward is in its I, as far as it fits, because W has none.
+        """
+        ends = [*accumulate(slices, initial=0.0)]
+        squares = [after * after - before * before for before, after in pairwise(ends)]
+        of_backward = self.attention * self.backward
+        of_input = min(of_backward, self.input)
+        attention: dict[Kind, float] = {
+            "F": self.attention,
+            "B": self.attention,
+            "I": of_input / self.input,
+            "W": (of_backward - of_input) / self.weight,
+            "R": self.attention,
+        }
+        return {
+            kind: [
+                share * square + (1 - share) * tokens
+                for tokens, square in zip(slices, squares, strict=True)
+            ]
+            for kind, share in attention.items()
+        }
+
+    def has_factors(self, schedule: Schedule) -> bool:
+        """Return whether micro-batches or their slices differ, so that factors are needed."""
+        return bool(self.jitter or self.microbatch_scale or schedule.num_slices > 1)
 
     def action_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
-        """Return the factor on each action by kind and `stage * num_microbatches + microbatch`.
+        """Return the factor on each action, by kind and stage, and in it micro-batch and slice.
 
-        It is the jitter times the scale of the micro-batch.
+        The index is `stage * slices_in_step + microbatch * num_slices + slice`. A factor is the
+        jitter times the scale of the micro-batch times the share of the slice.
 
         Raises:
             ScheduleError: `microbatch_scale` does not have one factor for each micro-batch.
         """
-        count = schedule.num_stages * schedule.num_microbatches
+        count = schedule.num_stages * schedule.slices_in_step
         factors = {kind: self._factors(self.jitter, kind, count) for kind in KINDS}
-        scales = self.microbatch_scale
-        if not scales:
-            return factors
+        scales = self.microbatch_scale or (1.0,) * schedule.num_microbatches
         if len(scales) != schedule.num_microbatches:
             raise ScheduleError(
                 f"microbatch_scale has {len(scales)} factors, {schedule.label} has "
                 f"{schedule.num_microbatches} micro-batches; give one factor for each"
             )
-        by_action = scales * schedule.num_stages
-        return {kind: list(map(mul, row, by_action)) for kind, row in factors.items()}
+        for kind, shares in self.slice_factors(schedule.slices).items():
+            of_slices = [scale * share for scale in scales for share in shares]
+            factors[kind] = list(map(mul, factors[kind], of_slices * schedule.num_stages))
+        return factors
 
     def link_factors(self, schedule: Schedule) -> dict[Kind, list[float]]:
         """Return the jitter of each message by the action that sends it; B covers I as well."""
-        count = schedule.num_stages * schedule.num_microbatches
+        count = schedule.num_stages * schedule.slices_in_step
         kinds: tuple[Kind, Kind] = ("F", "B")
         return {kind: self._factors(self.link_jitter, f"link {kind}", count) for kind in kinds}
 

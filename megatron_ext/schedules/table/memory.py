@@ -7,11 +7,15 @@ the activations of one micro-batch for 1/pp of the model, so one stage holds pp/
 Most layers hold less after I than before. Layers that are recomputed, or that keep their gathered
 input for W, hold more: the *stash ratio* is what a micro-batch holds between I and W over what it
 holds between F and I.
+
+A slice holds its share of a micro-batch's activations. Keys and values of a micro-batch in slices
+live from its first F to its last backward, and as much again for their gradients from its first
+backward on. They are counted apart, because their size depends on the heads of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import ceil
@@ -44,6 +48,9 @@ class Memory:
     weight_stash: tuple[float, ...]
     routed: tuple[int, ...] = ()
     """Tensors of routes that are kept for their takers, in tensors; empty without routes."""
+    keys_and_values: tuple[float, ...] = ()
+    """Keys and values of micro-batches in slices, and their gradients: 1 is those of one
+    micro-batch on 1/pp of the model; empty without slices."""
 
 
 _RECOMPUTED = {"layernorm": 4, "mla_up_proj": 6, "mlp": 16, "moe": 16, "moe_act": 8}
@@ -97,54 +104,72 @@ def stash_ratio(
     return max(1.0, ceil(16 * stash / kept) / 16)
 
 
-def live_counts(row: Row, stash_ratio: float = 1.0) -> Iterator[float]:
+def live_counts(
+    row: Row, stash_ratio: float = 1.0, slices: Sequence[float] = (1.0,)
+) -> Iterator[float]:
     """Yield for each action of a row the activations (one stage, one micro-batch) then alive.
 
     Args:
         row: The actions of a rank, in the order in which it runs them.
         stash_ratio: What a weight stash counts; 1: it counts as the activations until W.
+        slices: What each slice counts (`Schedule.slices`).
     """
     growth = stash_ratio - 1
-    kinds = {kind for _, kind, _ in row}
+    kinds = {action.kind for action in row}
     if kinds == {"F"}:  # no backward needs them
         yield from [1] * len(row)
         return
     opens = "R" if "R" in kinds else "F"
     live: float = 0
-    for _, kind, _ in row:
+    for _, kind, _, part in row:
         if kind == opens:
-            live += 1
+            live += slices[part]
         elif kind == "I" and growth:
-            live += growth
+            live += growth * slices[part]
         yield live
         if kind == "B":
-            live -= 1
+            live -= slices[part]
         elif kind == "W":
-            live -= stash_ratio if growth else 1
+            live -= stash_ratio * slices[part]
 
 
-def _stash_peak(row: Row) -> int:
-    stash = peak = 0
-    for _, kind, _ in row:
+def _stash_peak(row: Row, slices: Sequence[float]) -> float:
+    stash = peak = 0.0
+    for _, kind, _, part in row:
         if kind == "I":
-            stash += 1
+            stash += slices[part]
             peak = max(peak, stash)
         elif kind == "W":
-            stash -= 1
+            stash -= slices[part]
+    return peak
+
+
+def _keys_peak(row: Row, num_slices: int) -> int:
+    """Return the peak of keys and values, or their gradients, of a micro-batch on one stage."""
+    kept = peak = 0
+    for _, kind, _, part in row:
+        if kind == "F":
+            kept += part == 0
+        elif kind in ("B", "I"):
+            kept += part == num_slices - 1
+        peak = max(peak, kept)
+        if kind in ("B", "I") and part == 0:
+            kept -= 2
     return peak
 
 
 def activation_peaks(schedule: Schedule, stash_ratio: float = 1.0) -> tuple[float, ...]:
     """Return the peak of activations on each rank of a schedule, in Ma."""
     share = schedule.pp / schedule.num_stages
-    if stash_ratio != 1:
-        return tuple(share * max(live_counts(row, stash_ratio), default=0) for row in schedule.rows)
+    if stash_ratio != 1 or schedule.num_slices > 1:
+        counts = (live_counts(row, stash_ratio, schedule.slices) for row in schedule.rows)
+        return tuple(share * max(live, default=0) for live in counts)
     return tuple(share * _activation_peak(row) for row in schedule.rows)
 
 
 def _activation_peak(row: Row) -> int:
     """Return the maximum of `live_counts`, reached where an F or R begins."""
-    kinds = [kind for _, kind, _ in row]
+    kinds = [action.kind for action in row]
     found = set(kinds)
     if found <= {"F"}:  # no backward needs them
         return len(found)
@@ -156,11 +181,12 @@ def _activation_peak(row: Row) -> int:
 
 def measure(schedule: Schedule) -> Memory:
     """Return the peak memory of a schedule."""
-    share = schedule.pp / schedule.num_stages
+    share, rows, count = schedule.pp / schedule.num_stages, schedule.rows, schedule.num_slices
     return Memory(
         activation_peaks(schedule),
-        tuple(share * _stash_peak(row) for row in schedule.rows),
+        tuple(share * _stash_peak(row, schedule.slices) for row in rows),
         routed_peaks(schedule) if schedule.routes else (),
+        tuple(share * _keys_peak(row, count) for row in rows) if count > 1 else (),
     )
 
 
@@ -200,7 +226,7 @@ def _add_slots_of_routes(schedule: Schedule, slots: dict[Edge, int]) -> None:
 def _live_of(row: Row, stage: int) -> Iterator[int]:
     """Yield how many micro-batches are between F and B, or I, of a stage, after each action."""
     changes = {"F": 1, "B": -1, "I": -1}
-    return accumulate(changes.get(kind, 0) if s == stage else 0 for s, kind, _ in row)
+    return accumulate(changes.get(kind, 0) if s == stage else 0 for s, kind, _, _ in row)
 
 
 def _slots_of_roles(schedule: Schedule) -> Mapping[Edge, int]:
@@ -228,7 +254,7 @@ def _live_by_peer(schedule: Schedule, row: Row) -> dict[int, int]:
         target = schedule.placement.target(stage, "F")
         if hop != "local" and target is not None:
             peers[stage] = rank_of[target]
-    for stage, kind, _ in row:
+    for stage, kind, _, _ in row:
         peer = peers[stage]
         if peer < 0:
             continue

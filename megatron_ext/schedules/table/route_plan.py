@@ -94,7 +94,7 @@ def connect(
 
 
 class Hop(NamedTuple):
-    """A message of routes, which one stage sends to another rank for each micro-batch."""
+    """A message of routes, which one stage sends to another rank for each slice."""
 
     kind: Literal["P", "G"]
     """P: the tensors themselves; G: their gradients."""
@@ -106,9 +106,9 @@ class Hop(NamedTuple):
     """The routes that it carries, sorted."""
     to_twin: bool
 
-    def message(self, microbatch: int) -> Message:
-        """Return the message for a micro-batch."""
-        return Message(self.kind, self.stage, microbatch)
+    def message(self, action: Action) -> Message:
+        """Return the message for the micro-batch and slice of an action."""
+        return Message(self.kind, self.stage, action.microbatch, action.slice)
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,9 @@ def routed_peaks(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _peak(row: Row, keeps: Mapping[int, int], ends: Mapping[tuple[str, int], int]) -> int:
-    trains = any(kind != "F" for _, kind, _ in row)
+    trains = any(action.kind != "F" for action in row)
     live = peak = 0
-    for stage, kind, _ in row:
+    for stage, kind, _, _ in row:
         if kind in ("F", "R"):
             live += keeps.get(stage, 0)
             peak = max(peak, live)

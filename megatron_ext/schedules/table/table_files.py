@@ -1,10 +1,11 @@
 """Tables as files: CSV as torch.distributed.pipelining writes it, and JSON.
 
 In CSV each row is a pipeline rank, each cell an action such as `2F0`, or a pair, which runs as one:
-`(0F4;7B1)OVERLAP_F_B`. An empty cell is an idle slot. Cells for communication and sharding
+`(0F4;7B1)OVERLAP_F_B`. Slice 3 of a micro-batch is `2F0.3`, which torch does not know; the slices
+of a file have equal lengths. An empty cell is an idle slot. Cells for communication and sharding
 (`SEND_F`, `RECV_B`, `UNSHARD`, `REDUCE_GRAD`, ...) are skipped, because all of these are derived
-from the computation. The rows imply the placement. JSON holds name, options, placement, twins and
-times besides.
+from the computation. The rows imply the placement. JSON holds name, options, placement, twins,
+lengths of slices and times besides.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.table.actions import Row, Schedule, parse_row
 from megatron_ext.schedules.table.placement import Placement, recognised
+from megatron_ext.schedules.table.slices import shares_of_equal_cost
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.text_file import read_text
 
@@ -100,10 +102,10 @@ def from_csv(text: str, name: str) -> Schedule:
     for rank, actions in enumerate(rows):
         for index, action in enumerate(actions):
             # So large that checking it would need more memory than the file itself.
-            if max(action.stage, action.microbatch) >= num_actions:
+            if max(action.stage, action.microbatch, action.slice) >= num_actions:
                 raise ScheduleError(
                     f"row {rank + 1} runs {action}, but {num_actions} actions are too few for that "
-                    f"many stages or micro-batches, numbered from 0; is the file complete?"
+                    f"many stages, micro-batches or slices, numbered from 0; is the file complete?"
                 )
             first = owner.setdefault(action.stage, rank)
             if first != rank:
@@ -118,8 +120,15 @@ def from_csv(text: str, name: str) -> Schedule:
             f"file complete? It has {len(rows)} rows and needs one for each rank"
         )
     count = 1 + max(action.microbatch for row in rows for action in row)
-    placement = recognised(tuple(owner[stage] for stage in sorted(owner)), len(rows))
-    return Schedule(name, placement, count, tuple(rows), pairs=tuple(pairs) if any(pairs) else ())
+    slices = shares_of_equal_cost(1 + max(action.slice for row in rows for action in row))
+    return Schedule(
+        name,
+        recognised(tuple(owner[stage] for stage in sorted(owner)), len(rows)),
+        count,
+        tuple(rows),
+        pairs=tuple(pairs) if any(pairs) else (),
+        slices=slices,
+    )
 
 
 def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
@@ -134,6 +143,7 @@ def json_text(schedule: Schedule, **times: Sequence[Sequence[float]]) -> str:
         "schedule": schedule.name,
         "options": dict(schedule.options),
         "num_microbatches": schedule.num_microbatches,
+        **({"slices": schedule.slices} if schedule.num_slices > 1 else {}),
         "placement": {
             "name": placement.name,
             "num_ranks": placement.num_ranks,
@@ -179,6 +189,7 @@ def from_json(text: str) -> Schedule:
             rows,
             content["options"],
             pairs=pairs if any(pairs) else (),
+            slices=tuple(content.get("slices", (1.0,))),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ScheduleError(

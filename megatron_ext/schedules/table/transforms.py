@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.placement import Placement
 
 __all__ = [
+    "ahead",
     "chunk_on_screen",
     "forward_only",
     "literal_rows",
@@ -65,6 +66,14 @@ def weights_at_once(schedule: Schedule) -> Schedule:
                 moved.append(action._replace(kind="W"))
         rows.append(tuple(moved))
     return replace(schedule, rows=tuple(rows))
+
+
+def ahead(row: Row, lead: int) -> Row:
+    """Let each forward of a row run where the one that is `lead` forwards earlier did."""
+    forwards = [action for action in row if action.kind == "F"]
+    following = iter(forwards[lead:])
+    others = (next(following, None) if action.kind == "F" else action for action in row)
+    return (*forwards[:lead], *(action for action in others if action is not None))
 
 
 def literal_rows(schedule: Schedule) -> tuple[Row, ...]:

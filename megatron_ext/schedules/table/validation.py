@@ -47,8 +47,9 @@ class Report:
     slots: Mapping[Edge, int]
     """Receive slots on each edge with which no send ever waits."""
     ascending: bool
-    """Whether each stage runs its backwards (and its W) in the order of the micro-batches. If so,
-    gradients are summed in the same order as without a pipeline, and equal bit for bit."""
+    """Whether each stage runs its backwards (and its W) in the order of the micro-batches, and in
+    reverse the slices of each. If so, gradients are summed in the same order as without a pipeline,
+    and equal bit for bit."""
 
 
 def validate(
@@ -131,23 +132,34 @@ def check_cover(schedule: Schedule) -> None:
             f"{schedule.label} has {len(schedule.rows)} rows, its {schedule.placement.name} "
             f"placement has {num_ranks} ranks; a table has one row for each rank"
         )
-    done = bytearray(schedule.num_stages * m)
+    num_slices = schedule.num_slices
+    if num_slices > 1 and schedule.disaggregated:
+        raise ScheduleError(
+            f"{schedule.label} runs forwards and backwards on different ranks, which would both "
+            "need the keys and values of earlier slices; leave slices out"
+        )
+    done = bytearray(schedule.num_stages * schedule.slices_in_step)
     # With two roles, a forward is not a precondition of later actions of the same rank.
     forwards = bytearray(len(done)) if schedule.disaggregated else done
     kinds = _kinds_of_stages(schedule)
     for rank, row in enumerate(schedule.rows):
         mine = kinds[rank]
-        for index, (stage, kind, microbatch) in enumerate(row):
-            if kind not in mine.get(stage, "") or not 0 <= microbatch < m:
+        for index, (stage, kind, microbatch, part) in enumerate(row):
+            is_known = kind in mine.get(stage, "") and 0 <= microbatch < m
+            if not (is_known and 0 <= part < num_slices):
                 raise ScheduleError(_misplaced(schedule, rank, index))
-            key = stage * m + microbatch
+            key = (stage * m + microbatch) * num_slices + part
             cells = forwards if kind == "F" else done
             if cells[key] != _BEFORE[kind]:
                 raise ScheduleError(_unexpected(schedule, rank, index, cells[key]))
             cells[key] |= _BIT[kind]
+            if kind == "F" and part and not cells[key - 1]:
+                raise ScheduleError(_too_early(schedule, rank, index, -1))
+            if kind in ("B", "I") and part + 1 < num_slices and cells[key + 1] < _BIT["B"]:
+                raise ScheduleError(_too_early(schedule, rank, index, 1))
     for key, bits in enumerate(done):
         if bits not in _COMPLETE:
-            raise ScheduleError(_missing(schedule, *divmod(key, m), bits))
+            raise ScheduleError(_missing(schedule, key, bits))
     if schedule.disaggregated:
         _check_forwards(schedule, forwards)
 
@@ -160,6 +172,17 @@ def _check_forwards(schedule: Schedule, forwards: bytearray) -> None:
                 f"rank {schedule.placement.rank_of[stage]} never runs {stage}F{microbatch}, which "
                 "others need; forward ranks must run F of each micro-batch"
             )
+
+
+def _too_early(schedule: Schedule, rank: int, index: int, step: int) -> str:
+    action = schedule.rows[rank][index]
+    before = action._replace(slice=action.slice + step)
+    rule = (
+        f"{before} has to run before it, because its keys and values are read"
+        if step < 0
+        else f"{before} has to run before it, because it adds to the gradients of keys and values"
+    )
+    return f"{action} cannot run here: {rule}\n  {schedule.marked(rank, index)}"
 
 
 def _kinds_of_stages(schedule: Schedule) -> list[dict[int, str]]:
@@ -181,6 +204,9 @@ def _misplaced(schedule: Schedule, rank: int, index: int) -> str:
     owner = -1
     if not 0 <= action.microbatch < m:
         rule = f"there are {m} micro-batches, 0 to {m - 1}"
+    elif not 0 <= action.slice < schedule.num_slices:
+        count = schedule.num_slices
+        rule = f"micro-batches have {count} slices, 0 to {count - 1}"
     elif action.stage >= schedule.num_stages:
         rule = f"there are {schedule.num_stages} stages, 0 to {schedule.num_stages - 1}"
     else:
@@ -208,22 +234,26 @@ def _unexpected(schedule: Schedule, rank: int, index: int, bits: int) -> str:
     return f"{action} cannot run here: {rule}\n  {schedule.marked(rank, index)}"
 
 
-def _missing(schedule: Schedule, stage: int, microbatch: int, bits: int) -> str:
+def _missing(schedule: Schedule, key: int, bits: int) -> str:
+    number, part = divmod(key, schedule.num_slices)
+    stage, microbatch = divmod(number, schedule.num_microbatches)
+    forward = Action(stage, "R" if schedule.disaggregated else "F", microbatch, part)
     rank = schedule.placement.rank_for(stage, "B")
     row = schedule.rows[rank]
-    opens: Kind = "R" if schedule.disaggregated else "F"
     if not bits & 1:
-        what, last = str(Action(stage, opens, microbatch)), len(row)
+        what, last = forward, len(row)
     elif bits & 4:
-        what = str(Action(stage, "W", microbatch))
-        last = row.index(Action(stage, "I", microbatch))
+        what = forward._replace(kind="W")
+        last = row.index(forward._replace(kind="I"))
     else:
-        backward = "I" if schedule.splits_backward else "B"
-        what = f"{stage}{backward}{microbatch}"
-        last = row.index(Action(stage, opens, microbatch))
+        what = forward._replace(kind="I" if schedule.splits_backward else "B")
+        last = row.index(forward)
+    of = f"each of the {schedule.num_microbatches} micro-batches"
+    if schedule.num_slices > 1:
+        of = f"each of the {schedule.num_slices} slices of {of}"
     return (
-        f"rank {rank} never runs {what}; each of its stages needs {opens} and B (or I and W) of "
-        f"each of the {schedule.num_microbatches} micro-batches\n"
+        f"rank {rank} never runs {what}; each of its stages needs {forward.kind} and B (or I and "
+        f"W) of {of}\n"
         f"  {schedule.marked(rank, last)}"
     )
 
@@ -245,19 +275,20 @@ def _check_cap(schedule: Schedule, peaks: tuple[float, ...], cap: float | None, 
 
 
 def _place_of_peak(schedule: Schedule, rank: int) -> int:
-    counts = list(live_counts(schedule.rows[rank]))
+    counts = list(live_counts(schedule.rows[rank], slices=schedule.slices))
     return counts.index(max(counts))
 
 
 def _is_ascending(schedule: Schedule) -> bool:
     newest: dict[tuple[int, bool], int] = {}
     for row in schedule.rows:
-        for stage, kind, microbatch in row:
+        for stage, kind, microbatch, part in row:
             if kind in ("F", "R"):
                 continue
-            if newest.get((stage, kind == "W"), -1) > microbatch:
+            number = (microbatch + 1) * schedule.num_slices - part
+            if newest.get((stage, kind == "W"), 0) > number:
                 return False
-            newest[stage, kind == "W"] = microbatch
+            newest[stage, kind == "W"] = number
     return True
 
 
@@ -270,13 +301,20 @@ def check_first_gradients(schedule: Schedule, rank: int) -> None:
     that is lost, without an error.
 
     Raises:
-        ScheduleError: On one of its stages they are of different micro-batches.
+        ScheduleError: On one of its stages they are of different micro-batches, or of different
+            slices: backwards begin with a last one.
     """
+    if schedule.num_slices > 1:
+        raise ScheduleError(
+            "slices run backward in reverse, so the first weight gradients are not those of the "
+            "first forward; layers of Transformer Engine with fused gradient accumulation would "
+            "lose gradients; use --no-gradient-accumulation-fusion"
+        )
     # I computes the gradients that are never postponed, W those that may be, B both.
     adds = {"B": "IW", "I": "I", "W": "W"}
     opened: dict[int, int] = {}
     begun: set[tuple[int, str]] = set()
-    for index, (stage, kind, microbatch) in enumerate(schedule.rows[rank]):
+    for index, (stage, kind, microbatch, _) in enumerate(schedule.rows[rank]):
         first = opened.setdefault(stage, microbatch)
         for part in adds.get(kind, ""):
             if (stage, part) not in begun and microbatch != first:

@@ -42,7 +42,8 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
         The ranks that did not finish, with the position at which they wait; empty if all did.
     """
     steps = _steps(schedule)
-    there: list[Any] = [None] * 3 * schedule.num_stages * schedule.num_microbatches
+    there: list[Any] = [None] * 3 * schedule.num_stages * schedule.slices_in_step
+    num_slices = schedule.num_slices
     position = [0] * len(schedule.rows)
     awaited: dict[int, int] = {}  # missing tensor: the rank that waits for it
     waiting: dict[int, int] = {}  # rank: the position of the action that cannot run
@@ -58,15 +59,17 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
         rank = todo.pop()
         row, index, pairs = schedule.rows[rank], position[rank], schedule.pairs_of(rank)
         while index < len(row):
-            stage, kind, microbatch = row[index]
+            stage, kind, microbatch, part = row[index]
+            number = microbatch * num_slices + part
             source, makes, copies = steps[kind][stage]
-            taken = there[source + microbatch] if source >= 0 else None
+            taken = there[source + number] if source >= 0 else None
             if source >= 0 and taken is None:
-                awaited[source + microbatch] = rank
+                awaited[source + number] = rank
                 waiting[rank] = index
                 break
             if index in pairs:  # both wait for all inputs, and hand on at the end
-                stage, kind, partner = row[index + 1]
+                stage, kind, microbatch, part = row[index + 1]
+                partner = microbatch * num_slices + part
                 source, sent, _ = steps[kind][stage]
                 other = there[source + partner] if source >= 0 else None
                 if source >= 0 and other is None:
@@ -86,12 +89,12 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
                     hand_over(sent + partner, other)
             elif copies >= 0:
                 made, other = made
-                hand_over(copies + microbatch, other)
+                hand_over(copies + number, other)
             index += 1
             if makes >= 0:
-                there[makes + microbatch] = made
-                if makes + microbatch in awaited:
-                    todo.append(awaited.pop(makes + microbatch))
+                there[makes + number] = made
+                if makes + number in awaited:
+                    todo.append(awaited.pop(makes + number))
         else:
             waiting.pop(rank, None)
         if index > position[rank]:
@@ -104,11 +107,11 @@ def walk(schedule: Schedule, visit: Visit) -> dict[int, int]:
 def _steps(schedule: Schedule) -> dict[Kind, list[tuple[int, int, int]]]:
     """By kind and stage of an action: the tensor that it takes and those that it makes, or -1.
 
-    The tensors are those of micro-batch 0. They are numbered by the stage and micro-batch that take
-    them: activations first, then gradients, then what R takes. Tables have millions of actions, so
-    a walk looks up nothing but these numbers.
+    The tensors are those of slice 0 of micro-batch 0. They are numbered by the stage, micro-batch
+    and slice that take them: activations first, then gradients, then what R takes. Tables have
+    millions of actions, so a walk looks up nothing but these numbers.
     """
-    m, count = schedule.num_microbatches, schedule.num_stages * schedule.num_microbatches
+    m, count = schedule.slices_in_step, schedule.num_stages * schedule.slices_in_step
     base = {"F": 0, "B": count, "I": count, "R": 2 * count}
     steps: dict[Kind, list[tuple[int, int, int]]] = {}
     for kind in KINDS:

@@ -15,18 +15,21 @@ from megatron_ext.schedules.table.actions import KINDS
 from ..strategies import schedules
 
 
-@given(st.integers(0, 999), st.sampled_from(KINDS), st.integers(0, 9999))
-def test_text_and_back(stage: int, kind: str, microbatch: int) -> None:
-    action = Action(stage, kind, microbatch)
+@given(st.integers(0, 999), st.sampled_from(KINDS), st.integers(0, 9999), st.integers(0, 63))
+def test_text_and_back(stage: int, kind: str, microbatch: int, part: int) -> None:
+    action = Action(stage, kind, microbatch, part)  # type: ignore[arg-type]
     assert Action.parse(str(action)) == action
 
 
 def test_the_text_is_that_of_torch() -> None:
     assert str(Action(2, "F", 0)) == "2F0"
     assert Action.parse(" 1I3 ") == Action(1, "I", 3)
+    assert Action.parse("1I3.2") == Action(1, "I", 3, 2)
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "-1F0", "2F0,", "2F0 2F1", "1UNSHARD"])
+@pytest.mark.parametrize(
+    "text", ["", "F0", "2F", "2X0", "-1F0", "2F0,", "2F0 2F1", "2F0.", "1UNSHARD"]
+)
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ScheduleError, match="as in 2F0"):
         Action.parse(text)

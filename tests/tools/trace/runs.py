@@ -94,7 +94,7 @@ def write_run(
 
 
 def record(recorder, clock, origin, exchange, start, end, costs) -> None:
-    stage, kind, microbatch = exchange.action
+    stage, kind, microbatch, _ = exchange.action
     begin = origin + round(1e9 * start)
     for arriving in exchange.inputs:
         about = about_message(arriving.message)
