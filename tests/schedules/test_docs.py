@@ -68,6 +68,17 @@ def test_the_comparison_with_pairs_is_what_plan_prints() -> None:
     assert (IMAGES.parent / "pairs.svg").read_text(encoding="utf-8") == drawn
 
 
+def test_the_page_about_slices_is_what_plan_prints() -> None:
+    page = (ROOT / "docs" / "slices.md").read_text(encoding="utf-8")
+    timelines, _ = commands.compare("all", 8, 16, UNIT, slices=8)
+    assert f"```text\n{commands.table(timelines)}\n```" in page
+    drawn = svg.draw(*(simulate(generate("zb-h1", 4, 4, slices=count)) for count in (1, 4)))
+    assert (IMAGES.parent / "slices.svg").read_text(encoding="utf-8") == drawn
+    costs = Costs(attention=0.3)
+    bubble = simulate(generate("zb-h1", 8, 16, costs=costs, slices=8), costs).bubble
+    assert f"the bubble of zb-h1 at 30 % is {bubble:.1f} instead of 0.9" in " ".join(page.split())
+
+
 def _figures_beside(words: str) -> set[str]:
     """Return the numbers in the paragraph of the page that has these words."""
     [paragraph] = [text for text in SCHEDULES.split("\n\n") if words in " ".join(text.split())]

@@ -13,9 +13,14 @@ from megatron_ext.transport.tags import NOTE, NUM_STEPS, WAKE, Tags
 def test_each_message_has_a_tag_of_its_own_whatever_the_step() -> None:
     tags = Tags()
     messages = [
-        Message(kind, stage, microbatch, part, header)
-        for kind, stage, microbatch, part, header in itertools.product(
-            get_args(MessageKind), (0, 1, 2047), (0, 1, (1 << 17) - 1), (0, 7), (False, True)
+        Message(*fields)
+        for fields in itertools.product(
+            get_args(MessageKind),
+            (0, 1, 2047),
+            (0, 1, (1 << 17) - 1),
+            (0, 1, 63),
+            (0, 7),
+            (False, True),
         )
     ]
     messages += [message.notice for message in messages]
@@ -26,10 +31,17 @@ def test_each_message_has_a_tag_of_its_own_whatever_the_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [Message("F", 2048, 0), Message("B", 0, 1 << 17), Message("B", 0, 0, 8)], ids=str
+    "message",
+    [
+        Message("F", 2048, 0),
+        Message("B", 0, 1 << 17),
+        Message("B", 0, 0, part=8),
+        Message("B", 0, 0, slice=64),
+    ],
+    ids=str,
 )
 def test_a_number_that_is_too_large_is_refused(message: Message) -> None:
     tags = Tags()
-    with pytest.raises(TransportError, match="at most 2048 stages, 131072 micro-batches and 8"):
+    with pytest.raises(TransportError, match="at most 2048 stages, 131072 micro-batches, 64"):
         tags[message]
     assert message not in tags
