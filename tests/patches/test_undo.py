@@ -92,7 +92,7 @@ def train_and_undo(argv: list[str]) -> tuple[list[str], list[str], bool]:
     import megatron_ext
 
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    _run_script("pretrain_gpt.py", argv, True)
+    _run_script("pretrain_gpt.py", argv)
     megatron_ext.deactivate()
     ours = [
         place

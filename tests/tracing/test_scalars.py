@@ -34,7 +34,7 @@ def on_a_terminal(argv: list[str]) -> None:
     sys.stdout.isatty = lambda: True  # this process is a rank and ends
     lines: list[str] = []
     sys.stdout.write = lines.append
-    _run_script("pretrain_gpt.py", argv, True)
+    _run_script("pretrain_gpt.py", argv)
     import torch.distributed as dist
 
     expected = 3 if dist.get_rank() == 3 else 0
