@@ -176,7 +176,8 @@ def test_a_script_without_a_launcher_is_a_world_of_one() -> None:
     ("package", "remedy"),
     [
         ("einops", "pip install 'megatron-ext[upstream]' brings"),
-        ("triton", "none of our extras brings it: pip install triton"),
+        ("triton", "pip install 'megatron-ext[upstream]' brings"),
+        ("apex", "none of our extras brings it: pip install apex"),
     ],
 )
 def test_a_package_that_only_upstream_needs_is_named_with_the_remedy(

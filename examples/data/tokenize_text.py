@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -89,6 +90,8 @@ def main() -> None:
     parser.add_argument("--split-sentences", action="store_true", help="one sequence per sentence")
     args = parser.parse_args()
 
+    # torch, without a GPU but with nvcc, warns of a missing CUDA runtime, which nobody here needs.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     import torch
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 

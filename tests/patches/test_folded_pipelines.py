@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+import pytest
+
 from tests.patches.single import start_parallel, without
 from tests.ranks import run_ranks
 from tests.training.helpers import MOCK
@@ -70,16 +72,25 @@ def test_without_a_choice_or_the_patches_the_last_rank_has_it() -> None:
 
 
 def _build(flags: str) -> tuple[Any, list[Any]]:
-    from megatron_ext.training.initialize import initialize
-    from megatron_ext.training.model import build_model, transformer_config
+    """Start a training, and stop it where its model is built."""
+    from megatron.core.utils import get_model_config
 
-    from tests.ranks import parse
+    from tests.ranks import train_here
 
-    args = parse("gpt", flags.split())
-    args.padded_vocab_size = 128
-    config = transformer_config(args)
-    initialize(args, "gpt", config)
-    return config, build_model(args, "gpt", config)
+    class Built(BaseException):
+        pass
+
+    training = import_module("megatron.training.training")
+    set_up, chunks = training.setup_model_and_optimizer, list[Any]()
+
+    def set_up_and_stop(*args: Any, **kwargs: Any) -> None:
+        chunks.extend(set_up(*args, **kwargs)[0])
+        raise Built
+
+    training.setup_model_and_optimizer = set_up_and_stop  # this process is a rank and ends
+    with pytest.raises(Built):
+        train_here("gpt", flags.split())
+    return get_model_config(chunks[0]), chunks
 
 
 def shards(flags: str) -> tuple[list[list[int]], set[tuple[str, tuple[int, ...]]]]:
@@ -104,6 +115,7 @@ def _plain(replica_id: int | tuple[int, ...]) -> tuple[int, ...]:
     return replica_id if isinstance(replica_id, tuple) else (replica_id,)
 
 
+@pytest.mark.usefixtures("a_training_loop")
 def test_layers_and_checkpoint_keys() -> None:
     flags = MOCK + "--num-layers 8 "
     [(_, whole)] = run_ranks(1, shards, flags)
@@ -118,6 +130,7 @@ def layers_unpatched(flags: str) -> list[list[int]]:
         return shards(flags)[0]
 
 
+@pytest.mark.usefixtures("a_training_loop")
 def test_without_the_patch_stages_go_round() -> None:
     found = run_ranks(2, layers_unpatched, MOCK + "--num-layers 8 " + ZB_V)
     assert found == [[[1, 2], [5, 6]], [[3, 4], [7, 8]]]
@@ -152,6 +165,7 @@ def tied_gradients(flags: str) -> list[float] | None:
     return [*found, embedding.main_grad.max().item(), head.main_grad.min().item()]
 
 
+@pytest.mark.usefixtures("a_training_loop")
 def test_copies_of_the_embedding_get_one_gradient() -> None:
     assert run_ranks(2, tied_gradients, MOCK + ZB_V) == [[1.0, 2.0, 3.0, 3.0], None]
 
@@ -173,6 +187,7 @@ def untied_gradients(flags: str) -> list[float] | None:
     return [weight.main_grad.max().item() for weight in weights]
 
 
+@pytest.mark.usefixtures("a_training_loop")
 def test_untied_weights_stay_apart() -> None:
     flags = MOCK + ZB_V + "--untie-embeddings-and-output-weights "
     assert run_ranks(2, untied_gradients, flags) == [[0.0, 1.0], None]

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_ext.upstream import releases
 from megatron_ext.upstream import tree as upstream
+from megatron_ext.upstream.signatures import parameters
 from tests.ranks import RankRun, losses, start_ranks
 from tests.upstream_script.runs import DEEPSEEK, GPT
 
@@ -114,8 +115,11 @@ def test_a_rank_that_splits_no_backward_trains_on(tmp_path: Path, ranks: int, fl
     table = tmp_path / "table.csv"
     table.write_text("\n".join(CSV) + "\n")
     flags = f"{FEW_MICROBATCHES}--pipeline-model-parallel-size {ranks} {flags.format(table=table)}"
-    if "--rampup" in flags:  # 0.16 ramps up by samples only
-        flags = flags.replace("--train-iters 5", "--train-samples 32")
+    if "--rampup" in flags:
+        calculator = "megatron.core.num_microbatches_calculator:init_num_microbatches_calculator"
+        if "step_batch_size_schedule" in parameters(calculator):
+            pytest.skip("from 0.19 on Megatron ignores --rampup-batch-size")
+        flags = flags.replace("--train-iters 5", "--train-samples 32")  # by samples only
     ended = start_ranks(ranks, _run_without, (), flags, timeout_s=240)
     assert not any(ended.exit_codes), ended.describe()
     assert len(losses(ended.logs)) >= 4
