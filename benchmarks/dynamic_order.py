@@ -1,4 +1,4 @@
-"""The gain of a dynamic order: every comparison of docs/dpp.md, on emulated stages.
+"""The gain of a dynamic order: every comparison of docs/results-dynamic-orders.md, on emulated stages.
 
     python benchmarks/dynamic_order.py [--simulate] [--draws N] [--repetitions N] [--forward-ms T]
         [--json FILE]

@@ -106,7 +106,7 @@ def test_a_process_is_woken() -> None:
 
 
 def test_the_page_shows_every_system() -> None:
-    page = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "results-schedules.md").read_text(encoding="utf-8")
     table = re.findall(r"<!-- measured: begin -->\n```text\n(.*?)\n```", page, re.DOTALL)[0]
     names = [re.split(r"  +", line)[0] for line in table.splitlines()[1:]]
     assert names == list(SYSTEMS), "copy what `benchmarks/schedules.py --markdown` prints"

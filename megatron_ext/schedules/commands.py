@@ -85,7 +85,7 @@ def add_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         help=f"{_names()} (default: all of them)",
     )
     _add_sizes(parser)
-    parser.add_argument("--json", action="store_true", help="as a JSON list of objects")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--use-dpp",
         action="store_true",
@@ -341,7 +341,7 @@ def _print_plan(args: argparse.Namespace, timelines: list[Timeline]) -> None:
     """Print the comparison, the flags of each schedule and the gain of `--use-dpp` over each."""
     print(table(timelines))
     unit = "1 = forward of 1/pp of the model" if args.costs == "1,1,1" else "in the unit of --costs"
-    print(f"\ntimes: {unit}; activations: 1 = one micro-batch on 1/pp of the model")
+    print(f"\ntimes: {unit}; activations: in micro-batches on 1/pp of the model")
     width = max(len(timeline.schedule.label) for timeline in timelines)
     if any(timeline.schedule.num_slices > 1 for timeline in timelines):
         print("keys, values: of micro-batches in slices, with their gradients, 1 = as activations")

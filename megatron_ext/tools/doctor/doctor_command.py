@@ -33,7 +33,7 @@ def add_subcommand(subparsers: _Subparsers) -> None:
         "with --hostfile also every host, and after -- the flags of a training. Exit code 1 if "
         "anything is a FAIL.",
     )
-    parser.add_argument("--json", action="store_true", help="as a JSON list of objects")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     add_hosts(parser)
     group = parser.add_argument_group(
         "sizes of a run", "With all of them, also check the memory of the transport's arenas."
