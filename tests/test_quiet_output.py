@@ -27,7 +27,19 @@ FLAGS = GPT + "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v "
 _LACKS = re.compile(r"\w*Warning: (.*(?:Apex|pin_memory|transformer-engine).*)")
 
 
-def start(flags: str, output: Path) -> list[subprocess.Popen[bytes]]:
+OWN_PROGRAM = """
+import runpy, sys
+import megatron_ext
+sys.path.insert(0, sys.argv.pop(1))
+sys.argv[0] = f"{sys.path[0]}/pretrain_gpt.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+RUNNER = ("-m", "megatron_ext", "pretrain_gpt.py")
+
+
+def start(
+    flags: str, output: Path, program: tuple[str, ...] = RUNNER
+) -> list[subprocess.Popen[bytes]]:
     """Start two ranks as a launcher does; both write to one file."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -36,7 +48,7 @@ def start(flags: str, output: Path) -> list[subprocess.Popen[bytes]]:
     with output.open("wb") as log:
         return [
             subprocess.Popen(
-                [sys.executable, "-m", "megatron_ext", "pretrain_gpt.py", *flags.split()],
+                [sys.executable, *program, *flags.split()],
                 stdout=log,
                 stderr=log,
                 env={
@@ -67,6 +79,19 @@ def test_a_run_adds_few_lines_and_a_lack_of_the_cpu_is_shown_once(tmp_path: Path
     assert not any("redirects" in line or "BERT" in line for line in before)
     lacks = Counter(found[1] for line in lines if (found := _LACKS.search(line)))
     assert set(lacks.values()) <= {1}, lacks
+
+
+def test_a_program_that_imports_us_adds_as_few(tmp_path: Path, megatron_lm_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    for rank in start(FLAGS, log, ("-c", OWN_PROGRAM, str(megatron_lm_path))):
+        assert rank.wait(timeout=150) == 0, log.read_text()
+    lines = log.read_text().splitlines()
+    first = next(index for index, line in enumerate(lines) if " lm loss: " in line)
+    [ours] = [line for line in lines[:first] if ":megatron_ext" in line]
+    assert "pipeline schedule: zb-v chunks=2 on 2 ranks" in ours
+    lacks = Counter(found[1] for line in lines if (found := _LACKS.search(line)))
+    assert lacks, "this machine lacks what most CPUs lack"
+    assert set(lacks.values()) == {1}, lacks
 
 
 def test_an_interrupted_training_says_how_to_go_on(tmp_path: Path) -> None:
