@@ -1,6 +1,7 @@
 """The gain of a dynamic order: all comparisons of docs/results-dynamic-orders.md.
 
 Stages are emulated:
+
     python benchmarks/dynamic_order.py [--simulate] [--draws N] [--repetitions N] [--forward-ms T]
         [--json FILE]
 
