@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -195,8 +196,10 @@ def run(script: str, argv: Sequence[str]) -> int:
     Returns:
         The exit code. Errors of other packages propagate with their traceback.
     """
-    if {"-h", "--help"} & set(argv) and os.environ.get("RANK", "0") != "0":
-        return 0  # one rank prints it
+    if {"-h", "--help"} & set(argv):
+        if os.environ.get("RANK", "0") != "0":
+            return 0  # one rank prints it
+        warnings.simplefilter("ignore")
     # Not basicConfig: upstream calls it, and it has no effect once the root has a handler.
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     _show_log("megatron_ext", level, sys.stderr, "megatron_ext: %(message)s")

@@ -344,7 +344,8 @@ def _attempt(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
     for warning in warnings(plan, findings):
         _say(f"warning: {warning}")
     _say(f"run {plan.run_id}: {plan.summary()}")
-    raw = args.raw or not Path(plan.command[0]).name.startswith("pretrain_")
+    is_megatrons = Path(plan.command[0]).name.startswith("pretrain_")
+    raw = args.raw or not is_megatrons or "--help" in plan.command
     if not raw:
         show = list(range(plan.world_size)) if len(plan.nodes) == 1 else show
         _say(f"everything the ranks print: {directory / 'output.log'}")
