@@ -22,10 +22,9 @@ def _record(script: str, argv: list[str]) -> int:
     except ModuleNotFoundError as error:
         print(f"megatron_ext: error: {cli.lacking(error)}", file=sys.stderr)
         return 2
-    from megatron_ext.tools.launch import process
-    from megatron_ext.upstream import runner
+    from megatron_ext.upstream import parent, runner
 
-    process.die_with_parent()  # if `megatron-ext launch` started it
+    parent.die_with_parent()  # if `megatron-ext launch` started it
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from megatron_ext.upstream.error_file import WholeErrorFile

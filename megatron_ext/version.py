@@ -1,17 +1,30 @@
-"""The version of the installed package, which its build takes from the tags of the repository."""
+"""Versions of installed packages, and of the very files of this one."""
 
 from __future__ import annotations
 
+import hashlib
 from importlib import metadata
+from pathlib import Path
 
-__all__ = ["__version__"]
+__all__ = ["__version__", "code_hash", "installed"]
 
 
-def _installed() -> str:
+def installed(distribution: str) -> str | None:
+    """Return the version of a distribution, without importing it; None if it is not installed."""
     try:
-        return metadata.version("megatron-ext")
-    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
-        return "0+not.installed"
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
-__version__ = _installed()
+def code_hash() -> str:
+    """Return a short hash of this package's Python files: two checkouts may share a version."""
+    package = Path(__file__).resolve().parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+__version__ = installed("megatron-ext") or "0+not.installed"  # a checkout on PYTHONPATH

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron_ext.tools.doctor.finding import Finding, fail, ok, warn
-from megatron_ext.tools.launch.supervise import ask, close_all, judge, warnings
+from megatron_ext.tools.launch.supervise import Agents, judge, warnings
 
 if TYPE_CHECKING:
     from megatron_ext.tools.launch.plan import Plan
@@ -24,21 +24,21 @@ def check_hosts(plan: Plan, ssh: Ssh, timeout_s: float) -> Iterator[Finding]:
         timeout_s: Time-out for hosts that do not answer.
     """
     requests = {index: plan.request(index) for index in range(len(plan.nodes))}
-    connections, _, answers = ask(plan, requests, ssh, timeout_s)
-    close_all(connections.values(), 2.0)
-    names = [node.host.name for node in plan.nodes]
-    found = [answer for _, answer in sorted(answers.items()) if not isinstance(answer, str)]
-    problems = [f"{names[i]}: {text}" for i, text in sorted(answers.items()) if text not in found]
+    with Agents(plan, ssh) as agents:
+        answers = agents.ask(requests, timeout_s)
+    names = agents.names
+    found = [answer for answer in answers.values() if not isinstance(answer, str)]
+    problems = [f"{names[i]}: {text}" for i, text in answers.items() if text not in found]
     is_comparable = not problems
     for level, lines in (
-        (fail, problems or judge(plan, found)),
-        (warn, warnings(plan, found) if is_comparable else []),
+        (fail, problems or judge(names, found)),
+        (warn, warnings(names, found) if is_comparable else []),
     ):
         for line in lines:
             name, _, text = line.partition(": ")
             what, _, remedy = text.partition("; ")
             yield level(f"host {name}", what, remedy)
-    bad = {line.partition(": ")[0] for line in problems or judge(plan, found)}
+    bad = {line.partition(": ")[0] for line in problems or judge(names, found)}
     for name, each in zip(names, found, strict=False) if is_comparable else ():
         if name not in bad:
             same = each["same"]

@@ -15,10 +15,9 @@ from megatron_ext import devices
 from megatron_ext.config.hosting import preflight
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.tools.doctor.finding import Finding, fail, ok, warn
-from megatron_ext.tools.launch.fitness import code_hash, installed_version
 from megatron_ext.upstream import releases
 from megatron_ext.upstream import tree as upstream
-from megatron_ext.version import __version__
+from megatron_ext.version import __version__, code_hash, installed
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -43,7 +42,7 @@ def check_versions() -> Iterator[Finding]:
     yield ok("megatron_ext", f"{__version__}, files {code_hash()}")
     python = ".".join(map(str, sys.version_info[:3]))
     yield ok("Python", python)
-    torch = installed_version("torch")
+    torch = installed("torch") or "not installed"
     if _release(torch) >= (2, 7):
         yield ok("torch", torch)
     else:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -24,13 +23,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import psutil
 
 from megatron_ext.tools.launch import fitness, process, runs
 from megatron_ext.tools.launch.logs import MARK, last_lines, rank_logs
 from megatron_ext.tools.launch.runs import Message
+from megatron_ext.upstream import parent
 
 _TAIL_LINES = 50
 _CHUNK_BYTES = 1 << 18
@@ -40,7 +40,81 @@ _CANNOT_START = 127  # as in a shell
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 Send = Callable[[Message], None]
-Events = queue.SimpleQueue[tuple[str, Any]]
+
+
+class _Job:
+    """A job that runs here: its process, and why it is stopped, if it is."""
+
+    def __init__(self, request: Message) -> None:
+        self._request, self._since = request, time.time()
+        self._child: subprocess.Popen[bytes] | None = None
+        self.stopped: str | None = None
+        for number in _STOPPING:
+            why = f"the agent got {number.name}"
+            signal.signal(number, lambda *_, why=why: self.stop(why, request["grace_s"]))
+
+    def start(self, argv: list[str], environment: dict[str, str]) -> IO[bytes] | None:
+        """Start the process, and return its output.
+
+        Raises:
+            OSError: It cannot be started.
+        """
+        agent_pid = os.getpid()
+        parent.adopt_orphans()
+        self._child = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,  # else the job would hold the launcher's end open
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**environment, parent.AGENT_PID: str(agent_pid)},
+            start_new_session=True,
+            preexec_fn=lambda: parent.die_with_parent(agent_pid),  # noqa: PLW1509 - no threads yet
+        )
+        return self._child.stdout
+
+    def stop(self, why: str, grace_s: float) -> None:
+        """Send SIGTERM, and kill what is left after the grace."""
+        self.stopped = self.stopped or why
+        if grace_s > 0 and self._child is not None:
+            self._child.send_signal(signal.SIGTERM)
+        killer = threading.Timer(grace_s, self.end)
+        killer.daemon = True
+        killer.start()
+
+    def end(self) -> None:
+        """Kill what is left of the job; another round catches what was forked meanwhile."""
+        run_id, node = self._request["run_id"], self._request["node"]
+        for _ in range(5):
+            marked = process.marked(run_id, node, self._since)
+            left = process.descendants(os.getpid()) | marked
+            if not left:
+                return
+            process.end(left, timeout_s=2.0)
+
+    def follow_launcher(self) -> None:
+        """Stop the job when the launcher says so, exits or falls silent."""
+        heard, grace_s = threading.Event(), self._request["grace_s"]
+
+        def listen() -> None:
+            for message in map(runs.decode, sys.stdin.buffer):
+                heard.set()
+                if message is not None and message["op"] == "stop":
+                    self.stop("the launcher requested it", message["grace_s"])
+            self.stop("the launcher exited", grace_s)
+
+        threading.Thread(target=listen, daemon=True).start()
+        silence_s = self._request["silence_s"]
+        while heard.wait(silence_s):
+            heard.clear()
+            time.sleep(_ALIVE_S)
+        self.stop(f"the launcher was silent for {silence_s:g} s", grace_s)
+
+    def wait(self) -> int:
+        """Return the exit code of its process, when nothing of the job is left."""
+        assert self._child is not None
+        code = self._child.wait()
+        self.end()
+        return code
 
 
 def _run(request: Message, directory: Path, send: Send) -> None:
@@ -51,22 +125,17 @@ def _run(request: Message, directory: Path, send: Send) -> None:
     sys.path += [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
     hello = fitness.look(request, directory)
     send(hello)
-    messages = (runs.decode(line) or {} for line in sys.stdin.buffer)
-    start = next((each for each in messages if each.get("op") == "start"), None)
+    messages = (message for message in map(runs.decode, sys.stdin.buffer) if message is not None)
+    start = next((message for message in messages if message["op"] == "start"), None)
     if start is None:
         return
-    events: Events = queue.SimpleQueue()
-    for number in _STOPPING:
-        signal.signal(number, lambda which, _: events.put(("signal", which)))
-    process.adopt_orphans()
-    agent_pid, per_node = os.getpid(), request["per_node"]
+    per_node, job = request["per_node"], _Job(request)
     environment = {
         **os.environ,
         "PYTHONUNBUFFERED": "1",  # lines of a rank are shown when they are written
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": MARK.decode() + "${rank} ",
         process.RUN_ID: request["run_id"],
         process.NODE: str(request["node"]),
-        process.AGENT_PID: str(agent_pid),
     }
     if "MEGATRON_EXT_DISABLE" not in request["env"]:
         environment.pop("MEGATRON_EXT_DISABLE", None)  # meant for the agent only
@@ -74,41 +143,21 @@ def _run(request: Message, directory: Path, send: Send) -> None:
         environment.setdefault("GLOO_SOCKET_IFNAME", hello["interface"])
     own_log = directory / ("output.log" if per_node else "torchrun.log")
     ended: Message = {"kind": "ended", "what": "the command" if per_node else "torchrun",
-             "code": _CANNOT_START, "stopped": None, "tail": []}  # fmt: skip
+                      "code": _CANNOT_START, "stopped": None, "tail": []}  # fmt: skip
     try:
         directory.mkdir(parents=True)
-        runs.write_json(directory / "agent.json", process.record(psutil.Process()))
+        runs.write_json(directory / "agent.json", process.record())
         log = own_log.open("wb", buffering=0)
-        child = subprocess.Popen(
-            start["argv"],
-            stdin=subprocess.DEVNULL,  # else the job would hold the launcher's end open
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=lambda: process.die_with_parent(agent_pid),  # noqa: PLW1509 - no threads yet
-        )
+        output = job.start(start["argv"], environment)
     except OSError as error:
         reason = f"{error.filename or start['argv'][0]}: {error.strerror}"
         send({**ended, "time": time.time(), "tail": [reason]})
         return
-
-    def listen() -> None:
-        for line in sys.stdin.buffer:
-            events.put(("message", runs.decode(line) or {}))
-        events.put(("gone", None))
-
-    def wait() -> None:
-        events.put(("ended", child.wait()))
-
-    def forward() -> None:
-        _forward(child.stdout, log, send, every_line=per_node)
-
-    forwarder, *others = [threading.Thread(target=t, daemon=True) for t in (forward, listen, wait)]
-    for thread in (forwarder, *others):
+    forwarder = threading.Thread(target=_forward, args=(output, log, send, per_node))
+    for thread in (forwarder, threading.Thread(target=job.follow_launcher)):
+        thread.daemon = True
         thread.start()
-    ended["code"], ended["stopped"] = _watch(request, child, events, hello["clock"])
-    ended["time"] = time.time()
+    ended.update(code=job.wait(), stopped=job.stopped, time=time.time())
     forwarder.join(_CLOSE_S)
     if ended["code"] != 0 and ended["stopped"] is None:
         ended["tail"] = last_lines(own_log, _TAIL_LINES)
@@ -125,15 +174,8 @@ def _run(request: Message, directory: Path, send: Send) -> None:
     last.join(_CLOSE_S)  # the launcher may have stopped reading
 
 
-def _forward(output: IO[bytes] | None, log: IO[bytes], send: Send, *, every_line: bool) -> None:
-    """Send whole lines of ranks to the launcher, and write torchrun's own, until both end.
-
-    Args:
-        output: The job's output.
-        log: Gets the lines that no rank wrote.
-        send: Sends a message.
-        every_line: Send these too.
-    """
+def _forward(output: IO[bytes] | None, log: IO[bytes], send: Send, every_line: bool) -> None:
+    """Send lines of ranks, or every line, to the launcher; write those of no rank to the log."""
     assert isinstance(output, io.BufferedReader)
     rest = b""
     while data := output.read1(_CHUNK_BYTES) or (rest and b"\n"):
@@ -152,57 +194,6 @@ def _forward(output: IO[bytes] | None, log: IO[bytes], send: Send, *, every_line
                 send({"kind": "log", "text": text})
 
 
-def _watch(
-    request: Message, child: subprocess.Popen[bytes], events: Events, since: float
-) -> tuple[int, str | None]:
-    """Wait for the end of a job, and stop it when there is a reason to.
-
-    Returns:
-        The exit code of its process, and the reason for stopping it, if there was one.
-    """
-
-    def end_everything() -> None:
-        """Kill what is left of the job; another round catches what was forked meanwhile."""
-        for _ in range(5):
-            marked = process.marked(request["run_id"], request["node"], since)
-            left = process.descendants(os.getpid()) | marked
-            if not left:
-                return
-            process.end(left, timeout_s=2.0)
-
-    stopped: str | None = None
-    kill_at, heard_at = float("inf"), time.monotonic()
-    while True:
-        silent_at = heard_at + request["silence_s"] if stopped is None else float("inf")
-        now = time.monotonic()
-        try:
-            event, value = events.get(timeout=max(0.0, min(kill_at, silent_at, now + 60) - now))
-        except queue.Empty:
-            event, value = "time", None
-        now, why, grace_s = time.monotonic(), None, request["grace_s"]
-        if event == "ended":
-            end_everything()
-            return value, stopped
-        if event == "message":
-            heard_at = now
-            if value.get("op") == "stop":
-                why, grace_s = "the launcher requested it", value["grace_s"]
-        elif event == "gone":
-            why = "the launcher exited"
-        elif event == "signal":
-            why = f"the agent got {signal.Signals(value).name}"
-        elif now >= silent_at:
-            why = f"the launcher was silent for {request['silence_s']:g} s"
-        if why is not None:
-            stopped = stopped or why
-            kill_at = min(kill_at, now + grace_s)
-            if grace_s > 0:
-                child.send_signal(signal.SIGTERM)
-        if now >= kill_at:
-            kill_at = float("inf")
-            end_everything()
-
-
 def _stop(request: Message, directory: Path, send: Send) -> None:
     agent = process.recorded(directory / "agent.json")
     if agent is not None:
@@ -211,9 +202,8 @@ def _stop(request: Message, directory: Path, send: Send) -> None:
             agent.wait(request["grace_s"])
         process.send(agent, signal.SIGKILL)
     left = process.marked(request["run_id"], request["node"])
-    stuck = process.end(left)
-    send({"kind": "stopped", "agent": agent is not None, "killed": len(left),
-          "stuck": sorted(one.pid for one in stuck)})  # fmt: skip
+    stuck = sorted(one.pid for one in process.end(left))
+    send({"kind": "stopped", "agent": agent is not None, "killed": len(left), "stuck": stuck})
 
 
 def _status(request: Message, directory: Path, send: Send) -> None:

@@ -10,7 +10,6 @@ import shutil
 import socket
 import sys
 import time
-from importlib import metadata
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,11 +19,12 @@ import psutil
 from megatron_ext.devices.count import count_devices
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.transport.address import source_address
+from megatron_ext.version import code_hash, installed
 
 if TYPE_CHECKING:
     from megatron_ext.tools.launch.runs import Message
 
-__all__ = ["MIN_SHARED_BYTES", "SHARED_MEMORY", "code_hash", "installed_version", "look"]
+__all__ = ["MIN_SHARED_BYTES", "SHARED_MEMORY", "look"]
 
 MIN_FREE_BYTES = 64 << 20
 """Less free space than this for the logs of a host is a problem."""
@@ -52,8 +52,8 @@ def look(request: Message, log_dir: Path) -> Message:
         "same": {
             "python": ".".join(map(str, sys.version_info[:3])),
             "megatron_ext": f"files {code_hash()}",
-            "torch": installed_version("torch"),
-            "megatron-core": installed_version("megatron-core"),
+            "torch": installed("torch") or "not installed",
+            "megatron-core": installed("megatron-core") or "not installed",
         },
     }
     try:
@@ -82,7 +82,7 @@ def look(request: Message, log_dir: Path) -> Message:
                 f"{shared_bytes >> 20} MiB are free in {SHARED_MEMORY}, and data loaders and NCCL "
                 f"take more; start its container with more (docker run --shm-size=16g)"
             )
-    script = request["command"]
+    script = request["command"][0]
     if request["per_node"]:
         if shutil.which(script) is None:
             problems.append(f"there is no command {script}; copy it there with rsync")
@@ -122,24 +122,6 @@ def look(request: Message, log_dir: Path) -> Message:
                 f"address that all others can reach, with addr=IP in the hostfile"
             )
     return found
-
-
-def installed_version(distribution: str) -> str:
-    """Return the version of a distribution, without importing it, or `not installed`."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def code_hash() -> str:
-    """Return a short hash of this package's Python files: two checkouts may share a version."""
-    package = Path(__file__).resolve().parents[2]
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(path.relative_to(package).as_posix().encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:8]
 
 
 def _why_taken(port: int) -> str | None:

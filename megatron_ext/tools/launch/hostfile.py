@@ -40,14 +40,11 @@ class Host:
     """Processes on this host; None: as many as it has devices."""
     addr: str | None = None
     """Address that the other hosts reach it by; None: its name."""
-    port: int | None = None
-    """Port of its ssh server; None: what the ssh configuration says."""
-    user: str | None = None
-    """User to log in as; None: what the ssh configuration says."""
+    port: int | None = None  # of its ssh server; None: what the ssh configuration says
+    user: str | None = None  # to log in as; None: what the ssh configuration says
     rdma: tuple[str, ...] = ()
     """Addresses of its RDMA interfaces."""
-    type: str | None = None
-    """A free-form word that plans show."""
+    type: str | None = None  # a word of the user's own
     env: tuple[tuple[str, str], ...] = ()
     """Environment variables of its processes."""
     devices: tuple[int, ...] | None = None
@@ -59,37 +56,31 @@ class Host:
         return self.addr or self.name
 
 
-def _number(limit: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= limit:
-            raise ValueError
-        return int(text)
-
-    return convert
+def _number(text: str, limit: int) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= limit:
+        raise ValueError
+    return int(text)
 
 
-def _word(pattern: str) -> Callable[[str], str]:
-    def convert(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise ValueError
-        return text
-
-    return convert
+def _word(text: str, pattern: str) -> str:
+    if not re.fullmatch(pattern, text):
+        raise ValueError
+    return text
 
 
 def _address(text: str) -> str:
     return str(ipaddress.ip_address(text))
 
 
-_SLOTS = (_number(MAX_SLOTS), f"a number of processes, 1 to {MAX_SLOTS}")
+_SLOTS = (lambda text: _number(text, MAX_SLOTS), f"a number of processes, 1 to {MAX_SLOTS}")
 _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
     "slots": _SLOTS,
     "max_slots": _SLOTS,  # of Open MPI: we never start more than `slots`
     "addr": (_address, "an IP address"),
-    "port": (_number(65535), "a port from 1 to 65535"),
-    "user": (_word(r"[A-Za-z_][A-Za-z0-9._-]{0,63}"), "the name of a user"),
+    "port": (lambda text: _number(text, 65535), "a port from 1 to 65535"),
+    "user": (lambda text: _word(text, r"[A-Za-z_][A-Za-z0-9._-]{0,63}"), "the name of a user"),
     "rdma": (lambda text: tuple(map(_address, text.split(","))), "IP addresses, as in A,B"),
-    "type": (_word(r"[A-Za-z0-9._-]{1,64}"), "one word"),
+    "type": (lambda text: _word(text, r"[A-Za-z0-9._-]{1,64}"), "one word"),
 }
 _KEY_LIST = "slots, addr, port, user, rdma, type and env.NAME"
 
@@ -102,13 +93,12 @@ def read(path: Path) -> tuple[Host, ...]:
     """
     try:
         text = read_text(path, _MAX_BYTES).removeprefix("\ufeff")
+        return parse(text, str(path))
     except OSError as error:
         why = f"cannot be read: {error.strerror}; give one host on a line"
-        raise LaunchError(f"the hostfile {path} {why}") from None
     except UnicodeDecodeError:
         why = "is not text (UTF-8); write one host on a line"
-        raise LaunchError(f"the hostfile {path} {why}") from None
-    return parse(text, str(path))
+    raise LaunchError(f"the hostfile {path} {why}")
 
 
 def parse(text: str, source: str = "hostfile") -> tuple[Host, ...]:
@@ -152,19 +142,15 @@ def _host(words: list[str]) -> Host:
         raise ValueError(
             f"{words[0]!r} is not a host; write NAME, NAME:SLOTS, or an IPv6 address in brackets"
         )
+    name = match["name"]
     if match["ipv6"] is not None:
         name = _value("the address in brackets", match["ipv6"], _KEYS["addr"])
-    elif _NAME.fullmatch(match["name"]):
-        name = match["name"]
-    else:
-        raise ValueError(
-            f"{match['name']!r} is not a host name; use letters, digits, dots, dashes and "
-            f"underscores"
-        )
+    elif not _NAME.fullmatch(name):
+        allowed = "letters, digits, dots, dashes and underscores"
+        raise ValueError(f"{name!r} is not a host name; use {allowed}")
     given: dict[str, Any] = {}
-    if match["slots"] is not None:
-        given["slots"] = _value("slots", match["slots"], _SLOTS)
-    for word in words[1:]:
+    slots = [] if match["slots"] is None else [f"slots={match['slots']}"]
+    for word in (*slots, *words[1:]):
         key, equals, value = word.partition("=")
         if not equals:
             raise ValueError(
@@ -209,45 +195,38 @@ def select(
             no host remains.
     """
     known = {host.name: host for host in hosts}
+    flag, text = ("--exclude", exclude) if include is None else ("--include", include)
     if include is not None and exclude is not None:
         raise LaunchError("--include and --exclude are both given; use one of them")
-    if include is None and exclude is None:
+    if text is None:
         return tuple(known.values())
-    flag, text = ("--include", include) if include is not None else ("--exclude", exclude)
-    named: dict[str, tuple[int, ...]] = {}
-    for part in (text or "").split("@"):
+    named: dict[str, set[int]] = {}  # the devices to use; empty: the whole host is meant
+    for part in text.split("@"):
         match = _HOST.fullmatch(part)
         name = (match["ipv6"] or match["name"]) if match else part
         if match is None or name not in known:
             raise LaunchError(f"{flag} names {name!r}; the hosts are {', '.join(known)}")
         if name in named:
             raise LaunchError(f"{flag} names {name} twice; give all its devices at once")
-        numbers = match["slots"]
-        if numbers is not None and not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", numbers):
+        named[name] = set()
+        numbers, slots = match["slots"], known[name].slots
+        if numbers is None:
+            continue
+        if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", numbers):
             raise LaunchError(f"{flag} of {name} is {numbers!r}; give device numbers like 0,2")
-        devices = tuple(sorted({int(number) for number in (numbers or "").split(",") if number}))
-        slots = known[name].slots
-        if devices and slots is not None and devices[-1] >= slots:
-            raise LaunchError(
-                f"{flag} names device {devices[-1]} of {name}, which has slots={slots} "
-                f"(0 to {slots - 1})"
-            )
-        if devices and exclude is not None:
-            if slots is None:
-                raise LaunchError(
-                    f"--exclude of devices of {name} needs its slots=N in the hostfile, to know "
-                    f"what is left"
-                )
-            devices = tuple(device for device in range(slots) if device not in devices)
-            if not devices:
-                known.pop(name)
-                continue
-        named[name] = devices
+        devices = set(map(int, numbers.split(",")))
+        if slots is not None and max(devices) >= slots:
+            which = f"device {max(devices)} of {name}, which has slots={slots} (0 to {slots - 1})"
+            raise LaunchError(f"{flag} names {which}")
+        if include is None and slots is None:
+            what = "needs its slots=N in the hostfile, to know what is left"
+            raise LaunchError(f"--exclude of devices of {name} {what}")
+        named[name] = devices if include is not None else set(range(slots or 0)) - devices
     chosen = []
-    for name, host in known.items():
-        if devices := named.get(name, ()):
-            chosen.append(replace(host, devices=devices, slots=len(devices)))
-        elif (name in named) == (include is not None):
+    for host in known.values():
+        if found := named.get(host.name):
+            chosen.append(replace(host, devices=tuple(sorted(found)), slots=len(found)))
+        elif (host.name in named) == (include is not None):
             chosen.append(host)
     if not chosen:
         raise LaunchError("--exclude leaves no host; exclude less")

@@ -21,7 +21,7 @@ from megatron_ext.errors import LaunchError, line_of
 from megatron_ext.tools.launch import process, runs, slurm
 from megatron_ext.tools.launch.plan import Plan
 from megatron_ext.tools.launch.ssh import Ssh
-from megatron_ext.tools.launch.supervise import ask, close_all
+from megatron_ext.tools.launch.supervise import Agents
 
 __all__ = ["run"]
 
@@ -41,7 +41,7 @@ def _plan_of(run_id: str) -> Plan:
 
 
 def _ask_hosts(
-    plan: Plan, args: argparse.Namespace, requests: dict[int, Any], text: Callable[[int, Any], str]
+    plan: Plan, args: argparse.Namespace, requests: dict[int, Any], text: Callable[[Any], str]
 ) -> int:
     """Print what each host answers to its request; return 1 if one does not answer."""
     ssh = Ssh.parse(args.ssh_cmd)
@@ -49,13 +49,13 @@ def _ask_hosts(
         # What is left after a job are files, which its hosts share with this machine.
         ssh, here = slurm.Srun(job=job), slurm.state(job) != "RUNNING"
         plan = replace(plan, nodes=tuple(replace(node, local=here) for node in plan.nodes))
-    connections, _, answers = ask(plan, requests, ssh, args.timeout)
-    close_all(connections.values())
-    for index, answer in sorted(answers.items()):
-        host = plan.nodes[index].host.name
+    with Agents(plan, ssh) as agents:
+        answers = agents.ask(requests, args.timeout)
+    for index, answer in answers.items():
+        host = agents.names[index]
         if isinstance(answer, str):
             print(f"megatron-ext: error: {host}: {line_of(answer)}", file=sys.stderr)
-        elif line := text(index, answer):
+        elif line := text(answer):
             print(f"{host}: {line}")
     return int(any(isinstance(answer, str) for answer in answers.values()))
 
@@ -69,7 +69,7 @@ def _stop(plan: Plan, args: argparse.Namespace) -> int:
             launcher.wait(grace_s + 5)
     stuck: list[int] = []
 
-    def text(_index: int, answer: Any) -> str:
+    def text(answer: Any) -> str:
         stuck.extend(answer["stuck"])
         if answer["stuck"]:
             return f"processes {answer['stuck']} cannot be killed (they wait for a device)"
@@ -94,7 +94,7 @@ def _status(plan: Plan, args: argparse.Namespace) -> int:
         why = result.get("failure") or f"stopped by {result.get('stopped_by')}"
         print(f"failed (exit code {result.get('exit_code')}): {why}")
 
-    def text(_index: int, answer: Any) -> str:
+    def text(answer: Any) -> str:
         ended = answer["ended"]
         if answer["log_dir"] is None:
             return "has no record of this run"
@@ -118,7 +118,7 @@ def _logs(plan: Plan, args: argparse.Namespace) -> int:
             wanted = {"local_rank": local, "lines": args.lines}
             requests[index] = plan.request(index, "logs") | wanted
 
-    def text(_index: int, answer: Any) -> str:
+    def text(answer: Any) -> str:
         return "\n".join(
             line for path in answer["files"] for line in (path, *answer["files"][path])
         )

@@ -5,7 +5,6 @@ It computes world size, data-parallel size, batch size and addresses; users do n
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -40,11 +39,11 @@ class Node:
 class Parallel:
     """The parallel sizes in the training flags."""
 
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    disaggregated: bool = False
-    merged: bool = False
+    tensor: int
+    pipeline: int
+    context: int
+    disaggregated: bool
+    merged: bool
 
     @classmethod
     def of(cls, flags: Sequence[str]) -> Parallel:
@@ -68,12 +67,9 @@ class Parallel:
         With forward and backward apart there is a second set of ranks for the forward passes, one
         instead of each tensor-parallel group if those are merged.
         """
-        tensor = self.tensor * self.context
-        if self.merged:
-            tensor += 1
-        elif self.disaggregated:
-            tensor *= 2
-        return tensor * self.pipeline
+        backward = self.tensor * self.context
+        forward = 1 if self.merged else backward if self.disaggregated else 0
+        return (backward + forward) * self.pipeline
 
     def data_parallel(self, world_size: int) -> int:
         """Return the number of model replicas on a number of ranks.
@@ -116,12 +112,7 @@ class Plan:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return sum(node.nproc for node in self.nodes)
-
-    @property
-    def master_address(self) -> str:
-        """Where the ranks meet."""
-        return "127.0.0.1" if len(self.nodes) == 1 else self.nodes[0].host.address
+        return self.first_rank(len(self.nodes))
 
     def first_rank(self, index: int) -> int:
         """Return the global rank of a host's first process."""
@@ -149,14 +140,15 @@ class Plan:
         Raises:
             LaunchError: Hosts have different numbers of processes, or cannot reach each other.
         """
-        counts = {node.nproc for node in self.nodes if node.nproc}
-        if len(counts) > 1 and not allow_uneven and not self.per_node:
+        if self.per_node or len(self.nodes) == 1:
+            return
+        if not allow_uneven and len({node.nproc for node in self.nodes if node.nproc}) > 1:
             shown = ", ".join(f"{node.host.name} {node.nproc}" for node in self.nodes)
             raise LaunchError(
                 f"the hosts have different numbers of processes ({shown}); give them equal slots, "
                 f"--nproc N, or --allow-uneven"
             )
-        for node in self.nodes if len(self.nodes) > 1 and not self.per_node else ():
+        for node in self.nodes:
             if node.host.address in _LOOPBACK:
                 raise LaunchError(
                     f"{node.host.name}: the other hosts cannot reach it by this name; give its "
@@ -166,24 +158,21 @@ class Plan:
     def environment(self, index: int) -> dict[str, str]:
         """Return the variables that the job gets on a host, in addition to those of the login."""
         host = self.nodes[index].host
-        variables = {**self.env, **dict(host.env)}
-        if host.devices is not None:
-            visible = ",".join(map(str, host.devices))
-            variables.update(dict.fromkeys(VISIBLE_DEVICES, visible))
-        return variables
+        devices = ",".join(map(str, host.devices or ()))
+        return {
+            **self.env,
+            **dict(host.env),
+            **dict.fromkeys(VISIBLE_DEVICES * bool(devices), devices),
+        }
 
-    def _torchrun_flags(self, index: int, port: int) -> list[str]:
+    def _torchrun_words(self, index: int, port: int, *more: str) -> list[str]:
+        master = "127.0.0.1" if len(self.nodes) == 1 else self.nodes[0].host.address
         return [
-            "--nnodes", str(len(self.nodes)),
-            "--node-rank", str(index),
+            "--nnodes", str(len(self.nodes)), "--node-rank", str(index),
             "--nproc-per-node", str(self.nodes[index].nproc),
-            "--master-addr", self.master_address,
-            "--master-port", str(port),
-            "--max-restarts", "0",
+            "--master-addr", master, "--master-port", str(port), "--max-restarts", "0", *more,
+            "-m", "megatron_ext", *self.command,
         ]  # fmt: skip
-
-    def _job_words(self) -> list[str]:
-        return ["-m", "megatron_ext", *self.command]
 
     def agent_argv(self, index: int, found: Message, port: int, show: Sequence[int]) -> list[str]:
         """Return what the agent of a host starts.
@@ -196,41 +185,31 @@ class Plan:
         """
         if self.per_node:
             return list(self.command)
-        return [
-            self.python, "-m", "megatron_ext.tools.launch.elastic",
-            f"{found['log_dir']}/failure.json", f"{self.grace_s:g}",
-            *self._torchrun_flags(index, port),
-            *(["--local-addr", found["address"]] if "address" in found else []),
-            "--rdzv-id", self.run_id, "--log-dir", f"{found['log_dir']}/ranks", "--redirects", "3",
-            *(["--tee", ",".join(f"{rank}:3" for rank in show)] if show else []),
-            *self._job_words(),
-        ]  # fmt: skip
+        logs = found["log_dir"]
+        more = ["--local-addr", found["address"]] if "address" in found else []
+        more += ["--rdzv-id", self.run_id, "--log-dir", f"{logs}/ranks", "--redirects", "3"]
+        more += ["--tee", ",".join(f"{rank}:3" for rank in show)] if show else []
+        elastic = [self.python, "-m", "megatron_ext.tools.launch.elastic"]
+        report = [f"{logs}/failure.json", f"{self.grace_s:g}"]
+        return [*elastic, *report, *self._torchrun_words(index, port, *more)]
 
     def request(self, index: int, op: str = "run") -> Message:
-        """Return the first message to the agent of a host."""
+        """Return the first message to the agent of a host: its part of this plan."""
         node = self.nodes[index]
         peer = self.nodes[1 if index == 0 else 0] if len(self.nodes) > 1 else None
+        whole = replace(self, nodes=(), command=self.command[:1], env=self.environment(index))
         return {
+            **asdict(whole),
             "op": op,
-            "run_id": self.run_id,
             "node": index,
             "host": node.host.name,
             "nproc": node.nproc,
-            "workdir": self.workdir,
-            "log_root": self.log_root,
-            "env": self.environment(index),
-            "command": self.command[0],
-            "per_node": self.per_node,
-            "master_port": self.master_port,
             "peer": peer.host.address if peer and not self.per_node else None,
-            "grace_s": self.grace_s,
-            "silence_s": self.silence_s,
         }
 
     def record(self) -> Message:
         """Return what `stop`, `status` and `logs` need, as JSON; values of variables stay out."""
-        hosts = [replace(node.host, env=()) for node in self.nodes]
-        nodes = [replace(node, host=host) for node, host in zip(self.nodes, hosts, strict=True)]
+        nodes = [replace(node, host=replace(node.host, env=())) for node in self.nodes]
         return asdict(replace(self, env={}, nodes=tuple(nodes)))
 
     @classmethod
@@ -249,11 +228,12 @@ class Plan:
         for index, node in enumerate(self.nodes):
             words = list(self.command)
             if not self.per_node:
-                flags = self._torchrun_flags(index, self.master_port or _DEFAULT_PORT)
-                words = [self.python, "-m", "torch.distributed.run", *flags, *self._job_words()]
-            assigned = [f"{k}={_quoted(v)}" for k, v in sorted(self.environment(index).items())]
-            line = " ".join([*assigned, *map(_quoted, words)])
-            parts.append(f"# {node.host.name}\ncd {_quoted(self.workdir)} && {line}\n")
+                torchrun = [self.python, "-m", "torch.distributed.run"]
+                words = torchrun + self._torchrun_words(index, self.master_port or _DEFAULT_PORT)
+            environment = self.environment(index).items()
+            assigned = [f"{name}={shlex.quote(value)}" for name, value in sorted(environment)]
+            line = f"cd {shlex.quote(self.workdir)} && {' '.join([*assigned, shlex.join(words)])}"
+            parts.append(f"# {node.host.name}\n{line}\n")
         return "\n".join(parts)
 
     def summary(self) -> str:
@@ -261,11 +241,11 @@ class Plan:
         hosts = f"{len(self.nodes)} host{'s' if len(self.nodes) > 1 else ''}"
         if self.per_node:
             return f"{hosts}, one command on each"
-        parallel, batch = Parallel.of(self.command), flag_value(self.command, "--global-batch-size")
+        sizes, batch = Parallel.of(self.command), flag_value(self.command, "--global-batch-size")
         return (
-            f"{hosts}, {self.world_size} ranks: TP {parallel.tensor}, PP {parallel.pipeline}, CP "
-            f"{parallel.context}, DP {parallel.data_parallel(self.world_size)}"
-            + (", forward and backward apart" if parallel.disaggregated or parallel.merged else "")
+            f"{hosts}, {self.world_size} ranks: TP {sizes.tensor}, PP {sizes.pipeline}, CP "
+            f"{sizes.context}, DP {sizes.data_parallel(self.world_size)}"
+            + (", forward and backward apart" if sizes.disaggregated or sizes.merged else "")
             + (f"; {batch} samples in a step" if batch is not None else "")
         )
 
@@ -279,7 +259,8 @@ def add_computed_flags(plan: Plan, num_microbatches: int | None) -> Plan:
     Raises:
         LaunchError: The ranks do not fit the parallel sizes, or the batch is given twice.
     """
-    flags, nodes, added = plan.command[1:], plan.nodes, []
+    flags, nodes = plan.command[1:], plan.nodes
+    added: list[str] = []
     data = Parallel.of(flags).data_parallel(plan.world_size)
     if num_microbatches is not None:
         if flag_value(flags, "--global-batch-size") is not None:
@@ -293,11 +274,9 @@ def add_computed_flags(plan: Plan, num_microbatches: int | None) -> Plan:
     if needs_addresses and len(nodes) > 1 and flag_value(flags, "--node-ips") is None:
         # One for each host, or for each rank where hosts have different numbers of them.
         is_even = len({node.nproc for node in nodes}) == 1
-        addresses = [node.host.rdma[0] if node.host.rdma else node.host.address for node in nodes]
-        times = [1 if is_even else node.nproc for node in nodes]
         added.append("--node-ips")
-        for address, count in zip(addresses, times, strict=True):
-            added += [address] * count
+        for node in nodes:
+            added += [*node.host.rdma, node.host.address][:1] * (1 if is_even else node.nproc)
     return replace(plan, command=(*plan.command, *added))
 
 
@@ -317,18 +296,7 @@ def flag_value(flags: Sequence[str], name: str) -> str | None:
 
 
 def _size(flags: Sequence[str], name: str) -> int:
-    text = flag_value(flags, name)
-    if text is None:
-        return 1
+    text = flag_value(flags, name) or "1"
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise LaunchError(f"{name} is {text!r}; it must be a positive integer")
     return int(text)
-
-
-def _quoted(word: str) -> str:
-    """Quote a word for bash, with control characters of terminals escaped."""
-    if word.isprintable():
-        return shlex.quote(word)
-    plain = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_=+/.,: "
-    escaped = (chr(byte) if byte in plain else f"\\x{byte:02x}" for byte in os.fsencode(word))
-    return f"$'{''.join(escaped)}'"

@@ -4,13 +4,12 @@ A process is identified by its id *and* its start time, because the system reuse
 handles that within one process, `record` between several. The processes of a job are the
 descendants of its agent, and all that carry the mark which the agent put into the environment:
 torchrun makes each rank the leader of its own process group, so killing groups would leave ranks
-behind, and an orphaned process is in no tree. Linux only (`prctl`).
+behind, and an orphaned process is in no tree.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Iterable
@@ -21,24 +20,18 @@ from typing import Any
 import psutil
 from psutil import Process
 
-__all__ = ["AGENT_PID", "NODE", "RUN_ID", "adopt_orphans", "alive", "descendants",
-           "die_with_parent", "end", "marked", "record", "recorded", "send"]  # fmt: skip
+__all__ = ["NODE", "RUN_ID", "descendants", "end", "marked", "record", "recorded", "send"]
 
-# Environment variables of every process of a job: its run id, the rank of its host, and the agent
-# that it must not outlive.
+# Environment variables of every process of a job: its run id, and the rank of its host.
 RUN_ID = "MEGATRON_EXT_RUN_ID"
 NODE = "MEGATRON_EXT_NODE"
-AGENT_PID = "MEGATRON_EXT_AGENT_PID"
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 # Start times count from the start of the system, which clocks correct by a second.
 _SAME_START_S = 2.0
 
 
-def record(process: Process) -> dict[str, Any]:
-    """Return what identifies a process whatever happens to its id later, as JSON can hold it."""
-    return {"pid": process.pid, "start": process.create_time()}
+def record() -> dict[str, Any]:
+    """Return what identifies this process whatever happens to its id later, as JSON can hold it."""
+    return {"pid": Process().pid, "start": Process().create_time()}
 
 
 def recorded(path: Path) -> Process | None:
@@ -49,12 +42,11 @@ def recorded(path: Path) -> Process | None:
         same = abs(process.create_time() - float(entry["start"])) < _SAME_START_S
     except (OSError, ValueError, KeyError, TypeError, RecursionError, psutil.Error):
         return None
-    return process if same and alive(process) else None
+    return process if same and _alive(process) else None
 
 
-def alive(process: Process) -> bool:
-    """Whether a process still runs (one that ended and was not waited for does not)."""
-    with suppress(psutil.Error):
+def _alive(process: Process) -> bool:
+    with suppress(psutil.Error):  # one that has ended and was not waited for is a zombie
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
@@ -68,7 +60,7 @@ def send(process: Process, number: int) -> None:
 def descendants(root: int) -> set[Process]:
     """Return all descendants of a process."""
     with suppress(psutil.Error):
-        return set(filter(alive, Process(root).children(recursive=True)))
+        return set(filter(_alive, Process(root).children(recursive=True)))
     return set()
 
 
@@ -77,54 +69,21 @@ def marked(run_id: str, node: int, since: float = 0.0) -> set[Process]:
     found = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it ended meanwhile, or is not ours
-            if process.create_time() + _SAME_START_S < since:
-                continue
-            environment = process.environ()
-            if (environment.get(RUN_ID), environment.get(NODE)) == (run_id, str(node)):
-                found.add(process)
-    return set(filter(alive, found))
+            if process.create_time() + _SAME_START_S >= since:
+                environment = process.environ()
+                if (environment.get(RUN_ID), environment.get(NODE)) == (run_id, str(node)):
+                    found.add(process)
+    return set(filter(_alive, found))
 
 
-def end(processes: Iterable[Process], *, timeout_s: float = 5.0) -> set[Process]:
+def end(processes: Iterable[Process], timeout_s: float = 5.0) -> set[Process]:
     """Kill processes; return those that remain, such as processes that wait for a device."""
-    left = set(filter(alive, processes))
+    left = set(filter(_alive, processes))
     for process in left:
         send(process, signal.SIGKILL)
     # Not psutil.wait_procs(): it would take a child's exit code from the `Popen` that waits for it.
     deadline = time.monotonic() + timeout_s
     while left and time.monotonic() < deadline:
         time.sleep(0.05)
-        left = set(filter(alive, left))
+        left = set(filter(_alive, left))
     return left
-
-
-def adopt_orphans() -> None:
-    """Adopt all orphaned descendants, so that none leaves the tree."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def die_with_parent(agent_pid: int | None = None) -> None:
-    """Have the kernel kill this process as soon as its parent ends, for whatever reason.
-
-    torchrun's process and each rank of a launched job call this first; elsewhere it does nothing.
-
-    Args:
-        agent_pid: The agent; by default the one named in the environment, if any.
-    """
-    if agent_pid is None:
-        agent_pid = int(os.environ.get(AGENT_PID, "0"))
-    if agent_pid == 0:
-        return
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have ended before the call: the chain up to the agent must be unbroken.
-    if agent_pid not in [parent.pid for parent in Process().parents()]:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _prctl(option: int, argument: int) -> None:
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"prctl({option}) failed: {os.strerror(error)}")

@@ -15,8 +15,6 @@ from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 
-import psutil
-
 from megatron_ext.config.hosting import preflight
 from megatron_ext.devices.count import count_devices
 from megatron_ext.errors import LaunchError
@@ -24,15 +22,8 @@ from megatron_ext.tools.launch import hostfile, process, runs, slurm
 from megatron_ext.tools.launch.logs import Display
 from megatron_ext.tools.launch.plan import Node, Parallel, Plan, add_computed_flags, flag_value
 from megatron_ext.tools.launch.ssh import Ssh
-from megatron_ext.tools.launch.supervise import (
-    Outcome,
-    ask,
-    close_all,
-    meet,
-    supervise,
-    warnings,
-)
-from megatron_ext.upstream import failure
+from megatron_ext.tools.launch.supervise import Agents, Outcome, supervise, warnings
+from megatron_ext.upstream import failure, parent
 from megatron_ext.upstream.person_view import PersonView
 
 __all__ = ["nodes_of", "run", "ssh_of"]
@@ -42,7 +33,7 @@ _FORWARDED = (
     "PYTHONPATH", "PYTHONWARNINGS",
 )  # fmt: skip
 """Beginnings of the environment variables that every host gets from the launcher's environment."""
-_NOT_FORWARDED = ("MEGATRON_EXT_RUNS", process.RUN_ID, process.NODE, process.AGENT_PID)
+_NOT_FORWARDED = ("MEGATRON_EXT_RUNS", process.RUN_ID, process.NODE, parent.AGENT_PID)
 _DEFAULTS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "OMP_NUM_THREADS": "1",
@@ -304,11 +295,10 @@ def _with_restarts(plan: Plan, hosts: tuple[Node, ...], args: argparse.Namespace
             f"{outcome.failure}"
         )
         time.sleep(pause_s)
-        everywhere = replace(plan, nodes=hosts)
-        requests = {index: everywhere.request(index, "status") for index in range(len(hosts))}
-        connections, _, answers = ask(everywhere, requests, ssh, args.preflight_timeout)
-        close_all(connections.values(), 2.0)
-        for index, answer in sorted(answers.items()):
+        with Agents(replace(plan, nodes=hosts), ssh) as agents:
+            requests = {index: agents.plan.request(index, "status") for index in range(len(hosts))}
+            answers = agents.ask(requests, args.preflight_timeout)
+        for index, answer in answers.items():
             if isinstance(answer, str):
                 _say(f"{hosts[index].host.name}: {answer}")
         nodes = [node for index, node in enumerate(hosts) if not isinstance(answers[index], str)]
@@ -321,9 +311,9 @@ def _with_restarts(plan: Plan, hosts: tuple[Node, ...], args: argparse.Namespace
 
 
 def _attempt(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
-    connections, inbox, findings = meet(plan, ssh, args.preflight_timeout)
     directory = runs.run_dir(plan.run_id)
-    try:
+    with Agents(plan, ssh) as agents:
+        findings = agents.meet(args.preflight_timeout)
         plan = _completed(plan.with_devices([found["devices"] for found in findings]), args)
         show = _shown_ranks(args.show, plan.world_size)
         if (directory / "plan.json").exists():
@@ -331,30 +321,27 @@ def _attempt(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             runs.write_json(directory / "plan.json", plan.record())
-            runs.write_json(directory / "launcher.json", process.record(psutil.Process()))
+            runs.write_json(directory / "launcher.json", process.record())
             log = (directory / "output.log").open("wb")
         except OSError as error:
             raise LaunchError(
                 f"{directory} cannot be written: {error.strerror}; make room, or set "
                 f"MEGATRON_EXT_RUNS to another directory"
             ) from None
-    except BaseException:
-        close_all(connections.values())
-        raise
-    for warning in warnings(plan, findings):
-        _say(f"warning: {warning}")
-    _say(f"run {plan.run_id}: {plan.summary()}")
-    is_megatrons = Path(plan.command[0]).name.startswith("pretrain_")
-    raw = args.raw or not is_megatrons or "--help" in plan.command
-    if not raw:
-        show = list(range(plan.world_size)) if len(plan.nodes) == 1 else show
-        _say(f"everything the ranks print: {directory / 'output.log'}")
-    with log:
-        display = Display(sys.stdout.buffer, log, None if raw else PersonView())
-        try:
-            outcome = supervise(plan, connections, inbox, findings, display, show, ssh)
-        finally:
-            display.close()
+        for warning in warnings(agents.names, findings):
+            _say(f"warning: {warning}")
+        _say(f"run {plan.run_id}: {plan.summary()}")
+        is_megatrons = Path(plan.command[0]).name.startswith("pretrain_")
+        raw = args.raw or not is_megatrons or "--help" in plan.command
+        if not raw:
+            show = list(range(plan.world_size)) if len(plan.nodes) == 1 else show
+            _say(f"everything the ranks print: {log.name}")
+        with log:
+            display = Display(sys.stdout.buffer, log, None if raw else PersonView())
+            try:
+                outcome = supervise(agents, plan, findings, display, show)
+            finally:
+                display.close()
     if display.left_out:
         _say(f"{display.left_out} lines were not shown, because the output was blocked")
     reason = str(outcome.failure) if outcome.failure else None

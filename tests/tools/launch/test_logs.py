@@ -21,9 +21,7 @@ def forwarded(*pieces: bytes, every_line: bool = False) -> tuple[list[str], byte
         seen.set()
 
     with os.fdopen(reading, "rb") as output:
-        thread = threading.Thread(
-            target=agent._forward, args=(output, log, send), kwargs={"every_line": every_line}
-        )
+        thread = threading.Thread(target=agent._forward, args=(output, log, send, every_line))
         thread.start()
         for piece in pieces:
             seen.clear()

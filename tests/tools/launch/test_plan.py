@@ -121,7 +121,6 @@ def test_uneven_hosts_have_to_be_allowed() -> None:
         plan.check(allow_uneven=False)
     plan.check(allow_uneven=True)
     assert (plan.world_size, plan.first_rank(1)) == (12, 8)
-    assert plan.master_address == "10.0.0.1"
     assert plan.environment(1) == {"NCCL_DEBUG": "WARN"}
     assert "--master-addr 10.0.0.1" in plan.dry_run()
 

@@ -1,0 +1,48 @@
+"""Ties the processes of a launched job to their agent, through the kernel. Linux only."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+__all__ = ["AGENT_PID", "adopt_orphans", "die_with_parent"]
+
+AGENT_PID = "MEGATRON_EXT_AGENT_PID"
+"""Environment variable of every process of a job: the agent that it must not outlive."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Adopt all orphaned descendants, so that none leaves the tree."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(agent_pid: int | None = None) -> None:
+    """Have the kernel kill this process as soon as its parent ends, for whatever reason.
+
+    torchrun's process and each rank of a launched job call this first; elsewhere it does nothing.
+
+    Args:
+        agent_pid: The agent; by default the one named in the environment, if any.
+    """
+    if agent_pid is None:
+        agent_pid = int(os.environ.get(AGENT_PID, "0"))
+    if agent_pid == 0:
+        return
+    import psutil
+
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have ended before the call: the chain up to the agent must be unbroken.
+    if agent_pid not in [parent.pid for parent in psutil.Process().parents()]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _prctl(option: int, argument: int) -> None:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({option}) failed: {os.strerror(error)}")
