@@ -7,47 +7,81 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 __all__ = ["add_hosts", "add_subcommands", "count"]
 
-_Subparsers = Any  # argparse._SubParsersAction is private
+
+def _whole(first: int, last: int) -> Callable[[str], int]:
+    """Return a converter of whole numbers in a range, for argparse."""
+
+    def convert(text: str) -> int:
+        with suppress(ValueError):
+            if first <= int(text) <= last:
+                return int(text)
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a number from {first} to {last}")
+
+    return convert
 
 
-def add_subcommands(subparsers: _Subparsers) -> None:
+count = _whole(1, 10**9 - 1)
+"""Parse a positive whole number, for argparse."""
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= float(text) < 1e9:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, 0 or more")
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE, for example --env A=1")
+    return name, value
+
+
+def _absolute(text: str) -> str:
+    if not Path(text).is_absolute():
+        raise argparse.ArgumentTypeError(f"{text} is relative; hosts need an absolute path")
+    return text
+
+
+# fmt: off
+def add_subcommands(subparsers: Any) -> None:
     """Register `launch` and the commands for its jobs: stop, status, logs."""
     parser = subparsers.add_parser(
-        "launch",
-        help="start a training job, on this machine or on the hosts of a hostfile",
+        "launch", help="start a training job, on this machine or on the hosts of a hostfile",
         usage="megatron-ext launch [--hostfile FILE | --slurm OPTIONS] [options] -- SCRIPT.py "
         "FLAGS...",
         description="Starts torchrun on this machine, or on every host through ssh or Slurm's "
         "srun, shows the logs, and ends the job on all hosts as soon as one part of it fails or "
-        "Ctrl-C is pressed.",
-    )
+        "Ctrl-C is pressed.")
     add_hosts(parser)
-    # fmt: off
     add = parser.add_argument_group("job").add_argument
     add("--slurm", metavar="OPTIONS",
         help="submit it to Slurm with these options of sbatch, such as '--nodes 2'; inside an "
         "allocation neither this nor a hostfile is needed")
-    add("--nproc", type=int, metavar="N",
+    add("--nproc", type=_whole(1, 1024), metavar="N",
         help="processes on each host (default: slots, or devices; on one CPU what the flags need)")
     add("--allow-uneven", action="store_true", help="different numbers of processes on the hosts")
     add("--num-microbatches", type=count, metavar="M",
         help="adds --global-batch-size = M x micro-batch x data-parallel size")
-    add("--master-port", type=int, metavar="P", help="where the ranks meet (default: a free port)")
-    add("--env", action="append", default=[], metavar="NAME=VALUE",
+    add("--master-port", type=_whole(1, 65535), metavar="P",
+        help="where the ranks meet (default: a free port)")
+    add("--env", type=_assignment, action="append", default=[], metavar="NAME=VALUE",
         help="an environment variable of all processes; may be repeated")
     add("--per-node", action="store_true",
         help="run a command once on each host, without torchrun, for set-up or inspection")
-    add("--max-restarts", type=_number, default=0, metavar="N",
+    add("--max-restarts", type=_whole(0, 10**9), default=0, metavar="N",
         help="start again after a failure, at most N times within the window (default: 0)")
     add("--restart-window", type=_seconds, default=3600.0, metavar="S",
         help="seconds after which a restart no longer counts (default: 3600)")
-    add("--spares", type=_number, default=0, metavar="K",
+    add("--spares", type=_whole(0, 10**9), default=0, metavar="K",
         help="the last K hosts join only when another host does not answer at a restart")
     add("--run-id", metavar="ID", help="name of this run (default: from the time)")
     add("--grace", type=_seconds, default=5.0, metavar="S",
@@ -60,70 +94,43 @@ def add_subcommands(subparsers: _Subparsers) -> None:
     add("--show", default="0,last", metavar="RANKS",
         help="ranks whose output to show: all, or a list such as 0,3,last (default: 0,last); the "
         "full logs stay on the hosts")
-    add("--log-dir", metavar="DIR",
+    add("--log-dir", type=_absolute, metavar="DIR",
         help="log directory on every host (default: ~/.local/state/megatron_ext/runs)")
-    # fmt: on
     parser.add_argument("command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=_run_launch)
-
-    stop = _add_job_command(subparsers, "stop", "stop a running job")
-    stop.add_argument("--grace", type=_seconds, metavar="S", help="seconds until it is killed")
-    _add_job_command(subparsers, "status", "show what runs where, and where its logs are")
-    logs = _add_job_command(subparsers, "logs", "show the end of a job's logs")
-    logs.add_argument("--rank", type=int, metavar="R", help="a rank (default: torchrun's own log)")
-    logs.add_argument("--lines", type=count, default=20, metavar="N", help="lines (default: 20)")
+    for name, text in (
+        ("stop", "stop a running job"),
+        ("status", "show what runs where, and where its logs are"),
+        ("logs", "show the end of a job's logs"),
+    ):
+        parser = subparsers.add_parser(name, help=text, description=f"{text.capitalize()}.")
+        add = parser.add_argument
+        add("run_id", metavar="RUN_ID", help="as launch printed it, or Slurm's job id")
+        add("--ssh-cmd", default="ssh", metavar="COMMAND",
+            help="the ssh program, with further options (default: ssh)")
+        add("--timeout", type=_seconds, default=60.0, metavar="S",
+            help="seconds for each host to answer (default: 60)")
+        if name == "stop":
+            add("--grace", type=_seconds, metavar="S", help="seconds until it is killed")
+        if name == "logs":
+            add("--rank", type=int, metavar="R", help="a rank (default: torchrun's own log)")
+            add("--lines", type=count, default=20, metavar="N", help="lines (default: 20)")
+        parser.set_defaults(run=_run_job_command)
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say which hosts there are and how they are reached."""
-    # fmt: off
     add = parser.add_argument_group("hosts").add_argument
     add("--hostfile", type=Path, metavar="FILE", help="one host on each line")
     add("--include", metavar="H[:0,2]@...", help="only these hosts, or devices of hosts")
     add("--exclude", metavar="H[:0,2]@...", help="not these hosts, or devices of hosts")
-    _add_ssh_cmd(parser)
+    add("--ssh-cmd", default="ssh", metavar="COMMAND",
+        help="the ssh program, with further options (default: ssh)")
     add("--python", default=sys.executable, metavar="PATH",
         help="path of Python on the hosts (default: the path of this one)")
     add("--preflight-timeout", type=_seconds, default=30.0, metavar="S",
         help="seconds for all hosts to answer (default: 30)")
-    # fmt: on
-
-
-def _add_ssh_cmd(parser: argparse.ArgumentParser) -> None:
-    text = "the ssh program, with further options (default: ssh)"
-    parser.add_argument("--ssh-cmd", default="ssh", metavar="COMMAND", help=text)
-
-
-def _add_job_command(subparsers: _Subparsers, name: str, text: str) -> argparse.ArgumentParser:
-    description = f"{text[0].upper()}{text[1:]}."
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        name, help=text, description=description
-    )
-    parser.add_argument("run_id", metavar="RUN_ID", help="as launch printed it, or Slurm's job id")
-    _add_ssh_cmd(parser)
-    text = "seconds for each host to answer (default: 60)"
-    parser.add_argument("--timeout", type=_seconds, default=60.0, metavar="S", help=text)
-    parser.set_defaults(run=_run_job_command)
-    return parser
-
-
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= float(text) < 1e9:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, 0 or more")
-
-
-def _number(text: str) -> int:
-    return 0 if text == "0" else count(text)
-
-
-def count(text: str) -> int:
-    """Parse a positive integer, for argparse."""
-    with suppress(ValueError):
-        if 1 <= int(text) < 10**9:
-            return int(text)
-    raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a number from 1 to {10**9 - 1}")
+# fmt: on
 
 
 def _run_launch(args: argparse.Namespace) -> int:
