@@ -130,6 +130,7 @@ COMMANDS = {
     "__init__.py",  # whether a command imports it
     "__main__.py",
     "cli.py",
+    "upstream/parent.py",
     "upstream/runner.py",
     "upstream/person_view.py",
     "upstream/tree.py",
@@ -179,6 +180,7 @@ BOUNDARIES = (
     "tracing/scalars.py",  # the view of a training log shows them
     "upstream/error_file.py",  # torchrun names its file there
     "upstream/failure.py",
+    "upstream/parent.py",
     "upstream/runner.py",
     "upstream/tree.py",
 )
