@@ -1,7 +1,7 @@
 """Compares what this package relies on of Megatron with the newest known release, without torch.
 
     python tests/versions/compare.py TREE_OR_WHEEL                     # 1: something differs
-    python tests/versions/compare.py TREE_OR_WHEEL --accept TARGET...  # reviewed: harmless
+    python tests/versions/compare.py TREE_OR_WHEEL --accept TARGET...  # reviewed
     python tests/versions/compare.py TREE_OR_WHEEL --record COMMIT     # take a release in
 
 It reads source alone: every function that is patched, every name that is called or imported (found
@@ -326,6 +326,12 @@ def differences(tree: Tree, reference: dict[str, Any]) -> list[Difference]:
             )
         if change:
             found.append(Difference(name, change, place, names.get(name, "")))
+    unrecorded = {*names, *called()} - {*reference["called"], *reference["targets"]}
+    for name, now in ((name, tree.find(name)) for name in sorted(unrecorded)):
+        if now is not None:
+            place = tree.place(now.file, now.node.lineno)
+            change = "not in the record: --accept it"
+            found.append(Difference(name, change, place, names.get(name, "")))
     settings = set(reference["settings"])
     found += [Difference(flag, "new setting") for flag in sorted(tree.settings - settings)]
     found += [Difference(flag, "setting gone") for flag in sorted(settings - tree.settings)]
@@ -367,21 +373,28 @@ def table(found: list[Difference]) -> str:
 
 
 def accept(tree: Tree, names: list[str]) -> None:
-    """Add the hashes that functions have in this tree to the reviewed ones."""
+    """Add the hashes of definitions in this tree to the reviewed ones, or what the record lacks."""
+    release = releases.parse_release(tree.version or "")
+    assert release is not None
+    by_patches = patched(release)
     newest = drift.path_of(releases.REFERENCES[max(releases.REFERENCES)].version)
-    left = set(names)
-    for file, section in ((newest, "targets"), (RELIED_ON, "called")):
-        content = json.loads(file.read_text())
-        for name in left & set(content[section]):
-            now = tree.find(name)
-            if now is None:
-                sys.exit(f"{name} is not in {tree.root}: a row of its own has to say where it is")
-            pin, new = content[section][name], tree.fingerprint(now)["sha256"]
-            pin["reviewed"] = sorted({*pin.get("reviewed", ()), new} - {pin["sha256"]})
-        left -= set(content[section])
+    contents = [json.loads(file.read_text()) for file in (newest, RELIED_ON)]
+    targets, others = contents[0]["targets"], contents[1]["called"]
+    unknown = {*names} - {*targets, *others, *by_patches, *called()}
+    if unknown:
+        sys.exit(f"unknown: {', '.join(sorted(unknown))}; give names of the table's first column")
+    for name in names:
+        now = tree.find(name)
+        if now is None:
+            sys.exit(f"{name} is not in {tree.root}: a row of its own has to say where it is")
+        is_target = name in targets or (name in by_patches and now.is_function)
+        new = tree.fingerprint(now)
+        pin = (targets if is_target else others).setdefault(name, new)
+        reviewed = {*pin.get("reviewed", ()), new["sha256"]} - {pin["sha256"]}
+        if reviewed:
+            pin["reviewed"] = sorted(reviewed)
+    for file, content in zip((newest, RELIED_ON), contents, strict=True):
         _write(file, content)
-    if left:
-        sys.exit(f"unknown: {', '.join(sorted(left))}; give names of the table's first column")
 
 
 def record(tree: Tree, commit: str) -> None:
@@ -410,7 +423,9 @@ def main() -> int:
     """Compare, accept or record; 1 where something differs that nobody has reviewed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path, metavar="TREE_OR_WHEEL")
-    parser.add_argument("--accept", nargs="+", metavar="TARGET", help="reviewed: patches fit")
+    parser.add_argument(
+        "--accept", nargs="+", metavar="TARGET", help="reviewed: patches and calls fit"
+    )
     parser.add_argument("--record", metavar="COMMIT", help="take this release in")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -124,6 +124,15 @@ def test_each_mutation_is_named(
     assert len(found) <= 4, f"more than what was changed: {found}"
 
 
+@pytest.mark.parametrize("section", ["called", "targets"])
+def test_a_name_that_the_record_lacks_is_named(reference: dict[str, Any], section: str) -> None:
+    name = next(iter(reference[section]))
+    del reference[section][name]
+    [found] = compare.differences(compare.Tree(_root()), reference)
+    assert (found.what, found.change) == (name, "not in the record: --accept it")
+    assert bool(found.patched_by) == (section == "targets")
+
+
 def test_comments_do_not_count(copied: Path, reference: dict[str, Any]) -> None:
     _change_comment(copied)
     assert compare.differences(compare.Tree(copied), reference) == []
