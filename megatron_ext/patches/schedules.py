@@ -112,6 +112,26 @@ def _skip_batches(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> No
                     next(iterator)
 
 
+def _check_packing(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Refuse what Megatron's packing scheduler would misplace or undo."""
+    from megatron_ext.config.pipeline_config import ConfigurationError
+
+    pipeline = active.pipeline()
+    assert pipeline is not None
+    if pipeline.placement.rank_of[-1] != pipeline.placement.num_ranks - 1:
+        raise ConfigurationError(
+            "{schedule} {name} has its last stage on another rank than the last, where Megatron's "
+            "packing scheduler takes the labels; use 1f1b, gpipe, zb-h1 or interleaved",
+            name=pipeline.config.schedule,
+        )
+    if pipeline.config.balance == "pack":
+        raise ConfigurationError(
+            "{balance} pack deals out to the replicas what Megatron's packing scheduler has dealt "
+            "out already; use {balance} order"
+        )
+    return call(*args, **kwargs)
+
+
 PATCHES = (
     Patch(
         id="schedules.forward_backward",
@@ -185,5 +205,21 @@ PATCHES = (
         feature="schedules",
         reason="does not log at the end of training how much of it was idle or out of the table's "
         "order",
+    ),
+    *(
+        Patch(
+            id=f"schedules.{name}",
+            target=f"megatron.core.datasets.data_schedule:{function}",
+            fn=_check_packing,
+            when=is_chosen,
+            since="0.20",
+            feature="schedules",
+            reason="takes the last rank for the one with the last stage, and deals out samples to "
+            "replicas, which --pipeline-balance pack does too",
+        )
+        for name, function in (
+            ("packing", "wrap_data_iterator"),
+            ("packed_batch", "get_batch_on_this_rank_for_sequence_packing"),
+        )
     ),
 )

@@ -133,11 +133,15 @@ def item_size(item: Any) -> ItemSize | None:
     Args:
         item: What the data iterator gives: `tokens`, `[b, s]` with any s from 0 on, or for packed
             samples `cu_seqlens` as well, `[n]` or `[b, n]`, where each sample begins and the last
-            one ends. Entries beyond the last sample may repeat its end.
+            one ends. Entries beyond the last sample may repeat its end. If samples are padded,
+            `cu_seqlens_padded` has the same with padding.
     """
     if not isinstance(item, Mapping):
         return None
-    tokens, bounds = item.get("tokens"), item.get("cu_seqlens")
+    # With Megatron's packing scheduler middle stages read only the bounds. With those of the padded
+    # samples they find what stages with tokens find, or the stages would choose different orders.
+    tokens, bounds = item.get("tokens"), item.get("cu_seqlens_padded")
+    bounds = item.get("cu_seqlens") if bounds is None else bounds
     if bounds is not None:
         pairs = int(bounds.long().diff(dim=-1).square().sum())
         return ItemSize(int(bounds[..., -1].sum()) if tokens is None else tokens.numel(), pairs)
