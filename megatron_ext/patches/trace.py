@@ -31,8 +31,11 @@ def _may_be_observed() -> bool:
     found = active.active()
     if found is None:
         return False
+    from megatron_ext.tracing import telemetry
+
     config = found.config
-    return bool(found.observers) or config.tracing is not None or config.hang_timeout_s is not None
+    wanted = config.tracing is not None or config.hang_timeout_s is not None
+    return bool(found.observers) or wanted or telemetry.is_on()
 
 
 def _sees_megatrons_steps() -> bool:

@@ -20,6 +20,7 @@ from megatron_ext.runtime.executor import Executed, Observer, num_out_of_order
 from megatron_ext.runtime.lengths import item_size
 from megatron_ext.schedules.generators.catalog import generate
 from megatron_ext.schedules.table import table_files
+from megatron_ext.tracing import telemetry
 from megatron_ext.tracing.activations import kept_bytes
 from megatron_ext.tracing.activity import OUTSIDE, Activity, made_by
 from megatron_ext.tracing.recorder import (
@@ -67,14 +68,16 @@ _COLLECTIVES = {"reduce": "the reduction of gradients", "optimizer": "the optimi
 
 
 def subscribe(found: Active) -> None:
-    """Add the observer that a configuration wants to its observers, once.
+    """Add the observers that a configuration and Megatron's telemetry want, each once.
 
     Call it before the first step, when Megatron's process groups exist.
     """
+    kinds = {type(observer) for observer in found.observers}
+    has_table = found.pipeline is not None or found.job is not None  # else Megatron has the spans
+    if has_table and telemetry.is_on() and telemetry.Telemetry not in kinds:
+        found.observers.append(telemetry.Telemetry())
     wanted, timeout_s = found.config.tracing, found.config.hang_timeout_s
-    if (wanted is None and timeout_s is None) or any(
-        isinstance(o, Session) for o in found.observers
-    ):
+    if (wanted is None and timeout_s is None) or Session in kinds:
         return
     session = Session(found)
     if timeout_s is not None:
