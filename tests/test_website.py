@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import html
@@ -17,7 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from .commands import run_package
+from megatron_ext.config.flags import add_arguments
+
+from .commands import run_package, subcommands
 from .test_readme import DOCUMENTS, REPO
 from .tools.trace import browser
 
@@ -59,7 +62,7 @@ def served(folder: Path) -> Iterator[str]:
 def test_every_page_has_its_place_on_the_site() -> None:
     listed = re.findall(r": (\S+\.md)$", (REPO / "website/mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(
-        ["explorer.md", *(path.relative_to(REPO).as_posix() for path in DOCUMENTS)]
+        ["explorer.md", "reference.md", *(path.relative_to(REPO).as_posix() for path in DOCUMENTS)]
     )
 
 
@@ -97,3 +100,23 @@ def test_a_broken_link_ends_the_build(repository: Path, broken: str) -> None:
     done = build(repository)
     assert done.returncode != 0
     assert "nothing" in re.sub(r"\x1b\[[\d;]*m", "", done.stderr)  # less its colours
+
+
+def test_the_reference_has_every_flag_with_its_default(repository: Path) -> None:
+    script = "import reference; print(reference.page())"
+    page = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=repository / "website",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    parser = add_arguments(argparse.ArgumentParser(add_help=False))
+    flags = [action.option_strings[0] for action in parser._actions]
+    training, *commands = page.split("## megatron-ext ")
+    assert re.findall(r"^\| `(--[\w-]+)`", training, re.MULTILINE) == flags
+    assert {command.split()[0] for command in commands} == subcommands()
+    assert "| `--dpp-policy` `hint, breadth-first, depth-first` | hint |" in page
+    assert "| `--dpp-extra-activations` `N` | 1 |" in page
+    assert "| `--show` `RANKS` | 0,last |" in page

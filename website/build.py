@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import reference
+
 from megatron_ext.schedules import commands
 from megatron_ext.schedules.drawing import svg
 from megatron_ext.schedules.table.costs import Costs
@@ -33,7 +35,11 @@ def gather(target: Path) -> None:
     for path in _with_linked(pages):
         copy = target / path.relative_to(REPOSITORY)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy)
+        if path.suffix == ".md":
+            copy.write_text(_with_titles(path), encoding="utf-8")
+        else:
+            shutil.copyfile(path, copy)
+    (target / "reference.md").write_text(reference.page(), encoding="utf-8")
     data, pictures = _explorer()
     folder = target / "explorer"
     folder.mkdir()
@@ -53,6 +59,20 @@ def _with_linked(pages: list[Path]) -> list[Path]:
             if path.is_file() and path.is_relative_to(REPOSITORY) and path not in found:
                 found.append(path)
     return found
+
+
+def _with_titles(page: Path) -> str:
+    """Return a page whose links to other pages read as their titles instead of their files."""
+
+    def titled(link: re.Match[str]) -> str:
+        path = page.parent / link[1]
+        if not path.is_file():
+            return link[0]
+        title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        return f"[{title}]({link[1]}{link[2]})"
+
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"\[[\w/-]+\.md\]\(([^)#:\s]+\.md)((?:#[^)\s]*)?)\)", titled, text)
 
 
 def _explorer() -> tuple[list[dict[str, object]], dict[str, str]]:
