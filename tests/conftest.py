@@ -4,17 +4,67 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_ext.config.active import clear_configuration
+from tests import tiers
 from tests.ranks import require_training
 
 # A shell without job control starts what it runs in the background with SIGINT ignored, and so all
 # processes of the tests would be, some of which are interrupted.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_LEFT: Counter[str] = Counter()
+"""What the short tier left out, by folder; the last worker's count, as all collect the same."""
+_ALL = [0]
+_SECONDS: Counter[str] = Counter()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--short", action="store_true", help="the short tier (tests/tiers.py)")
+    parser.addoption("--measure", action="store_true", help="renew tests/durations.json")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--short"):
+        left = tiers.left_out(items)
+        _ALL[0] = len(items)
+        _LEFT.update(Path(item.nodeid).parts[1] for item in left)
+        items[:] = [item for item in items if item not in set(left)]
+        config.hook.pytest_deselected(items=left)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    output = getattr(session.config, "workeroutput", None)  # of a worker of xdist
+    if output is not None:
+        output["left_out"], output["all_cases"] = dict(_LEFT), _ALL[0]
+    elif session.config.getoption("--measure"):
+        tiers.write(_SECONDS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    found = getattr(node, "workeroutput", {})
+    if found.get("all_cases"):
+        _LEFT.clear()
+        _LEFT.update(found["left_out"])
+        _ALL[0] = found["all_cases"]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _SECONDS[report.nodeid] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.getoption("--short") and _ALL[0]:
+        terminalreporter.write_line(tiers.summary(_LEFT, _ALL[0]))
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,6 @@ from benchmarks.schedule_harness.systems import Own, System, all_systems
 from benchmarks.schedule_harness.wakeup import wakeup_s
 from megatron_ext.schedules import Costs, Schedule, generate, simulate
 from tests.commands import run_python
-from tests.tiers import first_quick
 
 ROOT = Path(__file__).parents[1]
 PP, MICROBATCHES = 4, 8
@@ -158,7 +157,7 @@ def test_unknown_system() -> None:
     assert "no system has gpipes in its name; there are: megatron-core 1F1B; " in done.stderr
 
 
-@pytest.mark.parametrize("number", first_quick([signal.SIGINT, signal.SIGTERM]))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_after_an_interrupt(tmp_path: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(
         command("--forward-ms=1000", "--only", "gloo: 1f1b"),

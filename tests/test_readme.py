@@ -128,8 +128,9 @@ REMOVED_FLAGS = {
 }
 """Flags of earlier versions, which only the changelog still names."""
 
-FOREIGN_FLAGS = {  # of torchrun, of slime, and of Megatron-LM in any release
+FOREIGN_FLAGS = {  # of torchrun, pytest, slime, and of Megatron-LM in any release
     "--custom-megatron-init-path",
+    "--measure",  # of pytest, by tests/conftest.py
     "--nproc-per-node",
     "--nproc_per_node",
     *(REPO / "tests" / "versions" / "considered_flags.txt").read_text().split(),

@@ -1,21 +1,69 @@
-"""`tests.tiers` marks cases, and keeps their values and names."""
+"""The short tier takes of each test what fits, by measured seconds."""
 
 from __future__ import annotations
 
+import json
+from typing import TYPE_CHECKING
+
 import pytest
 
-from tests.tiers import first_quick
+from tests import tiers
+from tests.mutations.run_mutant import ALL_MUTANTS
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
-def test_all_cases_but_the_first_are_slow() -> None:
-    cases = first_quick([1, (2, "b"), pytest.param(3, id="three", marks=pytest.mark.tree)])
-    assert cases[0] == 1
-    assert cases[1].values == (2, "b")
-    assert (cases[2].values, cases[2].id) == ((3,), "three")
-    assert [mark.name for mark in cases[1].marks] == ["slow"]
-    assert [mark.name for mark in cases[2].marks] == ["tree", "slow"]
+class Item:
+    """What `left_out` asks of a `pytest.Item`."""
+
+    def __init__(self, nodeid: str, **marks: float) -> None:
+        self.nodeid, self._marks = nodeid, marks
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return getattr(pytest.mark, name)(self._marks[name]).mark if name in self._marks else None
 
 
-def test_several_cases_can_stay_quick() -> None:
-    assert first_quick("abc", 2)[:2] == ["a", "b"]
-    assert first_quick("ab", 2) == ["a", "b"]
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "durations.json"
+    path.write_text(json.dumps({"a::grid[0]": 1.5, "a::matrix[1]": 6.0, "a::long": 4.5}))
+    monkeypatch.setattr(tiers, "DURATIONS", path)
+    return path
+
+
+def left_out(*items: Item) -> list[str]:
+    return [item.nodeid for item in tiers.left_out(items)]  # type: ignore[arg-type]
+
+
+def test_cases_without_a_measurement_count_like_the_longest_of_their_test(measured: Path) -> None:
+    assert left_out(*(Item(f"a::grid[{n}]") for n in range(5))) == [
+        f"a::grid[{n}]" for n in (2, 3, 4)
+    ]
+    assert left_out(*(Item(f"a::matrix[{n}]", short_s=20) for n in range(5))) == [
+        "a::matrix[3]",
+        "a::matrix[4]",
+    ]
+
+
+def test_what_takes_long_is_left_out_and_what_is_new_is_not(measured: Path) -> None:
+    assert left_out(Item("a::long"), Item("a::new"), Item("a::marked", slow=1)) == [
+        "a::long",
+        "a::marked",
+    ]
+
+
+def test_what_a_mutant_names_always_stays(measured: Path) -> None:
+    [guard, *_] = [test for one in ALL_MUTANTS for test in one.tests if "::" in test]
+    measured.write_text(json.dumps({guard: 100.0}))
+    assert left_out(Item(guard)) == []
+
+
+def test_measuring_renews_the_tests_that_ran(measured: Path) -> None:
+    tiers.write({"a::grid[1]": 0.1, "a::grid[2]": 2.04})
+    assert tiers.durations() == {"a::grid[2]": 2.0, "a::long": 4.5, "a::matrix[1]": 6.0}
+
+
+def test_the_line_says_where() -> None:
+    line = tiers.summary({"devices": 1200, "runtime": 3}, 4000)
+    assert line.startswith("the short tier left out 1,203 of 4,000 cases (devices 1200, runtime 3)")

@@ -1,26 +1,69 @@
-"""Which cases of a grid run for every change; the others belong to the nightly tier."""
+"""The short tier: of each test, as many cases as fit into the seconds that a test may take.
+
+`durations.json` holds the seconds of each case that takes half a second or more on two idle
+cores; `bash tests/run.sh --all --measure` writes it. A case that is not in it counts like the
+longest of its test that is. What a mutant names (`tests.mutations`) always stays, as a guard.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
+if TYPE_CHECKING:
+    import pytest
 
-
-def first_quick(cases: Iterable[Any], number: int = 1) -> list[Any]:
-    """Mark all cases but the first as slow.
-
-    Args:
-        cases: Values of `pytest.mark.parametrize`: `pytest.param`, a tuple of several arguments, or
-            the value of one.
-        number: How many stay quick.
-    """
-    return [case if index < number else _slow(case) for index, case in enumerate(cases)]
+DURATIONS = Path(__file__).with_name("durations.json")
+KNOWN_FROM_S = 0.5
+SHORT_S = 4.0
+"""For the cases of one test together, unless it has a mark `short_s`."""
 
 
-def _slow(case: Any) -> Any:
-    if hasattr(case, "marks"):  # a pytest.param
-        return pytest.param(*case.values, marks=[*case.marks, pytest.mark.slow], id=case.id)
-    values = case if isinstance(case, tuple) else (case,)
-    return pytest.param(*values, marks=pytest.mark.slow)
+def durations() -> dict[str, float]:
+    """Return the measured seconds by node id."""
+    return json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+
+
+def write(measured: Mapping[str, float]) -> None:
+    """Renew the measured seconds of the tests that ran; others keep theirs."""
+    tests = {_test(case) for case in measured}
+    known = {case: time_s for case, time_s in durations().items() if _test(case) not in tests}
+    known |= {case: round(s, 1) for case, s in measured.items() if s >= KNOWN_FROM_S}
+    DURATIONS.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n")
+
+
+def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Return what the short tier leaves out, in order."""
+    from tests.mutations.run_mutant import ALL_MUTANTS
+
+    guards = {test for mutant in ALL_MUTANTS for test in mutant.tests}
+    known, longest = durations(), dict[str, float]()
+    for case, time_s in known.items():
+        longest[_test(case)] = max(time_s, longest.get(_test(case), 0.0))
+    spent, left = Counter[str](), []
+    for item in items:
+        case, test = item.nodeid, _test(item.nodeid)
+        mark = item.get_closest_marker("short_s")
+        time_s = known.get(case, longest.get(test, 0.0))
+        stays = spent[test] + time_s <= (mark.args[0] if mark else SHORT_S)
+        if case not in guards and (item.get_closest_marker("slow") or not stays):
+            left.append(item)
+        else:
+            spent[test] += time_s
+    return left
+
+
+def summary(left: Mapping[str, int], all_cases: int) -> str:
+    """Return the line that tells what was left out, by folder of the tests."""
+    places = ", ".join(f"{place} {count}" for place, count in Counter(left).most_common(6))
+    return (
+        f"the short tier left out {sum(left.values()):,} of {all_cases:,} cases ({places}); "
+        "all run with: bash tests/run.sh --all"
+    )
+
+
+def _test(case: str) -> str:
+    return case.partition("[")[0]

@@ -15,7 +15,6 @@ from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks
 from tests.runtime.capture import GPT, PP2, PP4, run_here, train
 from tests.runtime.test_equality import UNCLIPPED, VPP2, assert_equal, stock
-from tests.tiers import first_quick
 
 pytestmark = pytest.mark.usefixtures("emulated_musa")
 
@@ -35,7 +34,7 @@ _CASES = {
 }
 
 
-@pytest.mark.parametrize("connections", first_quick([1, 8]))
+@pytest.mark.parametrize("connections", [1, 8])
 @pytest.mark.parametrize("schedule", _CASES)
 def test_every_schedule_over_its_communicators(schedule: str, connections: int) -> None:
     ours, theirs = _CASES[schedule]
@@ -47,7 +46,7 @@ def test_every_schedule_over_its_communicators(schedule: str, connections: int) 
     assert_equal(found, stock(4, _FLAGS + theirs))
 
 
-@pytest.mark.parametrize("connections", first_quick([1, 8]))
+@pytest.mark.parametrize("connections", [1, 8])
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_layers_that_gather_their_input_ahead_of_w(schedule: str, connections: int) -> None:
     """Sequence parallelism: W gathers the next layer's input while a product of this one runs."""
@@ -104,7 +103,7 @@ _ORDERS = {
 }
 
 
-@pytest.mark.parametrize("connections", first_quick([1, 8]))
+@pytest.mark.parametrize("connections", [1, 8])
 @pytest.mark.parametrize("way", ["ipc", "staged", "tcp"])
 @pytest.mark.parametrize("order", _ORDERS)
 def test_other_ways_between_devices(order: str, way: str, connections: int) -> None:
@@ -115,7 +114,7 @@ def test_other_ways_between_devices(order: str, way: str, connections: int) -> N
     assert_equal(found, stock(4, _FLAGS + PP4))
 
 
-@pytest.mark.parametrize("connections", first_quick([1, 8]))
+@pytest.mark.parametrize("connections", [1, 8])
 @pytest.mark.parametrize("activations", ["", SHIP + RECOMPUTE])
 def test_disaggregation(activations: str, connections: int) -> None:
     flags = _FLAGS + PP2 + activations.removeprefix(SHIP)

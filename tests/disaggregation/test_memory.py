@@ -10,7 +10,6 @@ import pytest
 from tests.ranks import run_ranks
 from tests.runtime import capture
 from tests.runtime.capture import GPT, PP2, PP4
-from tests.tiers import first_quick
 
 from .test_training import FBD, RECOMPUTE, assert_equal, run_role, together
 
@@ -51,13 +50,11 @@ def watched(argv: list[str], slow: int) -> tuple[str, Any, tuple[int, int]]:
 
 @pytest.mark.parametrize(
     ("parallel", "pp", "slow", "flags"),
-    first_quick(
-        [
-            (PP2, 2, 1, ""),
-            (PP2, 2, 0, RECOMPUTE + "--fbd-activations ship "),
-            pytest.param(PP4, 4, 1, "", marks=pytest.mark.slow),
-        ]
-    ),
+    [
+        (PP2, 2, 1, ""),
+        (PP2, 2, 0, RECOMPUTE + "--fbd-activations ship "),
+        pytest.param(PP4, 4, 1, "", marks=pytest.mark.slow),
+    ],
 )
 def test_little_waits_for_a_slow_rank(parallel: str, pp: int, slow: int, flags: str) -> None:
     """Twenty micro-batches; a forward rank would have sent all before the second is needed."""

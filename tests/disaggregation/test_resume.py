@@ -10,7 +10,6 @@ from tests.ranks import losses, run_script
 from tests.runtime import capture
 from tests.runtime.capture import GPT, PP2
 from tests.scalars import written_scalars
-from tests.tiers import first_quick
 
 from .test_training import FBD, train
 
@@ -32,7 +31,7 @@ def test_steps_by_turns(tmp_path: Path) -> None:
     assert third.parameters == whole.parameters
 
 
-@pytest.mark.parametrize(("num_ranks", "roles"), first_quick([(4, FBD), (6, MERGED)]))
+@pytest.mark.parametrize(("num_ranks", "roles"), [(4, FBD), (6, MERGED)])
 def test_evaluation_is_that_of_an_ordinary_job(num_ranks: int, roles: str, tmp_path: Path) -> None:
     """Forward ranks evaluate, with the weights of the step; backward ranks log and write it."""
     flags = GPT.replace("--eval-iters 0", EVALUATING) + PP2

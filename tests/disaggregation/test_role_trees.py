@@ -15,7 +15,6 @@ from tests.examples.test_boundaries import MODELS
 from tests.ranks import run_ranks, start_ranks
 from tests.runtime import capture
 from tests.runtime.capture import GPT, PP2, PP4, Captured
-from tests.tiers import first_quick
 
 pytestmark = pytest.mark.usefixtures("a_training_loop")
 
@@ -104,7 +103,7 @@ def alone(model: str) -> tuple[Captured, list[dict[str, float]]]:
 
 @pytest.mark.parametrize(
     ("ranks", "flags"),
-    first_quick([(4, PP2), (8, PP4), (4, PP2 + "--pipeline-transport tcp ")]),
+    [(4, PP2), (8, PP4), (4, PP2 + "--pipeline-transport tcp ")],
 )
 @pytest.mark.parametrize("model", MODELS)
 def test_as_in_one_stage(model: str, ranks: int, flags: str) -> None:

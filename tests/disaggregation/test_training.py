@@ -10,7 +10,6 @@ import pytest
 from tests.ranks import run_ranks
 from tests.runtime import capture
 from tests.runtime.capture import GPT, PP2, Captured, _merge
-from tests.tiers import first_quick
 from tests.training.helpers import MOE
 
 FBD = "--forward-backward-disaggregating "
@@ -75,27 +74,24 @@ slow = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("tp", "pp", "dp", "flags"),
-    first_quick(
-        [
-            (1, 1, 1, GPT),
-            (1, 2, 2, GPT + SHARDED),
-            (1, 4, 1, DROPOUT),
-            (2, 1, 2, DROPOUT),
-            (2, 2, 1, DROPOUT + BF16),
-            (1, 1, 2, DROPOUT + EP2 + SHARDED),
-            (1, 2, 1, DROPOUT + MTP),
-            pytest.param(1, 2, 1, GPT + MOE_LAYERS, marks=slow),
-            pytest.param(1, 2, 2, GPT + EP2 + BF16, marks=slow),
-            pytest.param(2, 2, 2, GPT + EP2 + ETP1 + SHARDED, marks=slow),
-            pytest.param(4, 1, 1, DROPOUT, marks=slow),
-            pytest.param(2, 4, 1, GPT, marks=slow),
-            pytest.param(1, 4, 2, DROPOUT + BF16, marks=slow),
-            pytest.param(4, 4, 1, GPT, marks=slow),
-            pytest.param(2, 4, 2, GPT + SHARDED, marks=slow),
-            pytest.param(4, 2, 2, DROPOUT + BF16, marks=slow),
-        ],
-        3,
-    ),
+    [
+        (1, 1, 1, GPT),
+        (1, 2, 2, GPT + SHARDED),
+        (1, 4, 1, DROPOUT),
+        (2, 1, 2, DROPOUT),
+        (2, 2, 1, DROPOUT + BF16),
+        (1, 1, 2, DROPOUT + EP2 + SHARDED),
+        (1, 2, 1, DROPOUT + MTP),
+        pytest.param(1, 2, 1, GPT + MOE_LAYERS, marks=slow),
+        pytest.param(1, 2, 2, GPT + EP2 + BF16, marks=slow),
+        pytest.param(2, 2, 2, GPT + EP2 + ETP1 + SHARDED, marks=slow),
+        pytest.param(4, 1, 1, DROPOUT, marks=slow),
+        pytest.param(2, 4, 1, GPT, marks=slow),
+        pytest.param(1, 4, 2, DROPOUT + BF16, marks=slow),
+        pytest.param(4, 4, 1, GPT, marks=slow),
+        pytest.param(2, 4, 2, GPT + SHARDED, marks=slow),
+        pytest.param(4, 2, 2, DROPOUT + BF16, marks=slow),
+    ],
 )
 def test_equal_to_half_the_replicas(tp: int, pp: int, dp: int, flags: str) -> None:
     flags += sizes(tp, pp)
@@ -105,18 +101,16 @@ def test_equal_to_half_the_replicas(tp: int, pp: int, dp: int, flags: str) -> No
 
 @pytest.mark.parametrize(
     ("tp", "pp", "dp", "flags"),
-    first_quick(
-        [
-            (1, 1, 1, GPT),
-            (2, 2, 1, DROPOUT),
-            pytest.param(1, 2, 2, DROPOUT + BF16 + SHARDED, marks=slow),
-            pytest.param(1, 2, 2, DROPOUT + MOE_LAYERS + SHARDED, marks=slow),
-            pytest.param(4, 2, 1, GPT + BF16, marks=slow),
-            pytest.param(1, 1, 2, GPT + EP2, marks=slow),
-            pytest.param(2, 4, 1, DROPOUT, marks=slow),
-            pytest.param(4, 4, 1, DROPOUT + BF16, marks=slow),
-        ]
-    ),
+    [
+        (1, 1, 1, GPT),
+        (2, 2, 1, DROPOUT),
+        pytest.param(1, 2, 2, DROPOUT + BF16 + SHARDED, marks=slow),
+        pytest.param(1, 2, 2, DROPOUT + MOE_LAYERS + SHARDED, marks=slow),
+        pytest.param(4, 2, 1, GPT + BF16, marks=slow),
+        pytest.param(1, 1, 2, GPT + EP2, marks=slow),
+        pytest.param(2, 4, 1, DROPOUT, marks=slow),
+        pytest.param(4, 4, 1, DROPOUT + BF16, marks=slow),
+    ],
 )
 def test_shipped_activations_give_the_same(tp: int, pp: int, dp: int, flags: str) -> None:
     flags += sizes(tp, pp) + RECOMPUTE
@@ -149,7 +143,7 @@ def run_varying(argv: list[str]) -> tuple[str, Captured]:
     return run_role(argv)
 
 
-@pytest.mark.parametrize("activations", first_quick(["", RECOMPUTE + SHIP]))
+@pytest.mark.parametrize("activations", ["", RECOMPUTE + SHIP])
 def test_lengths_may_vary(activations: str) -> None:
     flags = GPT.replace("--eval-iters 0", "--eval-iters 1 --eval-interval 2") + PP2
     flags += "--micro-batch-size 1 --variable-seq-lengths " + activations.removesuffix(SHIP)

@@ -11,7 +11,6 @@ import pytest
 
 from tests.examples.scripts import dry_run, make_data, megatron_flags
 from tests.ranks import losses, run_script
-from tests.tiers import first_quick
 
 # Llama 3 trains in tests/test_examples.py, through its script.
 MODELS = ("mixtral", "deepseek-v2", "deepseek-v3", "gpt", "bert")
@@ -47,7 +46,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[flo
     return functools.cache(lambda model: train(model, tmp_path_factory.mktemp(model)))
 
 
-@pytest.mark.parametrize("model", first_quick(MODELS, 2))
+@pytest.mark.parametrize("model", MODELS)
 def test_it_learns(model: str, on_cpu: Callable[[str], list[float]]) -> None:
     found = on_cpu(model)
     assert found[-1] < found[0]

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks, start_ranks
-from tests.tiers import first_quick
 
 pytestmark = pytest.mark.usefixtures("emulated_musa")
 
@@ -76,7 +75,7 @@ def _run(programs: Sequence[Program]) -> list[float]:
     return [tensor[0].item() for tensor in received]
 
 
-@pytest.mark.parametrize("connections", first_quick([1, 8]))
+@pytest.mark.parametrize("connections", [1, 8])
 @pytest.mark.parametrize("name", _STOPS)
 def test_the_published_order_stops(name: str, connections: int) -> None:
     programs, _ = _STOPS[name]

@@ -19,7 +19,6 @@ from tests.fake_musa.queued import queued
 from tests.pipelines import make_pipeline, use
 from tests.ranks import run_ranks, start_ranks
 from tests.runtime import toy
-from tests.tiers import first_quick
 
 from .test_published_hangs import start_one_by_one
 
@@ -105,7 +104,7 @@ def _ends_right(step: Step, schedule: str, connections: int, one_by_one: bool = 
     assert gradients == _right(step.ranks, step.chunks)
 
 
-@pytest.mark.parametrize("connections", first_quick([1, 8]))
+@pytest.mark.parametrize("connections", [1, 8])
 def test_megatron_1450_hands_gradients_of_another_shape_to_a_backward(connections: int) -> None:
     """Interleaved on two ranks, lengths vary, no overlap: shapes are swapped on their way."""
     env = queued(connections=connections, stuck_s=2)
@@ -115,12 +114,12 @@ def test_megatron_1450_hands_gradients_of_another_shape_to_a_backward(connection
     assert any("invalid gradient at index 0" in log for log in run.logs)
 
 
-@pytest.mark.parametrize("connections", first_quick([1, 8]))
+@pytest.mark.parametrize("connections", [1, 8])
 def test_the_step_of_megatron_1450_ends_right_here(connections: int) -> None:
     _ends_right(_LENGTHS_ON_TWO, "interleaved", connections)
 
 
-@pytest.mark.parametrize("connections", first_quick([1, 8]))
+@pytest.mark.parametrize("connections", [1, 8])
 def test_megatron_5100_stops_if_operations_are_started_one_by_one(connections: int) -> None:
     env = queued(connections=connections, stuck_s=2)
     run = start_ranks(4, _run, _LENGTHS_ON_FOUR, None, True, device="musa", env=env, timeout_s=60)
@@ -129,12 +128,12 @@ def test_megatron_5100_stops_if_operations_are_started_one_by_one(connections: i
     assert "nothing can move any more" in max(run.logs, key=len)
 
 
-@pytest.mark.parametrize("connections", first_quick([1, 8]))
+@pytest.mark.parametrize("connections", [1, 8])
 def test_the_step_of_megatron_5100_ends_right_here(connections: int) -> None:
     _ends_right(_LENGTHS_ON_FOUR, "1f1b", connections, one_by_one=True)
 
 
-@pytest.mark.parametrize("connections", first_quick([1, 8]))
+@pytest.mark.parametrize("connections", [1, 8])
 def test_upstreams_own_ends_where_no_report_says_otherwise(connections: int) -> None:
     """1F1B with operations in batches; interleaved with overlap, whose hang is intermittent."""
     env = queued(connections=connections)

@@ -77,7 +77,7 @@ def main() -> int:
         return _nothing_changed(f"{mutant.module} does not have {mutant.text!r} once")
     os.environ[_VARIABLE] = sys.argv[1]
     install_from_environment()
-    quiet = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    quiet = ["-x", "-q", "--short", "-p", "no:cacheprovider", "-p", "no:randomly"]
     status = pytest.main([*quiet, *(str(_ROOT / test) for test in mutant.tests)])
     if mutant.module not in sys.modules:
         return _nothing_changed(f"its tests never import {mutant.module}")

@@ -13,7 +13,6 @@ from tests.commands import run_python
 from tests.patches.attributes import held
 from tests.ranks import _run_script, run_ranks
 from tests.runtime.capture import GPT, PP2
-from tests.tiers import first_quick
 
 _PROGRAM = """
 import os, sys
@@ -51,7 +50,7 @@ for _ in range(2):  # the second time megatron.core is there in any case
 """
 
 
-@pytest.mark.parametrize("imported", first_quick(["megatron", "torch"]))
+@pytest.mark.parametrize("imported", ["megatron", "torch"])
 def test_every_attribute_is_the_same_object_again(imported: str) -> None:
     done = run_python("-c", _PROGRAM, imported, MEGATRON_EXT_DISABLE="1", TORCHDYNAMO_DISABLE="0")
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,6 @@ from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks
 from tests.runtime.capture import GPT, PP4, Captured, run_here
 from tests.runtime.test_equality import UNCLIPPED, stock
-from tests.tiers import first_quick
 
 pytestmark = pytest.mark.usefixtures("emulated_musa")
 
@@ -76,7 +75,7 @@ def test_ranks_of_one_host_exchange_tensors_directly(flags: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("connections", first_quick([1, 8]))
+@pytest.mark.parametrize("connections", [1, 8])
 def test_a_table_takes_the_communicator_between_hosts(connections: int) -> None:
     classes, told = _trained(_TABLE, "aabb", connections=connections)
     assert classes == ["DirectTransport", "PairedTransport", "PairedTransport", "DirectTransport"]
@@ -87,7 +86,7 @@ def test_a_table_takes_the_communicator_between_hosts(connections: int) -> None:
     ]
 
 
-@pytest.mark.parametrize("connections", first_quick([1, 8]))
+@pytest.mark.parametrize("connections", [1, 8])
 def test_a_dynamic_order_takes_tcp_between_hosts(connections: int) -> None:
     classes, told = _trained(_DYNAMIC, "aabb", connections=connections)
     assert classes == ["DirectTransport", "PairedTransport", "PairedTransport", "DirectTransport"]

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests.tiers import first_quick
 from tests.training.helpers import LLAMA, MOE, NO_DROPOUT, bert_flags
 
 from .capture import GPT, PP2, PP4, Captured, train
@@ -87,9 +86,7 @@ def test_few_and_odd_micro_batches(schedule: str, m: int) -> None:
     check(2, schedule, flags, theirs=PP2, ours=PP2)
 
 
-@pytest.mark.parametrize(
-    "flags", first_quick(["", "--bitpipe-routing local ", "--bitpipe-order paper "])
-)
+@pytest.mark.parametrize("flags", ["", "--bitpipe-routing local ", "--bitpipe-order paper "])
 def test_bitpipe_is_half_the_pipeline_twice(flags: str) -> None:
     ours = f"--pipeline-model-parallel-size 4 {flags}"
     check(4, "bitpipe", GPT + UNCLIPPED + EIGHT_LAYERS, theirs=PP2, ours=ours)
@@ -167,7 +164,7 @@ def test_full_backwards_overlap_their_reduction(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "bitpipe"])
-@pytest.mark.parametrize("model", first_quick(["", LLAMA + MOE + EP2]), ids=["gpt", "experts"])
+@pytest.mark.parametrize("model", ["", LLAMA + MOE + EP2], ids=["gpt", "experts"])
 def test_weights_overlap_their_reduction(schedule: str, model: str) -> None:
     """Several buckets, reduced during the last W."""
     flags = f"{GPT}{UNCLIPPED}{EIGHT_LAYERS}--global-batch-size 16 {model}{SHARDED}"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tiers import first_quick
-
 from .capture import GPT, PP2, PP4, train
 from .test_equality import EIGHT_LAYERS, VPP2, assert_equal, stock
 
@@ -16,16 +14,13 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
 
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
-    first_quick(
-        [
-            (2, PP2),
-            (4, PP4),
-            (4, PP2 + TP2),
-            (2, PP2 + VPP2 + EVALUATED),
-            (4, PP4 + VPP2 + EIGHT_LAYERS + "--no-overlap-p2p-communication " + EVALUATED),
-        ],
-        2,
-    ),
+    [
+        (2, PP2),
+        (4, PP4),
+        (4, PP2 + TP2),
+        (2, PP2 + VPP2 + EVALUATED),
+        (4, PP4 + VPP2 + EIGHT_LAYERS + "--no-overlap-p2p-communication " + EVALUATED),
+    ],
 )
 def test_same_over_shared_memory(num_ranks: int, flags: str) -> None:
     ours = train(num_ranks, GPT + flags + SHM)

@@ -12,7 +12,6 @@ import pytest
 
 from tests.runtime import capture
 from tests.runtime.capture import GPT
-from tests.tiers import first_quick
 from tests.training.helpers import MLA, MOCK, MOE, NO_DROPOUT, bert_flags, report, train
 from tests.training.helpers import errors as user_errors
 
@@ -36,28 +35,25 @@ def start_from(directory: Path, flags: str, script: str = "pretrain_gpt.py") -> 
 
 @pytest.mark.parametrize(
     ("num_ranks", "flags", "theirs", "ours"),
-    first_quick(
-        [
-            pytest.param(2, MOCK, PP2, ZB_V, id="tied"),
-            pytest.param(2, MOCK + MOE + TWO_MTP, PP2, ZB_V, id="moe-two-mtp-layers"),
-            pytest.param(
-                4,
-                MOCK + "--bf16 --calculate-per-token-loss " + SHARDED,
-                PP2,
-                ZB_V,
-                id="bf16-per-token-sharded",
-            ),
-            pytest.param(
-                4,
-                MOCK,
-                PP2 + "--tensor-model-parallel-size 2 --sequence-parallel",
-                ZB_V + "--tensor-model-parallel-size 2 --sequence-parallel",
-                id="tp2",
-            ),
-            pytest.param(4, MOCK + EIGHT_LAYERS + SHARDED, PP2, BITPIPE, id="bitpipe"),
-        ],
-        2,
-    ),
+    [
+        pytest.param(2, MOCK, PP2, ZB_V, id="tied"),
+        pytest.param(2, MOCK + MOE + TWO_MTP, PP2, ZB_V, id="moe-two-mtp-layers"),
+        pytest.param(
+            4,
+            MOCK + "--bf16 --calculate-per-token-loss " + SHARDED,
+            PP2,
+            ZB_V,
+            id="bf16-per-token-sharded",
+        ),
+        pytest.param(
+            4,
+            MOCK,
+            PP2 + "--tensor-model-parallel-size 2 --sequence-parallel",
+            ZB_V + "--tensor-model-parallel-size 2 --sequence-parallel",
+            id="tp2",
+        ),
+        pytest.param(4, MOCK + EIGHT_LAYERS + SHARDED, PP2, BITPIPE, id="bitpipe"),
+    ],
 )
 def test_the_log_is_megatrons(
     tmp_path: Path, num_ranks: int, flags: str, theirs: str, ours: str
@@ -92,15 +88,12 @@ def test_tied_embeddings_with_mtp() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "saved", "others"),
-    first_quick(
-        [
-            pytest.param("", ZB_V, [(2, PP2)], id="replicated-from-v"),
-            pytest.param("", PP2, [(2, ZB_V)], id="replicated-to-v"),
-            pytest.param(SHARDED, ZB_V, [(2, PP2 + RESHARDABLE), (1, "")], id="sharded-from-v"),
-            pytest.param(SHARDED, PP2 + RESHARDABLE, [(2, ZB_V)], id="sharded-to-v"),
-        ],
-        2,
-    ),
+    [
+        pytest.param("", ZB_V, [(2, PP2)], id="replicated-from-v"),
+        pytest.param("", PP2, [(2, ZB_V)], id="replicated-to-v"),
+        pytest.param(SHARDED, ZB_V, [(2, PP2 + RESHARDABLE), (1, "")], id="sharded-from-v"),
+        pytest.param(SHARDED, PP2 + RESHARDABLE, [(2, ZB_V)], id="sharded-to-v"),
+    ],
 )
 def test_resume_under_another_schedule(
     tmp_path: Path, flags: str, saved: str, others: list[tuple[int, str]]

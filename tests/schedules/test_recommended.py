@@ -12,7 +12,6 @@ from megatron_ext import cli
 from megatron_ext.schedules import registered
 from tests.config.test_schedule_flags import outcomes
 from tests.ranks import require_training, run_ranks, start_script
-from tests.tiers import first_quick
 from tests.tools.trace.runs import write_run
 
 MODEL = (
@@ -87,7 +86,7 @@ def test_options_of_plan_can_be_trained_with(
     assert not refused(cases)
 
 
-@pytest.mark.parametrize("traced", first_quick(["1f1b", "zb-h1"]))
+@pytest.mark.parametrize("traced", ["1f1b", "zb-h1"])
 def test_training_takes_everything_that_a_forecast_recommends(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, traced: str
 ) -> None:

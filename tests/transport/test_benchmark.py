@@ -7,7 +7,6 @@ import torch
 
 from benchmarks import gpu_transport, transport
 from tests.ranks import run_ranks
-from tests.tiers import first_quick
 
 TCP = ["tcp", "tcp, pieces"]
 ALONE = ["multiprocessing", "copy"]
@@ -16,13 +15,11 @@ ALONE = ["multiprocessing", "copy"]
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(
     ("num_bytes", "wires"),
-    first_quick(
-        [
-            (1 << 10, ["gloo", "socket", "tcp", "shm", "shm, asleep", *ALONE]),
-            (1 << 24, ["gloo", "socket", *TCP, "shm", "shm, asleep", "shm, pieces", *ALONE]),
-            (1 << 27, ["gloo", "socket", *TCP]),
-        ]
-    ),
+    [
+        (1 << 10, ["gloo", "socket", "tcp", "shm", "shm, asleep", *ALONE]),
+        (1 << 24, ["gloo", "socket", *TCP, "shm", "shm, asleep", "shm, pieces", *ALONE]),
+        (1 << 27, ["gloo", "socket", *TCP]),
+    ],
 )
 def test_every_wire_has_a_row(num_bytes, wires) -> None:
     times = run_ranks(2, transport.measure, num_bytes, 1)[0]

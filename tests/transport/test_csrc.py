@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import first_quick
-
 from .build_tools import ENVIRONMENT, GENERATOR, needs_cmake
 
 REPOSITORY = Path(__file__).parents[2]
@@ -50,7 +48,7 @@ def skip_without_runtime(sanitizers: str, scratch: Path) -> None:
 
 
 @needs_cmake
-@pytest.mark.parametrize("sanitizers", first_quick(["thread", "address,undefined"]))
+@pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
 def test_the_cxx_tests_pass(tmp_path, sanitizers):
     skip_without_runtime(sanitizers, tmp_path)
     build = str(tmp_path / "build")

@@ -14,7 +14,6 @@ import torch
 
 from megatron_ext.errors import MessageMismatch, TransportError
 from megatron_ext.transport.dtypes import tensor_on
-from tests.tiers import first_quick
 
 _BYTES = 1 << 8 | 8
 
@@ -164,7 +163,7 @@ assert gone == [3, 3, 3], gone
 
 
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("wire", first_quick(["shm", "tcp"]))
+@pytest.mark.parametrize("wire", ["shm", "tcp"])
 @pytest.mark.parametrize("end", ["abort", "close"])
 def test_an_owner_that_is_dropped_may_call_the_endpoint(wire, end):
     command = [sys.executable, "-c", f"import torch{_FINALIZER}", wire, end]

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from tests.tiers import first_quick
 from tests.training.helpers import bert_flags, report, train
 from tests.upstream_script.runs import GPT, run, save_start
 
@@ -59,9 +58,7 @@ def test_equal_lengths_keep_their_place(gpt: tuple[str, list[str]], schedule: st
     assert report(run(4, start + schedule)) == stock
 
 
-@pytest.mark.parametrize(
-    "align", first_quick(["", "--no-align-grad-reduce "]), ids=["aligned", "free"]
-)
+@pytest.mark.parametrize("align", ["", "--no-align-grad-reduce "], ids=["aligned", "free"])
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v", "1f1b --use-dpp"])
 def test_reductions_of_buckets(gpt: tuple[str, list[str]], name: str, align: str) -> None:
     start, stock = gpt
@@ -97,7 +94,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
     return start, report(train(4, start + PP2, script="pretrain_bert.py"))
 
 
-@pytest.mark.parametrize("schedule", first_quick(EVERY, 4))
+@pytest.mark.parametrize("schedule", EVERY)
 def test_bert(bert: tuple[str, list[str]], schedule: str) -> None:
     start, stock = bert
     assert report(train(4, start + schedule, script="pretrain_bert.py")) == stock

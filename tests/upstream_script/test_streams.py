@@ -12,7 +12,6 @@ import pytest
 
 from megatron_ext.upstream import releases
 from tests.ranks import run_ranks
-from tests.tiers import first_quick
 from tests.training.helpers import report
 from tests.upstream_script.runs import GPT, run, save_start
 from tests.versions.matrix import STREAMS
@@ -70,7 +69,7 @@ class OneStage:
         return report(run(4 if beside else 2, self.start(model) + beside))
 
 
-@pytest.mark.parametrize("table", first_quick(list(TABLES), 5))
+@pytest.mark.parametrize("table", list(TABLES))
 def test_every_table(one_stage: OneStage, table: str) -> None:
     ranks = 8 if table == "disaggregation" else 4
     ended = run(ranks, one_stage.start("") + TABLES[table])

@@ -15,7 +15,6 @@ import pytest
 
 from megatron_ext.tools.launch.process import marked
 from tests.ranks import losses, require_training
-from tests.tiers import first_quick
 from tests.tools.launch.cluster import ADDRESSES, Cluster, cluster, commands_in, wait_until, why_not
 
 # Llama 3, small, as the example trains it.
@@ -142,7 +141,7 @@ def rank_on(run_id: str, node: int) -> int:
 
 @pytest.mark.parametrize(
     ("victim", "slots"),
-    first_quick([("launcher", 1), ("agent", 1), ("torchrun", 1), ("rank", 2)]),
+    [("launcher", 1), ("agent", 1), ("torchrun", 1), ("rank", 2)],
     ids=["launcher", "agent", "torchrun", "rank with stubborn peers"],
 )
 def test_whatever_is_killed_all_of_it_ends_and_a_neighbour_does_not(
