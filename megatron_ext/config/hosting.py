@@ -79,13 +79,13 @@ _USUAL = {
 
 @dataclass
 class Preflight:
-    """What a configuration takes, changes and refuses."""
+    """Answer of `preflight`: whether a training can run, and how it differs from its flags."""
 
     refusals: list[Refusal] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
     """Settings that the schedule replaces: the cut of the model, what is dropped or taken over."""
     notices: list[str] = field(default_factory=list)
-    """What a setting loses."""
+    """Notices of settings with less effect than they seem to have."""
     ignored: list[str] = field(default_factory=list)
     """Settings that no check has looked at."""
     config: PipelineConfig | None = None

@@ -58,8 +58,8 @@ Activations = Literal["recompute", "ship"]
 Balance = Literal["off", "order", "pack"]
 
 BALANCES: tuple[Balance, ...] = ("off", "order", "pack")
-"""What follows from the lengths of a step's micro-batches: nothing, the order in which they enter
-the pipeline, or also which data-parallel replica runs them."""
+"""Effect of the lengths of micro-batches: none, on the order in which they enter the
+pipeline, or also on the data-parallel replica that runs them."""
 
 
 class ConfigurationError(ArgumentsError):
@@ -206,7 +206,7 @@ class PipelineConfig:
     lengths; `pack`: before that, data-parallel replicas share out the micro-batches of all of them
     by cost; `off`: each replica runs its own in the order of the file."""
     length_costs: LengthCost | None = None
-    """What a length costs, for `balance`; None: what follows from the shape of the model."""
+    """Cost of a length, for `balance`; None: it follows from the shape of the model."""
     stash_ratio: float = 1.0
     """Memory that a micro-batch holds between I and W over what it holds between F and I, at least
     1. Bounds on memory count it. From flags, what recomputation and Transformer Engine's layers

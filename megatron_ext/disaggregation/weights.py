@@ -44,7 +44,7 @@ class _Weight(NamedTuple):
     num_shards: int
     """Backward ranks that hold parts of it, for one forward rank with the whole."""
     gated: bool
-    """Whether it fuses two matrices, so that each shard has a part of both."""
+    """True if it fuses two matrices, so that each shard has a part of both."""
 
     @property
     def numel(self) -> int:

@@ -44,7 +44,7 @@ class Roles:
     replay: Replay | None = None
     """The replay of shipped activations that is in progress."""
     runtime: RoleRuntime | None = None
-    """What it keeps from step to step, once there was one."""
+    """State from step to step, after the first one."""
 
     def close(self) -> None:
         """Close the links to the other ranks."""

@@ -1,4 +1,4 @@
-"""What has become of a patch: a row for those who look (`patches list`, `report()`)."""
+"""State of each patch, as the rows of `patches list` and `report()`."""
 
 from __future__ import annotations
 

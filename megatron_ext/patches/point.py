@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 Call = Callable[..., Any]
-"""What the `fn` of a patch is handed to go on with the chain."""
+"""Continues the chain of wraps; the `fn` of a patch receives it."""
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 

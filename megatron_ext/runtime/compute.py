@@ -237,7 +237,7 @@ def _shard(name: str) -> tuple[int, ...]:
 
 
 Tensors = list[torch.Tensor | None]
-"""What one stage passes to the next: one tensor, or as many as Megatron's shapes specify."""
+"""Output of a stage for the next: one tensor, or as many as Megatron's shapes specify."""
 
 
 @dataclass
@@ -265,7 +265,7 @@ class _Stage(NamedTuple):
     """Megatron's virtual stage: the chunk, or None if the rank has only one."""
     is_last: bool
     checks_lengths: bool
-    """Whether it reads sequences whose lengths may vary."""
+    """True if lengths of sequences may vary."""
     backward_step: Callable[[Tensors, Tensors, Tensors], Tensors]
     """Megatron's, for this model."""
 

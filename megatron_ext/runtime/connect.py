@@ -108,7 +108,7 @@ def open_transport(
 
 @dataclass(frozen=True)
 class _Opening:
-    """What the transports of a rank are opened with."""
+    """Settings with which the transports of a rank are opened."""
 
     pipeline: Pipeline
     rank: int

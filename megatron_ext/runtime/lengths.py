@@ -119,7 +119,7 @@ def check_handed_on(
 
 
 class ItemSize(NamedTuple):
-    """What the cost of a micro-batch follows from."""
+    """Size of a micro-batch, from which its cost follows."""
 
     tokens: int
     """All, padding too."""
@@ -202,7 +202,7 @@ class BalancedStep:
     costs: Costs
     length_cost: LengthCost
     replicas: ReplicaExchange | None = None
-    """Those that share out their micro-batches; None: this replica runs what it reads."""
+    """Replicas that share out their micro-batches; None: this one runs what it reads."""
     order: tuple[int, ...] | None = field(default=None, init=False)
     """By micro-batch of the table: its number in the file, which counts the micro-batches of all
     `replicas`; None: no data was read so far."""

@@ -247,7 +247,7 @@ class Form(NamedTuple):
     part: int = 0
     """Index of the tensor in its hand-over."""
     header: bool = False
-    """Whether it describes the tensors that follow."""
+    """True if it describes the tensors that follow."""
 
     def named(self, message: Message) -> Message:
         """Return the name of this tensor in a hand-over."""

@@ -1,4 +1,4 @@
-"""What one model on one set of process groups keeps across steps, and how it runs a step.
+"""State of one model on one set of process groups across steps, and how it runs a step.
 
 `runtime_of` makes a `Runtime` at a model's first step; it is closed with the configuration.
 Training statistics are summed and logged here too.

@@ -141,7 +141,7 @@ class TreeEnds(TreeMessages, PeerEnds):
 
 
 class _End(NamedTuple):
-    """What a backward needs to know about its forward."""
+    """State that a forward leaves for its backward."""
 
     leaves: tuple[Leaf, ...]
     """The sent tensors for which a gradient comes back; not all of them need it."""

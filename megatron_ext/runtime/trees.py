@@ -54,7 +54,7 @@ class TreeForm:
     """The tree with 0 for each tensor: null, 0, ["tuple", ...], ["list", ...], or
     ["dict", keys, ...]."""
     leaves: tuple[Leaf, ...] = field(compare=False)
-    """Its tensors, in order."""
+    """All tensors, in order."""
 
     def header(self) -> torch.Tensor:
         """Return the header to send: uint8 on the CPU, `[number of bytes]`."""

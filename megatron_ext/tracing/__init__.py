@@ -1,4 +1,4 @@
-"""What records training (`--trace`) and ends trainings that hang (`--hang-timeout`).
+"""Records training (`--trace`) and ends trainings that hang (`--hang-timeout`).
 
 `megatron_ext/tools/trace` reads the records; nothing in the package imports that.
 """

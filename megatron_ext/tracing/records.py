@@ -95,7 +95,7 @@ class Header:
     wall_ns: int = 0
     """The clock, and the time since 1970, at one moment."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the run was told: schedule, transport, sizes of the model and so on."""
+    """Settings of the run: schedule, transport, sizes of the model and so on."""
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property

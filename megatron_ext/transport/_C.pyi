@@ -124,7 +124,7 @@ class PeerReport:
 
     @property
     def rank(self) -> int:
-        """Its rank."""
+        """Rank of the peer."""
 
     @property
     def state(self) -> str:
@@ -136,7 +136,7 @@ class PeerReport:
 
     @property
     def reason(self) -> str:
-        """What it said when it aborted, or how its death was noticed; may be empty."""
+        """Reason that it gave when it aborted, or how its death was noticed; may be empty."""
 
     @property
     def num_arrived(self) -> int:
@@ -207,7 +207,7 @@ class TcpLink(Link):
 
 @final
 class EndpointCounts:
-    """What an endpoint did so far."""
+    """Counters of an endpoint."""
 
     @property
     def num_messages(self) -> int:
@@ -406,7 +406,7 @@ class GidEntry:
 
     @property
     def index(self) -> int:
-        """Its place in the port's table."""
+        """Place in the port's table."""
 
     @property
     def gid(self) -> str:
@@ -438,7 +438,7 @@ class RdmaPort:
 
     @property
     def lid(self) -> int:
-        """Its address in an InfiniBand subnet, 0 on Ethernet."""
+        """Address in an InfiniBand subnet, 0 on Ethernet."""
 
     @property
     def mtu_bytes(self) -> int:
@@ -450,7 +450,7 @@ class RdmaPort:
 
     @property
     def gids(self) -> list[GidEntry]:
-        """Its addresses, without the empty entries of the table."""
+        """Addresses, without the empty entries of the table."""
 
 @final
 class RdmaDevice:
@@ -466,7 +466,7 @@ class RdmaDevice:
 
     @property
     def remedy(self) -> str:
-        """What to do about it."""
+        """Remedy."""
 
     @property
     def ports(self) -> list[RdmaPort]:
@@ -474,7 +474,7 @@ class RdmaDevice:
 
 @final
 class RdmaFinding:
-    """What one step of the probe found."""
+    """Result of one step of the probe."""
 
     @property
     def step(self) -> str:
@@ -482,15 +482,15 @@ class RdmaFinding:
 
     @property
     def is_good(self) -> bool:
-        """Whether it works; the last finding is the first that does not, if any."""
+        """True if it works; the last finding is the first that does not, if any."""
 
     @property
     def text(self) -> str:
-        """What was found."""
+        """Finding in words."""
 
     @property
     def remedy(self) -> str:
-        """What to do, if it does not work."""
+        """Remedy, if it does not work."""
 
 def rdma_devices(sysfs: str = "/sys") -> list[RdmaDevice]:
     """Return all RDMA devices of this host; opens each of them for a moment.

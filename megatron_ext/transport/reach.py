@@ -39,7 +39,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank tells the others about itself."""
+    """Description of a rank for the others."""
 
     address: Address
     device: str = ""

@@ -46,7 +46,7 @@ class Start:
     """The program to run."""
 
     script: Path | None
-    """Its file; None for GPT on the wheel's own training loop."""
+    """File of the program; None for GPT on the wheel's own training loop."""
     why: str
 
     def __str__(self) -> str:

@@ -182,7 +182,7 @@ _TOKENIZER_ARGUMENTS: dict[str, Any] = {
     "tokenizer_sentencepiece_ignore_extra_whitespaces": True,
     "use_gigatoken": False,
 }
-"""What builders after 0.16 read, with their defaults."""
+"""Settings that builders after 0.16 read, with their defaults."""
 
 
 _RENAMED = {"enable_gloo_process_groups": ("use_gloo_process_groups",)}

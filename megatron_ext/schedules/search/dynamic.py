@@ -1,4 +1,4 @@
-"""What may run next on a rank, and a step in dynamic order simulated event by event.
+"""Actions that may run next on a rank, and a step in dynamic order simulated event by event.
 
 `Progress` is the bookkeeping under every dynamic policy. An action is *ready* when its inputs
 exist: for F its input, for B and I the forward of the same rank and the gradient of the output, for
@@ -57,11 +57,11 @@ class Progress:
         self._launched: set[Message] = set()
         """Tensors that are launched and have not arrived."""
         self._launched_before: set[Message] = set()
-        """Those that were launched when the last action was chosen."""
+        """Inputs that were launched when the last action was chosen."""
         self.hears_launches = False
         """Whether `launched` tells of each tensor of another rank before it arrives."""
         self._awaited: set[Message] = set()
-        """Those that have not arrived when their action was chosen."""
+        """Inputs that had not arrived when their action was chosen."""
         self._enables: list[list[int]] = [[] for _ in self.row]
         """By position: the actions of this rank that wait for it."""
         self._takers: dict[Message, int] = {}

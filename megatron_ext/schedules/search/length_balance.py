@@ -52,7 +52,7 @@ one that is left over is empty."""
 
 @dataclass(frozen=True)
 class LengthCost:
-    """What a sample of L tokens costs: `linear * L + quadratic * L^2`, in any unit.
+    """Cost of a sample of L tokens: `linear * L + quadratic * L^2`, in any unit.
 
     Raises:
         ScheduleError: A coefficient is negative, or both are 0.

@@ -54,7 +54,7 @@ class Memory:
 
 
 _RECOMPUTED = {"layernorm": 4, "mla_up_proj": 6, "mlp": 16, "moe": 16, "moe_act": 8}
-"""What a layer no longer keeps between F and I if Megatron recomputes a module, in bytes for each
+"""Memory that a layer saves between F and I if Megatron recomputes a module, in bytes for each
 token and unit of width: outputs of the norms; queries, keys and values; input and output of the
 activation function. Attention itself keeps nothing more than its operands."""
 

@@ -20,7 +20,7 @@ class Finding:
     """The subject of the check, in two or three words."""
     found: str
     remedy: str = ""
-    """What to do; empty if nothing is wrong."""
+    """Remedy; empty if nothing is wrong."""
 
     def __str__(self) -> str:
         remedy = f"; {self.remedy}" if self.remedy else ""

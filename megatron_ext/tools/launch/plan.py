@@ -32,7 +32,7 @@ class Node:
     nproc: int
     """Processes on it; 0 until the host has counted its devices."""
     local: bool
-    """Whether it is the launcher's own machine, which needs no ssh."""
+    """True for the launcher's own machine, which needs no ssh."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Prediction:
     """Whether ranks keep no more activations than the table; else up to all micro-batches, and
     how many depends on who is late."""
     sent_bytes: int | None = None
-    """What stages hand on in a step, see `Traffic`; None: unknown from the trace."""
+    """Bytes that stages hand on in a step, see `Traffic`; None: unknown from the trace."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the prediction under the keys of `plan --from-trace --json`."""
@@ -83,12 +83,12 @@ class Forecast:
     """The traced schedule, named as in predictions."""
     notes: list[str]
     shared_cpus: str | None = None
-    """What had to be shared in the traced run, in words; None: no rank waited for a CPU."""
+    """CPUs that ranks of the traced run shared, in words; None: each had its own."""
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """What a trace says about the model and the machines."""
+    """Properties of the model and the machines, as traced."""
 
     schedule: Schedule
     costs: StageCosts
@@ -101,7 +101,7 @@ class _Measured:
     num_layers: int | None
     traffic: Traffic | None
     stash_ratio: float
-    """What a micro-batch holds between I and W over what it holds before I."""
+    """Memory of a micro-batch between I and W over that before I."""
 
 
 def forecast(directory: Path, memory_gb: float | None = None) -> Forecast:

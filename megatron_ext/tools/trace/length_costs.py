@@ -1,4 +1,4 @@
-"""What a length costs, from the measured durations of a traced run.
+"""Cost of a length, from the measured durations of a traced run.
 
 A micro-batch whose samples have L tokens each costs the sum of a*L + b*L^2. The trace has the
 tokens of each micro-batch, the pairs of tokens of one sample (the sum of L^2), and how long each
@@ -32,7 +32,7 @@ _OUTLIER = 5.0
 
 
 class Point(NamedTuple):
-    """What one micro-batch took."""
+    """One micro-batch: its size, and how long it took."""
 
     tokens: int
     pairs: int
@@ -42,7 +42,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredCost:
-    """What a length costs all stages together, in seconds."""
+    """Cost of a length over all stages, in seconds."""
 
     cost: LengthCost
     error: float
@@ -59,7 +59,7 @@ class _Microbatch(NamedTuple):
 
 @dataclass
 class _Taken:
-    """What the traces of all ranks tell."""
+    """Durations and lengths from the traces of all ranks."""
 
     sizes: dict[_Microbatch, tuple[int, int]] = field(default_factory=dict)
     """Tokens and pairs."""

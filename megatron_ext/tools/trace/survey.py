@@ -65,7 +65,7 @@ class Step(NamedTuple):
     out_of_order: int
     """Actions that ran although an earlier one of the table had not run."""
     activation_bytes: int
-    """What a forward of one stage keeps; 0: not known."""
+    """Bytes that a forward of one stage keeps; 0: not known."""
     microbatches: int
     """Of one pipeline; 0: not known."""
 
@@ -103,7 +103,7 @@ class Sample:
 
 @dataclass
 class Link:
-    """What a rank got from another one."""
+    """Messages that a rank received from another one."""
 
     messages: int = 0
     bytes: int = 0
@@ -133,7 +133,7 @@ class RankSurvey:
     """Of the messages of some iterations: begin and end of their `send` or `receive`, on the clock
     of the rank."""
     waited: set[MessageKey] = field(default_factory=set)
-    """Those of `stamps` that were received and had been waited for."""
+    """Keys of `stamps` that were received and had been waited for."""
     sent: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
     """Bytes of the messages that it sent, by kind and stage."""
     counted: int = 0
@@ -144,7 +144,7 @@ class RankSurvey:
 
     @property
     def stash_ratio(self) -> float:
-        """What a micro-batch holds between I and W over what it holds before I."""
+        """Memory of a micro-batch between I and W over that before I."""
         given = self.header.settings.get("stash_ratio")
         return given if isinstance(given, int | float) and given >= 1 else 1.0
 
@@ -231,7 +231,7 @@ class _Messages:
 
 
 class _Role(NamedTuple):
-    """What the name and the attributes of a span say about it, whenever it was."""
+    """Meaning of a span's name and attributes, whatever its time."""
 
     action: tuple[str, int] | None
     """Name and stage, if it is one."""
@@ -245,7 +245,7 @@ class _Role(NamedTuple):
     """Kind and stage of the message, if it is a send."""
     size_bytes: int
     is_wire: bool
-    """Whether it says what carries the messages of a peer."""
+    """True if it names the wire of a peer."""
     message: MessageKey | None
     """Which one a send, a receive or a wait is about, in iteration 0."""
 
