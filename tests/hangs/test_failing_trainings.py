@@ -5,6 +5,8 @@ optimizer, over every transport. Ranks end as programs do, by the interpreter's 
 hooks: a thread that outlives it would abort the process.
 
     FAILING_TRAININGS=0:200 pytest tests/hangs/test_failing_trainings.py    seeds of the trainings
+
+200 take 20 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ _SCHEDULES = {
     4: ("zb-v", "dualpipe-v", "bitpipe", "zb-h1 --use-dpp"),
 }
 _TRANSPORTS = ("shm", "tcp", "torch")
+_QUICK = (0, 8, 18, 20, 22)
+"""Seeds that together have every place and transport, two and four ranks, one and all that fail."""
 
 
 class InjectedError(Exception):
@@ -139,10 +143,10 @@ def _inject(place: str, nth: int, *, has_schedule: bool) -> None:
 
 
 def _seeds() -> list[Any]:
-    first, _, end = os.environ.get("FAILING_TRAININGS", "0:24").partition(":")
-    quick = 4
+    chosen = os.environ.get("FAILING_TRAININGS")
+    first, _, end = (chosen or "0:24").partition(":")
     return [
-        seed if seed < quick else pytest.param(seed, marks=pytest.mark.slow)
+        seed if chosen or seed in _QUICK else pytest.param(seed, marks=pytest.mark.slow)
         for seed in range(int(first), int(end))
     ]
 
@@ -170,3 +174,12 @@ def test_a_failing_training_ends_everywhere(seed: int, tmp_path: Path) -> None:
     assert not others or any("megatron_ext: error: " in log for log in others), told
     assert ended.num_orphans == 0, told
     assert list(tmp_path.iterdir()) == [], told
+
+
+def test_the_quick_ones_have_every_place_and_transport() -> None:
+    drawn = [Training.drawn(seed) for seed in _QUICK]
+    assert {training.place for training in drawn} == set(_PLACES)
+    flags = " ".join(training.flags for training in drawn)
+    assert all(f"--pipeline-transport {name}" in flags for name in _TRANSPORTS)
+    assert {training.ranks for training in drawn} == {2, 4}
+    assert {None, 0} < {training.rank for training in drawn}
