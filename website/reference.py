@@ -26,10 +26,10 @@ def page() -> str:
     parser = cli.build_parser()
     for name, (command, line) in _commands(parser).items():
         actions = _commands(command)
-        parts += [f"## megatron-ext {name}", _escaped(command.description or line)]
+        parts += [f"## megatron-ext {name}", _sentence(command.description or line)]
         parts += [] if actions else [_table(command)]
         for action, (own, about) in actions.items():
-            parts += [f"### {name} {action}", _escaped(own.description or about), _table(own)]
+            parts += [f"### {name} {action}", _sentence(own.description or about), _table(own)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -64,6 +64,10 @@ def _rows(parser: argparse.ArgumentParser) -> Iterator[str]:
         if found and not is_switch:
             text, given = text[: found.start()], found[1] or found[3]
         yield f"| {shown} | {_escaped(given)} | {_escaped(text)} |"
+
+
+def _sentence(text: str) -> str:
+    return _escaped(f"{text[0].upper()}{text[1:].rstrip('.')}.")
 
 
 def _escaped(text: str) -> str:

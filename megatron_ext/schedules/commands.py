@@ -75,7 +75,7 @@ def add_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="compare pipeline schedules by simulation",
-        description="Simulates pipeline schedules and ranks them by the time of one step.",
+        description="Simulate pipeline schedules and rank them by the time of one step.",
     )
     parser.add_argument(
         "--schedule",
@@ -127,7 +127,7 @@ def add_plot(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "plot",
         help="draw pipeline schedules",
-        description="Draws one pipeline schedule, or several below each other, in the terminal or "
+        description="Draw one pipeline schedule, or several below each other, in the terminal or "
         "into a file.",
     )
     parser.add_argument("schedule", metavar="NAME", nargs="+", help=_names())

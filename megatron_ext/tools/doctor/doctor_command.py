@@ -29,7 +29,7 @@ def add_subcommand(subparsers: _Subparsers) -> None:
     parser = subparsers.add_parser(
         "doctor",
         help="check this machine, or all hosts of a hostfile",
-        description="Checks versions, patches, device, memory, RDMA and ports of this machine, and "
+        description="Check versions, patches, device, memory, RDMA and ports of this machine, and "
         "with --hostfile also every host, and after -- the flags of a training. Exit code 1 if "
         "anything is a FAIL.",
     )

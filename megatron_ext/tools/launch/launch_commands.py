@@ -58,8 +58,8 @@ def add_subcommands(subparsers: Any) -> None:
         "launch", help="start a training job, on this machine or on the hosts of a hostfile",
         usage="megatron-ext launch [--hostfile FILE | --slurm OPTIONS] [options] -- SCRIPT.py "
         "FLAGS...",
-        description="Starts torchrun on this machine, or on every host through ssh or Slurm's "
-        "srun, shows the logs, and ends the job on all hosts as soon as one part of it fails or "
+        description="Start torchrun on this machine, or on every host through ssh or Slurm's "
+        "srun, show the logs, and end the job on all hosts as soon as one part of it fails or "
         "Ctrl-C is pressed.")
     add_hosts(parser)
     add = parser.add_argument_group("job").add_argument

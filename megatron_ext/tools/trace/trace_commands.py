@@ -99,7 +99,7 @@ def _add_aggregate(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "aggregate",
         help="merge the traces of all ranks into one Chrome trace",
-        description="Merges the traces of a run, with a row for each rank and arrows from "
+        description="Merge the traces of a run, with a row for each rank and arrows from "
         "sends to receives, for ui.perfetto.dev or chrome://tracing.",
     )
     parser.add_argument(
@@ -144,7 +144,7 @@ def _add_report(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "report",
         help="make a page that explains a traced run",
-        description="Writes one HTML file without any reference to the network: the timeline "
+        description="Write one HTML file without any reference to the network: the timeline "
         "beside the planned one, what each rank waited for, memory, links and settings.",
     )
     parser.add_argument("--trace-dir", type=Path, metavar="DIR", help="folder of the run")
