@@ -30,6 +30,8 @@ from typing import Any, BinaryIO
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 5.0
+_FINALIZING_S = 30.0
+"""As long as torchrun waits: on a busy machine the interpreter's exit takes seconds."""
 _LATER = (
     "torch._dynamo",  # by the first step of any optimizer
     "megatron.core.tokenizers.text",
@@ -255,7 +257,8 @@ class _Run:
         self.exit_codes[rank] = code
         if code != 0 and self.first_failed is None:
             self.first_failed = rank
-            self.deadline = min(self.deadline, time.monotonic() + _GRACE_S)
+            grace_s = _FINALIZING_S if self.request.finalizes else _GRACE_S
+            self.deadline = min(self.deadline, time.monotonic() + grace_s)
 
     def _kill(self) -> None:
         for number in (signal.SIGUSR1, signal.SIGKILL):
