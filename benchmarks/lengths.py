@@ -1,4 +1,4 @@
-"""What balancing by cost gains where samples differ in length, on emulated stages.
+"""Gain of balancing by cost where samples differ in length, on emulated stages.
 
     python benchmarks/lengths.py [--workload NAME ...] [--size PPxM ...] [--replicas N] [--draws N]
         [--repetitions N] [--forward-ms T] [--only TEXT ...] [--simulate] [--json FILE] [--quick]

@@ -49,7 +49,7 @@ _PARTS = {
     "imports, groups, model, checkpoint": r"loaded .*(?:, going on from| at) iteration",
     "first step": r"iteration +\d+/",
 }
-"""What takes time, and the line that ends it. The first line also names the pause that follows."""
+"""Parts that take time, and the line that ends each. The first also names the pause after it."""
 
 
 def measure(directory: Path) -> dict[str, float]:

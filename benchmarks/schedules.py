@@ -68,7 +68,7 @@ from tests.ranks import RanksFailed  # noqa: E402
 
 @dataclass
 class Result:
-    """What is known of one system so far."""
+    """Figures of one system so far."""
 
     steps: list[list[Step]] = field(default_factory=list)
     """By rank."""

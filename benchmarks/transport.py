@@ -201,7 +201,7 @@ def _fresh(num_bytes: int, count: int) -> list[torch.Tensor]:
 
 @dataclass
 class Times:
-    """What was measured with one wire and size."""
+    """Measurements with one wire and size."""
 
     latency_s: list[float] = field(default_factory=list)
     bandwidth_bytes_per_s: list[float] = field(default_factory=list)

@@ -21,7 +21,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 _LEFT: Counter[str] = Counter()
-"""What the short tier left out, by folder; the last worker's count, as all collect the same."""
+"""Tests that the short tier left out, by folder, of the last worker: all collect the same."""
 _ALL = [0]
 _SECONDS: Counter[str] = Counter()
 

@@ -42,7 +42,7 @@ _LATER = (
     "megatron_ext.transport.native_transport",
     "tests.runtime.capture",
 )
-"""What ranks import in the course of a training. Together that is most of a short one."""
+"""Modules that ranks import in the course of a training: most of the time of a short one."""
 PRELOAD = "MEGATRON_EXT_TESTS_PRELOAD"
 """Variable with more modules that every rank needs, comma between them."""
 

@@ -1,4 +1,4 @@
-"""What a rank tells torchrun when it fails, while torchrun may end it at any moment."""
+"""The error file of a rank that fails, while torchrun may end it at any moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user typed, or what stood in a file, is shown in messages in a bounded, printable way."""
+"""Messages show words of a user or of a file in a bounded, printable way."""
 
 from __future__ import annotations
 

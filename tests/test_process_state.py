@@ -16,7 +16,7 @@ THREE = {
 }
 """The registry of patches, the active configuration, the device."""
 CODE = {"schedules/generators/catalog.py: _GENERATORS"}
-"""What a decorator fills while modules are imported, also modules of users; no state of a run."""
+"""Filled by decorators while modules are imported, also those of users; no state of a run."""
 OTHER_PROCESSES = ("tools/launch/",)
 """Commands with processes of their own, of which none trains."""
 MAKERS = frozenset({"list", "dict", "set", "deque", "defaultdict", "count", "bytearray", "local"})

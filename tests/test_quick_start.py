@@ -1,4 +1,4 @@
-"""What README tells a newcomer to type is run, and what it shows is what is printed."""
+"""The commands of README for a newcomer run, and print what it shows."""
 
 from __future__ import annotations
 

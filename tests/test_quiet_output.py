@@ -1,4 +1,4 @@
-"""What a run adds to Megatron's own lines, and how it ends at Ctrl-C."""
+"""Lines that a run adds to Megatron's own, and its end at Ctrl-C."""
 
 from __future__ import annotations
 

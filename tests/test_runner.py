@@ -93,7 +93,7 @@ def test_bert_is_what_the_tree_has(tree: Path) -> None:
 
 @pytest.mark.skipif(not releases.has_training(), reason="the wheel has no training loop")
 def test_the_wheels_loop_is_refused_where_everything_is_switched_off() -> None:
-    """It would take `--pipeline-schedule` and train without."""
+    """The loop would take `--pipeline-schedule` and train without."""
     ended = run_package("pretrain_gpt.py", "--pipeline-schedule", "zb-v", MEGATRON_EXT_DISABLE="1")
     assert ended.returncode == 2
     assert "MEGATRON_EXT_DISABLE=1 switches off" in ended.stderr

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Item:
-    """What `left_out` asks of a `pytest.Item`."""
+    """The part of a `pytest.Item` that `left_out` reads."""
 
     def __init__(self, nodeid: str, **marks: float) -> None:
         self.nodeid, self._marks = nodeid, marks

@@ -1,4 +1,4 @@
-"""What a step takes without overhead, in forwards of the mean micro-batch on a rank."""
+"""Time of a step without overhead, in forwards of the mean micro-batch on a rank."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Workload:
 
     @property
     def attention(self) -> float:
-        """What attention costs at the greatest length, over the rest."""
+        """Cost of attention at the greatest length, over the rest."""
         return self.cost.quadratic * self.max_tokens / self.cost.linear
 
     def batch(self, num_packs: int, seed: int) -> list[int]:

@@ -62,7 +62,7 @@ def _machine(jobs: list[_Job]) -> float:
 
 
 class _Chains:
-    """What comes before and after each action in its own micro-batch."""
+    """Work before and after each action in its own micro-batch."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._schedule = schedule

@@ -60,7 +60,7 @@ class Part:
     """Of 1/pp of the model: long enough that two cores run all ranks beside their sleeps."""
     comparisons: Sequence[Comparison]
     most_overhead: float | None = None
-    """What the runtime may add to the order that ran, where that is all that the part is for. Ops
+    """Bound on the runtime's share of the order that ran, where the part is for that alone. Ops
     are as long as in schedules.py then, and each draw is run once."""
 
     @property
@@ -159,7 +159,7 @@ PARTS = (
 
 @dataclass
 class Found:
-    """What one part showed."""
+    """Figures of one part."""
 
     part: Part
     measured: Measured

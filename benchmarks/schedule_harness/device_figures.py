@@ -36,9 +36,9 @@ class DeviceFigures:
     seconds: list[float]
     """Of the step, from its first rank's begin until all devices are idle."""
     order_s: list[float]
-    """What the order that ran would take with exact ops and free messages."""
+    """Time of the order that ran with exact ops and free messages."""
     overheads: list[float]
-    """What runtime and messages added to that order with its ops as they were, as a part of it."""
+    """Share of that order, with its ops as they were, that runtime and messages added."""
     op_inflation: float
     """Time in ops over the time that they should take, minus 1."""
     ideal_s: float

@@ -19,7 +19,7 @@ __all__ = ["DeviceStep", "measure_on_device"]
 
 
 class DeviceStep(NamedTuple):
-    """What one rank recorded in one step."""
+    """Records of one rank in one step."""
 
     step: Step
     host_waits: dict[str, int]

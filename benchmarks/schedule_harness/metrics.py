@@ -33,7 +33,7 @@ class Figures:
     ideal_s: float
     """The largest sum of op times of a rank."""
     optimum_s: float
-    """What the order that ran would take with exact op times and free messages."""
+    """Time of the order that ran with exact op times and free messages."""
     replay_s: float
     """Median over the steps of what it would take with the op times as they were."""
     replay_overhead: float
@@ -45,7 +45,7 @@ class Figures:
     peak_live: float
     """Activations that were alive at once, at most, on the worst rank."""
     peak_of_order: float
-    """Those that the order must keep: from F to B or W."""
+    """Activations that the order must keep: from F to B or W."""
     cpu_s: float
     """Median over the steps of the mean processor time of a rank."""
     num_ops: int

@@ -58,7 +58,7 @@ class OpTimes:
 
 
 class Step(NamedTuple):
-    """What one rank recorded in one step."""
+    """Records of one rank in one step."""
 
     begin_s: float
     end_s: float

@@ -191,7 +191,7 @@ def _forward_step(_data: Iterator[Any] | None, stage: SleepingStage) -> tuple[An
 
 
 class Measured(NamedTuple):
-    """What one rank measured."""
+    """Measurements of one rank."""
 
     steps: list[tuple[float, float]]
     """When each step began and ended, by the clock of the machine."""
@@ -331,7 +331,7 @@ def _no_evaluation(**_call: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one process of a real training needed."""
+    """Time and memory of one process of a real training."""
 
     role: str
     stage: int

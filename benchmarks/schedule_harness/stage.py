@@ -128,7 +128,7 @@ class Probe:
 
 
 class _RecordedOp:
-    """What runs inside `with` is one op.
+    """Make the body of `with` one op.
 
     The probe's own work lies between the two stamps, where it is a part of the time that the op
     takes anyway: what lies between two ops is the runtime's alone. No generator, for the same

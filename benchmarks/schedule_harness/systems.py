@@ -28,7 +28,7 @@ class System(ABC):
     """A runtime with one of its schedules."""
 
     name: str
-    """What the table shows."""
+    """Row of the table."""
 
     @property
     def weight_copies(self) -> int:
@@ -82,7 +82,7 @@ class Own(System):
     schedule: str
     options: Mapping[str, Any] = field(default_factory=dict)
     costs: Costs = UNIT
-    """What a searched table is made for, as training is told by --pipeline-costs."""
+    """Costs for which a table is searched, as --pipeline-costs gives them."""
     transport: TransportName = "torch"
     """As training is told by --pipeline-transport."""
     device_path: DevicePath = "staged"
@@ -182,7 +182,7 @@ def _own(transport: TransportName) -> list[Own]:
 
 
 _TRANSPORTS: dict[TransportName, str] = {"torch": "gloo", "shm": "shm"}
-"""What the table calls them."""
+"""Names in the table."""
 
 
 def disturbed_systems() -> list[System]:

@@ -37,7 +37,7 @@ class RawSocket:
         return self._buffer
 
     def finish(self) -> None:
-        """What was sent has left."""
+        """All bytes have left."""
 
     def close(self) -> None:
         """End the connection."""

@@ -1,4 +1,4 @@
-"""What the models here have in common: a cut into stages, layers of megatron.core, fixed weights.
+"""Common to the models here: a cut into stages, layers of megatron.core, fixed weights.
 
 A stage is a plain module. Megatron gives it what the stage before handed on by `set_input_tensor`,
 and hands on what its `forward` returns. Weights follow from their names, so that a model is the

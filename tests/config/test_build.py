@@ -1,4 +1,4 @@
-"""What a model is built with, by pipeline rank."""
+"""Settings to build a model with, by pipeline rank."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ _REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any] | str]:
-    """What came of each case. One process makes them all, one after the other."""
+    """Result of each case. One process makes them all, one after the other."""
     cases = [(settings, sizes) for settings, sizes, _ in [*_BUILT, *_REFUSED]]
     [made] = run_ranks(1, configured, cases)
     return made

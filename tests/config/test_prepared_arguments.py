@@ -1,4 +1,4 @@
-"""What `prepare` and `check` make of parsed arguments: choices, hints to Megatron, refusals."""
+"""Parsed arguments after `prepare` and `check`: choices, hints to Megatron, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's CUDA build is like on a machine without a driver, whatever build is installed.
+"""Makes torch look like its CUDA build on a machine without a driver, whatever build is installed.
 
 It names CUDA as its accelerator, and everything that it asks of the accelerator itself fails.
 """

@@ -1,4 +1,4 @@
-"""What the musa backend says and refuses, without a device; `test_musa_emulated` has the rest."""
+"""The musa backend's answers and refusals, without a device; `test_musa_emulated` has the rest."""
 
 import argparse
 import logging

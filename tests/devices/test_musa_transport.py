@@ -24,7 +24,7 @@ def _train(flags, device):
 
 @pytest.fixture(scope="module")
 def on_cpu():
-    """What Megatron's own schedule computes on the CPU, over torch.distributed."""
+    """Results of Megatron's own schedule on the CPU, over torch.distributed."""
     return _train("", "cpu")
 
 

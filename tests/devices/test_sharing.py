@@ -1,4 +1,4 @@
-"""What a device without means to share its memory is told; sharing itself: test_direct.py."""
+"""Refusals for a device that cannot share its memory; sharing itself: test_direct.py."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_beside_other_parallelism(model: str, schedule: str, beside: dict[str, A
 
 @pytest.mark.slow
 def test_parts_of_a_layer_are_those_of_the_whole_one() -> None:
-    """What tensor-parallel ranks run is the same model, up to the order of its sums."""
+    """Tensor-parallel ranks run the same model, up to the order of its sums."""
     [whole], [split] = (
         train(ranks, "hyper-connections", None, steps=1, **beside)[0]
         for ranks, beside in ((1, {}), (2, SEQUENCE))

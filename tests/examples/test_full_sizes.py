@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 
 @dataclass(frozen=True)
 class Size:
-    """What a script says about a model, and what is published about it."""
+    """A model as its script has it, and as it is published."""
 
     example: str
     name: str
@@ -27,7 +27,7 @@ class Size:
     """How many layers come before those with experts; None without experts, or only with them."""
 
     recompute: list[str] | None = None
-    """What is recomputed; of Llama 3 8B a whole layer, which counts as its attention."""
+    """Recomputed parts; of Llama 3 8B a whole layer, which counts as its attention."""
 
     @property
     def script(self) -> str:
@@ -72,7 +72,7 @@ def parse(script: str, flags: list[str], world: int) -> Any:
 
 
 def facts(size: Size, flags: list[str]) -> dict[str, Any]:
-    """What upstream makes of the flags."""
+    """Upstream's arguments for the flags."""
     from megatron.training.arguments import core_transformer_config_from_args
 
     args = parse(size.script, flags, 8 * size.nodes)

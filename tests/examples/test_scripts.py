@@ -156,7 +156,7 @@ def test_a_hostfile_starts_the_launcher() -> None:
     ],
 )
 def test_names_that_users_know(script: str, layers: str, tmp_path: Path) -> None:
-    """They take the hosts of a file; nothing is asked of the machine that starts them."""
+    """Scripts take the hosts of a file and look for nothing on the machine that starts them."""
     hosts = tmp_path / "hostfile"
     hosts.write_text("# two nodes\n10.0.0.1 slots=32\n10.0.0.2 slots=32")
     done = bash(

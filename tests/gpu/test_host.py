@@ -1,4 +1,4 @@
-"""What stops the host or the device: a kernel that waits for a peer, and waits of the host."""
+"""Stops of the host or the device: a kernel that waits for a peer, and waits of the host."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def train(flags: str) -> Captured:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Captured:
-    """What one process computes."""
+    """Results of one process."""
     directory = tmp_path_factory.mktemp("one") / "run"
     (found,) = processes.run(1, train, GPT + PLAIN, directory=directory)
     return found

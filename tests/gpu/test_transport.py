@@ -52,7 +52,7 @@ def _open(name: str, slot_bytes: int, way: str) -> Transport:
 
 
 def _values(number: int, source: int) -> torch.Tensor:
-    """What is sent; on the host, where both sides make the same."""
+    """A payload; on the host, where both sides make the same."""
     shape = ((), (0, 3), (7,), (128, 33), (1 << 19,), (3 << 20,))[number % 6]
     dtype = _DTYPES[number % len(_DTYPES)]
     generator = torch.Generator().manual_seed(100 * number + source)

@@ -139,7 +139,7 @@ def _both_ways_at_once(exchange: str) -> tuple[float, float]:
 def test_megatron_1450_crosses_what_goes_to_one_peer(
     exchange: str, came: tuple[float, float]
 ) -> None:
-    """What the rank before sends on is 2, what the one after sends back is 1.
+    """Outputs of the rank before are 2, gradients of the one after are 1.
 
     Unbatched, Megatron takes another communicator for each direction.
     """

@@ -1,4 +1,4 @@
-"""What ranks do that train with Megatron-Bridge: the recipe of the example, varied."""
+"""Ranks that train with Megatron-Bridge: the recipe of the example, varied."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "bridge" / "tiny_gpt.py"
 
 @dataclass
 class Trained:
-    """What one rank saw."""
+    """Observations of one rank."""
 
     losses: list[str] = field(default_factory=list)
     """Of each step, as hexadecimal numbers; where Bridge has none, `none`."""
     evaluated: list[str] = field(default_factory=list)
     schedule: str | None = None
-    """What was in force at the last step; None: Bridge's own."""
+    """Schedule in force at the last step; None: Bridge's own."""
     transport: str | None = None
     reordered: int = 0
     steps: int = 0

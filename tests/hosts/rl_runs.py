@@ -1,4 +1,4 @@
-"""What ranks do that run the training step of an RL framework, of its own code, on a tiny GPT."""
+"""Ranks that run the training step of an RL framework, of its own code, on a tiny GPT."""
 
 from __future__ import annotations
 

@@ -90,4 +90,4 @@ _BEFORE = (
     "megatron.core.full_cuda_graph",
     "megatron.core.rerun_state_machine",
 )
-"""What asks for these packages itself, and does without where they are not there."""
+"""Modules that look for these packages themselves, and do without."""

@@ -1,4 +1,4 @@
-"""What the tests of the registry share."""
+"""Common to the tests of the registry."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_without_the_patch_it_does_not() -> None:
 
 
 def holders() -> None:
-    """What is sent shares storage with the output but is another tensor, so both can be freed."""
+    """A sent tensor shares storage with the output but is another tensor, so both can be freed."""
     import torch
     from megatron.core.pipeline_parallel import p2p_communication
     from torch import distributed as dist

@@ -1,4 +1,4 @@
-"""What is tried in one virtual machine: the probe, and two to eight processes over its RDMA device.
+"""Tried in one virtual machine: the probe, and two to eight processes over its RDMA device.
 
 Writes what it saw to /mnt/results.json, for the tests on the host to judge.
 """

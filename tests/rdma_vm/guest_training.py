@@ -24,7 +24,7 @@ RUNS = {
     "disaggregated-tcp": f"{_TWO_ROLES} --pipeline-transport tcp",
     "disaggregated-rdma": f"{_TWO_ROLES} --pipeline-transport rdma",
 }
-"""What is added to the flags."""
+"""Additions to the flags."""
 NODE = os.environ.get("NODE", "")
 FIRST_PORT = 29500
 

@@ -1,4 +1,4 @@
-"""What is tried between two virtual machines: messages, with packets that get lost, and no cable.
+"""Tried between two virtual machines: messages, with packets that get lost, and no cable.
 
 Runs on both; the results of node N are in /mnt/resultsN.json.
 """

@@ -35,20 +35,20 @@ _PROGRAMS = {
     "modprobe": "kmod",
     "rdma": "iproute2",
 }
-"""What is needed, and the Debian package that has it."""
+"""Programs that are needed, and the Debian package of each."""
 _SEARCH_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
 @dataclass(frozen=True)
 class Guest:
-    """What a virtual machine left."""
+    """Output of a virtual machine."""
 
     status: int | None
     """Exit status of its script; None if it did not come to an end."""
     log: str
-    """What the script wrote."""
+    """Output of the script."""
     console: str
-    """What the kernel wrote."""
+    """Output of the kernel."""
 
 
 def missing() -> str | None:

@@ -26,7 +26,7 @@ PP4 = "--pipeline-model-parallel-size 4 "
 
 @dataclass
 class Captured:
-    """What one rank, or all of them together, computed."""
+    """Results of one rank, or of all together."""
 
     losses: list[dict[str, float]] = field(default_factory=list)
     """By step, on the ranks that have the loss."""
@@ -39,7 +39,7 @@ class Captured:
     transports: list[str] = field(default_factory=list)
     """Classes of the transports that it opened."""
     orders: list[str] = field(default_factory=list)
-    """What chose the order of its steps, without repetitions: table, or a policy's name."""
+    """Origin of the orders of its steps, without repetitions: table, or a policy's name."""
 
 
 def train(

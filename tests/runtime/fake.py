@@ -35,7 +35,7 @@ class Compute:
     ) -> None:
         self.log: list[str] = [] if log is None else log
         self.start = start
-        """What the first stage has for data."""
+        """Data of the first stage."""
         self.num_parts = num_parts
         self.fail_at = fail_at
         self.inputs: dict[Action, list[float]] = {}
@@ -83,7 +83,7 @@ class Compute:
 
 
 class _Saved:
-    """What a backward needs; tells when it is freed."""
+    """State for a backward, which records when it is freed."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self._log, self._name = log, name

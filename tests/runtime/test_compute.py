@@ -1,4 +1,4 @@
-"""What the actions of a stage leave behind, on one process."""
+"""Memory that the actions of a stage leave behind, on one process."""
 
 from __future__ import annotations
 

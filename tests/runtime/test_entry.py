@@ -59,7 +59,7 @@ def _own_and_stock(changes: dict[str, Any], keywords: dict[str, Any]) -> tuple[A
 
 
 def _to_real_shapes(received: Any, sent: Any) -> Any:
-    """What an `adjust_tensor_shapes_fn` does, for a step that was told a wrong length."""
+    """Stands for an `adjust_tensor_shapes_fn`, in a step with a wrong length."""
     assert received == sent == [(_WRONG_LENGTH, toy.BATCH, toy.WIDTH)]
     right = [(toy.LENGTH, toy.BATCH, toy.WIDTH)]
     return right, right

@@ -40,7 +40,7 @@ class _Choice(NamedTuple):
     num_running: int
     """Actions that had not ended."""
     follows: bool
-    """Whether it is the head of the table."""
+    """True for the head of the table."""
     index: int
     """Position in the row of the rank."""
 

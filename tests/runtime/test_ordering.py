@@ -1,4 +1,4 @@
-"""What a rank does while the head of its table has not arrived."""
+"""A rank while the head of its table has not arrived."""
 
 from __future__ import annotations
 

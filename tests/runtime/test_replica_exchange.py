@@ -36,7 +36,7 @@ M = len(LENGTHS) // REPLICAS
 READ = [list(range(first, len(LENGTHS), REPLICAS)) for first in range(REPLICAS)]
 MEASURED = LengthCost(0.0, 1.0)
 MIRRORED = "bitpipe", "dualpipe"
-"""Their two pipelines are replicas to Megatron."""
+"""Schedules whose two pipelines are replicas to Megatron."""
 Item = dict[str, torch.Tensor]
 SETTINGS = toy.VARYING
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Chunk(torch.nn.Module):
-    """What a chunk under DDP shows: whether its hooks are silent, and reductions by hand."""
+    """State of a chunk under DDP: whether its hooks are silent, and reductions by hand."""
 
     def __init__(self, number: int, log: list[str]) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_aligned_hooks_reduce_during_the_last_backward_of_stage_0_only(schedule:
 
 
 def test_twins_open_no_window() -> None:
-    """They may complete their chunks in another order."""
+    """Replicas may complete their chunks in another order."""
     log, _, chunks = replay("dualpipe", 4, own)
     assert not any(entry.startswith("window") for entry in log)
     assert sum(entry.startswith("reduce") for entry in log) == len(chunks)

@@ -176,7 +176,7 @@ def test_an_operand_that_was_overwritten_is_noticed() -> None:
 
 
 class _Grouped(torch.autograd.Function):
-    """What grouped_gemm does, in plain torch: the tokens of each expert times its matrix."""
+    """Stands for grouped_gemm, in plain torch: the tokens of each expert times its matrix."""
 
     @staticmethod
     def forward(

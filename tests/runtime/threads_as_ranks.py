@@ -162,7 +162,7 @@ def sized(draw: st.DrawFn) -> Schedule:
 
 
 Rank = tuple[Row, fake.Compute, Callable[[Action], list[float]]]
-"""Its row, what it computed, and the inputs that a model has for an action of it."""
+"""Row of a rank, its results, and the inputs that a model has for an action of it."""
 
 
 def by_rank(schedule: Schedule, num_parts: int = 1, make: Make | None = None) -> Iterator[Rank]:

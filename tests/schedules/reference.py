@@ -9,7 +9,7 @@ from megatron_ext.schedules import Action, Costs, Schedule
 
 
 def needs(schedule: Schedule, action: Action) -> list[list[Action]]:
-    """What has to be finished before an action: one of each list."""
+    """Actions that come before an action: one of each list."""
     stage, kind, *number = action
     microbatch, part = number
     if kind == "W":

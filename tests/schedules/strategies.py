@@ -1,4 +1,4 @@
-"""What hypothesis draws: sizes, schedules of every registered generator, costs."""
+"""Strategies of hypothesis: sizes, schedules of every registered generator, costs."""
 
 from __future__ import annotations
 

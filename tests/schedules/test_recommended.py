@@ -1,4 +1,4 @@
-"""What `plan` and error messages recommend, pasted: training accepts all of it."""
+"""Recommendations of `plan` and of error messages, pasted: training accepts all of them."""
 
 from __future__ import annotations
 

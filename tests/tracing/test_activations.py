@@ -1,4 +1,4 @@
-"""What a forward keeps is counted in its graph."""
+"""Memory that a forward keeps is counted in its graph."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def _train(
     ]
 )
 def set_up(request: pytest.FixtureRequest) -> Any:
-    """What sets up telemetry in a rank."""
+    """Sets up telemetry in a rank."""
     return _made_up if request.param == "made up" else _real
 
 

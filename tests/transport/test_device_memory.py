@@ -226,7 +226,7 @@ class _Copies:
 
 
 def _on_a_device() -> Any:
-    """What passes for a tensor of a device."""
+    """Passes for a tensor of a device."""
     return torch.ones(3, device="meta")
 
 

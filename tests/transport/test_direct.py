@@ -57,7 +57,7 @@ def _open(num_ranks: int = 2, *, name: str = "test", wire: str = "shm") -> Direc
 
 @functools.cache
 def _values(number: int, source: int) -> torch.Tensor:
-    """What is sent; both sides can make it."""
+    """A payload; both sides can make it."""
     dtype = _DTYPES[number % len(_DTYPES)]
     generator = torch.Generator().manual_seed(100 * number + source)
     shape = _SHAPES[number % len(_SHAPES)]

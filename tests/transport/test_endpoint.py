@@ -1,4 +1,4 @@
-"""What the endpoint of the native core says to Python; messages to itself need no peer."""
+"""The endpoint of the native core as Python sees it; messages to itself need no peer."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_size_of_a_message_is_that_of_its_shape(native):
 
 
 def _checksum(content: bytes) -> int:
-    """What the core computes over the words of a header."""
+    """The core's checksum over the words of a header."""
     result = 0xCBF29CE484222325 ^ len(content)
     for (word,) in struct.iter_unpack("<Q", content):
         result = (result ^ word) * 0x100000001B3 % 2**64

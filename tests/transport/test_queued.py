@@ -38,7 +38,7 @@ _LATE = {
     "copies of rank 0": ("copy_us=8000", "copy_us=1"),
     "anything": ("jitter_us=300,seed=1", "jitter_us=300,seed=2"),
 }
-"""What is late: the cost of either rank."""
+"""The late part: the cost of either rank."""
 
 
 def _open(way: str, me: int) -> Transport:

@@ -51,7 +51,7 @@ def _open(copies: Any, name: str = "test", *, slots: int = 4, wire: Any = "shm")
 
 
 def _values(number: int, source: int) -> torch.Tensor:
-    """What is sent, of all sizes up to several slots; both sides can make it."""
+    """A payload, of all sizes up to several slots; both sides can make it."""
     shape = ((), (0, 3), (7,), (2, 3, 5), (1000,), (30, 100))[number % 6]
     dtype = _DTYPES[number % len(_DTYPES)]
     generator = torch.Generator().manual_seed(100 * number + source)
@@ -115,7 +115,7 @@ def _on_each_wire() -> list[str]:
 
 
 def _logged() -> list[str]:
-    """What this package logs from now on."""
+    """Log lines of this package from now on."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

@@ -131,7 +131,7 @@ def _with_learning_rate(original: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Fixtures:
-    """What upstream's `conftest.py` files give to its tests."""
+    """Fixtures that upstream's `conftest.py` files give to its tests."""
 
     def __init__(self, base: Path) -> None:
         self._shared = base / "dist_ckpt"

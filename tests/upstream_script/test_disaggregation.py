@@ -54,7 +54,7 @@ def test_plain(tmp_path: Path) -> None:
 
 
 def check_timers(written: dict[str, list[tuple[int, float]]], steps: list[float]) -> None:
-    """What the last backward rank wrote: losses, and times of what backward ranks do."""
+    """Log of the last backward rank: losses, and times of what backward ranks do."""
     assert [value for _, value in written["lm loss"]] == pytest.approx(steps, abs=1e-5)
     assert [step for step, _ in written["lm loss validation"]] == [2]
     for timer in ("forward-backward", "forward-compute", "backward-compute", "optimizer"):

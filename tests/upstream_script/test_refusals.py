@@ -1,4 +1,4 @@
-"""What the CPU cannot run is refused before anything starts, by flag and with the reason."""
+"""Flags that the CPU cannot run are refused before anything starts, each with the reason."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def _as_upstream_skips(argv: Sequence[str]) -> None:
 
 @pytest.fixture(scope="module")
 def unpipelined(start: str) -> list[str]:
-    """What one process trains, where upstream's own way to skip works."""
+    """Training of one process, where upstream's own way to skip works."""
     lines = report(start_ranks(1, _as_upstream_skips, start.split(), timeout_s=TIMEOUT_S))
     assert [line.split("/")[0].split()[-1] for line in lines] == ["1", "4"]
     return lines

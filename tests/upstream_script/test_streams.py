@@ -54,7 +54,7 @@ def one_stage(tmp_path_factory: pytest.TempPathFactory) -> OneStage:
 
 
 class OneStage:
-    """What one stage on each of two replicas logs, from the checkpoint that others start from."""
+    """Log of one stage on each of two replicas, from the checkpoint that others start from."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -33,7 +33,7 @@ RELIED_ON = Path(__file__).with_name("relied_on.json")
 
 
 class Found(NamedTuple):
-    """What a name stands for in a tree."""
+    """Meaning of a name in a tree."""
 
     file: Path
     node: ast.stmt

@@ -112,7 +112,7 @@ def told(ended: RankRun) -> list[str]:
 
 
 class Absent(Exception):
-    """What this release has not; not a fault."""
+    """Missing in this release, which is not a fault."""
 
 
 class Comparisons:

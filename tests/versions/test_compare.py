@@ -39,7 +39,7 @@ def _read() -> dict[str, Any]:
 
 @pytest.fixture
 def reference() -> dict[str, Any]:
-    """What this package relies on in the installed Megatron."""
+    """Names that this package relies on in the installed Megatron."""
     return deepcopy(_read())
 
 

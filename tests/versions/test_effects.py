@@ -1,4 +1,4 @@
-"""What features are for is checked: with a patch taken away, each run ends in one line about it.
+"""Features check their purpose: with a patch taken away, each run ends in one line about it.
 
 Programs that do something else than upstream's train on, and keep their own errors.
 
@@ -140,7 +140,7 @@ def _train_with_backward_hooks(flags: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["zb-v", "1f1b"])
 def test_full_backward_hooks_change_nothing(schedule: str) -> None:
-    """They make a view of a stage's output, whose memory cannot be freed after it was sent."""
+    """Hooks make a view of a stage's output, whose memory cannot be freed after it was sent."""
     flags = f"{SHORT}{PP2}--pipeline-schedule {schedule} "
     hooked = start_ranks(2, _train_with_backward_hooks, flags, timeout_s=240)
     assert not any(hooked.exit_codes), hooked.describe()

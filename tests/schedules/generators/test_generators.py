@@ -1,4 +1,4 @@
-"""What holds for every registered schedule: correctness, published bubble, bound on activations."""
+"""Properties of every registered schedule: correctness, published bubble, bound on activations."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_every_correct_order_of_actions_ends_on_one_queue(
 
 @given(schedules(largest=10) | routed_schedules())
 def test_both_ends_of_a_link_have_one_order(schedule: Schedule) -> None:
-    """What a communicator without tags needs, and all that it needs."""
+    """Necessary and sufficient for a communicator without tags."""
     by_place = programs(schedule)
     assert by_place.keys() == {
         (twin, rank)

@@ -74,7 +74,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def training(checkpoints: Path) -> list[str]:
-    """What `launch` is told: the tiny Llama, from the last checkpoint, if there is one."""
+    """Words for `launch`: the tiny Llama, from the last checkpoint, if there is one."""
     flags = f"{LLAMA} --train-iters 30 --save-interval 10 --save {checkpoints} --load {checkpoints}"
     words = ["--raw", "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags.split()]
     return [*words, "--use-dpp", "--microbatch-rng"]

@@ -1,4 +1,4 @@
-"""What a length costs is measured: the coefficients that the durations of a trace were made of."""
+"""The cost of a length is measured: the coefficients that made the durations of a trace."""
 
 from __future__ import annotations
 

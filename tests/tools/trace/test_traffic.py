@@ -1,4 +1,4 @@
-"""What a trace tells about the bytes that stages hand on, under its own schedule and others."""
+"""Bytes that stages hand on, from a trace, under its own schedule and others."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class SharedEvent:
 
 @functools.cache
 def _device():
-    """What is to be done by the thread that stands for the device."""
+    """Work for the thread that stands for the device."""
     jobs = queue.SimpleQueue()
     threading.Thread(target=_run, args=(jobs,), daemon=True).start()
     return jobs

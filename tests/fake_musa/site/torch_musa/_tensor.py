@@ -1,4 +1,4 @@
-"""What the package adds to torch's tensors, modules and storages."""
+"""Additions of the package to torch's tensors, modules and storages."""
 
 import torch
 
