@@ -58,7 +58,6 @@ def test_only_device_files_call_devices_by_name() -> None:
         path
         for path in SOURCES
         if not path.is_relative_to(PACKAGE / "devices")
-        and not path.is_relative_to(PACKAGE / "compat")
         and path != PACKAGE / "patches" / "device.py"
     ]
     found = [
@@ -69,7 +68,7 @@ def test_only_device_files_call_devices_by_name() -> None:
         and isinstance(node.value, str)
         and DEVICE_NAME.fullmatch(node.value)
     ]
-    assert not found, "this belongs into megatron_ext/devices/ or compat/:\n" + "\n".join(found)
+    assert not found, "this belongs into megatron_ext/devices/:\n" + "\n".join(found)
 
 
 def foreign_names(tree: ast.Module) -> set[str]:
@@ -185,7 +184,6 @@ BREACHES = {
     "schedules/search/simulate.py": "megatron_ext.runtime.program",
     "runtime/executor.py": "argparse",
     "errors.py": "megatron_ext.cli",
-    "patches/optimizer.py": "megatron_ext.compat.torch_adam",
     "config/stages.py": "megatron_ext.hosts",
     "runtime/program.py": "megatron_ext.tools.trace.survey",
 }

@@ -7,20 +7,26 @@ Only modules of this package name devices and collective backends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar, cast
 
-from megatron_ext.devices.backend import Device, Redirect, Rule
+from megatron_ext.devices.backend import Device, Redirect
 from megatron_ext.errors import DeviceError
 
 __all__ = [
     "CHOICES",
     "Device",
     "Redirect",
-    "Rule",
+    "VISIBLE_DEVICES",
+    "count_devices",
     "current",
     "keep_for_ever",
+    "off_cuda",
+    "on_cpu",
     "on_cuda",
     "requested",
     "reset",
@@ -115,6 +121,16 @@ def on_cuda() -> bool:
     return current().name == "cuda"
 
 
+def off_cuda() -> bool:
+    """Return whether this process computes on another device than CUDA."""
+    return not on_cuda()
+
+
+def on_cpu() -> bool:
+    """Return whether this process computes on the host."""
+    return current().name == "cpu"
+
+
 def reset() -> None:
     """Reset the selection, so that the next `current()` selects again."""
     _PROCESS.device = None
@@ -134,27 +150,36 @@ def keep_for_ever(what: object) -> None:
 
 
 def _make(name: str) -> Device:
-    backends: dict[str, Callable[[], Device]] = {"cuda": _cuda, "musa": _musa, "cpu": _cpu}
-    if name not in backends:
-        raise DeviceError(
-            f"there is no device backend {name!r}; choose one of {', '.join(CHOICES)}"
-        )
-    return backends[name]()
+    if name == "cuda":
+        from megatron_ext.devices.cuda import CudaDevice
+
+        return CudaDevice()
+    if name == "musa":
+        from megatron_ext.devices.musa import MusaDevice
+
+        return MusaDevice()
+    if name == "cpu":
+        from megatron_ext.devices.cpu import CpuDevice
+
+        return CpuDevice()
+    raise DeviceError(f"there is no device backend {name!r}; choose one of {', '.join(CHOICES)}")
 
 
-def _cpu() -> Device:
-    from megatron_ext.devices.cpu import CpuDevice
-
-    return CpuDevice()
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES")
+"""Environment variables that restrict a process to some devices, by number."""
 
 
-def _cuda() -> Device:
-    from megatron_ext.devices.cuda import CudaDevice
+def count_devices(directory: Path = Path("/dev")) -> int:
+    """Return the number of accelerators that the drivers show, or that the environment allows.
 
-    return CudaDevice()
+    It does without torch, for commands that only plan.
 
-
-def _musa() -> Device:
-    from megatron_ext.devices.musa import MusaDevice
-
-    return MusaDevice()
+    Args:
+        directory: Directory of device files.
+    """
+    for name in VISIBLE_DEVICES:
+        visible = os.environ.get(name)
+        if visible:
+            return len(visible.split(","))
+    node = re.compile(r"nvidia\d+|mtgpu\.\d+")
+    return sum(node.fullmatch(entry.name) is not None for entry in directory.iterdir())

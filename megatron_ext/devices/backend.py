@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "Accelerator",
     "Copied",
     "Copies",
     "Device",
     "Redirect",
-    "Rule",
     "SharedBuffer",
     "Sharing",
     "TimingEvent",
@@ -49,26 +49,11 @@ class Redirect:
     creates: bool = False
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A combination of upstream arguments that the backend cannot run.
-
-    Args:
-        refuses: Whether parsed arguments request the combination. It reads arguments with
-            `getattr(args, name, default)`, because a YAML configuration may lack any of them.
-        message: Value, rule and remedy.
-    """
-
-    refuses: Callable[[Any], bool]
-    message: str
-
-
 class TimingEvent(Protocol):
     """A mark in a device stream; it completes after all work queued before it."""
 
     def record(self) -> None:
         """Put the mark into the current stream."""
-        ...
 
     def synchronize(self) -> None:
         """Sleep until the mark completes.
@@ -76,11 +61,9 @@ class TimingEvent(Protocol):
         Raises:
             RuntimeError: The device failed, in work before the mark.
         """
-        ...
 
     def elapsed_time(self, end: Any) -> float:
         """Return the milliseconds from this mark to another; both must have completed."""
-        ...
 
 
 class Copied(Protocol):
@@ -92,7 +75,6 @@ class Copied(Protocol):
         Raises:
             RuntimeError: The device failed, in this copy or in earlier work.
         """
-        ...
 
 
 class Copies(Protocol):
@@ -111,23 +93,18 @@ class Copies(Protocol):
             tensor: The source.
             target: Where to, in memory that `pin` has registered; None: new pinned memory.
         """
-        ...
 
     def to_device(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Copied]:
         """Copy a host tensor; work queued after this call sees the copy."""
-        ...
 
     def pin(self, address: int, num_bytes: int) -> bool:
-        """Register host memory (whole pages) with the device, for asynchronous copies.
+        """Register host memory (whole pages) with the device; return whether it succeeded.
 
-        Returns:
-            Whether it succeeded. If not, this logs a warning, and copies from there block.
+        If not, this logs a warning, and copies from there block.
         """
-        ...
 
     def unpin(self, address: int) -> None:
         """Undo `pin`, before the memory is freed."""
-        ...
 
 
 @dataclass
@@ -159,49 +136,38 @@ class Sharing(Protocol):
 
     def why_unreachable(self, name: str) -> str | None:
         """Return why this process cannot read the memory of a device, or None if it can."""
-        ...
 
     def make(self, num_bytes: int) -> SharedBuffer:
         """Allocate memory of at least that size, which another process can open."""
-        ...
 
     def open(self, handle: bytes) -> SharedBuffer:
         """Map a buffer of another process."""
-        ...
 
     def attach(self, buffer: SharedBuffer, handle: bytes) -> None:
         """Know when the reader of an own buffer has read it, by the handle that `open` created."""
-        ...
 
     def is_read(self, buffer: SharedBuffer) -> bool:
         """Return whether the device of an own buffer's reader has copied the last message out."""
-        ...
 
     def push(self, buffer: SharedBuffer, tensor: torch.Tensor) -> None:
         """Copy a tensor into an own buffer after all queued work; the caller may free it."""
-        ...
 
     def pushed(self, buffer: SharedBuffer) -> Copied:
         """Return the completion of the last `push` into a buffer, until the next one."""
-        ...
 
     def pull(
         self, buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
         """Copy a tensor out of another process's buffer; work queued later sees it."""
-        ...
 
     def copied(self) -> Copied:
         """Return the completion of all copies of this process."""
-        ...
 
     def free(self, buffer: SharedBuffer) -> None:
         """Free an own buffer that no other process has mapped any more."""
-        ...
 
     def unmap(self, buffer: SharedBuffer) -> None:
         """Unmap the buffer of another process."""
-        ...
 
 
 class Device(Protocol):
@@ -233,51 +199,70 @@ class Device(Protocol):
 
         If they differ, the software stack decides, not the hardware.
         """
-        ...
 
     def redirects(self) -> Iterable[Redirect]:
         """List the backend's redirects. May import torch and the device's own package."""
-        ...
 
     def argument_errors(self, args: Any) -> list[str]:
         """Return the mistakes in parsed upstream arguments on this device; empty if none."""
-        ...
 
     def torch_device(self, local_rank: int = 0) -> torch.device:
         """Return the device of the process with this local rank."""
-        ...
 
     def bind(self, local_rank: int) -> None:
         """Make `torch_device(local_rank)` this process's current device."""
-        ...
 
     def synchronize(self) -> None:
         """Wait until all work queued on the current device is done."""
-        ...
 
     def peak_memory_bytes(self) -> int:
         """Return the peak memory of this process on the device so far."""
-        ...
 
     def timing_event(self) -> TimingEvent | None:
         """Return a new mark for the device's stream; `None` if the device is the host."""
-        ...
 
     def copies(self, device: torch.device) -> Copies | None:
-        """Return the copier between host and device; `None` if the device is the host.
-
-        Args:
-            device: One that `torch_device` returned.
-        """
-        ...
+        """Return the copier between host and `torch_device`; `None` if the device is the host."""
 
     def sharing(self, device: torch.device) -> Sharing:
-        """Return the means to share device memory with other processes of this host.
-
-        Args:
-            device: One that `torch_device` returned.
+        """Return the means to share memory of `torch_device` with other processes of this host.
 
         Raises:
             DeviceError: The device cannot share memory; the message says why.
         """
-        ...
+
+
+class Accelerator:
+    """The part of `Device` that is the same for GPUs of all makers: torch has a module for each."""
+
+    name: str
+
+    @property
+    def runtime(self) -> Any:
+        """`torch.cuda`, or the module with the same interface (torch's stubs know no other)."""
+        import torch
+
+        return vars(torch)[self.name]
+
+    def torch_device(self, local_rank: int = 0) -> torch.device:
+        """Return GPU `local_rank` of this host."""
+        import torch
+
+        return torch.device(self.name, local_rank)
+
+    def bind(self, local_rank: int) -> None:
+        """Make GPU `local_rank` current."""
+        self.runtime.set_device(local_rank)
+
+    def synchronize(self) -> None:
+        """Wait for the current GPU."""
+        self.runtime.synchronize()
+
+    def peak_memory_bytes(self) -> int:
+        """Return the peak that torch's allocator has handed out."""
+        return int(self.runtime.max_memory_allocated())
+
+    def timing_event(self) -> TimingEvent:
+        """Return an event of the GPU's clock; a thread that waits for it sleeps."""
+        event: TimingEvent = self.runtime.Event(enable_timing=True, blocking=True)
+        return event

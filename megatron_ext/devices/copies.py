@@ -8,37 +8,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["HostRegister", "StreamCopies"]
+__all__ = ["Ended", "StreamCopies"]
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class HostRegister:
-    """The two calls of a driver's runtime that pin and unpin host memory."""
+class Ended(NamedTuple):
+    """The completion of copies (`backend.Copied`)."""
 
-    register: Callable[[int, int, int], Any]
-    """(address, bytes, flags) -> error code, 0 for success."""
-    unregister: Callable[[int], Any]
-
-
-@dataclass(frozen=True)
-class _Copied:
-    """The completion of a copy."""
-
-    event: Any
     runtime: Any
     device: torch.device
+    marks: tuple[Any, ...]
+    """Events behind the copies, or their streams."""
 
     def wait(self) -> None:
-        """Sleep until the copy is done."""
+        """Sleep until the copies are done."""
         with self.runtime.device(self.device):  # a new thread is on the first device
-            self.event.synchronize()
+            for mark in self.marks:
+                mark.synchronize()
 
 
 class StreamCopies:
@@ -47,21 +38,25 @@ class StreamCopies:
     Args:
         runtime: `torch.cuda`, or a module with the same interface.
         device: The device, with its index.
-        host_register: How to pin memory; None if the runtime has no such call.
+        pinning: The driver's calls that register host memory (address, bytes, flags) and undo that
+            (address); the first returns an error code, 0 for success. None: it has none.
     """
 
     def __init__(
-        self, runtime: Any, device: torch.device, host_register: HostRegister | None
+        self,
+        runtime: Any,
+        device: torch.device,
+        pinning: tuple[Callable[[int, int, int], Any], Callable[[int], Any]] | None,
     ) -> None:
         self._runtime = runtime
         self._device = device
-        self._host_register = host_register
+        self._pinning = pinning
         self._down = runtime.Stream(device)
         self._up = runtime.Stream(device)
 
     def to_host(
         self, tensor: torch.Tensor, target: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, _Copied]:
+    ) -> tuple[torch.Tensor, Ended]:
         """Start a copy to pinned memory, ordered after all work of the current stream.
 
         Args:
@@ -75,9 +70,9 @@ class StreamCopies:
         self._down.wait_stream(self._runtime.current_stream(self._device))
         with self._runtime.stream(self._down):
             host.copy_(tensor.detach(), non_blocking=True)
-        return host, self._mark(self._down)
+        return host, Ended(self._runtime, self._device, (self._mark(self._down),))
 
-    def to_device(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Copied]:
+    def to_device(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Ended]:
         """Start a copy to the device; the current stream waits for it.
 
         The copy itself waits for no computation: its stream owns the memory, and the allocator
@@ -93,22 +88,26 @@ class StreamCopies:
             copy.copy_(tensor, non_blocking=True)
         copied = self._mark(self._up)
         current = self._runtime.current_stream(self._device)
-        current.wait_event(copied.event)
+        current.wait_event(copied)
         copy.record_stream(current)
-        return copy, copied
+        return copy, Ended(self._runtime, self._device, (copied,))
 
     def pin(self, address: int, num_bytes: int) -> bool:
         """Register host memory, so that copies from it are asynchronous."""
-        if self._host_register is None:
+        if self._pinning is None:
             _log.warning(
                 "the runtime of %s cannot register host memory: messages are copied to the "
                 "device while their rank waits",
                 self._device.type,
             )
             return False
-        code = int(self._host_register.register(address, num_bytes, 0))
+        register, _ = self._pinning
+        code = int(register(address, num_bytes, 0))
         if code != 0:
-            self._forget_error()
+            try:
+                torch.zeros(1, device=self._device)  # a kernel reports the driver's last error
+            except RuntimeError as error:
+                _log.debug("cleared an error of the driver: %s", error)
             _log.warning(
                 "%d bytes of host memory cannot be registered with %s (error %d of its driver): "
                 "messages are copied to the device while their rank waits",
@@ -118,17 +117,10 @@ class StreamCopies:
 
     def unpin(self, address: int) -> None:
         """Undo `pin`."""
-        assert self._host_register is not None, "nothing was pinned"
-        self._host_register.unregister(address)
+        assert self._pinning is not None, "nothing was pinned"
+        _, unregister = self._pinning
+        unregister(address)
 
-    def _mark(self, stream: Any) -> _Copied:
+    def _mark(self, stream: Any) -> Any:
         # blocking: a thread that waits for the event sleeps; by default it would spin.
-        event = stream.record_event(self._runtime.Event(blocking=True))
-        return _Copied(event, self._runtime, self._device)
-
-    def _forget_error(self) -> None:
-        """Clear the driver's last error by launching a kernel, which reports it."""
-        try:
-            torch.zeros(1, device=self._device)
-        except RuntimeError as error:
-            _log.debug("cleared an error of the driver: %s", error)
+        return stream.record_event(self._runtime.Event(blocking=True))

@@ -1,8 +1,8 @@
 """The host as a device: the whole of Megatron on CPUs, with gloo collectives.
 
-Upstream asserts CUDA in its first line. `megatron_ext/compat/` redirects its calls of `torch.cuda`
-and its device names. Features that need a GPU are off by default (`argument_defaults`) or refused
-with the reason (`argument_rules`). Meant for laptops, CI and tests, not for speed.
+Upstream asserts CUDA in its first line. `on_host` redirects its calls of `torch.cuda` and its
+device names. Features that need a GPU are off by default (`argument_defaults`) or refused with the
+reason (`argument_rules`). Meant for laptops, CI and tests, not for speed.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.devices.backend import Redirect, Rule
-from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, flag
+from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, Rule, flag
 from megatron_ext.errors import DeviceError
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.devices.backend import Sharing
+    from megatron_ext.devices.backend import Redirect, Sharing
 
 __all__ = ["CpuDevice", "argument_rules"]
 
@@ -43,23 +42,23 @@ _DEFAULTS: dict[str, tuple[object, str]] = {
 }
 
 
-_GLOO = Rule(
-    flag("overlap_p2p_comm_warmup_flush"),
-    "--overlap-p2p-communication-warmup-flush relies on NCCL's stream order: with gloo the "
-    "evaluation never ends; leave it out",
-)
-
-
-_WORKER = Rule(
-    lambda args: flag("async_save")(args) and flag("use_persistent_ckpt_worker")(args),
-    "--use-persistent-ckpt-worker would read parameters from shared memory while training changes "
-    "them (on a GPU they are copied to the host first); leave it out, --async-save forks then",
-)
-
-
 def argument_rules() -> tuple[Rule, ...]:
     """Return the combinations of arguments that upstream cannot run on the host."""
-    return (*TRANSFORMER_ENGINE_ONLY, *CUDA_ONLY, _GLOO, _WORKER)
+    return (
+        *TRANSFORMER_ENGINE_ONLY,
+        *CUDA_ONLY,
+        Rule(
+            flag("overlap_p2p_comm_warmup_flush"),
+            "--overlap-p2p-communication-warmup-flush relies on NCCL's stream order: with gloo the "
+            "evaluation never ends; leave it out",
+        ),
+        Rule(
+            lambda args: flag("async_save")(args) and flag("use_persistent_ckpt_worker")(args),
+            "--use-persistent-ckpt-worker would read parameters from shared memory while training "
+            "changes them (on a GPU they are copied to the host first); leave it out, --async-save "
+            "forks then",
+        ),
+    )
 
 
 class CpuDevice:
@@ -86,9 +85,9 @@ class CpuDevice:
 
     def redirects(self) -> Iterator[Redirect]:
         """List the redirects that make `torch.cuda` and its names mean the host."""
-        from megatron_ext import compat
+        from megatron_ext.devices import on_host
 
-        yield from compat.cpu_redirects()
+        yield from on_host.redirects()
 
     def argument_errors(self, args: Any) -> list[str]:
         """Apply `argument_rules`."""
@@ -108,9 +107,9 @@ class CpuDevice:
 
     def peak_memory_bytes(self) -> int:
         """Return the peak resident memory of this process."""
-        from megatron_ext import compat
+        from megatron_ext.devices import host
 
-        return compat.peak_rss_bytes()
+        return host.peak_rss_bytes()
 
     def timing_event(self) -> None:
         """Return None: the host's clock measures the device."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.devices.backend import Accelerator
 from megatron_ext.errors import DeviceError
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ext.devices.backend import Copies, Redirect, Sharing, TimingEvent
+    from megatron_ext.devices.backend import Copies, Redirect, Sharing
 
 __all__ = ["CudaDevice", "why_idle"]
 
 
-class CudaDevice:
+class CudaDevice(Accelerator):
     """The `cuda` backend with NCCL collectives."""
 
     name = "cuda"
@@ -45,46 +46,13 @@ class CudaDevice:
         """Refuse nothing: upstream checks its own arguments for this device."""
         return []
 
-    def torch_device(self, local_rank: int = 0) -> torch.device:
-        """Return GPU `local_rank` of this host."""
-        import torch
-
-        return torch.device("cuda", local_rank)
-
-    def bind(self, local_rank: int) -> None:
-        """Make GPU `local_rank` current."""
-        import torch
-
-        torch.cuda.set_device(local_rank)
-
-    def synchronize(self) -> None:
-        """Wait for the current GPU."""
-        import torch
-
-        torch.cuda.synchronize()
-
-    def peak_memory_bytes(self) -> int:
-        """Return the peak that torch's allocator has handed out."""
-        import torch
-
-        return int(torch.cuda.max_memory_allocated())
-
-    def timing_event(self) -> TimingEvent:
-        """Return an event of CUDA's clock; a thread that waits for it sleeps."""
-        import torch
-
-        event: TimingEvent = torch.cuda.Event(enable_timing=True, blocking=True)
-        return event
-
     def copies(self, device: torch.device) -> Copies:
         """Copy in streams, with host memory registered by `cudaHostRegister`."""
-        import torch
+        from megatron_ext.devices.copies import StreamCopies
 
-        from megatron_ext.devices.copies import HostRegister, StreamCopies
-
-        runtime: Any = torch.cuda.cudart()
-        register = HostRegister(runtime.cudaHostRegister, runtime.cudaHostUnregister)
-        return StreamCopies(torch.cuda, device, register)
+        driver = self.runtime.cudart()
+        pinning = driver.cudaHostRegister, driver.cudaHostUnregister
+        return StreamCopies(self.runtime, device, pinning)
 
     def sharing(self, device: torch.device) -> Sharing:
         """Share by the IPC calls of CUDA's runtime."""
@@ -98,7 +66,7 @@ class CudaDevice:
                 "--pipeline-device-path staged"
             )
         library = f"libcudart.so.{torch.version.cuda.partition('.')[0]}"
-        return RuntimeSharing(torch.cuda, device, library, "cuda")
+        return RuntimeSharing(self.runtime, device, library, "cuda")
 
 
 def why_idle() -> str | None:

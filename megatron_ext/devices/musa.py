@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.devices.backend import Copies, Redirect, Rule, Sharing, TimingEvent
-from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, flag
+from megatron_ext.devices.backend import Accelerator, Copies, Redirect, Sharing
+from megatron_ext.devices.rules import CUDA_ONLY, TRANSFORMER_ENGINE_ONLY, Rule, flag
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ _GROUPED_GEMM = Rule(
 )
 
 
-class MusaDevice:
+class MusaDevice(Accelerator):
     """The `musa` backend with MCCL collectives."""
 
     name = "musa"
@@ -92,62 +92,32 @@ class MusaDevice:
 
     def redirects(self) -> Iterator[Redirect]:
         """List the redirects from CUDA names to MUSA, without those that torchada makes."""
-        from megatron_ext import compat
+        from megatron_ext.devices import on_musa
 
-        yield from compat.musa_redirects()
+        yield from on_musa.redirects()
 
     def argument_errors(self, args: Any) -> list[str]:
         """Refuse features that need NVIDIA's libraries or a missing Transformer Engine."""
         rules = CUDA_ONLY + ((_GROUPED_GEMM,) if _has_te() else TRANSFORMER_ENGINE_ONLY)
         return [rule.message for rule in rules if rule.refuses(args)]
 
-    def torch_device(self, local_rank: int = 0) -> torch.device:
-        """Return GPU `local_rank` of this host."""
-        import torch
-
-        return torch.device("musa", local_rank)
-
-    def bind(self, local_rank: int) -> None:
-        """Make GPU `local_rank` current."""
-        _musa().set_device(local_rank)
-
-    def synchronize(self) -> None:
-        """Wait for the current GPU."""
-        _musa().synchronize()
-
-    def peak_memory_bytes(self) -> int:
-        """Return the peak that torch_musa's allocator has handed out."""
-        return int(_musa().max_memory_allocated())
-
-    def timing_event(self) -> TimingEvent:
-        """Return an event of MUSA's clock; a thread that waits for it sleeps."""
-        event: TimingEvent = _musa().Event(enable_timing=True, blocking=True)
-        return event
-
     def copies(self, device: torch.device) -> Copies:
         """Copy in streams; register host memory if torch_musa has a call for it."""
-        from megatron_ext.devices.copies import HostRegister, StreamCopies
+        from megatron_ext.devices.copies import StreamCopies
 
-        runtime = _musa().musart()
-        register = getattr(runtime, "musaHostRegister", None)
-        unregister = getattr(runtime, "musaHostUnregister", None)
-        known = HostRegister(register, unregister) if register and unregister else None
-        return StreamCopies(_musa(), device, known)
+        driver = self.runtime.musart()
+        register = getattr(driver, "musaHostRegister", None)
+        unregister = getattr(driver, "musaHostUnregister", None)
+        pinning = (register, unregister) if register and unregister else None
+        return StreamCopies(self.runtime, device, pinning)
 
     def sharing(self, device: torch.device) -> Sharing:
         """Share by the IPC calls of MUSA's runtime, which are named like CUDA's."""
         from megatron_ext.devices.sharing import RuntimeSharing
 
-        return RuntimeSharing(_musa(), device, "libmusart.so", "musa")
+        return RuntimeSharing(self.runtime, device, "libmusart.so", "musa")
 
 
 @functools.cache
 def _has_te() -> bool:
     return find_spec("transformer_engine") is not None
-
-
-def _musa() -> Any:
-    """Return `torch.musa`, which torch's stubs do not know."""
-    import torch
-
-    return vars(torch)["musa"]

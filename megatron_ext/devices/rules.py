@@ -6,11 +6,24 @@ Shared by the backends other than CUDA. Every message names the flag, the reason
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.devices.backend import Rule
+__all__ = ["CUDA_ONLY", "TRANSFORMER_ENGINE_ONLY", "Rule", "flag"]
 
-__all__ = ["CUDA_ONLY", "TRANSFORMER_ENGINE_ONLY", "flag"]
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination of upstream arguments that the backend cannot run.
+
+    Args:
+        refuses: Whether parsed arguments request the combination. It reads arguments with
+            `getattr(args, name, default)`, because a YAML configuration may lack any of them.
+        message: Value, rule and remedy.
+    """
+
+    refuses: Callable[[Any], bool]
+    message: str
 
 
 def flag(dest: str) -> Callable[[Any], bool]:

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatron_ext.devices.backend import SharedBuffer
+from megatron_ext.devices.copies import Ended
 from megatron_ext.errors import DeviceError
-
-if TYPE_CHECKING:
-    from megatron_ext.devices.backend import Copied
 
 __all__ = ["RuntimeSharing"]
 
@@ -62,7 +59,16 @@ class RuntimeSharing:
     def __init__(self, runtime: Any, device: torch.device, library: str, prefix: str) -> None:
         self._runtime = runtime
         self._device = device
-        self._functions, self._error_text = _load(library, prefix)
+        try:
+            loaded = ctypes.CDLL(library)
+            self._functions = {name: getattr(loaded, prefix + name) for name in _CALLS}
+            self._error_text = getattr(loaded, f"{prefix}GetErrorString")
+        except (OSError, AttributeError) as error:
+            raise DeviceError(
+                f"device memory cannot be shared between processes: {error}; use "
+                f"--pipeline-device-path staged"
+            ) from error
+        self._error_text.restype = ctypes.c_char_p
         self._out = runtime.Stream(device)
         self._in = runtime.Stream(device)
         name = ctypes.create_string_buffer(_NAME_BYTES)
@@ -139,9 +145,9 @@ class RuntimeSharing:
             tensor.record_stream(self._out)
             self._out.record_event(buffer.used)
 
-    def pushed(self, buffer: SharedBuffer) -> Copied:
+    def pushed(self, buffer: SharedBuffer) -> Ended:
         """Return the completion of the last push."""
-        return _Pushed(self._runtime, self._device, buffer.used)
+        return Ended(self._runtime, self._device, (buffer.used,))
 
     def pull(
         self, buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype
@@ -158,9 +164,9 @@ class RuntimeSharing:
             copy.record_stream(current)
         return copy
 
-    def copied(self) -> Copied:
+    def copied(self) -> Ended:
         """Return the completion of all pushes and pulls."""
-        return _Copied(self._runtime, self._device, (self._out, self._in))
+        return Ended(self._runtime, self._device, (self._out, self._in))
 
     def free(self, buffer: SharedBuffer) -> None:
         """Free the memory of an own buffer."""
@@ -188,52 +194,10 @@ class RuntimeSharing:
             code = self._functions[name](*arguments)
             if code != 0:
                 self._functions["GetLastError"]()  # or torch finds it after its next kernel
-                raise RuntimeError(f"{self._error_text(code)} (error {code} of {name})")
-
-
-class _Pushed(NamedTuple):
-    """The completion of a push, by the event behind it."""
-
-    runtime: Any
-    device: torch.device
-    event: Any
-
-    def wait(self) -> None:
-        """Sleep until the tensor is in the buffer."""
-        with self.runtime.device(self.device):
-            self.event.synchronize()
-
-
-class _Copied(NamedTuple):
-    """The completion of what streams have to do."""
-
-    runtime: Any
-    device: torch.device
-    streams: Sequence[Any]
-
-    def wait(self) -> None:
-        """Sleep until the streams are empty."""
-        with self.runtime.device(self.device):
-            for stream in self.streams:
-                stream.synchronize()
+                raise RuntimeError(f"{self._error_text(code).decode()} (error {code} of {name})")
 
 
 def _tensor(buffer: SharedBuffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a contiguous tensor on the first bytes of a buffer."""
     empty = torch.empty(0, dtype=dtype, device=buffer.storage.device)
     return empty.set_(buffer.storage, 0, shape)  # type: ignore[call-overload, no-any-return]
-
-
-def _load(library: str, prefix: str) -> tuple[dict[str, Callable[..., int]], Callable[[int], str]]:
-    """Find the functions of a runtime, and the function that describes error codes."""
-    try:
-        loaded = ctypes.CDLL(library)
-        functions = {name: getattr(loaded, prefix + name) for name in _CALLS}
-        text = getattr(loaded, f"{prefix}GetErrorString")
-    except (OSError, AttributeError) as error:
-        raise DeviceError(
-            f"device memory cannot be shared between processes: {error}; use "
-            f"--pipeline-device-path staged"
-        ) from error
-    text.restype = ctypes.c_char_p
-    return functions, lambda code: text(code).decode()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from megatron_ext import compat
 from megatron_ext.config import active
 from megatron_ext.patches import hooks
 from megatron_ext.patches.registry import REGISTRY, Patch
@@ -21,20 +20,22 @@ TABLES = (
     "dist_checkpointing",
     "effects",
     "folded_pipelines",
+    "off_cuda",
     "optimizer",
     "p2p",
     "split_backward",
     "schedules",
     "trace",
     "training_init",
+    "without_te",
 )
 """Modules of this package with a tuple `PATCHES`, by upstream area."""
 
 
 def rows() -> list[Patch]:
-    """Return the rows of all tables, including those of `compat`, for all releases."""
+    """Return the rows of all tables, for all releases."""
     tables = (import_module(f"{__name__}.{name}").PATCHES for name in TABLES)
-    return [*(patch for table in tables for patch in table), *compat.rows()]
+    return [patch for table in tables for patch in table]
 
 
 def register() -> None:

@@ -12,7 +12,7 @@ bring its own `megatron.core`, without the compiled dataset helpers; the finder 
 
 Finally, `megatron.training` unconditionally imports a module of Triton kernels that only
 `--batch-invariant-mode` uses. CPU and some MUSA builds of torch lack Triton; for them the finder
-serves a stand-in (`compat/no_triton.py`) with the same functions, which raise an error when called.
+serves a stand-in (`no_triton.py`) with the same functions, which raise an error when called.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, spec_from_file_location
+from pathlib import Path
 from types import ModuleType
 
-from megatron_ext import compat
 from megatron_ext.upstream import releases
 from megatron_ext.upstream import tree as upstream
 
@@ -71,7 +71,7 @@ class _MegatronFinder(MetaPathFinder):
             tree = upstream.find_tree()
             return PathFinder.find_spec(fullname, [str(tree / "megatron")]) if tree else None
         if fullname == _TRITON_KERNELS and find_spec("triton") is None:
-            return spec_from_file_location(fullname, compat.batch_invariant_stand_in())
+            return spec_from_file_location(fullname, Path(__file__).with_name("no_triton.py"))
         return None
 
 

@@ -1,12 +1,25 @@
-"""A patch on the distributed optimizer: its reshardable checkpoints."""
+"""Patches on the distributed optimizer: its checkpoints, and torch's Adam in it.
+
+torch's Adam, the fallback without TE and Apex, keeps a `step` tensor for each parameter, TE's and
+Apex's one for each group. Upstream handles that in `state_dict` and `load_state_dict`, but no
+checkpoint survives the round trip: saving asserts, loading raises, or all parameters share one
+`step` tensor, which each of them increments. Resuming needs all of these rows.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
+
+_MODULE = "megatron.core.optimizer.distrib_optimizer"
+
+
+def _torch_adam() -> bool:
+    return not getattr(sys.modules.get(_MODULE), "HAVE_APEX_OR_TE", True)
 
 
 def _keep_padding_of_buckets(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -32,15 +45,88 @@ def _keep_padding_of_buckets(call: Call, instance: Any, args: Args, kwargs: Kwar
             owner.numel_unpadded = unpadded
 
 
+def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Create the state of an optimizer before its first step, for the loader's template.
+
+    Upstream creates only the moments, as for TE's Adam.
+    """
+    import torch
+
+    optimizer = instance.optimizer
+    if not instance.is_stub_optimizer:
+        if len(optimizer.state) == 0 and instance.init_state_fn:
+            instance.init_state_fn(optimizer, instance.config)
+        for state in optimizer.state.values():
+            if "exp_avg" in state:
+                state.setdefault("step", torch.tensor(0.0))
+    return call(*args, **kwargs)
+
+
+def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Load without recording gradients, then give each parameter its own `step`.
+
+    fp32 parameters are leaves that require gradients, and upstream copies into views of them. The
+    groups hold the number of steps; in the default format (`dp_reshardable`) the per-parameter
+    tensors are only those of the loader's template.
+    """
+    import torch
+
+    with torch.no_grad():
+        result = call(*args, **kwargs)
+    for group in instance.optimizer.param_groups:
+        for parameter in group["params"]:
+            state = instance.optimizer.state.get(parameter)
+            if state and "step" in group:
+                state["step"] = torch.tensor(float(group["step"]))
+    return result
+
+
+def _keep_step(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Fill in the `step` that reshardable checkpoints do not store for each parameter."""
+
+    def set_states(model_param: Any, tensors: dict[str, Any]) -> Any:
+        if "step" not in tensors:
+            group, order = instance.model_param_group_index_map[model_param]
+            main_param = instance.optimizer.param_groups[group]["params"][order]
+            own = instance.optimizer.state[main_param].get("step")
+            if own is not None:
+                tensors = {**tensors, "step": own}
+        return call(model_param, tensors)
+
+    return set_states(*args, **kwargs)
+
+
 PATCHES = (
     Patch(
         id="optimizer.padding_of_reshardable",
-        target="megatron.core.optimizer.distrib_optimizer:"
-        "DistributedOptimizer.sharded_param_state_fully_reshardable",
+        target=f"{_MODULE}:DistributedOptimizer.sharded_param_state_fully_reshardable",
         fn=_keep_padding_of_buckets,
         until="0.20",
         reason="gathers states without the padding between buckets but reads them at offsets that "
         "include it: behind a padded bucket (tied embeddings have their own) it saves parameters "
         "with parts of their neighbours",
+    ),
+    Patch(
+        id="optimizer.state_before_first_step",
+        target=f"{_MODULE}:DistributedOptimizer.state_dict",
+        fn=_initialize_state,
+        when=_torch_adam,
+        reason="asserts one common step, but the loader calls it before the first step, when "
+        "torch's Adam has no state",
+    ),
+    Patch(
+        id="optimizer.load_own_steps",
+        target=f"{_MODULE}:DistributedOptimizer.load_state_dict",
+        fn=_load_with_own_steps,
+        when=_torch_adam,
+        reason="copies into leaves that require gradients (RuntimeError) and puts one step tensor "
+        "into all states, which every parameter then increments (wrong bias correction)",
+    ),
+    Patch(
+        id="optimizer.step_of_reshardable",
+        target=f"{_MODULE}:DistributedOptimizer._set_main_param_and_optimizer_states",
+        fn=_keep_step,
+        when=_torch_adam,
+        reason="reshardable checkpoints hold no step for each parameter: KeyError",
     ),
 )

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from megatron_ext.compat import on_musa
+from megatron_ext.devices import on_musa
 from megatron_ext.devices.musa import MusaDevice
 
 

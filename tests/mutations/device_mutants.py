@@ -90,7 +90,7 @@ DEVICE_MUTANTS = (
     Mutant(
         "nothing waits for a copy to the device",
         _COPIES,
-        "        current.wait_event(copied.event)\n",
+        "        current.wait_event(copied)\n",
         "",
         _on("shm", "copies"),
     ),
@@ -104,8 +104,8 @@ DEVICE_MUTANTS = (
     Mutant(
         "a message leaves before it was copied to the host",
         _COPIES,
-        "            self.event.synchronize()\n",
-        "            pass\n",
+        "                mark.synchronize()\n",
+        "                pass\n",
         _on("shm", "copies"),
     ),
     Mutant(

@@ -206,7 +206,7 @@ def check_native() -> Iterator[Finding]:
 
 def check_device() -> Iterator[Finding]:
     """Report the device backend that a run would use here."""
-    from megatron_ext.devices.count import count_devices
+    from megatron_ext.devices import count_devices
 
     try:
         device = devices.current()

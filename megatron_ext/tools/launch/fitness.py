@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_ext.devices.count import count_devices
+from megatron_ext.devices import count_devices
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.transport.address import source_address
 from megatron_ext.version import code_hash, installed

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from megatron_ext.devices.count import VISIBLE_DEVICES
+from megatron_ext.devices import VISIBLE_DEVICES
 from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch.hostfile import Host
 

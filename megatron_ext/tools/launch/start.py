@@ -16,7 +16,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from megatron_ext.config.hosting import preflight
-from megatron_ext.devices.count import count_devices
+from megatron_ext.devices import count_devices
 from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch import hostfile, process, runs, slurm
 from megatron_ext.tools.launch.logs import Display

@@ -20,7 +20,9 @@ _OUTSIDE_OF = tuple(
 )
 
 # Of this package: calls that name a CUDA device go through these.
-_TRANSLATIONS = tuple(f"{os.sep}megatron_ext{os.sep}{part}" for part in ("compat", "patches"))
+_TRANSLATIONS = tuple(
+    f"/megatron_ext/{part}" for part in ("devices/translate.py", "devices/on_musa.py", "patches/")
+)
 
 
 def by_line():

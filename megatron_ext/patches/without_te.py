@@ -8,15 +8,86 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
-from megatron_ext.compat.conditions import without_te
+from megatron_ext.errors import UserError
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
-__all__ = ["PATCHES"]
+__all__ = ["PATCHES", "sequences"]
 
 _MLA = "megatron.core.transformer.multi_latent_attention"
 _BERT_SPECS = "megatron.core.models.bert.bert_layer_specs"
+
+
+@cache
+def _without_te() -> bool:
+    return find_spec("transformer_engine") is None
+
+
+def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Run the attention of each sequence of a packed batch; of any other batch as it is.
+
+    A packed batch (`qkv_format="thd"`) holds several sequences one after the other, and a token
+    attends to its own only: the mask is block-diagonal. Upstream's `DotProductAttention` refuses
+    such batches. One sequence after the other is that mask without its zero blocks.
+
+    Query, key and value are `[t, heads, width]`, the result `[t, heads * width]`; zeros for tokens
+    of no sequence, which pad the batch.
+    """
+    names = ("query", "key", "value")
+    given = dict(zip((*names, "attention_mask"), args, strict=False), **kwargs)
+    packed = given.pop("packed_seq_params", None)
+    if packed is None:
+        return call(*args, **kwargs)
+    num_tokens, width = len(given["query"]), instance.hidden_size_per_partition
+    if packed.qkv_format != "thd" or num_tokens != len(given["key"]):
+        raise UserError(
+            f"attention with qkv_format {packed.qkv_format!r}, {num_tokens} queries and "
+            f"{len(given['key'])} keys needs Transformer Engine, which is not here; install it, or "
+            "pack self-attention with qkv_format 'thd'"
+        )
+    parts, done = [], 0
+    for begin, end in sequences(packed, num_tokens):
+        if begin > done:
+            parts.append(given["value"].new_zeros(begin - done, width))
+        own = {name: given[name][begin:end].unsqueeze(1) for name in names}
+        parts.append(call(**{**given, **own, "attention_mask": None}).squeeze(1))
+        done = end
+    if done < num_tokens or not parts:
+        parts.append(given["value"].new_zeros(num_tokens - done, width))
+    import torch  # rows are imported before torch may be
+
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def sequences(packed: Any, num_tokens: int) -> Iterator[tuple[int, int]]:
+    """Yield where each sequence of a packed batch begins and ends, without empty ones.
+
+    Args:
+        packed: Upstream's `PackedSeqParams`. Its `cu_seqlens_q`, int32 `[sequences + 1]`, are the
+            sums of the lengths from 0 on; `cu_seqlens_q_padded` those of the lengths with padding.
+        num_tokens: Tokens of the batch.
+
+    Raises:
+        UserError: They do not lie in the batch in ascending order.
+    """
+    sums: list[int] = packed.cu_seqlens_q.tolist()
+    padded = packed.cu_seqlens_q_padded
+    starts: list[int] = sums if padded is None else padded.tolist()
+    spans = [
+        (start, start + after - before)
+        for start, before, after in zip(starts, sums, sums[1:], strict=False)
+    ]
+    ends = [0, *(edge for span in spans for edge in span), num_tokens]
+    if len(starts) != len(sums) or ends != sorted(ends):
+        raise UserError(
+            f"cu_seqlens_q {sums} with starts {starts} does not fit a packed batch of {num_tokens} "
+            f"tokens; the sums of lengths must ascend from 0 to at most that number"
+        )
+    yield from ((begin, end) for begin, end in spans if end > begin)
 
 
 def _false(_original: Any) -> bool:
@@ -88,7 +159,7 @@ PATCHES = (
             target=f"{_MLA}:{name}",
             kind="set",
             fn=value,
-            when=without_te,
+            when=_without_te,
             until="0.17",
             reason="without Transformer Engine this is a mock, which isinstance refuses",
         )
@@ -99,12 +170,20 @@ PATCHES = (
         )
     ),
     Patch(
+        id="attention.packed",
+        target="megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+        fn=_attend,
+        when=_without_te,
+        reason="refuses packed sequences (--sft), which it leaves to Transformer Engine: "
+        "AssertionError",
+    ),
+    Patch(
         id="bert.te_spec",
         target=f"{_BERT_SPECS}:bert_layer_with_transformer_engine_spec",
         kind="set",
         fn=_local_spec,
         creates=True,
-        when=without_te,
+        when=_without_te,
         reason="pretrain_bert.py always imports this name, and without Transformer Engine the "
         "module's __getattr__ raises ImportError",
     ),
@@ -114,7 +193,7 @@ PATCHES = (
         kind="set",
         fn=_none,
         creates=True,
-        when=without_te,
+        when=_without_te,
         until="0.17",
         reason="the router tests `te_general_gemm is not None`, but the name is bound only if "
         "Transformer Engine is installed: NameError",
@@ -130,7 +209,7 @@ PATCHES = (
         id="tensor_parallel.recompute_without_fp8",
         target="megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
         fn=_without_fp8,
-        when=without_te,
+        when=_without_te,
         reason="tests `fp8 is not None`, but the default is False, so it always calls Transformer "
         "Engine: --recompute-modules layernorm ends in a NameError",
     ),

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.compat.packed_attention import sequences
 from megatron_ext.errors import UserError
+from megatron_ext.patches.without_te import sequences
 from tests.patches.single import start_parallel, without
 from tests.ranks import run_ranks
 

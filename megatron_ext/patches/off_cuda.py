@@ -6,7 +6,7 @@ import logging
 import sys
 from typing import Any
 
-from megatron_ext.compat.conditions import off_cuda, on_cpu
+from megatron_ext.devices import off_cuda, on_cpu
 from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
@@ -84,17 +84,11 @@ def _move_to_host(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     return move(*args, **kwargs)
 
 
-def _nothing(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
-    """Do nothing in place of the original."""
+def _empty_statistics(_original: Any) -> Any:
+    """Return the sums of lengths and of squared lengths on the host, which upstream resets."""
+    import torch
 
-
-def _no_fuser(_original: Any) -> Any:
-    """Return a decorator that changes nothing; Megatron's own has a name that must stay."""
-
-    def leave(function: Any) -> Any:
-        return function
-
-    return leave
+    return torch.zeros(2, dtype=torch.float64)
 
 
 PATCHES = (
@@ -122,28 +116,12 @@ PATCHES = (
         "tensor instead of an array: TypeError",
     ),
     Patch(
-        id="training_init.fused_kernels",
-        target="megatron.legacy.fused_kernels:load",
-        kind="replace",
-        fn=_nothing,
-        when=off_cuda,
-        until="0.17",
-        reason="looks for nvcc; without a CUDA toolkit it raises TypeError",
-    ),
-    Patch(
-        id="training_init.jit_fuser",
-        target="megatron.core.jit:jit_fuser",
+        id="training.packed_statistics",
+        target="megatron.training.training:_seqlen_stats_in_iteration",
         kind="set",
-        fn=_no_fuser,
-        when=off_cuda,
-        reason="torch.compile needs a compiler for the device and gains nothing here",
-    ),
-    Patch(
-        id="training_init.jit_warmup",
-        target="megatron.training.initialize:_warmup_jit_function",
-        kind="replace",
-        fn=_nothing,
-        when=off_cuda,
-        reason="warms up fused functions that nothing compiles here",
+        fn=_empty_statistics,
+        when=on_cpu,
+        since="0.18",
+        reason="is made on 'cuda:cpu' at the first packed batch: RuntimeError",
     ),
 )

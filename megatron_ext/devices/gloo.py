@@ -1,13 +1,4 @@
-"""Makes gloo replace NCCL under Megatron.
-
-torch gives each gloo group two worker threads, and both write the name of the collective that they
-have finished into one string of the group, without a lock (`ProcessGroupGloo::runLoop`, torch
-2.13). A name of 16 characters or more lives on the heap, as those of coalesced collectives do: if
-two of them end at the same moment, both free the same memory, and the process crashes later,
-somewhere else. The distributed optimizer gathers parameters that way, and models of several chunks
-have several such gathers in flight. So groups get one worker, which runs collectives in the order
-of their calls; that order is the same on all ranks anyway.
-"""
+"""Makes gloo replace NCCL under Megatron."""
 
 from __future__ import annotations
 
@@ -52,39 +43,40 @@ def _flat_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather_into_tensor
 
 
+# torch gives each gloo group two worker threads, and both write the name of the collective that
+# they have finished into one string of the group, without a lock (`ProcessGroupGloo::runLoop`,
+# torch 2.13). A name of 16 characters or more lives on the heap, as those of coalesced collectives
+# do: if two of them end at the same moment, both free the same memory, and the process crashes
+# later, somewhere else. The distributed optimizer gathers parameters that way, and models of
+# several chunks have several such gathers in flight. One worker runs collectives in the order of
+# their calls; that order is the same on all ranks anyway.
 def _one_worker(original: Callable[..., None]) -> Callable[..., None]:
+    def default_options(timeout: timedelta | None = None, enable_reconfigure: bool = False) -> Any:
+        """Return torch's options for its arguments (the last is of torch 2.15), but one thread."""
+        from torch.distributed import ProcessGroupGloo
+
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+        options._devices = (
+            [gloo.create_device(interface=name) for name in interfaces.split(",")]
+            if interfaces
+            else [gloo.create_default_device()]
+        )
+        options._threads = 1
+        if timeout is not None:
+            options._timeout = timeout
+        if enable_reconfigure:
+            options.enable_reconfigure = True
+        return options
+
     def initialize(
         group: ProcessGroupGloo, store: Any, rank: int, size: int, *last: Any, **named: Any
     ) -> None:
-        own = "options" in named or (last and not isinstance(last[0], timedelta))
-        if own:
+        has_options = "options" in named or (last and not isinstance(last[0], timedelta))
+        if has_options:
             original(group, store, rank, size, *last, **named)
         else:
-            original(group, store, rank, size, _options(*last, **named))
+            original(group, store, rank, size, default_options(*last, **named))
 
     return initialize
-
-
-def _options(timeout: timedelta | None = None, enable_reconfigure: bool = False) -> Any:
-    """Return torch's default options, with a single thread.
-
-    Args:
-        timeout: Of collectives.
-        enable_reconfigure: From torch 2.15 on: whether ranks may come and go.
-    """
-    from torch.distributed import ProcessGroupGloo
-
-    gloo: Any = ProcessGroupGloo
-    options = gloo._Options()
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
-    options._devices = (
-        [gloo.create_device(interface=name) for name in interfaces.split(",")]
-        if interfaces
-        else [gloo.create_default_device()]
-    )
-    options._threads = 1
-    if timeout is not None:
-        options._timeout = timeout
-    if enable_reconfigure:
-        options.enable_reconfigure = True
-    return options

@@ -12,7 +12,7 @@ import platform
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +37,6 @@ __all__ = [
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK_RSS = "5"  # see proc(5), /proc/pid/clear_refs
 
 
 class Event:
@@ -109,24 +108,20 @@ class _Streams(threading.local):
         self.current: Stream = self.default
 
 
-def _of_thread() -> _Streams:
-    return devices.state(_Streams)
-
-
 def current_stream() -> Stream:
     """Return the stream that this thread has set."""
-    return _of_thread().current
+    return devices.state(_Streams).current
 
 
 def default_stream() -> Stream:
     """Return this thread's first stream."""
-    return _of_thread().default
+    return devices.state(_Streams).default
 
 
 def set_stream(stream: Stream | None) -> None:
     """Make `stream` this thread's current stream."""
     if stream is not None:
-        _of_thread().current = stream
+        devices.state(_Streams).current = stream
 
 
 class StreamContext:
@@ -151,10 +146,10 @@ class DeviceContext:
         self.idx = device
 
     def __enter__(self) -> None:
-        return
+        """Do nothing."""
 
     def __exit__(self, *_exc: object) -> None:
-        return
+        """Do nothing."""
 
 
 class Generators:
@@ -195,20 +190,19 @@ def total_memory_bytes() -> int:
 
 def rss_bytes() -> int:
     """Return the resident memory of this process."""
-    return _status("VmRSS", _max_rss_bytes)
+    return _status_bytes("VmRSS")
 
 
 def peak_rss_bytes() -> int:
     """Return the largest resident memory of this process since its start or `reset_peak_rss`."""
-    return _status("VmHWM", _max_rss_bytes)
+    return _status_bytes("VmHWM")
 
 
 def reset_peak_rss() -> None:
     """Reset the peak to the present memory, if the kernel allows it."""
-    try:
-        _CLEAR_REFS.write_text(_RESET_PEAK_RSS)
-    except OSError:
-        return  # the peak then covers the whole life of the process, which is still correct
+    # If it does not, the peak covers the whole life of the process, which is still correct.
+    with suppress(OSError):
+        _CLEAR_REFS.write_text("5")  # see proc(5), /proc/pid/clear_refs
 
 
 def memory_stats() -> defaultdict[str, int]:
@@ -221,20 +215,13 @@ def memory_stats() -> defaultdict[str, int]:
     return stats
 
 
-def _status(field: str, otherwise: Callable[[], int]) -> int:
-    """Read a kB field of /proc/self/status, or ask `otherwise` on systems without it."""
-    try:
-        lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return otherwise()
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    return otherwise()
-
-
-def _max_rss_bytes() -> int:
+def _status_bytes(field: str) -> int:
+    """Read a kB field of /proc/self/status; on systems without it, the peak of getrusage."""
+    with suppress(OSError):
+        for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name == field:
+                return int(value.split()[0]) * 1024
     import resource
 
     kilobytes_except_macos = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

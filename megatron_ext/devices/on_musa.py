@@ -16,9 +16,9 @@ from importlib.util import find_spec
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.compat import translate
-from megatron_ext.compat.redirects import calling, nvtx_redirects, to
+from megatron_ext.devices import translate
 from megatron_ext.devices.backend import Redirect
+from megatron_ext.devices.translate import calling, nvtx_redirects, to
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from megatron_ext.compat import gloo
+from megatron_ext.devices import gloo
 from tests.ranks import run_ranks
 
 _STRESS_S = 20.0

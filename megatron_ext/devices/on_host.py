@@ -9,16 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.compat import host
-from megatron_ext.compat.gloo import gloo_redirects
-from megatron_ext.compat.redirects import answering, calling, nvtx_redirects, returning, to
-from megatron_ext.compat.translate import (
+from megatron_ext.devices import host
+from megatron_ext.devices.backend import Redirect
+from megatron_ext.devices.gloo import gloo_redirects
+from megatron_ext.devices.translate import (
+    answering,
+    calling,
     collective_redirects,
+    nvtx_redirects,
+    returning,
     spelling_redirects,
     tensor_redirects,
+    to,
     translator,
 )
-from megatron_ext.devices.backend import Redirect
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megatron_ext.compat import host
+from megatron_ext.devices import host
 
 
 def test_events_really_time() -> None:

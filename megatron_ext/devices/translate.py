@@ -1,0 +1,352 @@
+"""Redirects that make torch's names of CUDA devices mean another device.
+
+Upstream creates tensors with `device="cuda"`, moves them with `.cuda()`, compares `tensor.type()`
+with `"torch.cuda.HalfTensor"` and opens groups with `backend="nccl"`. All backends other than CUDA
+share these tables; each passes a `Translator` that maps upstream's device names to its own. Calls
+with another device, or without one, pass through unchanged.
+
+Factories and `Tensor.to` are on the hot path: their redirect is one dictionary look-up and one call
+(about 0.2 us), not a wrapt proxy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron_ext import devices
+from megatron_ext.devices.backend import Redirect
+
+__all__ = [
+    "Translator",
+    "answering",
+    "calling",
+    "collective_redirects",
+    "nvtx_redirects",
+    "returning",
+    "spelling_redirects",
+    "tensor_redirects",
+    "to",
+    "translated_argument",
+    "translated_class",
+    "translator",
+]
+
+Translator = Callable[[Any], Any]
+"""Maps a `device=` value (str, int, torch.device, None) to the value that torch gets."""
+
+
+def to(value: Any) -> Callable[[Any], object]:
+    """Return a `Redirect.make` that yields `value`."""
+    return lambda _original: value
+
+
+def calling(function: Callable[..., Any]) -> Callable[[Any], object]:
+    """Return a `Redirect.make` whose function forwards to `function`.
+
+    Each redirect gets a distinct function, so that undo recognises its copies elsewhere even if
+    `function` serves several redirects or is bound to other names.
+    """
+
+    def make(_original: Any) -> object:
+        @functools.wraps(function, updated=())
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return call
+
+    return make
+
+
+def answering(function: Callable[[], Any]) -> Callable[[Any], object]:
+    """Return a `Redirect.make` whose function calls `function` and ignores its arguments."""
+
+    def make(original: Any) -> object:
+        def answer(*_args: Any, **_kwargs: Any) -> Any:
+            return function()
+
+        answer.__name__ = getattr(original, "__name__", "answer")
+        return answer
+
+    return make
+
+
+def returning(result: Any) -> Callable[[Any], object]:
+    """Return a `Redirect.make` whose function returns `result` and ignores its arguments."""
+    return answering(lambda: result)
+
+
+def translator(kind: str, *, indexed: bool) -> Translator:
+    """Build the translator onto a device type.
+
+    By torch's convention an integer names an accelerator, so integers are translated too.
+
+    Args:
+        kind: torch's name of the device type, such as `cpu`.
+        indexed: Keep the device index (a machine may hold several of that kind).
+    """
+    import torch
+
+    plain = torch.device(kind)
+
+    def translate(device: Any) -> Any:
+        if isinstance(device, str):
+            if not device.startswith("cuda"):
+                return device
+            return kind + device[4:] if indexed else plain
+        if isinstance(device, torch.device):
+            if device.type != "cuda":
+                return device
+            device = plain if device.index is None else device.index
+        if isinstance(device, int):
+            return torch.device(kind, device) if indexed else plain
+        return device
+
+    return translate
+
+
+def translated_argument(function: Callable[..., Any], translate: Translator) -> Callable[..., Any]:
+    """Translate the parameter `device` of a function, by name or by position.
+
+    A function without that parameter is returned as it is.
+    """
+    names = list(inspect.signature(function).parameters)
+    if "device" not in names:
+        return function
+    position = names.index("device")
+
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > position:
+            args = (*args[:position], translate(args[position]), *args[position + 1 :])
+        elif "device" in kwargs:
+            kwargs["device"] = translate(kwargs["device"])
+        return function(*args, **kwargs)
+
+    return call
+
+
+def translated_class(base: type, translate: Translator) -> type:
+    """Translate the parameter `device` of a class's constructor.
+
+    The result constructs instances of `base`, and `isinstance` accepts every instance of `base`.
+    """
+
+    class Spelled(type):
+        __call__ = staticmethod(translated_argument(base, translate))
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, base)
+
+    return Spelled(base.__name__, (), {"__doc__": base.__doc__, "__module__": base.__module__})
+
+
+def tensor_redirects(translate: Translator, *, pinning: bool) -> Iterator[Redirect]:
+    """List the redirects of all torch functions that accept the device of a tensor.
+
+    Args:
+        translate: Maps upstream's device names.
+        pinning: Whether host memory can be pinned for the device; if not, requests to pin are
+            ignored (they only promise faster copies).
+    """
+    import torch
+    from torch.utils._device import _device_constructors
+
+    # torch itself lists the functions that create a tensor from a `device` keyword, for `with
+    # torch.device(...)`. Reading the list also fills its cache with the original functions, which
+    # that feature compares by identity.
+    targets = {
+        f"{home.__name__}:{name}"
+        for function in _device_constructors()
+        for home in (torch, torch.fft, torch.nested)
+        for name, value in vars(home).items()
+        if value is function and not name.startswith("_")
+    }
+    for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros"):
+        targets.add(f"torch:{name}_like")
+    for name in ("empty", "empty_strided", "full", "ones", "tensor", "zeros"):
+        targets.add(f"torch:Tensor.new_{name}")
+    factory = functools.partial(_translated_factory, translate, pinning)
+    for target in sorted(targets):
+        yield Redirect(target, factory, "creates tensors on the device that upstream spells")
+
+    def moving(original: Callable[..., Any]) -> Callable[..., Any]:
+        not_a_device = torch.dtype
+
+        @functools.wraps(original)
+        def move(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if args:
+                if not isinstance(args[0], not_a_device):
+                    args = (translate(args[0]), *args[1:])
+            elif "device" in kwargs:
+                kwargs["device"] = translate(kwargs["device"])
+            return original(self, *args, **kwargs)
+
+        return move
+
+    yield Redirect("torch:Tensor.to", moving, "moves tensors to the device that upstream spells")
+
+    def cuda(
+        self: Any,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: Any = torch.preserve_format,
+    ) -> Any:
+        target = translate("cuda" if device is None else device)
+        return self.to(target, non_blocking=non_blocking, memory_format=memory_format)
+
+    yield Redirect("torch:Tensor.cuda", to(cuda), "tensor.cuda() means the device in use")
+
+    def loading(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            if "map_location" in kwargs:
+                kwargs["map_location"] = translate(kwargs["map_location"])
+            return original(*args, **kwargs)
+
+        return load
+
+    yield Redirect("torch:load", loading, "loads tensors to the device that upstream spells")
+    if not pinning:
+        yield Redirect(
+            "torch:Tensor.pin_memory",
+            to(lambda tensor, *_args, **_kwargs: tensor),
+            "without an accelerator there is nothing to pin host memory for",
+        )
+
+
+def _translated_factory(
+    translate: Translator, pinning: bool, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    from torch.jit import _builtins
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = translate(kwargs["device"])
+        if not pinning and "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        return original(*args, **kwargs)
+
+    operator = _builtins._find_builtin(original)
+    if operator is not None:  # torch.jit.script identifies functions by address
+        _builtins._register_builtin(make, operator)
+        devices.keep_for_ever(make)
+    return make
+
+
+def spelling_redirects(kind: str) -> Iterator[Redirect]:
+    """List the redirects of functions that accept or return a device type by its name.
+
+    Args:
+        kind: torch's name of the device type in use.
+    """
+    yield Redirect(
+        "torch:Tensor.type",
+        _translated_type,
+        "upstream compares type names, such as torch.cuda.HalfTensor, with the device's prefix",
+    )
+
+    def being_cuda(original: Any) -> property:
+        def is_cuda(self: Any) -> bool:
+            if sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
+                return bool(self.device.type == kind)
+            return bool(original.__get__(self))
+
+        return property(is_cuda)
+
+    if kind != "cpu":  # the host is not an accelerator, and no tensor misreports its device
+        yield Redirect(
+            "torch:Tensor.is_cuda",
+            being_cuda,
+            "upstream uses it to test whether a tensor is on the device in use",
+        )
+
+    def device_type(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("device_type") == "cuda":
+                kwargs["device_type"] = kind
+            elif "cuda" in args[:2]:  # after `self` in methods
+                args = tuple(kind if value == "cuda" else value for value in args)
+            return original(*args, **kwargs)
+
+        return call
+
+    yield Redirect(
+        "torch.amp.autocast_mode:autocast.__init__",
+        device_type,
+        "autocast for the device that upstream spells",
+    )
+    for module in ("torch.amp", "torch.amp.autocast_mode"):
+        for function in ("custom_bwd", "custom_fwd"):
+            yield Redirect(
+                f"{module}:{function}",
+                device_type,
+                "upstream declares its autograd functions for the device type that it spells",
+            )
+
+
+def _translated_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def type_(self: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            if isinstance(dtype, str) and dtype.startswith("torch.cuda."):
+                own = original(self).rpartition(".")[0]
+                dtype = f"{own}.{dtype.rpartition('.')[2]}"
+            return original(self, dtype, *args, **kwargs)
+        name: str = original(self, *args, **kwargs)
+        # Upstream gets CUDA's names, other callers the true ones.
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("megatron."):
+            return "torch.cuda." + name.rpartition(".")[2]
+        return name
+
+    return type_
+
+
+def collective_redirects(backend: str) -> Iterator[Redirect]:
+    """List the redirects that open process groups with `backend` instead of NCCL."""
+
+    def opening(original: Callable[..., Any], default: str | None) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def open_group(*args: Any, **kwargs: Any) -> Any:
+            arguments = signature.bind(*args, **kwargs).arguments
+            wanted = arguments.get("backend")
+            if wanted is None:
+                arguments["backend"] = default
+            elif "nccl" in str(wanted):
+                arguments["backend"] = backend
+                arguments.pop("pg_options", None)  # NCCL's: another backend has its own
+            device = arguments.get("device_id")
+            if isinstance(device, int) or getattr(device, "type", None) == "cuda":
+                del arguments["device_id"]
+            return original(**arguments)
+
+        return open_group
+
+    for module in ("torch.distributed", "torch.distributed.distributed_c10d"):
+        for function, default in (("init_process_group", backend), ("new_group", None)):
+            yield Redirect(
+                f"{module}:{function}",
+                functools.partial(opening, default=default),
+                f"process groups of this device use {backend}",
+            )
+
+
+def nvtx_redirects() -> Iterator[Redirect]:
+    """List the redirects of the markers for NVIDIA's profiler, which raise in other builds."""
+
+    @contextlib.contextmanager
+    def unmarked(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+        yield
+
+    reason = "marks ranges for NVIDIA's profiler, which sees no other device"
+    for name in ("mark", "range_end", "range_pop", "range_push", "range_start"):
+        yield Redirect(f"torch.cuda.nvtx:{name}", returning(0), reason)
+    yield Redirect("torch.cuda.nvtx:range", to(unmarked), reason)
