@@ -147,7 +147,7 @@ def native(
     """Connect the two ranks."""
     return NativeTransport(
         dist.distributed_c10d._get_default_store(), dist.get_rank(), [1 - dist.get_rank()],
-        run_id=run_id, device=torch.device("cpu"), wire=wire, slots=_SLOTS, slot_bytes=slot_bytes,
+        run_id=run_id, wire=wire, slots=_SLOTS, slot_bytes=slot_bytes,
         spin_s=spin_s, for_device=for_device,
     )  # fmt: skip
 

@@ -269,9 +269,7 @@ def _try_messages(store: Store, count: int = 25) -> list[float]:
     rank = int(os.environ["RANK"])
     if rank > 1:
         return []
-    wire = NativeTransport(
-        store, rank, [1 - rank], run_id="messages", device=torch.device("cpu"), wire="shm"
-    )
+    wire = NativeTransport(store, rank, [1 - rank], run_id="messages", wire="shm")
     keys = [Message("F", 1, microbatch) for microbatch in range(count)]
     wire.begin([Expected(0, key, MESSAGE_SHAPE, torch.float32) for key in keys if rank], 8)
     times = []

@@ -17,8 +17,9 @@ from megatron_ext.disaggregation.ranks import Place
 from megatron_ext.disaggregation.role_trees import MESSAGES
 from megatron_ext.disaggregation.worlds import shared_store
 from megatron_ext.errors import TransportError
+from megatron_ext.transport.address import own_address
+from megatron_ext.transport.native_transport import NativeTransport
 from megatron_ext.transport.observed import observed
-from megatron_ext.transport.opening import open_native
 from megatron_ext.transport.staging import staged
 
 if TYPE_CHECKING:
@@ -130,20 +131,27 @@ def _open(
     job: Job, device: torch.device, peers: Sequence[int], slots: int, label: str
 ) -> Transport:
     environment = required().environment
-    host = open_native(
+    ip = None
+    if job.wire != "shm":
+        ip = own_address(
+            job.node_ips,
+            job.rank,
+            job.ranks.num_ranks,
+            environment.local_world_size,
+            environment.rendezvous_host,
+        )
+    host = NativeTransport(
         shared_store(),
         job.rank,
         peers,
         run_id="/".join([label, *environment.run, str(count_transport(label))]),
-        world_size=job.ranks.num_ranks,
-        ranks_per_node=environment.local_world_size,
-        rail=environment.local_rank,
         wire=job.wire,
-        node_ips=job.node_ips,
-        rendezvous_host=environment.rendezvous_host,
+        ip=ip,
+        rail=environment.local_rank,
+        ranks_per_node=environment.local_world_size,
         slots=slots,
         slot_bytes=job.message_bytes,
-        timeout_s=job.timeout_s,
+        connect_timeout_s=job.timeout_s,
         checksums=job.checksums,
         for_device=device.type != "cpu",
     )

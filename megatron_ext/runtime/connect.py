@@ -15,10 +15,10 @@ import torch.distributed as dist
 from megatron_ext import devices
 from megatron_ext.config.active import count_transport, required
 from megatron_ext.schedules.search.policies import arena_slots
-from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport
-from megatron_ext.transport.opening import open_native
+from megatron_ext.transport.address import own_address
+from megatron_ext.transport.direct import NOTE_BYTES, DirectTransport, Reach, find_reach
+from megatron_ext.transport.native_transport import NativeTransport
 from megatron_ext.transport.paired import PairedTransport
-from megatron_ext.transport.reach import Reach, find_reach
 from megatron_ext.transport.staging import staged
 from megatron_ext.transport.torch_dist import Channel, TorchTransport
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.route_plan import Route
     from megatron_ext.transport.address import Wire
     from megatron_ext.transport.base import Transport
-    from megatron_ext.transport.native_transport import NativeTransport
 
 __all__ = ["channels_of", "open_transport"]
 
@@ -154,20 +153,27 @@ class _Opening:
         name = self.pipeline.transport if wire is None else wire
         assert name != "torch"
         num_notes = 2 if slot_bytes and self.pipeline.dynamic is not None else 1
-        return open_native(
+        ip = None
+        if name != "shm":
+            ip = own_address(
+                self.pipeline.config.node_ips,
+                self.rank,
+                dist.get_world_size(),
+                environment.local_world_size,
+                environment.rendezvous_host,
+            )
+        return NativeTransport(
             dist.distributed_c10d._get_default_store(),
             self.rank,
             peers,
             run_id="/".join(["pipeline", *environment.run, str(count_transport("pipeline"))]),
-            world_size=dist.get_world_size(),
-            ranks_per_node=environment.local_world_size,
-            rail=environment.local_rank,
             wire=name,
-            node_ips=self.pipeline.config.node_ips,
-            rendezvous_host=environment.rendezvous_host,
+            ip=ip,
+            rail=environment.local_rank,
+            ranks_per_node=environment.local_world_size,
             slots=self.slots * num_notes,
             slot_bytes=slot_bytes or _slot_bytes(self.known, self.dtype),
-            timeout_s=self.pipeline.timeout_s,
+            connect_timeout_s=self.pipeline.timeout_s,
             checksums=self.pipeline.config.checksums,
             for_device=self.device.type != "cpu",
         )

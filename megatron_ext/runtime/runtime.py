@@ -43,7 +43,7 @@ from megatron_ext.runtime.te_layers import overwrites_first
 from megatron_ext.runtime.tree_compute import Forms, TreeEnds, agree_trees, channels_of_routes
 from megatron_ext.schedules.table.validation import check_first_gradients
 from megatron_ext.transport.observed import observed
-from megatron_ext.transport.pairs import groups_of_ranks
+from megatron_ext.transport.torch_dist import groups_of_ranks
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection

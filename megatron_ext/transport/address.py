@@ -22,6 +22,7 @@ __all__ = [
     "address_towards",
     "choose_wire",
     "node_address",
+    "own_address",
     "source_address",
 ]
 
@@ -151,6 +152,29 @@ def _require_reachable(rank: int, address: Address) -> None:
             f"rank {rank} listens on {address.ip}, which only its own host {address.host} can "
             f"reach; name the addresses of the hosts with --node-ips"
         )
+
+
+def own_address(
+    node_ips: Sequence[str],
+    rank: int,
+    world_size: int,
+    ranks_per_node: int | None,
+    rendezvous_host: str,
+) -> str:
+    """Return the IP address of this host for processes on other hosts.
+
+    Args:
+        node_ips: See `node_address`; empty: the address on the route to `rendezvous_host`.
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        ranks_per_node: Number of ranks on each node; None: all.
+        rendezvous_host: Host of the job's rendezvous (MASTER_ADDR).
+
+    Raises:
+        TransportError: The address is not usable, or there is no route.
+    """
+    ip = node_address(node_ips, rank, world_size, ranks_per_node or world_size)
+    return address_towards(rendezvous_host) if ip is None else ip
 
 
 def node_address(

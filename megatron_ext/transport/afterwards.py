@@ -41,8 +41,12 @@ class Afterwards:
         Raises:
             TransportError: A copy or what follows it failed; of that class.
         """
+        if isinstance(self.error, TransportError):
+            raise type(self.error)(str(self.error)) from self.error
         if self.error is not None:
-            raise _described(self.error) from self.error
+            raise TransportError(
+                f"a tensor could not be copied between device and host: {self.error}"
+            ) from self.error
 
     def after(self, copied: Copied, then: Callable[[], None], kept: object) -> None:
         """Run `then` once a copy is complete; keep a reference to `kept` until then."""
@@ -78,25 +82,15 @@ class Afterwards:
         while (job := self._jobs.get()) is not None:
             copied, then, kept = job
             del job
-            self._do(copied, then)
+            try:
+                copied.wait()
+                if self.error is None:
+                    then()
+            except BaseException as error:  # noqa: BLE001 - the next call raises it
+                if self.error is None:
+                    self.error = error
+                    self._failed(error)
             del copied, then, kept  # before finish() returns
             with self._changed:
                 self._num_left -= 1
                 self._changed.notify_all()
-
-    def _do(self, copied: Copied, then: Callable[[], None]) -> None:
-        try:
-            copied.wait()
-            if self.error is None:
-                then()
-        except BaseException as error:  # noqa: BLE001 - the next call raises it
-            if self.error is None:
-                self.error = error
-                self._failed(error)
-
-
-def _described(error: BaseException) -> TransportError:
-    """Return the exception for the caller: of the same class if it is a TransportError."""
-    if isinstance(error, TransportError):
-        return type(error)(str(error))
-    return TransportError(f"a tensor could not be copied between device and host: {error}")

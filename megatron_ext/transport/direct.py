@@ -24,12 +24,14 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+import torch.distributed as dist
 
-from megatron_ext.errors import MessageMismatch, TransportError
+from megatron_ext.errors import DeviceError, MessageMismatch, TransportError
+from megatron_ext.transport.address import Address
 from megatron_ext.transport.afterwards import Afterwards
 from megatron_ext.transport.base import Expected
-from megatron_ext.transport.device_notes import Answer, packed, parsed
-from megatron_ext.transport.dtypes import CODE_OF
+from megatron_ext.transport.dtypes import CODE_OF, DTYPE_OF
+from megatron_ext.transport.native import require_native
 
 if TYPE_CHECKING:
     from megatron_ext.devices.backend import SharedBuffer, Sharing
@@ -37,12 +39,16 @@ if TYPE_CHECKING:
     from megatron_ext.transport.base import Stats
     from megatron_ext.transport.native_transport import NativeTransport
 
-__all__ = ["NOTE_BYTES", "DirectTransport"]
+__all__ = ["NOTE_BYTES", "DirectTransport", "Reach", "find_reach"]
 
 _log = logging.getLogger(__name__)
 
 NOTE_BYTES = 1024
 """Size of a host slot: the longest message or note of this transport, decisions aside."""
+
+_HEAD = struct.Struct("<QHB")
+"""Header of a message: buffer number, dtype code, number of dimensions. The sizes follow (int64
+each), then the buffer's handle at its first use."""
 
 _RELEASE = struct.Struct("<Q")
 """Header of a release note: buffer number. The reader's handle follows at the first use."""
@@ -134,14 +140,19 @@ class DirectTransport:
         self._last = Afterwards("last copies", self._give_up)
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        """Start a step. For device tensors the host receives buffer numbers, as bytes (uint8).
-
-        Raises:
-            TransportError: A message of the previous step was not sent in time, or not received.
-        """
+        """Start a step. For device tensors the host receives buffer numbers, as bytes (uint8)."""
         if self._copies is not None:
             self._copies.finish(self._timeout_s)  # their tags contain its number
-        notes = [note for item in expected for note in self._notes(item)]
+        notes: list[Expected] = []
+        for item in expected:
+            source, message = item.source, item.message
+            if message.for_host:
+                notes.append(item)
+            elif self._copies is None:
+                notes.append(Expected(source, message, None, torch.uint8))
+            else:
+                notes.append(Expected(source, message.notice, None, torch.uint8))
+                notes.append(Expected(source, message, (0,), torch.uint8))
         if self._owns_host:
             self._host.begin(notes, slots)
         else:
@@ -151,11 +162,7 @@ class DirectTransport:
         }
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
-        """Send a tensor. The device copies it once it has computed it.
-
-        Raises:
-            TransportError: The target is no peer, the dtype is unsupported, or a copy failed.
-        """
+        """Send a tensor. The device copies it once it has computed it."""
         if self._copies is not None:
             self._copies.check()
         if message.for_host:
@@ -175,7 +182,8 @@ class DirectTransport:
             self._sharing.push(peer.lent[number], tensor)
         except RuntimeError as error:
             self._fail(f"{message} could not be copied for rank {target}", error)
-        text = packed(number, code, shape, handle)
+        head = _HEAD.pack(number, code, len(shape)) + struct.pack(f"<{len(shape)}q", *shape)
+        text = torch.frombuffer(bytearray(head + handle), dtype=torch.uint8)
         if self._copies is None:
             self._host.isend(text, target, message)
         else:
@@ -201,7 +209,11 @@ class DirectTransport:
             self._coming.append((source, message))
             self._coming = [name for name in self._coming if not self._host.drop(*name)]
         expected = self._expected.pop((source, message))
-        number, shape, dtype, handle = parsed(text)
+        content = text.numpy().tobytes()
+        number, code, num_dims = _HEAD.unpack_from(content)
+        sizes = struct.Struct(f"<{num_dims}q")
+        shape, dtype = sizes.unpack_from(content, _HEAD.size), DTYPE_OF[code]
+        handle = content[_HEAD.size + sizes.size :]
         if dtype != expected.dtype or expected.shape not in (None, shape):
             raise MessageMismatch(
                 f"{message} from rank {source} has shape {shape} and {dtype}, expected shape "
@@ -230,12 +242,7 @@ class DirectTransport:
         self._host.wake()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until all peers can receive their messages. The devices order the reuse of buffers.
-
-        Raises:
-            TransportError: A peer does not accept its messages in time, or the tensor of a message
-                received before did not come.
-        """
+        """Wait until all peers can receive their messages; devices order the reuse of buffers."""
         deadline_s = time.perf_counter() + timeout_s
         if self._copies is not None:
             self._copies.finish(timeout_s)
@@ -262,13 +269,25 @@ class DirectTransport:
         try:
             if self._given_up:
                 self._last.stop(0.0)
-            else:
-                self._await_peers(lambda peer: not peer.lent, _TAKEN_S)
-                self._last.after(self._sharing.copied(), lambda: None, None)
-                if not self._last.stop(_TAKEN_S):
-                    _log.warning("the device did not finish its copies within %g s", _TAKEN_S)
-                elif self._last.error is None:
-                    self._free()
+                return
+            self._await_peers(lambda peer: not peer.lent, _TAKEN_S)
+            self._last.after(self._sharing.copied(), lambda: None, None)
+            if not self._last.stop(_TAKEN_S):
+                _log.warning("the device did not finish its copies within %g s", _TAKEN_S)
+                return
+            if self._last.error is not None:
+                return
+            for source, peer in self._peers.items():
+                for buffer in peer.mapped.values():
+                    self._sharing.unmap(buffer)
+                peer.mapped.clear()
+                with suppress(TransportError):
+                    self._host.note(source, _RELEASE.pack(_FAREWELL))
+            self._await_peers(lambda peer: peer.has_unmapped, _UNMAPPED_S)
+            for peer in self._peers.values():
+                if peer.has_unmapped:  # others may read; the driver frees their buffers at exit
+                    for buffer in (*peer.free.values(), *peer.lent.values()):
+                        self._sharing.free(buffer)
         finally:
             if self._owns_host:
                 self._host.close()
@@ -282,24 +301,8 @@ class DirectTransport:
             wires=dict.fromkeys(self._peers, "ipc"),
         )
 
-    def _notes(self, item: Expected) -> list[Expected]:
-        """Return what the host receives for a message of the device or the host."""
-        if item.message.for_host:
-            return [item]
-        source, message = item.source, item.message
-        if self._copies is None:
-            return [Expected(source, message, None, torch.uint8)]
-        return [
-            Expected(source, message.notice, None, torch.uint8),
-            Expected(source, message, (0,), torch.uint8),
-        ]
-
     def _meet(self, rank: int, timeout_s: float) -> None:
-        """Exchange device names and a first buffer with each peer, then the results of mapping it.
-
-        Raises:
-            TransportError: The devices of this rank and a peer cannot share memory.
-        """
+        """Exchange device names and a first buffer with each peer, then the results of mapping."""
         for target, wire in self._host.stats().wires.items():
             if target in self._peers and wire != "shm":
                 raise TransportError(
@@ -310,31 +313,30 @@ class DirectTransport:
             number, handle = self._lend(peer, 1)
             peer.free[number] = peer.lent.pop(number)
             self._host.note(target, _NAME.pack(self._sharing.name.encode()) + handle)
-        answers = {source: self._answer(source, timeout_s) for source in self._peers}
+        problems: dict[int, str] = {}
+        for source in self._peers:
+            hello, handle = self._host.noted(source, timeout_s) or b"", b""
+            name = _NAME.unpack_from(hello)[0].rstrip(b"\0").decode()
+            problem = self._sharing.why_unreachable(name) or ""
+            if not problem:
+                try:
+                    handle = self._map(source, 0, hello[_NAME.size :])
+                except RuntimeError as error:
+                    problem = f"memory of device {name} cannot be mapped: {error}"
+            problems[source] = problem
+            self._host.note(source, problem.encode() + b"\0" + handle)
         for source, peer in self._peers.items():
-            theirs = Answer.parse(self._host.noted(source, timeout_s))
-            reason = answers[source].reason or theirs.reason
+            answer = self._host.noted(source, timeout_s) or b""
+            theirs, _, handle = answer.partition(b"\0")
+            reason = problems[source] or theirs.decode()
             if reason:
                 raise TransportError(
                     f"its device cannot exchange tensors with that of rank {source}: {reason}; "
                     f"{_REMEDY}"
                 )
-            self._sharing.attach(peer.free[0], theirs.handle)
+            self._sharing.attach(peer.free[0], handle)
             if rank < source:
                 _log.info("rank %d and rank %d: ipc (from device to device)", rank, source)
-
-    def _answer(self, source: int, timeout_s: float) -> Answer:
-        """Map a peer's first buffer, report the result to the peer and return it."""
-        hello = self._host.noted(source, timeout_s) or b""
-        name = _NAME.unpack_from(hello)[0].rstrip(b"\0").decode()
-        answer = Answer(self._sharing.why_unreachable(name) or "")
-        if not answer.reason:
-            try:
-                answer = Answer("", self._map(source, 0, hello[_NAME.size :]))
-            except RuntimeError as error:
-                answer = Answer(f"memory of device {name} cannot be mapped: {error}")
-        self._host.note(source, answer.dumps())
-        return answer
 
     def _lend(self, peer: _Peer, num_bytes: int) -> tuple[int, bytes]:
         """Lend the smallest fitting buffer, or a new one; return its number, and handle if new.
@@ -358,11 +360,7 @@ class DirectTransport:
         return buffer.handle
 
     def _take_back(self, source: int, timeout_s: float = 0.0) -> None:
-        """Process the release notes of a peer. With a time-out, wait for the first one.
-
-        Raises:
-            TransportError: A time-out was given and no note arrived, or the peer is gone.
-        """
+        """Process the release notes of a peer. With a time-out, wait for the first one."""
         peer = self._peers[source]
         while (note := self._host.noted(source, timeout_s)) is not None:
             (number,) = _RELEASE.unpack_from(note)
@@ -384,33 +382,92 @@ class DirectTransport:
                 while not is_done(peer):
                     self._take_back(source, max(1e-3, deadline - time.monotonic()))
 
-    def _free(self) -> None:
-        """Unmap the peers' buffers; free this rank's buffers that their peers have unmapped."""
-        for source, peer in self._peers.items():
-            for buffer in peer.mapped.values():
-                self._sharing.unmap(buffer)
-            peer.mapped.clear()
-            with suppress(TransportError):
-                self._host.note(source, _RELEASE.pack(_FAREWELL))
-        self._await_peers(lambda peer: peer.has_unmapped, _UNMAPPED_S)
-        for peer in self._peers.values():
-            if peer.has_unmapped:  # others may be reading; the driver frees their buffers at exit
-                for buffer in (*peer.free.values(), *peer.lent.values()):
-                    self._sharing.free(buffer)
-
     def _give_up(self, error: BaseException) -> None:
         """Abort, which ends the waits of this rank and its peers."""
         self.abort(f"a tensor could not be copied or sent: {error}")
 
     def _fail(self, what: str, error: RuntimeError) -> NoReturn:
-        """Raise the cause of a failed copy: a peer's death if there was one, else the device.
-
-        Raises:
-            TransportError: Always; of the class that the host transport raises for a lost peer.
-        """
+        """Raise the cause of a failed copy: a peer's death if there was one, else the device."""
         try:
             self._host.poll(_NOTICED_S)
         except TransportError as found:
             raise type(found)(f"{what} ({error}); {found}") from error
         self.abort(f"{what}: {error}")
         raise TransportError(f"{what}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The peers whose devices this rank's device reaches directly."""
+
+    sharing: Sharing | None
+    """The memory sharing of this rank's device; None if it has none."""
+    direct: frozenset[int]
+    """Global ranks of the peers that it reaches."""
+    reasons: dict[int, str]
+    """By global rank of each other peer: why not."""
+    is_complete: bool
+    """Whether every pair of the job is direct."""
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """A rank's device, for the ranks that try to reach it."""
+
+    address: Address
+    device: str = ""
+    """Name of its device, valid in all processes of its host."""
+    handle: bytes = b""
+    """Of a buffer on its device."""
+    problem: str = ""
+    """Why its device cannot share memory; empty if it can."""
+
+
+def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> Reach:
+    """Find by trying the peers whose devices this rank's device reaches. Collective over all ranks.
+
+    Whether two devices can map each other's memory is known only after one process has mapped
+    memory of the other, and both must agree. So each rank offers a small buffer, its peers on the
+    same host map it, and all ranks exchange the results before any transport is opened.
+
+    Args:
+        peers: Global ranks of the peers; each of them names this one.
+        make_sharing: Makes the memory sharing of this rank's device; may raise DeviceError.
+    """
+    me, size = dist.get_rank(), dist.get_world_size()
+    mine, sharing, buffer = Address.new("auto"), None, None
+    try:
+        require_native()  # carries the notes beside the memory
+        sharing = make_sharing()
+        buffer = sharing.make(1)
+        offer = _Offer(mine, sharing.name, buffer.handle)
+    except (DeviceError, RuntimeError, TransportError) as error:
+        offer = _Offer(mine, problem=f"rank {me} cannot share memory of its device: {error}")
+    offers: list[_Offer] = [offer] * size
+    dist.all_gather_object(offers, offer)
+    found = {peer: _why_not(sharing, offer, offers[peer]) for peer in peers}
+    everybody: list[dict[int, str]] = [found] * size
+    dist.all_gather_object(everybody, found)
+    if sharing is not None and buffer is not None:
+        sharing.free(buffer)  # its peers have unmapped it
+    reasons = {peer: found[peer] or everybody[peer].get(me, "") for peer in peers}
+    return Reach(
+        sharing,
+        frozenset(peer for peer, reason in reasons.items() if not reason),
+        {peer: reason for peer, reason in reasons.items() if reason},
+        not any(reason for theirs in everybody for reason in theirs.values()),
+    )
+
+
+def _why_not(sharing: Sharing | None, mine: _Offer, theirs: _Offer) -> str:
+    """Map the buffer of a peer and unmap it; return the reason if that fails, else nothing."""
+    reason = mine.address.why_no_memory_with(theirs.address) or mine.problem or theirs.problem
+    if reason or sharing is None:
+        return reason
+    reason = sharing.why_unreachable(theirs.device) or ""
+    if not reason:
+        try:
+            sharing.unmap(sharing.open(theirs.handle))
+        except RuntimeError as error:
+            reason = f"memory of device {theirs.device} cannot be mapped: {error}"
+    return reason

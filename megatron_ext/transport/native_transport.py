@@ -10,38 +10,85 @@ each peer.
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from megatron_ext.errors import MessageMismatch, PeerClosed, TransportError
+from megatron_ext.errors import (
+    MessageMismatch,
+    PeerAborted,
+    PeerClosed,
+    PeerDied,
+    TransportError,
+    TransportTimeout,
+)
+from megatron_ext.message import Message, MessageKind
 from megatron_ext.transport.address import NOT_PROBED
 from megatron_ext.transport.base import Expected, Stats
 from megatron_ext.transport.dtypes import CAPSULE_CODE_OF, CODE_OF, plain, tensor_on
-from megatron_ext.transport.links import add_links, default_spin_s, why_no_rdma
 from megatron_ext.transport.native import require_native
-from megatron_ext.transport.peer_failures import failure_of
-from megatron_ext.transport.rendezvous import Store, connect_peers
-from megatron_ext.transport.tags import NOTE, NUM_STEPS, WAKE, Tags
+from megatron_ext.transport.rdma_probe import probe
+from megatron_ext.transport.rendezvous import Connection, Store, connect_peers
 
 if TYPE_CHECKING:
-    from megatron_ext.message import Message
-    from megatron_ext.transport._C import Endpoint
+    from megatron_ext.transport._C import Endpoint, Link, PeerReport
     from megatron_ext.transport._C import Message as Arrived
     from megatron_ext.transport.address import Wire
 
-__all__ = ["NativeTransport"]
+__all__ = ["NOTE", "NUM_STEPS", "WAKE", "NativeTransport", "Tags"]
 
 _log = logging.getLogger(__name__)
 
 # The public function looks for __dlpack__ first, a third of its time when given a capsule.
 _from_dlpack = getattr(torch._C, "_from_dlpack", from_dlpack)
 
-
 _EMPTY = torch.empty(0, dtype=torch.uint8)
+
+_SPIN_S = 20e-6
+"""How long a wait spins before it sleeps, on a host with a CPU for each rank."""
+
+# A tag is, from the highest bit: kind 4, launched 1, header 1, part 3, slice 6, stage 11,
+# micro-batch 17, step 21.
+_KINDS: dict[MessageKind, int] = {"F": 0, "B": 1, "C": 2, "D": 3, "W": 4, "P": 5, "G": 6}
+_MAX_PARTS, _MAX_SLICES, _MAX_STAGES, _MAX_MICROBATCHES = 1 << 3, 1 << 6, 1 << 11, 1 << 17
+
+NUM_STEPS = 1 << 21
+"""Number of steps that tags distinguish; the low bits of a tag are the step modulo this."""
+
+NOTE = 15 << 60
+"""Tag of the notes between transports; no message has its kind."""
+
+WAKE = NOTE | 1
+"""Tag of what a rank sends itself to end its own `poll`."""
+
+
+class Tags(dict[Message, int]):
+    """The 64-bit tags of messages in step 0. All steps have the same messages: each is made once.
+
+    Looking up a message raises TransportError if one of its fields exceeds its bits.
+    """
+
+    def __missing__(self, message: Message) -> int:
+        """Compute and store the tag of a message."""
+        if (
+            message.stage >= _MAX_STAGES
+            or message.microbatch >= _MAX_MICROBATCHES
+            or message.slice >= _MAX_SLICES
+            or message.part >= _MAX_PARTS
+        ):
+            raise TransportError(
+                f"{message} has no tag: a step has at most {_MAX_STAGES} stages, "
+                f"{_MAX_MICROBATCHES} micro-batches, {_MAX_SLICES} slices of each and {_MAX_PARTS} "
+                f"tensors for each of these"
+            )
+        high = (_KINDS[message.kind] << 1 | message.launched) << 1 | message.header
+        place = ((high << 3 | message.part) << 6 | message.slice) << 11 | message.stage
+        tag = self[message] = (place << 17 | message.microbatch) << 21
+        return tag
 
 
 class NativeTransport:
@@ -58,8 +105,8 @@ class NativeTransport:
         rank: Global rank of this process.
         peers: Global ranks of its peers; each has to name this one. A rank may always send to
             itself.
-        run_id: Distinguishes the jobs of one store. The same on all ranks.
-        device: Device of the tensors, which must be the CPU; for others see `staging.py`.
+        run_id: Distinguishes the jobs of one store, and the transports of a job. The same on all
+            ranks.
         wire: shm, tcp, rdma, or the best that each pair has (auto).
         slots: Messages of each peer that have room here, 2 or more. Received tensors may hold half
             of the slots; the other half stays available to new messages.
@@ -78,7 +125,7 @@ class NativeTransport:
 
     Raises:
         TransportError: The native core is missing, a peer does not appear or is unreachable over
-            the wire, memory is short, or the device is not the CPU.
+            the wire, or memory is short.
     """
 
     def __init__(
@@ -88,7 +135,6 @@ class NativeTransport:
         peers: Iterable[int],
         *,
         run_id: str,
-        device: torch.device,
         wire: Wire = "auto",
         slots: int = 16,
         slot_bytes: int = 1 << 20,
@@ -101,7 +147,6 @@ class NativeTransport:
         ranks_per_node: int | None = None,
         for_device: bool = False,
     ) -> None:
-        _require_cpu(device)
         self._rank = rank
         self._slots = slots
         native = require_native()
@@ -119,34 +164,75 @@ class NativeTransport:
         """Messages announced by `begin` and not yet received, by source and tag."""
         self._told: dict[tuple[int, int], None] = {}
         """Source and tag of arrivals that `poll` has yet to return, in order."""
+        no_rdma = NOT_PROBED
+        if wire in ("auto", "rdma"):
+            rdma = probe(ip)
+            no_rdma = "" if rdma.usable else rdma.reason
         connections = connect_peers(
             store, rank, peers, run_id=run_id, timeout_s=connect_timeout_s, wire=wire, ip=ip,
-            no_rdma=why_no_rdma(ip) if wire in ("auto", "rdma") else NOT_PROBED,
+            no_rdma=no_rdma,
         )  # fmt: skip
         self._hosts = {peer: connection.host for peer, connection in connections.items()}
         self._wires = {peer: connection.wire for peer, connection in connections.items()}
         self._for_device = for_device
-        self._memory = self._add_buffers()  # before a peer can send
+        self._memory: list[tuple[int, int]] = []
         """Address and size in bytes of the buffers, and of the slots of all links."""
-        self._memory += add_links(
-            self._endpoint, rank, connections, ip=ip, timeout_s=connect_timeout_s,
-            silence_s=silence_s, rail=rail,
-        )  # fmt: skip
-        if spin_s is None:
-            spin_s = default_spin_s(connections, ranks_per_node)
+        num_over_tcp = for_device and sum(wire == "tcp" for wire in self._wires.values())
+        if num_over_tcp:  # fixed memory for what arrives over TCP, before a peer can send
+            self._memory.append(self._endpoint.add_buffers(num_over_tcp * ((slots + 1) // 2)))
+        self._add_links(connections, ip or "", connect_timeout_s, silence_s, rail)
+        if spin_s is None:  # no rank may have to share a CPU with one that spins
+            num_local = ranks_per_node or 1 + list(self._wires.values()).count("shm")
+            spin_s = _SPIN_S if num_local <= len(os.sched_getaffinity(0)) else 0.0
         self._endpoint.set_spin(spin_s)
 
-    def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        """Start a step. Messages of peers that are ahead may have arrived already.
+    def _add_links(
+        self,
+        connections: Mapping[int, Connection],
+        ip: str,
+        timeout_s: float,
+        silence_s: float,
+        rail: int,
+    ) -> None:
+        """Link the endpoint to all peers over the wires of their connections; close these."""
+        native, endpoint = require_native(), self._usable()
+        links: dict[int, Link] = {}
+        try:
+            # All links are made before one is finished: both ends have to take part in that.
+            for peer, (wire, _, socket) in connections.items():
+                if wire == "shm":
+                    links[peer] = native.ShmLink(endpoint, peer, socket)
+                elif wire == "tcp":
+                    links[peer] = native.TcpLink(endpoint, peer, socket, silence_s)
+                else:
+                    links[peer] = native.RdmaLink(endpoint, peer, socket, ip, rail, silence_s)
+            for peer, link in sorted(links.items()):
+                if isinstance(link, native.ShmLink):
+                    link.accept(timeout_s)
+                elif isinstance(link, native.RdmaLink):
+                    link.connect(timeout_s)
+                    _log.info("rank %d and rank %d: %s", self._rank, peer, link.text)
+                if isinstance(link, (native.ShmLink, native.RdmaLink)):
+                    self._memory += [link.slots, link.peer_slots]
+                endpoint.add(peer, link)
+        finally:
+            for connection in connections.values():
+                connection.socket.close()
 
-        Raises:
-            TransportError: A message of the previous step was not received.
-        """
+    def begin(self, expected: Sequence[Expected], slots: int) -> None:
+        """Start a step. Messages of peers that are ahead may have arrived already."""
         self._usable()
         if self._expected:
             left = next(iter(self._expected.values()))
             raise TransportError(f"{left.message} of the previous step was never received")
-        self._warn_if_narrow(slots)
+        # Messages of two kinds may be under way.
+        if 2 * slots > self._slots and not self._warned:
+            self._warned = True
+            _log.warning(
+                "rank %d has room for %d messages of each peer, but up to %d may be under way: "
+                "some wait at their sender and are sent while it computes",
+                self._rank, self._slots, 2 * slots,
+            )  # fmt: skip
         self._step = (self._step + 1) % NUM_STEPS
         self._expected = {}
         self.expect(expected)
@@ -157,14 +243,13 @@ class NativeTransport:
         self._expected.update({(item.source, tags[item.message] | step): item for item in expected})
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
-        """Send a CPU tensor. The bytes are copied at once, or as soon as the receiver has room.
-
-        Raises:
-            TransportError: The dtype or the device is unsupported, or the peer is gone.
-        """
+        """Send a CPU tensor. The bytes are copied at once, or as soon as the receiver has room."""
         endpoint = self._open or self._usable()
         if not tensor.is_cpu:
-            _require_cpu(tensor.device)
+            raise TransportError(
+                f"the native core sends tensors of the CPU only, not of {tensor.device}; send them "
+                f"through a StagedTransport"
+            )
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             tensor = plain(tensor)
         code = CODE_OF.get(tensor.dtype)
@@ -277,11 +362,7 @@ class NativeTransport:
         return True
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
-        """Return the messages that arrived since the last call; sleep until one arrives.
-
-        Raises:
-            TransportError: No message can arrive any more: a peer is gone, or all have closed.
-        """
+        """Return the messages that arrived since the last call; sleep until one arrives."""
         endpoint = self._usable()
         begin = time.perf_counter()
         while True:
@@ -333,11 +414,7 @@ class NativeTransport:
         return None if arrived is None else bytes(memoryview(arrived))  # type: ignore[arg-type]
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until the receivers can take all messages sent.
-
-        Raises:
-            TransportError: A peer does not accept its messages in time, or is gone.
-        """
+        """Wait until the receivers can take all messages sent."""
         endpoint = self._usable()
         if not endpoint.flush(timeout_s):
             target = next((peer.rank for peer in endpoint.peers() if peer.num_queued), None)
@@ -379,13 +456,6 @@ class NativeTransport:
             raise TransportError(f"the transport was aborted: {self._given_up}")
         return self._endpoint
 
-    def _add_buffers(self) -> list[tuple[int, int]]:
-        """Give messages over TCP fixed memory, if a device needs it; return that."""
-        num_over_tcp = self._for_device and sum(wire == "tcp" for wire in self._wires.values())
-        if not num_over_tcp:
-            return []
-        return [self._usable().add_buffers(num_over_tcp * ((self._slots + 1) // 2))]
-
     @staticmethod
     def _waited(endpoint: Endpoint) -> str:
         return f"waited {endpoint.counts().last_wait_s:.1f} s"
@@ -403,29 +473,39 @@ class NativeTransport:
     def _failure(
         self, what: str, peer: int, message: Message | None, cause: float | TransportError
     ) -> TransportError:
-        """Return the exception of a failed call, which names the tag of `message`."""
+        """Return the exception of a failed call.
+
+        A peer that aborted or died explains the failure, of whichever rank it is; one that closed
+        its transport only if the call depended on it (`peer`). Otherwise the call's own cause
+        counts: the time-out in seconds, or the core's error.
+        """
         if message is not None:
             what = f"{what} (tag {self._tags[message] | self._step:#x})"
-        return failure_of(what, peer, self._usable().peers(), cause, self._hosts, self._slots)
+
+        def place(report: PeerReport) -> str:
+            return f"rank {report.rank} on host {self._hosts[report.rank]} (wire {report.wire})"
+
+        # `peer` first: its end may have caused that of the others.
+        reports = sorted(self._usable().peers(), key=lambda report: report.rank != peer)
+        for report in reports:
+            if report.state == "aborted":
+                return PeerAborted(f"{what}; {place(report)} gave up: {report.reason}")
+        for report in reports:
+            why = f" ({report.reason})" if report.reason else ""
+            if report.state == "died":
+                return PeerDied(f"{what}; {place(report)} died{why}")
+            if report.state == "closed" and report.rank == peer:
+                return PeerClosed(f"{what}; {place(report)} closed its transport")
+        if isinstance(cause, TransportError):
+            return TransportError(f"{what}: {cause}")
+        links = "; ".join(
+            f"{place(report)} is {report.state}: {report.num_arrived} messages arrived but not "
+            f"received, {report.num_held} of {self._slots} slots in use, {report.num_queued} "
+            f"messages queued for it"
+            for report in reports
+        )
+        return TransportTimeout(f"{what} of {cause:g} s; {links or 'there are no peers'}")
 
     def _unsent(self, target: int, message: Message, error: TransportError) -> TransportError:
         what = f"{message} cannot be sent to rank {target}"
         return self._failure(what, target, message, error)
-
-    def _warn_if_narrow(self, slots: int) -> None:
-        """Warn once if `slots` messages of each of two kinds exceed the room of a peer."""
-        if 2 * slots > self._slots and not self._warned:
-            self._warned = True
-            _log.warning(
-                "rank %d has room for %d messages of each peer, but up to %d may be under way: "
-                "some wait at their sender and are sent while it computes",
-                self._rank, self._slots, 2 * slots,
-            )  # fmt: skip
-
-
-def _require_cpu(device: torch.device) -> None:
-    if device.type != "cpu":
-        raise TransportError(
-            f"the native core sends tensors of the CPU only, not of {device}; send them through a "
-            f"StagedTransport"
-        )

@@ -63,11 +63,7 @@ class PairedTransport:
         return tensor
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
-        """Return what arrived, whoever sent it.
-
-        Raises:
-            TransportError: The rest cannot report arrivals, or a peer is gone.
-        """
+        """Return what arrived, whoever sent it."""
         return self._rest.poll(timeout_s)
 
     def wake(self) -> None:

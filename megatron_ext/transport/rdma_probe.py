@@ -6,22 +6,13 @@ registers memory and connects a queue pair to itself. It needs no peer and leave
 
 from __future__ import annotations
 
-import ipaddress
-import json
 import logging
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_ext.errors import TransportError
 from megatron_ext.transport.native import require_native
 
-if TYPE_CHECKING:
-    from megatron_ext.transport._C import RdmaDevice
-
-__all__ = ["Finding", "ProbeResult", "probe", "witness_differences"]
+__all__ = ["Finding", "ProbeResult", "probe"]
 
 _log = logging.getLogger(__name__)
 
@@ -90,74 +81,3 @@ def probe(address: str | None = None, *, sysfs: str = "/sys") -> ProbeResult:
     result = ProbeResult(findings)
     _log.debug("RDMA: %s", "; ".join(str(finding) for finding in findings))
     return result
-
-
-def witness_differences(sysfs: str = "/sys") -> list[str] | None:
-    """Compare the core's list of devices, ports and GIDs with that of pyverbs, if installed.
-
-    Returns:
-        One line for each difference; None without pyverbs or libibverbs.
-    """
-    theirs = _ask_pyverbs()
-    if theirs is None:
-        return None
-    try:
-        devices = require_native().rdma_devices(sysfs)
-    except TransportError:
-        return None
-    return _differences(_flatten(devices), theirs)
-
-
-def _ask_pyverbs() -> dict[str, str] | None:
-    """Return the listing of pyverbs, from this Python or the system's; None if neither has it."""
-    script = Path(__file__).with_name("pyverbs_listing.py")
-    for python in (sys.executable, "/usr/bin/python3"):
-        try:
-            done = subprocess.run(
-                [python, str(script)], capture_output=True, timeout=60, check=True
-            )
-        except (OSError, subprocess.SubprocessError):
-            continue
-        listing = json.loads(done.stdout)
-        return {
-            f"{device} port {number} {what}": _canonical(value)
-            for device, ports in listing.items()
-            for number, port in ports.items()
-            for what, value in (
-                ("is active", port["active"]),
-                ("LID", port["lid"]),
-                ("MTU", 128 << port["mtu"]),
-                *((f"GID {index}", gid) for index, gid in port["gids"].items()),
-            )
-        }
-    return None
-
-
-def _flatten(devices: list[RdmaDevice]) -> dict[str, str]:
-    return {
-        f"{device.name} port {port.number} {what}": _canonical(value)
-        for device in devices
-        for port in device.ports
-        for what, value in (
-            ("is active", port.state == "active"),
-            ("LID", port.lid),
-            ("MTU", port.mtu_bytes),
-            *((f"GID {entry.index}", entry.gid) for entry in port.gids),
-        )
-    }
-
-
-def _canonical(value: object) -> str:
-    """Return the text of a value; IPv6 addresses (GIDs) in their exploded form."""
-    try:
-        return ipaddress.IPv6Address(str(value)).exploded
-    except ipaddress.AddressValueError:
-        return str(value)
-
-
-def _differences(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
-    return [
-        f"{what}: {ours.get(what, 'missing')}, pyverbs says {theirs.get(what, 'missing')}"
-        for what in sorted(ours.keys() | theirs.keys())
-        if ours.get(what) != theirs.get(what)
-    ]

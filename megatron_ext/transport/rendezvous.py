@@ -14,10 +14,11 @@ import json
 import logging
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -30,7 +31,6 @@ from megatron_ext.transport.address import (
     address_towards,
     choose_wire,
 )
-from megatron_ext.transport.reception import Reception
 
 __all__ = ["Connection", "Store", "connect_peers"]
 
@@ -44,6 +44,12 @@ _GAVE_UP = b"gave up "
 """Prefix of a notice published instead of an address: the reason and its addressees' secrets."""
 _BACKLOG = 128
 """Backlog of a listener, besides one for each peer: this process connects before it accepts."""
+HELLO_BYTES = 1024
+HELLO_S = 5.0
+"""How long a connection may take to send its hello."""
+_MAX_STRANGERS = 64
+"""Connections without a hello that are kept, besides one for each peer. Beyond that a new one
+replaces the oldest."""
 
 
 class Store(Protocol):
@@ -70,6 +76,110 @@ class Connection(NamedTuple):
     socket: socket.socket
 
 
+class Hello(NamedTuple):
+    """A connection and its first line. The caller checks whether it is a peer's."""
+
+    link: socket.socket
+    text: bytes
+    """The line, with its line feed."""
+
+
+class _Visit:
+    def __init__(self) -> None:
+        self.text = b""
+        self.deadline = time.monotonic() + HELLO_S
+
+
+class Reception:
+    """Accepts connections and reads the first line of each, concurrently.
+
+    A client that sends nothing, or one byte at a time, delays nobody but itself. As a context
+    manager it closes the remaining connections on exit.
+
+    Args:
+        rank: Global rank of this process, for the log.
+        listeners: Non-blocking listening sockets.
+        num_peers: Number of peers that will connect.
+    """
+
+    def __init__(self, rank: int, listeners: Sequence[socket.socket], num_peers: int) -> None:
+        self._rank = rank
+        self._listeners = listeners
+        self._max_visits = num_peers + _MAX_STRANGERS
+        self._selector = selectors.DefaultSelector()
+        self._visits: dict[socket.socket, _Visit] = {}
+        """Connections without a complete hello, in the order of their deadlines."""
+        for listener in listeners:
+            self._selector.register(listener, selectors.EVENT_READ)
+
+    def __enter__(self) -> Reception:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close all connections that have not sent a hello."""
+        for link in list(self._visits):
+            self._leave(link).close()
+        self._selector.close()
+
+    def next(self, deadline: float) -> Hello | None:
+        """Return the next complete hello; None at the deadline (seconds of time.monotonic)."""
+        while True:
+            self._refuse_late_ones()
+            first = min([deadline, *(visit.deadline for visit in self._visits.values())])
+            for key, _ in self._selector.select(max(0.0, first - time.monotonic())):
+                assert isinstance(key.fileobj, socket.socket)
+                if key.fileobj in self._listeners:
+                    self._accept(key.fileobj)
+                elif (hello := self._read(key.fileobj)) is not None:
+                    return hello
+            if time.monotonic() >= deadline:
+                return None
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            link, _ = listener.accept()
+        except OSError:
+            return  # the client has closed the connection
+        if len(self._visits) >= self._max_visits:
+            self._refuse(next(iter(self._visits)), "too many others wait to send a hello")
+        link.setblocking(False)
+        self._visits[link] = _Visit()
+        self._selector.register(link, selectors.EVENT_READ)
+
+    def _read(self, link: socket.socket) -> Hello | None:
+        visit = self._visits.get(link)
+        if visit is None:
+            return None  # rejected since the select
+        try:
+            part = link.recv(HELLO_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            self._refuse(link, str(error))
+            return None
+        visit.text += part
+        if not part or len(visit.text) > HELLO_BYTES:
+            self._refuse(link, "it sent no valid hello")
+        elif visit.text.endswith(b"\n"):
+            return Hello(self._leave(link), visit.text)
+        return None
+
+    def _refuse_late_ones(self) -> None:
+        now = time.monotonic()
+        for link in [link for link, visit in self._visits.items() if visit.deadline <= now]:
+            self._refuse(link, f"it sent no hello within {HELLO_S:g} s")
+
+    def _refuse(self, link: socket.socket, why: str) -> None:
+        _log.warning("rank %d refused a connection: %s", self._rank, why)
+        self._leave(link).close()
+
+    def _leave(self, link: socket.socket) -> socket.socket:
+        self._selector.unregister(link)
+        del self._visits[link]
+        return link
+
+
 class _Rendezvous:
     """One process's part in connecting to its peers."""
 
@@ -93,34 +203,27 @@ class _Rendezvous:
         with ExitStack() as open_until_done:
             listeners = self._listen(open_until_done, len(lower), ip)
             self._store.set(f"{self._prefix}{self._rank}", self._mine.dumps())
+            made: dict[int, Connection] = {}
             try:
-                return self._meet(higher, lower, listeners)
-            except TransportError as error:
-                self._give_up(str(error))  # before peers find the listeners closed
+                for peer in sorted(lower):  # both sides of an impossible pair raise
+                    choose_wire(self._rank, self._mine, peer, self._address(peer))
+                for peer in higher:
+                    made[peer] = self._call(peer)
+                with Reception(self._rank, listeners, len(lower)) as reception:
+                    while lower:
+                        self._answer_one(reception, lower, made)
+                for peer in higher:
+                    made[peer] = self._answered(peer, made[peer])
+            except BaseException as error:
+                for connection in made.values():
+                    connection.socket.close()
+                if isinstance(error, TransportError) and self._known:
+                    self._give_up(str(error))  # before peers find the listeners closed
                 raise
-
-    def _meet(
-        self, higher: list[int], lower: set[int], listeners: list[socket.socket]
-    ) -> dict[int, Connection]:
-        made: dict[int, Connection] = {}
-        with ExitStack() as closed_on_failure:
-            closed_on_failure.callback(_close_all, made)
-            for peer in sorted(lower):  # both sides of an impossible pair raise
-                choose_wire(self._rank, self._mine, peer, self._address(peer))
-            for peer in higher:
-                made[peer] = self._call(peer)
-            with Reception(self._rank, listeners, len(lower)) as reception:
-                while lower:
-                    self._answer_one(reception, lower, made)
-            for peer in higher:
-                made[peer] = self._answered(peer, made[peer])
-            closed_on_failure.pop_all()
-        return made
+            return made
 
     def _give_up(self, reason: str) -> None:
         """Publish the reason for all known peers, and wake those that this rank connected to."""
-        if not self._known:
-            return
         note = {"reason": reason, "to": [address.secret for address in self._known.values()]}
         self._store.set(f"{self._prefix}{self._rank}", _GAVE_UP.decode() + json.dumps(note))
         for peer, wire in self._called.items():
@@ -228,8 +331,14 @@ class _Rendezvous:
         try:
             if link.family == socket.AF_UNIX:
                 self._require_same_user(link, "a process")
-            peer = self._peer_of(hello.text, lower)
+            rank, _, sent = hello.text.rstrip(b"\n").partition(b" ")
+            peer = int(rank) if rank.isdigit() else -1
+            if peer not in lower:
+                raise TransportError("it does not know the secrets of this run")
             address = self._address(peer)
+            known = f"{self._mine.secret} {address.secret}".encode()
+            if not secrets.compare_digest(sent, known):
+                raise TransportError("it does not know the secrets of this run")
             wire, _ = choose_wire(self._rank, self._mine, peer, address)
             if (wire == "shm") != (link.family == socket.AF_UNIX):
                 raise TransportError(f"rank {peer} did not connect over the wire {wire}")
@@ -244,59 +353,31 @@ class _Rendezvous:
         lower.remove(peer)
         made[peer] = Connection(wire, address.host, link)
 
-    def _peer_of(self, hello: bytes, lower: set[int]) -> int:
-        """Return the peer's rank from a hello with the secrets of both sides.
-
-        Raises:
-            TransportError: The hello is not that of an awaited peer.
-        """
-        rank, _, said = hello.rstrip(b"\n").partition(b" ")
-        peer = int(rank) if rank.isdigit() else -1
-        known = peer in lower and secrets.compare_digest(
-            said, f"{self._mine.secret} {self._address(peer).secret}".encode()
-        )
-        if not known:
-            raise TransportError("it does not know the secrets of this run")
-        return peer
-
     def _answered(self, peer: int, call: Connection) -> Connection:
         """Return a connection over which the peer has sent its secret.
 
         A peer that received a damaged hello closes the connection; this rank connects again.
-
-        Raises:
-            TransportError: The peer rejects this rank or does not answer in time.
         """
-        for _ in range(_MAX_CALLS - 1):
-            if self._read_answer(peer, call.socket):
-                return call
-            call = self._called_again(peer, call)
-        if self._read_answer(peer, call.socket):
-            return call
-        self._address(peer)  # raises the peer's reason, if it published one
-        raise self._refused(peer)
-
-    def _called_again(self, peer: int, call: Connection) -> Connection:
-        address = self._address(peer)
-        left_s = self._left_s(f"rank {peer} to listen")
-        try:
-            link = self._connected(call.wire, peer, address, left_s, self._hello(address))
-        except OSError as error:
-            self._address(peer)
-            raise self._refused(peer) from error
-        return call._replace(socket=link)
-
-    def _refused(self, peer: int) -> TransportError:
-        return TransportError(
+        refused = TransportError(
             f"rank {peer} refused the connection of rank {self._rank}, or ended; see its log"
         )
+        for attempt in range(1, _MAX_CALLS + 1):
+            if self._read_answer(peer, call.socket):
+                return call
+            address = self._address(peer)  # raises the peer's reason, if it published one
+            if attempt == _MAX_CALLS:
+                break
+            left_s = self._left_s(f"rank {peer} to listen")
+            try:
+                link = self._connected(call.wire, peer, address, left_s, self._hello(address))
+            except OSError as error:
+                self._address(peer)
+                raise refused from error
+            call = call._replace(socket=link)
+        raise refused
 
     def _read_answer(self, peer: int, link: socket.socket) -> bool:
-        """Read a peer's answer. Return False, with the socket closed, if it hung up instead.
-
-        Raises:
-            TransportError: The answer is damaged or late.
-        """
+        """Read a peer's answer. Return False, with the socket closed, if it hung up instead."""
         waiting_for = f"rank {peer} to answer"
         expected = self._address(peer).secret.encode()
         answer = b""
@@ -343,11 +424,6 @@ class _Rendezvous:
             f"rank {self._rank} waited {self._timeout_s:g} s for {waiting_for} on host "
             f"{self._mine.host}"
         )
-
-
-def _close_all(made: dict[int, Connection]) -> None:
-    for connection in made.values():
-        connection.socket.close()
 
 
 def connect_peers(

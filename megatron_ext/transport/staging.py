@@ -87,21 +87,12 @@ class StagedTransport:
             _log.info("the device knows %d MiB of memory for messages", total >> 20)
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        """Wait for the sends of the previous step, whose tags contain its number; start a step.
-
-        Raises:
-            TransportError: Sends of the previous step did not complete in time, or a message of it
-                was not received.
-        """
+        """Wait for the sends of the previous step, whose tags contain its number; start a step."""
         self._drain(self._timeout_s)
         self._host.begin(expected, slots)
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
-        """Send a tensor: a host tensor now, a device tensor once its copy is complete.
-
-        Raises:
-            TransportError: An earlier copy or send failed, or the peer is gone.
-        """
+        """Send a tensor: a host tensor now, a device tensor once its copy is complete."""
         self._check()
         if tensor.is_cpu:
             self._host.isend(tensor, target, message)
@@ -123,12 +114,7 @@ class StagedTransport:
         self._sends.after(copied, send, (source, copy))
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
-        """Return the tensor of a message, on the device, whose later work waits for the copy.
-
-        Raises:
-            TransportError: The message did not arrive in time, an earlier copy or send failed, or
-                the peer is gone.
-        """
+        """Return the tensor of a message, on the device, whose later work waits for the copy."""
         self._check()
         try:
             tensor = self._host.recv(source, message, timeout_s)
@@ -153,11 +139,7 @@ class StagedTransport:
         self._host.wake()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until all sends are copied to the host and their receivers can take them.
-
-        Raises:
-            TransportError: A copy or a peer takes longer than the time-out.
-        """
+        """Wait until all sends are copied to the host and their receivers can take them."""
         begin_s = time.perf_counter()
         self._drain(timeout_s)
         try:
@@ -197,12 +179,12 @@ class StagedTransport:
         self._check()
 
     def _give_up(self, error: BaseException) -> None:
-        """Abort the host transport, which ends the waits of this rank and its peers."""
-        self._host.abort(f"a tensor could not be copied or sent: {error}")
+        """Abort, which ends the waits of this rank and its peers."""
+        self.abort(f"a tensor could not be copied or sent: {error}")
 
     def _check(self) -> None:
-        for thread in (self._sends, self._releases):
-            thread.check()
+        self._sends.check()
+        self._releases.check()
 
     def _raise(self, error: TransportError) -> NoReturn:
         """Raise the error of a copy thread if there is one, else `error`."""

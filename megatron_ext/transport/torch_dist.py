@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,11 @@ import torch.distributed as dist
 from megatron_ext.errors import TransportError
 from megatron_ext.transport.base import Expected, Stats
 from megatron_ext.transport.dtypes import plain
-from megatron_ext.transport.pairs import Pair, groups_of_ranks
 
 if TYPE_CHECKING:
     from megatron_ext.message import Message, MessageKind
 
-__all__ = ["Channel", "TorchTransport"]
+__all__ = ["Channel", "TorchTransport", "groups_of_ranks"]
 
 _MAX_DIMS = 7
 _ABORTED = "megatron_ext/aborted"
@@ -41,6 +40,12 @@ _ABORTED = "megatron_ext/aborted"
 
 _KINDS: tuple[MessageKind, ...] = ("F", "B", "P", "G")
 """The message kinds of this wire."""
+
+
+Pair = tuple[int, int]
+"""Two global ranks, source and target: (0, 1) and (1, 0) have a group each."""
+
+_Members = TypeVar("_Members", bound=tuple[int, ...])
 
 
 class Channel(NamedTuple):
@@ -94,7 +99,17 @@ class TorchTransport:
         the host. Each call then starts the due receives at its beginning, not the call before it:
         by then the computation in between has been launched."""
         self._me = dist.get_rank()
-        self._groups = self._connect(group, {(channel[0], channel[1]) for channel in channels})
+        pairs = {(channel.source, channel.target) for channel in channels}
+        self._groups = dict.fromkeys(pairs, group)
+        if not self._matches_tags:
+            self._groups = groups_of_ranks(pairs, timeout_s)
+            for (source, target), made in sorted(self._groups.items(), key=itemgetter(0)):
+                # The first use of a group creates its communicator and waits for the peer.
+                probe = torch.zeros(1, device=device)
+                if source == self._me:
+                    dist.send(probe, target, made)
+                else:
+                    dist.recv(probe, source, made)
         self._waiting: deque[Expected] = deque()
         """Receives of this step that have not started."""
         self._posted: dict[tuple[int, Message], _Posted] = {}
@@ -112,28 +127,8 @@ class TorchTransport:
         peers = {rank for pair in self._groups for rank in pair} - {self._me}
         self._stats = Stats(wires=dict.fromkeys(peers, wire))
 
-    def _connect(
-        self, group: dist.ProcessGroup, pairs: set[Pair]
-    ) -> Mapping[Pair, dist.ProcessGroup]:
-        """Return the group of each pair: `group` for gloo, otherwise one for each direction."""
-        if self._matches_tags:
-            return dict.fromkeys(pairs, group)
-        groups = groups_of_ranks(pairs, self._timeout_s)
-        for (source, target), made in sorted(groups.items(), key=itemgetter(0)):
-            # The first use of a group creates its communicator and waits for the peer: do it now.
-            probe = torch.zeros(1, device=self._device)
-            if source == self._me:
-                dist.send(probe, target, made)
-            else:
-                dist.recv(probe, source, made)
-        return groups
-
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        """Start a step and the receives that are due before its first call.
-
-        Raises:
-            TransportError: A message of the previous step was not received.
-        """
+        """Start a step and the receives that are due before its first call."""
         if self._posted or self._waiting:
             left = [*self._posted, *((item.source, item.message) for item in self._waiting)]
             raise TransportError(f"{left[0][1]} of the previous step was never received")
@@ -152,20 +147,33 @@ class TorchTransport:
         self._parts = max(self._parts, message.part + message.header + 1)
         # An alias: the caller may replace the `data` of its own tensor to free the output.
         tensor = plain(tensor.detach())
+        sent, group = self._sent[pair], self._groups[pair]
+        parts = [(tensor, False)]
         if self._shapes_travel:
-            self._start_send(pair, self._header(tensor), message, is_header=True)
-        self._start_send(pair, tensor, message)
+            if tensor.ndim > _MAX_DIMS:
+                raise TransportError(
+                    f"a message has at most {_MAX_DIMS} dimensions, got {tensor.ndim}"
+                )
+            sizes = [tensor.ndim, *tensor.shape, *[0] * (_MAX_DIMS - tensor.ndim)]
+            header = torch.tensor(sizes, dtype=torch.int64, device=self._device)
+            parts.insert(0, (header, True))
+        for part, is_header in parts:
+            work = dist.isend(part, target, group, tag=self._tag(message, is_header))
+            assert work is not None
+            sent.append((work, part))
         self._stats.messages += 1
         self._stats.bytes += tensor.nbytes
-        self._forget_sent(pair)
+        while sent and sent[0][0].is_completed():
+            sent.popleft()
+        # Beyond the limit wait for the oldest, to bound their memory: two directions of data flow,
+        # all tensors of a message, and their headers.
+        limit = 2 * self._slots * self._parts * (2 if self._shapes_travel else 1)
+        while len(sent) > limit:
+            self._wait_sent(pair, sent.popleft()[0], None)
         self.count_call()
 
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
-        """Wait for a message and return its tensor. With NCCL and MCCL only the device waits.
-
-        Raises:
-            TransportError: The message was not announced, or did not arrive in time.
-        """
+        """Wait for a message and return its tensor. With NCCL and MCCL only the device waits."""
         if self._one_by_one:
             self._post_due()
         while (source, message) not in self._posted:
@@ -190,11 +198,7 @@ class TorchTransport:
         """Do nothing: no `poll` can sleep."""
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until all sends have completed.
-
-        Raises:
-            TransportError: A peer does not receive its messages in time.
-        """
+        """Wait until all sends have completed."""
         for pair, sent in self._sent.items():
             while sent:
                 self._wait_sent(pair, sent.popleft()[0], timeout_s)
@@ -253,13 +257,6 @@ class TorchTransport:
         tensor = self._empty(tuple(shape[:ndim]), header.expected.dtype)
         return self._start_recv(header.expected, tensor)
 
-    def _start_send(
-        self, pair: Pair, tensor: torch.Tensor, message: Message, *, is_header: bool = False
-    ) -> None:
-        work = dist.isend(tensor, pair[1], self._groups[pair], tag=self._tag(message, is_header))
-        assert work is not None
-        self._sent[pair].append((work, tensor))
-
     def _start_recv(
         self, item: Expected, tensor: torch.Tensor, *, is_header: bool = False
     ) -> _Posted:
@@ -268,22 +265,8 @@ class TorchTransport:
         assert work is not None
         return _Posted(work, tensor, item, is_header)
 
-    def _forget_sent(self, pair: Pair) -> None:
-        """Release completed sends; beyond the limit wait for the oldest, to bound their memory."""
-        sent = self._sent[pair]
-        while sent and sent[0][0].is_completed():
-            sent.popleft()
-        # Two directions of data flow, all tensors of a message, and their headers.
-        limit = 2 * self._slots * self._parts * (2 if self._shapes_travel else 1)
-        while len(sent) > limit:
-            self._wait_sent(pair, sent.popleft()[0], None)
-
     def _tag(self, message: Message, is_header: bool) -> int:
-        """Return a tag of 31 bits, never 0, which other code uses. Every second step reuses it.
-
-        Raises:
-            TransportError: A field of the message exceeds its bits.
-        """
+        """Return a tag of 31 bits, never 0, which other code uses. Every second step reuses it."""
         if not self._matches_tags:
             return 0
         if message.stage >= 1 << 9 or message.microbatch >= 1 << 14 or message.part >= 7:
@@ -296,22 +279,11 @@ class TorchTransport:
         tag |= _KINDS.index(message.kind)
         return tag << 2 | is_header << 1 | self._step & 1 | 1 << 30
 
-    def _header(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.ndim > _MAX_DIMS:
-            raise TransportError(f"a message has at most {_MAX_DIMS} dimensions, got {tensor.ndim}")
-        padding = [0] * (_MAX_DIMS - tensor.ndim)
-        header = [tensor.ndim, *tensor.shape, *padding]
-        return torch.tensor(header, dtype=torch.int64, device=self._device)
-
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _wait_sent(self, pair: Pair, work: dist.Work, timeout_s: float | None) -> None:
-        """Wait until a send completes. None: the group's time-out applies.
-
-        Raises:
-            TransportError: The peer does not receive it in time.
-        """
+        """Wait until a send completes. None: the group's time-out applies."""
         begin = time.perf_counter()
         try:
             self._wait_work(work, timeout_s)
@@ -341,6 +313,35 @@ class TorchTransport:
             work.wait()
         else:
             work.wait(timedelta(seconds=timeout_s))
+
+
+def groups_of_ranks(
+    sets: Iterable[_Members], timeout_s: float, backend: str | None = None
+) -> dict[_Members, dist.ProcessGroup]:
+    """Return a process group for each set of ranks. Collective over all ranks of the job.
+
+    Unless all ranks create all groups, torch names a group by the number of groups that the calling
+    rank is in. Ranks of one pipeline differ in that (embedding groups, for example), so two ranks
+    on their own would wait for each other under different names, forever.
+
+    Args:
+        sets: Global ranks, this one among them; the others name the same sets.
+        timeout_s: Time-out of the groups' operations.
+        backend: A backend of torch.distributed; None: that of the job.
+
+    Returns:
+        The groups of `sets`, by set.
+    """
+    mine = sorted(set(sets))
+    everybody: list[list[_Members]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everybody, mine)
+    groups = {}
+    timeout = timedelta(seconds=timeout_s)
+    for members in sorted({members for theirs in everybody for members in theirs}):
+        group = dist.new_group(sorted(members), timeout=timeout, backend=backend)
+        if members in mine:
+            groups[members] = group
+    return groups
 
 
 def _store() -> Any:

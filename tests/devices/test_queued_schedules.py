@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.transport import pairs, torch_dist  # noqa: F401  (mutants are looked for there)
+from megatron_ext.transport import torch_dist  # noqa: F401  (mutants are looked for there)
 from megatron_ext.upstream import releases
 from tests.disaggregation.test_training import FBD, RECOMPUTE, SHIP, run_role, together
 from tests.fake_musa.queued import queued

@@ -41,7 +41,7 @@ def _open(name: str, slot_bytes: int, way: str) -> Transport:
     device.bind(0)
     gpu, direct = device.torch_device(0), way == "ipc"
     host = NativeTransport(
-        processes.store(), _rank(), [1 - _rank()], run_id=name, device=torch.device("cpu"), slots=8,
+        processes.store(), _rank(), [1 - _rank()], run_id=name, slots=8,
         wire="shm" if direct else way,  # type: ignore[arg-type]
         slot_bytes=NOTE_BYTES if direct else slot_bytes,
         for_device=True,

@@ -110,23 +110,23 @@ DEVICE_MUTANTS = (
     ),
     Mutant(
         "the device does not know the slots that it writes",
-        "megatron_ext.transport.links",
-        "                memory += [link.slots, link.peer_slots]\n",
-        "                memory += [link.slots]\n",
+        "megatron_ext.transport.native_transport",
+        "                    self._memory += [link.slots, link.peer_slots]\n",
+        "                    self._memory += [link.slots]\n",
         (f"{_MEMORY}::test_no_copy_of_a_message_makes_the_host_wait[shm-8]",),
     ),
     Mutant(
         "the device does not know the slots that it reads",
-        "megatron_ext.transport.links",
-        "                memory += [link.slots, link.peer_slots]\n",
+        "megatron_ext.transport.native_transport",
+        "                    self._memory += [link.slots, link.peer_slots]\n",
         "                memory += [link.peer_slots]\n",
         (f"{_MEMORY}::test_no_copy_of_a_message_makes_the_host_wait[shm-8]",),
     ),
     Mutant(
         "what arrives over TCP is not where the device knows memory",
         "megatron_ext.transport.native_transport",
-        "        if not num_over_tcp:\n",
-        "        if True:\n",
+        "        if num_over_tcp:",
+        "        if False:",
         (f"{_MEMORY}::test_no_copy_of_a_message_makes_the_host_wait[tcp-8]",),
     ),
     Mutant(
@@ -146,8 +146,8 @@ DEVICE_MUTANTS = (
     Mutant(
         "after an error memory is freed before its copy has ended",
         "megatron_ext.transport.afterwards",
-        "            copied.wait()\n            if self.error is None:\n",
-        "            if self.error is None:\n                copied.wait()\n",
+        "                copied.wait()\n                if self.error is None:\n",
+        "                if self.error is None:\n                    copied.wait()\n",
         (f"{_MEMORY}::test_after_an_error_memory_is_kept_until_its_copy_has_ended",),
     ),
     Mutant(
@@ -195,13 +195,13 @@ DEVICE_MUTANTS = (
     Mutant(
         "a message for a dynamic order arrives before its tensor",
         "megatron_ext.transport.afterwards",
-        "            copied.wait()\n",
+        "                copied.wait()\n",
         "",
         (_LOOKING_AHEAD,),
     ),
     Mutant(
         "the two ranks of a pair make their group alone",
-        "megatron_ext.transport.pairs",
+        _TORCH,
         "        group = dist.new_group(sorted(members), timeout=timeout, backend=backend)\n"
         "        if members in mine:\n",
         "        if members not in mine:\n            continue\n"

@@ -147,7 +147,7 @@ MUTANTS = (
     ),
     Mutant(
         "two kinds of message share a tag",
-        "megatron_ext.transport.tags",
+        "megatron_ext.transport.native_transport",
         '"D": 3, "W": 4',
         '"D": 3, "W": 3',
         ("tests/transport/test_tags.py",),

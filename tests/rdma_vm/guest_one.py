@@ -13,11 +13,13 @@ from pathlib import Path
 
 ADDRESS = "10.77.0.1"
 PEER = Path(__file__).with_name("peer.py")
-PROBE = """
+PROBE = f"""
 import json, sys
-from megatron_ext.transport.rdma_probe import probe, witness_differences
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import witness
+from megatron_ext.transport.rdma_probe import probe
 result = probe(*sys.argv[1:])
-print(json.dumps([result.usable, result.reason, witness_differences()]))
+print(json.dumps([result.usable, result.reason, witness.differences()]))
 """
 # A root without capabilities, whose memory may be locked in small amounts only.
 WEAK_ROOT = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "prlimit", "--memlock=65536"]

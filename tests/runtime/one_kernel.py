@@ -73,7 +73,7 @@ def notes_to_neighbours(me: int, num_ranks: int, slots: int) -> NativeTransport:
     """Open the transport of the host, which carries the notes on what lies in device memory."""
     neighbours = [rank for rank in (me - 1, me + 1) if 0 <= rank < num_ranks]
     return NativeTransport(
-        store(), me, neighbours, run_id="ahead", device=torch.device("cpu"), wire="shm",
+        store(), me, neighbours, run_id="ahead", wire="shm",
         slots=slots, slot_bytes=NOTE_BYTES,
     )  # fmt: skip
 

@@ -61,7 +61,7 @@ def open_transport(
     """
     return NativeTransport(
         store(), rank(), range(int(os.environ["WORLD_SIZE"])), run_id=f"{run_id}/{wire}",
-        device=CPU, wire=wire, slots=slots, slot_bytes=SLOT_BYTES, checksums=checksums,
+        wire=wire, slots=slots, slot_bytes=SLOT_BYTES, checksums=checksums,
         for_device=for_device,
     )  # fmt: skip
 

@@ -77,11 +77,9 @@ def test_every_cxx_test_is_built():
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_sources_stay_small_and_free_of_foreign_headers(path):
+def test_sources_are_free_of_foreign_headers(path):
     text = path.read_text(encoding="ascii")
-    lines = text.splitlines()
-    assert len(lines) <= 400
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, text.splitlines())) <= 100
     included = re.findall(r"#include [<\"](.*)[>\"]", text)
     foreign = re.compile(
         r"torch/|ATen/|c10/|cuda|musa|nccl|infiniband/|rdma/(rdma_cma|ib_)", re.IGNORECASE

@@ -20,7 +20,7 @@ from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.native_transport import NativeTransport
 
-from .native_ranks import CPU, LONG_S, equal, tensor_of
+from .native_ranks import LONG_S, equal, tensor_of
 
 _SHAPES = (
     ((3,), torch.float32),
@@ -103,7 +103,7 @@ def _talk(rank: int, store: _Store, run_id: str) -> TransportError | None:
         for i, (shape, dtype) in enumerate(_SHAPES)
     ]
     transport = NativeTransport(
-        store, rank, [peer], run_id=run_id, device=CPU, wire="tcp", ip="127.0.0.1", slots=4,
+        store, rank, [peer], run_id=run_id, wire="tcp", ip="127.0.0.1", slots=4,
         slot_bytes=4096, checksums=True, connect_timeout_s=LONG_S,
     )  # fmt: skip
     try:

@@ -23,7 +23,7 @@ from megatron_ext import devices
 from megatron_ext.devices import copies as device_copies  # noqa: F401  (mutants are looked for there)
 from megatron_ext.errors import PeerDied, TransportError
 from megatron_ext.message import Message
-from megatron_ext.transport import links, staging  # noqa: F401
+from megatron_ext.transport import native_transport, staging  # noqa: F401
 from megatron_ext.transport.afterwards import Afterwards
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.dtypes import tensor_on

@@ -49,7 +49,7 @@ def _open(num_ranks: int = 2, *, name: str = "test", wire: str = "shm") -> Direc
     devices.current().bind(_rank())
     host = NativeTransport(
         store(), _rank(), set(range(num_ranks)) - {_rank()},
-        run_id=name, device=torch.device("cpu"), wire=wire, slots=4,  # type: ignore[arg-type]
+        run_id=name, wire=wire, slots=4,  # type: ignore[arg-type]
         slot_bytes=NOTE_BYTES,
     )  # fmt: skip
     return DirectTransport(host, devices.current().sharing(_device()), _rank(), timeout_s=_LONG_S)

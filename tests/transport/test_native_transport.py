@@ -19,7 +19,6 @@ from megatron_ext.transport.base import Expected
 from megatron_ext.transport.native_transport import NativeTransport
 from tests.ranks import run_ranks, start_ranks
 from tests.transport.native_ranks import (
-    CPU,
     LONG_S,
     SLOT_BYTES,
     WIRES,
@@ -182,17 +181,8 @@ def test_misuse_is_told() -> None:
     run_ranks(2, _misuse)
 
 
-def test_other_devices_are_refused(tmp_path) -> None:
-    with pytest.raises(TransportError, match=r"CPU only, not of cuda:0; .* StagedTransport"):
-        NativeTransport(
-            FileStore(str(tmp_path / "store"), 1), 0, [], run_id="x", device=torch.device("cuda:0")
-        )
-
-
 def test_memory_for_a_device_is_asked_for_when_a_transport_is_opened(tmp_path) -> None:
-    transport = NativeTransport(
-        FileStore(str(tmp_path / "store"), 1), 0, [], run_id="x", device=CPU
-    )
+    transport = NativeTransport(FileStore(str(tmp_path / "store"), 1), 0, [], run_id="x")
     with pytest.raises(TransportError, match="for_device=True"):
         transport.fixed_memory()
     transport.close()
@@ -229,9 +219,7 @@ def test_another_thread_ends_a_poll() -> None:
 
 
 def test_a_rank_without_peers_sends_to_itself(tmp_path) -> None:
-    transport = NativeTransport(
-        FileStore(str(tmp_path / "store"), 1), 0, [], run_id="x", device=CPU
-    )
+    transport = NativeTransport(FileStore(str(tmp_path / "store"), 1), 0, [], run_id="x")
     key = Message("F", 1, 0)
     transport.begin([Expected(0, key, (2, 2), torch.float64)], 1)
     transport.isend(torch.eye(2, dtype=torch.float64), 0, key)
@@ -246,9 +234,7 @@ def test_a_rank_without_peers_sends_to_itself(tmp_path) -> None:
 def _two_jobs(wire: Wire) -> None:
     """Ranks 0 and 1 are one job, 2 and 3 another one that uses the same store and keys."""
     job, me = divmod(rank(), 2)
-    transport = NativeTransport(
-        store(), me, [1 - me], run_id=f"{wire} {job}", device=CPU, wire=wire, slots=2
-    )
+    transport = NativeTransport(store(), me, [1 - me], run_id=f"{wire} {job}", wire=wire, slots=2)
     keys = [Message("F", 0, i) for i in range(50)]
     transport.begin([Expected(1 - me, key, (100,), torch.int64) for key in keys], 1)
     for key in keys:

@@ -51,7 +51,7 @@ def _open(way: str, me: int) -> Transport:
         pair = [Channel(one, 1 - one, kind) for one in range(2) for kind in "FB"]
         return TorchTransport(dist.group.WORLD, here, pair, timeout_s=_LONG_S)
     host = NativeTransport(
-        store(), me, [1 - me], run_id="queued", device=torch.device("cpu"), slots=4,
+        store(), me, [1 - me], run_id="queued", slots=4,
         wire="tcp" if way == "tcp" else "shm",
         slot_bytes=NOTE_BYTES if "ipc" in way else 4 * _SHAPE[0] * _SHAPE[1],
         for_device=True,

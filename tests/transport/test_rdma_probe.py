@@ -9,8 +9,8 @@ import pytest
 
 from megatron_ext.errors import TransportError
 from megatron_ext.transport import native as native_module
-from megatron_ext.transport import rdma_probe
-from megatron_ext.transport.rdma_probe import probe, witness_differences
+from megatron_ext.transport.rdma_probe import probe
+from tests.rdma_vm import witness
 
 from .fake_verbs import build_fake_verbs, make_sysfs
 
@@ -79,7 +79,7 @@ def test_without_the_native_module_that_is_the_finding(monkeypatch):
 
 def test_this_machine_is_judged_as_pyverbs_judges_it(native, monkeypatch):
     monkeypatch.delenv("MEGATRON_EXT_IBVERBS_LIB", raising=False)
-    differences = witness_differences()
+    differences = witness.differences()
     if differences is None:
         pytest.skip("pyverbs or libibverbs is not installed (Debian: python3-pyverbs)")
     assert differences == []
@@ -87,11 +87,11 @@ def test_this_machine_is_judged_as_pyverbs_judges_it(native, monkeypatch):
 
 def test_a_witness_that_sees_something_else_is_quoted(sysfs, monkeypatch):
     monkeypatch.setattr(
-        rdma_probe,
-        "_ask_pyverbs",
+        witness,
+        "from_pyverbs",
         lambda: {"fake0 port 1 LID": "7", "fake0 port 1 MTU": "1024"},
     )
-    differences = witness_differences(sysfs)
+    differences = witness.differences(sysfs)
     assert differences is not None
     assert "fake0 port 1 LID: 0, pyverbs says 7" in differences
     assert any("GID 1: 0000:" in line and "says missing" in line for line in differences)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from megatron_ext.errors import TransportError
-from megatron_ext.transport import reception
+from megatron_ext.transport import rendezvous
 from megatron_ext.transport.rendezvous import _Rendezvous, connect_peers
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def test_strangers_at_the_port_are_refused(store, caplog) -> None:
 
 @pytest.mark.parametrize("num_strangers", [14, 300])
 def test_silent_strangers_keep_nobody_waiting(store, monkeypatch, num_strangers) -> None:
-    monkeypatch.setattr(reception, "HELLO_S", 1e6)  # none of them is ever refused for it
+    monkeypatch.setattr(rendezvous, "HELLO_S", 1e6)  # none of them is ever refused for it
     with ThreadPoolExecutor(2) as pool, ExitStack() as strangers:
         listening = pool.submit(connect, store, 1, [0], wire="tcp")
         address = json.loads(store.get(f"{_PREFIX}1"))
@@ -190,7 +190,7 @@ def test_silent_strangers_keep_nobody_waiting(store, monkeypatch, num_strangers)
 
 
 def test_a_stranger_that_dawdles_is_refused(store, monkeypatch) -> None:
-    monkeypatch.setattr(reception, "HELLO_S", 0.3)
+    monkeypatch.setattr(rendezvous, "HELLO_S", 0.3)
     with ThreadPoolExecutor(2) as pool:
         listening = pool.submit(connect, store, 1, [0], wire="tcp")
         address = json.loads(store.get(f"{_PREFIX}1"))

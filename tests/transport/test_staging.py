@@ -44,7 +44,7 @@ def _open(copies: Any, name: str = "test", *, slots: int = 4, wire: Any = "shm")
     """Connect the two ranks of a run."""
     host = NativeTransport(
         store(), _rank(), [1 - _rank()], run_id=name,
-        device=torch.device("cpu"), wire=wire, slots=slots, slot_bytes=_SLOT_BYTES,
+        wire=wire, slots=slots, slot_bytes=_SLOT_BYTES,
         for_device=True,
     )  # fmt: skip
     return StagedTransport(host, copies, timeout_s=_LONG_S)

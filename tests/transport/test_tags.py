@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ext.errors import TransportError
 from megatron_ext.message import Message, MessageKind
-from megatron_ext.transport.tags import NOTE, NUM_STEPS, WAKE, Tags
+from megatron_ext.transport.native_transport import NOTE, NUM_STEPS, WAKE, Tags
 
 
 def test_each_message_has_a_tag_of_its_own_whatever_the_step() -> None:

@@ -69,7 +69,7 @@ def _enter(host: str) -> None:
 
 def _open(store: FileStore, rank: int, wire: Wire) -> NativeTransport:
     return NativeTransport(
-        store, rank, [1 - rank], run_id=wire, device=torch.device("cpu"),
+        store, rank, [1 - rank], run_id=wire,
         wire=wire, ip=IPS[rank], silence_s=_SILENCE_S, checksums=True,
     )  # fmt: skip
 

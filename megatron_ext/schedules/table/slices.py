@@ -16,7 +16,7 @@ from megatron_ext.errors import ScheduleError
 __all__ = ["MAX_SLICES", "shares_of_equal_cost"]
 
 MAX_SLICES = 64
-"""Slices of one micro-batch: as many as names of messages distinguish (`transport/tags.py`)."""
+"""Slices of one micro-batch: as many as names of messages distinguish (`native_transport.Tags`)."""
 _STEPS = 1 << 30
 """Shares are multiples of 1/_STEPS, so that all sums of them are exact."""
 

@@ -22,7 +22,6 @@ from megatron_ext.tools.doctor.machine import Sizes, arena_bytes, check_arenas
 from megatron_ext.tools.launch.hostfile import Host
 from megatron_ext.tools.launch.plan import Node, Plan
 from megatron_ext.tools.launch.ssh import Ssh
-from megatron_ext.transport import rdma_probe
 from megatron_ext.upstream import releases
 from tests.commands import run_package, run_python
 from tests.pipelines import make_pipeline
@@ -246,17 +245,6 @@ def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     small = only(machine.check_memlock(64 << 10))
     assert (small.level, small.found) == ("WARN", "64 KiB")
-
-
-@pytest.mark.parametrize(
-    ("differences", "level"), [(["mlx5_0 port 1 gid 0"], "WARN"), ([], "OK"), (None, None)]
-)
-def test_another_listing_of_rdma_devices(
-    monkeypatch: pytest.MonkeyPatch, differences: list[str] | None, level: str | None
-) -> None:
-    monkeypatch.setattr(rdma_probe, "witness_differences", lambda: differences)
-    found = [f.level for f in machine.check_rdma() if f.check == "RDMA listing"]
-    assert found == ([level] if level else [])
 
 
 def test_a_port_in_use() -> None:
