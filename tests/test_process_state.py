@@ -177,6 +177,7 @@ BOUNDARIES = (
     "devices/host.py",
     "patches/device.py",
     "patches/drift.py",
+    "schedules/commands.py",  # NO_COLOR
     "tracing/scalars.py",  # the view of a training log shows them
     "upstream/error_file.py",  # torchrun names its file there
     "upstream/failure.py",

@@ -17,7 +17,7 @@ from pathlib import Path
 import reference
 
 from megatron_ext.schedules import commands
-from megatron_ext.schedules.drawing import svg
+from megatron_ext.schedules.drawing import palette, svg
 from megatron_ext.schedules.table.costs import Costs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -25,6 +25,8 @@ PAGES = ("*.md", "docs/*.md", "examples/*.md", "examples/*/*.md")
 RANKS = (2, 4, 8)
 MICROBATCHES_PER_RANK = (1, 2, 4)
 LATENCIES = (0.0, 0.25)
+SCHEMES = {"default": "light", "slate": "dark"}
+"""The names of light and dark in the theme of the site."""
 
 
 def gather(target: Path) -> None:
@@ -40,6 +42,10 @@ def gather(target: Path) -> None:
         else:
             shutil.copyfile(path, copy)
     (target / "reference.md").write_text(reference.page(), encoding="utf-8")
+    with (target / "explorer.css").open("a", encoding="utf-8") as style:
+        for scheme, theme in SCHEMES.items():
+            selector = f'[data-md-color-scheme="{scheme}"] #explorer'
+            style.write(f"{selector} {{ color-scheme: {theme}; {palette.variables(theme)} }}\n")
     data, pictures = _explorer()
     folder = target / "explorer"
     folder.mkdir()

@@ -221,7 +221,7 @@ def table(name: str, pp: int, microbatches: int) -> list[list[Action]]:
         stop(f"--schedule {error}")
     if found.placement.twins == 2 or found.disaggregated:
         stop(f"--schedule {name} runs on two copies of the model; take zb-v or 1f1b")
-    return [[Action(*action) for action in row] for row in found.rows]
+    return [[Action(*action[:3]) for action in row] for row in found.rows]
 
 
 class Pipeline:

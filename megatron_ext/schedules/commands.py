@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from megatron_ext.schedules.search.length_balance import (
     pack_in_file_order,
     shortest,
 )
-from megatron_ext.schedules.search.patience import gains
+from megatron_ext.schedules.search.patience import gains, while_late
 from megatron_ext.schedules.search.simulate import Timeline, simulate
 from megatron_ext.schedules.table import table_files
 from megatron_ext.schedules.table.costs import UNIT, Costs
@@ -138,6 +139,12 @@ def add_plot(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         type=Path,
         metavar="FILE",
         help=".svg (picture), .csv (the table, as torch.distributed.pipelining writes it) or .json",
+    )
+    parser.add_argument(
+        "--use-dpp",
+        action="store_true",
+        help="draw each schedule twice while messages are late at random: in its own order, and in "
+        "the dynamic one",
     )
     parser.set_defaults(run=_run_plot)
 
@@ -337,8 +344,12 @@ def _print_left_out(reasons: list[str]) -> None:
         print(f"left out: {reason}", file=sys.stderr)
 
 
+_WITH_FLAGS = 3
+"""Schedules whose flags `plan` prints; `--schedule NAME` prints those of any."""
+
+
 def _print_plan(args: argparse.Namespace, timelines: list[Timeline]) -> None:
-    """Print the comparison, the flags of each schedule and the gain of `--use-dpp` over each."""
+    """Print the comparison, a recommendation with its flags, and the gain of `--use-dpp`."""
     print(table(timelines))
     unit = "1 = forward of 1/pp of the model" if args.costs == "1,1,1" else "in the unit of --costs"
     print(f"\ntimes: {unit}; activations: in micro-batches on 1/pp of the model")
@@ -346,8 +357,17 @@ def _print_plan(args: argparse.Namespace, timelines: list[Timeline]) -> None:
     if any(timeline.schedule.num_slices > 1 for timeline in timelines):
         print("keys, values: of micro-batches in slices, with their gradients, 1 = as activations")
     if not args.pairs and args.slices == 1:
-        print("\nflags:")
-        for timeline in timelines:
+        best, *others = timelines
+        if others:
+            advice = f"\nrecommended: {best.schedule.label}"
+            copies = best.schedule.weight_copies
+            one = next((t for t in others if t.schedule.weight_copies == 1), None)
+            if copies > 1 and one is not None:
+                advice += f" where {copies} copies of the weights fit, else {one.schedule.label}"
+            print(advice)
+        first = timelines[:_WITH_FLAGS]
+        print(f"\nflags{' of the first three' if len(first) < len(timelines) else ''}:")
+        for timeline in first:
             label = timeline.schedule.label.ljust(width)
             print(f"  {label}  {training_flags(timeline.schedule, timeline.costs)}")
     if not args.use_dpp:
@@ -374,9 +394,13 @@ def _run_plot(args: argparse.Namespace) -> int:
     timelines = [
         compare(name, *sizes, pairs=args.pairs, slices=args.slices)[0][0] for name in args.schedule
     ]
+    if args.use_dpp:
+        timelines = [drawn for timeline in timelines for drawn in while_late(timeline)]
     if args.output is None:
-        width = shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100
-        print("\n\n".join(render.picture(timeline, width) for timeline in timelines))
+        watched = sys.stdout.isatty()
+        width = shutil.get_terminal_size((100, 24)).columns if watched else 100
+        coloured = watched and not os.environ.get("NO_COLOR")
+        print("\n\n".join(render.picture(t, width, coloured=coloured) for t in timelines))
         return 0
     text = _file_text(timelines, args.output)
     try:

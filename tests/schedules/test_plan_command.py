@@ -39,7 +39,10 @@ def test_plan_ranks_all_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     table = lines[1 : lines.index("")]
     assert {line.split()[0] for line in table} == set(registered())
     flags = [line for line in lines if "--pipeline-model-parallel-size 8 " in line]
-    assert len(flags) == len(table)
+    assert len(flags) == 3
+    assert lines[lines.index("") :].count("flags of the first three:") == 1
+    advice = "recommended: bitpipe order=zb where 2 copies of the weights fit, else zb-v chunks=2"
+    assert advice in lines
     assert flags[0].endswith("--enable-bitpipe-schedule")
 
 
@@ -90,6 +93,19 @@ def test_plot_draws_a_grid(capsys: pytest.CaptureFixture[str]) -> None:
         "1|.  F0 B0--- F1 B1--- .  .",
         "F forward, B backward, one column: 1",
     ]
+
+
+def test_plot_draws_the_dynamic_order(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = _run(
+        capsys, f"plot 1f1b --pp 4 --microbatches 12 --use-dpp -o {tmp_path / 'x.svg'}"
+    )
+    static, dynamic, _ = out.splitlines()
+    assert code == 0
+    assert static.startswith("1f1b: ")
+    assert dynamic.startswith("1f1b --use-dpp: ")
+    took = [float(line.split("makespan ")[1].split(",")[0]) for line in (static, dynamic)]
+    assert took[0] > 1.2 * took[1], "messages are late"
+    assert static in (tmp_path / "x.svg").read_text()
 
 
 def test_plot_writes_each_kind_of_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -180,7 +196,7 @@ def test_several_schedules_in_one_picture(
     assert code == 0
     picture = (tmp_path / "all.svg").read_text()
     assert all(caption in picture for caption in out.splitlines()[:2])
-    assert picture.count('class="lane"') == 8
+    assert picture.count('class="lane"') == 8 + 1, "and one in the legend"
     assert "input gradient" in picture  # of bitpipe, in the legend of both
     code, _, err = _run(capsys, f"plot 1f1b bitpipe {sizes}.json")
     assert code == 2

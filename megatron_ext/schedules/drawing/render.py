@@ -10,21 +10,37 @@ those of the first.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ScheduleError
+from megatron_ext.schedules.drawing.palette import KINDS, NAMES, ansi
 from megatron_ext.schedules.table.transforms import chunk_on_screen, literal_rows, table_rank
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Action, Schedule
 
-__all__ = ["caption", "cell_label", "grid", "picture", "slot_time"]
+__all__ = ["caption", "cell_label", "grid", "picture", "slot_time", "unit_of_time"]
+
+_CELL = re.compile(r"\b\d*([FBIWRfbiwr])\d+\S*")
 
 
-def picture(timeline: Timeline, width: int = 100) -> str:
+def picture(timeline: Timeline, width: int = 100, *, coloured: bool = False) -> str:
     """Return caption, grid and legend for a terminal of `width` columns."""
-    return f"{caption(timeline)}\n{grid(timeline, width)}\n{_legend(timeline)}"
+    body = f"{grid(timeline, width)}\n{_legend(timeline)}"
+    if coloured:
+        body = (
+            _CELL.sub(_painted, grid(timeline, width))
+            + "\n"
+            + re.sub(r"\b([FBIWR])(?= [a-z])", _painted, _legend(timeline))
+        )
+    return f"{caption(timeline)}\n{body}"
+
+
+def _painted(cell: re.Match[str]) -> str:
+    kind = cell[1]
+    return ansi(cell[0], KINDS[kind.upper()][kind.islower()])
 
 
 def caption(timeline: Timeline) -> str:
@@ -58,10 +74,9 @@ def check_drawable(timeline: Timeline) -> None:
 
 def _legend(timeline: Timeline) -> str:
     kinds = {action.kind for row in timeline.schedule.rows for action in row}
-    names = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-    if not timeline.schedule.ships_activations:  # else it takes no time and is invisible
-        names["R"] = "forward again"
-    parts = [f"{kind} {name}" for kind, name in names.items() if kind in kinds]
+    if timeline.schedule.ships_activations:  # it takes no time and is invisible
+        kinds -= {"R"}
+    parts = [f"{kind} {name}" for kind, name in NAMES.items() if kind in kinds]
     if timeline.schedule.pairs:
         parts.append("F+B a pair")
     if timeline.schedule.num_slices > 1:
@@ -72,6 +87,13 @@ def _legend(timeline: Timeline) -> str:
         parts.append(f"second direction from {timeline.schedule.num_microbatches}")
     parts.append(f"one column: {slot_time(timeline):g}")
     return ", ".join(parts)
+
+
+def unit_of_time(timeline: Timeline) -> str:
+    """Return what 1 on an axis of time is."""
+    if timeline.costs.forward == 1:
+        return "1 = forward of one micro-batch on 1/pp of the model"
+    return "in the unit of --costs"
 
 
 def slot_time(timeline: Timeline) -> float:

@@ -1,82 +1,107 @@
-"""Draws simulated schedules as SVG, readable on light and on dark pages."""
+"""Draws simulated schedules as SVG, on a light or a dark page as its reader prefers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from megatron_ext.schedules.drawing.render import caption, check_drawable, slot_time
+from megatron_ext.schedules.drawing.palette import KINDS, NAMES, ink, variables
+from megatron_ext.schedules.drawing.render import caption, check_drawable, unit_of_time
 from megatron_ext.schedules.table.transforms import chunk_on_screen, literal_rows, table_rank
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
-    from megatron_ext.schedules.table.actions import Action
+    from megatron_ext.schedules.table.actions import Action, Schedule
 
 __all__ = ["draw"]
 
-_ROW, _LEFT, _TOP, _BAR = 24, 34, 30, 20
-_NAMES = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-    "R": "forward again",
-}
+_ROW, _LEFT, _TOP, _BAR = 24, 58, 30, 20
+_AXIS = 44
+"""Below the lanes of a schedule: ticks, numbers and what they count."""
+_WIDTH = 1000
+"""Of the longest schedule, unless its numbers need more."""
+_DIGIT = 5.8
 
-_STYLE = """\
-text { font: 11px sans-serif; fill: #1f2328 }
-.n { text-anchor: middle; font-size: 10px; fill: #1f2328 }
-.lane { fill: #8882 } .up { stroke: #1f2328; stroke-width: 1.2 }
-.F { fill: #79b8ff } .B { fill: #8ddb8c } .I { fill: #ffd33d } .W { fill: #f9b384 }
-.F.odd { fill: #c8e1ff } .B.odd { fill: #d2f4d3 } .I.odd { fill: #fff1b0 } .W.odd { fill: #fde2cf }
-@media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3 } .n { fill: #0d1117 } .up { stroke: #e6edf3 }
-}"""
-
-_STYLE_OF_R = """
-.R { fill: #d8b9ff } .R.odd { fill: #ecdcff }"""
+_STYLE = f"""\
+svg {{ {variables("light")} }}
+@media (prefers-color-scheme: dark) {{ svg {{ {variables("dark")} }} }}
+text {{ font: 11px sans-serif; fill: var(--text) }}
+.title {{ font-weight: bold }} .quiet {{ fill: var(--quiet) }} .n {{ font-size: 10px }}
+.n, .tick {{ text-anchor: middle }} .rank {{ text-anchor: end }}
+.page {{ fill: var(--page) }} .lane {{ fill: var(--wait) }}
+.axis {{ stroke: var(--quiet) }} .up {{ stroke: var(--text); stroke-width: 2 }}
+"""
 
 
 def draw(*timelines: Timeline) -> str:
-    """Return an SVG: a lane for each rank, odd chunks pale, the second direction framed.
+    """Return an SVG: a lane for each rank over an axis of time.
 
-    Several schedules are drawn below each other on the same time scale.
+    Odd chunks are pale, and the second direction is framed. Several schedules are drawn below each
+    other on the same time scale. The picture grows with the table: every number can be read.
     """
     for timeline in timelines:
         check_drawable(timeline)
-    scale = min(map(_scale, timelines))
     longest = max(timeline.makespan for timeline in timelines)
-    heights = [_TOP + _ROW * timeline.schedule.pp + 16 for timeline in timelines]
+    scale = max(min(_WIDTH / longest, *(30 / _shortest(t) for t in timelines)),
+                *map(_legible, timelines))  # fmt: skip
+    heights = [_TOP + _ROW * timeline.schedule.pp + _AXIS for timeline in timelines]
+    legend, legend_width = _legend(timelines, sum(heights) + 12)
     height = sum(heights) + 24
-    width = max(480, _LEFT + round(longest * scale) + 12)
+    width = max(600, legend_width, _LEFT + round(longest * scale) + 24)
     title = escape("; ".join(map(caption, timelines)))
-    disaggregated = any(timeline.schedule.disaggregated for timeline in timelines)
+    kinds = {a.kind for t in timelines for row in t.schedule.rows for a in row}
+    fills = [
+        f".{kind} {{ fill: var(--{kind}) }} .{kind}.odd {{ fill: var(--{kind}-odd) }}\n"
+        f".on{kind} {{ fill: {ink(even)} }} .on{kind}.odd {{ fill: {ink(odd)} }}\n"
+        for kind, (even, odd) in KINDS.items()
+        if kind in kinds
+    ]
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">',
         f"<title>{title}</title>",
-        f"<style>\n{_STYLE}{_STYLE_OF_R if disaggregated else ''}\n</style>",
+        f"<style>\n{_STYLE}{''.join(fills)}</style>",
+        f'<rect class="page" width="{width}" height="{height}"/>',
     ]
     y = 0
     for timeline, own in zip(timelines, heights, strict=True):
-        parts.append(f'<text x="4" y="{y + 17}">{escape(caption(timeline))}</text>')
+        parts.append(f'<text class="title" x="4" y="{y + 17}">{escape(caption(timeline))}</text>')
         for rank in range(timeline.schedule.pp):
             parts += _lane(timeline, rank, scale, y + _TOP + _ROW * rank)
+        parts += _axis(timeline, scale, y + own - _AXIS + 2)
         y += own
-    parts += _legend(timelines, height - 12)
-    return "\n".join([*parts, "</svg>", ""])
+    return "\n".join([*parts, *legend, "</svg>", ""])
 
 
-def _scale(timeline: Timeline) -> float:
-    """Return pixels per unit of time: about 1000 in total, with legible numbers in actions."""
-    slot = slot_time(timeline)
-    return min(max(1000 / timeline.makespan, 9 / slot), 24 / slot)
+def _label(schedule: Schedule, action: Action) -> str:
+    return (
+        f"{action.microbatch}.{action.slice}" if schedule.num_slices > 1 else f"{action.microbatch}"
+    )
+
+
+def _durations(timeline: Timeline) -> Iterator[tuple[str, float]]:
+    """Yield (label, duration) of every action that takes time."""
+    schedule = timeline.schedule
+    for rank, row in enumerate(literal_rows(schedule)):
+        source = table_rank(schedule, rank)
+        times = zip(row, timeline.starts[source], timeline.ends[source], strict=True)
+        yield from ((_label(schedule, a), end - start) for a, start, end in times if end > start)
+
+
+def _shortest(timeline: Timeline) -> float:
+    return min(duration for _, duration in _durations(timeline))
+
+
+def _legible(timeline: Timeline) -> float:
+    """Return the pixels per unit of time at which every number fits into its action."""
+    return max((_DIGIT * len(label) + 4) / duration for label, duration in _durations(timeline))
 
 
 def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
     schedule = timeline.schedule
-    yield f'<text x="4" y="{y + 14}">{rank}</text>'
+    yield f'<text class="rank" x="{_LEFT - 6}" y="{y + 14}">rank {rank}</text>'
     length = timeline.makespan * scale
     yield f'<rect class="lane" x="{_LEFT}" y="{y}" width="{_n(length)}" height="{_BAR}"/>'
     source = table_rank(schedule, rank)
@@ -93,43 +118,57 @@ def _lane(timeline: Timeline, rank: int, scale: float, y: int) -> Iterator[str]:
         if index in pairs or index - 1 in pairs:
             height, line = _BAR // 2, 9
             top += 0 if index in pairs else height
+        odd = " odd" if chunk_on_screen(schedule, action.stage) % 2 else ""
+        up = " up" if action.microbatch >= schedule.num_microbatches else ""
+        inset = 1.2 if up else 0.4  # the frame lies half outside
         yield (
-            f'<rect class="{_classes(timeline, action)}" x="{_n(x + 0.4)}" y="{top}" '
-            f'width="{_n(width - 0.8)}" height="{height}"/>'
+            f'<rect class="{action.kind}{odd}{up}" x="{_n(x + inset)}" y="{top}" '
+            f'width="{_n(width - 2 * inset)}" height="{height}"/>'
         )
-        label = str(action.microbatch)
-        if schedule.num_slices > 1:
-            label += f".{action.slice}"
-        if 6 * len(label) <= width:
-            yield f'<text class="n" x="{_n(x + width / 2)}" y="{top + line}">{label}</text>'
+        yield (
+            f'<text class="n on{action.kind}{odd}" x="{_n(x + width / 2)}" y="{top + line}">'
+            f"{_label(schedule, action)}</text>"
+        )
 
 
-def _classes(timeline: Timeline, action: Action) -> str:
-    schedule = timeline.schedule
-    odd = " odd" if chunk_on_screen(schedule, action.stage) % 2 else ""
-    up = " up" if action.microbatch >= schedule.num_microbatches else ""
-    return f"{action.kind}{odd}{up}"
+def _axis(timeline: Timeline, scale: float, y: int) -> Iterator[str]:
+    """Yield a line with numbers at round times, and what they count."""
+    end = _LEFT + timeline.makespan * scale
+    step = 10 ** math.floor(math.log10(90 / scale))
+    step *= next(factor for factor in (1, 2, 5, 10) if step * factor * scale >= 50)
+    yield f'<path class="axis" d="M{_LEFT} {y}H{_n(end)}"/>'
+    for index in range(int(timeline.makespan / step * (1 + 1e-9)) + 1):
+        x = _n(_LEFT + index * step * scale)
+        yield f'<path class="axis" d="M{x} {y}v4"/>'
+        yield f'<text class="tick quiet" x="{x}" y="{y + 15}">{index * step:g}</text>'
+    yield f'<text class="quiet" x="{_LEFT}" y="{y + 29}">time: {unit_of_time(timeline)}</text>'
 
 
-def _legend(timelines: Sequence[Timeline], y: int) -> Iterator[str]:
+def _legend(timelines: Sequence[Timeline], y: int) -> tuple[list[str], int]:
+    """Return the legend, and how wide it is."""
     schedules = [timeline.schedule for timeline in timelines]
     kinds = {action.kind for schedule in schedules for row in schedule.rows for action in row}
-    x = _LEFT
-    for kind, name in _NAMES.items():
-        if kind in kinds:
-            yield f'<rect class="{kind}" x="{x}" y="{y - 10}" width="12" height="12"/>'
-            yield f'<text x="{x + 17}" y="{y}">{name}</text>'
-            x += 32 + 6 * len(name)
+    if all(schedule.ships_activations for schedule in schedules):
+        kinds -= {"R"}  # it takes no time and is invisible
+    entries = [(kind, name) for kind, name in NAMES.items() if kind in kinds] + [("lane", "idle")]
+    if any(chunk_on_screen(s, stage) for s in schedules for stage in range(s.num_stages)):
+        entries.append(("F odd", "pale: odd chunks"))
+    if any(schedule.placement.twins == 2 for schedule in schedules):
+        entries.append(("page up", "framed: second direction"))
+    x, parts = _LEFT, []
+    for classes, name in entries:
+        parts.append(f'<rect class="{classes}" x="{x}" y="{y - 10}" width="12" height="12"/>')
+        parts.append(f'<text x="{x + 17}" y="{y}">{name}</text>')
+        x += 34 + 6 * len(name)
     notes = []
     if any(schedule.num_slices > 1 for schedule in schedules):
         notes.append("0.1: slice 1 of micro-batch 0")
     if any(schedule.pairs for schedule in schedules):
         notes.append("above each other: a pair")
-    if any(chunk_on_screen(s, stage) for s in schedules for stage in range(s.num_stages)):
-        notes.append("pale: odd chunks")
-    if any(schedule.placement.twins == 2 for schedule in schedules):
-        notes.append("framed: second direction")
-    yield f'<text x="{x}" y="{y}">{escape(", ".join(notes))}</text>'
+    if notes:
+        parts.append(f'<text x="{x}" y="{y}">{", ".join(notes)}</text>')
+        x += 6 * len(", ".join(notes)) + 6
+    return parts, x
 
 
 def _n(number: float) -> str:

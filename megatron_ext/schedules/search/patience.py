@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Schedule
 
-__all__ = ["NOTABLE", "Gains", "gains", "policies", "quiet", "waits_of"]
+__all__ = ["NOTABLE", "Gains", "gains", "policies", "quiet", "waits_of", "while_late"]
 
 _QUIET_LATENCY = 0.05
 """Latency of a message on a quiet link, in forwards."""
@@ -49,7 +49,8 @@ _MARGIN = 0.05
 """Delay beyond the simulated arrival from which a message counts as late, in forwards."""
 _JITTER = 0.1
 """Sigma of the variation of durations."""
-_DRAWS = 3
+_DRAWS = 4
+"""Seeds of random times that are simulated."""
 
 
 def quiet(costs: Costs = UNIT) -> Costs:
@@ -153,7 +154,6 @@ def waits_of(static: Timeline, rank: int) -> Patience:
 
 _LATE = 0.5
 """Mean of the random latency of late links (log-normal, sigma 1), in forwards."""
-_DRAWS = 4
 NOTABLE = 0.005
 """Relative difference below which two times count as equal."""
 
@@ -180,20 +180,30 @@ def gains(schedule: Schedule, costs: Costs = UNIT, extra_activations: int = 1) -
         costs: Durations of actions; its latency, if any, applies to quiet links.
         extra_activations: Micro-batches that the dynamic order may keep beyond the table's peak.
     """
-    split = split_backwards(schedule)
-    made = policies(
-        "hint",
-        split,
-        extra_activations=extra_activations,
-        weights_fill=not schedule.splits_backward,
-        costs=costs,
-    )
+    dynamic = _dynamic(schedule, costs, extra_activations)
 
     def ratio(these: Costs) -> float:
-        dynamic = simulate_dynamic(split, made, these)
-        return simulate(schedule, these).makespan / dynamic.makespan
+        return simulate(schedule, these).makespan / dynamic(these).makespan
 
-    late = replace(costs, latency=_LATE * costs.forward, link_jitter=1.0)
-    return Gains(
-        ratio(quiet(costs)), mean(ratio(replace(late, seed=seed)) for seed in range(_DRAWS))
-    )
+    draws = (ratio(_late(costs, seed)) for seed in range(_DRAWS))
+    return Gains(ratio(quiet(costs)), mean(draws))
+
+
+def while_late(timeline: Timeline) -> tuple[Timeline, Timeline]:
+    """Return a step while messages are late at random: in the table's order, in the dynamic one."""
+    schedule, costs = timeline.schedule, _late(timeline.costs, 0)
+    static, dynamic = simulate(schedule, costs), _dynamic(schedule, timeline.costs, 1)(costs)
+    named = replace(dynamic.schedule, name=f"{schedule.name} --use-dpp")
+    return static, replace(dynamic, schedule=named)
+
+
+def _late(costs: Costs, seed: int) -> Costs:
+    return replace(costs, latency=_LATE * costs.forward, link_jitter=1.0, seed=seed)
+
+
+def _dynamic(schedule: Schedule, costs: Costs, extra: int) -> Callable[[Costs], Timeline]:
+    """Return what simulates a table in the order of `--use-dpp`, made for some costs."""
+    split = split_backwards(schedule)
+    fill = not schedule.splits_backward
+    made = policies("hint", split, extra_activations=extra, weights_fill=fill, costs=costs)
+    return partial(simulate_dynamic, split, made)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+from itertools import pairwise
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 
 from megatron_ext.schedules import Costs, Schedule, generate, registered, simulate
 from megatron_ext.schedules.drawing import render, svg
+from megatron_ext.schedules.drawing.palette import KINDS
 from tests.schedules.strategies import COSTS, schedules
 
 VARIANTS = [
@@ -77,5 +80,39 @@ def test_svg_has_a_box_for_every_action(schedule: Schedule, costs: Costs) -> Non
     assert right <= float(root.get("width", 0))
 
 
+@settings(max_examples=25)
+@given(schedules(largest=8), COSTS)
+def test_svg_shows_every_number_within_its_box(schedule: Schedule, costs: Costs) -> None:
+    root = ET.fromstring(svg.draw(simulate(schedule, costs)))
+    elements = list(root.iter())
+    pairs = [
+        (box, text)
+        for box, text in pairwise(elements)
+        if box.get("class", "")[:1] in KINDS and text.get("class", "").startswith("n ")
+    ]
+    assert len(pairs) == schedule.placement.twins * sum(map(len, schedule.rows))
+    for box, text in pairs:
+        assert 5.5 * len(text.text or "") < float(box.get("width", 0))
+
+
+def test_svg_grows_with_the_table_and_has_an_axis_of_time() -> None:
+    root = ET.fromstring(svg.draw(simulate(generate("bitpipe", 8, 16))))
+    words = [element.text for element in root.iter() if element.tag.endswith("text")]
+    assert float(root.get("width", 0)) > 1300
+    assert [f"rank {rank}" for rank in range(8)] == [w for w in words if w and w.startswith("rank")]
+    assert "time: 1 = forward of one micro-batch on 1/pp of the model" in words
+    ticks = [e.text for e in root.iter() if e.get("class") == "tick quiet"]
+    assert ticks == [str(time) for time in range(0, 50, 2)]
+    assert {"forward", "input gradient", "idle", "framed: second direction"} <= set(words)
+
+
 def test_svg_has_colours_for_dark_pages() -> None:
     assert "prefers-color-scheme: dark" in svg.draw(simulate(generate("bitpipe", 4, 4)))
+
+
+def test_a_terminal_gets_the_same_colours() -> None:
+    timeline = simulate(generate("zb-v", 2, 2))
+    plain, painted = render.picture(timeline), render.picture(timeline, coloured=True)
+    assert re.sub(r"\x1b\[[\d;]*m", "", painted) == plain
+    for colour in (KINDS["F"][0], KINDS["W"][1]):
+        assert ";".join(map(str, bytes.fromhex(colour[1:]))) in painted

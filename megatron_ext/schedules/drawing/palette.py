@@ -1,0 +1,72 @@
+"""The colours of every picture: `plot` in files and terminals, the report on a trace, the site.
+
+Any two of them differ for people with any kind of colour blindness (a test computes how much), and
+each has an ink for text on it. Odd chunks of a rank have the pale colour of a pair.
+"""
+
+from __future__ import annotations
+
+__all__ = ["KINDS", "NAMES", "SPANS", "ansi", "ink", "variables"]
+
+KINDS = {
+    "F": ("#124bc3", "#8fb3f2"),
+    "B": ("#1f9fa8", "#a4eef2"),
+    "I": ("#f5ac00", "#fff2a8"),
+    "W": ("#8f3c4e", "#e390b4"),
+    "R": ("#4f4a1c", "#d0bfa0"),
+}
+"""By kind of action: the colour of even chunks and that of odd ones."""
+
+SPANS = {"move": "#dd5c20", "after": "#9bbbe0"}
+"""What a trace shows beside actions: messages, and what follows the pipeline."""
+
+NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "R": "forward again",
+}
+
+_PAGES = {
+    "light": {
+        "page": "#ffffff", "panel": "#f6f8fa", "text": "#1f2328", "quiet": "#59636e",
+        "line": "#d1d9e0", "wait": "#dfe3e8",
+    },
+    "dark": {
+        "page": "#14171c", "panel": "#1c2128", "text": "#e6edf3", "quiet": "#9aa4b0",
+        "line": "#343b45", "wait": "#3a414c",
+    },
+}  # fmt: skip
+_DARK_INK, _LIGHT_INK = "#111418", "#ffffff"
+
+
+def variables(theme: str) -> str:
+    """Return the colours of a theme, `light` or `dark`, as CSS variables in one line."""
+    colours = {**_PAGES[theme], **SPANS}
+    for kind, (even, odd) in KINDS.items():
+        colours |= {kind: even, f"{kind}-odd": odd}
+    return " ".join(f"--{name}: {colour};" for name, colour in colours.items())
+
+
+def ink(colour: str) -> str:
+    """Return the colour of text on a colour: dark or light, whichever has more contrast."""
+    return max(_DARK_INK, _LIGHT_INK, key=lambda text: contrast(text, colour))
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast of two colours as WCAG defines it, from 1 to 21."""
+    low, high = sorted(map(_luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = (value / 255 for value in bytes.fromhex(colour[1:]))
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def ansi(text: str, colour: str) -> str:
+    """Return text for a terminal, on a colour."""
+    back, front = (";".join(map(str, bytes.fromhex(c[1:]))) for c in (colour, ink(colour)))
+    return f"\x1b[48;2;{back};38;2;{front}m{text}\x1b[0m"
