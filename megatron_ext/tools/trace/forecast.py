@@ -35,12 +35,16 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Schedule
 
-__all__ = ["Forecast", "Prediction", "forecast", "table"]
+__all__ = ["Forecast", "Prediction", "forecast", "predict", "table"]
 
 _SEEDS = 5
 """Number of simulated steps with different jitter; their mean is the prediction."""
 _QUIET = 0.01
 """Jitter below this is negligible."""
+_EQUAL = 0.005
+"""Steps that differ by less than this part count as equally fast."""
+_WITH_FLAGS = 3
+"""Predictions whose flags `plan` prints, beside those of the recommended one."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Prediction:
     how many depends on who is late."""
     sent_bytes: int | None = None
     """Bytes that stages hand on in a step, see `Traffic`; None: unknown from the trace."""
+    weight_copies: int = 1
+    """Ranks that hold the weights of one stage."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the prediction under the keys of `plan --from-trace --json`."""
@@ -85,6 +91,44 @@ class Forecast:
     shared_cpus: str | None = None
     """CPUs that ranks of the traced run shared, in words; None: each had its own."""
 
+    @property
+    def own(self) -> Prediction | None:
+        """The prediction for the traced schedule itself."""
+        return next((p for p in self.predictions if p.label == self.measured), None)
+
+    @property
+    def recommended(self) -> list[Prediction]:
+        """What to run: of the fastest that bound memory, the one that needs least.
+
+        If that holds the weights twice, the same among those with one copy follows.
+        """
+        found: list[Prediction] = []
+        left = [p for p in self.predictions if p.bounds_memory]
+        while left and (not found or found[-1].weight_copies > 1):
+            fast = [p for p in left if p.step_s <= (1 + _EQUAL) * left[0].step_s]
+            found.append(min(fast, key=lambda p: (p.memory_bytes or 0, p.weight_copies, p.step_s)))
+            left = [p for p in left if p.weight_copies < found[-1].weight_copies]
+        return found
+
+    @property
+    def advice(self) -> str:
+        """What to run and the gain to expect, in one sentence."""
+        own = self.own
+        # Against its own prediction: what slowed the traced run down would slow any other.
+        before_s = self.measured_s if own is None else own.step_s
+        told = []
+        for best in self.recommended:
+            if own is not None and before_s <= (1 + _EQUAL) * best.step_s:
+                told.append(f"{self.measured} as traced, for none is predicted to be faster")
+                continue
+            gain = f"{1e3 * best.step_s:.1f} ms a step, {before_s / best.step_s:.2f} x as fast"
+            if best.memory_bytes is not None:
+                gain += f", {best.memory_bytes / 2**30:.2f} GiB on a rank"
+            told.append(f"{best.label} ({gain})")
+        if len(told) > 1:
+            told[0] += f" where {self.recommended[0].weight_copies} copies of the weights fit"
+        return f"{', else '.join(told)}." if told else "no schedule that bounds memory fits."
+
 
 @dataclass(frozen=True)
 class _Measured:
@@ -109,14 +153,27 @@ def forecast(directory: Path, memory_gb: float | None = None) -> Forecast:
 
     Args:
         directory: The folder of the run.
+        memory_gb: As for `predict`.
+
+    Raises:
+        DataError: There is no trace; see `predict`.
+        ScheduleError: See `predict`.
+    """
+    return predict(read_run(directory), memory_gb)
+
+
+def predict(run: Run, memory_gb: float | None = None) -> Forecast:
+    """Predict the step of every schedule and policy from the traces of a run.
+
+    Args:
+        run: The traces.
         memory_gb: Upper bound on the memory of a rank, in units of 2**30 bytes; None: no bound.
 
     Raises:
         DataError: The trace lacks data that a prediction needs.
         ScheduleError: No schedule fits.
     """
-    run = read_run(directory)
-    schedule = load_schedule(directory)
+    directory, schedule = run.directory, load_schedule(run.directory)
     if schedule is None:
         raise DataError(
             f"{directory} has no schedule.json, which identifies the actions; trace a run "
@@ -253,7 +310,16 @@ def _of_table(measured: _Measured, pipeline: Pipeline, costs: Costs) -> Predicti
     bounded = pipeline.dynamic is None or pipeline.dynamic.policy == DynamicOrder.policy
     traffic = measured.traffic
     sent = None if traffic is None else traffic.under(static.placement)
-    return Prediction(label, flags, makespan_s + measured.outside_s, bubble, memory, bounded, sent)
+    return Prediction(
+        label,
+        flags,
+        makespan_s + measured.outside_s,
+        bubble,
+        memory,
+        bounded,
+        sent,
+        static.weight_copies,
+    )
 
 
 def _simulate(pipeline: Pipeline, costs: Costs) -> Timeline:
@@ -332,9 +398,12 @@ def table(found: Forecast, limit: int = 20) -> str:
         lines.append(f"and {len(found.predictions) - limit} more (--json shows all)")
     if not all(p.bounds_memory for p in shown):
         lines.append("* not bounded: ranks may keep all micro-batches if others are late")
-    width = max(len(row[0]) for row in rows)
-    lines.append("\nflags:")
-    lines += [f"  {p.label.ljust(width)}  {p.flags}" for p in shown]
+    lines.append(f"\nrecommended: {found.advice}")
+    bounded = [p for p in found.predictions if p.bounds_memory]
+    first = list(dict.fromkeys([*found.recommended, *bounded[:_WITH_FLAGS]]))
+    width = max(len(p.label) for p in first)
+    lines.append("\nflags (--json has those of all):")
+    lines += [f"  {p.label.ljust(width)}  {p.flags}" for p in first]
     return "\n".join(lines)
 
 

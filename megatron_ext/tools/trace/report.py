@@ -1,8 +1,9 @@
 """Makes the page that explains a traced run: one self-contained HTML file.
 
-The page holds the figures of all steps and the spans of a few: the median step, the slowest one,
-and the planned one. Its size is bounded: spans too short to be visible are merged. All text from
-the traces is data (JSON without `<`) and becomes text of the page, never markup.
+On top is a verdict: where the time goes, and what to do about it. The page holds the figures of all
+steps and the spans of a few: the median step, the slowest one, and the planned one. Its size is
+bounded: spans too short to be visible are merged. All text from the traces is data (JSON without
+`<`) and becomes text of the page, never markup.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.errors import DataError
+from megatron_ext.errors import DataError, ScheduleError
+from megatron_ext.schedules.drawing.palette import KINDS, NAMES, SPANS, ink, variables
 from megatron_ext.schedules.table.transforms import literal_rows, table_rank
 from megatron_ext.tools.trace import summary
-from megatron_ext.tools.trace.detect import Thresholds, detect, link_speeds
+from megatron_ext.tools.trace.detect import Finding, Thresholds, detect, link_speeds
+from megatron_ext.tools.trace.forecast import Forecast, predict
 from megatron_ext.tools.trace.measured_costs import load_schedule, planned
 from megatron_ext.tracing.records import ACTION_NAMES
 
@@ -43,14 +46,13 @@ _KINDS = {name: kind for kind, name in ACTION_NAMES.items()} | {
     "optimizer": "after",
 }
 _LEGEND = (
-    ("F", "forward"),
-    ("B", "backward"),
-    ("I", "input gradient"),
-    ("W", "weight gradient"),
+    *((kind, NAMES[kind]) for kind in "FBIW"),
     ("wait", "wait"),
     ("move", "send, receive"),
     ("after", "reduce, optimizer"),
 )
+_INPUT = "input"
+"""How the cause of a wait for another rank begins."""
 
 _Row = dict[str, Any]
 
@@ -63,22 +65,33 @@ def page(run: Run) -> str:
     plan = _planned(run, notes)
     if plan is not None:
         timelines.append(_planned_rows(plan))
-    thresholds = Thresholds()
+    slow = detect(run, Thresholds())[:_MAX_ROWS]
+    try:
+        found = predict(run)
+    except (DataError, ScheduleError) as error:
+        notes.append(f"no forecast: {error}")
+        found = None
     content = {
-        "title": run.directory.resolve().name,
+        "title": _title_of(run, plan),
+        "folder": run.directory.resolve().name,
+        "verdict": _verdict(total, found, slow),
+        "flags": [best.flags for best in found.recommended] if found else [],
+        "forecast": _forecast(found),
         "notes": notes[:_MAX_ROWS],
         "cards": _cards(total, plan, len(run.surveys)),
         "legend": _LEGEND,
+        "inks": {
+            **{k: ink(even) for k, (even, _) in KINDS.items()},
+            **{name: ink(colour) for name, colour in SPANS.items()},
+        },
         "timelines": timelines,
         "ranks": [_rank(run, index) for index in range(min(len(run.surveys), _MAX_ROWS))],
         "heat": [_heat_row(run, index) for index in range(min(len(run.surveys), _MAX_RANKS))],
+        "steps": [step.number for step in run.surveys[0].steps],
         "causes": _causes(total, len(run.surveys)),
         "links": _links(run),
-        "links_note": "Under way: from the begin of a send to the end of its receive; median of "
-        "the messages that a rank waited for.",
         "slow": [
-            [finding.what, f"{finding.factor:.2f}", f"{finding.threshold:g}"]
-            for finding in detect(run, thresholds)[:_MAX_ROWS]
+            [finding.what, f"{finding.factor:.2f}", f"{finding.threshold:g}"] for finding in slow
         ],
         "settings": _settings(run),
     }
@@ -86,7 +99,67 @@ def page(run: Run) -> str:
     # Escapes everything that could end the script element or begin a comment in it.
     text = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    for theme in ("light", "dark"):
+        template = template.replace(f"@{theme.upper()}@", variables(theme))
     return template.replace("@DATA@", text)
+
+
+def _title_of(run: Run, plan: Timeline | None) -> str:
+    settings, count = run.surveys[0].header.settings, len(run.surveys)
+    if plan is None:
+        return f"{settings.get('pipeline_schedule', 'A run')} on {count} ranks"
+    name = plan.schedule.label
+    if settings.get("dpp_policy") is not None:
+        name += f" in dynamic order ({settings['dpp_policy']})"
+    return f"{name} on {count} ranks, {plan.schedule.total_microbatches} micro-batches a step"
+
+
+def _verdict(
+    total: summary.Figures, found: Forecast | None, slow: list[Finding]
+) -> list[tuple[str, str]]:
+    """Return (question, answer) pairs: where the time goes, what to change, what to mistrust."""
+    whole = total.busy_ns + sum(total.idle_ns.values()) + total.after_ns or 1
+    waits = sum(ns for cause, ns in total.idle_ns.items() if cause.startswith(_INPUT))
+    parts = ", ".join(
+        f"{100 * ns / whole:.0f} % {what}"
+        for what, ns in (
+            ("in actions", total.busy_ns),
+            ("waiting for other ranks", waits),
+            ("in other gaps", sum(total.idle_ns.values()) - waits),
+            ("in the reduction of gradients and the optimizer", total.after_ns),
+        )
+        if ns >= 0.005 * whole
+    )
+    lines = [("Where the time goes", f"Of its step, a rank spends {parts}.")]
+    if found is not None:
+        lines.append(("What to run", found.advice))
+        if found.shared_cpus is not None:
+            doubt = f"{found.shared_cpus}, so waits are longer here than with a CPU for each rank."
+            lines.append(("What to mistrust", f"{doubt} The forecast is for the latter."))
+    if slow:
+        named = ", ".join(
+            f"{finding.what} ({finding.factor:.1f} x the median)" for finding in slow[:3]
+        )
+        lines.append(("What is slow", f"{named}{' and others below' if len(slow) > 3 else ''}."))
+    return lines
+
+
+def _forecast(found: Forecast | None) -> list[list[str]]:
+    """Return the fastest predictions that bound memory, and the traced schedule's own."""
+    if found is None:
+        return []
+    bounded = [p for p in found.predictions if p.bounds_memory or p.label == found.measured]
+    own = [p for p in bounded[8:] if p.label == found.measured]
+    return [
+        [
+            p.label + (" (traced)" if p.label == found.measured else ""),
+            f"{1e3 * p.step_s:.1f}",
+            f"{100 * p.bubble_ratio:.1f} %",
+            "" if p.memory_bytes is None else f"{p.memory_bytes / 2**30:.2f}",
+            p.flags,
+        ]
+        for p in bounded[:8] + own
+    ]
 
 
 def _cards(total: summary.Figures, plan: Timeline | None, ranks: int) -> list[tuple[str, str]]:
@@ -159,13 +232,13 @@ def _links(run: Run) -> list[list[str]]:
         target = by_rank[speed.target]
         # A trace that does not tell was written by an older version: its transport, then.
         wire = target.wires.get(speed.source, target.header.settings.get("transport", ""))
-        rate = speed.bytes_per_s
+        rate, steps = speed.bytes_per_s, max(1, target.counted)
         rows.append([
             f"rank {speed.source}",
             f"rank {speed.target}",
-            str(speed.messages),
-            f"{speed.bytes / 2**20:.2f}",
-            f"{speed.waited_ns / 1e6:.1f}",
+            f"{speed.messages / steps:.4g}",
+            f"{speed.bytes / steps / 2**20:.2f}",
+            f"{speed.waited_ns / steps / 1e6:.2f}",
             "" if speed.delay_ns is None else f"{speed.delay_ns / 1e6:.3f}",
             "" if rate is None else f"{rate / 2**20:.1f}",
             str(wire),

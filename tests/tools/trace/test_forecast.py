@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,11 @@ def test_the_command_prints_flags_to_paste(tmp_path: Path) -> None:
     done = run_package("plan", "--from-trace", str(directory))
     assert done.returncode == 0, done.stderr
     assert "traced: 1f1b, step " in done.stdout
+    advice = next(line for line in done.stdout.splitlines() if line.startswith("recommended: "))
+    assert re.search(r"bitpipe.* x as fast\) where 2 copies of the weights fit, else ", advice)
+    listed = done.stdout.partition("flags (--json has those of all):\n")[2].splitlines()
+    assert 3 <= len(listed) <= 5
+    assert not any("first" in line for line in listed), "those that bound memory"
     assert "memory is not predicted" in done.stderr
     rows = json.loads(run_package("plan", "--from-trace", str(directory), "--json").stdout)
     [row] = [row for row in rows if row["schedule"] == "1f1b dpp hint"]

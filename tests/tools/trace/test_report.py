@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron_ext.schedules import generate, simulate
-from megatron_ext.tools.trace import report
+from megatron_ext.schedules import Costs, generate, simulate
+from megatron_ext.tools.trace import forecast, report
 from megatron_ext.tools.trace.aggregate import read_run
 from megatron_ext.tracing.records import SCHEDULE_FILE
 from tests.commands import run_package
@@ -29,6 +30,8 @@ seen.background = getComputedStyle(document.body).backgroundColor;
 seen.ranks = document.querySelectorAll("#ranks tbody tr").length;
 seen.links = document.querySelectorAll("#links tbody tr").length;
 seen.title = document.title;
+seen.verdict = document.querySelector("#verdict dd").textContent;
+seen.flags = document.querySelector("#verdict code").textContent;
 /* The page draws in its next frame; here at once, whatever the load of the machine. */
 draw();
 seen.colours = painted();
@@ -62,9 +65,11 @@ def test_a_browser_shows_the_page_and_zooms(tmp_path: Path, dark: bool) -> None:
     done = run_package("report", str(run))
     assert done.returncode == 0, done.stderr
     seen = browser.look(run / "report.html", LOOK, dark=dark)
-    light, black = "rgb(255, 255, 255)", "rgb(20, 22, 26)"
+    light, black = "rgb(255, 255, 255)", "rgb(20, 23, 28)"
     assert (seen["background"], seen["switched"]) == ((black, light) if dark else (light, black))
-    assert seen["title"] == run.name
+    assert seen["title"] == "1f1b on 4 ranks, 8 micro-batches a step"
+    assert seen["verdict"].startswith("Of its step, a rank spends 69 % in actions, 17 % waiting")
+    assert "--enable-bitpipe-schedule" in seen["flags"]
     assert (seen["ranks"], seen["links"]) == ("4", "6")
     assert int(seen["colours"]) > 5
     assert float(seen["zoomed"]) == pytest.approx(2)
@@ -97,6 +102,43 @@ def test_what_is_shown_is_what_was_traced(tmp_path: Path) -> None:
     forwards = [[bar for bar in row["spans"] if bar[0] == "F"] for row in measured["rows"]]
     assert [len(row) for row in forwards] == [8] * 4
     assert forwards[3][0][1] == pytest.approx(33_000, rel=1e-3)
+
+
+def test_the_page_begins_with_a_verdict(tmp_path: Path) -> None:
+    settings = {"device": "cpu", "cpus": "0,1"}
+    costs = Costs(0.01, 0.01, 0.01, stage_scale=(1, 1, 1.5, 1))
+    run = read_run(write_run(tmp_path, costs=costs, settings=settings))
+    shown = content(report.page(run))
+    verdict = dict(shown["verdict"])
+    assert list(verdict) == [
+        "Where the time goes", "What to run", "What to mistrust", "What is slow",
+    ]  # fmt: skip
+    found = forecast.predict(run)
+    best, modest = found.recommended
+    assert verdict["What to run"] == found.advice
+    assert (best.weight_copies, modest.weight_copies) == (2, 1)
+    assert best.bounds_memory
+    assert modest.bounds_memory
+    assert shown["flags"] == [best.flags, modest.flags]
+    [own] = [p for p in found.predictions if p.label == "1f1b"]
+    assert f"{own.step_s / best.step_s:.2f} x as fast" in verdict["What to run"]
+    assert verdict["What to mistrust"].startswith("4 ranks shared 2 CPUs, so waits are longer")
+    assert verdict["What is slow"] == "rank 2 (1.5 x the median)."
+    assert shown["forecast"][-1][0] == "1f1b (traced)"
+
+
+def test_the_best_schedule_is_kept(tmp_path: Path) -> None:
+    found = forecast.forecast(write_run(tmp_path, schedule="zb-h1", pp=2, microbatches=2))
+    rest = [p for p in found.predictions if p.label == found.measured]
+    kept = replace(found, predictions=rest)
+    assert kept.advice == "zb-h1 as traced, for none is predicted to be faster."
+
+
+def test_links_are_about_one_step(tmp_path: Path) -> None:
+    for iterations in (3, 6):
+        run = write_run(tmp_path / str(iterations), iterations=iterations)
+        links = content(report.page(read_run(run)))["links"]
+        assert [link[2] for link in links] == ["8"] * 6
 
 
 def test_every_pair_of_ranks_has_the_wire_that_carried_its_messages(tmp_path: Path) -> None:
