@@ -112,6 +112,10 @@ def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -
         instance.hidden_size_per_partition = v_channels * instance.num_attention_heads_per_partition
 
 
+def _is_none_of_te(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> bool:
+    return False
+
+
 def _local_spec(_original: Any) -> Any:
     """Make Megatron's own layers the script's default; there are no others here."""
     return sys.modules[_BERT_SPECS].bert_layer_local_spec
@@ -197,6 +201,15 @@ PATCHES = (
         until="0.17",
         reason="the router tests `te_general_gemm is not None`, but the name is bound only if "
         "Transformer Engine is installed: NameError",
+    ),
+    Patch(
+        id="mtp.inference_layers",
+        target="megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
+        fn=_is_none_of_te,
+        when=_without_te,
+        since="0.20",
+        reason="without Transformer Engine the classes are mocks, which isinstance refuses: no "
+        "layer of multi-token prediction can be built",
     ),
     Patch(
         id="norms.sequence_parallel",

@@ -194,8 +194,23 @@ def test_without_transformer_engine(case: Callable[[], None]) -> None:
     run_ranks(1, case)
 
 
+def inference_layers() -> None:
+    """A layer of multi-token prediction asks whether its projection is one for inference."""
+    import torch
+    from megatron.core.transformer import multi_token_prediction
+
+    def asks() -> bool:
+        return multi_token_prediction.is_inference_column_parallel_linear(torch.nn.Linear(1, 1))
+
+    assert not asks()
+    with without("mtp.inference_layers"), pytest.raises(TypeError, match="isinstance"):
+        asks()
+
+
 @pytest.mark.skipif(
-    (releases.installed_release() or (0, 0)) < (0, 20), reason="0.20 has managers of checkpoints"
+    (releases.installed_release() or (0, 0)) < (0, 20),
+    reason="0.20 has managers of checkpoints, and layers for inference",
 )
-def test_checkpoints_with_a_manager() -> None:
-    run_ranks(1, recompute_together)
+@pytest.mark.parametrize("case", [recompute_together, inference_layers])
+def test_without_transformer_engine_since_0_20(case: Callable[[], None]) -> None:
+    run_ranks(1, case)
