@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +20,17 @@ OTHER = "0.19.2" if releases.core_version() != "0.19.2" else "0.16.1"
 MINOR = OTHER.rpartition(".")[0].replace(".", "_")
 
 
+OF_A_RUN = re.compile(
+    r"CASES|TESTS|TESTS_IN|SKIP|LACKING|MEGATRON_LM_NEXT|(PYTHON|PYTHON_FOR|MEGATRON_LM_PATH)_\d+_\d+"
+)
+"""Settings of the `run.sh` that runs these tests, which are not those of the ones that they run."""
+
+
 def _run(tmp_path: Path, version: str, **env: str) -> subprocess.CompletedProcess[str]:
+    around = {name: value for name, value in os.environ.items() if not OF_A_RUN.fullmatch(name)}
     return subprocess.run(
         ["bash", "tests/versions/run.sh", version],
-        env={**os.environ, "VERSIONS_DIR": str(tmp_path), **env},
+        env={**around, "VERSIONS_DIR": str(tmp_path), **env},
         cwd=REPO,
         capture_output=True,
         text=True,
