@@ -129,6 +129,27 @@ for pid in pids:
 """
 
 
+@pytest.mark.parametrize(
+    ("error", "line", "code"),
+    [("UserError('no')", "megatron_ext: error: no\n", 2), ("KeyError(1)", "KeyError: 1\n", 1)],
+)
+def test_a_rank_that_ends_slowly_keeps_its_exit_code(
+    tmp_path: Path, error: str, line: str, code: int
+) -> None:
+    script = tmp_path / "fail.py"
+    script.write_text(
+        "import atexit, time\nfrom megatron_ext.errors import UserError\n"
+        f"atexit.register(time.sleep, 3)\nraise {error}\n"
+    )
+    command = [sys.executable, "-m", "megatron_ext", str(script)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as rank:
+        assert rank.stderr is not None
+        while rank.stderr.readline() != line:
+            assert rank.poll() is None, "it ended before its reason was out"
+        rank.terminate()  # as a launcher does that has seen another rank end
+        assert rank.wait(timeout=60) == code
+
+
 def test_ranks_of_one_launcher_report_an_error_once() -> None:
     ended = run_python("-c", f"import megatron_ext.upstream.failure\n{RANKS}", WORLD_SIZE="4")
     assert ended.stderr == "megatron_ext: error: no such schedule\n"

@@ -44,8 +44,6 @@ _KEY = "megatron_ext/failed"
 def report(error: BaseException) -> None:
     """Print an error that needs no traceback, unless another rank of this host just did."""
     line = line_of(error)
-    # Ignored until the line is out: the launcher ends all ranks as soon as one of the others has.
-    terminate = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     is_first, connected = _is_first(line), _is_connected()
     if is_first:
         rank = os.environ.get("RANK", "0")
@@ -56,7 +54,6 @@ def report(error: BaseException) -> None:
         if not connected and _has_other_hosts():
             with suppress(RuntimeError):  # the host of the store has ended: so do its ranks
                 _store().set(_key(), f"rank {rank} on {socket.gethostname()}: {line}")
-    signal.signal(signal.SIGTERM, terminate)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         time.sleep(_HELD_S if is_first else _OTHERS_S)
 

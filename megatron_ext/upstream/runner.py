@@ -207,6 +207,9 @@ def run(script: str, argv: Sequence[str]) -> int:
         try:
             _run(script, argv)
         except BaseException as error:
+            # The launcher ends all ranks as soon as one has ended. This one does so by itself, with
+            # its reason and its exit code, however long the interpreter's exit takes.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if interrupts.seen:
                 failure.report_interrupt()
                 return 128 + signal.SIGINT
