@@ -74,7 +74,7 @@ def test_replay_agrees_with_the_simulator(name: str) -> None:
     timeline = simulate(schedule, costs)
     durations, rows = {}, []
     for row, starts, ends in zip(schedule.rows, timeline.starts, timeline.ends, strict=True):
-        ops = [Op(*a, s, e) for a, s, e in zip(row, starts, ends, strict=True)]
+        ops = [Op(*a[:3], s, e) for a, s, e in zip(row, starts, ends, strict=True)]
         durations.update({op[:3]: op.duration_s for op in ops})
         rows += [ops] * schedule.placement.twins
     found = replay(rows, schedule.placement, lambda op: durations[op[:3]])
@@ -83,7 +83,7 @@ def test_replay_agrees_with_the_simulator(name: str) -> None:
 
 def test_replay_refuses_an_impossible_record() -> None:
     schedule = generate("1f1b", 2, 2)
-    rows = [[Op(*action, 0.0, 1.0) for action in row] for row in schedule.rows]
+    rows = [[Op(*action[:3], 0.0, 1.0) for action in row] for row in schedule.rows]
     rows[0].reverse()
     with pytest.raises(ValueError, match="before what it needs"):
         replay(rows, schedule.placement, lambda op: op.duration_s)

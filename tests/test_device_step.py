@@ -27,7 +27,7 @@ def _as_simulated(system: Own, late_s: float, waits: int) -> list[list[DeviceSte
         timeline.schedule.rows, timeline.starts, timeline.ends, strict=True
     ):
         ops = [
-            Op(*action, start + late_s, end + late_s)
+            Op(*action[:3], start + late_s, end + late_s)
             for action, start, end in zip(row, starts, ends, strict=True)
         ]
         step = Step(0.0, timeline.makespan + late_s, ops, 0, 0.0)

@@ -35,7 +35,7 @@ def shortest(schedule: Schedule, costs: Costs) -> float:
         costs: Times of actions and links.
     """
     chains = _Chains(schedule, costs)
-    return max(_machine([chains.job(*action) for action in row]) for row in schedule.rows)
+    return max(_machine([chains.job(*action[:3]) for action in row]) for row in schedule.rows)
 
 
 def _machine(jobs: list[_Job]) -> float:
