@@ -75,13 +75,12 @@ class StreamCopies:
     def to_device(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Ended]:
         """Start a copy to the device; the current stream waits for it.
 
-        The copy itself waits for no computation: its stream owns the memory, and the allocator
-        learns that the current stream uses it.
-
         Args:
             tensor: The caller keeps it, unchanged, until the copy is done. If it is not pinned,
                 the copy blocks.
         """
+        # The copy waits for no computation: its stream owns the memory, and the allocator learns
+        # below that the current stream uses it.
         with self._runtime.stream(self._up):
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             # Of memory that is not pinned the driver takes the bytes before it returns.

@@ -73,7 +73,7 @@ class Event:
 
 
 class Stream:
-    """A name for the one order in which the host runs everything."""
+    """Stand-in for a stream: the host runs everything in order."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         import torch
@@ -153,7 +153,7 @@ class DeviceContext:
 
 
 class Generators:
-    """`torch.cuda.default_generators`: every index is the host's default generator."""
+    """`torch.cuda.default_generators`: each index is the default generator of the host."""
 
     def __getitem__(self, _index: Any) -> Any:
         import torch
@@ -170,13 +170,10 @@ def local_world_size() -> int:
 
 
 def properties() -> SimpleNamespace:
-    """Describe the host like a device.
-
-    The capability is the lowest that upstream has no special treatment for.
-    """
+    """Describe the host like a device."""
     return SimpleNamespace(
         name=platform.processor() or platform.machine(),
-        major=8,
+        major=8,  # the lowest capability that upstream has no special treatment for
         minor=0,
         total_memory=total_memory_bytes(),
         multi_processor_count=os.cpu_count() or 1,

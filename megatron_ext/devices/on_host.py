@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 __all__ = ["redirects"]
 
-_ASKED = "answers for the host in place of a GPU"
+_ANSWERS = "answers for the host in place of a GPU"
 _NO_WORK = "has nothing to do on the host"
 _NO_ACCELERATOR = "the host is not an accelerator, though a CUDA build of torch reports one"
 
-_ASKED_OF_BOTH = (
+_SHARED = (
     "current_stream",
     "max_memory_allocated",
     "max_memory_reserved",
@@ -100,7 +100,9 @@ def _answers() -> dict[str, Callable[[Any], object]]:
         "device_memory_used": answering(host.rss_bytes),
         "max_memory_allocated": answering(host.peak_rss_bytes),
         "max_memory_reserved": answering(host.peak_rss_bytes),
-        "mem_get_info": answering(_mem_get_info),
+        "mem_get_info": answering(
+            lambda: (host.total_memory_bytes() - host.rss_bytes(), host.total_memory_bytes())
+        ),
         "memory_allocated": answering(host.rss_bytes),
         "memory_reserved": answering(host.rss_bytes),
         "memory_stats": answering(host.memory_stats),
@@ -118,9 +120,9 @@ def _namespace() -> Iterator[Redirect]:
     for name, make in answers.items():
         if not hasattr(torch.cuda, name):  # newer than the oldest supported torch
             continue
-        yield Redirect(f"torch.cuda:{name}", make, _ASKED)
+        yield Redirect(f"torch.cuda:{name}", make, _ANSWERS)
     for name in ("get_rng_state", "set_rng_state"):
-        yield Redirect(f"torch.cuda.random:{name}", answers[name], _ASKED)
+        yield Redirect(f"torch.cuda.random:{name}", answers[name], _ANSWERS)
     for name in ("empty_cache", "init", "ipc_collect", "set_device", "synchronize"):
         yield Redirect(f"torch.cuda:{name}", returning(None), _NO_WORK)
     yield from nvtx_redirects()
@@ -128,13 +130,11 @@ def _namespace() -> Iterator[Redirect]:
 
 
 def _accelerator() -> Iterator[Redirect]:
-    """List the redirects of `torch.accelerator`, which torch itself calls.
-
-    The CUDA build of torch names CUDA there even without a GPU, and trusts
-    `torch.cuda.is_available`, which we have redirected.
-    """
+    """List the redirects of `torch.accelerator`, which torch itself calls."""
     import torch
 
+    # The CUDA build of torch names CUDA there even without a GPU, and trusts
+    # `torch.cuda.is_available`, which we have redirected.
     answers = _answers()
     found: dict[str, Callable[[Any], object]] = {
         "is_available": returning(False),
@@ -145,16 +145,16 @@ def _accelerator() -> Iterator[Redirect]:
         yield Redirect(f"torch.accelerator:{name}", make, _NO_ACCELERATOR)
     host_device = returning(torch.device("cpu"))
     yield Redirect("torch._C:_get_accelerator", host_device, _NO_ACCELERATOR)
-    # From torch 2.14 on `torch.get_device_module` asks this one instead.
+    # From torch 2.14 on `torch.get_device_module` calls this one instead.
     yield Redirect("torch._C:_accelerator_getAccelerator", returning(None), _NO_ACCELERATOR)
     # Code that skips the check, because torch.cuda is available, gets the answers of torch.cuda.
-    asked = {name: answers[name] for name in _ASKED_OF_BOTH}
-    asked["current_device_index"] = answers["current_device"]
-    asked["device_index"] = calling(host.DeviceContext)
-    asked |= dict.fromkeys(("empty_cache", "set_device_index", "synchronize"), returning(None))
-    for name, make in asked.items():
+    shared = {name: answers[name] for name in _SHARED}
+    shared["current_device_index"] = answers["current_device"]
+    shared["device_index"] = calling(host.DeviceContext)
+    shared |= dict.fromkeys(("empty_cache", "set_device_index", "synchronize"), returning(None))
+    for name, make in shared.items():
         if hasattr(torch.accelerator, name):  # some are newer than torch 2.7
-            yield Redirect(f"torch.accelerator:{name}", make, _ASKED)
+            yield Redirect(f"torch.accelerator:{name}", make, _ANSWERS)
 
 
 def _manual_seed(seed: int) -> None:
@@ -167,8 +167,3 @@ def _set_rng_state(new_state: torch.Tensor, *_device: Any, **_named: Any) -> Non
     import torch
 
     torch.default_generator.set_state(new_state)
-
-
-def _mem_get_info() -> tuple[int, int]:
-    total = host.total_memory_bytes()
-    return total - host.rss_bytes(), total

@@ -67,12 +67,10 @@ def _torchada() -> ModuleType | None:
 
 
 def _namespace(cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
-    """List the redirects of every name of `torch.cuda` that torch_musa has too.
-
-    torch_musa refuses `torch.device("cuda")` as an argument, so redirects translate it.
-    """
+    """List the redirects of every name of `torch.cuda` that torch_musa has too."""
     import torch
 
+    # torch_musa refuses `torch.device("cuda")` as an argument, so these translate it.
     def same(name: str, value: Any) -> Callable[[Any], object]:
         if isfunction(value):
             return calling(translate.translated_argument(value, cuda_to_musa))
@@ -120,20 +118,23 @@ def _completions(cuda_to_musa: translate.Translator) -> Iterator[Redirect]:
         "upstream's attributes on them (sequence_parallel, shared, ...) would be lost",
     )
     if hasattr(torch.cuda, "device_memory_used"):
+
+        def device_memory_used(device: Any = None) -> int:
+            free, total = musa.mem_get_info(cuda_to_musa(device))
+            return int(total - free)
+
         yield Redirect(
             "torch.cuda:device_memory_used",
-            to(lambda device=None: _device_memory_used(cuda_to_musa(device))),
+            to(device_memory_used),
             "upstream logs it; torch_musa has free and total memory instead",
         )
 
 
 def _keep_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy the attributes of parameters to their replacements.
+    """Copy the attributes of parameters to their replacements."""
 
-    torch moves CUDA parameters by exchanging their data, so they stay the same objects. It does not
-    support that between the host and a device registered by an extension.
-    """
-
+    # torch moves CUDA parameters by exchanging their data, so they stay the same objects. It does
+    # not support that between the host and a device registered by an extension.
     @functools.wraps(original)
     def apply(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         before = dict(self._parameters)
@@ -146,11 +147,6 @@ def _keep_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return apply
-
-
-def _device_memory_used(device: Any) -> int:
-    free, total = _musa().mem_get_info(device)
-    return int(total - free)
 
 
 class _Generators:

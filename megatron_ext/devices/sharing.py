@@ -1,11 +1,9 @@
 """Device memory shared by two processes of one host: one writes, the other reads.
 
-Torch's own way to share its allocations is private and keeps a reference count in a file under
-/dev/shm that outlives a killed process. So buffers come from the allocator of the device's runtime,
-which also exports them (`cudaIpcGetMemHandle` and others; torch_musa's runtime has the same under
-`musa`). The driver frees them with their last user, and torch's expandable segments, which cannot
-be exported, do not matter. Events of both processes order the work of the two devices, as in
-TensorPipe's channel for CUDA IPC: no host thread waits.
+Buffers come from the allocator of the device's runtime, which also exports them
+(`cudaIpcGetMemHandle` and others; torch_musa's runtime has the same under `musa`). Events of both
+processes order the work of the two devices, as in TensorPipe's channel for CUDA IPC: no host thread
+waits.
 """
 
 from __future__ import annotations
@@ -92,6 +90,9 @@ class RuntimeSharing:
 
     def make(self, num_bytes: int) -> SharedBuffer:
         """Allocate and export a buffer; if memory is short, free torch's cache first."""
+        # Not of torch's allocator: its own way to share is private and keeps a reference count in a
+        # file under /dev/shm that outlives a killed process, and its expandable segments cannot be
+        # exported. The driver frees this memory with its last user.
         num_bytes = -(-max(num_bytes, 1) // _BLOCK_BYTES) * _BLOCK_BYTES
         address, handle = ctypes.c_void_p(), _Handle()
         arguments = ctypes.byref(address), ctypes.c_size_t(num_bytes)

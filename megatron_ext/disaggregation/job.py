@@ -72,12 +72,10 @@ class Job:
 
     @property
     def window(self) -> int:
-        """Micro-batches that a forward rank may run ahead of the backward rank of its stage.
-
-        Their messages wait in memory. With equal stages, fewer than two for each stage are enough
-        to lose no time, in either mode and for any number of tensor-parallel ranks that a forward
-        rank replaces.
-        """
+        """Micro-batches that a forward rank may run ahead of the backward rank of its stage."""
+        # Their messages wait in memory. With equal stages, fewer than two for each stage are enough
+        # to lose no time, in either mode and for any number of tensor-parallel ranks that a forward
+        # rank replaces.
         return 2 * self.ranks.pp
 
     @property

@@ -1,7 +1,7 @@
 """Connects a process of a disaggregated job with its neighbours of both roles.
 
 The executor, the transfer of new weights and the exchanges between steps share one transport,
-`wire`. Messages go through host memory, so roles may compute on different devices.
+`wire`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class RoleLink:
         job: The disaggregated job.
         device: The device of this process.
         trees: What the model declares, if its stages exchange more than one tensor.
-        evaluates: Whether it connects the forward ranks alone, for evaluations. Ranks at both ends
-            of a transport count its steps, and backward ranks take no part in these.
+        evaluates: Whether it connects the forward ranks alone, for evaluations.
 
     Raises:
         TransportError: A neighbour does not connect, or the wire cannot reach it.
@@ -61,6 +60,7 @@ class RoleLink:
         self._job = job
         self._device = device
         peers = _neighbours(job, set() if trees is None else trees.linked_stages)
+        # Both ends of a transport count its steps, and backward ranks take no part in evaluations.
         if evaluates:
             peers = [rank for rank in peers if job.ranks.place(rank).role == "forward"]
         # A message may stay in its slot while computation uses it.
@@ -155,17 +155,16 @@ def _open(
         checksums=job.checksums,
         for_device=device.type != "cpu",
     )
+    # Through host memory, not between devices: roles may compute on different ones.
     transport = staged(host, devices.current().copies(device), timeout_s=job.timeout_s)
     atexit.register(transport.close)
     return transport
 
 
 def _neighbours(job: Job, linked: set[int]) -> list[int]:
-    """Return the global ranks of all neighbours; the relation is symmetric.
-
-    Neighbours are the adjacent and the linked stages of both roles, and the same stage of the other
-    role. Weights may come from all replicas.
-    """
+    """Return the global ranks of all neighbours; the relation is symmetric."""
+    # The same stage of the other role (of all replicas, if each has a shard of the weights), and
+    # the adjacent and the linked stages of both roles.
     place, ranks = job.place, job.ranks
     found = {ranks.rank(twin) for twin in job.weight_partners}
     for stage in ({place.pp - 1, place.pp + 1} | linked - {place.pp}) & set(range(ranks.pp)):

@@ -96,7 +96,10 @@ class ForwardCompute:
     def run(self, action: Action, inputs: Tensors) -> Tensors:
         """Run F; return the tensors for the next forward rank, then those for backward ranks."""
         stage, _, microbatch, _ = action
-        with self._saving() as saved, torch.no_grad(), drawn(action):
+        saving: AbstractContextManager[Saved] = nullcontext(Saved(with_generators=False))
+        if self._layers is not None:
+            saving = self._layers.saving(with_generators=randomness.enabled())
+        with saving as saved, torch.no_grad(), drawn(action):
             [made] = self._compute.forward(stage, microbatch, inputs or [None])
         results: Tensors = [made] if self._feeds_forward else []
         if self._layers is not None:
@@ -113,11 +116,6 @@ class ForwardCompute:
     def unfinished(self) -> list[str]:
         """Return the unfinished work of the stage's compute."""
         return self._compute.unfinished()
-
-    def _saving(self) -> AbstractContextManager[Saved]:
-        if self._layers is None:
-            return nullcontext(Saved(with_generators=False))
-        return self._layers.saving(with_generators=randomness.enabled())
 
     def _shipped(self, inputs: Tensors, made: torch.Tensor | None, saved: Saved) -> Tensors:
         """Return the stage's input and its layers' outputs, as far as backward ranks need them.

@@ -1,8 +1,8 @@
 """Models of a disaggregated job whose stages hand on trees of tensors or have routes.
 
 A forward rank sends each tree to the next forward rank, and to the backward rank of the next stage,
-which repeats that stage's forward. A route leads to both ranks of each stage that takes it.
-Gradients travel between backward ranks, as between the ranks of any pipeline.
+which repeats that stage's forward. Gradients travel between backward ranks, as between the ranks of
+any pipeline.
 """
 
 from __future__ import annotations
@@ -163,6 +163,7 @@ class TreeForwardCompute:
         """Yield the tensors of one message for one peer, in the order of the table's transfers."""
         table = self._compute.table
         transfers = iter(table.exchanges[table.positions[action]].outputs)
+        # A route leads to both ranks of each stage that takes it, a tree to the next stage's.
         hops = self._plan.hops_out(action)
         of_routes = [len(route_receivers(table.schedule, hop)) for hop in hops]
         of_tree = len(table.exchanges[table.positions[action]].outputs) - sum(of_routes)

@@ -3,7 +3,7 @@
 With full uniform recomputation a backward needs only the input of each layer. A forward rank has
 them all, so its backward rank need not run the stage's forward: it builds the graph from the
 shipped outputs of the layers, and computes each layer when its backward runs, as recomputation
-always does. With dropout, the generator states of each layer are shipped too.
+always does.
 """
 
 from __future__ import annotations
@@ -59,9 +59,21 @@ class Layers:
 
     def watch(self) -> None:
         """Register the hooks that `saving` needs."""
+
+        def before(_layer: torch.nn.Module, _inputs: Any) -> None:
+            # With dropout the backward rank has to draw the same masks.
+            if self._saved is not None and self._saved.with_generators:
+                host, device, states = random._get_all_rng_states()
+                tracked = (states[name].cpu() for name in sorted(states))
+                self._saved.generators.append(torch.cat([host, device.cpu(), *tracked]))
+
+        def after(_layer: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
+            if self._saved is not None:
+                self._saved.outputs.append(outputs[0] if isinstance(outputs, tuple) else outputs)
+
         for layer in self._layers:
-            layer.register_forward_pre_hook(self._before)
-            layer.register_forward_hook(self._after)
+            layer.register_forward_pre_hook(before)
+            layer.register_forward_hook(after)
 
     @contextmanager
     def saving(self, *, with_generators: bool) -> Iterator[Saved]:
@@ -72,21 +84,12 @@ class Layers:
         finally:
             self._saved = None
 
-    def _before(self, _layer: torch.nn.Module, _inputs: Any) -> None:
-        if self._saved is not None and self._saved.with_generators:
-            self._saved.generators.append(_flat_generators())
-
-    def _after(self, _layer: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
-        if self._saved is not None:
-            self._saved.outputs.append(outputs[0] if isinstance(outputs, tuple) else outputs)
-
 
 class Replay:
     """The layers' outputs of one micro-batch on a backward rank.
 
     Args:
-        outputs: Output of each layer, `[s, b, h]`; may lack the last one, which nobody reads if
-            another stage follows.
+        outputs: Output of each layer, `[s, b, h]`; may lack the last one.
         generators: Generator states before each layer; None without dropout.
     """
 
@@ -104,10 +107,16 @@ class Replay:
         """Return a replacement of a layer's function that computes only in its backward."""
         self.num_replayed += 1
         output = next(self._outputs, None)
-        if output is None:
+        if output is None:  # of the last layer, which nobody reads if another stage follows
             output = torch.empty_like(hidden_states)
         if self._generators is not None:
-            _set_generators(next(self._generators))
+            # One row with the states of all of Megatron's generators, as `Layers.watch` saves it.
+            host, device, tracked = random._get_all_rng_states()
+            names = sorted(tracked)
+            sizes = [len(state) for state in (host, device, *(tracked[name] for name in names))]
+            row = next(self._generators).cpu()
+            host, device, *states = (part.clone() for part in row.split(sizes))
+            random._set_all_rng_states(host, device, dict(zip(names, states, strict=True)))
 
         def computed_later(*inputs: Any) -> Any:
             if torch.is_grad_enabled():
@@ -132,17 +141,3 @@ def replaying(replay: Replay) -> Iterator[None]:
         yield
     finally:
         roles.replay = None
-
-
-def _flat_generators() -> torch.Tensor:
-    """Return the states of all of Megatron's generators as one uint8 row."""
-    host, device, tracked = random._get_all_rng_states()
-    return torch.cat([host, device.cpu(), *(tracked[name].cpu() for name in sorted(tracked))])
-
-
-def _set_generators(flat: torch.Tensor) -> None:
-    host, device, tracked = random._get_all_rng_states()
-    names = sorted(tracked)
-    sizes = [len(state) for state in (host, device, *(tracked[name] for name in names))]
-    host, device, *states = (part.clone() for part in flat.cpu().split(sizes))
-    random._set_all_rng_states(host, device, dict(zip(names, states, strict=True)))

@@ -90,7 +90,12 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
         if runtime.trees is not None:
             return _evaluate(runtime, runtime.trees, call, chunks)
         with runtime.link.explaining_failures():
-            return stock(**{**call, **_shapes_of_streams(call, config)})
+            groups = default_groups()
+            shape = _shape(config, groups, call)
+            if shape is not None and shape[-1] != config.hidden_size and groups.pp.size() > 1:
+                # Megatron's own messages become as wide as several residual streams.
+                call["adjust_tensor_shapes_fn"] = lambda _received, _sent: ([shape], [shape])
+            return stock(**call)
     timer = config.timers and config.timers("forward-backward", log_level=1)
     if timer:
         timer.start(barrier=config.barrier_with_L1_time)
@@ -111,15 +116,6 @@ def forward_backward(stock: Callable[..., list[Any]], **call: Any) -> list[Any]:
     if runtime.job.role == "forward":
         return []
     return [report for _, report in sorted(compute.reports.items())]
-
-
-def _shapes_of_streams(call: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Return what makes Megatron's own messages as wide as several residual streams."""
-    groups = default_groups()
-    shape = _shape(config, groups, call)
-    if shape is None or shape[-1] == config.hidden_size or groups.pp.size() == 1:
-        return {}
-    return {"adjust_tensor_shapes_fn": lambda _received, _sent: ([shape], [shape])}
 
 
 def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Module]) -> StageCompute:
@@ -146,9 +142,10 @@ def _run(runtime: RoleRuntime, call: dict[str, Any], chunks: list[torch.nn.Modul
 
 def _step_call(call: dict[str, Any], chunks: list[torch.nn.Module], *, forward_only: bool) -> Call:
     """Return the arguments of a step under our names."""
+    given = call["data_iterator"]
     return Call(
         forward_step_func=call["forward_step_func"],
-        data=[MicrobatchData(i) for i in _as_list(call["data_iterator"])],
+        data=[MicrobatchData(i) for i in (given if isinstance(given, list) else [given])],
         chunks=chunks,
         config=get_model_config(chunks[0]),
         num_microbatches=call["num_microbatches"],
@@ -272,12 +269,15 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
         trees = role_trees(job, chunks, default_groups().pp, shapes_travel=travel)
         link = RoleLink(job, device_of(chunks), trees)
         forward = job.role == "forward"
+        layers = Layers(chunks[0]) if job.activations == "ship" else None
+        if layers is not None and forward:
+            layers.watch()
         roles.runtime = runtime = RoleRuntime(
             job,
             link,
             None if forward else WeightSender(job, link, chunks),
             WeightReceiver(job, link, chunks) if forward else None,
-            _shipped_layers(job, chunks),
+            layers,
             trees,
         )
         if runtime.sender is not None:
@@ -287,19 +287,6 @@ def _ready(chunks: Sequence[torch.nn.Module]) -> RoleRuntime:
             runtime.receiver.receive()
         runtime.due = 0
     return runtime
-
-
-def _shipped_layers(job: Job, chunks: Sequence[torch.nn.Module]) -> Layers | None:
-    if job.activations != "ship":
-        return None
-    layers = Layers(chunks[0])
-    if job.role == "forward":
-        layers.watch()
-    return layers
-
-
-def _as_list(iterators: Any) -> list[Any]:
-    return iterators if isinstance(iterators, list) else [iterators]
 
 
 def _shape(config: Any, groups: Any, call: dict[str, Any]) -> tuple[int, ...] | None:

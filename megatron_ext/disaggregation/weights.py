@@ -1,13 +1,9 @@
 """Transfers new weights from backward ranks, which train them, to forward ranks.
 
-After each optimizer step a backward rank announces whether it updated its weights (with loss
-scaling it may have skipped the step) and sends them in buckets. Sends are asynchronous, so the next
-forwards and the loading of data overlap with them. A forward rank receives them before its next
-forward. The first transfer synchronises both roles, whatever they were initialised or loaded with.
-
-If replicas gather weights only in their next forward (the distributed optimizer with
---overlap-param-gather), the transfer does not wait for that: each replica sends its updated shard
-to the forward ranks of all replicas, which assemble the buckets of Megatron's gradient buffers.
+After each optimizer step a backward rank announces whether it updated its weights and sends them in
+buckets. Sends are asynchronous, so the next forwards and the loading of data overlap with them. A
+forward rank receives them before its next forward. The first transfer synchronises both roles,
+whatever they were initialised or loaded with.
 """
 
 from __future__ import annotations
@@ -139,12 +135,12 @@ class WeightSender:
     def send(self, *, updated: bool) -> None:
         """Send the weights, or the message that they are unchanged."""
         begin_s = time.perf_counter()
+        # With loss scaling the optimizer may have skipped the step.
         self._link.begin([], 1)
         self._isend(torch.tensor([updated], dtype=torch.uint8), _message(self._job, 0))
         if updated:
             self._link.begin([], 1)
-            flats = self._shares() if self._job.shares_weights else self._whole()
-            for number, flat in enumerate(flats, start=1):
+            for number, flat in enumerate(self._flats(), start=1):
                 self._isend(flat.cpu(), _message(self._job, number))
             self.num_transfers += 1
         self.busy_s += time.perf_counter() - begin_s
@@ -153,22 +149,23 @@ class WeightSender:
         for target in self._targets:
             self._link.wire.isend(tensor, target, message)
 
-    # Both copy: the next optimizer step may begin before the tensors are sent.
-
-    def _whole(self) -> Iterator[torch.Tensor]:
-        """Yield each bucket, after gathering the updates of the other replicas."""
+    def _flats(self) -> Iterator[torch.Tensor]:
+        """Yield this replica's shard of each bucket, or whole buckets with all updates gathered."""
+        # Copies: the next optimizer step may begin before the tensors are sent.
+        if self._job.shares_weights:
+            # Replicas gather weights only in their next forward (the distributed optimizer with
+            # --overlap-param-gather). Instead of waiting for that, each sends its updated shard to
+            # the forward ranks of all replicas, which assemble the buckets of Megatron's gradient
+            # buffers.
+            for _, shared in _shared_buckets(self._chunks):
+                shares = shared.param_data.view(-1).chunk(self._job.ranks.dp)
+                yield shares[self._job.place.dp].detach().clone()
+            return
         for chunk in self._chunks:
             if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
         for bucket in self._buckets:
             yield torch.cat([placed.weight.parameter.detach().reshape(-1) for placed in bucket])
-
-    def _shares(self) -> Iterator[torch.Tensor]:
-        """Yield this replica's updated shard of each bucket."""
-        ranks = self._job.ranks
-        for _, bucket in _shared_buckets(self._chunks):
-            share = bucket.param_data.view(-1).chunk(ranks.dp)[self._job.place.dp]
-            yield share.detach().clone()
 
 
 class WeightReceiver:
@@ -218,16 +215,13 @@ class WeightReceiver:
             for number, bucket in enumerate(self._buckets, start=1):
                 message = _message(self._job, number)
                 parts = [self._link.recv_from(rank, message) for rank in self._sources]
-                _unpack(bucket, self._by_shard(parts))
+                if self._job.shares_weights:
+                    # Ordered by replica: one bucket for each tensor-parallel rank.
+                    num_shards = len(parts) // self._job.ranks.dp
+                    parts = [torch.cat(parts[shard::num_shards]) for shard in range(num_shards)]
+                _unpack(bucket, parts)
             self.num_transfers += 1
         self.busy_s += time.perf_counter() - begin_s
-
-    def _by_shard(self, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Assemble the shards of all replicas into one bucket for each tensor-parallel rank."""
-        if not self._job.shares_weights:
-            return parts
-        num_shards = len(parts) // self._job.ranks.dp  # parts are ordered by replica
-        return [torch.cat(list(parts[shard::num_shards])) for shard in range(num_shards)]
 
     def _expected(self, twin: int, number: int, dtype: torch.dtype) -> Expected:
         return Expected(twin, _message(self._job, number), None, dtype)

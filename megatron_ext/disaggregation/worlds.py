@@ -122,6 +122,7 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
             )
         pause(_PAUSE_S)
         left_s -= _PAUSE_S
+        # An evaluation may take longer than the time-out, as long as it goes on.
         now = store.add(_BEATS, 0)
         if now != beats:
             beats, left_s = now, job.timeout_s
@@ -129,7 +130,8 @@ def hand_over(what: str, value: Any, *, to: str, pause: Callable[[float], object
 
 
 def leave() -> None:
-    """Wait for all processes of the job, so that the host of the store does not exit too early."""
+    """Wait for all processes of the job."""
+    # Otherwise the host of the store would exit while others still use it.
     job, store = _job(), shared_store()
     store.add(f"{_PREFIX}/left", 1)
     if store.add(f"{_PREFIX}/left", 0) == job.ranks.num_ranks:

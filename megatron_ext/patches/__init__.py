@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from megatron_ext.config import active
-from megatron_ext.patches import hooks
+from megatron_ext.patches import device, hooks
 from megatron_ext.patches.registry import REGISTRY, Patch
 
 __all__ = ["REGISTRY", "TABLES", "arm", "disarm", "register", "rows"]
@@ -43,26 +43,18 @@ def register() -> None:
     REGISTRY.register([patch for patch in rows() if patch not in REGISTRY])
 
 
-def _arm_device() -> None:
-    from megatron_ext.patches import device
-
-    device.arm()
-
-
 def arm() -> None:
     """Register all tables, hook Megatron's import and activate the registry. Idempotent."""
     register()
-    hooks.install(before_core=_arm_device)
+    hooks.install(before_core=device.arm)
     REGISTRY.activate()
 
 
 def disarm() -> None:
     """Restore every original, the environment and the import hooks. Idempotent.
 
-    This ends an observation (`--trace`, `--hang-timeout`), which no longer hears of steps.
+    This ends an observation (`--trace`, `--hang-timeout`), which no longer sees steps.
     """
-    from megatron_ext.patches import device
-
     found = active.active()
     if found is not None:
         found.end_observation()

@@ -1,11 +1,6 @@
 """Finds the copies of a name that other modules made with `from x import y`, by identity.
 
-A sweep by name would miss renamed copies and hit unrelated objects of the same name, so it compares
-identities. It cannot find default arguments, closures, partials and bound methods.
-
-Undo must distinguish a copy of a replacement from an object that had other names before:
-`torch.cuda.FloatTensor` becomes `torch.FloatTensor` on the host, and that name must stay. So undo
-restores such objects only where this module put them (`Copy`), and all others everywhere.
+It cannot find default arguments, closures, partials and bound methods.
 """
 
 from __future__ import annotations
@@ -25,6 +20,9 @@ _UNTOUCHED = frozenset({"megatron_ext", "torch", "wrapt"})
 _Table = dict[int, tuple[Any, Any]]
 
 
+# Undo must distinguish a copy of a replacement from an object that had other names before:
+# `torch.cuda.FloatTensor` becomes `torch.FloatTensor` on the host, and that name must stay. So undo
+# restores such objects only where this module put them, and all others everywhere.
 @dataclass(frozen=True)
 class Copy:
     """A name of another module that was rebound because it is a copy of a patched name."""
@@ -59,6 +57,7 @@ def replace_aliases(pairs: Iterable[tuple[Any, Any]]) -> list[Copy]:
     Returns:
         The rebound names.
     """
+    # By identity: a sweep by name would miss renamed copies and hit other objects of the same name.
     table = _table(pairs)
     spaces = (names for name, names in _modules() if name.partition(".")[0] not in _UNTOUCHED)
     return [copy for names in spaces for copy in _rebind(names, table)] if table else []
@@ -67,21 +66,23 @@ def replace_aliases(pairs: Iterable[tuple[Any, Any]]) -> list[Copy]:
 def restore_aliases(pairs: Iterable[tuple[Any, Any]]) -> None:
     """Undo `replace_aliases`, including copies of replacements that other code has made since.
 
-    This covers torch modules imported in between, and attributes of their classes (torch's compiler
-    keeps functions of `torch.cuda` in classes). Only our own modules, which own the replacements,
-    stay unchanged.
-
     Args:
         pairs: `(replacement, original)`, for replacements that had no name elsewhere before. A
             replacement of several originals is skipped.
     """
-    table = _table(_unambiguous(list(pairs)))
+    pairs = list(pairs)
+    originals: dict[int, set[int]] = defaultdict(set)
+    for replacement, original in pairs:
+        originals[id(replacement)].add(id(original))
+    table = _table(pair for pair in pairs if len(originals[id(pair[0])]) == 1)
     for name, names in _modules() if table else ():
+        # Only our own modules, which own the replacements, stay unchanged: torch's may have been
+        # imported in between, and its compiler keeps functions of `torch.cuda` in classes.
         if name.partition(".")[0] == "megatron_ext":
             continue
         _rebind(names, table)
         for value in list(names.values()):
-            # Not isinstance: it asks instances for their class, and some answer with a warning.
+            # Not isinstance: it reads the class of instances, and some answer with a warning.
             if issubclass(type(value), type) and value.__module__ == name:
                 _rebind_class(value, table)
 
@@ -90,15 +91,8 @@ def _table(pairs: Iterable[tuple[Any, Any]]) -> _Table:
     return {id(old): (old, new) for old, new in pairs if old is not new}
 
 
-def _unambiguous(pairs: list[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    meanings: dict[int, set[int]] = defaultdict(set)
-    for old, new in pairs:
-        meanings[id(old)].add(id(new))
-    return (pair for pair in pairs if len(meanings[id(pair[0])]) == 1)
-
-
 def _modules() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield name and namespace of each loaded module; lazy modules are not triggered."""
+    """Yield name and namespace of each loaded module; lazy modules stay as they are."""
     for name, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", None)
         if isinstance(names, dict):

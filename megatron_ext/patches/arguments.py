@@ -11,7 +11,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from megatron_ext.errors import ArgumentsError, message_of
-from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
+from megatron_ext.patches.registry import REGISTRY, Args, Call, Kwargs, Patch
 from megatron_ext.upstream.signatures import flag_destination
 
 __all__ = ["PATCHES", "prepare_parser"]
@@ -44,15 +44,11 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         here = flag_destination(dest, known)
         if here is not None:
             parser.set_defaults(**{here: value})
-    _make_help_printable(parser)
-    return parser
-
-
-def _make_help_printable(parser: ArgumentParser) -> None:
-    """Escape `%` in help texts that are not formats: 0.19 has one, which ends `--help`."""
     for action in parser._actions:
+        # 0.19 has a help text with a bare %, which is no format and ends `--help`.
         if action.help and not _is_format(action.help, {**vars(action), "prog": parser.prog}):
             action.help = action.help.replace("%", "%%")
+    return parser
 
 
 def _is_format(text: str, values: dict[str, Any]) -> bool:
@@ -72,7 +68,7 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
     In between, a schedule rewrites some arguments, because Megatron hosts it under other sizes.
     """
     from megatron_ext.config import prepared_arguments
-    from megatron_ext.patches.registry import REGISTRY
+    from megatron_ext.patches.listing import text_table
 
     given = args[0] if args else kwargs["args"]
     REGISTRY.raise_mismatches()
@@ -82,17 +78,10 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
     except (AssertionError, ArithmeticError, ValueError) as error:
         raise ArgumentsError(f"Megatron-LM refused the arguments: {message_of(error)}") from error
     prepared_arguments.check(validated)
-    _show_patches(validated)
-    return validated
-
-
-def _show_patches(args: Namespace) -> None:
-    from megatron_ext.patches.listing import text_table
-    from megatron_ext.patches.registry import REGISTRY
-
-    if getattr(args, "ext_list_patches", False) and getattr(args, "rank", 0) == 0:
+    if getattr(validated, "ext_list_patches", False) and getattr(validated, "rank", 0) == 0:
         for line in text_table(REGISTRY.rows()).splitlines():
             _LOG.warning("%s", line)
+    return validated
 
 
 PATCHES = (

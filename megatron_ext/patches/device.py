@@ -1,9 +1,4 @@
-"""Arms the device: turns its redirects into registry patches and sets its environment variables.
-
-This runs just before the first execution of `megatron.core`, because `tensor_parallel/random.py`
-copies names of `torch.cuda` at import. If it runs later, the registry's sweep by identity repairs
-the copies.
-"""
+"""Arms the device: turns its redirects into registry patches and sets its environment variables."""
 
 from __future__ import annotations
 
@@ -41,6 +36,8 @@ def arm() -> Device:
     Raises:
         DeviceError: The requested device is unknown or cannot run here.
     """
+    # Just before `megatron.core` first executes, whose `tensor_parallel/random.py` copies names of
+    # `torch.cuda` at import. Later the registry's sweep by identity repairs the copies.
     device, done = devices.current(), devices.state(_Done)
     for variable, (value, _reason) in device.environment.items():
         if variable not in os.environ:
@@ -53,11 +50,9 @@ def arm() -> Device:
 
 
 def _show_lacks_once(beginnings: tuple[str, ...]) -> tuple[Any, Any]:
-    """Show warnings about what the device cannot have on one rank, and each of them once.
-
-    Not by a filter: torch and others change the filters again and again, and each time Python
-    forgets what it has shown once.
-    """
+    """Show warnings about what the device cannot have on one rank, and each of them once."""
+    # Not by a filter: torch and others change the filters again and again, and each time Python
+    # forgets what it has shown once.
     known, before = re.compile("|".join(beginnings) or "(?!)"), warnings.showwarning
     is_first, seen = os.environ.get("RANK", "0") == "0", set[str]()
 

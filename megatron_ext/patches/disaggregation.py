@@ -13,6 +13,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
+from megatron_ext.config import active
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
@@ -25,22 +26,14 @@ _UTILS = (
 _PROVIDERS = ("model_provider_func", "build_model_func")
 
 
-def _is_disaggregated() -> bool:
-    from megatron_ext.disaggregation import job
-
-    return job.current() is not None
-
-
-def _on_forward_rank() -> bool:
-    from megatron_ext.disaggregation import job
-
-    return job.has_role("forward")
+def _has_role(role: str) -> bool:
+    found = active.active()
+    return found is not None and found.job is not None and role in ("any", found.job.role)
 
 
-def _on_backward_rank() -> bool:
-    from megatron_ext.disaggregation import job
-
-    return job.has_role("backward")
+_on_any_rank, _on_forward_rank, _on_backward_rank = (
+    partial(_has_role, role) for role in ("any", "forward", "backward")
+)
 
 
 def _given(call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Kwargs:
@@ -171,7 +164,7 @@ def _patch(name: str, target: str, fn: Callable[..., Any], reason: str, **option
         fn=fn,
         reason=reason,
         feature="disaggregation",
-        **{"when": _is_disaggregated, **options},
+        **{"when": _on_any_rank, **options},
     )
 
 

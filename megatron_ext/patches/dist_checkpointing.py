@@ -20,11 +20,8 @@ _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
 def _start_without_main(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Start the queue's process without the training script.
-
-    A spawned process first imports its parent's main script if that is a file. The process behind
-    this queue does not need it.
-    """
+    """Start the queue's process without the training script, which it does not need."""
+    # A spawned process first imports its parent's main script if that is a file.
     names = vars(sys.modules["__main__"])
     path = names.pop("__file__", None)
     try:

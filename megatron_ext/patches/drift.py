@@ -38,7 +38,7 @@ __all__ = [
     "path_of",
     "policy",
     "refuses",
-    "tell",
+    "log",
     "version",
 ]
 
@@ -102,7 +102,7 @@ def missing_module(target: str) -> UpstreamMismatch | None:
     return missing(target, f"{package} has no such module")
 
 
-def tell(mismatches: Sequence[UpstreamMismatch], release: releases.Release | None) -> None:
+def log(mismatches: Sequence[UpstreamMismatch], release: releases.Release | None) -> None:
     """Log one line, on one rank, about a run on an untested Megatron."""
     if os.environ.get("RANK", "0") != "0":
         return
@@ -132,8 +132,11 @@ def compare(target: str, original: Any) -> UpstreamMismatch | None:
     Returns:
         What differs, or None. Targets without a fingerprint (torch's, constants) have no drift.
     """
-    pin = _load()["targets"].get(target)
-    if pin is None or _same_file(target.partition(":")[0]):
+    pinned, module = _load(), target.partition(":")[0]
+    pin = pinned["targets"].get(target)
+    path = getattr(sys.modules.get(module), "__file__", None)
+    # Most files are as they were: one hash of each instead of one of each function.
+    if pin is None or (path is not None and _file_hash(path) == pinned["files"].get(module)):
         return None
     found = fingerprint(original)
     if found is None:
@@ -185,11 +188,9 @@ def fingerprint_of_source(source: str) -> dict[str, str]:
 
 
 def _tokens(source: str) -> list[str]:
-    """Return the strings of all significant tokens, equal on every Python.
-
-    Token types have different numbers in each Python, and an f-string is one token up to 3.11 and
-    several afterwards. So this keeps only strings, and joins the parts of f-strings.
-    """
+    """Return the strings of all significant tokens, equal on every Python."""
+    # Token types have different numbers in each Python, and an f-string is one token up to 3.11 and
+    # several afterwards. So this keeps only strings, and joins the parts of f-strings.
     lines = source.splitlines(keepends=True)
     strings: list[str] = []
     start: tuple[int, int] | None = None
@@ -201,26 +202,22 @@ def _tokens(source: str) -> list[str]:
         elif depth and token.type == _FSTRING_END:
             depth -= 1
             if depth == 0 and start is not None:
-                strings.append(_slice(lines, start, token.end))
+                (top, left), (bottom, right) = start, token.end
+                whole = lines[top - 1 : bottom]
+                # The end first: with one line both cuts are in it.
+                whole[-1] = whole[-1][:right]
+                whole[0] = whole[0][left:]
+                strings.append("".join(whole))
         elif depth == 0 and token.type not in _LAYOUT:
             strings.append(token.string)
     return _without_docstring(_without_annotations(strings))
 
 
-def _slice(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
-    if start[0] == end[0]:
-        return lines[start[0] - 1][start[1] : end[1]]
-    first = lines[start[0] - 1][start[1] :]
-    middle = lines[start[0] : end[0] - 1]
-    return "".join([first, *middle, lines[end[0] - 1][: end[1]]])
-
-
 def _without_annotations(strings: list[str]) -> list[str]:
-    """Drop the annotations of the first function's header, but keep defaults.
-
-    Between the brackets of the parameters a colon begins an annotation, unless a default has begun,
-    and a comma, an equals sign or the closing bracket ends it; an arrow begins that of the result.
-    """
+    """Drop the annotations of the first function's header, but keep defaults."""
+    # Between the brackets of the parameters a colon begins an annotation, unless a default has
+    # begun, and a comma, an equals sign or the closing bracket ends it; an arrow begins that of the
+    # result.
     if "def" not in strings:
         return strings
     begin = strings.index("def") + 2
@@ -271,9 +268,3 @@ def path_of(version: str) -> Path:
 @cache
 def _file_hash(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
-def _same_file(module_name: str) -> bool:
-    path = getattr(sys.modules.get(module_name), "__file__", None)
-    pinned = _load()["files"].get(module_name)
-    return path is not None and pinned is not None and _file_hash(path) == pinned

@@ -1,9 +1,8 @@
 """Checks during the first steps that features have their intended effect.
 
 A patch can be in place without effect, because Megatron no longer calls its target. No comparison
-of functions shows that, and losses keep falling. So what could fail silently is checked, on this
-rank and by what our patches did in the steps that ran: a program that does something else than
-upstream's is none of our business. A failed check raises `EffectMissing`, which names the patch.
+of functions shows that, and losses keep falling. A failed check raises `EffectMissing`, which names
+the patch.
 """
 
 from __future__ import annotations
@@ -52,6 +51,8 @@ def is_not_logged() -> bool:
 
 
 def _acted(*patches: str) -> bool:
+    # Checks go by what our patches did in the steps that ran, on this rank: a program that does
+    # something else than upstream's is none of our business.
     return not REGISTRY.acted.isdisjoint(patches)
 
 

@@ -37,30 +37,24 @@ def _place_layers(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any
     return placed_layout(parsed.input_data, chosen.placement)
 
 
-def _is_first_rank(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
-    return bool(sys.modules[_STAGES].is_pp_first_stage(*args, **kwargs))
+def _instead(module: str, name: str) -> Callable[[Call, Any, Args, Kwargs], Any]:
+    """Return a replacement that calls upstream's function for the first rank."""
 
+    def run(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+        return getattr(sys.modules[module], name)(*args, **kwargs)
 
-def _first_rank(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> int:
-    return int(sys.modules[_STAGES].get_pp_first_rank(*args, **kwargs))
+    return run
 
 
 def _is_last_stage(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> bool:
-    return _last_stage_is_here(*args, **kwargs)
-
-
-def _last_stage_is_here(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    given = dict(zip(("ignore_virtual", "vp_stage"), args, strict=False), **kwargs)
     state = sys.modules[_STATE]
     chunks = state.get_virtual_pipeline_model_parallel_world_size()
-    if not ignore_virtual and chunks is not None:
-        assert vp_stage is not None, "ranks hold several chunks: give vp_stage"
-        if vp_stage != chunks - 1:
+    if not given.get("ignore_virtual", True) and chunks is not None:
+        assert given.get("vp_stage") is not None, "ranks hold several chunks: give vp_stage"
+        if given["vp_stage"] != chunks - 1:
             return False
     return bool(state.get_pipeline_model_parallel_rank() == 0)
-
-
-def _first_rank_of_pipeline(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> int:
-    return int(sys.modules[_STATE].get_pipeline_model_parallel_first_rank())
 
 
 def _embed_on_first_rank(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -106,11 +100,9 @@ def _share_evaluation(call: Call, _instance: Any, args: Args, kwargs: Kwargs) ->
 
 
 def _whole_batch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Give all tensor-parallel ranks all fields.
-
-    Upstream sends the fields of the first stage to a rank that holds it, else those of the last
-    stage, regardless of the chunk; stages with MTP get both.
-    """
+    """Give all tensor-parallel ranks all fields."""
+    # Upstream sends the fields of the first stage to a rank that holds it, else those of the last
+    # stage, regardless of the chunk; stages with MTP get both.
     return call(*args[:1], **{**kwargs, "mtp_on_this_rank": True})
 
 
@@ -173,14 +165,14 @@ PATCHES = (
     _patch(
         "is_pp_last_stage",
         f"{_STAGES}:is_pp_last_stage",
-        _is_first_rank,
+        _instead(_STAGES, "is_pp_first_stage"),
         "takes the last rank for the one with the last stage",
         kind="replace",
     ),
     _patch(
         "get_pp_last_rank",
         f"{_STAGES}:get_pp_last_rank",
-        _first_rank,
+        _instead(_STAGES, "get_pp_first_rank"),
         "broadcasts the number of tokens from the last rank; the first has the last stage",
         kind="replace",
     ),
@@ -194,7 +186,7 @@ PATCHES = (
     _patch(
         "get_pipeline_model_parallel_last_rank",
         f"{_STATE}:get_pipeline_model_parallel_last_rank",
-        _first_rank_of_pipeline,
+        _instead(_STATE, "get_pipeline_model_parallel_first_rank"),
         "takes the last rank for the one with the last stage",
         kind="replace",
     ),

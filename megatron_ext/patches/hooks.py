@@ -1,18 +1,9 @@
 """Import hooks: locate Megatron's packages, and run a callback just before the first one.
 
-wrapt's hooks fire *after* a module has executed. The device redirects must be in place *before*
-`megatron.core` executes, because it copies names of `torch.cuda` at import. Python queries a finder
-at the front of `sys.meta_path` just before a module executes, which is the right moment.
-
-The same finder decides which Megatron is used. `megatron` is a namespace package, so
+A finder at the front of `sys.meta_path`, which Python queries just before a module executes, runs
+the callback and decides which Megatron is used. `megatron` is a namespace package, so
 `megatron.core` of the installed wheel and `megatron.training` of a source tree merge (since 0.17
-the wheel has one too; a tree's own scripts get their own). A full tree on `PYTHONPATH` would also
-bring its own `megatron.core`, without the compiled dataset helpers; the finder prefers the
-`megatron.core` of the wheel. `sys.path` stays as the user set it.
-
-Finally, `megatron.training` unconditionally imports a module of Triton kernels that only
-`--batch-invariant-mode` uses. CPU and some MUSA builds of torch lack Triton; for them the finder
-serves a stand-in (`no_triton.py`) with the same functions, which raise an error when called.
+the wheel has one too; a tree's own scripts get their own). `sys.path` stays as the user set it.
 """
 
 from __future__ import annotations
@@ -53,23 +44,28 @@ class _MegatronFinder(MetaPathFinder):
         before: Callbacks by package; each is called once.
     """
 
-    def __init__(self, before: dict[str, Callable[[], None]]) -> None:
+    def __init__(self, before: dict[str, Callable[[], object]]) -> None:
         self.before = before
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the location of one of Megatron's packages; None defers to Python."""
+        # Code may look for the others where they are not, to see whether they exist.
         if fullname in self.before and (
             fullname == "megatron.core" or PathFinder.find_spec(fullname, path) is not None
-        ):  # others may only be asked for, where they are not
+        ):
             self.before.pop(fullname)()
+        # A full tree on `PYTHONPATH` would bring its own, without the compiled dataset helpers.
         if fullname == "megatron.core":
             core = releases.installed_core()
             return PathFinder.find_spec(fullname, [str(core.parent)]) if core else None
         if fullname in _TREE_PACKAGES:
             tree = upstream.find_tree()
             return PathFinder.find_spec(fullname, [str(tree / "megatron")]) if tree else None
+        # `megatron.training` always imports these kernels, which only `--batch-invariant-mode`
+        # uses. CPU and some MUSA builds of torch lack Triton: they get a stand-in that raises when
+        # called.
         if fullname == _TRITON_KERNELS and find_spec("triton") is None:
             return spec_from_file_location(fullname, Path(__file__).with_name("no_triton.py"))
         return None
@@ -93,7 +89,7 @@ def _installed() -> list[MetaPathFinder]:
     return [f for f in sys.meta_path if isinstance(f, _MegatronFinder | _ScriptFinder)]
 
 
-def install(before_core: Callable[[], None]) -> None:
+def install(before_core: Callable[[], object]) -> None:
     """Hook the import of Megatron. Idempotent.
 
     Args:
@@ -102,6 +98,8 @@ def install(before_core: Callable[[], None]) -> None:
     """
     if _installed():
         return
+    # Not wrapt's hooks, which fire after a module has executed: `megatron.core` copies names of
+    # `torch.cuda` at import, so the redirects of the device must be in place before.
     first, last = _MegatronFinder({"megatron.core": before_core}), _ScriptFinder()
     sys.meta_path.insert(0, first)
     sys.meta_path.append(last)

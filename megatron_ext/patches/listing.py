@@ -25,22 +25,18 @@ def import_targets() -> list[str]:
     Returns:
         The missing modules, for example `megatron.training` without a Megatron-LM tree.
     """
+    absent = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _import_targets()
-
-
-def _import_targets() -> list[str]:
-    absent = []
-    importlib.import_module("megatron.core")
-    for name in REGISTRY.modules():
-        if name in sys.modules:
-            continue
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            _LOG.debug("%s cannot be imported: %s", name, error)
-            absent.append(name)
+        importlib.import_module("megatron.core")
+        for name in REGISTRY.modules():
+            if name in sys.modules:
+                continue
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                _LOG.debug("%s cannot be imported: %s", name, error)
+                absent.append(name)
     return absent
 
 

@@ -68,13 +68,11 @@ def _destroy_all_groups(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
 
 
 def _move_to_host(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Move any tensor to the host, and convert it to an array if requested.
-
-    Upstream's function does both for CUDA tensors only; a tensor on the host or on another
-    accelerator comes back unchanged, and the dispatcher then fails to use it as an array.
-    """
+    """Move any tensor to the host, and convert it to an array if requested."""
     import torch
 
+    # Upstream's function does both for CUDA tensors only; a tensor on the host or on another
+    # accelerator comes back unchanged, and the dispatcher then fails to use it as an array.
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         if not torch.is_tensor(tensor) or tensor.is_cuda:
             return call(tensor, as_numpy=as_numpy, record_stream=record_stream)

@@ -23,10 +23,8 @@ def _torch_adam() -> bool:
 
 
 def _keep_padding_of_buckets(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Gather each buffer with the padding at the end of its buckets, as parameters are indexed.
-
-    Only within this call: the other formats store sizes without the padding.
-    """
+    """Gather each buffer with the padding at the end of its buckets, as parameters are indexed."""
+    # Only within this call: the other formats store sizes without the padding.
     sized = [
         *((buffer, buffer.numel) for buffer in instance.buffers),
         *(
@@ -46,16 +44,14 @@ def _keep_padding_of_buckets(call: Call, instance: Any, args: Args, kwargs: Kwar
 
 
 def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Create the state of an optimizer before its first step, for the loader's template.
-
-    Upstream creates only the moments, as for TE's Adam.
-    """
+    """Create the state of an optimizer before its first step, for the loader's template."""
     import torch
 
     optimizer = instance.optimizer
     if not instance.is_stub_optimizer:
         if len(optimizer.state) == 0 and instance.init_state_fn:
             instance.init_state_fn(optimizer, instance.config)
+        # Upstream creates only the moments, as for TE's Adam.
         for state in optimizer.state.values():
             if "exp_avg" in state:
                 state.setdefault("step", torch.tensor(0.0))
@@ -63,16 +59,14 @@ def _initialize_state(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> 
 
 
 def _load_with_own_steps(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Load without recording gradients, then give each parameter its own `step`.
-
-    fp32 parameters are leaves that require gradients, and upstream copies into views of them. The
-    groups hold the number of steps; in the default format (`dp_reshardable`) the per-parameter
-    tensors are only those of the loader's template.
-    """
+    """Load without recording gradients, then give each parameter its own `step`."""
     import torch
 
+    # fp32 parameters are leaves that require gradients, and upstream copies into views of them.
     with torch.no_grad():
         result = call(*args, **kwargs)
+    # The groups hold the number of steps; in the default format (`dp_reshardable`) the tensors of
+    # each parameter are only those of the loader's template.
     for group in instance.optimizer.param_groups:
         for parameter in group["params"]:
             state = instance.optimizer.state.get(parameter)

@@ -13,12 +13,10 @@ _SENT = ("tensor_send_prev", "tensor_send_next")
 
 
 def _send_own_storage(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Send detached aliases, which keep the storage alive until the send is complete.
-
-    The interleaved schedule frees an output (it swaps the tensor's `.data`) while its overlapped
-    send is in flight. Holding the tensor does not help then; an alias has its own reference to the
-    storage. Later upstream releases delay the freeing instead.
-    """
+    """Send detached aliases, which keep the storage alive until the send is complete."""
+    # The interleaved schedule frees an output (it swaps the tensor's `.data`) while its overlapped
+    # send is in flight. Holding the tensor does not help then; an alias has its own reference to
+    # the storage. Later upstream releases delay the freeing instead.
     sent = {name: tensor.detach() for name in _SENT if (tensor := kwargs.get(name)) is not None}
     return call(*args, **{**kwargs, **sent})
 

@@ -134,12 +134,11 @@ def _release(text: str) -> Release:
 
 
 class PatchPoint(wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """A proxy that survives copy, deepcopy and pickle.
+    """A proxy that survives copy, deepcopy and pickle."""
 
-    Megatron deep-copies configurations that hold function references and pickles partials; stock
-    wrapt proxies refuse both. A copy of a patch point is the point itself, and it pickles by name
-    like the function that it stands for.
-    """
+    # Megatron deep-copies configurations that hold function references and pickles partials; stock
+    # wrapt proxies refuse both. A copy of a patch point is the point itself, and it pickles by name
+    # like the function that it stands for.
 
     def __copy__(self) -> PatchPoint:
         return self
@@ -195,11 +194,9 @@ class Site:
 
     @property
     def spreads(self) -> bool:
-        """Whether other modules' copies of the name change with it.
-
-        Not for constants (every module binds None), and not if the target itself is a copy of
-        another module's name: then only this copy changes.
-        """
+        """Whether other modules' copies of the name change with it."""
+        # Not if the target itself is a copy of another module's name: then only this copy changes.
+        # And not for constants: every module binds None.
         defined_in = getattr(self.original, "__module__", None) or self.first.module
         here = defined_in == self.first.module or self.first.module.partition(".")[0] == "torch"
         return here and callable(self.original) and callable(self.installed)

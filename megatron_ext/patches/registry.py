@@ -1,8 +1,6 @@
 """The patch registry: every change that this package makes to another package, in one place.
 
-A `Patch` defines what changes, why and when. The registry installs patches right after the patched
-module first executes, before other code can copy the name (`from x import y`), so no alias of the
-original survives. `Patch.kind` selects one of two mechanisms:
+A `Patch` defines what changes, why and when. `Patch.kind` selects one of two mechanisms:
 
 * `wrap` and `replace` put exactly one `PatchPoint` (a wrapt proxy) on a function or method. At each
   call it builds the chain of the patches that are active *now*: at most one replacement, innermost,
@@ -10,8 +8,7 @@ original survives. `Patch.kind` selects one of two mechanisms:
 * `set` assigns a value once. It is for constants and for functions too hot for a proxy.
 
 `deactivate()` restores every original, in its own module and in every module that has copied the
-name since. References that it cannot reach (default arguments, closures, partials) still act like
-the original, because a patch point checks at each call whether the registry is active.
+name since.
 
 The technique (post-import hooks, transparent proxies) is wrapt's; see its documentation on monkey
 patching for the background.
@@ -36,7 +33,6 @@ from megatron_ext.patches.aliases import (
     replace_aliases,
     restore_aliases,
 )
-from megatron_ext.patches.patch_state import is_loaded, row_of
 from megatron_ext.patches.point import (
     MISSING,
     Args,
@@ -46,6 +42,7 @@ from megatron_ext.patches.point import (
     PatchPoint,
     Row,
     Site,
+    State,
     always,
 )
 from megatron_ext.upstream import releases
@@ -68,7 +65,7 @@ class Registry:
         self._given = release
         self._sites: dict[str, Site] = {}
         self._ids: dict[str, list[Patch]] = {}  # all rows, those for other releases too
-        self._told = False
+        self._has_logged = False
         self.acted: set[str] = set()
         """Ids of the wraps and replacements that have run in this process."""
         self._hooked: set[str] = set()
@@ -156,8 +153,9 @@ class Registry:
 
     def _arm(self, modules: set[str]) -> None:
         """Install into loaded modules, and hook the import of the others."""
-        loaded = {name for name in modules if is_loaded(name)}
+        loaded = {name for name in modules if _is_loaded(name)}
         self._install(loaded, late=True)
+        # Right after a module has executed no other code can have copied its names yet.
         for name in modules - loaded - self._hooked:
             self._hooked.add(name)
             wrapt.register_post_import_hook(partial(self._imported, name), name)
@@ -209,6 +207,8 @@ class Registry:
                 return False
             site.put(site.first.fn(None if site.original is MISSING else site.original))
         else:
+            # References that an undo cannot reach (default arguments, closures, partials) act like
+            # the original too: a point checks at each call whether the registry is active.
             site.put(
                 PatchPoint(site.own, partial(self._dispatch, site), enabled=lambda: self.active)
             )
@@ -272,7 +272,7 @@ class Registry:
             self.acted.add(patch.id)
         call = wrapped
         for patch in active[:0:-1]:
-            # All but the outermost, inner ones first: the wraps around it ask for the parameters of
+            # All but the outermost, inner ones first: the wraps around them read the parameters of
             # the target.
             call = update_wrapper(partial(_step, patch.fn, call, instance), wrapped)
         return active[0].fn(call, instance, args, kwargs)
@@ -281,11 +281,41 @@ class Registry:
 
     def rows(self) -> list[Row]:
         """Return the state of every patch, by feature and id, those for other releases too."""
-        rows = []
-        for patch in self._rows_of_all_releases():
-            site = self._sites.get(patch.target) if patch.is_for(self.release) else None
-            rows.append(row_of(patch, site, armed=self.active))
+        rows = map(self._row, self._rows_of_all_releases())
         return sorted(rows, key=lambda row: (row.feature, row.id, row.releases))
+
+    def _row(self, patch: Patch) -> Row:
+        is_ours = patch.is_for(self.release)
+        site = self._sites[patch.target] if is_ours else Site(patch.target)
+        loaded = _is_loaded(patch.module)
+        wanted = bool(patch.when()) if loaded else False
+        state: State = "refused"
+        if not is_ours:
+            state = "other release"
+        elif not self.active:
+            state = "off"
+        elif not loaded:
+            state = "pending"
+        elif site.is_installed:
+            state = "installed"
+        elif site.mismatch is None:
+            state = "skipped"
+        elif drift.is_missing(site.mismatch) and not (patch.required and wanted):
+            state = "absent"
+        return Row(
+            id=patch.id,
+            target=patch.target,
+            kind=patch.kind,
+            feature=patch.feature,
+            order=patch.order,
+            state=state,
+            intact=site.intact(),
+            active=self.active and wanted and site.is_installed,
+            drift="" if site.mismatch is None else f"{site.mismatch.found}",
+            reason=patch.reason,
+            releases=patch.releases,
+            required=patch.required,
+        )
 
     def mismatches(self) -> list[UpstreamMismatch]:
         """Return the mismatches at targets of patches that would act now.
@@ -317,9 +347,9 @@ class Registry:
         for mismatch in mismatches:
             if drift.refuses(mismatch):
                 raise mismatch
-        if not self._told:
-            self._told = True
-            drift.tell(mismatches, self.release)
+        if not self._has_logged:
+            self._has_logged = True
+            drift.log(mismatches, self.release)
 
     def sites(self) -> list[Site]:
         """Return the targets that are patched now."""
@@ -336,6 +366,13 @@ class Registry:
     def targets(self) -> list[str]:
         """Return all targets that exist upstream, sorted."""
         return sorted(t for t, site in self._sites.items() if not site.first.creates)
+
+
+def _is_loaded(name: str) -> bool:
+    """Return whether a module is imported to its end; the others get a post-import hook."""
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    return module is not None and not getattr(spec, "_initializing", False)
 
 
 def _step(

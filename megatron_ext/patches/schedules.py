@@ -57,12 +57,8 @@ def _check_built(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     refuse_built(instance, found.config, pipeline, ranks)
 
 
-def _draws_by_microbatch() -> bool:
-    return randomness.enabled()
-
-
 def _is_stock_and_draws_by_microbatch() -> bool:
-    return _draws_by_microbatch() and not is_chosen()
+    return randomness.enabled() and not is_chosen()
 
 
 def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -84,16 +80,14 @@ def _begin_iteration(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> 
 
 
 def log_statistics_of(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Train, then log statistics of the steps.
-
-    Megatron may end the process inside (`--exit-interval`), and so may other code, on a single
-    rank: on that path no rank may wait for another.
-    """
+    """Train, then log statistics of the steps."""
     from megatron_ext.runtime.runtime import log_own_statistics, log_statistics
 
     try:
         trained = call(*args, **kwargs)
     except SystemExit:
+        # Megatron (`--exit-interval`) or other code may end a single rank here: on this path no
+        # rank may wait for another.
         log_own_statistics()
         raise
     log_statistics()
@@ -184,7 +178,7 @@ PATCHES = (
         id="schedules.iteration",
         target="megatron.training.training:train_step",
         fn=_begin_iteration,
-        when=_draws_by_microbatch,
+        when=randomness.enabled,
         feature="schedules",
         reason="does not pass the number of the training step to schedules, which need it to seed "
         "a micro-batch",

@@ -21,10 +21,8 @@ _RUNTIME = "megatron_ext.runtime.runtime"
 
 
 def _record() -> Any:
-    """Return the present target of deferred weight gradients; None outside `SplitBackward.defer`.
-
-    This does not import the runtime: if it is not loaded, nothing is split.
-    """
+    """Return the target of deferred weight gradients; None outside `SplitBackward.defer`."""
+    # Without an import: if the runtime is not loaded, nothing is split.
     runtime, found = sys.modules.get(_RUNTIME), active.active()
     return None if runtime is None or found is None else found.state(runtime.Runtimes).splits.record
 

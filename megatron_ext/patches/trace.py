@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_ext.config import active
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
+from megatron_ext.patches.schedules import is_chosen
 from megatron_ext.schedules.table.actions import Action
 
 __all__ = ["PATCHES"]
@@ -39,9 +40,9 @@ def _may_be_observed() -> bool:
 
 
 def _sees_megatrons_steps() -> bool:
-    found = active.active()
+    found = active.active()  # called for each action
     if found is None or found.pipeline is not None or found.job is not None:
-        return False  # the executor reports; asked for each action
+        return False  # the executor reports
     return bool(found.observers)
 
 
@@ -126,10 +127,6 @@ def _action(kind: Any, chunk: int, microbatch: int) -> Action:
     return Action(chunk * pp + rank, kind, microbatch)
 
 
-def _has_table() -> bool:
-    return active.pipeline() is not None
-
-
 def _scalars(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Write our scalars when Megatron logs, with its writers."""
     from megatron.training import global_vars
@@ -182,7 +179,7 @@ PATCHES = (
         id="trace.scalars",
         target="megatron.training.training:training_log",
         fn=_scalars,
-        when=_has_table,
+        when=is_chosen,
         feature="trace",
         reason="does not write bubble, traffic and order to its TensorBoard and W&B writers",
     ),

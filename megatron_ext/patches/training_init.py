@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from megatron_ext.devices import off_cuda
+from megatron_ext.devices.translate import to
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES"]
@@ -24,13 +25,9 @@ def _nothing(_call: Call, _instance: Any, _args: Args, _kwargs: Kwargs) -> None:
     """Do nothing in place of the original."""
 
 
-def _no_fuser(_original: Any) -> Any:
-    """Return a decorator that changes nothing; Megatron's own has a name that must stay."""
-
-    def leave(function: Any) -> Any:
-        return function
-
-    return leave
+def _leave(function: Any) -> Any:
+    """Decorate nothing."""
+    return function
 
 
 PATCHES = (
@@ -54,7 +51,7 @@ PATCHES = (
         id="training_init.jit_fuser",
         target="megatron.core.jit:jit_fuser",
         kind="set",
-        fn=_no_fuser,
+        fn=to(_leave),
         when=off_cuda,
         reason="torch.compile needs a compiler for the device and gains nothing here",
     ),

@@ -13,6 +13,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+from megatron_ext.devices.translate import to
 from megatron_ext.errors import UserError
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
@@ -30,10 +31,6 @@ def _without_te() -> bool:
 def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run the attention of each sequence of a packed batch; of any other batch as it is.
 
-    A packed batch (`qkv_format="thd"`) holds several sequences one after the other, and a token
-    attends to its own only: the mask is block-diagonal. Upstream's `DotProductAttention` refuses
-    such batches. One sequence after the other is that mask without its zero blocks.
-
     Query, key and value are `[t, heads, width]`, the result `[t, heads * width]`; zeros for tokens
     of no sequence, which pad the batch.
     """
@@ -49,6 +46,8 @@ def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
             f"{len(given['key'])} keys needs Transformer Engine, which is not here; install it, or "
             "pack self-attention with qkv_format 'thd'"
         )
+    # Such a batch holds several sequences one after the other, and a token attends to its own only:
+    # the mask is block-diagonal. One sequence after the other is that mask without its zero blocks.
     parts, done = [], 0
     for begin, end in sequences(packed, num_tokens):
         if begin > done:
@@ -90,24 +89,13 @@ def sequences(packed: Any, num_tokens: int) -> Iterator[tuple[int, int]]:
     yield from ((begin, end) for begin, end in spans if end > begin)
 
 
-def _false(_original: Any) -> bool:
-    return False
-
-
-def _none(_original: Any) -> None:
-    return None
-
-
 def _accept_head_widths(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Let multi-latent attention specify the widths of its key and value heads.
-
-    The key's width equals the query's and follows from the tensors. The value's determines the
-    width of the output, which upstream derives from `kv_channels`.
-    """
+    """Let multi-latent attention specify the widths of its key and value heads."""
     kwargs = dict(kwargs)
-    kwargs.pop("k_channels", None)
+    kwargs.pop("k_channels", None)  # equals the query's and follows from the tensors
     v_channels = kwargs.pop("v_channels", None)
     call(*args, **kwargs)
+    # It determines the width of the output, which upstream derives from `kv_channels`.
     if v_channels is not None:
         instance.hidden_size_per_partition = v_channels * instance.num_attention_heads_per_partition
 
@@ -122,12 +110,10 @@ def _local_spec(_original: Any) -> Any:
 
 
 def _norm_with_sequence_parallel(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Build torch's norm for a split sequence.
-
-    A norm acts on each token, so it can run on a split sequence; only the gradients of its
-    parameters must be summed over the tensor-parallel group. `finalize_model_grads` does that for
-    parameters marked `sequence_parallel`.
-    """
+    """Build torch's norm for a split sequence."""
+    # A norm acts on each token, so it can run on a split sequence; only the gradients of its
+    # parameters must be summed over the tensor-parallel group. `finalize_model_grads` does that for
+    # parameters marked `sequence_parallel`.
     config = kwargs.get("config", args[1] if len(args) > 1 else None)
     if config is None or not config.sequence_parallel:
         return call(*args, **kwargs)
@@ -162,15 +148,15 @@ PATCHES = (
             id=f"attention.mla_{name.lower()}",
             target=f"{_MLA}:{name}",
             kind="set",
-            fn=value,
+            fn=to(value),
             when=_without_te,
             until="0.17",
             reason="without Transformer Engine this is a mock, which isinstance refuses",
         )
         for name, value in (
-            ("HAVE_TE", _false),
-            ("TELinear", _none),
-            ("TEColumnParallelLinear", _none),
+            ("HAVE_TE", False),
+            ("TELinear", None),
+            ("TEColumnParallelLinear", None),
         )
     ),
     Patch(
@@ -195,7 +181,7 @@ PATCHES = (
         id="moe.router_gemm",
         target="megatron.core.transformer.moe.moe_utils:te_general_gemm",
         kind="set",
-        fn=_none,
+        fn=to(None),
         creates=True,
         when=_without_te,
         until="0.17",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -49,8 +50,7 @@ class MicrobatchData:
     """The items of one chunk's data iterator for one step; micro-batch i always gets item i.
 
     Megatron's forward steps call `next`, so without it the order of calls, which differs between
-    stages, would decide which tokens a micro-batch gets. Items are fetched on demand only: the
-    middle stages of a GPT read none.
+    stages, would decide which tokens a micro-batch gets.
 
     Args:
         iterator: Megatron's iterator; None on ranks that read no data.
@@ -81,12 +81,8 @@ class MicrobatchData:
         """
         if self._iterator is None:
             return None
-        if not hasattr(self._iterator, "__next__"):
-            self._take_turn(microbatch)
-            return self._iterator
-        return _View(self, microbatch)
-
-    def _take_turn(self, microbatch: int) -> None:
+        if hasattr(self._iterator, "__next__"):
+            return map(self.take, repeat(microbatch))
         if microbatch != self._fetched or self._exchange is not None:
             raise ScheduleError(
                 f"micro-batch {microbatch} runs out of order, but its data comes from a "
@@ -94,6 +90,7 @@ class MicrobatchData:
                 "ahead; take a schedule that keeps the order, such as zb-h1 without --use-dpp"
             )
         self._fetched += 1
+        return self._iterator
 
     def take(self, microbatch: int) -> Any:
         """Return and drop a micro-batch's item; keep skipped items for their own micro-batches.
@@ -102,6 +99,7 @@ class MicrobatchData:
             ScheduleError: The item was already taken.
         """
         assert self._iterator is not None
+        # On demand only: the middle stages of a GPT read none.
         while self._fetched <= microbatch:
             self._kept[self._fetched] = next(self._iterator)
             self._fetched += 1
@@ -137,25 +135,9 @@ class TwinExchange:
         return items[self._theirs]
 
 
-class _View(Iterator[Any]):
-    """The data iterator that a forward step sees."""
-
-    def __init__(self, data: MicrobatchData, microbatch: int) -> None:
-        self._data = data
-        self._microbatch = microbatch
-
-    def __next__(self) -> Any:
-        return self._data.take(self._microbatch)
-
-
 @contextmanager
 def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None]:
     """Seed all generators for one forward, and restore their states afterwards.
-
-    Ranks share numbers as under upstream's `model_parallel_cuda_manual_seed`: the tracker's
-    model-parallel generator differs between tensor-parallel ranks, the expert generator between
-    expert- and expert-tensor-parallel ranks; all others are equal on the ranks of a stage and on
-    its replicas. Recomputation restores the states by itself.
 
     The numbers depend on the arguments and on the tensor- and expert-parallel rank only: neither on
     the pipeline rank, nor on execution order or repetition.
@@ -168,6 +150,7 @@ def microbatch_rng(iteration: int, stage: int, microbatch: int) -> Iterator[None
     Raises:
         ScheduleError: The run has no seed.
     """
+    # Recomputation needs nothing here: upstream restores these states by itself.
     place = iteration, stage, microbatch
     host, device, tracked = random._get_all_rng_states()
     try:
@@ -224,6 +207,8 @@ def _device() -> torch.device:
 
 def _shard(name: str) -> tuple[int, ...]:
     """Return the ranks that distinguish a tracker generator within one stage."""
+    # As under upstream's `model_parallel_cuda_manual_seed`. All other generators are equal on the
+    # ranks of a stage and on its replicas.
     if name == random.get_expert_parallel_rng_tracker_name():
         return (
             parallel_state.get_expert_model_parallel_rank(),
@@ -392,11 +377,9 @@ class StageCompute:
         return self._live.get((stage, microbatch))
 
     def release(self, outputs: Tensors) -> None:
-        """Free the data of outputs that were sent; the backward only needs their graph.
-
-        Like upstream's `deallocate_output_tensor`, except that all outputs share one scalar:
-        allocating a new one takes as long as sending the tensor.
-        """
+        """Free the data of outputs that were sent; the backward only needs their graph."""
+        # Like upstream's `deallocate_output_tensor`, except that all outputs share one scalar:
+        # allocating a new one takes as long as sending the tensor.
         if self.call.config.deallocate_pipeline_outputs:
             for tensor in outputs:
                 if tensor is not None:
@@ -450,10 +433,8 @@ class StageCompute:
         return found
 
     def _around_forward(self, stage: int, microbatch: int) -> AbstractContextManager[Any]:
-        """Return the context of an F: deferred weight gradients, seeds, a check of lengths.
-
-        Most forwards need none of them, and an empty context costs as much as a real one.
-        """
+        """Return the context of an F: deferred weight gradients, seeds, a check of lengths."""
+        # Most forwards need none of them, and an empty context costs as much as a real one.
         contexts: list[AbstractContextManager[None]] = []
         if (stage, microbatch) in self.table.split_backwards:
             contexts.append(self.splits.defer(stage, microbatch))
@@ -469,11 +450,8 @@ class StageCompute:
         return contexts[0] if contexts else _UNCHANGED
 
     def _checkpoints_all_layers(self) -> bool | None:
-        """Apply upstream's partial checkpointing: of the live micro-batches, spare the first few.
-
-        Returns:
-            Whether this forward checkpoints all layers; None if the limit is not set.
-        """
+        """Return whether this forward checkpoints all layers; None without a limit."""
+        # Upstream's partial checkpointing: of the live micro-batches, it spares the first few.
         limit = self.call.config.num_microbatches_with_partial_activation_checkpoints
         return None if limit is None else self._forwards % max(self.table.max_live, 1) >= limit
 

@@ -94,7 +94,10 @@ def open_transport(
     if pipeline.config.tries_ipc and backend.reaches_peers:
         reach = find_reach(opening.peers, lambda: backend.sharing(device))
         transport = _between_devices(opening, reach, channels)
-        _tell_reasons(me, reach, transport)
+        wires = transport.stats().wires
+        for peer, reason in sorted(reach.reasons.items()):  # it logs itself which pairs are direct
+            if me < peer:
+                _LOG.info("rank %d and rank %d: %s, not ipc: %s", me, peer, wires[peer], reason)
     elif pipeline.transport == "torch":
         transport = opening.over_torch(channels)
     elif pipeline.config.device_path == "ipc":
@@ -147,12 +150,15 @@ class _Opening:
     ) -> NativeTransport:
         """Open the native transport to some peers, with slots for whole tensors by default.
 
-        Short slots are for what is written about tensors: for a dynamic order two notes for each.
+        Short slots hold notes about tensors: for a dynamic order two for each.
         """
         environment = required().environment
         name = self.pipeline.transport if wire is None else wire
         assert name != "torch"
         num_notes = 2 if slot_bytes and self.pipeline.dynamic is not None else 1
+        sizes = [
+            math.prod(shape) * self.dtype.itemsize for shape in self.known if shape is not None
+        ]
         ip = None
         if name != "shm":
             ip = own_address(
@@ -172,7 +178,7 @@ class _Opening:
             rail=environment.local_rank,
             ranks_per_node=environment.local_world_size,
             slots=self.slots * num_notes,
-            slot_bytes=slot_bytes or _slot_bytes(self.known, self.dtype),
+            slot_bytes=slot_bytes or max(sizes, default=_SLOT_BYTES),
             connect_timeout_s=self.pipeline.timeout_s,
             checksums=self.pipeline.config.checksums,
             for_device=self.device.type != "cpu",
@@ -189,13 +195,14 @@ class _Opening:
             timeout_s=self.pipeline.timeout_s,
             peers=peers,
             owns_host=peers is None,
-            tells_when_there=self.pipeline.dynamic is not None,
+            reports_copies=self.pipeline.dynamic is not None,
         )
-        atexit.register(transport.close)  # tells peers that still run of a clean exit
+        # A process that just ends looks to its peers as if it had died.
+        atexit.register(transport.close)
         return transport
 
     def staged(self, host: NativeTransport) -> Transport:
-        """Return what carries the device's tensors over a host transport."""
+        """Return a transport that carries the device's tensors over a host transport."""
         copies = devices.current().copies(self.device)
         transport = staged(host, copies, timeout_s=self.pipeline.timeout_s)
         atexit.register(transport.close)
@@ -217,28 +224,13 @@ def _between_devices(opening: _Opening, reach: Reach, channels: Sequence[Channel
         host = opening.native(reach.direct, NOTE_BYTES, wire="shm")
         direct = opening.direct(host, reach.sharing)
         return PairedTransport(direct, over_torch) if left else direct
-    # Slots have the same size on all ranks.
+    # Slots have the same size on all ranks, so short ones are for jobs without another pair.
     host = opening.native(opening.peers, NOTE_BYTES if reach.is_complete else None)
     if not reach.direct:
         return opening.staged(host)
     assert reach.sharing is not None
     if not reach.reasons:
         return opening.direct(host, reach.sharing)
-    rest = opening.staged(host)  # first: at exit it closes last, and the host transport with it
+    # First: exit hooks run in reverse, so it closes last, and the host transport with it.
+    rest = opening.staged(host)
     return PairedTransport(opening.direct(host, reach.sharing, reach.direct), rest)
-
-
-def _tell_reasons(me: int, reach: Reach, transport: Transport) -> None:
-    """Log which pairs are not direct, and why; the direct transport logs those that are."""
-    wires = transport.stats().wires
-    for peer, reason in sorted(reach.reasons.items()):
-        if me < peer:
-            _LOG.info("rank %d and rank %d: %s, not ipc: %s", me, peer, wires[peer], reason)
-
-
-def _slot_bytes(known: Sequence[tuple[int, ...] | None], dtype: torch.dtype) -> int:
-    """Return the size in bytes of the largest tensor that stages exchange."""
-    return max(
-        (math.prod(shape) * dtype.itemsize for shape in known if shape is not None),
-        default=_SLOT_BYTES,
-    )

@@ -95,16 +95,20 @@ def forward_backward(
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
     )
-    finalizes = config.finalize_model_grads_func is not None and not forward_only
-    with _timed(config), grad_and_param_sync_disabled(config, forward_only):
+    timer = config.timers and config.timers("forward-backward", log_level=1)
+    if timer:
+        timer.start(barrier=config.barrier_with_L1_time)
+    with grad_and_param_sync_disabled(config, forward_only):
         compute = runtime.run(table, call, shapes, force_all_reduce=bool(force_all_reduce))
-        if finalizes:
+        if config.finalize_model_grads_func is not None and not forward_only:
             config.finalize_model_grads_func(
                 chunks,
                 compute.total_tokens() if config.calculate_per_token_loss else None,
                 pg_collection=groups,
                 force_all_reduce=force_all_reduce,
             )
+    if timer:
+        timer.stop()
     reports = compute.reports
     if balanced is not None:
         reports = balanced.in_file_order(reports, groups.tp, chunks)
@@ -171,10 +175,6 @@ def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
             )
 
 
-def _shapes_travel(config: Any) -> bool:
-    return bool(config.variable_seq_lengths or config.mtp_standalone)
-
-
 def _shapes(
     config: Any,
     groups: ProcessGroupCollection,
@@ -187,20 +187,9 @@ def _shapes(
     sent = list(received)
     if adjust is not None:
         received, sent = adjust(received, sent)
-    if _shapes_travel(config):
+    if config.variable_seq_lengths or config.mtp_standalone:
         return {"F": [None] * len(received), "B": [None] * len(sent)}
     return {"F": [tuple(s) for s in received], "B": [tuple(s) for s in sent]}
-
-
-@contextmanager
-def _timed(config: Any) -> Iterator[None]:
-    if config.timers is None:
-        yield
-        return
-    timer = config.timers("forward-backward", log_level=1)
-    timer.start(barrier=config.barrier_with_L1_time)
-    yield
-    timer.stop()
 
 
 @contextmanager

@@ -239,11 +239,14 @@ class Executor:
         stage = action.stage
         remaining, run_ahead = self._remaining[stage], self.run_ahead
         is_last = remaining == 1
+        # Before the inputs are received: on the device they would hold memory during the wait.
         if run_ahead is not None:
             run_ahead.wait_until(AHEAD - 1)
+        # Also before: the gather of parameters then overlaps the wait for the inputs.
         if remaining == self.table.actions_by_stage[stage]:
             self.parameters.before(stage)
         inputs = self._inputs(exchange)
+        # This reference keeps a backward's graph alive until its results have been sent.
         is_backward = action.kind in ("B", "I")
         saved = self.compute.saved_tensors(stage, action.microbatch) if is_backward else None
         for observer in self._begins:
@@ -276,18 +279,18 @@ class Executor:
             self._receive(exchange, credit)
         inputs: Tensors = []
         for transfer in exchange.inputs:
-            if transfer.verb == "LOCAL":
-                inputs.append(self._take(exchange.action, transfer.message))
-            else:
+            if transfer.verb != "LOCAL":
                 inputs.append(self._receive(exchange, transfer))
+            elif transfer.message in self._handed:
+                inputs.append(self._handed.pop(transfer.message))
+            else:
+                raise MegatronExtError(
+                    f"{exchange.action} cannot run before {transfer.message} was handed over"
+                )
+        # Only now: a credit lets a forward rank send the message that takes the place of these.
         for credit in exchange.grants:
             self.transport.isend(torch.empty(0, dtype=torch.uint8), credit.peer, credit.message)
         return inputs
-
-    def _take(self, action: Action, message: Message) -> torch.Tensor | None:
-        if message not in self._handed:
-            raise MegatronExtError(f"{action} cannot run before {message} was handed over")
-        return self._handed.pop(message)
 
     def _receive(self, exchange: Exchange, transfer: Transfer) -> torch.Tensor:
         try:
@@ -302,23 +305,19 @@ class Executor:
 
     def _deliver(self, exchange: Exchange, tensors: Tensors) -> None:
         for transfer, tensor in zip(exchange.outputs, tensors, strict=True):
-            if transfer.verb == "LOCAL":
-                self._hand_over(transfer.message, tensor)
-            else:
+            message = transfer.message
+            if transfer.verb != "LOCAL":
                 assert tensor is not None
-                self.transport.isend(tensor, transfer.peer, transfer.message)
+                self.transport.isend(tensor, transfer.peer, message)
+                continue
+            self._handed[message] = tensor
+            if message.kind == "F" and tensor is not None:
+                # So that the backward stops at the stage boundary.
+                self._handed[message] = tensor.detach()
+            self.order.handed(message)
+        # The transport and the next stage hold the storage by themselves.
         if exchange.action.kind == "F":
             self.compute.release(tensors)
-
-    def _hand_over(self, message: Message, tensor: torch.Tensor | None) -> None:
-        """Keep a tensor for another stage of this rank.
-
-        Activations are detached, so the backward stops at the stage boundary.
-        """
-        if message.kind == "F" and tensor is not None:
-            tensor = tensor.detach()
-        self._handed[message] = tensor
-        self.order.handed(message)
 
     def _check_complete(self) -> None:
         executed = {position for position, _, _ in self._executed}

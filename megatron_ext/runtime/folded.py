@@ -1,9 +1,8 @@
-"""Adapts Megatron to folded pipelines, whose first and last stage share a rank.
+"""Adapts Megatron to folded pipelines, whose first and last stage share a rank (V and W).
 
 Megatron assumes that the first and the last stage are on different ranks, and that the world's last
-rank has the loss and logs it. In V and W placements the first pipeline rank holds both ends: both
-copies of the word embedding live in one process, and losses must be sent to the rank that logs.
-In every other placement these functions do nothing.
+rank has the loss and logs it. Here both copies of the word embedding live in one process, and
+losses must be sent to the rank that logs. In other placements these functions do nothing.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ __all__ = [
 def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
     """Copy the first stage's word embedding into the last stage's copy.
 
-    Call it after all chunks are built and before an optimizer copies their parameters. Upstream
-    synchronizes the copies by an all-reduce between ranks, which has no effect within one rank.
+    Call it after all chunks are built and before an optimizer copies their parameters.
     """
+    # Upstream's all-reduce between the ranks of both copies has no effect within one rank.
     tied = _tied_weights(chunks)
     if tied is None:
         return
@@ -66,10 +65,10 @@ def sum_tied_gradients(chunks: Sequence[torch.nn.Module]) -> None:
     """Set `main_grad` of both copies of the word embedding to the sum of the two.
 
     Replaces upstream's all-reduce over the embedding group. Call it after the data-parallel
-    reduction and before gradients are scaled by the number of tokens. With the distributed
-    optimizer each replica owns one shard of the gradient. Tied weights have their own buckets, so
-    the shards of both copies match.
+    reduction and before gradients are scaled by the number of tokens.
     """
+    # With the distributed optimizer each replica owns one shard of the gradient. Tied weights have
+    # their own buckets, so the shards of both copies match.
     tied = _tied_weights(chunks)
     if tied is None:
         return
@@ -140,9 +139,7 @@ def share_losses(
 def share_mtp_losses(groups: ProcessGroupCollection | None = None) -> None:
     """Broadcast this step's multi-token prediction values to all stages. Collective.
 
-    These are losses and, from 0.19 on, hits. Upstream keeps them in a tracker on the rank that
-    computed them and averages them over its replicas when it logs. After the broadcast every
-    rank's replicas hold the same values, so the average is right on every rank.
+    These are losses and, from 0.19 on, hits.
 
     Args:
         groups: The model's process groups; None for Megatron's global ones.
@@ -159,5 +156,7 @@ def share_mtp_losses(groups: ProcessGroupCollection | None = None) -> None:
         groups,
     )
     if shared:
+        # Upstream averages over the replicas of the rank that computed the values. Now the replicas
+        # of every rank hold them, so the average is right on the rank that logs.
         replicas = (default_groups() if groups is None else groups).dp_cp
         tracker.update(shared, reduce_group=None, avg_group=replicas)

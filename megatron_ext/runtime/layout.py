@@ -2,8 +2,7 @@
 
 Megatron asks `PipelineParallelLayerLayout` for the layers of each (pipeline rank, chunk) and for
 the number of layers before them. Upstream's class assigns stages to ranks round-robin; this one
-follows a `Placement`. Arguments and checkpoints keep the plain layout string in stage order, so
-checkpoints do not depend on the placement.
+follows a `Placement`.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ class PlacedLayout(PipelineParallelLayerLayout):
                 f"--pipeline-model-parallel-layout {layout} has {len(stages)} stages, but the "
                 f"schedule has {placement.num_stages}; separate that many with |"
             )
+        # Arguments and checkpoints keep the plain string in stage order, so that checkpoints do not
+        # depend on the placement.
         super().__init__(layout, placement.num_ranks)
         self.placement = placement
         self.stages = stages
         self.layout = [[stages[stage] for stage in held] for held in placement.stages_of]
 
     def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None) -> bool:
-        """Run upstream's checks; return whether an MTP layer is outside the last stage.
-
-        Upstream decides that by rank, which is wrong for these placements.
-        """
+        """Run upstream's checks; return whether an MTP layer is outside the last stage."""
+        # Upstream decides that by rank, which is wrong for these placements.
         super().validate_layer_layout(num_layers, mtp_num_layers)
         return any(LayerType.mtp in stage for stage in self.stages[:-1])
 
@@ -75,10 +74,7 @@ class PlacedLayout(PipelineParallelLayerLayout):
         return sum(earlier.count(layer_type) for earlier in self.stages[:stage])
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=16)  # upstream builds a new configuration for every micro-batch
 def placed_layout(layout: str, placement: Placement) -> PlacedLayout:
-    """Return the cached layout of a placement.
-
-    Upstream builds a new configuration for every micro-batch, so this is called often.
-    """
+    """Return the cached layout of a placement."""
     return PlacedLayout(layout, placement)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from math import nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,11 +47,6 @@ def refusing_long_sequences(
 ) -> Iterator[None]:
     """Check the tokens that a first stage reads inside the block, which upstream does not.
 
-    Too long a sequence would end in an index error of the embedding (on a GPU in an assertion of
-    the device), or with rotary embeddings not at all.
-
-    Models without a maximum, and other stages, read what they like.
-
     Args:
         model: The chunk of the stage, in its wrappers.
         stage: Global index of the stage, for the message.
@@ -60,6 +56,8 @@ def refusing_long_sequences(
     Raises:
         ScheduleError: A sequence has more tokens than the model has positions.
     """
+    # Too long a sequence would end in an index error of the embedding (on a GPU in an assertion of
+    # the device), or with rotary embeddings not at all.
     reader = unwrap_model(model)
     limit = getattr(reader, "max_sequence_length", None)
     if limit is None or not getattr(reader, "pre_process", False):
@@ -128,7 +126,7 @@ class ItemSize(NamedTuple):
 
 
 def item_size(item: Any) -> ItemSize | None:
-    """Return the size of a micro-batch; None: it does not say it.
+    """Return the size of a micro-batch; None: it holds no lengths.
 
     Args:
         item: What the data iterator gives: `tokens`, `[b, s]` with any s from 0 on, or for packed
@@ -212,7 +210,7 @@ class BalancedStep:
     def iterator(self, items: Any) -> Iterator[Any] | None:
         """Return an iterator over a chunk's micro-batches in the order of the step.
 
-        The first item that is asked for fetches all.
+        The first `next` fetches all.
 
         Args:
             items: Megatron's data iterator of the chunk; None: the chunk reads no data.
@@ -230,7 +228,7 @@ class BalancedStep:
         return self._ordered(items)
 
     def _ordered(self, items: Iterator[Any]) -> Iterator[Any]:
-        # Chunks of one rank read the same data.
+        # Chunks of one rank read the same data; the first of them decides.
         held = self._decided(items) if self.order is None else self._numbered(self._fetched(items))
         if self._received is not None:
             # Forward steps write into what they read, and the next chunk reads it too.
@@ -255,6 +253,8 @@ class BalancedStep:
         self, items: Iterator[Any], replicas: ReplicaExchange
     ) -> tuple[dict[int, Any], dict[int, float]]:
         """Return the micro-batches of this replica, and what those of all replicas cost."""
+        # A rank comes here when it first reads data in a step. No circle of waits can arise: the
+        # first reading of a stage depends on stages before it alone, in each replica.
         try:
             fetched = self._fetched(items)
             mine = [item_cost(item, self.length_cost) for item in fetched]
@@ -320,8 +320,7 @@ class ReplicaExchange:
 
     Each replica reads its micro-batches as ever, so data loaders, checkpoints and the global batch
     stay as they are. Then all exchange costs, compute the same assignment, and send what another
-    replica runs. A rank does so when it first reads data in a step; no circle of waits can arise,
-    because the first reading of a stage depends on stages before it alone, in each replica.
+    replica runs.
 
     Micro-batches have the numbers that Megatron's samplers give them: of `size` replicas, replica r
     reads r, r + size, r + 2 * size and so on.
@@ -343,19 +342,19 @@ class ReplicaExchange:
         return self.group.size()
 
     def costs(self, mine: Sequence[float]) -> list[float]:
-        """Return what the micro-batches of all replicas cost, by number. Collective.
+        """Return the costs of all replicas' micro-batches, by number. Collective.
 
         Args:
-            mine: Those of this replica; NaN: it could not read them, and says why itself.
+            mine: Those of this replica; NaN: it could not read them, and raises the reason itself.
 
         Raises:
             ScheduleError: Another replica could not read its micro-batches.
             TransportError: Another replica does not answer.
         """
-        told = torch.tensor(mine, dtype=torch.float64)
-        rows = [torch.empty_like(told) for _ in range(self.size)]
+        own = torch.tensor(mine, dtype=torch.float64)
+        rows = [torch.empty_like(own) for _ in range(self.size)]
         with self._waiting("what their micro-batches cost"):
-            dist.all_gather(rows, told, group=self.group)
+            dist.all_gather(rows, own, group=self.group)
         found: list[float] = torch.stack(rows, dim=1).flatten().tolist()
         failed = [r for r, row in enumerate(rows) if r != self.rank and bool(row.isnan().any())]
         if failed and not math.isnan(mine[0]):
@@ -385,8 +384,10 @@ class ReplicaExchange:
         kept = {number: held[number] for number in shares[self.rank] if number in held}
         sent = [{number: held[number] for number in share if number in held} for share in shares]
         sent[self.rank] = {}
+        placed = partial(_placed, self.device)
         for received in self._swapped([_packed(items) for items in sent]):
-            kept |= self._unpacked(received)
+            if received:
+                kept |= torch.load(io.BytesIO(received), map_location=placed, weights_only=True)
         return kept
 
     def _swapped(self, parts: Sequence[bytes]) -> list[bytes]:
@@ -404,18 +405,6 @@ class ReplicaExchange:
             dist.all_to_all_single(incoming, outgoing, coming, sizes.tolist(), group=self.group)
         return [part.numpy().tobytes() for part in incoming.split(coming)]
 
-    def _unpacked(self, part: bytes) -> dict[int, Any]:
-        if not part:
-            return {}
-        found: dict[int, Any] = torch.load(
-            io.BytesIO(part), map_location=self._placed, weights_only=True
-        )
-        return found
-
-    def _placed(self, storage: Any, location: str) -> Any:
-        """Put a storage where the sender had it: on the host, or on the device of this rank."""
-        return storage if location == "cpu" else storage.to(device=self.device)
-
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
         try:
@@ -426,6 +415,11 @@ class ReplicaExchange:
                 f"--pipeline-balance pack: ranks {ranks} could not tell each other {what}: "
                 f"{str(error).splitlines()[0]}"
             ) from error
+
+
+def _placed(device: torch.device, storage: Any, location: str) -> Any:
+    """Return a storage where the sender had it: on the host, or on the device of this rank."""
+    return storage if location == "cpu" else storage.to(device=device)
 
 
 def _packed(items: dict[int, Any]) -> bytes:

@@ -3,8 +3,7 @@
 Megatron's 1F1B and interleaved schedules run unmodified; only the P2P transport is replaced, at
 `P2PCommunicator._communicate`. These schedules match tensors by call order, not by name. So the
 n-th tensor of a direction gets the name of the n-th message in the table of the same schedule,
-which sender and receiver both know. With names a send never blocks, whatever order the peer
-receives in.
+which sender and receiver both know.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def communicate(
     requests: dict[str, _Request] = {}
     if tensor_send_prev is not None:
         step.send(tensor_send_prev, "B")
-        requests["send_prev"] = _Request()
+        requests["send_prev"] = _Request()  # nothing to wait for: the transport holds the storage
     if tensor_send_next is not None:
         step.send(tensor_send_next, "F")
         requests["send_next"] = _Request()
@@ -111,7 +110,7 @@ def communicate(
 
 
 class _Request:
-    """A request for Megatron. Sends complete at once: the transport keeps the storage alive."""
+    """A request for Megatron; that of a send is complete from the beginning."""
 
     def __init__(self, arrive: Callable[[], None] | None = None) -> None:
         self._arrive = arrive
@@ -139,6 +138,7 @@ class StockStep:
 
     def __post_init__(self) -> None:
         made = (t for exchange in self.table.exchanges for t in exchange.outputs)
+        # With names a send never blocks, whatever order the peer receives in.
         self._to_send = self._queues(transfer for transfer in made if transfer.verb == "SEND")
         self._to_receive = self._queues(self.table.arrivals)
         expected = [
@@ -168,10 +168,8 @@ class StockStep:
         return torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=True)
 
     def arrival(self, kind: MessageKind, tensor: torch.Tensor) -> Callable[[], None]:
-        """Return a function that receives the next tensor of a direction into `tensor`.
-
-        The message is fixed here, because Megatron may wait in another order than it requests.
-        """
+        """Return a function that receives the next tensor of a direction into `tensor`."""
+        # Fixed here, because Megatron may wait in another order than it requests.
         transfer = self._next(self._to_receive, kind, "receives")
         source, message = self.peers.of(transfer), transfer.message
 

@@ -179,7 +179,7 @@ class PolicyOrder:
 
     def __post_init__(self) -> None:
         """Begin a step."""
-        patience = self.policy.patience
+        patience = self.policy.patience  # None: the policy never waits for a better action
         self.pace = _Pace() if patience is None else _Pace(patience.durations)
 
     def expected(self) -> list[Expected]:
@@ -201,7 +201,8 @@ class PolicyOrder:
             # Peers over ipc send notices of what they have launched; others send none.
             wires = self.transport.stats().wires.values()
             progress.hears_launches = all(wire == "ipc" for wire in wires)
-            ahead.wait_until(0)  # an evaluation may still run
+            # An evaluation may still run, whose actions are none of this table.
+            ahead.wait_until(0)
             ahead.listen(self.transport.wake)
         try:
             for number in range(len(self.table.exchanges)):
@@ -216,8 +217,10 @@ class PolicyOrder:
                     self.pace.ended(index, time.perf_counter() - begin_s)
                 else:
                     self._running.append(index)
-                progress.finished(index)  # what it enables runs behind it, on the same device
-            while len(self._running) > 1:  # nothing waits for the end of the last
+                # On a device it has only been launched; what it enables runs behind it.
+                progress.finished(index)
+            # Nothing waits for the end of the last.
+            while len(self._running) > 1:
                 self._wait()
         finally:
             if ahead is not None:
@@ -330,6 +333,7 @@ class LedOrder:
         Raises:
             TransportError: A decision timed out, or the leader failed.
         """
+        # Decisions carry their number as micro-batch: they may arrive ahead of their turn.
         for number in range(len(self.table.exchanges)):
             choice = self.transport.recv(self.leader, Message("D", 0, number), self.timeout_s)
             yield int(choice.item())

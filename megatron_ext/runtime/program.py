@@ -1,8 +1,4 @@
-"""One rank's table, and its communication in a step: peers, message names and shapes.
-
-Between two actions the device waits for the host, so nothing is looked up there. Peers and message
-names depend only on the table and the shapes, which stay the same from step to step.
-"""
+"""One rank's table, and its communication in a step: peers, message names and shapes."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -32,10 +29,8 @@ from megatron_ext.transport.base import Expected
 if TYPE_CHECKING:
     from megatron_ext.config.sized_pipeline import Pipeline
     from megatron_ext.message import Message, MessageKind
-    from megatron_ext.schedules.search.queues import Post
     from megatron_ext.schedules.table.actions import Action, Schedule
     from megatron_ext.schedules.table.communication import Exchange
-    from megatron_ext.schedules.table.memory import Edge
     from megatron_ext.schedules.table.route_plan import Route
 
 __all__ = [
@@ -69,7 +64,7 @@ class Table:
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """This rank's actions with their transfers, in table order."""
+        """The actions of this rank with their transfers, in table order."""
         return exchanges(self.schedule, self.rank, self.window)
 
     @cached_property
@@ -100,7 +95,7 @@ class Table:
 
     @cached_property
     def reduction_order(self) -> tuple[int, ...]:
-        """This rank's stages in the order in which the table completes them."""
+        """The stages of this rank in the order in which the table completes them."""
         return reduction_order(self.schedule.rows[self.rank])
 
     @cached_property
@@ -152,17 +147,14 @@ def make_table(
         slots = slots_for_forward(schedule) + num_microbatches * most_hops(routes, placement)
         return Table(replace(schedule, routes=routes), rank, slots)
     schedule = replace(pipeline.schedule(num_microbatches), routes=routes)
-    if pipeline.transport == "torch":  # may be the first step with this number
+    # Checked at the start of the run for the batch sizes known then; this may be another one.
+    if pipeline.transport == "torch":
         check_queues(schedule)
-    return Table(schedule, rank, _most_on_an_edge(validate(schedule).slots))
-
-
-def _most_on_an_edge(slots: Mapping[Edge, int]) -> int:
-    """Return the most messages in flight from one rank to another, per direction of data flow."""
+    # Activations and what is on routes share a direction of data flow, and its slots.
     by_pair: Counter[tuple[int, int, bool]] = Counter()
-    for (source, target, kind), count in slots.items():
+    for (source, target, kind), count in validate(schedule).slots.items():
         by_pair[source, target, kind in ("F", "P")] += count
-    return max(by_pair.values(), default=1)
+    return Table(schedule, rank, max(by_pair.values(), default=1))
 
 
 def check_agreement(
@@ -173,6 +165,7 @@ def check_agreement(
     Raises:
         ScheduleError: Tables differ in a group. Every rank of that group raises it.
     """
+    # 15 hexadecimal digits fit an int64.
     mine = torch.tensor([int(table.schedule.digest[:15], 16)], device=device)
     for group in groups:
         others = [torch.empty_like(mine) for _ in range(group.size())]
@@ -324,11 +317,22 @@ class Program:
 def make_program(table: Table, ends: Ends) -> Program:
     """Resolve the source or destination of every tensor in a step.
 
+    Peers and names depend only on the table and the shapes, so steps share one program.
+
     Args:
         table: The table of this rank.
         ends: Resolves its transfers to peers and tensors.
     """
-    resolved = tuple(_resolved(exchange, ends) for exchange in table.exchanges)
+    # Between two actions the device waits for the host, so nothing may be looked up there.
+    resolved = tuple(
+        exchange._replace(
+            awaits=tuple(_each(exchange.awaits, ends)),
+            inputs=tuple(_each(exchange.inputs, ends)),
+            grants=tuple(_each(exchange.grants, ends)),
+            outputs=tuple(_each(exchange.outputs, ends)),
+        )
+        for exchange in table.exchanges
+    )
     if table.schedule.disaggregated:  # needs a transport that matches messages by name
         turns = [(transfer, 0) for transfer in table.arrivals]
     else:
@@ -346,33 +350,14 @@ def _turns(
     table: Table, resolved: Sequence[Exchange], *, leads: bool
 ) -> list[tuple[Transfer, int]]:
     """Return (transfer, number of transport calls before it is posted), in the shared order."""
-    each = (len(exchange.inputs) + len(exchange.outputs) for exchange in map(_on_wire, resolved))
-    calls = list(accumulate(each, initial=0))
+    # What stays on this rank (LOCAL) is no call of the transport.
+    received = [sum(t.verb == "RECV" for t in exchange.inputs) for exchange in resolved]
+    sent = [sum(t.verb == "SEND" for t in exchange.outputs) for exchange in resolved]
+    calls = list(accumulate(map(add, received, sent), initial=0))
     return [
-        (post.transfer, calls[post.before] + _num_taken(resolved, post))
+        (post.transfer, calls[post.before] + (received[post.before] if post.taken else 0))
         for post in table.order.posts(table.rank, leads=leads)
     ]
-
-
-def _num_taken(resolved: Sequence[Exchange], post: Post) -> int:
-    return len(_on_wire(resolved[post.before]).inputs) if post.taken else 0
-
-
-def _on_wire(exchange: Exchange) -> Exchange:
-    """Drop transfers that stay on this rank."""
-    return exchange._replace(
-        inputs=tuple(t for t in exchange.inputs if t.verb == "RECV"),
-        outputs=tuple(t for t in exchange.outputs if t.verb == "SEND"),
-    )
-
-
-def _resolved(exchange: Exchange, ends: Ends) -> Exchange:
-    return exchange._replace(
-        awaits=tuple(_each(exchange.awaits, ends)),
-        inputs=tuple(_each(exchange.inputs, ends)),
-        grants=tuple(_each(exchange.grants, ends)),
-        outputs=tuple(_each(exchange.outputs, ends)),
-    )
 
 
 def _each(transfers: Sequence[Transfer], ends: Ends) -> Iterator[Transfer]:

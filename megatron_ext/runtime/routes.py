@@ -177,6 +177,7 @@ class _Publish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        # All takers have run: those of this stage by their edge, later stages before this backward.
         of_takers = ctx.takers.pop()
         if gradient is None or of_takers is None:
             return (of_takers if gradient is None else gradient), None
@@ -263,6 +264,7 @@ class RouteStore:
                 return tensor
             found.repeated = True
             return _Publish.apply(tensor, found.takers)  # type: ignore[no-any-return]
+        # Without a pipeline nothing says when a micro-batch ends: the next publish does.
         if self._declared is not None and found is not None:
             raise ScheduleError(
                 f"{self._where(name)}: published twice in one forward; give each tensor a name"
@@ -317,13 +319,13 @@ class RouteStore:
 
     def with_gradient(self, batch: Batch, names: Sequence[str]) -> list[str]:
         """Return the names for whose tensors gradients travel."""
-        return [name for name in names if self._travels(batch, name)]
-
-    def _travels(self, batch: Batch, name: str) -> bool:
-        value = self._known[batch, name].value
-        if value is None:
-            return False
-        return value.is_floating_point() if self._floating else value.requires_grad
+        found = ((name, self._known[batch, name].value) for name in names)
+        return [
+            name
+            for name, value in found
+            if value is not None
+            and (value.is_floating_point() if self._floating else value.requires_grad)
+        ]
 
     def put_gradients(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> None:
         """Add gradients received from takers in later stages on other ranks, where one is needed.
@@ -358,14 +360,14 @@ class RouteStore:
             ScheduleError: A declared route was not published or not taken.
         """
         assert self._declared is not None
-        said = self._declared[stage]
-        for name in said.publishes:
+        declared = self._declared[stage]
+        for name in declared.publishes:
             if name not in self._published:
                 raise ScheduleError(
                     f"{self._where(name)}: declared, but not published; publish it in every "
                     f"forward, None where there is no tensor"
                 )
-        for name in said.takes:
+        for name in declared.takes:
             if name not in self._taken:
                 raise ScheduleError(
                     f"{self._where(name)}: declared, but never taken; take it in every forward"
@@ -387,6 +389,7 @@ class RouteStore:
         for name in names:
             found = self._known[batch, name]
             if found.value is not None:
+                # An empty tensor keeps the flag, which decides whether gradients travel.
                 wants = found.value.requires_grad
                 found.value = found.value.new_empty(0).requires_grad_(wants)
 
@@ -429,7 +432,7 @@ class _Current:
 
 
 def current_store() -> RouteStore:
-    """Return the store of the running action; outside of one that of plain calls."""
+    """Return the store of the running action; without one, the store of plain calls."""
     current = process_state(_Current)
     return current.plain if current.store is None else current.store
 

@@ -3,9 +3,6 @@
 A host that launches a whole step at once holds the memory of every message of that step: a tensor
 that a copy stream uses becomes free only when the device has reached the copy. So each action ends
 with an event, and the host launches the next one only while few are unfinished.
-
-A wait cannot deadlock: it is for the end of this rank's own earlier work, and what follows it in
-the table would have run later anyway (`schedules/search/queues.py` proves the order).
 """
 
 from __future__ import annotations
@@ -41,10 +38,7 @@ def device_of(chunks: Sequence[torch.nn.Module]) -> torch.device:
 
 
 class RunAhead:
-    """Counts and times the actions that the device has finished.
-
-    One thread makes all calls. A second thread sleeps on the events, because a device's own waits
-    have no time-out.
+    """Counts and times the actions that the device has finished. One thread makes all calls.
 
     Args:
         backend: Makes the events.
@@ -68,7 +62,8 @@ class RunAhead:
         self._events: queue.SimpleQueue[tuple[TimingEvent | None, TimingEvent] | None] = (
             queue.SimpleQueue()
         )
-        # A daemon: a device that hangs must not keep the process from exiting.
+        # It sleeps on the events, because a device's own waits have no time-out. A daemon: a device
+        # that hangs must not keep the process from exiting.
         self._thread = threading.Thread(target=self._watch, name="megatron-ext ends", daemon=True)
         self._thread.start()
 
@@ -95,7 +90,8 @@ class RunAhead:
         return found
 
     def begin(self) -> None:
-        """Mark the start of an action behind the wait of the current stream for its inputs."""
+        """Mark the start of an action."""
+        # Behind the wait of the current stream for its inputs, which is no time of the action.
         self._began = self._event()
         self._began.record()
 
@@ -116,6 +112,8 @@ class RunAhead:
             TransportTimeout: An action did not end in time; the device may wait for a peer.
             MegatronExtError: The device failed.
         """
+        # This cannot deadlock: it waits for the end of this rank's own earlier work, and all that
+        # follows in the table runs later anyway (`schedules/search/queues.py` proves the order).
         begin_s = time.perf_counter()
         with self._changed:
             self._changed.wait_for(

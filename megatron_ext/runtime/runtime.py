@@ -263,11 +263,15 @@ class Runtime:
             observers=listening,
         )
         try:
-            if not call.forward_only:
-                self._check_first_gradients(table, call.chunks)
+            for chunk in () if call.forward_only else call.chunks:
+                checked = self._checked.setdefault(chunk, set())  # it walks over all layers
+                if id(table) not in checked and overwrites_first(chunk):
+                    check_first_gradients(table.schedule, table.rank)
+                checked.add(id(table))
             with gradients:
                 executor.run()
         except BaseException as error:
+            # Peers end their waits with this error now, if the wire can, not with their time-outs.
             self.splits.clear()
             self.transport.abort(str(error))
             raise
@@ -278,11 +282,9 @@ class Runtime:
         return compute
 
     def _check_split(self, table: Table, chunks: Sequence[torch.nn.Module]) -> None:
-        """Log after this rank's first step with split backwards if W had nothing to do.
-
-        The step is right, only slower than its table: `split_backward.linear` no longer sees the
-        layers of this Megatron, or the model has layers of its own.
-        """
+        """Log after this rank's first step with split backwards if W had nothing to do."""
+        # The step is right, only slower than its table: `split_backward.linear` no longer sees the
+        # layers of this Megatron, or the model has layers of its own.
         self._has_split = any(action.kind == "I" for action in table.schedule.rows[table.rank])
         trains = any(p.requires_grad for chunk in chunks for p in chunk.parameters())
         if self._has_split and trains and not self.splits.has_deferred and not dist.get_rank():
@@ -292,14 +294,6 @@ class Runtime:
                 "schedule 1f1b is as fast",
                 table.schedule.label,
             )
-
-    def _check_first_gradients(self, table: Table, chunks: Sequence[torch.nn.Module]) -> None:
-        """Check the table for layers that overwrite their first gradients, once for each chunk."""
-        for chunk in chunks:
-            tables = self._checked.setdefault(chunk, set())
-            if id(table) not in tables and overwrites_first(chunk):
-                check_first_gradients(table.schedule, table.rank)
-            tables.add(id(table))
 
     def _name_of(self, rank: int | None) -> str:
         """Return the name of a global rank for error messages; None stands for this rank."""
@@ -394,7 +388,11 @@ def runtime_of(
     _check_fit(pipeline, placement, groups, chunks)
     device = device_of(chunks)
     trees = agree_trees(chunks, placement, groups.pp, shapes_travel=None in shapes["F"])
-    peers = Peers(dist.get_process_group_ranks(groups.pp), _twin() if pipeline.twins == 2 else None)
+    twin = None
+    if pipeline.twins == 2:  # the neighbour in the data-parallel group
+        replicas = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+        twin = replicas[replicas.index(dist.get_rank()) ^ 1]
+    peers = Peers(dist.get_process_group_ranks(groups.pp), twin)
     channels = channels_of(placement, groups.pp.rank(), peers)
     routes: tuple[Route, ...] = ()
     if trees is not None:
@@ -467,10 +465,8 @@ def _agreement(
     iterators: Sequence[Any],
     peers: Peers,
 ) -> Agreement:
-    """Elect the leader of this rank's order. Collective over all ranks of the job.
-
-    Twins that read data on crossed stages swap it, so they follow one leader too.
-    """
+    """Elect the leader of this rank's order. Collective over all ranks of the job."""
+    # Twins that read data on crossed stages swap it, so they follow one leader too.
     own = placement.stages_of[groups.pp.rank()]
     exchanges = any(
         placement.is_crossed(stage) and iterator is not None
@@ -497,12 +493,6 @@ def _check_fit(
             f"{pipeline.name} needs {wanted} model chunks on each rank, but the model "
             f"has {len(chunks)}; build it with that virtual pipeline size"
         )
-
-
-def _twin() -> int:
-    """Return the twin's global rank: the neighbour in the data-parallel group."""
-    ranks = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
-    return ranks[ranks.index(dist.get_rank()) ^ 1]
 
 
 def totals() -> tuple[Measured, int]:

@@ -13,13 +13,10 @@ Contract with the executor:
 
 * If F ran in `defer`, the backward must run in `defer` too, followed by `run`. The F of an unsplit
   B runs without `defer`.
-* Each W adds to `main_grad`, so the order of a stage's Ws decides the last bits. With sequence
-  parallelism W all-gathers the sequence again, one layer ahead of the GEMMs, so all ranks of a
-  tensor-parallel group must run their Ws in the same order.
-* A received gradient may itself be an operand, and so may a received activation if the first layer
-  uses it directly. Message memory may be reused after W, not after I.
-* DDP's hooks fire in I, before weight gradients are complete. So split chunks stay in `no_sync` for
-  the whole step, and reductions start during the last W, which reports its progress.
+* The order of a stage's Ws decides the last bits, and all ranks of a tensor-parallel group run
+  their Ws in the same order.
+* Message memory may be reused after W, not after I.
+* Split chunks stay in DDP's `no_sync` for the whole step (`runtime/sync.py`).
 """
 
 from __future__ import annotations
@@ -51,13 +48,11 @@ Progress = Callable[[AbstractSet[int]], None]
 
 
 class SplitBackward:
-    """Holds a configuration's deferred weight gradients, by stage and micro-batch.
-
-    The current key is a plain attribute: autograd runs CUDA backwards in its own thread, which sees
-    neither thread-locals nor context variables of the caller.
-    """
+    """Holds a configuration's deferred weight gradients, by stage and micro-batch."""
 
     def __init__(self) -> None:
+        # A plain attribute: autograd runs CUDA backwards in its own thread, which sees neither
+        # thread-locals nor context variables of the caller.
         self._key: _Key | None = None
         self._waiting: dict[_Key, list[WeightGradient]] = {}
         self._marked: list[torch.nn.Parameter] = []
@@ -133,7 +128,10 @@ class SplitBackward:
         Raises:
             ScheduleError: Transformer Engine's store is FIFO, and an older micro-batch comes first.
         """
-        by_weight = _by_weight(self._waiting.pop((stage, microbatch), []))
+        # By the id of the weight. Weights and gradients keep their order, which decides the bits.
+        by_weight: dict[int, list[WeightGradient]] = {}
+        for gradient in self._waiting.pop((stage, microbatch), []):
+            by_weight.setdefault(id(gradient.weight), []).append(gradient)
         modules = self._modules.get(stage)
         remaining = set(by_weight)
         if modules is not None:
@@ -145,6 +143,8 @@ class SplitBackward:
                 self._progress(remaining)
 
         finished()
+        # With sequence parallelism this all-gathers the inputs again, one layer ahead of the GEMMs:
+        # a collective, so tensor-parallel ranks run their Ws in one order.
         fetching = Fetching(chain.from_iterable(by_weight.values()))
         for weight, gradients in by_weight.items():
             accumulate(gradients, fetching)
@@ -166,23 +166,24 @@ class SplitBackward:
             modules.clear()
 
     def _record(self, key: _Key, gradient: WeightGradient) -> None:
+        # Its operands may be messages: a received gradient, or an activation that the first layer
+        # uses directly. They stay until W.
         self.has_deferred = True
         self._waiting.setdefault(key, []).append(gradient)
         self._marked.append(gradient.weight)
 
     def _unmark(self) -> None:
-        """Reset the flags that kept DDP's hooks from adding placeholder gradients.
-
-        A flag left set would make the hooks drop the gradients of unsplit backwards.
-        """
+        """Reset the flags that kept DDP's hooks from adding placeholder gradients."""
+        # A flag left set would make the hooks drop the gradients of unsplit backwards.
         for weight in self._marked:
             if hasattr(weight, "grad_added_to_main_grad"):
                 weight.grad_added_to_main_grad = False
         self._marked.clear()
 
 
+# A class, not a generator, which costs more: every micro-batch enters it twice.
 class _Deferral:
-    """The context of `defer`. A class, not a generator: every micro-batch enters it twice."""
+    """The context of `defer`."""
 
     __slots__ = ("_key", "_split")
 
@@ -194,14 +195,6 @@ class _Deferral:
 
     def __exit__(self, *_: object) -> None:
         self._split.end()
-
-
-def _by_weight(gradients: list[WeightGradient]) -> dict[int, list[WeightGradient]]:
-    """Group gradients by the id of their weight; weights and gradients keep their order."""
-    groups: dict[int, list[WeightGradient]] = {}
-    for gradient in gradients:
-        groups.setdefault(id(gradient.weight), []).append(gradient)
-    return groups
 
 
 def why_not(config: Any) -> str | None:

@@ -1,20 +1,8 @@
 """Decides when gradient reductions and parameter gathers over data-parallel ranks start.
 
 Megatron's DDP runs both; the schedule only decides when. Data-parallel peers must start the same
-collectives in the same order, although each peer may run its actions in a different order:
-
-- Reductions start in the order in which the table completes its chunks. A chunk that completes
-  early waits for its turn. Gathers start in stage order, which is the order of first use under any
-  schedule.
-- A chunk with split backwards is reduced during its last W, which no other rank waits for. Each
-  reduction starts as soon as the weights of its buckets are done. DDP's hooks would fire at I, too
-  early, so they stay disabled for the whole step.
-- A chunk with whole backwards is reduced in one go after its last B. `--align-grad-reduce`,
-  Megatron's default, keeps reductions from slowing down a B that another rank waits for. No rank
-  waits for the last B of stage 0, so there DDP's hooks reduce bucket by bucket, as in upstream's
-  1F1B.
-- With `--no-align-grad-reduce` the hooks do so for every stage. All peers then have the same order
-  anyway: the last B of a stage needs the last B of the next stage.
+collectives in the same order, although each peer may run its actions in a different order. So
+reductions start in the order in which the table completes its chunks, and gathers in stage order.
 
 Without `--overlap-grad-reduce` this module starts nothing; `finalize_model_grads` reduces.
 """
@@ -87,6 +75,8 @@ class GradientSync:
         stage = action.stage
         if action.kind == "B" and self._hooks_reduce(stage):
             return self._reducing(action)
+        # No other rank waits for a W, so reductions may slow it down: each starts as soon as the
+        # weights of its buckets are done. DDP's hooks would fire at I, before there are gradients.
         is_its_turn = self._order[self._started] == stage
         if (
             action.kind == "W"
@@ -100,6 +90,11 @@ class GradientSync:
     def _hooks_reduce(self, stage: int) -> bool:
         if not self._by_hooks or not self._overlaps:
             return False
+        # `--align-grad-reduce`, Megatron's default, sets functions, which keep reductions from
+        # slowing down a B that another rank waits for: a chunk is reduced in one go after its last
+        # B. No rank waits for the last B of stage 0, so there the hooks reduce bucket by bucket, as
+        # in upstream's 1F1B. Without functions they may do so for every stage: peers have one order
+        # anyway, because the last B of a stage needs the last B of the next stage.
         ends_all = stage == 0 and self._placement.twins == 1
         return self._functions is None or (ends_all and self._uses_ddp_reduction(stage))
 
@@ -120,28 +115,27 @@ class GradientSync:
     def after(self, stage: int) -> None:
         """Mark a stage complete; start its reduction and any that waited for it, in table order."""
         self._complete.add(stage)
+        # A chunk that completes early waits for its turn: its peers may complete another one first.
         while self._started < len(self._order) and self._order[self._started] in self._complete:
             complete = self._order[self._started]
             self._started += 1
-            if not self._hooks_reduce(complete):
-                self._start(complete)
-
-    def _start(self, stage: int) -> None:
-        number = self._placement.chunk_of(stage)
-        if self._functions is not None and not self._uses_ddp_reduction(stage):
-            self._functions[number](self._chunks[number].parameters())
-        elif self._overlaps:
-            self._reduce(number, remaining=frozenset())
+            if self._hooks_reduce(complete):
+                continue
+            number = self._placement.chunk_of(complete)
+            if self._functions is not None and not self._uses_ddp_reduction(complete):
+                self._functions[number](self._chunks[number].parameters())
+            elif self._overlaps:
+                self._reduce(number, remaining=frozenset())
 
     def _reduce(self, number: int, remaining: AbstractSet[int]) -> None:
         """Start a chunk's next reductions, up to the first bucket group with a remaining weight.
-
-        `chunk.start_grad_sync` can neither force an all-reduce nor start a part of the buckets.
 
         Args:
             number: The chunk.
             remaining: Ids of the weights whose gradients are not computed yet.
         """
+        # Not `chunk.start_grad_sync`, which can neither force an all-reduce nor start a part of the
+        # buckets.
         if number not in self._buckets:
             self._buckets[number] = _bucket_groups(self._chunks[number])
         waiting = self._buckets[number]
@@ -178,11 +172,9 @@ class _BucketGroup(NamedTuple):
 
 
 def _bucket_groups(chunk: Any) -> list[_BucketGroup]:
-    """Return a chunk's bucket groups in parameter order; backwards complete them from the end.
-
-    All data-parallel peers get the same order, even if experts, which have their own reduction
-    group, received no tokens on some of them.
-    """
+    """Return a chunk's bucket groups in parameter order; backwards complete them from the end."""
+    # An order by completion would differ between peers: experts, which have their own reduction
+    # group, may receive no tokens on some of them.
     place = {id(parameter): index for index, parameter in enumerate(chunk.parameters())}
     groups = [
         _BucketGroup(group, frozenset(map(id, group.params)))
@@ -198,6 +190,7 @@ class ParameterSync:
         self._functions = _by_chunk(config.param_sync_func, len(chunks))
         self._chunks = chunks
         placement = table.schedule.placement
+        # The order of first use under any schedule, so it is the same on all peers.
         self._order = [placement.chunk_of(stage) for stage in sorted(table.actions_by_stage)]
         self._started = 0
 

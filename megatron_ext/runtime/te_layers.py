@@ -1,14 +1,8 @@
 """Transformer Engine layers, which split their backward themselves.
 
 A layer built with `delay_wgrad_compute` queues the operands of its weight gradient, and
-`backward_dw` computes the oldest entry. Megatron enables this only together with its own overlap
-of expert communication, and checks that when a configuration is created; `prepare_config` enables
-it afterwards. This module tells the layers when to postpone and counts which queue entries belong
-to which micro-batch.
-
-Bias gradients are never postponed: DDP's hooks expect them in I. Most layers let Megatron add their
-bias, so autograd computes its gradient there. A layer that adds its bias itself (attention's QKV
-projection) gets both gradients from one GEMM, so it computes both in I (`left_whole`).
+`backward_dw` computes the oldest entry. This module enables that (`prepare_config`), switches it on
+and off, and counts which queue entries belong to which micro-batch.
 
 Written against the sources of Transformer Engine 2.3 and later. Tested with stand-ins for its
 layers, and on the CPU with the layers of 2.20, whose kernels have not run: they need a GPU.
@@ -43,6 +37,8 @@ def prepare_config(config: Any) -> None:
     Transformer Engine it changes nothing.
     """
     if _uses_te(config):
+        # Megatron allows it only together with its own overlap of expert communication, and checks
+        # that when a configuration is created.
         config.delay_wgrad_compute = True
 
 
@@ -96,7 +92,7 @@ def left_whole(config: Any, *, here: bool = True) -> str | None:
 
 
 def overwrites_first(module: torch.nn.Module) -> bool:
-    """Whether layers of a chunk overwrite their weight gradients in a step's first micro-batch."""
+    """Return whether layers of a chunk overwrite their weight gradients at a step's first batch."""
     return any(
         getattr(layer, "fuse_wgrad_accumulation", False)
         and getattr(layer, "is_first_microbatch", None) is not None
@@ -116,9 +112,15 @@ class DelayedModules:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        built: list[Any] = [m for m in module.modules() if _delays(m)]
-        for layer in built:
-            layer.wgrad_store.disable_delay_wgrad_compute()
+        built: list[Any] = []
+        for layer in module.modules():
+            store: Any = getattr(layer, "wgrad_store", None)
+            if store is not None and store.context is not None:  # built to postpone
+                store.disable_delay_wgrad_compute()
+                built.append(layer)
+        # DDP's hooks expect bias gradients in I. Most layers let Megatron add their bias, and then
+        # autograd computes its gradient there. A layer that adds its bias itself (attention's QKV
+        # projection) gets both gradients from one GEMM, so both stay in I (`left_whole`).
         self._layers = [layer for layer in reversed(built) if not _adds_its_bias(layer)]
         self.weights = frozenset(weight for layer in self._layers for weight in _weights(layer))
         """Ids of the parameters of the layers that postpone."""
@@ -146,6 +148,7 @@ class DelayedModules:
 
     def note(self, microbatch: int) -> None:
         """Attribute the entries queued since the last call to this micro-batch."""
+        # The queues do not know micro-batches, but each `defer` ends with this call.
         sizes = [_queued(layer) for layer in self._layers]
         added = [size - counted for size, counted in zip(sizes, self._counted, strict=True)]
         if any(added):
@@ -197,12 +200,6 @@ def _weights(layer: Any) -> list[int]:
     return [id(parameter) for parameter in layer.parameters(recurse=False)]
 
 
-def _delays(module: Any) -> bool:
-    """Whether a layer was built to postpone, even if that is currently disabled."""
-    store = getattr(module, "wgrad_store", None)
-    return store is not None and store.context is not None
-
-
 def _adds_its_bias(layer: Any) -> bool:
     """Whether one GEMM yields the gradients of both bias and weight."""
     if not getattr(layer, "use_bias", False):
@@ -214,11 +211,9 @@ def _adds_its_bias(layer: Any) -> bool:
 
 @contextmanager
 def _biases_are_done(layer: Any) -> Iterator[None]:
-    """Keep `backward_dw` from setting bias gradients.
-
-    It does so for every bias without a `grad`, the normal state after DDP's hooks. It would fail,
-    because autograd has computed these gradients in I and the layer does not have them.
-    """
+    """Keep `backward_dw` from setting bias gradients."""
+    # It does so for every bias without a `grad`, the normal state after DDP's hooks. It would fail,
+    # because autograd has computed these gradients in I and the layer does not have them.
     named = layer.named_parameters(recurse=False)
     biases = [bias for name, bias in named if "bias" in name and bias.grad is None]
     for bias in biases:

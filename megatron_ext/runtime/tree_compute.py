@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatron_ext.schedules.table.actions import Action
     from megatron_ext.schedules.table.communication import Transfer
     from megatron_ext.schedules.table.placement import Placement
-    from megatron_ext.schedules.table.route_plan import Hop, Route
+    from megatron_ext.schedules.table.route_plan import Route
 
 __all__ = [
     "Forms",
@@ -60,10 +60,7 @@ class Trees:
 
 @dataclass
 class Forms:
-    """The forms of the trees that this rank sends and receives; fixed ones are known after a step.
-
-    Both ends see the same headers in the same step, so they stop using headers without a handshake.
-    """
+    """The forms of the trees that this rank sends and receives, once they are known."""
 
     varies: bool
     agreed: bool = False
@@ -80,6 +77,7 @@ class Forms:
 
     def step_done(self) -> None:
         """Record that this rank completed a step, so it has sent and received every form."""
+        # Both ends have seen the same headers in the same step, so this needs no handshake.
         self.agreed = not self.varies
 
     def headers(self, key: tuple[str, int, int], form: TreeForm, what: str) -> list[torch.Tensor]:
@@ -210,7 +208,12 @@ class TreeCompute(StageCompute):
         for hop in self._plan.hops_out(action):
             values = self.store.values(batch, hop.names)
             outputs += self._bytes_of(values, ("P", stage, hop.taker), microbatch)
-        self._forget_after_forward(stage, microbatch)
+        if self.call.forward_only:
+            self._forget(stage, microbatch, "F")
+        else:
+            kept = self._plan.dropped.get(("B", stage), ())
+            names = [name for name in self._published(stage) if name not in kept]
+            self.store.release(batch, names)
         return outputs
 
     def _keep(self, stage: int, microbatch: int, leaves: list[torch.Tensor], made: object) -> None:
@@ -257,10 +260,15 @@ class TreeCompute(StageCompute):
             end.gradients.extend(
                 grad for grad, leaf in zip(arrived, end.leaves, strict=True) if leaf.requires_grad
             )
+            # Their gradients come through the sums of their takers (`routes._Publish`).
             end.gradients.extend([None] * end.num_published)
             of_root = [torch.zeros((), device=self._device)]
         for hop in self._plan.hops_in(action):
-            self._take_gradients(hop, batch, inputs)
+            names = self.store.with_gradient(batch, hop.names)
+            routed = [self.store.look(batch, name) for name in names]
+            what = f"routes {', '.join(names)} from stage {hop.stage}"
+            arrived = self._gradients(inputs, routed, what)
+            self.store.put_gradients(batch, dict(zip(names, arrived, strict=True)))
         with self.store.running(stage, batch):
             found = self.backward(stage, microbatch, of_root, split=kind == "I")
         outputs: Tensors = []
@@ -271,15 +279,6 @@ class TreeCompute(StageCompute):
             outputs.append(pack(self.store.pop_gradients(batch, names), self._device))
         self._forget(stage, microbatch, "B")
         return outputs
-
-    def _take_gradients(
-        self, hop: Hop, batch: Batch, inputs: Iterator[torch.Tensor | None]
-    ) -> None:
-        names = self.store.with_gradient(batch, hop.names)
-        leaves = [self.store.look(batch, name) for name in names]
-        what = f"the gradient of routes {', '.join(names)} from stage {hop.stage}"
-        gradients = self._gradients(inputs, leaves, what)
-        self.store.put_gradients(batch, dict(zip(names, gradients, strict=True)))
 
     def _received(
         self, kind: str, stage: int, microbatch: int, inputs: Iterator[torch.Tensor | None]
@@ -308,14 +307,6 @@ class TreeCompute(StageCompute):
         what = self._what(key[1], microbatch)
         tensors, form = flatten(tree, what, self._needs_gradient)
         return [*self.forms.headers(key, form, what), pack(tensors, self._device)]
-
-    def _forget_after_forward(self, stage: int, microbatch: int) -> None:
-        if self.call.forward_only:
-            self._forget(stage, microbatch, "F")
-            return
-        kept = self._plan.dropped.get(("B", stage), ())
-        names = [name for name in self._published(stage) if name not in kept]
-        self.store.release(self._batch(stage, microbatch), names)
 
     def _forget(self, stage: int, microbatch: int, kind: str) -> None:
         """Drop route tensors that this rank no longer needs after an evaluation's F, or after B."""
@@ -393,12 +384,12 @@ def agree_trees(
     mine = dict(zip(stages, map(declared, chunks), strict=True))
     everybody: list[dict[int, Declared]] = [{} for _ in range(group.size())]
     dist.all_gather_object(everybody, mine, group=group)
-    by_stage = {stage: said for each in everybody for stage, said in sorted(each.items())}
-    if all(said == Declared() for said in by_stage.values()):
+    by_stage = {stage: found for each in everybody for stage, found in sorted(each.items())}
+    if all(found == Declared() for found in by_stage.values()):
         return None
     ordered = [by_stage[stage] for stage in range(placement.num_stages)]
     routes = connect([each.publishes for each in ordered], [each.takes for each in ordered])
-    varies = shapes_travel or any(said.boundary == "varies" for said in ordered)
+    varies = shapes_travel or any(each.boundary == "varies" for each in ordered)
     return TreeSteps(Trees(routes, by_stage, varies))
 
 

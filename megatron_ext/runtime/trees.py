@@ -77,23 +77,22 @@ class TreeForm:
         return "[" + ", ".join(map(str, self.leaves)) + "]"
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)  # most micro-batches have the same form
 def _parsed(text: bytes) -> TreeForm:
     try:
-        skeleton, leaves = json.loads(text)
-        return TreeForm(text.decode(), skeleton, tuple(_leaf(*each) for each in leaves))
+        skeleton, described = json.loads(text)
+        leaves = []
+        for shape, name, requires_grad in described:
+            dtype = getattr(torch, name)
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"torch.{name} is not a dtype")
+            leaves.append(Leaf(tuple(shape), dtype, requires_grad))
+        return TreeForm(text.decode(), skeleton, tuple(leaves))
     except (ValueError, TypeError, AttributeError) as error:
         raise MessageMismatch(
             f"a header of {len(text)} bytes cannot be read: {error}; install the same "
             f"megatron_ext for all ranks"
         ) from error
-
-
-def _leaf(shape: list[int], dtype: str, requires_grad: bool) -> Leaf:
-    found = getattr(torch, dtype)
-    if not isinstance(found, torch.dtype):
-        raise TypeError(f"torch.{dtype} is not a dtype")
-    return Leaf(tuple(shape), found, requires_grad)
 
 
 def flatten(
@@ -160,6 +159,7 @@ def pack(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     parts = [plain(tensor.detach()).reshape(-1).view(torch.uint8) for tensor in tensors]
     if len(parts) == 1:
         return parts[0]
+    # Aligned, so that the receiver can view the bytes as any dtype, in place.
     packed = torch.empty(_end([part.numel() for part in parts]), dtype=torch.uint8, device=device)
     begin = 0
     for part in parts:
@@ -201,6 +201,7 @@ def _end(sizes: Sequence[int]) -> int:
     return sum(map(_padded, sizes[:-1])) + sizes[-1] if sizes else 0
 
 
+# Upstream's `backward_step` starts from one tensor only.
 class _Join(torch.autograd.Function):
     """Joins several tensors into one root; their gradients are supplied when the backward runs."""
 
@@ -216,9 +217,7 @@ class _Join(torch.autograd.Function):
 
 
 def joined(tensors: Sequence[torch.Tensor], gradients: list[Any]) -> torch.Tensor:
-    """Return a float32 scalar whose backward runs that of several tensors.
-
-    Upstream's `backward_step` starts from one tensor only. The tensors' data may be freed.
+    """Return a float32 scalar whose backward runs that of several tensors, whose data may be freed.
 
     Args:
         tensors: At least one tensor; each requires grad.

@@ -67,12 +67,9 @@ Record = Callable[[WeightGradient], None]
 
 
 def mark_embedding(weight: torch.nn.Parameter) -> None:
-    """Mark a weight as an embedding's, so that its gradient is never deferred.
-
-    A stage may tie it to the output layer. Autograd sums the gradients of both uses in the
-    backward. Deferring one of them would add the two to `main_grad` separately and change the
-    last bits.
-    """
+    """Mark a weight as an embedding's, so that its gradient is never deferred."""
+    # A stage may tie it to the output layer. Autograd sums the gradients of both uses in the
+    # backward. Deferring one would add the two to `main_grad` separately and change the last bits.
     setattr(weight, _EMBEDDING, True)
 
 
@@ -86,10 +83,10 @@ def is_splittable(weight: torch.Tensor) -> bool:
 
 
 class Fetching:
-    """Starts gathers of operands, always one gradient ahead of the GEMMs.
+    """Starts gathers of operands one gradient ahead of the GEMMs, so that they overlap.
 
-    So the gather of the next operand overlaps the GEMM of this one. All tensor-parallel ranks of a
-    stage compute the same gradients in the same order, which is also the order of the gathers.
+    All tensor-parallel ranks of a stage compute the same gradients in the same order, which is also
+    the order of the gathers.
 
     Args:
         gradients: All gradients of a W, in the order in which they will be computed.
@@ -111,9 +108,7 @@ class Fetching:
 def accumulate(products: list[WeightGradient], fetching: Fetching) -> None:
     """Compute one weight's deferred gradients, accumulate them and drop their operands.
 
-    Unfused gradients are summed first, in recording order, and the sum is added once, as autograd
-    does for several uses of a weight in one backward. It goes to `main_grad`, or to `grad` without
-    DDP.
+    They go to `main_grad`, or to `grad` without DDP.
 
     Args:
         products: The gradients of one weight; empty afterwards.
@@ -121,6 +116,8 @@ def accumulate(products: list[WeightGradient], fetching: Fetching) -> None:
     """
     weight = products[0].weight
     total: torch.Tensor | None = None
+    # Unfused gradients are summed first, in the order of their records, and the sum is added once,
+    # as autograd does for several uses of a weight in one backward: the same bits.
     products.reverse()
     while products:
         fetching.advance()
@@ -201,13 +198,10 @@ class _LinearGradient:
         return None
 
 
+# Given such a list, upstream's backward appends the output gradient and skips the weight gradient.
+# Upstream postpones the output layer's weight gradient to the end of the step that way.
 class _GradOutputBuffer:
-    """Stands in for upstream's `grad_output_buffer` list.
-
-    Given such a list, upstream's backward appends the output gradient and skips the weight
-    gradient. Upstream uses it to postpone the output layer's weight gradient to the end of the
-    step.
-    """
+    """Stands in for upstream's `grad_output_buffer` list."""
 
     def __init__(
         self,
@@ -232,12 +226,10 @@ class _GradOutputBuffer:
         )
 
 
+# If upstream skips the weight gradient, it skips the flattening too. The sum would then run over
+# the dimensions s and b separately, which changes the last bits.
 class _AddBias(torch.autograd.Function):
-    """Adds a bias whose gradient is summed over flattened tokens, as in upstream's layer.
-
-    If upstream skips the weight gradient, it skips the flattening too. The sum would then run over
-    the dimensions s and b separately, which changes the last bits.
-    """
+    """Adds a bias whose gradient is summed over flattened tokens, as in upstream's layer."""
 
     @staticmethod
     def forward(_ctx: Any, output: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

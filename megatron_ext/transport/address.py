@@ -248,12 +248,11 @@ def address_towards(host: str) -> str:
 def source_address(peer: str) -> str:
     """Return the source IP address of a connection from this host to a peer.
 
-    It comes from the routing table, because the first network interface may be any. No packet is
-    sent.
-
     Raises:
         OSError: The peer's name does not resolve, or there is no route to it.
     """
+    # From the routing table, because the first network interface may be any. To connect a datagram
+    # socket sends no packet.
     family, kind, _, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)

@@ -17,11 +17,7 @@ __all__ = ["Afterwards"]
 
 
 class Afterwards:
-    """A thread that runs callbacks in order, each once its copy is complete.
-
-    After an error it runs no more callbacks, but keeps what belongs to a copy until that has ended:
-    the device does not know of the error.
-    """
+    """A thread that runs callbacks in order, each after its copy, and none after an error."""
 
     def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
         self.error: BaseException | None = None
@@ -83,6 +79,8 @@ class Afterwards:
             copied, then, kept = job
             del job
             try:
+                # After an error too: the device does not know of it and goes on with its copies,
+                # whose memory `kept` holds.
                 copied.wait()
                 if self.error is None:
                     then()

@@ -3,12 +3,7 @@
 A send copies the tensor into a buffer of the sender's device that the receiver has mapped. The host
 transport carries a short message that names the buffer. The receiver's device copies the tensor
 out, and a note tells the sender that the buffer is free. The devices order these copies
-(`devices/sharing.py`): no thread waits for one. But a dynamic order chooses by what has arrived, so
-for it a thread sends one more message, an empty one, once the tensor is in the buffer.
-
-A send never waits, neither on the host nor on the device. It uses a buffer that its reader has
-read, or allocates one. So a peer has as many buffers as it ever had messages in flight at once,
-which the schedule and the hosts' run-ahead (`runtime/run_ahead.py`) bound.
+(`devices/sharing.py`): no thread waits for one.
 """
 
 from __future__ import annotations
@@ -84,7 +79,7 @@ class _Peer:
 
 
 class DirectTransport:
-    """Carries tensors between the devices of this host's processes.
+    """Carries tensors between devices of the processes of one host.
 
     Credits and decisions arrive on the host, which acts on them; all other messages arrive on the
     device. All calls come from one thread. The constructor shakes hands with all peers, so each of
@@ -95,9 +90,9 @@ class DirectTransport:
         sharing: The memory sharing of this process's device.
         rank: Global rank of this process.
         timeout_s: How long to wait for the peers.
-        tells_when_there: Whether a message arrives when its tensor is there, and the news of its
+        reports_copies: Whether a message arrives when its tensor is there, and the notice of its
             launch (`Message.notice`) before. Otherwise it arrives when the sender has launched
-            what computes it, which is all that a receiver who follows a table has to know.
+            its computation, which is enough for a receiver that follows a table.
         peers: Global ranks of the peers; None: all of `host`.
         owns_host: Whether `host` is closed with this transport, which then also starts its steps.
 
@@ -113,7 +108,7 @@ class DirectTransport:
         rank: int,
         *,
         timeout_s: float,
-        tells_when_there: bool = False,
+        reports_copies: bool = False,
         peers: Collection[int] | None = None,
         owns_host: bool = True,
     ) -> None:
@@ -121,7 +116,9 @@ class DirectTransport:
         self._owns_host = owns_host
         self._sharing = sharing
         self._timeout_s = timeout_s
-        self._copies = Afterwards("copies", self._give_up) if tells_when_there else None
+        # A dynamic order chooses by what has arrived, so for it this thread sends one more message,
+        # an empty one, once the tensor is in the buffer.
+        self._copies = Afterwards("copies", self._give_up) if reports_copies else None
         self._expected: dict[tuple[int, Message], Expected] = {}
         self._coming: list[tuple[int, Message]] = []
         """Received messages whose tensors may not be there; the empty messages have yet to come."""
@@ -227,12 +224,14 @@ class DirectTransport:
             tensor = self._sharing.pull(buffer, shape, dtype)
         except RuntimeError as error:
             self._fail(f"{message} could not be copied from the device of rank {source}", error)
-        with suppress(TransportError):  # the sender may be gone by now
+        # The device orders the reuse behind this copy, so the note need not wait for it. The sender
+        # may be gone by now.
+        with suppress(TransportError):
             self._host.note(source, _RELEASE.pack(number) + answer)
         return tensor
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
-        """Return what arrived; see `tells_when_there` for what that means."""
+        """Return the messages that arrived, in the sense of `reports_copies`."""
         if self._copies is not None:
             self._copies.check()
         return self._host.poll(timeout_s)
@@ -257,16 +256,14 @@ class DirectTransport:
         self._host.abort(reason)
 
     def close(self) -> None:
-        """Wait for peers to receive their messages, then free all memory that nobody can be using.
-
-        After `abort` the driver frees it: copies may be waiting for the device of a dead process.
-        """
+        """Wait for peers to receive their messages, then free the memory that nobody uses."""
         if self._closed:
             return
         self._closed = True
         if self._copies is not None and not self._copies.stop(_TAKEN_S):
             _log.warning("the device did not finish its copies within %g s", _TAKEN_S)
         try:
+            # Copies may wait for the device of a dead process: the driver frees the memory at exit.
             if self._given_up:
                 self._last.stop(0.0)
                 return
@@ -285,7 +282,8 @@ class DirectTransport:
                     self._host.note(source, _RELEASE.pack(_FAREWELL))
             self._await_peers(lambda peer: peer.has_unmapped, _UNMAPPED_S)
             for peer in self._peers.values():
-                if peer.has_unmapped:  # others may read; the driver frees their buffers at exit
+                # Others may still read; the driver frees their buffers at exit.
+                if peer.has_unmapped:
                     for buffer in (*peer.free.values(), *peer.lent.values()):
                         self._sharing.free(buffer)
         finally:
@@ -339,11 +337,11 @@ class DirectTransport:
                 _log.info("rank %d and rank %d: ipc (from device to device)", rank, source)
 
     def _lend(self, peer: _Peer, num_bytes: int) -> tuple[int, bytes]:
-        """Lend the smallest fitting buffer, or a new one; return its number, and handle if new.
-
-        A buffer that the peer's device has yet to read is not waited for: on a device with one
-        queue the push would hold up messages that the peer's read waits for.
-        """
+        """Lend the smallest fitting buffer, or a new one; return its number, and handle if new."""
+        # It waits for no buffer that the peer's device has yet to read: on a device with one queue
+        # the push would hold up messages that the peer's read waits for. So a peer has as many
+        # buffers as it ever had messages in flight at once, which the schedule and the hosts'
+        # run-ahead bound.
         fitting = [n for n, buffer in peer.free.items() if buffer.num_bytes >= num_bytes]
         fitting.sort(key=lambda n: peer.free[n].num_bytes)
         number = next((n for n in fitting if self._sharing.is_read(peer.free[n])), None)
@@ -426,15 +424,14 @@ class _Offer:
 def find_reach(peers: Collection[int], make_sharing: Callable[[], Sharing]) -> Reach:
     """Find by trying the peers whose devices this rank's device reaches. Collective over all ranks.
 
-    Whether two devices can map each other's memory is known only after one process has mapped
-    memory of the other, and both must agree. So each rank offers a small buffer, its peers on the
-    same host map it, and all ranks exchange the results before any transport is opened.
-
     Args:
         peers: Global ranks of the peers; each of them names this one.
         make_sharing: Makes the memory sharing of this rank's device; may raise DeviceError.
     """
     me, size = dist.get_rank(), dist.get_world_size()
+    # Drivers answer this only when one process maps memory of the other, and both must agree. So
+    # each rank offers a small buffer, its peers on the same host map it, and all ranks exchange the
+    # results before any transport is opened.
     mine, sharing, buffer = Address.new("auto"), None, None
     try:
         require_native()  # carries the notes beside the memory

@@ -96,9 +96,7 @@ class NativeTransport:
 
     One thread makes all calls; a second one may call `isend`, `publish` and `abort` too.
 
-    A send completes before it returns if the receiver has room. Otherwise the transport keeps the
-    tensor, and a thread of the core sends it while this process computes. The constructor connects
-    all peers, so each of them has to construct its transport too.
+    The constructor connects all peers, so each of them has to construct its transport too.
 
     Args:
         store: Key-value store in which processes find each other, such as torch.distributed's.
@@ -162,7 +160,7 @@ class NativeTransport:
         self._tags = Tags()
         self._expected: dict[tuple[int, int], Expected] = {}
         """Messages announced by `begin` and not yet received, by source and tag."""
-        self._told: dict[tuple[int, int], None] = {}
+        self._unreported: dict[tuple[int, int], None] = {}
         """Source and tag of arrivals that `poll` has yet to return, in order."""
         no_rdma = NOT_PROBED
         if wire in ("auto", "rdma"):
@@ -257,7 +255,9 @@ class NativeTransport:
             raise TransportError(f"{message}: tensors of {tensor.dtype} cannot be sent")
         tag = self._tags[message] | self._step
         try:
-            # Keep the storage, not the tensor: the caller may replace the tensor's `data`.
+            # If the receiver has no room, a thread of the core sends it while this process
+            # computes. Keep the storage, not the tensor: the caller may replace the tensor's
+            # `data`.
             endpoint.send(
                 target, tag, code, tensor.shape, tensor.data_ptr(), tensor.untyped_storage()
             )
@@ -337,8 +337,8 @@ class NativeTransport:
             what = f"{message} did not come from rank {source}: {self._waited(endpoint)}"
             raise self._failure(what, source, message, timeout_s)
         self._expected.pop(name, None)  # absent if another thread has aborted
-        if self._told:
-            self._told.pop(name, None)
+        if self._unreported:
+            self._unreported.pop(name, None)
         if type(arrived) is self._Arrived:
             tensor = tensor_on(arrived)
             fits = tensor.dtype == dtype and shape in (None, tensor.shape)
@@ -358,7 +358,7 @@ class NativeTransport:
         if self._usable().take(*name, 0.0) is None:
             return False
         self._expected.pop(name, None)
-        self._told.pop(name, None)
+        self._unreported.pop(name, None)
         return True
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
@@ -367,15 +367,16 @@ class NativeTransport:
         begin = time.perf_counter()
         while True:
             # One lookup each: another thread's abort() clears `_expected`.
-            found = (self._expected.get(name) for name in self._told)
+            found = (self._expected.get(name) for name in self._unreported)
             messages = [item.message for item in found if item is not None]
             if messages:
-                self._told = {name: None for name in self._told if name not in self._expected}
+                # The others belong to the next step of a peer that is ahead.
+                self._unreported = {n: None for n in self._unreported if n not in self._expected}
                 break
             left_s = max(0.0, begin + timeout_s - time.perf_counter())
             arrivals = endpoint.arrivals(left_s)
-            self._told.update(dict.fromkeys(arrivals))
-            if self._told.pop((self._rank, WAKE), self) is None:
+            self._unreported.update(dict.fromkeys(arrivals))
+            if self._unreported.pop((self._rank, WAKE), self) is None:
                 while endpoint.take(self._rank, WAKE, 0.0) is not None:
                     pass  # one end of a sleep is enough for all calls of `wake`
                 timeout_s = 0.0

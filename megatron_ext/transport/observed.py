@@ -66,8 +66,7 @@ def observed(transport: Transport, observers: Sequence[TransportObserver]) -> Tr
 class ObservedTransport:
     """Delegates to another transport and reports to an observer.
 
-    An error ends the step: the call that raised it has a begin and no end. The notice of a launch
-    is no message to the observer.
+    An error ends the step: the call that raised it has a begin and no end.
 
     Args:
         transport: Carries the messages; closed with this one.
@@ -92,6 +91,7 @@ class ObservedTransport:
     def recv(self, source: int, message: Message, timeout_s: float) -> torch.Tensor:
         """Receive and report a tensor."""
         self._observer.begin_receive(message, source)
+        # Only the transport knows for which part of the call it waits.
         before_s = self._transport.stats().waited_s
         tensor = self._transport.recv(source, message, timeout_s)
         waited_s = self._transport.stats().waited_s - before_s
@@ -132,5 +132,6 @@ class ObservedTransport:
         return self._transport.stats()
 
 
+# Observers see tensors, not the notices of their launches.
 def _tensors(messages: Sequence[Message]) -> list[Message]:
     return [message for message in messages if not message.launched]

@@ -36,11 +36,12 @@ class PairedTransport:
         self._rest = rest
         self._peers = frozenset(direct.stats().wires)
         self._in_order = rest if isinstance(rest, TorchTransport) else None
-        """The rest, if it has to be told of the calls that it does not carry."""
+        """The rest, if it counts also the calls that it does not carry."""
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        """Start a step on both; `flush` has ended the one before."""
-        # The rest first: a host transport of both starts its step there.
+        """Start a step on both."""
+        # `flush` has ended the one before. The rest first: a host transport of both starts its step
+        # there.
         self._rest.begin([item for item in expected if item.source not in self._peers], slots)
         self._direct.begin([item for item in expected if item.source in self._peers], slots)
 

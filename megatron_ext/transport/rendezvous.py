@@ -1,11 +1,9 @@
 """Rendezvous of a job's processes: addresses through a store, then a socket for each pair.
 
-Each process listens on an abstract unix socket with a random name, which leaves no file behind. If
-it may have peers on other hosts, it also listens on a TCP port that the kernel chooses, on one
-address only. It publishes both in the store, with a secret. A client must send the secrets of both
-sides as published. So processes of two jobs never connect to each other, and neither do those of a
-job and of an earlier run under the same run id. Until then the input of a socket is only compared,
-never interpreted.
+Each process listens on a unix socket and, if it may have peers on other hosts, on a TCP port. It
+publishes both in the store, with a secret. A client must send the secrets of both sides as
+published. So processes of two jobs never connect to each other, and neither do those of a job and
+of an earlier run under the same run id.
 """
 
 from __future__ import annotations
@@ -93,8 +91,7 @@ class _Visit:
 class Reception:
     """Accepts connections and reads the first line of each, concurrently.
 
-    A client that sends nothing, or one byte at a time, delays nobody but itself. As a context
-    manager it closes the remaining connections on exit.
+    As a context manager it closes the remaining connections on exit.
 
     Args:
         rank: Global rank of this process, for the log.
@@ -106,6 +103,7 @@ class Reception:
         self._rank = rank
         self._listeners = listeners
         self._max_visits = num_peers + _MAX_STRANGERS
+        # A client that sends nothing, or one byte at a time, delays nobody but itself.
         self._selector = selectors.DefaultSelector()
         self._visits: dict[socket.socket, _Visit] = {}
         """Connections without a complete hello, in the order of their deadlines."""
@@ -125,7 +123,9 @@ class Reception:
     def next(self, deadline: float) -> Hello | None:
         """Return the next complete hello; None at the deadline (seconds of time.monotonic)."""
         while True:
-            self._refuse_late_ones()
+            now = time.monotonic()
+            for link in [link for link, visit in self._visits.items() if visit.deadline <= now]:
+                self._refuse(link, f"it sent no hello within {HELLO_S:g} s")
             first = min([deadline, *(visit.deadline for visit in self._visits.values())])
             for key, _ in self._selector.select(max(0.0, first - time.monotonic())):
                 assert isinstance(key.fileobj, socket.socket)
@@ -164,11 +164,6 @@ class Reception:
         elif visit.text.endswith(b"\n"):
             return Hello(self._leave(link), visit.text)
         return None
-
-    def _refuse_late_ones(self) -> None:
-        now = time.monotonic()
-        for link in [link for link, visit in self._visits.items() if visit.deadline <= now]:
-            self._refuse(link, f"it sent no hello within {HELLO_S:g} s")
 
     def _refuse(self, link: socket.socket, why: str) -> None:
         _log.warning("rank %d refused a connection: %s", self._rank, why)
@@ -232,6 +227,7 @@ class _Rendezvous:
                 self._connected(wire, peer, self._known[peer], _RING_S, ring).close()
 
     def _listen(self, stack: ExitStack, num_lower: int, ip: str | None) -> list[socket.socket]:
+        # In the abstract namespace, with a random name: it leaves no file behind.
         unix = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         unix.bind(f"\0{self._mine.name}")
         unix.listen(num_lower + _BACKLOG)
@@ -242,7 +238,7 @@ class _Rendezvous:
             family = socket.AF_INET6 if ":" in ip else socket.AF_INET
             tcp = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
             try:
-                tcp.bind((ip, 0))
+                tcp.bind((ip, 0))  # on one address only, and a port that the kernel chooses
             except OSError as error:
                 raise TransportError(
                     f"rank {self._rank} cannot listen on {ip} of host {self._mine.host}: {error}; "
@@ -276,8 +272,8 @@ class _Rendezvous:
         return address
 
     def _call(self, peer: int) -> Connection:
-        """Connect and send the hello. Retry with a fresh address: it may be an earlier run's."""
-        while True:
+        """Connect and send the hello."""
+        while True:  # with a fresh address: the last one may be an earlier run's
             address = self._address(peer)
             wire, why = choose_wire(self._rank, self._mine, peer, address)
             left_s = self._left_s(f"rank {peer} to listen")
@@ -336,6 +332,7 @@ class _Rendezvous:
             if peer not in lower:
                 raise TransportError("it does not know the secrets of this run")
             address = self._address(peer)
+            # Up to here the input is only compared, never interpreted: anybody can connect.
             known = f"{self._mine.secret} {address.secret}".encode()
             if not secrets.compare_digest(sent, known):
                 raise TransportError("it does not know the secrets of this run")
@@ -354,10 +351,8 @@ class _Rendezvous:
         made[peer] = Connection(wire, address.host, link)
 
     def _answered(self, peer: int, call: Connection) -> Connection:
-        """Return a connection over which the peer has sent its secret.
-
-        A peer that received a damaged hello closes the connection; this rank connects again.
-        """
+        """Return a connection over which the peer has sent its secret."""
+        # A peer that received a damaged hello closes the connection; this rank connects again.
         refused = TransportError(
             f"rank {peer} refused the connection of rank {self._rank}, or ended; see its log"
         )

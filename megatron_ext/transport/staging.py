@@ -6,12 +6,6 @@ A thread sleeps until the copy is complete and then sends it, or publishes the s
 tensor is copied to the device from its place in host memory, a slot or a buffer that the device
 knows. The device's stream waits for that copy, and a thread sleeps until it can release the place.
 So the caller never waits for the device, and nobody reads memory before its copy is complete.
-
-A device that copies cannot be stopped. Whatever fails, memory that it may be using stays mapped and
-registered until its copy has ended, and a slot whose copy may not have ended is not used again.
-
-Sends and releases have a thread each: a send that waits for a long computation must not hold slots
-that peers need.
 """
 
 from __future__ import annotations
@@ -73,6 +67,7 @@ class StagedTransport:
         self._copies = copies
         self._timeout_s = timeout_s
         self._drained_s = 0.0
+        # A thread each: a send may wait for a long computation, and releases free peers' slots.
         self._sends = Afterwards("sends", self._give_up)
         self._releases = Afterwards("releases", self._give_up)
         self._pinned: list[int] = []
@@ -87,8 +82,8 @@ class StagedTransport:
             _log.info("the device knows %d MiB of memory for messages", total >> 20)
 
     def begin(self, expected: Sequence[Expected], slots: int) -> None:
-        """Wait for the sends of the previous step, whose tags contain its number; start a step."""
-        self._drain(self._timeout_s)
+        """Wait for the sends of the previous step, then start a step."""
+        self._drain(self._timeout_s)  # their tags contain its number
         self._host.begin(expected, slots)
 
     def isend(self, tensor: torch.Tensor, target: int, message: Message) -> None:
@@ -123,7 +118,8 @@ class StagedTransport:
         if message.for_host:
             return tensor
         copy, copied = self._copies.to_device(tensor)
-        self._releases.after(copied, _nothing, tensor)
+        # When the copy has ended, dropping the reference to the tensor frees its slot.
+        self._releases.after(copied, lambda: None, tensor)
         return copy
 
     def poll(self, timeout_s: float) -> Sequence[Message]:
@@ -152,10 +148,9 @@ class StagedTransport:
         self._host.abort(reason)
 
     def close(self) -> None:
-        """Wait for the running copies and release all resources.
-
-        The memory of copies that do not end in time stays as it is until the process ends.
-        """
+        """Wait for the running copies and release all resources."""
+        # A device that copies cannot be stopped: memory that it may still use stays registered to
+        # the end of the process, and no slot is used again before its copy has ended.
         have_ended = [thread.stop(_CLOSE_S) for thread in (self._sends, self._releases)]
         if all(have_ended):
             for address in self._pinned:
@@ -190,7 +185,3 @@ class StagedTransport:
         """Raise the error of a copy thread if there is one, else `error`."""
         self._check()
         raise error
-
-
-def _nothing() -> None:
-    """Do nothing: dropping the reference to the tensor releases its slot."""

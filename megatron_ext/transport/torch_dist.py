@@ -1,14 +1,9 @@
 """The transport over torch.distributed's point-to-point operations: gloo, NCCL, MCCL.
 
 It starts receives in the order that all ranks share (`schedules/search/queues.py`), each as soon as
-the sends and receives before it have started.
-
-gloo matches messages by tag. NCCL and MCCL ignore tags and run the operations of a communicator one
-after the other, so each direction of each pair has a communicator of its own. Their waits block the
-device and not the host; if a message never arrives, the group's time-out ends the process.
-
-torch.distributed cannot report an arrival ahead of the receive, so this transport serves static
-schedules only. A wait that times out breaks the group for good.
+the sends and receives before it have started. torch.distributed cannot report an arrival ahead of
+the receive, so this transport serves static schedules only. A wait that times out breaks the group
+for good.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ __all__ = ["Channel", "TorchTransport", "groups_of_ranks"]
 
 _MAX_DIMS = 7
 _ABORTED = "megatron_ext/aborted"
-"""Prefix of the store's keys under which ranks say why they abort."""
+"""Prefix of the keys in the store under which ranks publish why they abort."""
 
 _KINDS: tuple[MessageKind, ...] = ("F", "B", "P", "G")
 """The message kinds of this wire."""
@@ -101,6 +96,8 @@ class TorchTransport:
         self._me = dist.get_rank()
         pairs = {(channel.source, channel.target) for channel in channels}
         self._groups = dict.fromkeys(pairs, group)
+        # gloo matches messages by tag. NCCL and MCCL ignore tags and run the operations of a
+        # communicator one after the other, so each direction of each pair has one of its own.
         if not self._matches_tags:
             self._groups = groups_of_ranks(pairs, timeout_s)
             for (source, target), made in sorted(self._groups.items(), key=itemgetter(0)):
@@ -121,8 +118,8 @@ class TorchTransport:
         self._step = 0
         self._calls = 0
         """Number of `isend` and `recv` calls in this step."""
-        self._told = f"{_ABORTED}/{self._me}"
-        _store().delete_key(self._told)
+        self._abort_key = f"{_ABORTED}/{self._me}"
+        _store().delete_key(self._abort_key)  # an earlier transport of this job may have set it
         wire = f"torch.distributed, {dist.get_backend(group)}"
         peers = {rank for pair in self._groups for rank in pair} - {self._me}
         self._stats = Stats(wires=dict.fromkeys(peers, wire))
@@ -206,7 +203,7 @@ class TorchTransport:
     def abort(self, reason: str) -> None:
         """Drop all operations. Peers learn the reason when this process exits, or time out."""
         with suppress(RuntimeError, ValueError):  # the store may have gone with its process
-            _store().set(self._told, reason)
+            _store().set(self._abort_key, reason)
         self._drop()
 
     def _drop(self) -> None:
@@ -308,7 +305,9 @@ class TorchTransport:
         self._stats.waited_s += time.perf_counter() - begin
 
     def _wait_work(self, work: dist.Work, timeout_s: float | None) -> None:
-        """Wait for an operation. NCCL and MCCL get no time-out: it would make the host poll."""
+        """Wait for an operation."""
+        # A wait of NCCL and MCCL blocks the device and not the host; a time-out would make the host
+        # poll. If a message never arrives, the group's time-out ends the process.
         if timeout_s is None or not self._matches_tags:
             work.wait()
         else:
@@ -320,10 +319,6 @@ def groups_of_ranks(
 ) -> dict[_Members, dist.ProcessGroup]:
     """Return a process group for each set of ranks. Collective over all ranks of the job.
 
-    Unless all ranks create all groups, torch names a group by the number of groups that the calling
-    rank is in. Ranks of one pipeline differ in that (embedding groups, for example), so two ranks
-    on their own would wait for each other under different names, forever.
-
     Args:
         sets: Global ranks, this one among them; the others name the same sets.
         timeout_s: Time-out of the groups' operations.
@@ -332,6 +327,9 @@ def groups_of_ranks(
     Returns:
         The groups of `sets`, by set.
     """
+    # All ranks create all groups. Otherwise torch names a group by the number of groups that the
+    # calling rank is in. Ranks of one pipeline differ in that (embedding groups, for example), so
+    # two ranks on their own would wait for each other under different names, forever.
     mine = sorted(set(sets))
     everybody: list[list[_Members]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everybody, mine)
@@ -349,10 +347,10 @@ def _store() -> Any:
 
 
 def _reason(peer: int, error: Exception) -> str:
-    """Return why a peer aborted, if it said so, else what torch.distributed says."""
-    said = str(error)
+    """Return the reason that a peer gave when it aborted, else the error of torch.distributed."""
+    text = str(error)
     key = f"{_ABORTED}/{peer}"
     with suppress(RuntimeError, ValueError):
         if _store().check([key]):
-            said = f"it aborted: {_store().get(key).decode()}"
-    return said.partition("\n")[0]
+            text = f"it aborted: {_store().get(key).decode()}"
+    return text.partition("\n")[0]

@@ -43,8 +43,8 @@ MUTANTS = (
     Mutant(
         "a handed activation shares its data with the one that is freed",
         f"{_RUNTIME}.executor",
-        "            tensor = tensor.detach()\n",
-        "            pass\n",
+        "                self._handed[message] = tensor.detach()\n",
+        "                pass\n",
     ),
     Mutant(
         "a message names the stage that made it",
@@ -96,8 +96,8 @@ MUTANTS = (
     Mutant(
         "a slot is freed before the copy out of it has ended",
         "megatron_ext.transport.staging",
-        "self._releases.after(copied, _nothing, tensor)",
-        "self._releases.after(copied, _nothing, None)",
+        "self._releases.after(copied, lambda: None, tensor)",
+        "self._releases.after(copied, lambda: None, None)",
         ("tests/transport/test_staged_release.py",),
     ),
     Mutant(

@@ -79,7 +79,7 @@ def _a_step(is_patient: bool) -> tuple[list[_Choice], dict[int, bool], float, fl
         return pull(buffer, *args)
 
     sharing.pull = noting  # type: ignore[method-assign]
-    transport = DirectTransport(host, sharing, me, timeout_s=LONG_S, tells_when_there=True)
+    transport = DirectTransport(host, sharing, me, timeout_s=LONG_S, reports_copies=True)
     table = fake.table_of(split_backwards(generate("1f1b", _PP, _MICROBATCHES)), me)
     ahead = _KeptEvents(backend, device, timeout_s=LONG_S)
     num_actions = len(table.exchanges)

@@ -62,7 +62,7 @@ def _open(way: str, me: int) -> Transport:
             device.sharing(here),
             me,
             timeout_s=_LONG_S,
-            tells_when_there=way == "ipc, telling",
+            reports_copies=way == "ipc, telling",
         )
     return staged(host, device.copies(here), timeout_s=_LONG_S)
 
