@@ -131,15 +131,14 @@ def _open(
     job: Job, device: torch.device, peers: Sequence[int], slots: int, label: str
 ) -> Transport:
     environment = required().environment
-    ip = None
-    if job.wire != "shm":
-        ip = own_address(
-            job.node_ips,
-            job.rank,
-            job.ranks.num_ranks,
-            environment.local_world_size,
-            environment.rendezvous_host,
-        )
+    ip = own_address(
+        job.wire,
+        job.node_ips,
+        job.rank,
+        job.ranks.num_ranks,
+        environment.local_world_size,
+        environment.rendezvous_host,
+    )
     host = NativeTransport(
         shared_store(),
         job.rank,

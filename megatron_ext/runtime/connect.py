@@ -159,15 +159,14 @@ class _Opening:
         sizes = [
             math.prod(shape) * self.dtype.itemsize for shape in self.known if shape is not None
         ]
-        ip = None
-        if name != "shm":
-            ip = own_address(
-                self.pipeline.config.node_ips,
-                self.rank,
-                dist.get_world_size(),
-                environment.local_world_size,
-                environment.rendezvous_host,
-            )
+        ip = own_address(
+            name,
+            self.pipeline.config.node_ips,
+            self.rank,
+            dist.get_world_size(),
+            environment.local_world_size,
+            environment.rendezvous_host,
+        )
         return NativeTransport(
             dist.distributed_c10d._get_default_store(),
             self.rank,

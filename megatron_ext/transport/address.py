@@ -155,15 +155,17 @@ def _require_reachable(rank: int, address: Address) -> None:
 
 
 def own_address(
+    wire: Wire,
     node_ips: Sequence[str],
     rank: int,
     world_size: int,
     ranks_per_node: int | None,
     rendezvous_host: str,
-) -> str:
-    """Return the IP address of this host for processes on other hosts.
+) -> str | None:
+    """Return the address of this host for processes on others; None over shared memory.
 
     Args:
+        wire: The wire that needs it.
         node_ips: See `node_address`; empty: the address on the route to `rendezvous_host`.
         rank: Global rank of this process.
         world_size: Number of ranks.
@@ -173,6 +175,8 @@ def own_address(
     Raises:
         TransportError: The address is not usable, or there is no route.
     """
+    if wire == "shm":
+        return None
     ip = node_address(node_ips, rank, world_size, ranks_per_node or world_size)
     return address_towards(rendezvous_host) if ip is None else ip
 
