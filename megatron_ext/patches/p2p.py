@@ -64,7 +64,7 @@ def _allow_streams(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Non
     if not instance.enable_mhc_connections or instance.pipeline_model_parallel_size == 1:
         call(*args, **kwargs)
         return
-    replace(instance, **_ONE_STAGE)
+    replace(instance, **_ONE_STAGE)  # a copy, for the checks of its own __post_init__
     recomputed = instance.recompute_modules
     instance.enable_mhc_connections = False
     if recomputed is not None:

@@ -192,6 +192,7 @@ def shape_between_stages(
 
     s is the length on this rank, after context and sequence parallelism have divided it.
     """
+    # Not upstream's `get_tensor_shapes`, which knows no residual streams.
     divisor = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
     has_streams = getattr(config, "enable_mhc_connections", False)  # 0.20 and later
     streams = config.mhc_num_residual_streams if has_streams else 1

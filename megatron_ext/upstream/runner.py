@@ -94,7 +94,7 @@ def choose(script: str) -> Start:
     if not releases.has_training():
         raise UserError(
             f"megatron-core {version} has no training loop, Megatron-LM's tree has: {fetch}; or "
-            "take Python 3.12 or later and pip install 'megatron-core>=0.17,<0.20', which bring one"
+            "take Python 3.12 or later and pip install 'megatron-core>=0.17,<0.21', which bring one"
         )
     return Start(None, "no Megatron-LM tree was found")
 

@@ -98,7 +98,7 @@ class Forecast:
 
     @property
     def recommended(self) -> list[Prediction]:
-        """What to run: of the fastest that bound memory, the one that needs least.
+        """Of the fastest predictions that bound memory, the one that needs least.
 
         If that holds the weights twice, the same among those with one copy follows.
         """
@@ -112,7 +112,7 @@ class Forecast:
 
     @property
     def advice(self) -> str:
-        """What to run and the gain to expect, in one sentence."""
+        """One sentence on the schedule to take and the gain to expect."""
         own = self.own
         # Against its own prediction: what slowed the traced run down would slow any other.
         before_s = self.measured_s if own is None else own.step_s
