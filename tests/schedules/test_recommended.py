@@ -32,7 +32,7 @@ def pasted(*cases: tuple[str, int]) -> list[Any]:
 
 def flags_of(printed: str) -> list[str]:
     """Return the command lines that `plan` prints below `flags:`."""
-    listed = printed.split("\nflags:\n")[1].split("\n\n", maxsplit=1)[0]
+    listed = re.split(r"\nflags.*:\n", printed)[1].split("\n\n", maxsplit=1)[0]
     return [re.split(r"\s{2,}", line.strip(), maxsplit=1)[1] for line in listed.splitlines()]
 
 
