@@ -12,7 +12,8 @@ from megatron_ext.config.prepared_arguments import prepare
 from megatron_ext.devices.cpu import CpuDevice
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.patches.arguments import prepare_parser
-from tests.ranks import RankRun, start_script
+from tests.ranks import start_script
+from tests.training.helpers import errors
 
 _TINY = """
     --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16
@@ -81,14 +82,6 @@ def test_a_namespace_without_our_flags_is_fine() -> None:
     prepare(argparse.Namespace())
 
 
-def _refused(run: RankRun) -> str:
-    assert run.exit_codes == [2] * len(run.exit_codes), run.logs
-    assert "Traceback" not in run.logs[0]
-    assert all("megatron_ext: error" not in log for log in run.logs[1:])
-    [line] = [line for line in run.logs[0].splitlines() if "megatron_ext: error" in line]
-    return line
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -102,13 +95,13 @@ def _refused(run: RankRun) -> str:
 def test_upstreams_script_refuses_in_one_line(
     flags: str, message: str, megatron_lm_path: object
 ) -> None:
-    line = _refused(start_script(2, "pretrain_gpt.py", [*_TINY, *flags.split()]))
+    [line] = set(errors(start_script(2, "pretrain_gpt.py", [*_TINY, *flags.split()])))
     assert message in line
 
 
 def test_an_assertion_without_a_message_shows_its_condition(megatron_lm_path: object) -> None:
     flags = " ".join(_TINY).replace("--micro-batch-size 1", "").split()
-    line = _refused(start_script(1, "pretrain_gpt.py", flags))
+    [line] = errors(start_script(1, "pretrain_gpt.py", flags))
     assert "assert args.micro_batch_size is not None (arguments.py:" in line
 
 

@@ -71,7 +71,10 @@ def report(run: RankRun) -> list[str]:
 
 
 def errors(run: RankRun) -> list[str]:
-    """Return the error lines of a run that must have failed on all ranks, without a traceback."""
+    """Return the error lines of a run that must have failed on all ranks, without a traceback.
+
+    Any rank may be the one that reports an error of all, and one that is late repeats the line.
+    """
     text = "\n".join(run.logs)
     assert run.exit_codes == [2] * len(run.exit_codes), run.describe()
     assert "Traceback" not in text, text
