@@ -46,7 +46,7 @@ def test_own_schedules_run_their_table_and_keep_what_the_simulator_says(name: st
     steps = measure(system)
     for world_rank, [step] in enumerate(steps):
         row = schedule.rows[world_rank // schedule.placement.twins]
-        assert [op[:3] for op in step.ops] == list(row)
+        assert [op[:3] for op in step.ops] == [action[:3] for action in row]
     figures = evaluate(steps, system.placement(PP), OpTimes(FORWARD_S, system.share(PP)))
     timeline = simulate(schedule)
     assert figures.optimum_s == pytest.approx(FORWARD_S * timeline.makespan)
