@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--short"):
         left = tiers.left_out(items)
         _ALL[0] = len(items)
-        _LEFT.update(Path(item.nodeid).parts[1] for item in left)
+        _LEFT.update(Path(item.nodeid.partition("::")[0]).parts[1] for item in left)
         items[:] = [item for item in items if item not in set(left)]
         config.hook.pytest_deselected(items=left)
 

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.runtime.capture import GPT, PP4, Captured, run_here
 from tests.runtime.test_equality import UNCLIPPED, stock
 
-pytestmark = pytest.mark.usefixtures("emulated_musa")
+pytestmark = pytest.mark.usefixtures("emulated_musa", "a_training_loop")
 
 _FLAGS = GPT + UNCLIPPED + "--num-layers 8 --global-batch-size 16 --train-iters 2 "
 _AUTO = "--pipeline-transport auto "

@@ -279,6 +279,7 @@ def last_step(argv: list[str]) -> list[str]:
     return log
 
 
+@pytest.mark.usefixtures("a_training_loop")
 @pytest.mark.parametrize(("schedule", "unit"), [("zb-h1", "W"), ("1f1b", "B")])
 def test_the_first_stage_reduces_during_its_last_w_or_b(schedule: str, unit: str) -> None:
     """Megatron gives it several buckets, and other stages one."""
