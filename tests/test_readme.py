@@ -163,7 +163,7 @@ def test_links_and_paths_exist(path: Path) -> None:
     assert not missing, f"{path.name} names what is not there: {missing}"
 
 
-@pytest.mark.short_s(60)  # nothing else compares the words of a page with the flags there are
+@pytest.mark.short_s(20)  # the first case waits for the help of every command
 @pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
 def test_flags_exist(path: Path, known_flags: set[str]) -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", text_of(path)))

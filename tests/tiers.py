@@ -1,8 +1,8 @@
 """The short tier: of each test, as many cases as fit into the seconds that a test may take.
 
 `durations.json` holds the seconds of each case that takes half a second or more on two idle
-cores; `bash tests/run.sh --all --measure` writes it. A case that is not in it counts like the
-longest of its test that is. What a mutant names (`tests.mutations`) always stays, as a guard.
+cores; `bash tests/run.sh --all --measure` writes it. A case that is not in it is quick, or new.
+What a mutant names (`tests.mutations`) always stays, as a guard.
 """
 
 from __future__ import annotations
@@ -40,14 +40,11 @@ def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     from tests.mutations.run_mutant import ALL_MUTANTS
 
     guards = {test for mutant in ALL_MUTANTS for test in mutant.tests}
-    known, longest = durations(), dict[str, float]()
-    for case, time_s in known.items():
-        longest[_test(case)] = max(time_s, longest.get(_test(case), 0.0))
-    spent, left = Counter[str](), []
+    known, spent, left = durations(), Counter[str](), []
     for item in items:
         case, test = item.nodeid, _test(item.nodeid)
         mark = item.get_closest_marker("short_s")
-        time_s = known.get(case, longest.get(test, 0.0))
+        time_s = known.get(case, 0.0)
         stays = spent[test] + time_s <= (mark.args[0] if mark else SHORT_S)
         if case not in guards and (item.get_closest_marker("slow") or not stays):
             left.append(item)
