@@ -119,7 +119,7 @@ DEVICE_MUTANTS = (
         "the device does not know the slots that it reads",
         "megatron_ext.transport.native_transport",
         "                    self._memory += [link.slots, link.peer_slots]\n",
-        "                memory += [link.peer_slots]\n",
+        "                    self._memory += [link.peer_slots]\n",
         (f"{_MEMORY}::test_no_copy_of_a_message_makes_the_host_wait[shm-8]",),
     ),
     Mutant(

@@ -37,7 +37,7 @@ MUTANTS = (
     Mutant(
         "a hand-over is dropped",
         f"{_RUNTIME}.executor",
-        "        self._handed[message] = tensor\n",
+        "            self._handed[message] = tensor\n",
         "",
     ),
     Mutant(
