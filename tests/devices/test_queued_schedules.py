@@ -9,7 +9,6 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.transport import torch_dist  # noqa: F401  (mutants are looked for there)
-from megatron_ext.upstream import releases
 from tests.disaggregation.test_training import FBD, RECOMPUTE, SHIP, run_role, together
 from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks
@@ -46,12 +45,10 @@ def test_every_schedule_over_its_communicators(schedule: str, connections: int) 
     assert_equal(found, stock(4, _FLAGS + theirs))
 
 
-@pytest.mark.parametrize("connections", [1, 8])
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
-def test_layers_that_gather_their_input_ahead_of_w(schedule: str, connections: int) -> None:
+def test_layers_that_gather_their_input_ahead_of_w(schedule: str) -> None:
     """Sequence parallelism: W gathers the next layer's input while a product of this one runs."""
-    if connections > 1 and releases.has_training():
-        pytest.skip("before Blackwell, Megatron demands one queue with tensor parallelism")
+    connections = 1  # before Blackwell, Megatron demands one queue with tensor parallelism
     sizes = f"{_FLAGS}{PP2}--tensor-model-parallel-size 2 --sequence-parallel "
     env = queued(connections=connections, jitter_us=100, seed=connections)
     found = train(4, f"{sizes}--pipeline-schedule {schedule} ", device="musa", env=env)
@@ -91,8 +88,13 @@ def test_the_host_never_waits_in_a_step_of_a_table(way: str) -> None:
     flags = f"{_FLAGS}{PP2}--pipeline-schedule zb-h1 {_WAYS[way]}"
     flags += "--no-check-for-nan-in-loss-and-grad "
     for steps in run_ranks(2, _waits_in_steps, flags.split(), device="musa", env=queued()):
-        # The threads beside a staged transport are there to wait.
-        own = [[line for line in step if "megatron-ext" not in line[-1]] for step in steps]
+        # The threads beside a staged transport are there to wait. In 0.16 Megatron's script waits
+        # for copies of lengths.
+        own = [
+            [(what, where) for what, where, thread in step if "megatron-ext" not in thread]
+            for step in steps
+        ]
+        own = [[line for line in step if "_broadcast_cu_seqlens" not in line[1]] for step in own]
         assert own == [[]] * 2
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.upstream import releases
 from tests.ranks import start_ranks, train_here
 from tests.runtime.capture import GPT, PP2
 
@@ -60,7 +59,7 @@ def test_a_killed_process_is_named(victim: int, when: str, witnesses: list[int])
     named = rf"rank {victim} on host \S+ \(wire shm\) died"
     for rank in witnesses:
         told = named
-        if releases.has_training() and {rank, victim} == {0, 2}:
-            # Before an evaluation, upstream's loop has a barrier of the forward ranks.
+        if {rank, victim} == {0, 2}:
+            # Before an evaluation, Megatron's loop has a barrier of the forward ranks.
             told += "|^torch: .*Connection closed by peer"
         assert re.search(told, run.values[rank]), (rank, run.values[rank])
