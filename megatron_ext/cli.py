@@ -38,6 +38,21 @@ REMOVED = {
     "launch --nodes": "start from examples/kubernetes/trainjob.yaml",
     "launch --gpu-resource": "start from examples/kubernetes/trainjob.yaml",
     "launch --rdma-resource": "start from examples/kubernetes/trainjob.yaml",
+    **{
+        f"doctor {flag}": "give the flags of the training: `megatron-ext doctor -- pretrain_gpt.py "
+        "FLAGS`"
+        for flag in (
+            "--schedule",
+            "--pp",
+            "--microbatches",
+            "--seq-length",
+            "--micro-batch-size",
+            "--hidden-size",
+            "--use-dpp",
+            "--dpp-extra-activations",
+            "--fp32",
+        )
+    },
     "preprocess": "run examples/data/tokenize_text.py, or upstream's tools/preprocess_data.py",
     "patches fingerprint": "use python tests/versions/compare.py TREE_OR_WHEEL --record COMMIT",
     "launch --push": "copy the code first: rsync -a --exclude .git ./ HOST:$PWD/",
@@ -69,7 +84,6 @@ _GROUPS = {
     ("upstream", "docs/patching.md"): {
         "upstream": "megatron-ext upstream fetch",
         "patches": "megatron-ext patches check",
-        "preprocess": "megatron-ext preprocess --input text.jsonl --output-prefix data",
     },
 }
 """Group and its page of documentation -> command -> an example of it."""

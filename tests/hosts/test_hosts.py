@@ -22,7 +22,7 @@ from megatron_ext.config.incompatible import RULES, refuse
 from megatron_ext.errors import ArgumentsError, UserError
 from megatron_ext.hosts import bridge_requirements
 from megatron_ext.hosts.bridge_settings import Settings
-from megatron_ext.tools.doctor import software
+from megatron_ext.tools.doctor import checks
 from megatron_ext.upstream import releases
 from tests.ranks import run_ranks
 
@@ -161,10 +161,10 @@ def test_a_bridge_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_doctor_says_what_bridge_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     _installed(monkeypatch, "0.5.0", "0.19.2")
-    [line] = software.check_bridge()
+    [line] = checks.check_bridge()
     assert str(line) == f"WARN megatron-bridge: {OLD_BRIDGE}"
     monkeypatch.setattr(bridge_requirements, "bridge_version", lambda: None)
-    assert list(software.check_bridge()) == []
+    assert list(checks.check_bridge()) == []
 
 
 def test_a_bridge_outside_of_the_range(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,7 +301,10 @@ def _with_restarts(plan: Plan, hosts: tuple[Node, ...], args: argparse.Namespace
 def _attempt(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
     directory = runs.run_dir(plan.run_id)
     with Agents(plan, ssh) as agents:
-        findings = agents.meet(args.preflight_timeout)
+        found, problems = agents.look(args.preflight_timeout)
+        if problems:
+            raise LaunchError("\n".join(problems))
+        findings = list(found.values())
         plan = _completed(plan.with_devices([found["devices"] for found in findings]), args)
         show = _shown_ranks(args.show, plan.world_size)
         if (directory / "plan.json").exists():
@@ -316,7 +319,7 @@ def _attempt(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
                 f"{directory} cannot be written: {error.strerror}; make room, or set "
                 f"MEGATRON_EXT_RUNS to another directory"
             ) from None
-        for warning in warnings(agents.names, findings):
+        for warning in warnings(found):
             _say(f"warning: {warning}")
         _say(f"run {plan.run_id}: {plan.summary()}")
         is_megatrons = Path(plan.command[0]).name.startswith("pretrain_")

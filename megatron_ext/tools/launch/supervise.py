@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch.runs import Message, decode, encode
 from megatron_ext.tools.launch.ssh import CONNECTION_FAILED, Ssh, explain
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_ext.tools.launch.logs import Display
     from megatron_ext.tools.launch.plan import Plan
 
-__all__ = ["Agents", "Failure", "Outcome", "first_failure", "judge", "supervise", "warnings"]
+__all__ = ["Agents", "Failure", "Outcome", "first_failure", "supervise", "warnings"]
 
 MAX_SKEW_S = 5.0
 """Difference of clocks that triggers a warning, because log lines cannot be compared then."""
@@ -160,50 +159,40 @@ class Agents:
         )
         return {index: answers.get(index, late) for index in sorted(requests)}
 
-    def meet(self, timeout_s: float) -> list[Message]:
-        """Ask all hosts how fit they are for the job.
-
-        Raises:
-            LaunchError: A host cannot take part; one line for each.
-        """
-        requests = {index: self.plan.request(index) for index in range(len(self.names))}
-        answers = self.ask(requests, timeout_s)
-        findings = [answer for answer in answers.values() if not isinstance(answer, str)]
-        problems = [
-            f"{self.names[i]}: {text}" for i, text in answers.items() if text not in findings
-        ]
-        problems = problems or judge(self.names, findings)
+    def look(self, timeout_s: float) -> tuple[dict[str, Message], list[str]]:
+        """Return how fit each host is for the job, and what keeps hosts from it, a line each."""
+        answers = self.ask({i: self.plan.request(i) for i in range(len(self.names))}, timeout_s)
+        by_name = {self.names[index]: answer for index, answer in answers.items()}
+        found = {name: each for name, each in by_name.items() if not isinstance(each, str)}
+        problems = [f"{name}: {text}" for name, text in by_name.items() if isinstance(text, str)]
         if problems:
-            raise LaunchError("\n".join(problems))
-        return findings
+            return found, problems  # those who answer are compared when all of them do
+        problems = [f"{name}: {text}" for name in found for text in found[name]["problems"]]
+        for what in {what: None for each in found.values() for what in each["same"]}:
+            values = {name: each["same"].get(what) for name, each in found.items()}
+            usual = Counter(filter(None, values.values())).most_common(1)[0][0]
+            like = next(name for name, value in values.items() if value == usual)
+            remedy = "install the same version on all hosts"
+            if what == "python":
+                remedy = "use the same Python on all hosts (--python PATH)"
+            elif what.endswith(", content"):
+                remedy = "copy it from here with rsync, or name the same file everywhere"
+            problems += [
+                f"{name}: {what} {value}, but {like} has {usual}; {remedy}"
+                for name, value in values.items()
+                if value not in (usual, None)
+            ]
+        return found, problems
 
 
-def judge(names: Sequence[str], findings: Sequence[Message]) -> list[str]:
-    """Return the problems of hosts, one line each."""
-    problems = [f"{n}: {p}" for n, f in zip(names, findings, strict=True) for p in f["problems"]]
-    for what in {what: None for found in findings for what in found["same"]}:
-        values = [found["same"].get(what) for found in findings]
-        usual = Counter(value for value in values if value is not None).most_common(1)[0][0]
-        remedy = "install the same version on all hosts"
-        if what == "python":
-            remedy = "use the same Python on all hosts (--python PATH)"
-        elif what.endswith(", content"):
-            remedy = "copy it from here with rsync, or name the same file everywhere"
-        problems += [
-            f"{name}: {what} {value}, but {names[values.index(usual)]} has {usual}; {remedy}"
-            for name, value in zip(names, values, strict=True)
-            if value not in (usual, None)
-        ]
-    return problems
-
-
-def warnings(names: Sequence[str], findings: Sequence[Message]) -> list[str]:
-    """Return warnings that do not stop the job, one line each."""
+def warnings(found: dict[str, Message]) -> list[str]:
+    """Return what does not stop a job, from the fitness of its hosts, a line each."""
     lines = []
-    for name, found in zip(names, findings, strict=True):
-        clock = f"its clock is {found['ahead_s']:+.0f} s off this machine's"
-        late = [f"{clock}; let NTP or chrony set it"] * (abs(found["ahead_s"]) > MAX_SKEW_S)
-        lines += [f"{name}: {warning}" for warning in [*late, *found["warnings"]]]
+    for name, each in found.items():
+        if abs(each["ahead_s"]) > MAX_SKEW_S:
+            clock = f"its clock is {each['ahead_s']:+.0f} s off this machine's"
+            lines.append(f"{name}: {clock}; let NTP or chrony set it")
+        lines += [f"{name}: {warning}" for warning in each["warnings"]]
     return lines
 
 

@@ -5,29 +5,23 @@ from __future__ import annotations
 import json
 import os
 import resource
-import socket
 import sys
 import typing
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from megatron_ext.config.pipeline_config import DynamicOrder
-from megatron_ext.tools.doctor import hosts, machine, software
-from megatron_ext.tools.doctor.hosts import check_hosts
-from megatron_ext.tools.doctor.machine import Sizes, arena_bytes, check_arenas
+from megatron_ext.tools.doctor import checks
+from megatron_ext.tools.doctor.checks import Finding, arena_bytes, check_hosts
 from megatron_ext.tools.launch.hostfile import Host
 from megatron_ext.tools.launch.plan import Node, Plan
 from megatron_ext.tools.launch.ssh import Ssh
 from megatron_ext.upstream import releases
 from tests.commands import run_package, run_python
 from tests.pipelines import make_pipeline
-
-if TYPE_CHECKING:
-    from megatron_ext.tools.doctor.finding import Finding
 
 FAKE_SSH = Path(__file__).parents[1] / "launch" / "fake_ssh.sh"
 
@@ -47,7 +41,6 @@ def test_this_machine_can_train_on_its_cpu() -> None:
         "megatron-core",
         "device",
         "patches",
-        "ephemeral ports",
     )
     assert {check: found[check] for check in sound} == dict.fromkeys(sound, "OK")
     assert {"native core", "RDMA", "locked memory", "Megatron-LM tree"} <= set(found)
@@ -100,7 +93,7 @@ def test_packages_that_do_not_go_together(tmp_path: Path, monkeypatch: pytest.Mo
             f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         )
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = {finding.check: finding for finding in software.check_requirements()}
+    found = {finding.check: finding for finding in checks.check_requirements()}
     assert sorted(found) == ["rich", "transformers"]
     assert str(found["rich"]) == (
         "WARN rich: 12.0, megatron-ext asks for >=13; pip install 'rich>=13'"
@@ -112,8 +105,8 @@ def test_a_package_that_is_needed_and_gone(monkeypatch: pytest.MonkeyPatch) -> N
     def version(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(software.metadata, "version", version)
-    gone = {finding.check: finding for finding in software.check_requirements()}
+    monkeypatch.setattr(checks.metadata, "version", version)
+    gone = {finding.check: finding for finding in checks.check_requirements()}
     assert {"wrapt", "rich", "numpy"} <= set(gone)
     assert "transformers" not in gone
     assert str(gone["numpy"]).startswith("FAIL numpy: not installed, megatron-core needs it; pip")
@@ -133,7 +126,7 @@ def test_a_release_for_a_later_python(
         monkeypatch.delattr(typing, "override", raising=False)
     monkeypatch.setattr(releases, "core_version", lambda: "0.19.2")
     monkeypatch.setattr(sys, "version_info", (*python, 0, "final", 0))
-    [line] = [line for line in software.check_versions() if line.check == "megatron-core"]
+    [line] = [line for line in checks.check_versions() if line.check == "megatron-core"]
     assert line.level == level
     if level == "FAIL":
         assert line.found == "0.19.2, which needs Python 3.12 or later"
@@ -149,13 +142,13 @@ def test_a_tree_of_another_release(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 15\nPATCH = 3\n")
     (tmp_path / "pretrain_gpt.py").touch()
     monkeypatch.setenv("MEGATRON_LM_PATH", str(tmp_path))
-    [found] = software.check_tree()
+    [found] = checks.check_tree()
     assert found.level == "FAIL"
     installed = ".".join(map(str, releases.installed_release() or ()))
     assert f"expected version {installed}, as of the installed megatron-core" in found.found
     assert "found version 0.15.3" in found.found
-    assert "megatron-ext upstream fetch" in found.found
-    assert "\n" not in found.found
+    assert "megatron-ext upstream fetch" in found.remedy
+    assert "\n" not in str(found)
 
 
 _NO_DRIVER = """
@@ -167,7 +160,7 @@ def refuse():
 
 if not is_real():
     torch.version.cuda, torch.cuda.init = "13.0", refuse
-from megatron_ext.tools.doctor.software import check_device
+from megatron_ext.tools.doctor.checks import check_device
 print(*check_device(), sep="\\n")
 """
 
@@ -211,7 +204,7 @@ def test_each_warning_of_a_host_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatc
         "same": {"torch": "2", "megatron-core": "0.16"}, "devices": 0, "free_bytes": 1 << 40,
         "ahead_s": 60.0, "problems": [], "warnings": [warning],
     }  # fmt: skip
-    monkeypatch.setattr(hosts.Agents, "ask", lambda *_: {0: hello})
+    monkeypatch.setattr(checks.Agents, "ask", lambda *_: {0: hello})
     plan = Plan("check", (Node(Host("a"), 0, local=False),), ("true",), "/", sys.executable)
     found = [f for f in check_hosts(plan, Ssh(), 30) if f.level == "WARN"]
     assert {f.found.split(",")[0]: f.remedy for f in found} == {
@@ -226,7 +219,7 @@ def test_mistakes_are_told_before_anything_is_looked_at(tmp_path: Path) -> None:
     assert "cannot be read" in done.stderr
     done = run_package("doctor", "--pp", "4")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "the arenas need --seq-length, --micro-batch-size, --hidden-size too" in done.stderr
+    assert "removed; give the flags of the training: `megatron-ext doctor -- pre" in done.stderr
 
 
 def only(findings: object) -> Finding:
@@ -236,25 +229,18 @@ def only(findings: object) -> Finding:
 
 
 def test_shared_memory_that_is_small_or_missing(tmp_path: Path) -> None:
-    assert only(machine.check_shared_memory(tmp_path / "gone")).level == "FAIL"
-    assert only(machine.check_shared_memory(Path("/proc"))).level == "WARN"  # no room at all
+    assert only(checks.check_shared_memory(tmp_path / "gone")).level == "FAIL"
+    assert only(checks.check_shared_memory(Path("/proc"))).level == "WARN"  # no room at all
 
 
 def test_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert only(machine.check_memlock(resource.RLIM_INFINITY)).found == "unlimited"
+    limits = [resource.RLIM_INFINITY, resource.RLIM_INFINITY]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    assert only(checks.check_memlock()).found == "unlimited"
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    small = only(machine.check_memlock(64 << 10))
+    limits[0] = 64 << 10
+    small = only(checks.check_memlock())
     assert (small.level, small.found) == ("WARN", "64 KiB")
-
-
-def test_a_port_in_use() -> None:
-    with socket.create_server(("", 0)) as server:
-        first, second = machine.check_ports(server.getsockname()[1])
-    assert (first.level, second.level) == ("WARN", "OK")
-    assert "--master-port" in first.remedy
-
-
-SIZES = Sizes("1f1b", 4, 16, seq_length=128, micro_batch_size=2, hidden_size=64)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "bitpipe"])
@@ -269,11 +255,16 @@ def test_arenas_are_as_large_as_a_run_opens(schedule: str, extra_activations: in
     opening = _Opening(pipeline, 0, torch.device("cpu"), set(), (), torch.float32, routes=())
     message = 128 * 2 * 64 * 2
     num_peers = 1 if schedule == "bitpipe" else 2  # hosted by half of the ranks
-    sizes = Sizes(schedule, 4, 16, 128, 2, 64, extra_activations=extra_activations)
-    assert arena_bytes(sizes) == num_peers * opening.slots * message
+    assert arena_bytes(pipeline, message) == num_peers * opening.slots * message
 
 
-def test_the_memory_of_arenas() -> None:
-    assert only(check_arenas(SIZES)).level == "OK"
-    huge = Sizes("1f1b", 4, 16, seq_length=1 << 20, micro_batch_size=64, hidden_size=1 << 14)
-    assert only(check_arenas(huge)).level == "FAIL"
+@pytest.mark.parametrize(("samples", "level"), [(2, "OK"), (10**6, "FAIL")])
+def test_the_memory_that_messages_take(samples: int, level: str) -> None:
+    sizes = "--num-layers 4 --hidden-size 64 --seq-length 128 --micro-batch-size"
+    flags = [*sizes.split(), f"{samples}", "--global-batch-size", f"{8 * samples}", "--bf16"]
+    flags += ["--pipeline-model-parallel-size", "4", "--pipeline-schedule", "zb-h1"]
+    found = {f.check: f for f in checks.check_training([*flags, "--pipeline-transport", "shm"])}
+    assert found["training"].level == "OK"
+    assert found["transport arenas"].level == level
+    assert found["transport arenas"].remedy or level == "OK"
+    assert "transport arenas" not in {f.check for f in checks.check_training(flags)}
