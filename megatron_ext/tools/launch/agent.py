@@ -54,11 +54,7 @@ class _Job:
             signal.signal(number, lambda *_, why=why: self.stop(why, request["grace_s"]))
 
     def start(self, argv: list[str], environment: dict[str, str]) -> IO[bytes] | None:
-        """Start the process, and return its output.
-
-        Raises:
-            OSError: It cannot be started.
-        """
+        """Start the process, and return its output."""
         agent_pid = os.getpid()
         parent.adopt_orphans()
         self._child = subprocess.Popen(
@@ -203,28 +199,37 @@ def _stop(request: Message, directory: Path, send: Send) -> None:
         process.send(agent, signal.SIGKILL)
     left = process.marked(request["run_id"], request["node"])
     stuck = sorted(one.pid for one in process.end(left))
-    send({"kind": "stopped", "agent": agent is not None, "killed": len(left), "stuck": stuck})
+    text = "nothing runs"
+    if stuck:
+        text = f"processes {stuck} cannot be killed (they wait for a device)"
+    elif agent is not None or left:
+        text = f"stopped ({len(left)} processes killed after the grace)"
+    was = {"agent": agent is not None, "killed": len(left)}
+    send({"kind": "answer", "failed": bool(stuck), "text": text, **was})
 
 
 def _status(request: Message, directory: Path, send: Send) -> None:
-    ended = None
+    state = ""
+    if process.recorded(directory / "agent.json") is not None:
+        state = "running, "
     with suppress(OSError, ValueError):
         ended = json.loads((directory / "ended.json").read_text(encoding="utf-8"))
-    send({
-        "kind": "status",
-        "log_dir": str(directory) if directory.is_dir() else None,
-        "agent": process.recorded(directory / "agent.json") is not None,
-        "processes": len(process.marked(request["run_id"], request["node"])),
-        "ended": ended,
-    })  # fmt: skip
+        why = f" ({ended['stopped']})" if ended["stopped"] else ""
+        state = f"ended with {ended['code']}{why}, "
+    count = len(process.marked(request["run_id"], request["node"]))
+    text = f"{state}{count or 'no'} processes, logs in {directory}"
+    if not directory.is_dir():
+        text = "has no record of this run"
+    send({"kind": "answer", "failed": False, "text": text})
 
 
 def _logs(request: Message, directory: Path, send: Send) -> None:
     paths = [directory / "output.log", directory / "torchrun.log"]
     if request["local_rank"] is not None:
         paths = rank_logs(directory, request["local_rank"])
-    files = {str(path): last_lines(path, request["lines"]) for path in paths if path.exists()}
-    send({"kind": "logs", "files": files})
+    there = filter(Path.exists, paths)
+    lines = [line for path in there for line in (path, *last_lines(path, request["lines"]))]
+    send({"kind": "answer", "failed": False, "text": "\n".join(map(str, lines))})
 
 
 def main() -> int:

@@ -56,41 +56,42 @@ class Host:
         return self.addr or self.name
 
 
-def _number(text: str, limit: int) -> int:
-    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= limit:
-        raise ValueError
-    return int(text)
+def _matches(pattern: str) -> Callable[[str], str]:
+    def convert(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError
+        return text
+
+    return convert
 
 
-def _word(text: str, pattern: str) -> str:
-    if not re.fullmatch(pattern, text):
-        raise ValueError
-    return text
+def _up_to(limit: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= limit:
+            raise ValueError
+        return int(text)
+
+    return convert
 
 
 def _address(text: str) -> str:
     return str(ipaddress.ip_address(text))
 
 
-_SLOTS = (lambda text: _number(text, MAX_SLOTS), f"a number of processes, 1 to {MAX_SLOTS}")
 _KEYS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "slots": _SLOTS,
-    "max_slots": _SLOTS,  # of Open MPI: we never start more than `slots`
+    "slots": (_up_to(MAX_SLOTS), f"a number of processes, 1 to {MAX_SLOTS}"),
+    "max_slots": (_up_to(MAX_SLOTS), "a number"),  # Open MPI's: we never start more than `slots`
     "addr": (_address, "an IP address"),
-    "port": (lambda text: _number(text, 65535), "a port from 1 to 65535"),
-    "user": (lambda text: _word(text, r"[A-Za-z_][A-Za-z0-9._-]{0,63}"), "the name of a user"),
+    "port": (_up_to(65535), "a port from 1 to 65535"),
+    "user": (_matches(r"[A-Za-z_][A-Za-z0-9._-]{0,63}"), "the name of a user"),
     "rdma": (lambda text: tuple(map(_address, text.split(","))), "IP addresses, as in A,B"),
-    "type": (lambda text: _word(text, r"[A-Za-z0-9._-]{1,64}"), "one word"),
+    "type": (_matches(r"[A-Za-z0-9._-]{1,64}"), "one word"),
 }
 _KEY_LIST = "slots, addr, port, user, rdma, type and env.NAME"
 
 
 def read(path: Path) -> tuple[Host, ...]:
-    """Parse a hostfile from disk.
-
-    Raises:
-        LaunchError: It cannot be read, is not text, or is malformed (see `parse`).
-    """
+    """Parse a hostfile from disk."""
     try:
         text = read_text(path, _MAX_BYTES).removeprefix("\ufeff")
         return parse(text, str(path))
@@ -102,15 +103,7 @@ def read(path: Path) -> tuple[Host, ...]:
 
 
 def parse(text: str, source: str = "hostfile") -> tuple[Host, ...]:
-    """Parse the text of a hostfile.
-
-    Args:
-        text: Its content; line ends may be those of any system.
-        source: Its name, for errors.
-
-    Raises:
-        LaunchError: A line is malformed, a host is listed twice, or there are no hosts.
-    """
+    """Parse the text of a hostfile; `source` is its name in errors."""
     hosts: list[Host] = []
     lines: dict[object, int] = {}
     # Not splitlines(): it also splits at characters that do not end a line in a file.
@@ -144,11 +137,12 @@ def _host(words: list[str]) -> Host:
         )
     name = match["name"]
     if match["ipv6"] is not None:
-        name = _value("the address in brackets", match["ipv6"], _KEYS["addr"])
+        name = _value("the address in brackets", match["ipv6"], "addr")
     elif not _NAME.fullmatch(name):
         allowed = "letters, digits, dots, dashes and underscores"
         raise ValueError(f"{name!r} is not a host name; use {allowed}")
     given: dict[str, Any] = {}
+    env: dict[str, str] = {}
     slots = [] if match["slots"] is None else [f"slots={match['slots']}"]
     for word in (*slots, *words[1:]):
         key, equals, value = word.partition("=")
@@ -156,28 +150,27 @@ def _host(words: list[str]) -> Host:
             raise ValueError(
                 f"expected key=value after the host, found {word!r}; keys are {_KEY_LIST}"
             )
-        if key in given:
+        if key in given or key in env:
             raise ValueError(f"{key} is given twice for {name}; give it once")
         if key.startswith("env."):
             if not re.fullmatch(r"env\.[A-Za-z_][A-Za-z0-9_]*", key) or "\0" in value:
                 raise ValueError(f"{word!r} names no environment variable; write env.NAME=VALUE")
-            given[key] = value
+            env[key] = value
         elif key in _KEYS:
-            given[key] = _value(key, value, _KEYS[key])
+            given[key] = _value(key, value, key)
         else:
             raise ValueError(f"unknown key {key!r}; keys are {_KEY_LIST}")
     given.pop("max_slots", None)
-    env = [key for key in given if key.startswith("env.")]
-    variables = tuple((key.removeprefix("env."), given.pop(key)) for key in env)
+    variables = tuple((key.removeprefix("env."), value) for key, value in env.items())
     return Host(name, env=variables, **given)
 
 
-def _value(key: str, text: str, rule: tuple[Callable[[str], Any], str]) -> Any:
-    convert, meaning = rule
+def _value(shown: str, text: str, key: str) -> Any:
+    convert, meaning = _KEYS[key]
     try:
         return convert(text)
     except ValueError:
-        raise ValueError(f"{key} is {text!r}; it must be {meaning}") from None
+        raise ValueError(f"{shown} is {text!r}; it must be {meaning}") from None
 
 
 def select(
@@ -185,14 +178,8 @@ def select(
 ) -> tuple[Host, ...]:
     """Restrict hosts and devices, in DeepSpeed's syntax: `host1@host2:0,2`.
 
-    Args:
-        hosts: All hosts, in order.
-        include: Only these hosts; with `:0,2` only these devices of one.
-        exclude: Not these hosts; with `:0,2` not these devices of one, which then needs `slots`.
-
-    Raises:
-        LaunchError: Both are given, an entry is malformed or names an unknown host or device, or
-            no host remains.
+    With `:0,2` an entry is about these devices of a host, not all of it. To exclude some, the host
+    needs its `slots`.
     """
     known = {host.name: host for host in hosts}
     flag, text = ("--exclude", exclude) if include is None else ("--include", include)

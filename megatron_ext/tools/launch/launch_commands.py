@@ -6,6 +6,7 @@ Their implementations are imported when they run, so every command of this packa
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -43,6 +44,16 @@ def _assignment(text: str) -> tuple[str, str]:
     if not equals or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE, for example --env A=1")
     return name, value
+
+
+def _program(text: str) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}; close the quote") from None
+    if not words:
+        raise argparse.ArgumentTypeError("it is empty; give a program like ssh")
+    return words
 
 
 def _absolute(text: str) -> str:
@@ -106,7 +117,7 @@ def add_subcommands(subparsers: Any) -> None:
         parser = subparsers.add_parser(name, help=text, description=f"{text.capitalize()}.")
         add = parser.add_argument
         add("run_id", metavar="RUN_ID", help="as launch printed it, or Slurm's job id")
-        add("--ssh-cmd", default="ssh", metavar="COMMAND",
+        add("--ssh-cmd", type=_program, default=("ssh",), metavar="COMMAND",
             help="the ssh program, with further options (default: ssh)")
         add("--timeout", type=_seconds, default=60.0, metavar="S",
             help="seconds for each host to answer (default: 60)")
@@ -124,7 +135,7 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     add("--hostfile", type=Path, metavar="FILE", help="one host on each line")
     add("--include", metavar="H[:0,2]@...", help="only these hosts, or devices of hosts")
     add("--exclude", metavar="H[:0,2]@...", help="not these hosts, or devices of hosts")
-    add("--ssh-cmd", default="ssh", metavar="COMMAND",
+    add("--ssh-cmd", type=_program, default=("ssh",), metavar="COMMAND",
         help="the ssh program, with further options (default: ssh)")
     add("--python", default=sys.executable, metavar="PATH",
         help="path of Python on the hosts (default: the path of this one)")

@@ -17,7 +17,7 @@ from megatron_ext.tools.launch.hostfile import Host
 if TYPE_CHECKING:
     from megatron_ext.tools.launch.runs import Message
 
-__all__ = ["Node", "Parallel", "Plan", "add_computed_flags", "flag_value"]
+__all__ = ["Node", "Parallel", "Plan", "flag_value"]
 
 _BETWEEN_HOSTS = ("auto", "tcp", "rdma")  # values of --pipeline-transport that need --node-ips
 _DEFAULT_PORT = 29500
@@ -35,6 +35,28 @@ class Node:
     """True for the launcher's own machine, which needs no ssh."""
 
 
+def flag_value(flags: Sequence[str], name: str) -> str | None:
+    """Return the last value that a command line gives a flag, or None.
+
+    The line is data here: it is of a job that starts on other machines, and only Megatron's parser,
+    which runs there, knows all of its flags.
+    """
+    value = None
+    for position, word in enumerate(flags):
+        if word == name and position + 1 < len(flags):
+            value = flags[position + 1]
+        elif word.startswith(name + "="):
+            value = word.partition("=")[2]
+    return value
+
+
+def _size(flags: Sequence[str], name: str) -> int:
+    text = flag_value(flags, name) or "1"
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise LaunchError(f"{name} is {text!r}; it must be a positive integer")
+    return int(text)
+
+
 @dataclass(frozen=True)
 class Parallel:
     """The parallel sizes in the training flags."""
@@ -47,11 +69,7 @@ class Parallel:
 
     @classmethod
     def of(cls, flags: Sequence[str]) -> Parallel:
-        """Read it from training flags.
-
-        Raises:
-            LaunchError: A size is not a positive number.
-        """
+        """Read it from training flags."""
         return cls(
             tensor=_size(flags, "--tensor-model-parallel-size"),
             pipeline=_size(flags, "--pipeline-model-parallel-size"),
@@ -72,11 +90,7 @@ class Parallel:
         return (backward + forward) * self.pipeline
 
     def data_parallel(self, world_size: int) -> int:
-        """Return the number of model replicas on a number of ranks.
-
-        Raises:
-            LaunchError: It is not a multiple of the replica size.
-        """
+        """Return the number of model replicas on a number of ranks, which must fit."""
         if world_size % self.replica_size:
             raise LaunchError(
                 f"{world_size} ranks cannot be divided into replicas of {self.replica_size} (TP "
@@ -119,11 +133,7 @@ class Plan:
         return sum(node.nproc for node in self.nodes[:index])
 
     def with_devices(self, counts: Sequence[int]) -> Plan:
-        """Return the plan with the numbers of devices that the hosts found filled in.
-
-        Raises:
-            LaunchError: A host without `slots` has no devices.
-        """
+        """Return the plan with the numbers of devices that the hosts found filled in."""
         nodes = []
         for node, count in zip(self.nodes, counts, strict=True):
             if node.nproc == 0 and count == 0:
@@ -135,11 +145,7 @@ class Plan:
         return replace(self, nodes=tuple(nodes))
 
     def check(self, *, allow_uneven: bool) -> None:
-        """Refuse a plan that cannot run.
-
-        Raises:
-            LaunchError: Hosts have different numbers of processes, or cannot reach each other.
-        """
+        """Refuse hosts with different numbers of processes, or that cannot reach each other."""
         if self.per_node or len(self.nodes) == 1:
             return
         if not allow_uneven and len({node.nproc for node in self.nodes if node.nproc}) > 1:
@@ -154,6 +160,34 @@ class Plan:
                     f"{node.host.name}: the other hosts cannot reach it by this name; give its "
                     f"address with addr=IP in the hostfile"
                 )
+
+    def completed(self, num_microbatches: int | None, *, allow_uneven: bool) -> Plan:
+        """Return the plan with the training flags added that follow from its hosts.
+
+        `--global-batch-size` if the number of micro-batches was given; `--node-ips` if the script
+        requests a transport that needs addresses. All numbers of processes are known.
+        """
+        self.check(allow_uneven=allow_uneven)
+        if self.per_node:
+            return self
+        flags, added = self.command[1:], list[str]()
+        data = Parallel.of(flags).data_parallel(self.world_size)
+        if num_microbatches is not None:
+            if flag_value(flags, "--global-batch-size") is not None:
+                raise LaunchError(
+                    "--num-microbatches and --global-batch-size are both given; one follows from "
+                    "the other, so leave one out"
+                )
+            samples = num_microbatches * _size(flags, "--micro-batch-size") * data
+            added += ["--global-batch-size", str(samples)]
+        needs_addresses = flag_value(flags, "--pipeline-transport") in _BETWEEN_HOSTS
+        if needs_addresses and len(self.nodes) > 1 and flag_value(flags, "--node-ips") is None:
+            # One for each host, or for each rank where hosts have different numbers of them.
+            is_even = len({node.nproc for node in self.nodes}) == 1
+            added.append("--node-ips")
+            for node in self.nodes:
+                added += [*node.host.rdma, node.host.address][:1] * (1 if is_even else node.nproc)
+        return replace(self, command=(*self.command, *added))
 
     def environment(self, index: int) -> dict[str, str]:
         """Return the variables that the job gets on a host, in addition to those of the login."""
@@ -175,13 +209,9 @@ class Plan:
         ]  # fmt: skip
 
     def agent_argv(self, index: int, found: Message, port: int, show: Sequence[int]) -> list[str]:
-        """Return what the agent of a host starts.
+        """Return what the agent of a host starts, from its fitness.
 
-        Args:
-            index: The rank of the host.
-            found: Its fitness: where its logs are, its address as it is reached from the others.
-            port: Where the ranks meet, on the first host.
-            show: Local ranks whose output to show.
+        The ranks meet at a port of the first host. `show`: local ranks whose output is shown.
         """
         if self.per_node:
             return list(self.command)
@@ -214,11 +244,7 @@ class Plan:
 
     @classmethod
     def of_record(cls, found: Message) -> Plan:
-        """Return the plan of a record.
-
-        Raises:
-            KeyError, TypeError: It is of another version.
-        """
+        """Return the plan of a record; KeyError or TypeError: it is of another version."""
         nodes = [Node(Host(**n["host"]), n["nproc"], local=n["local"]) for n in found["nodes"]]
         return cls(**{**found, "nodes": tuple(nodes)})
 
@@ -256,55 +282,3 @@ def _quoted(word: str) -> str:
         return shlex.quote(word)
     kept = (c if c.isprintable() and c not in "'\\" else f"\\U{ord(c):08x}" for c in word)
     return f"$'{''.join(kept)}'"
-
-
-def add_computed_flags(plan: Plan, num_microbatches: int | None) -> Plan:
-    """Return the plan with the training flags that follow from its hosts added.
-
-    `--global-batch-size` if the number of micro-batches was given; `--node-ips` if the script
-    requests a transport that needs addresses.
-
-    Raises:
-        LaunchError: The ranks do not fit the parallel sizes, or the batch is given twice.
-    """
-    flags, nodes = plan.command[1:], plan.nodes
-    added: list[str] = []
-    data = Parallel.of(flags).data_parallel(plan.world_size)
-    if num_microbatches is not None:
-        if flag_value(flags, "--global-batch-size") is not None:
-            raise LaunchError(
-                "--num-microbatches and --global-batch-size are both given; one follows from the "
-                "other, so leave one out"
-            )
-        samples = num_microbatches * _size(flags, "--micro-batch-size") * data
-        added += ["--global-batch-size", str(samples)]
-    needs_addresses = flag_value(flags, "--pipeline-transport") in _BETWEEN_HOSTS
-    if needs_addresses and len(nodes) > 1 and flag_value(flags, "--node-ips") is None:
-        # One for each host, or for each rank where hosts have different numbers of them.
-        is_even = len({node.nproc for node in nodes}) == 1
-        added.append("--node-ips")
-        for node in nodes:
-            added += [*node.host.rdma, node.host.address][:1] * (1 if is_even else node.nproc)
-    return replace(plan, command=(*plan.command, *added))
-
-
-def flag_value(flags: Sequence[str], name: str) -> str | None:
-    """Return the last value that a command line gives a flag, or None.
-
-    The line is data here: it is of a job that starts on other machines, and only Megatron's parser,
-    which runs there, knows all of its flags.
-    """
-    value = None
-    for position, word in enumerate(flags):
-        if word == name and position + 1 < len(flags):
-            value = flags[position + 1]
-        elif word.startswith(name + "="):
-            value = word.partition("=")[2]
-    return value
-
-
-def _size(flags: Sequence[str], name: str) -> int:
-    text = flag_value(flags, name) or "1"
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise LaunchError(f"{name} is {text!r}; it must be a positive integer")
-    return int(text)

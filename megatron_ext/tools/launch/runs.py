@@ -54,11 +54,7 @@ def new_run_id() -> str:
 
 
 def check_run_id(run_id: str) -> str:
-    """Return a run id that the user gave.
-
-    Raises:
-        LaunchError: It cannot be the name of a directory on every host.
-    """
+    """Return a run id that the user gave."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", run_id):
         raise LaunchError(
             f"{run_id!r} is not a run id; use up to 64 letters, digits, dots, dashes, underscores"
@@ -85,11 +81,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def load(run_id: str, name: str) -> Message | None:
-    """Return a record of a run on this machine, `plan` or `result`; None if there is no such file.
-
-    Raises:
-        LaunchError: The record is damaged.
-    """
+    """Return the `plan` or the `result` of a run on this machine; None if there is no such file."""
     path = run_dir(run_id) / f"{name}.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -7,6 +7,7 @@ Inside an allocation srun replaces ssh; agents, preflight and supervision are th
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -42,18 +43,15 @@ class Srun(Ssh):
         ]  # fmt: skip
 
 
-def job_of(environment: Mapping[str, str]) -> str | None:
-    """Return the id of the allocation that this process is in, or None."""
-    return environment.get("SLURM_JOB_ID") or None
+def job_of(args: argparse.Namespace) -> str | None:
+    """Return the id of the allocation to run in: that of this process, without a hostfile."""
+    return (os.environ.get("SLURM_JOB_ID") or None) if args.hostfile is None else None
 
 
 def hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
     """Return the hosts of the allocation, in Slurm's order, with their addresses.
 
     A host with one task, Slurm's default, gets no `slots`: it starts a process for each device.
-
-    Raises:
-        LaunchError: One of Slurm's commands fails, or the environment contradicts itself.
     """
     names = _slurm("scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", ""))
     shown = _slurm("scontrol", "--oneliner", "show", "node", ",".join(names.split()))
@@ -66,11 +64,7 @@ def hosts(environment: Mapping[str, str]) -> tuple[Host, ...]:
 
 
 def _tasks(text: str, num_hosts: int) -> list[int]:
-    """Return the number of tasks of each host, from Slurm's notation `2(x3),1`; one each without.
-
-    Raises:
-        LaunchError: The notation is damaged, or of another number of hosts.
-    """
+    """Return the number of tasks of each host, of Slurm's notation `2(x3),1`; one each without."""
     if not text:
         return [1] * num_hosts
     parts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in text.split(",")]
@@ -84,11 +78,7 @@ def _tasks(text: str, num_hosts: int) -> list[int]:
 
 
 def state(job: str) -> str | None:
-    """Return the state of a job, such as PENDING or RUNNING; None if Slurm has no record of it.
-
-    Raises:
-        LaunchError: Slurm does not answer.
-    """
+    """Return the state of a job, such as PENDING or RUNNING; None if Slurm has no record of it."""
     try:
         return _slurm("squeue", "--noheader", "--format=%T", "--jobs", job).strip() or None
     except LaunchError as error:
@@ -98,11 +88,7 @@ def state(job: str) -> str | None:
 
 
 def scancel(job: str, *options: str) -> None:
-    """Cancel a pending job, or with options send a signal to one.
-
-    Raises:
-        LaunchError: The job belongs to another user, or has ended.
-    """
+    """Cancel a pending job, or with options send a signal to one."""
     try:
         _slurm("scancel", *options, job)
     except LaunchError as error:
@@ -115,11 +101,7 @@ def scancel(job: str, *options: str) -> None:
 
 
 def end(job: str, timeout_s: float) -> None:
-    """Send SIGTERM to the launcher of a submitted job, which stops it, and wait for its end.
-
-    Raises:
-        LaunchError: The job belongs to another user, or does not end in time.
-    """
+    """Send SIGTERM to the launcher of a submitted job, which stops it, and wait for its end."""
     if state(job) == "RUNNING":
         scancel(job, "--batch", "--signal=TERM")
     deadline = time.monotonic() + timeout_s
@@ -134,13 +116,7 @@ def end(job: str, timeout_s: float) -> None:
 def batch_script(options: str, arguments: Sequence[str], workdir: str) -> str:
     """Return the script that starts this launch inside an allocation.
 
-    Args:
-        options: Options of sbatch, such as `--nodes 2 --time 1:00:00`.
-        arguments: Arguments of `megatron-ext`.
-        workdir: Work directory of the job.
-
-    Raises:
-        LaunchError: The options have an open quote or lack the number of nodes.
+    `options` are those of sbatch, `arguments` those of `megatron-ext`.
     """
     try:
         words = shlex.split(options)
@@ -155,11 +131,7 @@ def batch_script(options: str, arguments: Sequence[str], workdir: str) -> str:
 
 
 def submit(script: str) -> str:
-    """Submit a batch script, store it beside the job's log and return the job id.
-
-    Raises:
-        LaunchError: Slurm refuses the script, or the directory of runs is not writable.
-    """
+    """Submit a batch script, store it beside the job's log and return the job id."""
     root = runs.runs_root()
     try:
         root.mkdir(parents=True, exist_ok=True)

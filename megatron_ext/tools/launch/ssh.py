@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_ext.errors import LaunchError
-
 if TYPE_CHECKING:
     from megatron_ext.tools.launch.hostfile import Host
 
@@ -29,21 +27,6 @@ class Ssh:
     command: tuple[str, ...] = ("ssh",)
     """The ssh program, with the user's options (`--ssh-cmd`)."""
     connect_timeout_s: int = 10
-
-    @classmethod
-    def parse(cls, command: str, connect_timeout_s: int = 10) -> Ssh:
-        """Read the value of `--ssh-cmd`.
-
-        Raises:
-            LaunchError: It is empty or has an open quote.
-        """
-        try:
-            words = tuple(shlex.split(command))
-        except ValueError as error:
-            raise LaunchError(f"--ssh-cmd {command!r}: {error}; close the quote") from None
-        if not words:
-            raise LaunchError("--ssh-cmd is empty; give a program like ssh")
-        return cls(words, connect_timeout_s)
 
     def argv(self, host: Host, remote: Sequence[str]) -> list[str]:
         """Return the command that runs `remote` on a host, its words quoted for the login shell."""
@@ -81,10 +64,7 @@ _MEANINGS = {
 def explain(host: str, code: int | None, printed: Sequence[str]) -> str:
     """Explain in one line why an agent did not start on a host, with a remedy.
 
-    Args:
-        host: Name of the host.
-        code: Exit code of the connection.
-        printed: Lines of ssh or the login shell, in order.
+    `code` is the exit code of the connection, `printed` the lines of ssh or the login shell.
     """
     last = next((line.strip() for line in reversed(printed) if line.strip()), "no output")
     for pattern, meaning in _MEANINGS.items():

@@ -20,7 +20,7 @@ from megatron_ext.devices import count_devices
 from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch import hostfile, process, runs, slurm
 from megatron_ext.tools.launch.logs import Display
-from megatron_ext.tools.launch.plan import Node, Parallel, Plan, add_computed_flags, flag_value
+from megatron_ext.tools.launch.plan import Node, Parallel, Plan, flag_value
 from megatron_ext.tools.launch.ssh import Ssh
 from megatron_ext.tools.launch.supervise import Agents, Outcome, supervise, warnings
 from megatron_ext.upstream import failure, parent
@@ -43,25 +43,6 @@ _DEFAULTS = {
 _LONGEST_PAUSE_S = 60.0
 
 
-def _is_this_machine(host: hostfile.Host) -> bool:
-    """Return whether a host is this machine, by its names and addresses, without resolving any."""
-    if host.name in ("localhost", socket.gethostname()):
-        return True
-    try:
-        address = ip_address(host.name)
-        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((host.name, 0))
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def _allocation(args: argparse.Namespace) -> str | None:
-    """Return the id of the Slurm job to run on; None if there is a hostfile."""
-    return slurm.job_of(os.environ) if args.hostfile is None else None
-
-
 def nodes_of(
     args: argparse.Namespace, nproc: int | None = None, alone: int | None = None
 ) -> tuple[Node, ...]:
@@ -71,11 +52,8 @@ def nodes_of(
         args: The flags.
         nproc: Processes on each host; None: its slots.
         alone: Slots of this machine without a hostfile.
-
-    Raises:
-        LaunchError: The hostfile is missing or malformed.
     """
-    job = _allocation(args)
+    job = slurm.job_of(args)
     if job is not None:
         known = slurm.hosts(os.environ)
     elif args.hostfile is not None:
@@ -86,89 +64,30 @@ def nodes_of(
         Node(
             host,
             nproc=len(host.devices or ()) or nproc or host.slots or 0,
-            local=job is None and _is_this_machine(host),
+            local=job is None and _is_this_machine(host.name),
         )
         for host in hostfile.select(known, args.include, args.exclude)
     )
 
 
-def ssh_of(args: argparse.Namespace) -> Ssh:
-    """Return the ssh settings of the flags.
-
-    Raises:
-        LaunchError: The command is empty or has an open quote.
-    """
-    job = _allocation(args)
-    if job is not None:
-        return slurm.Srun(job=job)
-    return Ssh.parse(args.ssh_cmd, max(1, min(10, int(args.preflight_timeout))))
-
-
-def _environment(args: argparse.Namespace) -> dict[str, str]:
-    own = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(_FORWARDED) and name not in _NOT_FORWARDED
-    }
-    shown = {} if args.raw else {"MEGATRON_EXT_STEP_BUBBLE": "1"}  # of `tracing/scalars.py`
-    return {**_DEFAULTS, **shown, **own, **dict(args.env)}
-
-
-def _command(args: argparse.Namespace) -> list[str]:
-    """Return the script and its flags, or with `--per-node` any command."""
-    words: list[str] = args.command_words
-    words = words[1:] if words[:1] == ["--"] else words
-    if not words:
-        raise LaunchError(
-            "nothing to run; name a script after --, as in `-- pretrain_gpt.py --num-layers 8`"
-        )
-    if not args.per_node and not words[0].endswith(".py"):
-        raise LaunchError(
-            f"{words[0]} is not a Python script; torchrun needs one (SCRIPT.py), or run any "
-            f"command once on each host with --per-node"
-        )
-    return words
-
-
-def _workdir() -> str:
+def _is_this_machine(name: str) -> bool:
+    """Return whether a name or an address is this machine's, without resolving any."""
+    if name in ("localhost", socket.gethostname()):
+        return True
     try:
-        return str(Path.cwd())
-    except FileNotFoundError:
-        raise LaunchError("the work directory was removed; change to one that exists") from None
+        family = socket.AF_INET if ip_address(name).version == 4 else socket.AF_INET6
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((name, 0))
+    except (OSError, ValueError):
+        return False
+    return True
 
 
-def _make_plan(args: argparse.Namespace) -> Plan:
-    """Return the plan of the flags; numbers of processes may still be open."""
-    words, job = _command(args), _allocation(args)
-    backend = flag_value(words, "--device-backend") or os.environ.get("MEGATRON_EXT_DEVICE")
-    devices = 0 if backend == "cpu" else count_devices()
-    nodes = nodes_of(args, args.nproc, alone=devices or Parallel.of(words).replica_size)
-    if args.per_node:
-        nodes = tuple(replace(node, nproc=1) for node in nodes)
-    run_id = runs.check_run_id(args.run_id) if args.run_id else runs.new_run_id()
-    if job is not None and not args.run_id:  # the first run in a Slurm job has its id
-        run_id = f"{job}-{run_id}" if runs.load(job, "plan") else job
-    plan = Plan(
-        run_id=run_id,
-        slurm_job=job,
-        nodes=nodes,
-        command=tuple(words),
-        workdir=_workdir(),
-        python=args.python,
-        env=_environment(args),
-        master_port=args.master_port,
-        per_node=args.per_node,
-        log_root=args.log_dir,
-        grace_s=args.grace,
-    )
-    plan.check(allow_uneven=args.allow_uneven)
-    return plan
-
-
-def _completed(plan: Plan, args: argparse.Namespace) -> Plan:
-    """Return the complete plan: checked, with all numbers and computed flags."""
-    plan.check(allow_uneven=args.allow_uneven)
-    return plan if plan.per_node else add_computed_flags(plan, args.num_microbatches)
+def ssh_of(args: argparse.Namespace) -> Ssh:
+    """Return how the flags reach hosts."""
+    if (job := slurm.job_of(args)) is not None:
+        return slurm.Srun(job=job)
+    return Ssh(args.ssh_cmd, max(1, min(10, int(args.preflight_timeout))))
 
 
 def _shown_ranks(text: str, world_size: int) -> list[int]:
@@ -195,19 +114,44 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     Args:
         args: The flags.
         words: The command line as typed, for a batch job that runs it later.
-
-    Raises:
-        LaunchError: The job cannot be started; no process of it runs.
     """
-    if args.slurm is not None and slurm.job_of(os.environ) is None:
-        return _submit(args, words)
-    plan, ssh = _make_plan(args), ssh_of(args)
-    used = len(plan.nodes) - args.spares
+    command: list[str] = args.command_words
+    command = command[1:] if command[:1] == ["--"] else command
+    if not command:
+        raise LaunchError(
+            "nothing to run; name a script after --, as in `-- pretrain_gpt.py --num-layers 8`"
+        )
+    if not args.per_node and not command[0].endswith(".py"):
+        raise LaunchError(
+            f"{command[0]} is not a Python script; torchrun needs one (SCRIPT.py), or run any "
+            f"command once on each host with --per-node"
+        )
+    try:
+        workdir = str(Path.cwd())
+    except FileNotFoundError:
+        raise LaunchError("the work directory was removed; change to one that exists") from None
+    if args.slurm is not None and not os.environ.get("SLURM_JOB_ID"):
+        # Slurm starts the same line again, inside an allocation.
+        if args.hostfile is not None:
+            raise LaunchError("--slurm and --hostfile are both given; Slurm chooses the hosts")
+        own = [
+            word for word in words[: -len(args.command_words)] if word not in ("--dry-run", "--")
+        ]
+        script = slurm.batch_script(args.slurm, [*own, "--", *command], workdir)
+        if args.dry_run:
+            print(script, end="")
+        else:
+            job = slurm.submit(script)
+            _say(f"job {job} is submitted; `megatron-ext status {job}` shows it, `stop {job}` "
+                 f"ends it")  # fmt: skip
+        return 0
+    plan = _plan(args, command, workdir)
+    used, hosts = len(plan.nodes) - args.spares, plan.nodes
     if used < 1:
         raise LaunchError(
-            f"--spares is {args.spares} of {len(plan.nodes)} hosts; at least one has to be in use"
+            f"--spares is {args.spares} of {len(hosts)} hosts; at least one has to be in use"
         )
-    plan, hosts = replace(plan, nodes=plan.nodes[:used]), plan.nodes
+    plan = replace(plan, nodes=hosts[:used])
     open_hosts = [node.host.name for node in plan.nodes if node.nproc == 0]
     if args.dry_run and open_hosts:
         raise LaunchError(
@@ -215,13 +159,13 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
             f"give slots=N in the hostfile, or --nproc N"
         )
     if not open_hosts:  # what is wrong here is reported before any host is asked
-        completed = _completed(plan, args)
-        _shown_ranks(args.show, completed.world_size)
+        complete = plan.completed(args.num_microbatches, allow_uneven=args.allow_uneven)
+        _shown_ranks(args.show, complete.world_size)
     if args.dry_run:
-        print(completed.dry_run(), end="")
+        print(complete.dry_run(), end="")
         if plan.per_node:
             return 0
-        found = preflight(plan.command[1:], world_size=completed.world_size)
+        found = preflight(complete.command[1:], world_size=complete.world_size)
         for line in (*found.changes, *found.notices):
             _say(line)
         for refusal in found.refusals:
@@ -231,44 +175,54 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
     handler.setFormatter(logging.Formatter("megatron-ext: %(message)s"))
     logger = logging.getLogger("megatron_ext")
     logger.handlers, logger.propagate = [handler], False
-    return _with_restarts(plan, hosts, args, ssh)
+    return _with_restarts(plan, hosts, args)
 
 
-def _submit(args: argparse.Namespace, words: Sequence[str]) -> int:
-    """Hand this launch to Slurm, which starts it again inside an allocation."""
-    if args.hostfile is not None:
-        raise LaunchError("--slurm and --hostfile are both given; Slurm chooses the hosts")
-    command = _command(args)
-    own = [word for word in words[: -len(args.command_words)] if word not in ("--dry-run", "--")]
-    script = slurm.batch_script(args.slurm, [*own, "--", *command], _workdir())
-    if args.dry_run:
-        print(script, end="")
-        return 0
-    job = slurm.submit(script)
-    _say(f"job {job} is submitted; `megatron-ext status {job}` shows it, `stop {job}` ends it")
-    return 0
+def _plan(args: argparse.Namespace, command: list[str], workdir: str) -> Plan:
+    """Return the plan of the flags, for all hosts; numbers of processes may still be open."""
+    backend = flag_value(command, "--device-backend") or os.environ.get("MEGATRON_EXT_DEVICE")
+    devices = 0 if backend == "cpu" else count_devices()
+    nodes = nodes_of(args, args.nproc, alone=devices or Parallel.of(command).replica_size)
+    if args.per_node:
+        nodes = tuple(replace(node, nproc=1) for node in nodes)
+    run_id = runs.check_run_id(args.run_id) if args.run_id else runs.new_run_id()
+    job = slurm.job_of(args)
+    if job is not None and not args.run_id:  # the first run in a Slurm job has its id
+        run_id = f"{job}-{run_id}" if runs.load(job, "plan") else job
+    shown = {} if args.raw else {"MEGATRON_EXT_STEP_BUBBLE": "1"}  # of `tracing/scalars.py`
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_FORWARDED) and name not in _NOT_FORWARDED
+    }
+    plan = Plan(
+        run_id=run_id,
+        slurm_job=job,
+        nodes=nodes,
+        command=tuple(command),
+        workdir=workdir,
+        python=args.python,
+        env={**_DEFAULTS, **shown, **own, **dict(args.env)},
+        master_port=args.master_port,
+        per_node=args.per_node,
+        log_root=args.log_dir,
+        grace_s=args.grace,
+    )
+    plan.check(allow_uneven=args.allow_uneven)
+    return plan
 
 
-def _with_restarts(plan: Plan, hosts: tuple[Node, ...], args: argparse.Namespace, ssh: Ssh) -> int:
-    """Run a job until it succeeds, is stopped, or has used up its restarts.
+def _with_restarts(plan: Plan, hosts: tuple[Node, ...], args: argparse.Namespace) -> int:
+    """Run a job until it succeeds, is stopped, or has used up its restarts; return its exit code.
 
     Every attempt is a run of its own, with preflight, logs and a result: ID, ID-r1, ID-r2. The
     script resumes from its last whole checkpoint: Megatron records a checkpoint's iteration only
-    after it has written all of it.
-
-    Args:
-        plan: The first attempt.
-        hosts: Those of the plan, and spare ones.
-        args: The flags.
-        ssh: How to reach hosts.
-
-    Raises:
-        LaunchError: An attempt cannot start, or too few hosts answer.
+    after it has written all of it. Of the hosts, those beyond the plan's are spare.
     """
     if args.max_restarts and flag_value(plan.command, "--load") is None:
         _say("warning: without --save and --load, a restart begins with the first iteration")
     failed_at: list[float] = []
-    number, count, current = 0, len(plan.nodes), plan
+    number, ssh, current = 0, ssh_of(args), plan
     while True:
         outcome = _attempt(current, args, ssh)
         now = time.monotonic()
@@ -284,12 +238,14 @@ def _with_restarts(plan: Plan, hosts: tuple[Node, ...], args: argparse.Namespace
         )
         time.sleep(pause_s)
         with Agents(replace(plan, nodes=hosts), ssh) as agents:
-            requests = {index: agents.plan.request(index, "status") for index in range(len(hosts))}
-            answers = agents.ask(requests, args.preflight_timeout)
-        for index, answer in answers.items():
+            answers = agents.ask("status", args.preflight_timeout)
+        nodes = []
+        for node, answer in zip(hosts, answers.values(), strict=True):
             if isinstance(answer, str):
-                _say(f"{hosts[index].host.name}: {answer}")
-        nodes = [node for index, node in enumerate(hosts) if not isinstance(answers[index], str)]
+                _say(f"{node.host.name}: {answer}")
+            else:
+                nodes.append(node)
+        count = len(plan.nodes)
         if len(nodes) < count:
             raise LaunchError(
                 f"the job needs {count} hosts and {len(nodes)} of {len(hosts)} answer; mend them, "
@@ -305,7 +261,8 @@ def _attempt(plan: Plan, args: argparse.Namespace, ssh: Ssh) -> Outcome:
         if problems:
             raise LaunchError("\n".join(problems))
         findings = list(found.values())
-        plan = _completed(plan.with_devices([found["devices"] for found in findings]), args)
+        plan = plan.with_devices([each["devices"] for each in findings])
+        plan = plan.completed(args.num_microbatches, allow_uneven=args.allow_uneven)
         show = _shown_ranks(args.show, plan.world_size)
         if (directory / "plan.json").exists():
             raise LaunchError(f"there is a run {plan.run_id} already; give another --run-id")

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -128,8 +128,16 @@ class Agents:
         except queue.Empty:
             return -1, None
 
-    def ask(self, requests: dict[int, Message], timeout_s: float) -> dict[int, Message | str]:
-        """Send hosts a request each; return the answers, or why there is none, with the remedy."""
+    def ask(
+        self, op: str, timeout_s: float, more: Mapping[int, Message] | None = None
+    ) -> dict[int, Message | str]:
+        """Send a request to every host, or to those with `more` to say, by their index.
+
+        Returns:
+            The answers, or why there is none, with the remedy.
+        """
+        hosts = range(len(self.names)) if more is None else sorted(more)
+        requests = {i: self.plan.request(i, op) | (more[i] if more else {}) for i in hosts}
         root = Path(__file__).resolve().parents[3]
         variables = ["MEGATRON_EXT_DISABLE=1"]
         if not {"site-packages", "dist-packages"} & set(root.parts):
@@ -157,11 +165,11 @@ class Agents:
             f"no answer within {timeout_s:g} s; check that it is up and that ssh reaches it, or "
             f"wait longer (--preflight-timeout, --timeout)"
         )
-        return {index: answers.get(index, late) for index in sorted(requests)}
+        return {index: answers.get(index, late) for index in requests}
 
     def look(self, timeout_s: float) -> tuple[dict[str, Message], list[str]]:
         """Return how fit each host is for the job, and what keeps hosts from it, a line each."""
-        answers = self.ask({i: self.plan.request(i) for i in range(len(self.names))}, timeout_s)
+        answers = self.ask("run", timeout_s)
         by_name = {self.names[index]: answer for index, answer in answers.items()}
         found = {name: each for name, each in by_name.items() if not isinstance(each, str)}
         problems = [f"{name}: {text}" for name, text in by_name.items() if isinstance(text, str)]
@@ -332,8 +340,8 @@ def _end_lost(
     """End what is left on hosts whose agents are lost; return what that was, by host."""
     notes = {}
     with Agents(plan, agents.ssh) as others:
-        requests = {index: plan.request(index, "stop") for index in lost}
-        for index, left in others.ask(requests, _REPORT_S + plan.grace_s).items():
+        answers = others.ask("stop", _REPORT_S + plan.grace_s, {index: {} for index in lost})
+        for index, left in answers.items():
             if isinstance(left, str):
                 note = ", and it cannot be reached to see what is left; its agent stops the job"
             elif left["agent"]:

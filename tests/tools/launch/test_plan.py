@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.errors import LaunchError
 from megatron_ext.tools.launch.hostfile import parse, read, select
-from megatron_ext.tools.launch.plan import Node, Parallel, Plan, add_computed_flags, flag_value
+from megatron_ext.tools.launch.plan import Node, Parallel, Plan, flag_value
 
 TP2_PP3 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3"
 HOSTFILES = Path(__file__).parents[3] / "hostfiles"
@@ -34,7 +34,7 @@ def test_the_commands_of_two_hosts_are_these() -> None:
         "'([0]*1+[1]*3)' --global-batch-size 8"
     )
     start = "/bin/python -m torch.distributed.run --nnodes 2 --node-rank"
-    assert add_computed_flags(plan, 4).dry_run() == (
+    assert plan.completed(4, allow_uneven=True).dry_run() == (
         f"# a\ncd '/work dir' && OMP_NUM_THREADS=1 {start} 0 {common} {script}\n\n"
         f"# b\ncd '/work dir' && OMP_NUM_THREADS=1 X=1 {start} 1 {common} {script}\n"
     )
@@ -75,11 +75,11 @@ def test_the_ranks_of_a_replica(flags: str, replica: int) -> None:
 
 def test_the_batch_follows_from_the_plan() -> None:
     flags = "train.py --micro-batch-size 2 --tensor-model-parallel-size 2"
-    plan = add_computed_flags(plan_of("a:4\nb:4", flags), 8)
+    plan = plan_of("a:4\nb:4", flags).completed(8, allow_uneven=True)
     assert flag_value(plan.command, "--global-batch-size") == str(8 * 2 * 4)
     assert "DP 4; 64 samples in a step" in plan.summary()
     with pytest.raises(LaunchError, match="both given"):
-        add_computed_flags(plan, 8)
+        plan.completed(8, allow_uneven=True)
 
 
 @pytest.mark.parametrize("wrong", ["0", "two", "-1", "\u0662"])
@@ -92,9 +92,13 @@ def test_sizes_that_are_no_numbers(wrong: str) -> None:
 def test_a_transport_between_hosts_gets_their_addresses(transport: str) -> None:
     text = "a:1 addr=10.0.0.1 rdma=10.1.0.1\nb:1 addr=10.0.0.2"
     plan = plan_of(text, f"train.py --pipeline-transport {transport}")
-    assert add_computed_flags(plan, None).command[-3:] == ("--node-ips", "10.1.0.1", "10.0.0.2")
+    assert plan.completed(None, allow_uneven=True).command[-3:] == (
+        "--node-ips",
+        "10.1.0.1",
+        "10.0.0.2",
+    )
     uneven = plan_of(text.replace("a:1", "a:2"), f"train.py --pipeline-transport {transport}")
-    assert add_computed_flags(uneven, None).command[-4:] == (
+    assert uneven.completed(None, allow_uneven=True).command[-4:] == (
         "--node-ips", "10.1.0.1", "10.1.0.1", "10.0.0.2",
     )  # fmt: skip
 
@@ -111,7 +115,7 @@ def test_a_transport_between_hosts_gets_their_addresses(transport: str) -> None:
 )
 def test_no_addresses_are_added_where_nobody_asked(text: str, flags: str) -> None:
     plan = plan_of(text, f"train.py {flags}")
-    assert add_computed_flags(plan, None).command == plan.command
+    assert plan.completed(None, allow_uneven=True).command == plan.command
 
 
 def test_uneven_hosts_have_to_be_allowed() -> None:
