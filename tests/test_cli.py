@@ -194,3 +194,27 @@ def test_a_full_disk_behind_the_output_is_one_line(line: str) -> None:
     assert "Traceback" not in done.stderr
     expected = "megatron-ext: error: standard output: No space left on device"
     assert done.stderr.splitlines()[-1] == expected
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("la", ["launch"]),
+        ("plot zb-", ["zb-h1", "zb-v"]),
+        ("launch --ma", ["--master-port", "--max-restarts"]),
+        ("report --trace-", ["--trace-dir"]),
+    ],
+)
+def test_a_shell_completes_commands_flags_and_schedules(typed: str, offered: list[str]) -> None:
+    pytest.importorskip("argcomplete", reason="pip install 'megatron-ext[completion]'")
+    line = f"megatron-ext {typed}"
+    # What the shell function of argcomplete does: it reads candidates from descriptor 8.
+    done = subprocess.run(
+        ["bash", "-c", '"$0" -m megatron_ext 8>&1 9>/dev/null >/dev/null', sys.executable],
+        env={
+            **os.environ, "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line,
+            "COMP_POINT": str(len(line)), "PYTHONPATH": str(Path(__file__).parent.parent),
+        },
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert [word.strip() for word in done.stdout.splitlines()] == offered

@@ -131,7 +131,8 @@ def add_plot(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
         description="Draw one pipeline schedule, or several below each other, in the terminal or "
         "into a file.",
     )
-    parser.add_argument("schedule", metavar="NAME", nargs="+", help=_names())
+    names = parser.add_argument("schedule", metavar="NAME", nargs="+", help=_names())
+    names.completer = lambda **_: list(registered())  # type: ignore[attr-defined] # argcomplete's
     _add_sizes(parser)
     parser.add_argument(
         "-o",

@@ -36,9 +36,7 @@ SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, not written to
 def look(request: Message, log_dir: Path) -> Message:
     """Return the fitness of this host for a request, whose environment is already set.
 
-    Args:
-        request: The launcher's request; its directory becomes the current one.
-        log_dir: Where logs will be; must not be there yet.
+    The request's directory becomes the current one; that of the logs must not be there yet.
     """
     problems: list[str] = []
     found: Message = {

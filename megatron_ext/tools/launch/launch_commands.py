@@ -108,7 +108,7 @@ def add_subcommands(subparsers: Any) -> None:
     add("--log-dir", type=_absolute, metavar="DIR",
         help="log directory on every host (default: ~/.local/state/megatron_ext/runs)")
     parser.add_argument("command_words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(run=_run_launch)
+    parser.set_defaults(run=_run)
     for name, text in (
         ("stop", "stop a running job"),
         ("status", "show what runs where, and where its logs are"),
@@ -126,7 +126,7 @@ def add_subcommands(subparsers: Any) -> None:
         if name == "logs":
             add("--rank", type=int, metavar="R", help="a rank (default: torchrun's own log)")
             add("--lines", type=count, default=20, metavar="N", help="lines (default: 20)")
-        parser.set_defaults(run=_run_job_command)
+        parser.set_defaults(run=_run)
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
@@ -144,13 +144,7 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 # fmt: on
 
 
-def _run_launch(args: argparse.Namespace) -> int:
-    from megatron_ext.tools.launch import start
+def _run(args: argparse.Namespace) -> int:
+    from megatron_ext.tools.launch import jobs, start
 
-    return start.run(args, sys.argv[1:])
-
-
-def _run_job_command(args: argparse.Namespace) -> int:
-    from megatron_ext.tools.launch import jobs
-
-    return jobs.run(args)
+    return start.run(args, sys.argv[1:]) if args.command == "launch" else jobs.run(args)

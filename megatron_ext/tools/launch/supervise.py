@@ -248,12 +248,8 @@ def supervise(
 ) -> Outcome:
     """Start a job whose agents have answered, and run it to its end.
 
-    Args:
-        agents: The agents.
-        plan: The plan, with every number of processes known.
-        findings: First answers of the agents, by host.
-        display: Display of the logs.
-        show: Global ranks whose output to show.
+    `plan` knows every number of processes, `findings` are the answers of the hosts in order, `show`
+    the global ranks whose output to show.
     """
     stopping = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
