@@ -323,7 +323,9 @@ def _inspect_schedule(
     found.pipeline = pipeline
     with found.collecting("num_layers"):
         if here or getattr(args, "num_layers", None):
-            found.arguments |= stages.flags_for(args, pipeline)
+            arguments, changes = stages.flags_for(args, pipeline)
+            found.arguments |= arguments
+            found.changes += changes
         else:
             found.notices.append("the cut into stages is not checked: there is no --num-layers")
     if getattr(args, "use_distributed_optimizer", False):

@@ -236,18 +236,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
     # For schedules that put the first and the last stage on one rank.
     "folded": (
         Rule(
-            ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-            "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers",
-            "first and last stage share a rank",
-            "leave them out, or describe all stages with --pipeline-model-parallel-layout",
-        ),
-        Rule(
-            ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-            "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split",
-            "first and last stage share a rank",
-            "leave them out, or describe all stages with --pipeline-model-parallel-layout",
-        ),
-        Rule(
             ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
             "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern)",
             "their layers cannot be placed freely",
@@ -266,6 +254,21 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "those files identify layers by rank and chunk",
             "use global",
             lambda kind: kind == "local",
+        ),
+    ),
+    # For models that a program builds for such a schedule.
+    "placed": (
+        Rule(
+            (
+                "decoder_first_pipeline_num_layers",
+                "decoder_last_pipeline_num_layers",
+                "account_for_embedding_in_pipeline_split",
+                "account_for_loss_in_pipeline_split",
+            ),
+            "num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage or "
+            "account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split",
+            "the layout that configure returns cuts the model",
+            "leave them out",
         ),
     ),
     # For schedules of two mirrored pipelines.
@@ -457,5 +460,7 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_s
         return
     subject = f"schedule {pipeline.name}"
     refuse(subject, args, (*RULES["schedule"], *rules_of_table(pipeline.full)))
+    if pipeline.is_folded:
+        refuse(subject, args, RULES["placed"])
     if config.dynamic is not None:
         refuse("dynamic", args, rules_of_dynamic_order(args, pipeline.placement))

@@ -117,7 +117,6 @@ def configure(
     assert num_layers is not None
     world_size = world_size or pipeline_ranks
     pipeline = _pipeline(config, pipeline_ranks, num_microbatches, world_size)
-    _check_layers(pipeline, num_layers, layout)
     build = build_of(pipeline, num_layers, mtp_num_layers=mtp_num_layers, layout=layout)
     runs = config.schedule is not None or config.dynamic is not None
     served = not runs and pipeline_ranks > 1 and pipeline.transport != "torch"
@@ -186,16 +185,3 @@ def _pipeline(
     )
     validate(pipeline.full)
     return pipeline
-
-
-def _check_layers(pipeline: Pipeline, num_layers: int, layout: str | None) -> None:
-    stages = pipeline.placement.num_stages
-    if layout is None and num_layers % stages:
-        raise ConfigurationError(
-            "{num_layers} {count} must be a multiple of the {stages} stages of {name}; use {near}, "
-            "or give each stage its layers with {layout}",
-            count=num_layers,
-            stages=stages,
-            name=pipeline.name,
-            near=(num_layers // stages + 1) * stages,
-        )

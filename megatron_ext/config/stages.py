@@ -1,8 +1,9 @@
-"""Translates a schedule's placement of stages into Megatron's flags, and checks the user's own.
+"""Cuts a model into the stages of a schedule, in Megatron's flags.
 
 Five groups of Megatron's flags, which exclude each other, split a model into stages: the number of
 virtual stages, their number of layers, a layout, the segments of a hybrid pattern, and uneven first
-and last ranks. A table fixes the number of stages; the user's flags must not contradict it.
+and last ranks. A table fixes the number of stages. The user's cut stays where it makes that many;
+else it says what the ends compute besides their layers, and the layers are spread evenly by it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.config.pipeline_config import ConfigurationError
@@ -25,6 +27,7 @@ __all__ = [
     "build_of",
     "check_ranks",
     "chunks_of_megatron",
+    "ends_of_layout",
     "flags_for",
     "layout_string",
     "layout_text",
@@ -37,6 +40,7 @@ _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _LAYERS = "--num-layers-per-virtual-pipeline-stage"
 _PATTERN = "--hybrid-layer-pattern"
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _UNEVEN = (
     "pipeline_model_parallel_layout",
     "heterogeneous_layers_config_path",
@@ -45,7 +49,9 @@ _UNEVEN = (
 """Arguments that allow stages with different numbers of layers."""
 
 
-_PLACED = ("linear", "loop", "v", "w")
+_DEALT = ("linear", "loop")
+"""Placements that deal stages out round-robin, as Megatron does."""
+_PLACED = (*_DEALT, "v", "w")
 _LETTERS = {"embedding": "E", "encoder": "e", "decoder": "t", "mtp": "m", "loss": "L"}
 """Letters of Megatron's layout notation, by layer name."""
 
@@ -93,6 +99,14 @@ def _chunks_of(said: _Said, args: Namespace) -> int:
     return int(count // by)
 
 
+def _makes(said: _Said | None, args: Namespace) -> int | None:
+    """Return the stages of each rank under the user's flag; None: it does not divide."""
+    try:
+        return 1 if said is None else _chunks_of(said, args)
+    except ArgumentsError:
+        return None
+
+
 def _pattern(args: Namespace) -> str | None:
     """Return the layers of a hybrid model, one letter each, with `|` between stages; else None.
 
@@ -117,8 +131,7 @@ def _num_layers(args: Namespace) -> int:
 
 def _num_split(args: Namespace) -> int:
     """Return the number of layers that Megatron splits evenly, with embedding and loss if set."""
-    extra = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-    return _num_layers(args) + sum(bool(getattr(args, dest, False)) for dest in extra)
+    return _num_layers(args) + sum(bool(getattr(args, dest, False)) for dest in _COUNTED)
 
 
 def chunks_of_megatron(args: Namespace) -> int:
@@ -135,128 +148,132 @@ def num_chunks(args: Namespace, name: str) -> int | None:
     """Return the stages of each rank if the schedule leaves them to the user, else None.
 
     Raises:
-        ArgumentsError: The flags contradict each other, or do not divide.
+        ArgumentsError: The flags contradict each other.
     """
     if name.startswith(CSV_PREFIX) or not get(name).free_chunks:
         return None
-    said = _said(args)
-    if said is None:
-        return get(name).num_chunks
-    chunks = _chunks_of(said, args)
-    if chunks < 2:
-        raise ArgumentsError(
-            f"--pipeline-schedule {name} needs several stages on each rank, but {said} makes "
-            f"{chunks}; use --pipeline-schedule 1f1b, or {_CHUNKS} 2"
-        )
-    return chunks
+    made = _makes(_said(args), args)
+    return made if made is not None and made > 1 else get(name).num_chunks
 
 
-def flags_for(args: Namespace, pipeline: Pipeline) -> dict[str, Any]:
-    """Return the arguments, by name, that make Megatron build the stages of a schedule.
+def flags_for(args: Namespace, pipeline: Pipeline) -> tuple[dict[str, Any], list[str]]:
+    """Return the arguments that make Megatron build the stages of a schedule, and changed cuts.
 
     Raises:
-        ArgumentsError: The user's flags contradict the schedule.
-        ScheduleError: The layers of the model do not fit its stages.
+        ArgumentsError: The user's flags contradict each other.
+        ScheduleError: The model cannot have these stages.
     """
-    said = _said(args)
-    deals_out = pipeline.placement.name in ("linear", "loop")
-    _check_said(args, said, pipeline, deals_out=deals_out)
-    build = build_of(
-        pipeline,
-        _num_layers(args),
-        mtp_num_layers=getattr(args, "mtp_num_layers", None),
-        layout=said.value if said is not None and said.flag == _LAYOUT else None,
-    )
-    wanted: dict[str, Any] = {"pipeline_model_parallel_size": build.pipeline_model_parallel_size}
-    if build.overlaps_p2p:
-        wanted["overlap_p2p_comm"] = True
-    if not deals_out:
-        wanted["pipeline_model_parallel_layout"] = build.pipeline_model_parallel_layout
-    elif said is None and build.num_chunks > 1:
-        wanted["num_virtual_stages_per_pipeline_rank"] = build.num_chunks
-    return wanted
-
-
-def _check_said(
-    args: Namespace, said: _Said | None, pipeline: Pipeline, *, deals_out: bool
-) -> None:
-    """Refuse flags about stages that contradict the schedule.
-
-    Args:
-        args: Parsed arguments.
-        said: The flag among them about the stages of each rank, if any.
-        pipeline: The pipeline that they must fit.
-        deals_out: Whether stages are placed round-robin, Megatron's default.
-    """
-    chunks = pipeline.placement.num_stages // pipeline.placement.num_ranks
-    if not deals_out:
-        if said is not None and said.flag != _LAYOUT:
-            raise ArgumentsError(
-                f"--pipeline-schedule {pipeline.name} places {chunks} stages on each rank, "
-                f"which excludes {said}; leave it out, or use --pipeline-schedule interleaved"
+    placement, said = pipeline.placement, _said(args)
+    layers, chunks = _num_layers(args), placement.num_stages // placement.num_ranks
+    mtp = getattr(args, "mtp_num_layers", None) or 0
+    wanted: dict[str, Any] = {"pipeline_model_parallel_size": placement.num_ranks}
+    if chunks > 1 and placement.num_ranks == 2:
+        wanted["overlap_p2p_comm"] = True  # see ModelBuild.overlaps_p2p
+    layout = said.value if said is not None and said.flag == _LAYOUT else None
+    if layout is not None:
+        _check_letters(layout, layers, mtp)
+    if _fits(args, said, placement):
+        if said is None and chunks > 1:
+            wanted["num_virtual_stages_per_pipeline_rank"] = chunks
+        return wanted, []
+    replaced = {
+        dest: getattr(args, dest)
+        for dest in (
+            *_ENDS,
+            *_COUNTED,
+            *(flag[2:].replace("-", "_") for flag in (_CHUNKS, _LAYERS)),
+        )
+        if getattr(args, dest, None)
+    }
+    first, last = _ends(args, layout, placement.num_ranks)
+    if _is_hybrid(args):
+        pattern = _pattern(args)
+        if placement.name not in _DEALT:
+            return wanted, []  # refused, see RULES["folded"]
+        if pattern is None:
+            fewer, stages = layers // placement.num_stages, placement.num_stages
+            fitting = " or ".join(str(n * stages) for n in (fewer, fewer + 1) if n)
+            raise ScheduleError(
+                f"{layers} layers of a hybrid model do not divide into the {stages} stages of "
+                f"--pipeline-schedule {pipeline.name}; use --num-layers {fitting}"
             )
-        return
-    if said is not None and _chunks_of(said, args) != chunks:
-        number = "one stage" if chunks == 1 else f"{chunks} stages"
-        remedy = "leave it out"
-        if said.flag == _PATTERN:
-            remedy = f"give it {pipeline.placement.num_stages} segments"
-        raise ArgumentsError(
-            f"--pipeline-schedule {pipeline.name} has {number} on each rank, {said} makes "
-            f"{_chunks_of(said, args)}; {remedy}, or use --pipeline-schedule interleaved"
-        )
-    _check_layers(args, pipeline)
-
-
-def _check_layers(args: Namespace, pipeline: Pipeline) -> None:
-    """Check the number of layers early; Megatron would fail while it builds the model."""
-    pattern = _pattern(args) or ""
-    if "|" in pattern or any(getattr(args, dest, None) is not None for dest in _UNEVEN):
-        return
-    if any(getattr(args, dest, None) is not None for dest in _ENDS):
-        _check_ends(args, pipeline)
-        return
-    layers, stages = _num_split(args), pipeline.placement.num_stages
-    if pattern and stages > pipeline.placement.num_ranks and layers % stages == 0:
-        each = layers // stages
-        cut = "|".join(pattern[start : start + each] for start in range(0, layers, each))
-        raise ArgumentsError(
-            f"{_PATTERN} {pattern} has one segment, but --pipeline-schedule {pipeline.name} needs "
-            f"one for each of {stages} stages; use {_PATTERN} '{cut}'"
-        )
-    if layers % stages:
-        extra = layers - _num_layers(args)
-        fitting = [n * stages - extra for n in (layers // stages, layers // stages + 1)]
-        counted = ", embedding and loss included," if extra else ""
-        raise ScheduleError(
-            f"{layers} layers{counted} do not divide into the {stages} stages of "
-            f"--pipeline-schedule {pipeline.name}; use --num-layers "
-            f"{' or '.join(str(n) for n in fitting if n > 0)}, or give each stage its layers "
-            f"with {_LAYOUT}"
-        )
-
-
-def _check_ends(args: Namespace, pipeline: Pipeline) -> None:
-    """Check layers of the first and the last rank, which each rank spreads over its chunks."""
-    ranks = pipeline.placement.num_ranks
-    chunks = pipeline.placement.num_stages // ranks
-    ends = {f"--{dest.replace('_', '-')}": getattr(args, dest, None) for dest in _ENDS}
-    given = {flag: int(count) for flag, count in ends.items() if count is not None}
-    middle, between = _num_layers(args) - sum(given.values()), ranks - len(given)
-    wrong = [f"{flag} {count}" for flag, count in given.items() if count < 1 or count % chunks]
-    if middle < between or (middle % (between * chunks) if between else middle):
-        wrong.append(f"the {middle} layers between them on {between} ranks")
-    if not wrong:
-        return
-    if chunks > 1:
-        remedy = f"use multiples of {chunks}, zb-h1, which has one stage on each rank,"
-    else:
-        remedy = f"use another number, such as one that leaves a multiple of {between},"
-    raise ScheduleError(
-        f"{' and '.join(wrong)} do not fit --pipeline-schedule {pipeline.name}, which has "
-        f"{'one stage' if chunks == 1 else f'{chunks} stages'} on each rank; {remedy} or give each "
-        f"stage its layers with {_LAYOUT}"
+        letters = iter(pattern.replace("|", ""))
+        counts = spread(layers, placement.num_stages, first, last)
+        cut = "|".join("".join(islice(letters, count)) for count in counts)
+        given = args.hybrid_layer_pattern or args.hybrid_override_pattern
+        wanted |= {"hybrid_layer_pattern": given.replace(pattern, cut, 1)} | dict.fromkeys(replaced)
+        return wanted, [f"the stages of --pipeline-schedule {pipeline.name}: {_PATTERN} '{cut}'"]
+    cut = layout_string(
+        layers, placement, mtp_num_layers=mtp, layout=layout, first=first, last=last
     )
+    wanted |= {dest: False if old is True else None for dest, old in replaced.items()}
+    wanted["pipeline_model_parallel_layout"] = cut
+    if layout == cut or (not replaced and layout is None and layers % placement.num_stages == 0):
+        return wanted, []
+    instead = [f"--{dest.replace('_', '-')}" for dest in replaced]
+    instead += [f"{_LAYOUT} {layout}"] if layout is not None else []
+    line = f"the {placement.num_stages} stages of --pipeline-schedule {pipeline.name}: {_LAYOUT}"
+    return wanted, [f"{line} '{cut}'" + (f" in place of {', '.join(instead)}" if instead else "")]
+
+
+def _fits(args: Namespace, said: _Said | None, placement: Placement) -> bool:
+    """Return whether Megatron makes the stages of a placement of the user's own flags."""
+    if placement.name not in _DEALT:
+        return False  # only a layout places them so
+    chunks = placement.num_stages // placement.num_ranks
+    if (said is not None or chunks == 1) and _makes(said, args) != chunks:
+        return False
+    if any(getattr(args, dest, None) is not None for dest in _UNEVEN):
+        return True
+    pattern = _pattern(args) or ""
+    if "|" in pattern or any(getattr(args, dest, None) is not None for dest in _ENDS):
+        return "|" in pattern or _ends_fit(args, placement)
+    if pattern and chunks > 1:
+        return False  # Megatron cuts a pattern for one stage on each rank only
+    return _num_split(args) % placement.num_stages == 0
+
+
+def _ends_fit(args: Namespace, placement: Placement) -> bool:
+    """Return whether layers of the first and the last rank spread over the chunks of each rank."""
+    ranks, chunks = placement.num_ranks, placement.num_stages // placement.num_ranks
+    given = [int(count) for dest in _ENDS if (count := getattr(args, dest, None)) is not None]
+    middle, between = _num_layers(args) - sum(given), ranks - len(given)
+    if any(count < 1 or count % chunks for count in given):
+        return False
+    return middle >= between and not (middle % (between * chunks) if between else middle)
+
+
+def _ends(args: Namespace, layout: str | None, ranks: int) -> tuple[float, float]:
+    """Return what the first and the last stage compute besides their layers, in layers."""
+    if layout is not None:
+        return ends_of_layout(layout)
+    given = [getattr(args, dest, None) for dest in _ENDS]
+    if any(given):
+        counts = [count for count in given if count]
+        between = ranks - len(counts)
+        usual = (_num_layers(args) - sum(counts)) / between if between else max(counts)
+        first, last = (0.0 if count is None else max(0.0, usual - count) for count in given)
+        return first, last
+    first, last = (float(bool(getattr(args, dest, False))) for dest in _COUNTED)
+    return first, last + (getattr(args, "mtp_num_layers", None) or 0)
+
+
+def ends_of_layout(layout: str) -> tuple[float, float]:
+    """Return what the first and the last stage compute besides their layers, in layers.
+
+    Where a layout gives an end fewer layers than the stages between, the rest of that end weighs
+    the difference.
+    """
+    stages = [(stage.count("t"), bool(set(stage) & set("mL"))) for stage in parse_layout(layout)]
+    tail = [count for count, is_tail in stages if is_tail]
+    between = [count for count, is_tail in stages[1:] if not is_tail]
+    usual = sum(between) / len(between) if between else max(count for count, _ in stages)
+    return max(0.0, usual - stages[0][0]), max(0.0, len(tail) * usual - sum(tail))
+
+
+def _is_hybrid(args: Namespace) -> bool:
+    names = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
+    return any(getattr(args, name, None) for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,11 +365,11 @@ def build_of(
         layout: The layers of each stage, in Megatron's notation; None: an even split.
 
     Raises:
-        ScheduleError: The layers do not fit the stages of a V or W.
+        ScheduleError: The layout is not of this model, or no model can have these stages.
     """
     placement = pipeline.placement
     chunks = placement.num_stages // placement.num_ranks
-    if placement.name not in ("linear", "loop"):
+    if placement.name not in _DEALT or layout or num_layers % placement.num_stages:
         layout = layout_string(num_layers, placement, mtp_num_layers=mtp_num_layers, layout=layout)
     return ModelBuild(
         pipeline_model_parallel_size=placement.num_ranks,
@@ -430,72 +447,65 @@ def layout_string(
     *,
     mtp_num_layers: int | None = None,
     layout: str | None = None,
+    first: float = 0,
+    last: float | None = None,
 ) -> str:
-    """Return the layout string for a model on a placement, in upstream's notation.
+    """Return the layout for a model on a placement, in Megatron's notation.
 
     Args:
         num_layers: Transformer layers, not counting MTP layers.
         placement: Maps stages to ranks.
         mtp_num_layers: Multi-token prediction layers; placed before the loss in the last stage.
-        layout: The user's `--pipeline-model-parallel-layout`. Checked and returned unchanged.
+        layout: The user's; returned unchanged where it has these stages.
+        first: What the first stage computes besides its layers, in layers.
+        last: The same of the last stage; None: its MTP layers.
 
     Raises:
-        ScheduleError: The layers do not divide evenly, the user's layout does not fit, or no model
-            can be built on the placement.
+        ScheduleError: The layout is not of this model, or no model can be built on the placement.
     """
     if placement.name not in _PLACED:
         raise ScheduleError(
             f"no model can have its stages on ranks {placement.rank_of}; place the stages of the "
             f"table as {', '.join(_PLACED)} (see megatron-ext plan)"
         )
-    mtp = mtp_num_layers or 0
+    mtp, stages = mtp_num_layers or 0, placement.num_stages
     if layout is not None:
-        _check_layout(layout, num_layers, placement, mtp)
-        return layout
-    each, rest = divmod(num_layers, placement.num_stages)
-    if rest:
-        raise ScheduleError(_uneven(num_layers, placement, mtp))
-    return _spelled([each] * placement.num_stages, mtp)
+        _check_letters(layout, num_layers, mtp)
+        given = parse_layout(layout)
+        # MTP before the last stage sends tensors of another shape, which a fold does not announce.
+        ends_late = placement.name in _DEALT or not any("m" in stage for stage in given[:-1])
+        if len(given) == stages and ends_late:
+            return layout
+    last = mtp if last is None else last
+    counts = spread(num_layers, stages, first, last)
+    each, rest = divmod(num_layers, stages)
+    if not rest and each + max(first, last) <= max(*counts, counts[0] + first, counts[-1] + last):
+        counts = [each] * stages
+    return "E" + "|".join("t" * count for count in counts) + "m" * mtp + "L"
 
 
-def _spelled(layers: list[int], mtp: int) -> str:
-    return "E" + "|".join("t" * count for count in layers) + "m" * mtp + "L"
+def spread(num_layers: int, num_stages: int, first: float = 0, last: float = 0) -> list[int]:
+    """Return the layers of each stage, so that all stages compute about the same.
+
+    Args:
+        num_layers: Layers of the model.
+        num_stages: Stages, at least 2.
+        first: What the first stage computes besides its layers, in layers.
+        last: The same of the last stage.
+    """
+    loads = [first, *[0.0] * (num_stages - 2), last]
+    counts = [0] * num_stages
+    for _ in range(num_layers):
+        # Of equal stages the middle ones: the ends also compute embedding and loss.
+        least = min(range(num_stages), key=lambda s: (loads[s], abs(2 * s - num_stages + 1)))
+        loads[least] += 1
+        counts[least] += 1
+    return counts
 
 
-def _check_layout(layout: str, num_layers: int, placement: Placement, mtp: int) -> None:
-    stages = parse_layout(layout)
-    if len(stages) != placement.num_stages:
-        raise ScheduleError(_wrong_number(layout, len(stages), placement))
-    if "".join(stages) != f"E{'t' * num_layers}{'m' * mtp}L":
+def _check_letters(layout: str, num_layers: int, mtp: int) -> None:
+    if "".join(parse_layout(layout)) != f"E{'t' * num_layers}{'m' * mtp}L":
         raise ScheduleError(
             f"{_LAYOUT} {layout}: give E once, t {num_layers} times (--num-layers), m {mtp} times "
             "(--mtp-num-layers) and L once, in this order"
         )
-    if any("m" in stage for stage in stages[:-1]):
-        raise ScheduleError(
-            f"{_LAYOUT} {layout} has m before the last stage, but all stages of this schedule "
-            "exchange tensors of one shape; put m and L into the last stage"
-        )
-
-
-def _wrong_number(layout: str, found: int, placement: Placement) -> str:
-    ranks = placement.num_ranks
-    return (
-        f"{_LAYOUT} {layout} has {found} stages, but the schedule has {placement.num_stages} "
-        f"({ranks} ranks with {placement.num_stages // ranks} each); separate that many with |"
-    )
-
-
-def _uneven(num_layers: int, placement: Placement, mtp: int) -> str:
-    stages = placement.num_stages
-    fewer, rest = divmod(num_layers, stages)
-    fitting = [str(count * stages) for count in (fewer, fewer + 1) if count]
-    # Give the remainder to the middle stages: the ends also compute embedding and loss.
-    start = (stages - rest) // 2
-    spread = [fewer + (start <= stage < start + rest) for stage in range(stages)]
-    return (
-        f"--num-layers {num_layers} does not divide into the schedule's {stages} stages "
-        f"({placement.num_ranks} ranks with {stages // placement.num_ranks} each); "
-        f"take {' or '.join(fitting)}, or assign layers to stages yourself, for example "
-        f"{_LAYOUT} '{_spelled(spread, mtp)}'"
-    )

@@ -155,6 +155,58 @@ TOLD: dict[str, tuple[str, int, dict[str, Any]]] = {
         4,
         {"virtual_pipeline_model_parallel_size": 4},
     ),
+    "layers of a v": (
+        PP4 + "--pipeline-schedule zb-v --num-layers 12",
+        4,
+        {"pipeline_model_parallel_layout": "Et|t|tt|tt|tt|tt|t|tL"},
+    ),
+    "layers of a loop": (
+        PP4 + "--pipeline-schedule interleaved --num-layers 12",
+        4,
+        {
+            "pipeline_model_parallel_layout": "Et|t|tt|tt|tt|tt|t|tL",
+            "virtual_pipeline_model_parallel_size": 2,
+        },
+    ),
+    "chunks of a line": (
+        PP4 + "--pipeline-schedule zb-h1 --num-virtual-stages-per-pipeline-rank 2",
+        4,
+        {
+            "pipeline_model_parallel_layout": "Etttt|tttt|tttt|ttttL",
+            "virtual_pipeline_model_parallel_size": None,
+        },
+    ),
+    "layers of a chunk of a v": (
+        PP4 + "--pipeline-schedule zb-v --num-layers-per-virtual-pipeline-stage 4",
+        4,
+        {
+            "pipeline_model_parallel_layout": "E" + "|".join(["tt"] * 8) + "L",
+            "virtual_pipeline_model_parallel_size": 2,
+        },
+    ),
+    "one chunk": (
+        PP4 + "--pipeline-schedule interleaved --num-layers-per-virtual-pipeline-stage 4",
+        4,
+        {"virtual_pipeline_model_parallel_size": 2},
+    ),
+    "ends": (
+        PP4 + "--pipeline-schedule zb-v --decoder-first-pipeline-num-layers 1 "
+        "--decoder-last-pipeline-num-layers 3",
+        4,
+        {"pipeline_model_parallel_layout": "E|tt|ttt|ttt|ttt|ttt|tt|L"},
+    ),
+    "embedding and loss": (
+        PP4 + "--pipeline-schedule zb-v --num-layers 14 "
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+        4,
+        {"pipeline_model_parallel_layout": "Et|tt|tt|tt|tt|tt|tt|tL"},
+    ),
+    "layout of more stages": (
+        PP4 + "--pipeline-schedule zb-v --num-layers 29 --pipeline-model-parallel-layout "
+        "Et|(tt|)*14L",
+        4,
+        {"pipeline_model_parallel_layout": "Ettt|tttt|tttt|tttt|tttt|tttt|tttt|ttL"},
+    ),
     "groups": (
         PP4 + "--pipeline-schedule 1f1b --microbatch-group-size-per-virtual-pipeline-stage 8",
         4,
@@ -238,34 +290,6 @@ REFUSED = {
         "--pipeline-model-parallel-size 8 --enable-bitpipe-schedule --global-batch-size 14", 8,
         ["global batch of 14", "2 replicas (two for each mirrored", "--global-batch-size 12 or 16"],
     ),
-    "layers of a v": (
-        PP4 + "--pipeline-schedule zb-v --num-layers 12", 4,
-        ["12 does not divide into the schedule's 8 stages", "take 8 or 16"],
-    ),
-    "layers of a loop": (
-        PP4 + "--pipeline-schedule interleaved --num-layers 12", 4,
-        ["12 layers do not divide into the 8 stages", "--num-layers 8 or 16"],
-    ),
-    "chunks of a line": (
-        PP4 + "--pipeline-schedule zb-h1 --num-virtual-stages-per-pipeline-rank 2", 4,
-        ["has one stage on each rank", "makes 2", "use --pipeline-schedule interleaved"],
-    ),
-    "chunks of a v": (
-        PP4 + "--pipeline-schedule zb-v --num-layers-per-virtual-pipeline-stage 2", 4,
-        ["which excludes --num-layers-per-virtual-pipeline-stage 2"],
-    ),
-    "one chunk": (
-        PP4 + "--pipeline-schedule interleaved --num-layers-per-virtual-pipeline-stage 4", 4,
-        ["makes 1", "use --pipeline-schedule 1f1b"],
-    ),
-    "layout": (
-        PP4 + "--pipeline-schedule zb-v --pipeline-model-parallel-layout Et*4|t*4|t*4|t*4L", 4,
-        ["has 4 stages, but the schedule has 8"],
-    ),
-    "uneven ends": (
-        PP4 + "--pipeline-schedule zb-v --decoder-first-pipeline-num-layers 1", 4,
-        ["cannot run with --decoder-first", "first and last stage share a rank"],
-    ),
     "deferred": (
         PP4 + "--pipeline-schedule zb-h1 --defer-embedding-wgrad-compute", 4,
         ["cannot run with --defer-embedding-wgrad-compute", "use Megatron's own schedule"],
@@ -309,11 +333,12 @@ def test_every_batch_of_a_ramp_up_is_checked(tmp_path: Path) -> None:
 
 
 def test_mistakes_end_in_one_line() -> None:
-    flags = MODEL + "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --num-layers 5"
+    flags = MODEL + "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --num-layers 5 "
+    flags += "--pipeline-model-parallel-layout Et|t|t|tL"
     run = start_script(2, "pretrain_gpt.py", flags.split())
     assert run.exit_codes == [2, 2], run.describe()
     assert "Traceback" not in "".join(run.logs)
     [line] = [
         line for log in run.logs for line in log.splitlines() if "megatron_ext: error" in line
     ]
-    assert "--num-layers 5 does not divide into the schedule's 4 stages" in line
+    assert "t 5 times (--num-layers)" in line

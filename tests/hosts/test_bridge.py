@@ -212,18 +212,11 @@ def test_optimizer_state_of_other_stages_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "settings", "flags", "message"),
     [
-        ({"model.num_layers": 12}, {"schedule": "zb-v"}, "", "model.num_layers 12 does not divide"),
         (
             {"train.global_batch_size": 7},
             {"schedule": "bitpipe"},
             "",
             "use train.global_batch_size 6 or 8",
-        ),
-        (
-            {"model.virtual_pipeline_model_parallel_size": 2},
-            {"schedule": "zb-v"},
-            "",
-            "which excludes model.virtual_pipeline_model_parallel_size 2",
         ),
         (
             {"model.pipeline_model_parallel_size": 1},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_ext.config.stages import layout_string
+from megatron_ext.config.stages import ends_of_layout, layout_string, parse_layout
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.layout import PlacedLayout, placed_layout
 from megatron_ext.schedules.table import placement as places
@@ -137,7 +137,7 @@ def test_one_object_for_each_layout() -> None:
         (4, places.v(2), None, "Et|t|t|tL"),
         (8, places.v(2), 1, "Ett|tt|tt|ttmL"),
         (8, places.w(2), None, "Et|t|t|t|t|t|t|tL"),
-        (4, places.linear(2), 2, "Ett|ttmmL"),
+        (4, places.linear(2), 2, "Ettt|tmmL"),
     ],
 )
 def test_derived_layout(layers: int, placement: Placement, mtp: int | None, expected: str) -> None:
@@ -155,29 +155,37 @@ def refusal(layers: int, placement: Placement, **options: object) -> str:
     return str(caught.value)
 
 
-def test_layers_that_do_not_divide() -> None:
-    told = refusal(10, places.v(4))
-    assert "--num-layers 10 does not divide into the schedule's 8 stages (4 ranks with 2" in told
-    assert "take 8 or 16" in told
-    example = told.rpartition("'")[0].rpartition("'")[2]
-    assert layout_string(10, places.v(4), layout=example) == example
-
-
-def test_fewer_layers_than_stages() -> None:
-    told = refusal(5, places.w(2), mtp_num_layers=1)
-    assert "take 8, or" in told
-    assert "'E|t|t|t|t|t||mL'" in told
+@pytest.mark.parametrize(
+    ("layers", "placement", "options", "expected"),
+    [
+        (10, places.v(4), {}, "Et|t|t|tt|tt|t|t|tL"),
+        (5, places.w(2), {"mtp_num_layers": 1}, "E|t|t|t|t|t||mL"),
+        # Two layers of multi-token prediction are worth moving one of the others.
+        (8, places.v(2), {"mtp_num_layers": 2}, "Ett|ttt|ttt|mmL"),
+        (126, places.v(8), {"first": 1, "last": 1}, "Et*7|(t*8|)*14t*7L"),
+        # DeepSeek-V3 on 8 ranks: stages joined two by two.
+        (61, places.v(8), {"layout": "Et|(tt|)*30mL", "mtp_num_layers": 1}, "Et*3|(t*4|)*14t*2mL"),
+        (4, places.v(2), {"layout": "Et|tt|tm|L", "mtp_num_layers": 1}, "E|tt|tt|mL"),
+    ],
+)
+def test_cuts_by_what_the_ends_compute(
+    layers: int, placement: Placement, options: dict[str, Any], expected: str
+) -> None:
+    layout = options.get("layout")
+    if layout is not None:
+        first, last = ends_of_layout(layout)
+        options = {**options, "first": first, "last": last}
+    cut = layout_string(layers, placement, **options)
+    assert parse_layout(cut) == parse_layout(expected)
+    assert layout_string(layers, placement, **{**options, "layout": cut}) == cut
 
 
 @pytest.mark.parametrize(
     ("layout", "mtp", "expected"),
     [
-        ("Et|t|tt|L|", None, "has 5 stages, but the schedule has 4"),
-        ("Ett|t|L", None, "has 3 stages"),
         ("Et|t|t|L", None, "t 4 times (--num-layers)"),
         ("t|Et|t|tL", None, "in this order"),
         ("Et|t|t|tL", 1, "m 1 times (--mtp-num-layers)"),
-        ("Et|tt|tm|L", 1, "put m and L into the last stage"),
         ("Et|t|t|xL", None, "has x, but layers are E, t, m and L"),
     ],
 )
