@@ -265,8 +265,8 @@ RULES: dict[str, tuple[Rule, ...]] = {
                 "account_for_embedding_in_pipeline_split",
                 "account_for_loss_in_pipeline_split",
             ),
-            "num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage or "
-            "account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split",
+            "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, "
+            "--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split",
             "the layout that configure returns cuts the model",
             "leave them out",
         ),

@@ -206,7 +206,7 @@ def test_bridges_names_are_those_of_the_rules() -> None:
     args = settings.arguments(world_size=4, rank=0)
     assert (args.num_experts, args.decoder_first_pipeline_num_layers) == (8, 1)
     with pytest.raises(ArgumentsError, match="cannot run with --decoder-first-pipeline") as caught:
-        refuse("schedule zb-v", args, RULES["folded"])
+        refuse("schedule zb-v", args, RULES["placed"])
     in_fields = settings.in_fields(str(caught.value), from_python=True)
     assert "cannot run with model.num_layers_in_first_pipeline_stage or" in in_fields
     args.moe_token_dispatcher_type = "allgather"
