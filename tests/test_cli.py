@@ -57,7 +57,7 @@ def test_our_training_flags_are_these() -> None:
         "--pipeline-schedule", "--enable-bitpipe-schedule", "--bitpipe-order", "--bitpipe-routing",
         "--pipeline-costs",
         "--use-dpp", "--dpp-policy", "--dpp-extra-activations",
-        "--pipeline-balance", "--pipeline-length-costs",
+        "--pipeline-slices", "--pipeline-balance", "--pipeline-length-costs",
         "--variable-seq-lengths", "--microbatch-rng",
         "--forward-backward-disaggregating", "--ignore-forward-tensor-parallel",
         "--fbd-activations",

@@ -43,6 +43,7 @@ _FLAG_OF = {
     "dynamic": "--use-dpp",
     "policy": "--dpp-policy",
     "extra_activations": "--dpp-extra-activations",
+    "slices": "--pipeline-slices",
     "balance": "--pipeline-balance",
     "length_costs": "--pipeline-length-costs",
     "transport": "--pipeline-transport",

@@ -241,6 +241,8 @@ def inspect(
         found.refuse("--microbatch-rng", args, RULES["microbatch_rng"])
     if config.balance == "pack":
         found.refuse("--pipeline-balance pack", args, RULES["pack"])
+    if config.slices > 1:
+        found.refuse(f"--pipeline-slices {config.slices}", args, RULES["slices"])
     if config.variable_seq_lengths:
         found.refuse("--variable-seq-lengths", args, RULES["lengths"])
         if not getattr(args, "num_experts", None):

@@ -351,6 +351,87 @@ RULES: dict[str, tuple[Rule, ...]] = {
             _records_graphs,
         ),
     ),
+    # For micro-batches in slices of their sequence.
+    "slices": (
+        Rule(
+            ("transformer_impl",),
+            "--transformer-impl other than local",
+            "only DotProductAttention keeps keys and values between slices",
+            "use --transformer-impl local",
+            lambda name: name not in (None, "local"),
+        ),
+        Rule(
+            ("tensor_model_parallel_size",),
+            "--tensor-model-parallel-size above 1",
+            "ranks of a tensor-parallel group pass on whole micro-batches",
+            "use more stages or --use-distributed-optimizer instead",
+            lambda ranks: (ranks or 1) > 1,
+        ),
+        Rule(
+            ("context_parallel_size",),
+            "--context-parallel-size above 1",
+            "it divides the sequence too",
+            "use more slices instead",
+            lambda ranks: (ranks or 1) > 1,
+        ),
+        Rule(
+            ("num_experts",),
+            "--num-experts",
+            "the router balances the tokens of a whole micro-batch",
+            "leave the slices out",
+        ),
+        Rule(
+            ("mtp_num_layers",),
+            "--mtp-num-layers",
+            "its last tokens need the first ones of the next slice",
+            "leave the slices out",
+        ),
+        Rule(
+            ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
+            "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern)",
+            "only attention keeps its state between slices",
+            "leave the slices out",
+        ),
+        Rule(
+            ("experimental_attention_variant", "linear_attention_type"),
+            "--experimental-attention-variant",
+            "only DotProductAttention keeps keys and values between slices",
+            "leave the slices out",
+        ),
+        Rule(
+            ("window_size",),
+            "--window-size",
+            "Megatron's mask of a window begins with the slice",
+            "leave the slices out",
+        ),
+        Rule(
+            ("sft", "reset_attention_mask", "dataloader_type"),
+            "packed sequences (--sft, --reset-attention-mask) or --dataloader-type external",
+            "attention of a slice reads all tokens before it",
+            "leave the slices out",
+            lambda sft, resets, loader: sft or resets or loader == "external",
+        ),
+        Rule(
+            ("masked_softmax_fusion", "fp16", "bf16"),
+            "fused softmax in 16 bits",
+            "its kernel takes as many queries as keys",
+            "add --no-masked-softmax-fusion",
+            lambda fuses, *half: fuses and any(half),
+        ),
+        Rule(
+            ("fp8", "fp4"),
+            "--fp8-format or --fp4-format",
+            "scales follow from whole micro-batches",
+            "use --bf16",
+        ),
+        Rule(
+            ("multi_latent_attention", "apply_rope_fusion"),
+            "--apply-rope-fusion with --multi-latent-attention",
+            "its tables of rotary positions begin with the slice",
+            "add --no-rope-fusion",
+            lambda latent, fuses: latent and fuses,
+        ),
+    ),
     # For a transport of ours under Megatron's own schedules.
     "transport": (
         Rule(
@@ -451,6 +532,8 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_s
         refuse("microbatch_rng", args, RULES["microbatch_rng"])
     if config.balance == "pack":
         refuse("balance pack", args, RULES["pack"])
+    if config.slices > 1:
+        refuse(f"slices {config.slices}", args, RULES["slices"])
     if config.variable_seq_lengths:
         refuse("variable_seq_lengths", args, RULES["lengths"])
     if config.schedule is None and config.dynamic is None:

@@ -24,6 +24,7 @@ from megatron_ext.schedules.search.length_balance import LengthCost  # noqa: TC0
 from megatron_ext.schedules.search.policies import PolicyName  # noqa: TC001 - check_types
 from megatron_ext.schedules.table.actions import Option  # noqa: TC001 - check_types
 from megatron_ext.schedules.table.costs import Costs  # noqa: TC001 - check_types
+from megatron_ext.schedules.table.slices import shares_of_equal_cost
 
 __all__ = [
     "BALANCES",
@@ -197,6 +198,8 @@ class PipelineConfig:
     under Megatron's own schedules."""
     options: Mapping[str, Option] = field(default_factory=dict)
     """Options of the schedule by name; missing ones get their defaults."""
+    slices: int = 1
+    """Parts of equal cost that each micro-batch's sequence is cut into (`docs/slices.md`)."""
     costs: Costs | None = None
     """Durations that the table is generated and simulated for; None: `Costs()`, all equal."""
     dynamic: DynamicOrder | None = None
@@ -206,7 +209,7 @@ class PipelineConfig:
     lengths; `pack`: before that, data-parallel replicas share out the micro-batches of all of them
     by cost; `off`: each replica runs its own in the order of the file."""
     length_costs: LengthCost | None = None
-    """Cost of a length, for `balance`; None: it follows from the shape of the model."""
+    """Cost of a length, for `balance` and `slices`; None: that of the model's shape."""
     stash_ratio: float = 1.0
     """Memory that a micro-batch holds between I and W over what it holds between F and I, at least
     1. Bounds on memory count it. From flags, what recomputation and Transformer Engine's layers
@@ -248,10 +251,13 @@ class PipelineConfig:
             object.__setattr__(self, "node_ips", tuple(node_ips))
         check_types(self)
         object.__setattr__(self, "options", dict(self.options))
-        if self.length_costs is not None and self.balance == "off":
+        if self.length_costs is not None and self.balance == "off" and self.slices == 1:
             raise ConfigurationError(
-                "{length_costs} is for {balance} order or pack; add one of them, or leave it out"
+                "{length_costs} is for {balance} order or pack, or {slices}; add one of them, or "
+                "leave it out"
             )
+        if self.slices != 1:
+            self._check_slices()
         if not 1 <= self.stash_ratio < inf:
             raise ConfigurationError(
                 "{stash_ratio} {value:g} must be at least 1, which counts activations until W; "
@@ -267,6 +273,26 @@ class PipelineConfig:
             return
         self._check_schedule()
         self._check_transport()
+
+    def _check_slices(self) -> None:
+        shares_of_equal_cost(self.slices)
+        excluded = {
+            "disaggregation": self.disaggregation is not None,
+            "balance": self.balance != "off",
+            "variable_seq_lengths": self.variable_seq_lengths,
+            "tracing": self.tracing is not None,
+        }
+        for name in (name for name, is_given in excluded.items() if is_given):
+            raise ConfigurationError(
+                f"{{slices}} {{value}} cannot run with {{{name}}} yet; leave one of them out",
+                value=self.slices,
+            )
+        if self.schedule is None and self.dynamic is None:
+            raise ConfigurationError(
+                "{slices} {value} is for schedules of this package; add {schedule} NAME, such as "
+                "zb-h1",
+                value=self.slices,
+            )
 
     def _check_disaggregation(self) -> None:
         if self.schedule is not None or self.dynamic is not None or self.costs is not None:

@@ -51,6 +51,15 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
         f"(default: {UNIT}).",
     )
     group.add_argument(
+        "--pipeline-slices",
+        type=int,
+        default=PipelineConfig.slices,
+        metavar="K",
+        help="Cut the sequence of each micro-batch into K slices of equal cost, which run through "
+        "the pipeline one by one: about 1/K of the bubble, and of the activations beyond one "
+        "micro-batch (default: 1, whole micro-batches).",
+    )
+    group.add_argument(
         "--pipeline-balance",
         choices=BALANCES,
         default=PipelineConfig.balance,
@@ -62,8 +71,9 @@ def add_flags(group: ArgumentParser | _ArgumentGroup) -> None:
     group.add_argument(
         "--pipeline-length-costs",
         metavar="A,B",
-        help="With --pipeline-balance: a sample of L tokens costs A*L + B*L^2, in any unit, for "
-        "example as `megatron-ext plan --lengths FILE --from-trace DIR` measures it (default: what "
+        help="With --pipeline-balance or --pipeline-slices: a sample of L tokens costs "
+        "A*L + B*L^2, in any unit, for example as `megatron-ext plan --lengths FILE --from-trace "
+        "DIR` measures it (default: what "
         "follows from the shape of the model).",
     )
     dynamic_flags.add_flags(group)
@@ -94,6 +104,7 @@ def schedule_fields(args: Namespace) -> dict[str, Any]:
         "schedule": name,
         "chunks": chunks,
         "options": _options(args, name),
+        "slices": getattr(args, "pipeline_slices", None) or PipelineConfig.slices,
         "costs": _costs(args),
         "dynamic": dynamic_flags.dynamic_order(args),
         "balance": getattr(args, "pipeline_balance", None) or PipelineConfig.balance,

@@ -124,12 +124,13 @@ class Pipeline:
                 num_microbatches * self.twins,
                 self.config.chunks,
                 self.costs,
+                slices=self.config.slices,
                 **self.config.options,
             )
-            if table.num_slices > 1:
+            if table.num_slices != self.config.slices:
                 raise ScheduleError(
-                    f"{self.name} cuts micro-batches into {table.num_slices} slices, which can be "
-                    "planned and drawn but not trained yet; use a table of whole micro-batches"
+                    f"{self.name} cuts micro-batches into {table.num_slices} slices; add "
+                    f"--pipeline-slices {table.num_slices}"
                 )
             if table.pairs:  # the runtime runs the two of a pair one after the other
                 options = {**table.options, "pairs": "apart"}

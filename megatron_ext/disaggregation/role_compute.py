@@ -107,7 +107,7 @@ class ForwardCompute:
         assert made is not None
         return results if self._is_last_stage else results + self._shares(made, 0)
 
-    def saved_tensors(self, stage: int, microbatch: int) -> None:
+    def saved_tensors(self, action: Action) -> None:
         """Return None: forwards keep no graph."""
 
     def release(self, outputs: Tensors) -> None:

@@ -156,7 +156,7 @@ class TreeForwardCompute:
             made = self._compute.run(action, inputs)
         return [part for copy in self._copies(action, made) for part in copy]
 
-    def saved_tensors(self, stage: int, microbatch: int) -> None:
+    def saved_tensors(self, action: Action) -> None:
         """Return None: forwards keep no graph."""
 
     def _copies(self, action: Action, made: Tensors) -> Iterator[Tensors]:

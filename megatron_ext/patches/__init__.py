@@ -20,6 +20,7 @@ TABLES = (
     "dist_checkpointing",
     "effects",
     "folded_pipelines",
+    "kept_attention",
     "off_cuda",
     "optimizer",
     "p2p",

@@ -239,6 +239,8 @@ class Call:
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
+    seq_length: int = 0
+    """Tokens of a sequence; read by tables of slices only."""
 
 
 class _Stage(NamedTuple):
@@ -369,12 +371,12 @@ class StageCompute:
         total = torch.zeros((), dtype=torch.int, device=device)
         return total if self.num_tokens is None else total + self.num_tokens
 
-    def saved_tensors(self, stage: int, microbatch: int) -> tuple[Tensors, Tensors] | None:
+    def saved_tensors(self, action: Action) -> tuple[Tensors, Tensors] | None:
         """Return the inputs and outputs kept for a backward; None once it has run.
 
         The backward drops them.
         """
-        return self._live.get((stage, microbatch))
+        return self._live.get((action.stage, action.microbatch))
 
     def release(self, outputs: Tensors) -> None:
         """Free the data of outputs that were sent; the backward only needs their graph."""

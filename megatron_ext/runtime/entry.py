@@ -76,11 +76,12 @@ def forward_backward(
     if id(groups.pp) not in active.required().state(Runtimes).by_group:  # the first step
         _check_models(chunks)
     config = get_model_config(chunks[0])
-    shapes = _shapes(
-        config, groups, decoder_seq_length or seq_length, micro_batch_size, adjust_tensor_shapes_fn
-    )
+    length = decoder_seq_length or seq_length
+    # Slices have several lengths.
+    travel = config.variable_seq_lengths or config.mtp_standalone or pipeline.config.slices > 1
+    shapes = _shapes(config, groups, length, micro_batch_size, adjust_tensor_shapes_fn, travel)
     runtime = runtime_of(pipeline, groups, chunks, iterators, config, shapes)
-    table = runtime.table(num_microbatches, backward=not forward_only)
+    table = runtime.table(num_microbatches, config, length, backward=not forward_only)
     balanced = None if forward_only else runtime.balanced(table, config)
     if balanced is not None:
         iterators = [balanced.iterator(items) for items in iterators]
@@ -94,6 +95,7 @@ def forward_backward(
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
+        seq_length=length,
     )
     timer = config.timers and config.timers("forward-backward", log_level=1)
     if timer:
@@ -181,13 +183,14 @@ def _shapes(
     length: int,
     micro_batch_size: int,
     adjust: Callable[..., Any] | None,
+    travel: bool,
 ) -> Shapes:
     """Return the shapes of activations (F) and gradients (B)."""
     received: Any = [shape_between_stages(config, groups, length, micro_batch_size)]
     sent = list(received)
     if adjust is not None:
         received, sent = adjust(received, sent)
-    if config.variable_seq_lengths or config.mtp_standalone:
+    if travel:
         return {"F": [None] * len(received), "B": [None] * len(sent)}
     return {"F": [tuple(s) for s in received], "B": [tuple(s) for s in sent]}
 

@@ -152,8 +152,11 @@ class Compute(Protocol):
             One tensor per output of the action in the table, in the same order.
         """
 
-    def saved_tensors(self, stage: int, microbatch: int) -> object:
-        """Return what a backward will use and drop; None if nothing is saved."""
+    def saved_tensors(self, action: Action) -> object:
+        """Return what the backward of a forward's slice, or micro-batch, will use and drop.
+
+        None if nothing is saved.
+        """
 
     def release(self, outputs: Tensors) -> None:
         """Free the data of a forward's outputs after they were sent or passed on locally."""
@@ -248,7 +251,7 @@ class Executor:
         inputs = self._inputs(exchange)
         # This reference keeps a backward's graph alive until its results have been sent.
         is_backward = action.kind in ("B", "I")
-        saved = self.compute.saved_tensors(stage, action.microbatch) if is_backward else None
+        saved = self.compute.saved_tensors(action) if is_backward else None
         for observer in self._begins:
             observer.begin_action(action)
         if run_ahead is not None:

@@ -37,6 +37,7 @@ from megatron_ext.runtime.program import (
     make_table,
 )
 from megatron_ext.runtime.run_ahead import device_of, run_ahead_of
+from megatron_ext.runtime.sliced_compute import KeptAttention, SlicedCompute
 from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.runtime.te_layers import overwrites_first
@@ -87,7 +88,7 @@ class Measured:
     """Time in actions, in seconds of host time."""
     wall_s: float = 0.0
     """Time in steps, in seconds."""
-    peak_live: int = 0
+    peak_live: float = 0
     """Peak number of live stage activations."""
 
     def add(self, other: Measured) -> None:
@@ -115,7 +116,8 @@ class StepMeasure(Observer):
         into.actions += len(executed)
         into.busy_s += sum(duration_s for _, _, duration_s in executed)
         into.out_of_order += num_out_of_order(executed)
-        live = accumulate(_CHANGE[action.kind] for _, action, _ in executed)
+        shares = self.table.schedule.slices
+        live = accumulate(_CHANGE[a.kind] * shares[a.slice] for _, a, _ in executed)
         into.peak_live = max(into.peak_live, *live)
 
 
@@ -205,7 +207,9 @@ class Runtime:
         cost = self.pipeline.config.length_costs or cost_of_model(config)
         return BalancedStep(table.schedule, self.pipeline.costs, cost, self.replicas)
 
-    def table(self, num_microbatches: int, *, backward: bool) -> Table:
+    def table(
+        self, num_microbatches: int, config: Any, seq_length: int, *, backward: bool
+    ) -> Table:
         """Return the cached table for a number of micro-batches.
 
         Collective over the pipeline, data- and tensor-parallel groups if the table is new: they
@@ -218,8 +222,17 @@ class Runtime:
         if key not in self._tables:
             rank = self.groups.pp.rank()
             routes = () if self.trees is None else self.trees.declared.routes
+            attention = 0.0
+            if self.pipeline.config.slices > 1:
+                cost = self.pipeline.config.length_costs or cost_of_model(config)
+                attention = cost.attention_share(seq_length)
             table = make_table(
-                self.pipeline, num_microbatches, rank, backward=backward, routes=routes
+                self.pipeline,
+                num_microbatches,
+                rank,
+                backward=backward,
+                routes=routes,
+                attention=attention,
             )
             members = [self.groups.pp, self.groups.dp_cp, self.groups.tp]
             check_agreement(table, members, self.device)
@@ -235,8 +248,8 @@ class Runtime:
             self.splits.register_modules(stage, chunk)
         forms = None if self.trees is None else self.trees.forms(call, shapes)
         if forms is None or self.trees is None:
-            inputs, handed_on = len(shapes["F"]), shapes["B"]
-            compute = StageCompute(call, table, inputs, handed_on, self.splits)
+            kind = StageCompute if table.schedule.num_slices == 1 else SlicedCompute
+            compute = kind(call, table, len(shapes["F"]), shapes["B"], self.splits)
         else:
             compute = self.trees.compute(call, table, forms, self.splits)
         # Statistics cover training only.
@@ -273,6 +286,7 @@ class Runtime:
         except BaseException as error:
             # Peers end their waits with this error now, if the wire can, not with their time-outs.
             self.splits.clear()
+            active.required().state(KeptAttention).clear()
             self.transport.abort(str(error))
             raise
         if not call.forward_only and not self._has_split:
@@ -396,6 +410,11 @@ def runtime_of(
     channels = channels_of(placement, groups.pp.rank(), peers)
     routes: tuple[Route, ...] = ()
     if trees is not None:
+        if pipeline.config.slices > 1:
+            raise ScheduleError(
+                "slices are for models that hand on one tensor, not for trees and routes; leave "
+                "the slices out"
+            )
         routes = trees.declared.routes
         peers = peers.with_mirrored(groups.pp)
         channels += channels_of_routes(routes, placement, groups.pp.rank(), peers)

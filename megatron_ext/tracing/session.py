@@ -195,7 +195,7 @@ class Session(Observer):
         if compute is None:  # Megatron's own schedule, whose transport may report nothing
             self._now(f"has run {action} and exchanges tensors")
         elif kind in ("F", "R") and stage not in self._activation_bytes:
-            saved = compute.saved_tensors(stage, microbatch)
+            saved = compute.saved_tensors(action)
             if saved is not None:
                 chunk = compute.table.schedule.placement.chunk_of(stage)
                 self.made(stage, saved[1], compute.call.chunks[chunk])

@@ -293,7 +293,7 @@ def test_a_file_of_another_size_says_which_flags_fit(args: Namespace, tmp_path: 
         choose(args, f"csv:{path}")
 
 
-def test_a_file_of_pairs_runs_them_apart_and_slices_are_refused(
+def test_a_file_runs_pairs_apart_and_the_slices_of_the_flag(
     args: Namespace, tmp_path: Path
 ) -> None:
     path = tmp_path / "table.csv"
@@ -303,7 +303,12 @@ def test_a_file_of_pairs_runs_them_apart_and_slices_are_refused(
     assert (table.rows, table.pairs) == (paired.rows, ())
     assert table.label == f"csv:{path} pairs=apart"
     path.write_text(table_files.csv_text(generate("1f1b", 4, 8, slices=2)))
-    with pytest.raises(UserError, match="2 slices, which can be planned and drawn but not trained"):
+    with pytest.raises(UserError, match="into 2 slices; add --pipeline-slices 2"):
+        choose(args, f"csv:{path}")
+    args.pipeline_slices = 2
+    assert choose(args, f"csv:{path}").full.num_slices == 2
+    args.pipeline_slices = 4
+    with pytest.raises(UserError, match="the file fixes the number of slices, which is 2, not 4"):
         choose(args, f"csv:{path}")
 
 

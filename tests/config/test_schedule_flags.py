@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_ext.config import active
+from megatron_ext.config.incompatible import RULES, refusals
 from megatron_ext.errors import UserError
 from megatron_ext.schedules import commands, generate, registered
 from megatron_ext.schedules.table import table_files
@@ -274,7 +276,7 @@ REFUSED = {
     ),
     "length costs alone": (
         PP4 + "--pipeline-schedule zb-v --pipeline-length-costs 1,2", 4,
-        ["--pipeline-length-costs is for --pipeline-balance order or pack; add one of them"],
+        ["--pipeline-length-costs is for --pipeline-balance order or pack, or --pipeline-slices"],
     ),
     "pp 1": ("--pipeline-schedule zb-v", 1, ["zb-v needs a pipeline", "use at least 2"]),
     "pp 1, bitpipe": ("--enable-bitpipe-schedule", 1, ["bitpipe-schedule needs a pipeline"]),
@@ -301,6 +303,37 @@ REFUSED = {
         ["--pipeline-balance pack cannot run with --moe-router-load-balancing-type global_aux_loss",
          "use aux_loss or seq_aux_loss"],
     ),
+    **{
+        f"slices with {flags}": (
+            PP4 + f"--pipeline-schedule zb-h1 --pipeline-slices 4 {flags}", 4,
+            [f"--pipeline-slices 4 cannot run with {refused}", remedy],
+        )
+        for flags, refused, remedy in [
+            ("--num-experts 4", "--num-experts: the router", "leave the slices out"),
+            ("--mtp-num-layers 1", "--mtp-num-layers: its last tokens", "leave the slices out"),
+            ("--window-size 4,0", "--window-size: Megatron's mask", "leave the slices out"),
+            ("--reset-attention-mask", "packed sequences", "leave the slices out"),
+            ("--pipeline-balance order", "--pipeline-balance yet", "leave one of them out"),
+            ("--variable-seq-lengths", "--variable-seq-lengths yet", "leave one of them out"),
+            ("--trace", "--trace yet", "leave one of them out"),
+        ]
+    },
+    "slices and tensor-parallel ranks": (
+        PP4 + "--pipeline-schedule zb-h1 --pipeline-slices 4 --tensor-model-parallel-size 2", 8,
+        ["--pipeline-slices 4 cannot run with --tensor-model-parallel-size above 1", "use more"],
+    ),
+    "slices of Megatron's schedule": (
+        PP4 + "--pipeline-slices 4", 4,
+        ["--pipeline-slices 4 is for schedules of this package; add --pipeline-schedule NAME"],
+    ),
+    "slices without end": (
+        PP4 + "--pipeline-schedule zb-h1 --pipeline-slices 65", 4,
+        ["a micro-batch has 1 to 64 slices, got 65; use 4 or 8"],
+    ),
+    "slices of mirrored roles": (
+        PP4 + "--forward-backward-disaggregating --pipeline-slices 4", 8,
+        ["cannot run with --forward-backward-disaggregating yet; leave one of them out"],
+    ),
     "balance of Megatron's schedule": (
         PP4 + "--pipeline-balance pack", 4,
         ["--pipeline-balance pack is for schedules of this package; add --pipeline-schedule NAME"],
@@ -313,6 +346,30 @@ def test_what_cannot_run_is_refused_with_what_can() -> None:
     for (name, (_, _, parts)), message in zip(REFUSED.items(), results, strict=True):
         assert isinstance(message, str), f"{name} was accepted"
         assert not [part for part in parts if part not in message], f"{name}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"masked_softmax_fusion": True, "bf16": True}, "--no-masked-softmax-fusion"),
+        ({"multi_latent_attention": True, "apply_rope_fusion": True}, "--no-rope-fusion"),
+        ({"transformer_impl": "transformer_engine"}, "--transformer-impl local"),
+        ({"context_parallel_size": 2}, "use more slices"),
+        ({"hybrid_layer_pattern": "M*"}, "leave the slices out"),
+        ({"experimental_attention_variant": "dsa"}, "leave the slices out"),
+        ({"sft": True}, "leave the slices out"),
+        ({"dataloader_type": "external"}, "leave the slices out"),
+        ({"fp8": "hybrid"}, "use --bf16"),
+    ],
+)
+def test_slices_refuse_what_the_cpu_corrects_or_lacks(
+    settings: dict[str, object], remedy: str
+) -> None:
+    [refusal] = refusals("slices 4", Namespace(**settings), RULES["slices"])
+    assert remedy in refusal.remedy
+    fine = {"masked_softmax_fusion": True, "apply_rope_fusion": True, "transformer_impl": "local"}
+    sizes = {"context_parallel_size": 1, "tensor_model_parallel_size": 1, "bf16": False}
+    assert refusals("slices 4", Namespace(**fine, **sizes), RULES["slices"]) == []
 
 
 @pytest.mark.tree

@@ -66,7 +66,8 @@ class Compute:
         """The tensors of a hand-over differ by 1 each; in a backward that of the first is used."""
         return [torch.tensor([value + part], dtype=DTYPE) for part in range(self.num_parts)]
 
-    def saved_tensors(self, stage: int, microbatch: int) -> object:
+    def saved_tensors(self, action: Action) -> object:
+        stage, _, microbatch, _ = action
         return (
             _Saved(self.log, f"{stage}.{microbatch}") if (stage, microbatch) in self.kept else None
         )

@@ -49,7 +49,7 @@ class OneKernel:
         self._data = self._data + self._kept.pop(place)
         return []
 
-    def saved_tensors(self, stage: int, microbatch: int) -> object:
+    def saved_tensors(self, action: Action) -> object:
         return None
 
     def release(self, outputs: Tensors) -> None:

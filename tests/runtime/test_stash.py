@@ -47,7 +47,7 @@ class _Held(Observer):
         place = stage, microbatch
         self.order.append(str(action))
         if kind == "F":
-            _, outputs = self.compute.saved_tensors(*place)
+            _, outputs = self.compute.saved_tensors(action)
             self.held[place] = kept_bytes(outputs, self.compute.call.chunks[0])
             self.kept.add(self.held[place])
         elif kind == "I":

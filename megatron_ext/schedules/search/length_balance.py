@@ -71,6 +71,10 @@ class LengthCost:
                 "use coefficients of 0 or more, one of them positive, for example 1,0.0001"
             )
 
+    def attention_share(self, length: int) -> float:
+        """Return the share of attention in the cost of a sample, 0 to 1."""
+        return self.quadratic * length / (self.linear + self.quadratic * length)
+
     @classmethod
     def parse(cls, text: str) -> LengthCost:
         """Parse `A,B`, for example `1,0.0001`.

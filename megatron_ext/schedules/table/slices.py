@@ -8,12 +8,13 @@ of equal cost solves (1 - attention) x + attention x^2 = j/k, in shares of the s
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from math import sqrt
 
 from megatron_ext.errors import ScheduleError
 
-__all__ = ["MAX_SLICES", "shares_of_equal_cost"]
+__all__ = ["MAX_SLICES", "shares_of_equal_cost", "token_bounds"]
 
 MAX_SLICES = 64
 """Slices of one micro-batch: as many as names of messages distinguish (`native_transport.Tags`)."""
@@ -42,3 +43,24 @@ def shares_of_equal_cost(num_slices: int, attention: float = 0.0) -> tuple[float
         end = 2 * part / (linear + sqrt(linear * linear + 4 * attention * part))
         ends.append(round(end * _STEPS))
     return tuple((after - before) / _STEPS for before, after in pairwise(ends))
+
+
+def token_bounds(shares: Sequence[float], length: int, multiple: int = 1) -> tuple[int, ...]:
+    """Return the first token of each slice, and the number of all tokens.
+
+    Args:
+        shares: Share of the tokens in each slice (`shares_of_equal_cost`).
+        length: Tokens of the sequence.
+        multiple: What the length of each slice is a multiple of.
+
+    Raises:
+        ScheduleError: The sequence is too short for as many slices.
+    """
+    ends = [round(end * length / multiple) * multiple for end in accumulate(shares)]
+    bounds = (0, *ends[:-1], length)
+    if any(after <= before for before, after in pairwise(bounds)) or length % multiple:
+        raise ScheduleError(
+            f"a sequence of {length} tokens cannot be cut into {len(shares)} slices whose lengths "
+            f"are multiples of {multiple}; use fewer slices"
+        )
+    return bounds

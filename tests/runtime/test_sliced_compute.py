@@ -1,0 +1,240 @@
+"""Micro-batches in slices give the losses and gradients of whole ones."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.schedules.table.memory import measure
+from tests.patches.single import start_parallel, without
+from tests.ranks import RanksFailed, require_training, run_ranks
+from tests.runtime.capture import GPT, PP2, PP4, Captured, train
+from tests.runtime.test_equality import assert_equal
+from tests.training.helpers import LLAMA, MLA, bert_flags
+
+UNCLIPPED = "--clip-grad 0 "
+SLICES = "--pipeline-slices 4 "
+slow = partial(pytest.param, marks=pytest.mark.slow)
+EIGHT_LAYERS = "--num-layers 8 --global-batch-size 16 "
+
+
+@cache
+def stock(num_ranks: int, flags: str) -> Captured:
+    return train(num_ranks, flags)
+
+
+@cache
+def one_f_one_b(num_ranks: int, flags: str) -> Captured:
+    return train(num_ranks, f"{flags}--pipeline-schedule 1f1b ")
+
+
+def check_losses(found: Captured, whole: Captured, tolerance: float = 1e-6) -> None:
+    assert "slices=" in found.tables[0]
+    assert len(found.losses) == len(whole.losses) == 3
+    for ours, theirs in zip(found.losses, whole.losses, strict=True):
+        assert ours == pytest.approx(theirs, rel=tolerance, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags", "schedule"),
+    [
+        (2, PP2, "zb-h1"),
+        (2, PP2, "zb-v"),
+        (2, PP2, "zb-h1 --use-dpp"),
+        slow(2, PP2, "1f1b --use-dpp"),
+        slow(2, PP2, "interleaved"),
+        slow(2, PP2, "dualpipe-v"),
+        slow(4, PP4 + EIGHT_LAYERS, "zb-h1"),
+        slow(4, PP4 + EIGHT_LAYERS, "zb-v --use-dpp"),
+        slow(4, PP4 + EIGHT_LAYERS, "v-half"),
+        slow(4, PP2 + EIGHT_LAYERS + "--overlap-grad-reduce ", "zb-h1"),
+    ],
+)
+def test_every_table_of_slices_computes_the_same(num_ranks: int, flags: str, schedule: str) -> None:
+    """Bit for bit; and the losses of whole micro-batches within rounding."""
+    flags = GPT + UNCLIPPED + flags
+    found = train(num_ranks, f"{flags}{SLICES}--pipeline-schedule {schedule} ")
+    assert_equal(found, one_f_one_b(num_ranks, flags + SLICES))
+    check_losses(found, stock(num_ranks, flags))
+
+
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+
+
+@pytest.mark.parametrize(
+    ("flags", "tolerance"),
+    [
+        (LLAMA, 1e-6),
+        (MLA.replace("--mtp-num-layers 1 ", ""), 1e-6),
+        (FULL, 1e-6),
+        slow(LLAMA + "--recompute-granularity selective ", 1e-6),
+        slow(LLAMA + "--calculate-per-token-loss ", 1e-6),
+        slow(LLAMA + "--eval-iters 1 --eval-interval 1 ", 1e-6),
+        slow("--bf16 --no-masked-softmax-fusion ", 1e-3),
+        slow("--pipeline-transport shm ", 1e-6),
+    ],
+)
+def test_models(flags: str, tolerance: float) -> None:
+    flags = GPT + PP2 + flags
+    found = train(2, f"{flags}{SLICES}--pipeline-schedule zb-h1 ")
+    check_losses(found, stock(2, flags), tolerance)
+
+
+SHARDED = "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce "
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule"),
+    [(PP4 + EIGHT_LAYERS + UNCLIPPED, "bitpipe"), slow(PP2 + SHARDED, "zb-h1")],
+)
+def test_mirrored_pipelines_and_sharded_optimizers(flags: str, schedule: str) -> None:
+    found = train(4, f"{GPT}{flags}{SLICES}--pipeline-schedule {schedule} ")
+    check_losses(found, stock(4, GPT + flags))
+
+
+SEQUENCE = 24
+BOUNDS = (0, 11, 18, 24)
+PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "masked_softmax_fusion": False}
+MODELS: dict[str, dict[str, Any]] = {
+    "grouped queries": {"num_query_groups": 2},
+    "latent": {"mla": True},
+    "recomputed": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "recomputed attention": {"recompute_granularity": "selective"},
+    "tied": {"tied": True},
+}
+
+
+def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) -> float:
+    """Return by how much a gradient of slices differs, over the largest entry of its weight's."""
+    import torch
+
+    from megatron_ext.runtime import sliced_compute
+    from tests.pipelines import use
+    from tests.runtime import small_gpt
+
+    small_gpt.SEQUENCE = SEQUENCE
+    start_parallel()
+    attention = use(None).state(sliced_compute.KeptAttention)
+    model = small_gpt.build(use_ddp=False, **PLAIN, **settings)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:  # large enough for attention to prefer some tokens
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    tokens = torch.randint(small_gpt.VOCABULARY, (2, SEQUENCE + 1), generator=generator)
+    item = {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "position_ids": torch.arange(SEQUENCE).expand(2, -1),
+        "attention_mask": torch.ones(2, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1),
+    }
+
+    def loss_of(part: dict[str, torch.Tensor]) -> torch.Tensor:
+        mask = part.get("attention_mask")
+        losses = model(part["tokens"], part["position_ids"], mask, labels=part["labels"])
+        return losses.sum() / tokens[:, 1:].numel()
+
+    loss_of(item).backward()
+    whole = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    del item["attention_mask"]  # as on stages without data
+    parts = sliced_compute._cut(item, BOUNDS)
+    with without(*taken_out):
+        losses = []
+        for number, part in enumerate(parts):
+            with attention.of(0, 0, number, BOUNDS[number]):
+                losses.append(loss_of(part))
+        for number in reversed(range(len(parts))):
+            with attention.of(0, 0, number, BOUNDS[number]):
+                losses[number].backward()
+    for layers in attention._kept.values():
+        for pair in layers.values():
+            assert not any(kept.made or kept.gradients for kept in pair), "kept after the backward"
+    return max(
+        ((p.grad - whole[name]).abs().max() / whole[name].abs().max()).item()
+        for name, p in model.named_parameters()
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_the_whole_sequence(name: str) -> None:
+    [worst] = run_ranks(1, worst_difference, MODELS[name])
+    assert worst < 2e-6
+
+
+@pytest.mark.parametrize("patch", ["slices.attention", "slices.rotary_positions"])
+def test_each_patch_is_needed(patch: str) -> None:
+    [worst] = run_ranks(1, worst_difference, {}, (patch,))
+    assert worst > 1e-3
+
+
+def test_batches_are_cut_by_name() -> None:
+    run_ranks(1, cut_batches)
+
+
+def cut_batches() -> None:
+    import torch
+
+    from megatron_ext.errors import ScheduleError
+    from megatron_ext.runtime.compute import MicrobatchData
+    from megatron_ext.runtime.sliced_compute import SlicedData
+
+    def item(number: int) -> dict[str, Any]:
+        tokens = torch.arange(SEQUENCE).expand(2, -1) + 100 * number
+        mask = torch.ones(2, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+        return {"tokens": tokens, "loss_mask": tokens * 1.0, "attention_mask": mask, "max": None}
+
+    data = SlicedData(MicrobatchData(map(item, range(2))), BOUNDS)
+    for number in (0, 3, 1, 4, 2, 5):  # slices of both micro-batches, each in order
+        microbatch, part = divmod(number, 3)
+        items = data.view(number)
+        assert items is not None
+        found = next(items)
+        begin, end = [*pairwise(BOUNDS)][part]
+        assert found["tokens"].equal(torch.arange(begin, end).expand(2, -1) + 100 * microbatch)
+        assert found["loss_mask"].is_contiguous()
+        assert found["attention_mask"].shape == (2, 1, end - begin, end)
+        assert found["max"] is None
+    assert SlicedData(MicrobatchData(None), BOUNDS).view(0) is None
+    for wrong, reason in [
+        ({"tokens": torch.zeros(2, 7)}, r"tokens \[2, 7\] of a micro-batch cannot be cut"),
+        ({"images": torch.zeros(2, SEQUENCE)}, "images"),
+        ([1], "the data iterator gives a list"),
+    ]:
+        items = SlicedData(MicrobatchData(iter([wrong])), BOUNDS).view(0)
+        assert items is not None
+        with pytest.raises(ScheduleError, match=reason):
+            next(items)
+
+
+def test_a_slice_counts_its_share_of_activations() -> None:
+    from megatron_ext.runtime.program import make_table
+    from megatron_ext.runtime.runtime import Measured, StepMeasure
+    from tests.pipelines import make_pipeline
+
+    table = make_table(make_pipeline("1f1b", 2, 4, slices=4), 4, 0, backward=True, attention=0.5)
+    measured = Measured()
+    row = table.schedule.rows[0]
+    StepMeasure(table, measured).end_step([(i, action, 0.1) for i, action in enumerate(row)], 1.0)
+    assert measured.peak_live == pytest.approx(measure(table.schedule).activations[0])
+    assert 1 < measured.peak_live < 1.5
+
+
+def train_bert(flags: str) -> None:
+    from tests.runtime.capture import run_here
+
+    run_here("bert", flags.split())
+
+
+def test_other_models_are_refused(tmp_path: Path) -> None:
+    flags = f"{bert_flags(tmp_path)}{PP2}{SLICES}--pipeline-schedule 1f1b "
+    require_training("pretrain_bert.py")
+    with pytest.raises(RanksFailed, match="slices are for a GPTModel with causal"):
+        run_ranks(2, train_bert, flags)
