@@ -31,7 +31,7 @@ def train(parent: Path) -> Path:
     command = [
         "bash", str(ROOT / "examples/llama3/run.sh"), "--tiny", "--use-dpp",
         "--pipeline-model-parallel-size", "4", "--train-iters", "12",
-        "--trace", "--trace-dir", str(directory),
+        "--trace", "--trace-dir", str(directory), "--out", str(parent / "out"),
     ]  # fmt: skip
     subprocess.run(command, check=True, cwd=parent, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return directory

@@ -28,7 +28,7 @@ from megatron_ext.tracing.records import (
     directory_name,
     file_name,
     header_line,
-    iteration_lines,
+    iteration_line,
 )
 from tests.tools.trace import browser
 
@@ -73,9 +73,8 @@ def generate(directory: Path, ranks: int, iterations: int, events: int) -> int:
         with path.open("w", encoding="utf-8") as file:
             file.write(header_line(header))
             for number in range(1, iterations + 1):
-                opening = {"pad_before": 0, "iteration": number, "at_ns": number * STEP_NS}
-                closing = {"duration_wall": STEP_NS, "duration_cuda": 0, "memory_bytes": 1 << 30}
-                file.writelines(iteration_lines(body, opening, closing))
+                end = {"iteration": number, "duration_wall": STEP_NS, "memory_bytes": 1 << 30}
+                file.write(iteration_line(header.row, number * STEP_NS, body, end))
             file.write("]\n")
         total += path.stat().st_size
     return total

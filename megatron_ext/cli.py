@@ -54,6 +54,8 @@ REMOVED = {
         )
     },
     "preprocess": "run examples/data/tokenize_text.py, or upstream's tools/preprocess_data.py",
+    "aggregate --slow-rank": "leave it out: a rank is slow from 1.2 times the median",
+    "aggregate --slow-link": "leave it out: a link is slow from 2 times the median",
     "patches fingerprint": "use python tests/versions/compare.py TREE_OR_WHEEL --record COMMIT",
     "launch --push": "copy the code first: rsync -a --exclude .git ./ HOST:$PWD/",
     "collect": "`megatron-ext status RUN_ID` names the folders: rsync -a HOST:FOLDER/ logs-HOST/",

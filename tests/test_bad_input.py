@@ -30,7 +30,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str], list[str]]] = {
     "plan --from-trace": (["plan", "--from-trace", "RUN"], {"--memory-gb": "1"}, []),
     "plot": (["plot", "interleaved", "zb-v"], {**SIZES, "--chunks": "2"}, []),
     "aggregate": (
-        ["aggregate", "--benchmark_dir", "RUN"], {"--slow-rank": "2", "--slow-link": "2"}, []
+        ["aggregate", "--benchmark_dir", "RUN"], {}, []
     ),
     "doctor": (["doctor"], ARENAS, []),
     "launch": (
@@ -44,8 +44,6 @@ FINE = {
     "--grace": ("0",),
     "--preflight-timeout": ("0",),
     "--memory-gb": ("1e308", "9" * 30),
-    "--slow-rank": ("1e308", "9" * 30),
-    "--slow-link": ("1e308", "9" * 30),
 }
 """Values of the list that mean something."""
 

@@ -125,6 +125,8 @@ REMOVED_FLAGS = {
     "--fbd-forward-device",
     "--kubernetes",
     "--push",
+    "--slow-link",
+    "--slow-rank",
 }
 """Flags of earlier versions, which only the changelog still names."""
 

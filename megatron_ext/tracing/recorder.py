@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.files import cannot_write
-from megatron_ext.tracing.records import Header, Span, file_name, header_line, iteration_lines
+from megatron_ext.tracing.records import Header, Span, file_name, header_line, iteration_line
 
 if TYPE_CHECKING:
     from megatron_ext.devices import Device
@@ -150,8 +150,7 @@ class Recorder:
     _index: int = field(default=-1, init=False)
     _number: int = field(default=0, init=False)
     _begin_ns: int = field(default=0, init=False)
-    _end_ns: int | None = field(default=None, init=False)
-    _opening: dict[str, int] | None = field(default=None, init=False)
+    _row: tuple[int, int] = field(default=(0, 0), init=False)
     _kept: list[tuple[str, _Stamp, _Stamp, Mapping[str, Any]]] = field(
         default_factory=list, init=False
     )
@@ -168,12 +167,6 @@ class Recorder:
         if self._file is None and not self._open():
             return
         self._begin_ns = self.clock.begin()
-        pad_ns = 0 if self._end_ns is None else self._begin_ns - self._end_ns
-        self._opening = {
-            "pad_before": pad_ns,
-            "iteration": self._number,
-            "at_ns": self._begin_ns,
-        }
         self.active = True
 
     def stamp(self) -> _Stamp:
@@ -188,7 +181,7 @@ class Recorder:
             return
         self._kept.append((name, begin, self.clock.stamp() if end is None else end, attributes))
         if len(self._kept) >= MAX_KEPT:
-            self._write({})
+            self._write(None)
 
     def received(
         self,
@@ -224,18 +217,6 @@ class Recorder:
         """
         self._wires |= wires
 
-    @contextmanager
-    def span(self, name: str, **attributes: Any) -> Iterator[None]:
-        """Record the block as a span, if an iteration is being traced."""
-        if not self.active:
-            yield
-            return
-        begin = self.stamp()
-        try:
-            yield
-        finally:
-            self.add(name, begin, attributes)
-
     def end_iteration(self) -> None:
         """Write the iteration that runs, if one is traced."""
         if not self.active:
@@ -247,8 +228,8 @@ class Recorder:
         [duration_ns] = self.clock.resolve([end], self._begin_ns)
         on_host = isinstance(self.clock, HostClock)
         wall_ns = duration_ns if on_host else time.monotonic_ns() - self._begin_ns
-        self._end_ns = self._begin_ns + wall_ns
         closing = {
+            "iteration": self._number,
             "duration_wall": wall_ns,
             "duration_cuda": 0 if on_host else duration_ns,
             "memory_bytes": self.memory_bytes(),
@@ -262,7 +243,7 @@ class Recorder:
         """Write what is left and end the list. The recorder cannot be used afterwards."""
         self.end_iteration()
         if self._file is not None:
-            self._put(["]\n"])
+            self._put("]\n")
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -279,14 +260,15 @@ class Recorder:
         except OSError as error:
             self._give_up(Path(error.filename), error)
             return False
-        self._put([header_line(header)])
+        self._row = header.row
+        self._put(header_line(header))
         return not self._ended
 
-    def _put(self, lines: Iterable[str]) -> None:
-        """Append lines to the file; end the trace on failure."""
+    def _put(self, line: str) -> None:
+        """Append a line to the file; end the trace on failure."""
         assert self._file is not None
         try:
-            self._file.writelines(lines)
+            self._file.write(line)
             self._file.flush()
         except OSError as error:
             self._give_up(Path(self._file.name), error)
@@ -302,8 +284,8 @@ class Recorder:
             with suppress(OSError):  # closing writes what is buffered once more
                 file.close()
 
-    def _write(self, closing: Mapping[str, int]) -> None:
-        """Append the kept spans and, with closing fields, the end of the iteration."""
+    def _write(self, closing: Mapping[str, int] | None) -> None:
+        """Append the kept spans and, with figures, the end of the iteration."""
         kept, self._kept = self._kept, []
         begins = self.clock.resolve([begin for _, begin, _, _ in kept], self._begin_ns)
         ends = self.clock.resolve([end for _, _, end, _ in kept], self._begin_ns)
@@ -311,5 +293,4 @@ class Recorder:
             Span(name, begin_ns, end_ns, attributes)
             for (name, _, _, attributes), begin_ns, end_ns in zip(kept, begins, ends, strict=True)
         ]
-        self._put(iteration_lines(spans, self._opening, closing or None))
-        self._opening = None
+        self._put(iteration_line(self._row, self._begin_ns, spans, closing))

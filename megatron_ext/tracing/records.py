@@ -1,19 +1,16 @@
 """The trace file of one rank: its name, its records and their format.
 
-The layout is that of MegatronApp's DPP, so that its tools read these files too:
+Folders and files have the names of MegatronApp's DPP:
 
     benchmark/data-2-pipeline-4-tensor-1-dpp-True/benchmark-data-0-pipeline-3-tensor-0.json
 
-A file is a JSON list with one record on each line. The first record, `run`, identifies the rank and
-the run. Each traced iteration is a record `iteration` of phase B, the spans, and a record
-`iteration` of phase E. A span is a pair of records of phases B and E with the nanoseconds since the
-begin of the iteration as `rel_ts`; the second one holds its attributes.
+A file is a JSON list of Chrome-trace events, which Perfetto opens as it is. The first line names
+the rank and the run. Each further one holds the spans of an iteration, on the clock of the rank,
+and at its end the iteration itself with the figures of all of it (here broken in two):
 
-    [{"name":"run","ph":"M","args":{"format":1,"rank":3,...}}
-    ,{"name":"iteration","ph":"B","pad_before":81123,"iteration":7,"at_ns":5120081123}
-    ,{"name":"forward","ph":"B","rel_ts":1204}
-    ,{"name":"forward","ph":"E","rel_ts":9120,"microbatch":0,"model_chunk":0,"stage":3,"pp_rank":3}
-    ,{"name":"iteration","ph":"E","duration_wall":99120,"duration_cuda":0,"memory_bytes":123456}
+    [{"name":"run","ph":"M","args":{"format":2,"rank":3,...}},...
+    ,{"name":"forward 0","cat":"forward","ph":"X","pid":3,"tid":0,"ts":81.2,"dur":7.9,"args":{...}}
+    ,{"name":"iteration 7","cat":"iteration",...,"args":{"iteration":7,"duration_wall":99120,...}}
 
 The recorder only appends lines, so a file is readable at any time; it writes the closing bracket at
 the end of the run.
@@ -37,12 +34,13 @@ __all__ = [
     "directory_name",
     "file_name",
     "header_line",
-    "iteration_lines",
+    "iteration_line",
+    "labels",
     "sizes_in",
     "size_fields",
 ]
 
-FORMAT = 1
+FORMAT = 2
 """Raised when a reader of today could misunderstand a file."""
 
 FILE_NAME = re.compile(r"benchmark-data-(\d{1,6})-pipeline-(\d{1,6})-tensor-(\d{1,6})\.json")
@@ -57,6 +55,7 @@ ACTION_NAMES = {
     "W": "weight_gradient",
 }
 """By kind of action: how its spans are called."""
+_ACTIONS = frozenset(ACTION_NAMES.values())
 
 
 class Span(NamedTuple):
@@ -125,10 +124,23 @@ def file_name(data: int, pipeline: int, tensor: int) -> str:
     return f"benchmark-data-{data}-pipeline-{pipeline}-tensor-{tensor}.json"
 
 
+def labels(header: Header) -> list[dict[str, Any]]:
+    """Return the events that name the row of a rank."""
+    pid, tid = header.row
+    place = f"data {header.data} pipeline {header.pipeline}"
+    host = f" on {header.host}" if header.host else ""
+    return [
+        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": place}},
+        {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}},
+        {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid,
+         "args": {"name": f"rank {header.rank}{host}"}},
+    ]  # fmt: skip
+
+
 def header_line(header: Header) -> str:
-    """Return the first record of a file, with the bracket that opens the list."""
-    content = {"name": "run", "ph": "M", "args": {"format": FORMAT, **asdict(header)}}
-    return f"[{_compact(content)}\n"
+    """Return the first line of a file, with the bracket that opens the list."""
+    run = {"name": "run", "ph": "M", "args": {"format": FORMAT, **asdict(header)}}
+    return f"{_compact([run, *labels(header)])[:-1]}\n"
 
 
 def size_fields(microbatch: int, tokens: int, pairs: int) -> dict[str, int]:
@@ -151,27 +163,44 @@ def sizes_in(fields: Mapping[str, int]) -> Iterator[tuple[int, tuple[int, int]]]
             yield int(microbatch), (tokens, pairs)
 
 
-def iteration_lines(
-    spans: Iterable[Span], begin: Mapping[str, int] | None, end: Mapping[str, int] | None
-) -> Iterator[str]:
-    """Yield the lines of one iteration, or of a part of it.
+def iteration_line(
+    row: tuple[int, int], begin_ns: int, spans: Iterable[Span], end: Mapping[str, int] | None
+) -> str:
+    """Return the line of one iteration, or of a part of it.
 
     Args:
-        spans: In the order of their ends.
-        begin: Further fields of the record that opens it; None: it was written before.
-        end: Further fields of the record that closes it; None: it comes later.
+        row: Of the rank, see `Header.row`.
+        begin_ns: Begin of the iteration on the clock of the rank.
+        spans: What belongs to it.
+        end: Figures of the whole iteration, with its `iteration` and its `duration_wall`; None: it
+            goes on in the next line.
     """
-    if begin is not None:
-        yield f",{_compact({'name': 'iteration', 'ph': 'B', **begin})}\n"
-    for name, begin_ns, end_ns, attributes in spans:
-        yield f',{{"name":"{name}","ph":"B","rel_ts":{begin_ns}}}\n'
-        about = "".join([
-            f',"{key}":{value}' if type(value) is int else f',"{key}":{_compact(value)}'
+    place = '"ph":"X","pid":{},"tid":{}'.format(*row)
+    parts = []
+    for name, start, stop, attributes in spans:
+        title = name
+        if name == "wait":
+            on = attributes.get("on")
+            title = f"wait: {attributes.get('cause')}" if on is None else f"wait for rank {on}"
+        elif name in _ACTIONS:
+            title = f"{name} {attributes.get('microbatch', '')}"
+        about = ",".join([
+            f'"{key}":{value}' if type(value) is int else f'"{key}":{_compact(value)}'
             for key, value in attributes.items()
         ])  # fmt: skip
-        yield f',{{"name":"{name}","ph":"E","rel_ts":{end_ns}{about}}}\n'
+        parts.append(
+            f',{{"name":"{title}","cat":"{name}",{place},"ts":{_us(begin_ns + start)},'
+            f'"dur":{_us(stop - start)},"args":{{{about}}}}}'
+        )
     if end is not None:
-        yield f",{_compact({'name': 'iteration', 'ph': 'E', **end})}\n"
+        about = f'"name":"iteration {end["iteration"]}","cat":"iteration",{place}'
+        times = f'"ts":{_us(begin_ns)},"dur":{_us(end["duration_wall"])}'
+        parts.append(f',{{{about},{times},"args":{_compact(end)}}}')
+    return f"{''.join(parts)}\n"
+
+
+def _us(time_ns: int) -> str:
+    return f"{time_ns // 1000}.{time_ns % 1000:03}"
 
 
 _compact = json.JSONEncoder(separators=(",", ":")).encode

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ext.devices.cpu import CpuDevice
 from megatron_ext.errors import UserError
-from megatron_ext.tools.trace.run_folder import open_run
+from megatron_ext.tools.trace.reader import open_run
 from megatron_ext.tracing.recorder import MAX_KEPT, DeviceClock, Recorder, Sampling
 from megatron_ext.tracing.records import Header
 from tests.tools.trace.runs import Clock, trace_of, write_run
@@ -25,23 +25,22 @@ def iterations(directory: Path) -> list:
     return list(file.iterations())
 
 
-def test_files_have_the_layout_and_the_records_of_the_seed(tmp_path: Path) -> None:
+def test_each_file_is_a_chrome_trace_of_its_own(tmp_path: Path) -> None:
     directory = write_run(tmp_path, iterations=1)
     assert directory.name == "data-1-pipeline-4-tensor-1-pp"
     names = sorted(path.name for path in directory.glob("benchmark*"))
     assert names == [f"benchmark-data-0-pipeline-{rank}-tensor-0.json" for rank in range(4)]
-    head, first, *spans, last = json.loads(trace_of(directory, 3).read_text())
-    assert head["name"] == "run"
-    assert (first["name"], first["ph"], first["pad_before"]) == ("iteration", "B", 0)
-    assert (last["name"], last["ph"]) == ("iteration", "E")
-    assert {"duration_wall", "duration_cuda"} <= last.keys()
-    begins, ends = spans[::2], spans[1::2]
-    assert all(b.keys() == {"name", "ph", "rel_ts"} and b["ph"] == "B" for b in begins)
-    assert all(
-        e["ph"] == "E" and e["rel_ts"] >= b["rel_ts"] for b, e in zip(begins, ends, strict=True)
-    )
-    actions = [e for e in ends if e["name"] in ("forward", "backward")]
-    assert all({"microbatch", "model_chunk", "pp_rank"} <= action.keys() for action in actions)
+    head, *rest = json.loads(trace_of(directory, 3).read_text())
+    named = [event for event in rest if event["ph"] == "M"]
+    *spans, last = [event for event in rest if event["ph"] == "X"]
+    assert head["args"]["rank"] == 3
+    assert "rank 3 on host" in [event["args"].get("name") for event in named]
+    assert {"iteration", "duration_wall", "duration_cuda"} <= last["args"].keys()
+    assert {(event["pid"], event["tid"]) for event in [*spans, last]} == {(3, 0)}
+    assert all(e["ts"] >= last["ts"] for e in spans)
+    assert all(e["ts"] + e["dur"] <= last["ts"] + last["dur"] + 0.001 for e in spans)
+    actions = [e["args"] for e in spans if e["cat"] in ("forward", "backward")]
+    assert all({"microbatch", "stage"} <= action.keys() for action in actions)
     assert len(actions) == 16
 
 
@@ -70,8 +69,9 @@ def test_some_iterations_of_each_interval_are_traced(tmp_path: Path) -> None:
     )
     for _ in range(12):
         recorder.begin_iteration()
-        with recorder.span("optimizer"):
-            clock.now_ns += 10
+        begin = recorder.stamp()
+        clock.now_ns += 10
+        recorder.add("optimizer", begin, {})
         clock.now_ns += 1
     recorder.close()
     assert [i.number for i in iterations(tmp_path)] == [41, 42, 46, 47, 51, 52]
@@ -84,8 +84,9 @@ def test_a_run_can_be_read_while_it_goes_on_and_after_it_was_killed(tmp_path: Pa
         recorder = Recorder(lambda: (tmp_path, HEADER))
         for _ in range(1000):
             recorder.begin_iteration()
-            with recorder.span("optimizer"):
-                time.sleep(0.002)
+            begin = recorder.stamp()
+            time.sleep(0.002)
+            recorder.add("optimizer", begin, {})
     try:
         deadline = time.monotonic() + 60
         written = tmp_path.glob

@@ -11,6 +11,7 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,26 +25,13 @@ from megatron_ext.errors import DataError
 from megatron_ext.files import cannot_write, replacing, scratch_folder
 from megatron_ext.tools.trace.clocks import Alignment, align
 from megatron_ext.tools.trace.measured_costs import load_schedule
-from megatron_ext.tools.trace.reader import Attributes, Iteration, TraceFile
-from megatron_ext.tools.trace.run_folder import open_run
+from megatron_ext.tools.trace.reader import Iteration, TraceFile, open_run
 from megatron_ext.tools.trace.survey import RankSurvey, message_key, survey
-from megatron_ext.tracing.records import ACTION_NAMES, Header, Span
+from megatron_ext.tracing.records import Header, labels
 
 __all__ = ["Run", "aggregated_name", "read_run", "write_chrome_trace"]
 
-_COLOURS = {
-    ACTION_NAMES["F"]: "good",
-    ACTION_NAMES["B"]: "rail_load",
-    ACTION_NAMES["I"]: "rail_response",
-    ACTION_NAMES["W"]: "rail_animation",
-    "wait": "grey",
-    "send": "olive",
-    "receive": "yellow",
-    "reduce": "thread_state_iowait",
-    "optimizer": "thread_state_runnable",
-}
-"""Reserved colour names of Chrome's viewer."""
-
+_TIME = re.compile(r'"ts":([0-9.]+)')
 _T = TypeVar("_T")
 
 
@@ -96,7 +84,7 @@ def read_run(directory: Path | str) -> Run:
         raise DataError(f"{directory}: no iteration was recorded yet; {'; '.join(notes)}")
     for found in surveys:
         if found.damaged:
-            notes.append(f"{found.path.name}: {found.damaged} damaged records were skipped")
+            notes.append(f"{found.path.name}: {found.damaged} damaged lines were skipped")
     counts = sorted({found.iterations for found in surveys})
     if len(counts) > 1:
         notes.append(f"ranks recorded between {counts[0]} and {counts[-1]} iterations")
@@ -175,99 +163,38 @@ def _write_part(
     header = file.header
     shift_ns = alignment.of(header) - begin_ns
     path = directory / str(header.rank)
-    templates = _Templates(header, ranks)
+
+    def shifted(time: re.Match[str]) -> str:
+        return f'"ts":{float(time[1]) + shift_ns / 1e3:.3f}'
+
     with path.open("w", encoding="utf-8") as out:
-        out.write(_encode(_names(header))[1:-1])
+        out.write(_encode(labels(header))[1:-1])
         for iteration in file.iterations():
-            out.write("".join(templates.events(iteration, shift_ns)))
+            out.write(",\n")
+            out.write(_TIME.sub(shifted, iteration.text))
+            arrows = _arrows(header, iteration, iteration.begin_ns + shift_ns, ranks)
+            out.writelines(f",{_encode(arrow)}" for arrow in arrows)
     return path
 
 
-def _names(header: Header) -> list[dict[str, Any]]:
-    pid, tid = header.row
-    data, pipeline = f"data {header.data}", f"pipeline {header.pipeline}"
-    host = f" on {header.host}" if header.host else ""
-    return [
-        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": f"{data} {pipeline}"}},
-        {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}},
-        {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid,
-         "args": {"name": f"rank {header.rank}{host}"}},
-    ]  # fmt: skip
+def _arrows(
+    header: Header, iteration: Iteration, begin_ns: int, ranks: frozenset[int]
+) -> Iterator[dict[str, Any]]:
+    """Yield the ends of the arrows from sends to receives that lie in an iteration of a rank."""
+    row = {"name": "message", "cat": "message", "pid": header.row[0], "tid": header.row[1]}
+    for span in iteration.spans:
+        if span.name not in ("send", "receive"):
+            continue
+        key = message_key(header.rank, iteration.number, span)
+        if key is None or not ranks.issuperset((key.source, key.target)):
+            continue  # the other end is missing
+        part = span.attributes.get("part", 0)
+        arrow = {**row, "id": ".".join(map(str, (*key[1:], part, iteration.number)))}
+        begin_us, end_us = (begin_ns + span.begin_ns) / 1e3, (begin_ns + span.end_ns) / 1e3
+        if span.name == "send":
+            yield {**arrow, "ph": "s", "ts": begin_us}
+        else:  # the end of an arrow belongs to the span that it lies in
+            yield {**arrow, "ph": "f", "bp": "e", "ts": max(begin_us, end_us - 0.001)}
 
 
-class _Templates:
-    """Writes the events of one rank.
-
-    Two spans of the same action in two iterations differ only in their times, so the other text is
-    formatted once.
-    """
-
-    def __init__(self, header: Header, ranks: frozenset[int]) -> None:
-        self._rank = header.rank
-        self._ranks = ranks
-        self._row = '"pid":{},"tid":{}'.format(*header.row)
-        self._made: dict[tuple[str, str], tuple[str, str]] = {}
-
-    def events(self, iteration: Iteration, shift_ns: int) -> Iterator[str]:
-        """Yield the events of an iteration, each with a comma before it."""
-        begin_ns = iteration.begin_ns + shift_ns
-        yield (
-            f',\n{{"name":"iteration {iteration.number}","ph":"X",{self._row},'
-            f'"ts":{begin_ns / 1e3:.3f},"dur":{iteration.duration_ns / 1e3:.3f},'
-            f'"args":{_encode(iteration.end)}}}'
-        )
-        made = self._made
-        for name, start, end, attributes in iteration.spans:
-            assert isinstance(attributes, Attributes)
-            template = made.get((name, attributes.text))
-            if template is None:
-                if name == "wire":
-                    continue  # about a pair of ranks, not about a time
-                span = Span(name, start, end, attributes)
-                template = made[name, attributes.text] = self._bar(span), self._arrow(span)
-            bar, arrow = template
-            at_us, length_us = (begin_ns + start) / 1e3, (end - start) / 1e3
-            yield bar % (at_us, length_us)
-            if arrow:
-                # The end of an arrow belongs to the span that it lies in.
-                until_us = at_us if name == "send" else max(at_us, at_us + length_us - 0.001)
-                yield arrow % (iteration.number, until_us)
-
-    def _bar(self, span: Span) -> str:
-        """Return the text of a span, with placeholders for its begin and length."""
-        colour = _COLOURS.get(span.name)
-        painted = f',"cname":"{colour}"' if colour else ""
-        assert isinstance(span.attributes, Attributes)
-        text = (
-            f',\n{{"name":{_encode(_title(span))},"ph":"X",{self._row}{painted},'
-            f'"args":{{{span.attributes.text}}}'
-        )
-        return text.replace("%", "%%") + ',"ts":%.3f,"dur":%.3f}'
-
-    def _arrow(self, span: Span) -> str:
-        """Return the text of one end of an arrow, with placeholders for iteration and time.
-
-        Empty if the other end is missing.
-        """
-        key = message_key(self._rank, 0, span) if span.name in ("send", "receive") else None
-        if key is None or not self._ranks.issuperset((key.source, key.target)):
-            return ""
-        phase = '"ph":"s"' if span.name == "send" else '"ph":"f","bp":"e"'
-        part = _encode(str(span.attributes.get("part", 0)))[1:-1].replace("%", "%%")
-        about = f"{key.source}.{key.target}.{key.kind}{key.stage}.{key.microbatch}.{part}"
-        fixed = f',\n{{"name":"message","cat":"message",{phase},{self._row},"id":"{about}'
-        return fixed + '.%d","ts":%.3f}'
-
-
-def _title(span: Span) -> str:
-    """Return the label of a bar: `forward 3`, `wait for rank 2`."""
-    name, about = span.name, span.attributes
-    if name == "wait":
-        return f"wait for rank {about['on']}" if "on" in about else f"wait: {about.get('cause')}"
-    if name in _ACTIONS and "microbatch" in about:
-        return f"{name} {about['microbatch']}"
-    return name
-
-
-_ACTIONS = frozenset(ACTION_NAMES.values())
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode

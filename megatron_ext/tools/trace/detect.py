@@ -17,17 +17,11 @@ if TYPE_CHECKING:
     from megatron_ext.tools.trace.aggregate import Run
     from megatron_ext.tools.trace.survey import MessageKey, RankSurvey
 
-__all__ = ["Finding", "LinkSpeed", "Thresholds", "detect", "link_speeds", "slowness"]
+__all__ = ["SLOW_LINK", "SLOW_RANK", "Finding", "LinkSpeed", "detect", "link_speeds", "slowness"]
 
 
-@dataclass(frozen=True)
-class Thresholds:
-    """Thresholds for slow ranks and links."""
-
-    rank: float = 1.2
-    """Times the median of the ranks that are compared with each other."""
-    link: float = 2.0
-    """Times the median of all links."""
+SLOW_RANK, SLOW_LINK = 1.2, 2.0
+"""Times the median from which a rank, or a link, is slow."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +30,9 @@ class Finding:
 
     what: str
     factor: float
-    threshold: float
 
     def __str__(self) -> str:
-        return f"slow {self.what}: {self.factor:.2f} x the median (threshold {self.threshold:g})"
+        return f"slow {self.what}: {self.factor:.2f} x the median"
 
 
 @dataclass(frozen=True)
@@ -64,20 +57,20 @@ class LinkSpeed:
         return self.bytes / self.messages / self.delay_ns * 1e9
 
 
-def detect(run: Run, thresholds: Thresholds) -> list[Finding]:
+def detect(run: Run) -> list[Finding]:
     """Return slow ranks and links, worst first."""
     found = [
-        Finding(f"rank {rank}", factor, thresholds.rank)
+        Finding(f"rank {rank}", factor)
         for rank, factor in slowness(run.surveys).items()
-        if factor >= thresholds.rank
+        if factor >= SLOW_RANK
     ]
     speeds = [(speed, speed.delay_ns) for speed in link_speeds(run)]
     delays = [delay for _, delay in speeds if delay is not None]
     middle = statistics.median_low(delays) if delays else 0
     for speed, delay in speeds:
-        if delay is not None and middle > 0 and delay >= thresholds.link * middle:
+        if delay is not None and middle > 0 and delay >= SLOW_LINK * middle:
             what = f"link from rank {speed.source} to rank {speed.target}"
-            found.append(Finding(what, delay / middle, thresholds.link))
+            found.append(Finding(what, delay / middle))
     return sorted(found, key=lambda finding: -finding.factor)
 
 

@@ -11,18 +11,15 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from megatron_ext.errors import DataError
 from megatron_ext.schedules.search.length_balance import LengthCost
 from megatron_ext.tools.trace.aggregate import read_run
 from megatron_ext.tools.trace.measured_costs import load_schedule
 from megatron_ext.tracing.records import ACTION_NAMES, sizes_in
-
-if TYPE_CHECKING:
-    from megatron_ext.tools.trace.reader import TraceFile
 
 __all__ = ["MeasuredCost", "Point", "fit", "measured_length_cost"]
 
@@ -51,46 +48,6 @@ class MeasuredCost:
     """How many were measured."""
 
 
-class _Microbatch(NamedTuple):
-    replica: int
-    iteration: int
-    number: int
-
-
-@dataclass
-class _Taken:
-    """Durations and lengths from the traces of all ranks."""
-
-    sizes: dict[_Microbatch, tuple[int, int]] = field(default_factory=dict)
-    """Tokens and pairs."""
-    took_ns: dict[tuple[int, _Microbatch], int] = field(default_factory=lambda: defaultdict(int))
-    """All actions of a stage for a micro-batch."""
-
-    def take(self, file: TraceFile) -> None:
-        """Take in the trace of one rank; of tensor-parallel ranks, which do the same, the first."""
-        if file.header.tensor:
-            return
-        for position, iteration in enumerate(file.iterations()):
-            if position == 0 and iteration.number <= 1:
-                continue  # the first one warms up
-            of_step = file.header.data, iteration.number
-            for microbatch, size in sizes_in(iteration.end):
-                self.sizes[_Microbatch(*of_step, microbatch)] = size
-            for span in iteration.spans:
-                stage, number = span.attributes.get("stage"), span.attributes.get("microbatch")
-                if span.name in _WORK and type(stage) is int and type(number) is int:
-                    key = stage, _Microbatch(*of_step, number)
-                    self.took_ns[key] += span.end_ns - span.begin_ns
-
-    def by_stage(self) -> list[list[Point]]:
-        """Return what micro-batches of known size took on each stage."""
-        points: dict[int, list[Point]] = defaultdict(list)
-        for (stage, microbatch), took_ns in self.took_ns.items():
-            if microbatch in self.sizes:
-                points[stage].append(Point(*self.sizes[microbatch], took_ns / 1e9))
-        return [points[stage] for stage in sorted(points)]
-
-
 def measured_length_cost(directory: Path) -> MeasuredCost:
     """Return what a length costs, from the folder of a traced run.
 
@@ -104,10 +61,27 @@ def measured_length_cost(directory: Path) -> MeasuredCost:
             f"{directory}: under {schedule.name} stages run micro-batches that their twin has "
             "read; trace another schedule to measure what a length costs"
         )
-    taken = _Taken()
+    # By replica, iteration and micro-batch: its tokens and pairs, and what each stage took for it.
+    sizes: dict[tuple[int, int, int], tuple[int, int]] = {}
+    took_ns: dict[int, dict[tuple[int, int, int], int]] = defaultdict(lambda: defaultdict(int))
     for file in run.files:
-        taken.take(file)
-    by_stage = taken.by_stage()
+        if file.header.tensor:
+            continue  # tensor-parallel ranks do the same as the first of them
+        for position, iteration in enumerate(file.iterations()):
+            if position == 0 and iteration.number <= 1:
+                continue  # the first one warms up
+            replica, step = file.header.data, iteration.number
+            for microbatch, size in sizes_in(iteration.end):
+                sizes[replica, step, microbatch] = size
+            for span in iteration.spans:
+                stage, number = span.attributes.get("stage"), span.attributes.get("microbatch")
+                if span.name in _WORK and type(stage) is int and type(number) is int:
+                    took_ns[stage][replica, step, number] += span.end_ns - span.begin_ns
+    by_stage = [
+        [Point(*sizes[key], took / 1e9) for key, took in took_ns[stage].items() if key in sizes]
+        for stage in sorted(took_ns)
+    ]
+    by_stage = [points for points in by_stage if points]
     if not by_stage:
         raise DataError(
             f"{directory} does not tell how long its micro-batches are; trace a schedule of this "

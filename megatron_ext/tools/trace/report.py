@@ -18,7 +18,7 @@ from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules.drawing.palette import KINDS, NAMES, SPANS, ink, variables
 from megatron_ext.schedules.table.transforms import literal_rows, table_rank
 from megatron_ext.tools.trace import summary
-from megatron_ext.tools.trace.detect import Finding, Thresholds, detect, link_speeds
+from megatron_ext.tools.trace.detect import Finding, detect, link_speeds
 from megatron_ext.tools.trace.forecast import Forecast, predict
 from megatron_ext.tools.trace.measured_costs import load_schedule, planned
 from megatron_ext.tracing.records import ACTION_NAMES
@@ -65,7 +65,7 @@ def page(run: Run) -> str:
     plan = _planned(run, notes)
     if plan is not None:
         timelines.append(_planned_rows(plan))
-    slow = detect(run, Thresholds())[:_MAX_ROWS]
+    slow = detect(run)[:_MAX_ROWS]
     try:
         found = predict(run)
     except (DataError, ScheduleError) as error:
@@ -90,9 +90,7 @@ def page(run: Run) -> str:
         "steps": [step.number for step in run.surveys[0].steps],
         "causes": _causes(total, len(run.surveys)),
         "links": _links(run),
-        "slow": [
-            [finding.what, f"{finding.factor:.2f}", f"{finding.threshold:g}"] for finding in slow
-        ],
+        "slow": [[finding.what, f"{finding.factor:.2f}"] for finding in slow],
         "settings": _settings(run),
     }
     text = json.dumps(content, separators=(",", ":"))

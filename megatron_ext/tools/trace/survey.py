@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_ext.tools.trace.reader import Attributes
 from megatron_ext.tracing.records import ACTION_NAMES, Header, Span
 
 if TYPE_CHECKING:
@@ -28,7 +27,8 @@ _MAX_SAMPLED_ITERATIONS = 16
 _MAX_STAMPS = 20_000
 
 _WORK = frozenset(ACTION_NAMES.values())
-_Key = TypeVar("_Key")
+_IDLE = ("wait", "send", "weights")
+"""Spans in which a rank computes nothing."""
 
 
 class MessageKey(NamedTuple):
@@ -173,22 +173,22 @@ def survey(file: TraceFile, full: int = 0) -> RankSurvey:
         DataError: See `reader.TraceFile.iterations`.
     """
     found = RankSurvey(file.path, file.header, full)
-    roles = _Roles(file.header.rank)
-    messages = _Messages()
+    messages = _Messages(file.header.rank)
     for iteration in file.iterations():
+        spans = iteration.spans
         found.iterations += 1
-        found.spans += len(iteration.spans)
-        iteration.spans.sort(key=_begin_of)
-        told = [(span, roles.of(span)) for span in iteration.spans]
+        found.spans += len(spans)
+        spans.sort(key=_begin_of)
         if len(found.steps) < MAX_STEPS:
-            found.steps.append(_step(iteration, told, found.stash_ratio))
+            found.steps.append(_step(iteration, found.stash_ratio))
         is_full = found.is_full(iteration.end.get("microbatches", 0))
         if is_full and (found.iterations > 1 or iteration.number > 1):  # the first one warms up
-            _count(found, told)
-        for span, role in told:
-            if role.is_wire:
-                found.wires[_whole(span.attributes.get("peer"))] = str(span.attributes.get("wire"))
-        messages.take(iteration, told)
+            _count(found, spans)
+        for span in spans:
+            if span.name == "wire":
+                peer = _whole(span.attributes.get("peer"))
+                found.wires[peer] = str(span.attributes.get("wire"))
+        messages.take(iteration)
     messages.give(found)
     found.damaged = file.damaged
     return found
@@ -197,16 +197,22 @@ def survey(file: TraceFile, full: int = 0) -> RankSurvey:
 class _Messages:
     """The messages of some iterations: evenly spread, and the same iterations on all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self._stride = 1
-        self._kept: dict[int, tuple[int, _Told]] = {}
+        self._kept: dict[int, tuple[int, list[tuple[MessageKey, Span]]]] = {}
         """By iteration: its begin, and its spans that are about a message."""
 
-    def take(self, iteration: Iteration, told: _Told) -> None:
+    def take(self, iteration: Iteration) -> None:
         """Keep an iteration if it is among the chosen ones; with too many, choose fewer."""
         if iteration.number % self._stride:
             return
-        about = [pair for pair in told if pair[1].message is not None]
+        about = []
+        for span in iteration.spans:
+            if span.name in ("send", "receive", "wait"):
+                key = message_key(self._rank, iteration.number, span)
+                if key is not None:
+                    about.append((key, span))
         self._kept[iteration.number] = iteration.begin_ns, about
         while len(self._kept) > 1 and (
             len(self._kept) > _MAX_SAMPLED_ITERATIONS
@@ -217,88 +223,30 @@ class _Messages:
 
     def give(self, found: RankSurvey) -> None:
         """Note when each message was sent or received, and which were waited for."""
-        for number, (begin_ns, told) in self._kept.items():
+        for begin_ns, about in self._kept.values():
             waits: set[MessageKey] = set()
-            for span, role in told:
-                assert role.message is not None
+            for key, span in about:
                 if span.name == "wait":
-                    waits.add(role.message)
+                    waits.add(key)
                     continue
-                key = role.message._replace(iteration=number)
                 found.stamps[key] = begin_ns + span.begin_ns, begin_ns + span.end_ns
-                if role.message in waits:
+                if key in waits:
                     found.waited.add(key)
 
 
-class _Role(NamedTuple):
-    """Meaning of a span's name and attributes, whatever its time."""
-
-    action: tuple[str, int] | None
-    """Name and stage, if it is one."""
-    ends_action: bool
-    """Whether what the runtime does around the action before it is over when it begins."""
-    idle: str | None
-    """The cause, if the rank computes nothing meanwhile."""
-    source: int | None
-    """The global rank that a receive or a wait is about."""
-    sent: tuple[str, int] | None
-    """Kind and stage of the message, if it is a send."""
-    size_bytes: int
-    is_wire: bool
-    """True if it names the wire of a peer."""
-    message: MessageKey | None
-    """Which one a send, a receive or a wait is about, in iteration 0."""
-
-
-class _Roles:
-    """The roles of the spans of one rank; iterations repeat them."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._known: dict[tuple[str, str], _Role] = {}
-
-    def of(self, span: Span) -> _Role:
-        """Return the role of a span."""
-        attributes = span[3]
-        assert isinstance(attributes, Attributes)
-        key = span[0], attributes.text
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._make(span)
-        return found
-
-    def _make(self, span: Span) -> _Role:
-        name, about = span.name, span.attributes
-        is_work, is_wait, is_receive = name in _WORK, name == "wait", name == "receive"
-        source = about.get("from") if is_receive else about.get("on") if is_wait else None
-        return _Role(
-            action=(name, about.get("stage", about.get("model_chunk", 0))) if is_work else None,
-            ends_action=is_work or is_wait or is_receive,
-            idle=_cause(span) if name in ("wait", "send", "weights") else None,
-            source=source if type(source) is int else None,
-            sent=(str(about.get("for")), _whole(about.get("stage"))) if name == "send" else None,
-            size_bytes=_whole(about.get("bytes")),
-            is_wire=name == "wire",
-            message=(
-                message_key(self._rank, 0, span) if name in ("send", "receive", "wait") else None
-            ),
-        )
-
-
 _begin_of = operator.itemgetter(1)
-_Told = list[tuple[Span, _Role]]
-"""The spans of an iteration in the order of their begins, each with its role."""
 
 
-def _step(iteration: Iteration, told: _Told, stash_ratio: float) -> Step:
-    work = [span for span, role in told if role.action is not None]
+def _step(iteration: Iteration, stash_ratio: float) -> Step:
+    work = [span for span in iteration.spans if span.name in _WORK]
     begin = work[0].begin_ns if work else 0
     end = max((span.end_ns for span in work), default=0)
     busy = sum(span.end_ns - span.begin_ns for span in work)
     idle: dict[str, int] = {}
-    for (_, start, stop, _), role in told:
-        if role.idle is not None and begin <= start < end:
-            idle[role.idle] = idle.get(role.idle, 0) + stop - start
+    for span in iteration.spans:
+        if span.name in _IDLE and begin <= span.begin_ns < end:
+            cause = _cause(span)
+            idle[cause] = idle.get(cause, 0) + span.end_ns - span.begin_ns
     other = end - begin - busy - sum(idle.values())
     if other > 0:
         idle["other"] = other
@@ -356,47 +304,41 @@ def _peak_live(work: list[Span], stash_ratio: float = 1.0) -> float:
     return peak
 
 
-def _count(found: RankSurvey, told: _Told) -> None:
+def _count(found: RankSurvey, spans: Sequence[Span]) -> None:
     """Add the durations of an iteration and what came over its links."""
     costs: dict[tuple[str, int], list[int]] = defaultdict(list)
     times: dict[str, list[int]] = defaultdict(list)
     action: tuple[str, int] | None = None
     found.counted += 1
     begun = ended = 0
-    for (name, begin, end, _), role in told:
-        if action is not None and role.ends_action:
+    for name, begin, end, about in spans:
+        if action is not None and (name in _WORK or name in ("wait", "receive")):
             # What is done until the rank waits or computes again is the price of the action.
             costs[action].append(max(begin, ended) - begun)
             action = None
-        if role.action is not None:
-            action, begun, ended = role.action, begin, end
+        if name in _WORK:
+            action, begun, ended = (name, about.get("stage", 0)), begin, end
             continue
-        if role.is_wire:
+        if name == "wire":
             continue
         times[name].append(end - begin)
-        if role.sent is not None:
-            found.sent[role.sent] += role.size_bytes
-        if role.source is not None:
-            _add_to_link(found, role, end - begin)
+        if name == "send":
+            of = str(about.get("for")), _whole(about.get("stage"))
+            found.sent[of] += _whole(about.get("bytes"))
+        source = about.get("from") if name == "receive" else about.get("on")
+        if name in ("receive", "wait") and type(source) is int:
+            link = found.links.setdefault(source, Link())
+            if name == "wait":
+                link.waited_ns += end - begin
+            else:
+                link.messages += 1
+                link.bytes += _whole(about.get("bytes"))
     if action is not None:
         costs[action].append(ended - begun)
-    _add_all(found.actions, costs)
-    _add_all(found.times, times)
-
-
-def _add_all(samples: dict[_Key, Sample], found: Mapping[_Key, list[int]]) -> None:
-    for key, values_ns in found.items():
-        samples.setdefault(key, Sample()).add(values_ns)
-
-
-def _add_to_link(found: RankSurvey, role: _Role, time_ns: int) -> None:
-    assert role.source is not None
-    link = found.links.setdefault(role.source, Link())
-    if role.idle is not None:
-        link.waited_ns += time_ns
-    else:
-        link.messages += 1
-        link.bytes += role.size_bytes
+    for of_action, values_ns in costs.items():
+        found.actions.setdefault(of_action, Sample()).add(values_ns)
+    for of_name, values_ns in times.items():
+        found.times.setdefault(of_name, Sample()).add(values_ns)
 
 
 def message_key(rank: int, iteration: int, span: Span) -> MessageKey | None:

@@ -94,8 +94,6 @@ def _run_lengths(args: argparse.Namespace) -> int:
 
 
 def _add_aggregate(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
-    from megatron_ext.tools.trace.detect import Thresholds
-
     parser = subparsers.add_parser(
         "aggregate",
         help="merge the traces of all ranks into one Chrome trace",
@@ -121,21 +119,6 @@ def _add_aggregate(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument(
         "--detect", action="store_true", help="also name slow ranks and links; exit code 1 if any"
-    )
-    parser.add_argument(
-        "--slow-rank",
-        type=_factor,
-        default=Thresholds.rank,
-        metavar="X",
-        help="a rank is slow if its actions take X times the median (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--slow-link",
-        type=_factor,
-        default=Thresholds.link,
-        metavar="X",
-        help="a link is slow if messages take X times the median of all links (default: "
-        "%(default)s)",
     )
     parser.set_defaults(run=_run_aggregate)
 
@@ -167,13 +150,6 @@ def _gigabytes(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a number above 0")
 
 
-def _factor(text: str) -> float:
-    with suppress(ValueError):
-        if 1 < float(text) < float("inf"):
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text[:40]!r} must be a number above 1")
-
-
 def _run_aggregate(args: argparse.Namespace) -> int:
     from megatron_ext.tools.trace import aggregate, detect, summary
 
@@ -185,14 +161,13 @@ def _run_aggregate(args: argparse.Namespace) -> int:
     print(f"wrote {output} ({size / 2**20:.1f} MiB); open it at https://ui.perfetto.dev")
     if not args.detect:
         return 0
-    thresholds = detect.Thresholds(args.slow_rank, args.slow_link)
-    findings = detect.detect(run, thresholds)
+    findings = detect.detect(run)
     for finding in findings:
         print(finding)
     if not findings:
         print(
-            f"no rank is {thresholds.rank:g} x and no link {thresholds.link:g} x slower than the "
-            f"median"
+            f"no rank is {detect.SLOW_RANK:g} x and no link {detect.SLOW_LINK:g} x slower than "
+            "the median"
         )
     return 1 if findings else 0
 

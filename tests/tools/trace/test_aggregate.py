@@ -11,7 +11,7 @@ import pytest
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.tools.trace import summary
 from megatron_ext.tools.trace.aggregate import aggregated_name, read_run, write_chrome_trace
-from megatron_ext.tools.trace.detect import Thresholds, detect
+from megatron_ext.tools.trace.detect import detect
 from megatron_ext.tools.trace.survey import Sample
 from tests.commands import run_package
 from tests.tools.trace.runs import COSTS, MS, trace_of, write_run
@@ -99,15 +99,17 @@ def test_missing_ranks_other_lengths_and_a_trailing_slash(tmp_path: Path) -> Non
 
 def test_slow_ranks_and_links_are_named(tmp_path: Path) -> None:
     directory = write_run(tmp_path, costs=Costs(0.01, 0.01, 0.01, stage_scale=(1, 1, 1.5, 1)))
-    assert [f.what for f in detect(read_run(directory), Thresholds())] == ["rank 2"]
-    done = run_package("aggregate", "--benchmark-dir", str(directory), "--detect")
+    assert [f.what for f in detect(read_run(directory))] == ["rank 2"]
+    done = run_package("aggregate", "--trace-dir", str(directory), "--detect")
     assert done.returncode == 1
-    assert "slow rank 2: 1.50 x the median (threshold 1.2)" in done.stdout
-    done = run_package(
-        "aggregate", "--benchmark-dir", str(directory), "--detect", "--slow-rank", "1.6"
-    )
+    assert "slow rank 2: 1.50 x the median" in done.stdout
+    even = write_run(tmp_path / "even")
+    done = run_package("aggregate", "--trace-dir", str(even), "--detect")
     assert done.returncode == 0
-    assert "no rank is 1.6 x and no link 2 x slower" in done.stdout
+    assert "no rank is 1.2 x and no link 2 x slower" in done.stdout
+    done = run_package("aggregate", "--trace-dir", str(even), "--slow-rank", "1.6")
+    assert done.returncode == 2
+    assert "`aggregate --slow-rank` was removed; leave it out" in done.stderr
 
 
 def test_mistakes_end_in_one_line(tmp_path: Path) -> None:
