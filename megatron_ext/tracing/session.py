@@ -22,7 +22,7 @@ from megatron_ext.schedules.generators.catalog import generate
 from megatron_ext.schedules.table import table_files
 from megatron_ext.tracing import telemetry
 from megatron_ext.tracing.activations import kept_bytes
-from megatron_ext.tracing.activity import OUTSIDE, Activity, made_by
+from megatron_ext.tracing.hang import OUTSIDE, Activity, Watchdog, made_by
 from megatron_ext.tracing.recorder import (
     DeviceClock,
     HostClock,
@@ -37,7 +37,6 @@ from megatron_ext.tracing.records import (
     directory_name,
     size_fields,
 )
-from megatron_ext.tracing.watchdog import Watchdog
 from megatron_ext.version import __version__
 
 if TYPE_CHECKING:
