@@ -15,8 +15,9 @@ from megatron_ext.config.flags import pipeline_config
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.table import table_files
-from megatron_ext.tools.trace import forecast, report, summary
+from megatron_ext.tools.trace import forecast, report
 from megatron_ext.tools.trace.aggregate import Run, read_run, write_chrome_trace
+from megatron_ext.tools.trace.survey import figures
 from megatron_ext.tracing.records import sizes_in
 from megatron_ext.tracing.session import subscribe
 from tests.commands import run_package
@@ -72,7 +73,7 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
     assert [survey.wires for survey in run.surveys] == [
         {(rank - 1) % 4: "shm", (rank + 1) % 4: "shm"} for rank in range(4)
     ]
-    total = summary.figures(run.surveys)
+    total = figures(run.surveys)
     assert 0 < total.bubble_ratio < 1
     assert total.memory_bytes > 2**20
     assert all(step.activation_bytes > 0 for survey in run.surveys for step in survey.steps)

@@ -13,19 +13,17 @@ import multiprocessing
 import os
 import re
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from megatron_ext.errors import DataError
 from megatron_ext.files import cannot_write, replacing, scratch_folder
-from megatron_ext.tools.trace.clocks import Alignment, align
-from megatron_ext.tools.trace.measured_costs import load_schedule
-from megatron_ext.tools.trace.reader import Iteration, TraceFile, open_run
+from megatron_ext.tools.trace.reader import Iteration, TraceFile, load_schedule, open_run
 from megatron_ext.tools.trace.survey import RankSurvey, message_key, survey
 from megatron_ext.tracing.records import Header, labels
 
@@ -33,6 +31,82 @@ __all__ = ["Run", "aggregated_name", "read_run", "write_chrome_trace"]
 
 _TIME = re.compile(r'"ts":([0-9.]+)')
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Offset to add to the times of each clock, in nanoseconds, with its uncertainty."""
+
+    offset_ns: Mapping[str, int]
+    error_ns: Mapping[str, int | None]
+    """Half of the distance between the two bounds; None: by the time since 1970."""
+
+    def of(self, header: Header) -> int:
+        """Return what to add to the times of a rank."""
+        return self.offset_ns[clock_of(header)]
+
+    def notes(self) -> list[str]:
+        """Describe the alignment of each clock; empty if there is only one."""
+        if len(self.offset_ns) == 1:
+            return []
+        lines = []
+        for clock, error in self.error_ns.items():
+            how = "by the time of day" if error is None else f"+- {error / 1e3:.0f} us by messages"
+            offset_ms = self.offset_ns[clock] / 1e6
+            lines.append(f"clock {clock or 'unnamed'}: {offset_ms:+.3f} ms, {how}")
+        return lines
+
+
+def clock_of(header: Header) -> str:
+    """Return the clock of a rank; one that names none has its own."""
+    return header.clock or f"rank {header.rank}"
+
+
+def align(surveys: Iterable[RankSurvey]) -> Alignment:
+    """Return what to add to each clock so that all agree with that of the lowest rank.
+
+    Ranks of one host share a clock. Messages relate two: if one was sent at `s` on the sender's
+    clock and arrived at `r` on the receiver's, the receiver's is ahead by at most `r - s`. The
+    smallest such difference in each direction bounds the offset from both sides; the midpoint is
+    the estimate, as in NTP. Hosts that exchange no messages are related through others that do, or
+    else through the time since 1970 that each rank recorded at its start.
+    """
+    ranks = {each.header.rank: each for each in surveys}
+    clocks = {rank: clock_of(each.header) for rank, each in ranks.items()}
+    sent = {
+        key: begin
+        for rank, each in ranks.items()
+        for key, (begin, _) in each.stamps.items()
+        if key.source == rank
+    }
+    # By (sender's clock, receiver's clock): the smallest time between send and receive.
+    bounds: dict[tuple[str, str], int] = defaultdict(lambda: 1 << 62)
+    for rank, each in ranks.items():
+        for key, (_, end) in each.stamps.items():
+            if key.target == rank and key in sent and clocks[key.source] != clocks[rank]:
+                pair = clocks[key.source], clocks[rank]
+                bounds[pair] = min(bounds[pair], end - sent[key])
+    headers = {clocks[rank]: ranks[rank].header for rank in sorted(ranks, reverse=True)}
+    reference = clocks[min(ranks)]
+    offsets, errors = {reference: 0}, {reference: 0 if len(headers) > 1 else None}
+    waiting = [reference]
+    while waiting:
+        known = waiting.pop(0)
+        for (ahead, clock), bound in sorted(bounds.items()):
+            back = bounds.get((clock, ahead))
+            if ahead != known or clock in offsets or back is None:
+                continue
+            # clock - known is at most `bound`, and at least `-back`.
+            offsets[clock] = offsets[known] - (bound - back) // 2
+            errors[clock] = (errors[known] or 0) + max(0, bound + back) // 2
+            waiting.append(clock)
+    here = headers[reference]
+    for clock, header in headers.items():
+        if clock not in offsets:
+            shift = (header.wall_ns - header.clock_ns) - (here.wall_ns - here.clock_ns)
+            offsets[clock] = shift if header.wall_ns and here.wall_ns else 0
+            errors[clock] = None
+    return Alignment(offsets, errors)
 
 
 @dataclass(frozen=True)
@@ -112,26 +186,24 @@ def write_chrome_trace(run: Run, output: Path) -> int:
     Raises:
         DataError: It cannot be written.
     """
+    ranks = frozenset(file.header.rank for file in run.files)
     try:
-        with replacing(output) as merged, scratch_folder(output) as parts:
-            ranks = frozenset(file.header.rank for file in run.files)
+        with (
+            replacing(output) as merged,
+            scratch_folder(output) as parts,
+            merged.open("wb") as file,
+        ):
             task = partial(_write_part, parts, run.alignment, run.begin_ns, ranks)
-            with merged.open("wb") as file:
-                return _merge(_for_each(task, run.files), file)
+            size = file.write(b"[\n")
+            for index, part in enumerate(_for_each(task, run.files)):
+                size += file.write(b",\n" if index else b"") + part.stat().st_size
+                with part.open("rb") as content:
+                    shutil.copyfileobj(content, file, 1 << 20)
+                part.unlink()
+            return size + file.write(b"\n]\n")
     except OSError as error:
         remedy = "make room, or give another file with -o"
         raise DataError(cannot_write(output, error, remedy)) from error
-
-
-def _merge(parts: Iterator[Path], merged: IO[bytes]) -> int:
-    """Write one list of the events of all ranks; return its number of bytes."""
-    size = merged.write(b"[\n")
-    for index, part in enumerate(parts):
-        size += merged.write(b",\n" if index else b"") + part.stat().st_size
-        with part.open("rb") as content:
-            shutil.copyfileobj(content, merged, 1 << 20)
-        part.unlink()
-    return size + merged.write(b"\n]\n")
 
 
 def _for_each(task: Callable[[TraceFile], _T], files: Sequence[TraceFile]) -> Iterator[_T]:

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_ext.tools.trace.aggregate import Run
-    from megatron_ext.tools.trace.survey import MessageKey, RankSurvey
+    from megatron_ext.tools.trace.survey import Link, MessageKey, RankSurvey
 
 __all__ = ["SLOW_LINK", "SLOW_RANK", "Finding", "LinkSpeed", "detect", "link_speeds", "slowness"]
-
 
 SLOW_RANK, SLOW_LINK = 1.2, 2.0
 """Times the median from which a rank, or a link, is slow."""
@@ -41,10 +40,7 @@ class LinkSpeed:
 
     source: int
     target: int
-    messages: int
-    bytes: int
-    waited_ns: int
-    """Time that the target waited for the source."""
+    link: Link
     delay_ns: int | None
     """Median from the begin of a send to the end of its receive, of messages that were waited for;
     None: both ends of no such message are known."""
@@ -52,9 +48,9 @@ class LinkSpeed:
     @property
     def bytes_per_s(self) -> float | None:
         """Size of a message by its time under way."""
-        if not self.delay_ns or not self.messages:
+        if not self.delay_ns or not self.link.messages:
             return None
-        return self.bytes / self.messages / self.delay_ns * 1e9
+        return self.link.bytes / self.link.messages / self.delay_ns * 1e9
 
 
 def detect(run: Run) -> list[Finding]:
@@ -111,9 +107,6 @@ def link_speeds(run: Run) -> list[LinkSpeed]:
             if key in sent and key.target == survey.header.rank:
                 delays[key.source].append(survey.stamps[key][1] + shift - sent[key])
         for source, link in survey.links.items():
-            delay = statistics.median_low(delays[source]) if delays[source] else None
-            found.append(
-                LinkSpeed(source, survey.header.rank, link.messages, link.bytes, link.waited_ns,
-                          None if delay is None else max(0, delay))
-            )  # fmt: skip
-    return sorted(found, key=lambda speed: -speed.waited_ns)
+            delay = max(0, statistics.median_low(delays[source])) if delays[source] else None
+            found.append(LinkSpeed(source, survey.header.rank, link, delay))
+    return sorted(found, key=lambda speed: -speed.link.waited_ns)

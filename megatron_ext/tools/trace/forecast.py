@@ -1,18 +1,19 @@
 """Predicts the step time of every schedule and policy from a trace under one of them.
 
-The trace gives the durations of each stage's actions, of messages and of the part of a step outside
-its pipeline, the memory of the ranks, and the activations that a forward keeps. The prediction
-assumes that the model splits evenly into other stages (the work of a measured stage is spread over
-its part of the model), that the halves of an unsplit backward take equally long, and that memory
-other than activations stays the same.
+The trace gives the durations of each stage's actions, with the runtime's overhead, the latency and
+bytes of messages, the part of a step outside its pipeline, the memory of the ranks, and the
+activations that a forward keeps. The prediction assumes that the model splits evenly into other
+stages, that the halves of an unsplit backward take equally long, and that memory other than
+activations stays the same.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,16 +27,20 @@ from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.policies import POLICIES
 from megatron_ext.schedules.table.costs import Costs
 from megatron_ext.schedules.table.memory import activation_peaks
-from megatron_ext.tools.trace import summary
 from megatron_ext.tools.trace.aggregate import Run, read_run
-from megatron_ext.tools.trace.measured_costs import StageCosts, load_schedule, measured_costs
-from megatron_ext.tools.trace.traffic import Traffic, measured_traffic
+from megatron_ext.tools.trace.detect import link_speeds
+from megatron_ext.tools.trace.reader import load_schedule
+from megatron_ext.tools.trace.survey import figures
+from megatron_ext.tracing.records import ACTION_NAMES
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.search.simulate import Timeline
     from megatron_ext.schedules.table.actions import Schedule
+    from megatron_ext.schedules.table.placement import Placement
+    from megatron_ext.tools.trace.survey import RankSurvey
 
-__all__ = ["Forecast", "Prediction", "forecast", "predict", "table"]
+__all__ = ["Forecast", "Prediction", "StageCosts", "Traffic", "forecast", "measured_costs",
+           "measured_traffic", "planned", "predict", "table"]  # fmt: skip
 
 _SEEDS = 5
 """Number of simulated steps with different jitter; their mean is the prediction."""
@@ -43,6 +48,8 @@ _QUIET = 0.01
 """Jitter below this is negligible."""
 _EQUAL = 0.005
 """Steps that differ by less than this part count as equally fast."""
+_ONE_SIZE = 0.01
+"""Boundaries between stages that differ by less than this part have one size."""
 _WITH_FLAGS = 3
 """Predictions whose flags `plan` prints, beside those of the recommended one."""
 
@@ -131,11 +138,161 @@ class Forecast:
 
 
 @dataclass(frozen=True)
+class StageCosts:
+    """Seconds of each stage's actions, and of a message."""
+
+    forward_s: Sequence[float]
+    input_s: Sequence[float]
+    weight_s: Sequence[float]
+    latency_s: float
+    jitter: float
+    """Sigma of the logarithm of an action's time."""
+
+    def resampled(self, num_stages: int) -> StageCosts:
+        """Return the costs of the same model cut into another number of equal stages.
+
+        The time of each stage is spread evenly over its part of the model.
+        """
+        old = len(self.forward_s)
+
+        def split(times: Sequence[float]) -> tuple[float, ...]:
+            found = []
+            for stage in range(num_stages):
+                begin, end = stage * old / num_stages, (stage + 1) * old / num_stages
+                parts = range(int(begin), min(old, int(end) + 1))
+                found.append(
+                    sum(times[i] * max(0.0, min(end, i + 1) - max(begin, i)) for i in parts)
+                )
+            return tuple(found)
+
+        forward_s, input_s, weight_s = map(split, (self.forward_s, self.input_s, self.weight_s))
+        return replace(self, forward_s=forward_s, input_s=input_s, weight_s=weight_s)
+
+    def costs(self, pp: int, num_stages: int, *, jitter: bool = False) -> Costs:
+        """Return what the simulator takes, in seconds, for a cut of the model."""
+        cut = self.resampled(num_stages)
+        totals = [
+            sum(stage) for stage in zip(cut.forward_s, cut.input_s, cut.weight_s, strict=True)
+        ]
+        mean = statistics.fmean(totals)
+        return Costs(
+            sum(cut.forward_s) / pp,
+            sum(cut.input_s) / pp,
+            sum(cut.weight_s) / pp,
+            latency=self.latency_s,
+            stage_scale=tuple(total / mean for total in totals),
+            jitter=self.jitter if jitter else 0.0,
+        )
+
+
+def measured_costs(run: Run, schedule: Schedule) -> StageCosts:
+    """Return the measured costs of a run's actions.
+
+    The time of an unsplit backward is divided equally between input and weight gradient.
+
+    Raises:
+        DataError: The actions of some stage were not traced.
+    """
+    times: dict[tuple[str, int], list[int]] = defaultdict(list)
+    sigmas = []
+    for survey in run.surveys:
+        for key, sample in survey.actions.items():
+            times[key].append(sample.median_ns)
+            sigmas.append(sample.sigma)
+
+    def median_s(kind: str, stage: int) -> float | None:
+        found = times.get((ACTION_NAMES[kind], stage))
+        return statistics.median(found) / 1e9 if found else None
+
+    rows: list[tuple[float, float, float]] = []
+    for stage in range(schedule.num_stages):
+        forward, whole = median_s("F", stage), median_s("B", stage)
+        split = median_s("I", stage), median_s("W", stage)
+        if split[0] and split[1]:
+            backward = split[0], split[1]
+        elif whole:
+            backward = whole / 2, whole / 2
+        else:
+            backward = None
+        if not forward or backward is None:
+            raise DataError(
+                f"{run.directory}: the trace has no forward and backward of stage {stage}; plans "
+                f"need the traces of all pipeline ranks, with more than one iteration"
+            )
+        rows.append((forward, *backward))
+    forwards, inputs, weights = zip(*rows, strict=True)
+    delays = [speed.delay_ns for speed in link_speeds(run) if speed.delay_ns is not None]
+    latency_s = statistics.median(delays) / 1e9 if delays else 0.0
+    return StageCosts(forwards, inputs, weights, latency_s, statistics.median(sigmas or [0.0]))
+
+
+def planned(run: Run, schedule: Schedule) -> Timeline:
+    """Return the table of a run, simulated with measured costs; times in seconds."""
+    costs = measured_costs(run, schedule).costs(schedule.pp, schedule.num_stages)
+    return commands.evaluate(schedule, costs)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that stages hand on in a step, of one pipeline, or of two mirrored ones.
+
+    Counted are activations and gradients between stages, trees of tensors too, and tensors on
+    routes and their gradients. A boundary inside a rank sends nothing, so its size is unknown.
+    """
+
+    placement: Placement
+    """Where the stages were when it was measured."""
+    boundaries: Mapping[int, float]
+    """By stage: between it and the next, in both directions, if that is on another rank."""
+    routes: float
+    """On routes, which depends on the placement."""
+
+    def under(self, placement: Placement) -> int | None:
+        """Return the bytes under a placement; None: the trace does not tell them."""
+        if placement.rank_of == self.placement.rank_of and placement.hops == self.placement.hops:
+            return round(sum(self.boundaries.values()) + self.routes)
+        if self.routes:
+            return None
+        crossing = [stage for stage, hop in enumerate(placement.hops) if hop != "local"]
+        sizes = sorted(self.boundaries.values())
+        same_stages = placement.num_stages == self.placement.num_stages
+        if same_stages and self.boundaries.keys() >= set(crossing):
+            return round(sum(self.boundaries[stage] for stage in crossing))
+        if not sizes or sizes[0] < (1 - _ONE_SIZE) * sizes[-1]:
+            return None  # of boundaries that nobody has seen, where they differ
+        return round(len(crossing) * sizes[-1])
+
+
+def measured_traffic(surveys: Iterable[RankSurvey], placement: Placement) -> Traffic | None:
+    """Return the traffic of a traced run; None: its ranks have recorded no message.
+
+    Args:
+        surveys: Of all ranks. Tensor-parallel ranks send their own bytes; replicas are averaged.
+        placement: Where the stages were.
+    """
+    boundaries: dict[int, float] = defaultdict(float)
+    routes = 0.0
+    surveys = list(surveys)
+    worlds = len({survey.header.data for survey in surveys}) / placement.twins
+    for survey in surveys:
+        for (kind, stage), num_bytes in survey.sent.items():
+            of_step = num_bytes / max(survey.counted, 1) / worlds
+            if kind in ("F", "B"):  # for this stage, of the one before or behind
+                boundaries[stage - (kind == "F")] += of_step
+            elif kind in ("P", "G"):
+                routes += of_step
+    crossing = {stage for stage, hop in enumerate(placement.hops) if hop != "local"}
+    found = {stage: boundaries[stage] for stage in sorted(crossing & boundaries.keys())}
+    return Traffic(placement, found, routes) if found else None
+
+
+@dataclass(frozen=True)
 class _Measured:
     """Properties of the model and the machines, as traced."""
 
     schedule: Schedule
     costs: StageCosts
+    step_s: float
     outside_s: float
     """Of a step: what is not in the pipeline."""
     fixed_bytes: float | None
@@ -149,16 +306,7 @@ class _Measured:
 
 
 def forecast(directory: Path, memory_gb: float | None = None) -> Forecast:
-    """Predict the step of every schedule and policy from a traced run.
-
-    Args:
-        directory: The folder of the run.
-        memory_gb: As for `predict`.
-
-    Raises:
-        DataError: There is no trace; see `predict`.
-        ScheduleError: See `predict`.
-    """
+    """Predict every schedule and policy from the folder of a traced run; see `predict`."""
     return predict(read_run(directory), memory_gb)
 
 
@@ -189,7 +337,6 @@ def predict(run: Run, memory_gb: float | None = None) -> Forecast:
     found, left_out = [], []
     for pipeline in _pipelines(schedule, measured.stash_ratio):
         try:
-            _check_halves(schedule, pipeline)
             found.append(_predict(measured, pipeline))
         except ScheduleError as error:  # noqa: PERF203 - each schedule may refuse
             left_out.append(str(error))
@@ -206,13 +353,12 @@ def predict(run: Run, memory_gb: float | None = None) -> Forecast:
     if not found:
         raise ScheduleError("no schedule can run with these sizes:\n" + "\n".join(notes))
     found.sort(key=lambda p: (p.step_s, p.memory_bytes or 0))
-    step_s, _ = _step_and_pipeline(run)
     policy = run.surveys[0].header.settings.get("dpp_policy")
     traced = schedule.label if policy is None else _dynamic_label(schedule.label, policy)
     shared = _shared_cpus(run)
     if shared is not None:
         notes.append(f"{shared}: the forecast holds for ranks with a CPU or a device each")
-    return Forecast(found, step_s, traced, notes, shared)
+    return Forecast(found, measured.step_s, traced, notes, shared)
 
 
 def _shared_cpus(run: Run) -> str | None:
@@ -255,118 +401,80 @@ def _pipelines(measured: Schedule, stash_ratio: float) -> Iterator[Pipeline]:
                     yield Pipeline(ordered, measured.pp, count)
 
 
-def _check_halves(measured: Schedule, pipeline: Pipeline) -> None:
-    """Refuse two mirrored pipelines if the run has an odd number of micro-batches."""
-    total = measured.total_microbatches
-    if total % pipeline.twins:
-        raise ScheduleError(
-            f"{pipeline.name} runs half of the micro-batches in each direction, and the traced run "
-            f"has {total}"
-        )
-
-
 def _predict(measured: _Measured, pipeline: Pipeline) -> Prediction:
     """Simulate a pipeline with the costs of the trace.
 
     Raises:
         ScheduleError: The schedule is impossible for these sizes.
     """
-    layers, stages = measured.num_layers, pipeline.placement.num_stages
+    layers, stages, total = (
+        measured.num_layers, pipeline.placement.num_stages, measured.schedule.total_microbatches
+    )  # fmt: skip
+    if total % pipeline.twins:
+        raise ScheduleError(
+            f"{pipeline.name} runs half of the micro-batches in each direction, and the traced run "
+            f"has {total}"
+        )
     if layers is not None and stages != measured.schedule.num_stages and layers % stages:
         raise ScheduleError(
             f"{pipeline.name} cuts the model into {stages} stages, which its {layers} layers do "
             f"not fill evenly"
         )
     costs = measured.costs.costs(pipeline.pp, stages, jitter=True)
-    made = [_of_table(measured, pipeline, costs)]
-    if registered()[
-        pipeline.name
-    ].needs_costs:  # an order made for costs need not be the best of all
-        config = replace(pipeline.config, costs=_relative(measured.costs, pipeline.pp))
-        own = replace(pipeline, config=config)
-        made.append(_of_table(measured, own, costs))
-    return min(made, key=lambda prediction: prediction.step_s)
+    candidates = [pipeline]
+    if registered()[pipeline.name].needs_costs:
+        # An order made for costs, here in the form of --pipeline-costs, need not be the best.
+        whole = measured.costs.costs(pipeline.pp, pipeline.pp)
+        input_gradient, weight, latency = (
+            float(f"{time / whole.forward:.3g}")
+            for time in (whole.input, whole.weight, whole.latency)
+        )
+        given = Costs(1.0, input_gradient, weight, latency=latency)
+        candidates.append(replace(pipeline, config=replace(pipeline.config, costs=given)))
+    predictions = [_of_table(measured, each, costs) for each in candidates]
+    return min(predictions, key=lambda prediction: prediction.step_s)
 
 
 def _of_table(measured: _Measured, pipeline: Pipeline, costs: Costs) -> Prediction:
     """Simulate the table of a pipeline."""
+    count = pipeline.num_microbatches
+    schedule, static = pipeline.schedule(count), pipeline.static().full
     noisy = costs.jitter > _QUIET
-    steps = [
-        _simulate(pipeline, replace(costs, jitter=costs.jitter if noisy else 0.0, seed=seed))
-        for seed in range(_SEEDS if noisy else 1)
-    ]
-    static = pipeline.static().full
+    steps = []
+    for seed in range(_SEEDS if noisy else 1):
+        drawn = replace(costs, jitter=costs.jitter if noisy else 0.0, seed=seed)
+        if pipeline.dynamic is None:
+            steps.append(commands.evaluate(schedule, drawn))
+        else:
+            policies = partial(pipeline.policy, count)
+            steps.append(simulate_dynamic(schedule, policies, drawn))
     label, flags = static.label, commands.training_flags(static, pipeline.costs)
     if pipeline.dynamic is not None:
         label = _dynamic_label(label, pipeline.dynamic.policy)
         flags = f"{flags} --use-dpp --dpp-policy {pipeline.dynamic.policy}"
-    peak = max(max(activation_peaks(step.schedule, measured.stash_ratio)) for step in steps)
     memory = None
     if measured.fixed_bytes is not None:
+        peak = max(max(activation_peaks(step.schedule, measured.stash_ratio)) for step in steps)
         weights = static.weight_copies / measured.schedule.weight_copies
         memory = round(measured.fixed_bytes * weights + peak * measured.activation_bytes)
-    makespan_s = statistics.fmean(step.makespan for step in steps)
-    bubble = statistics.fmean(step.bubble_ratio for step in steps)
-    bounded = pipeline.dynamic is None or pipeline.dynamic.policy == DynamicOrder.policy
     traffic = measured.traffic
-    sent = None if traffic is None else traffic.under(static.placement)
     return Prediction(
         label,
         flags,
-        makespan_s + measured.outside_s,
-        bubble,
-        memory,
-        bounded,
-        sent,
-        static.weight_copies,
+        step_s=statistics.fmean(step.makespan for step in steps) + measured.outside_s,
+        bubble_ratio=statistics.fmean(step.bubble_ratio for step in steps),
+        memory_bytes=memory,
+        bounds_memory=pipeline.dynamic is None or pipeline.dynamic.policy == DynamicOrder.policy,
+        sent_bytes=None if traffic is None else traffic.under(static.placement),
+        weight_copies=static.weight_copies,
     )
-
-
-def _simulate(pipeline: Pipeline, costs: Costs) -> Timeline:
-    count = pipeline.num_microbatches
-    schedule = pipeline.schedule(count)
-    if pipeline.dynamic is None:
-        return commands.evaluate(schedule, costs)
-    return simulate_dynamic(schedule, lambda rank: pipeline.policy(count, rank), costs)
-
-
-def _relative(costs: StageCosts, pp: int) -> Costs:
-    """Return the costs in the form of `--pipeline-costs`, with a forward of 1."""
-    whole = costs.costs(pp, pp)
-    ratios = (time / whole.forward for time in (whole.input, whole.weight, whole.latency))
-    input_gradient, weight, latency = (float(f"{ratio:.3g}") for ratio in ratios)
-    return Costs(1.0, input_gradient, weight, latency=latency)
 
 
 def _measured(run: Run, schedule: Schedule, notes: list[str]) -> _Measured:
-    step_s, pipeline_s = _step_and_pipeline(run)
-    fixed, activations = [], []
-    for survey in run.surveys:
-        mine = summary.figures([survey])
-        kept = max((step.activation_bytes for step in survey.steps), default=0)
-        if kept and mine.memory_bytes:
-            fixed.append(max(0, mine.memory_bytes - kept * mine.peak_kept))
-            activations.append(kept * schedule.num_stages / schedule.pp)
-    if not fixed:
-        notes.append("no rank tells what a forward keeps: memory is not predicted")
-    layers = [survey.header.settings.get("num_layers") for survey in run.surveys]
-    return _Measured(
-        schedule,
-        measured_costs(run, schedule),
-        max(0.0, step_s - pipeline_s),
-        max(fixed) if fixed else None,
-        max(activations, default=0.0),
-        layers[0] if isinstance(layers[0], int) else None,
-        measured_traffic(run.surveys, schedule.placement),
-        run.surveys[0].stash_ratio,
-    )
-
-
-def _step_and_pipeline(run: Run) -> tuple[float, float]:
-    """Return the median seconds of a step, and of its pipelines from first to last action."""
     begins: dict[int, list[int]] = defaultdict(list)
-    ends: Mapping[int, list[int]] = defaultdict(list)
-    durations: Mapping[int, list[int]] = defaultdict(list)
+    ends: dict[int, list[int]] = defaultdict(list)
+    durations: dict[int, list[int]] = defaultdict(list)
+    fixed, activations = [], []
     for survey in run.surveys:
         shift = run.alignment.of(survey.header)
         for step in survey.complete_steps:
@@ -374,23 +482,41 @@ def _step_and_pipeline(run: Run) -> tuple[float, float]:
             begins[step.number].append(end - step.pipeline_ns)
             ends[step.number].append(end)
             durations[step.number].append(step.duration_ns)
-    pipelines = [max(ends[number]) - min(begins[number]) for number in begins]
-    steps = [max(found) for found in durations.values()]
-    return statistics.median(steps) / 1e9, statistics.median(pipelines) / 1e9
+        mine = figures([survey])
+        kept = max((step.activation_bytes for step in survey.steps), default=0)
+        if kept and mine.memory_bytes:
+            fixed.append(max(0, mine.memory_bytes - kept * mine.peak_kept))
+            activations.append(kept * schedule.num_stages / schedule.pp)
+    if not fixed:
+        notes.append("no rank tells what a forward keeps: memory is not predicted")
+    step_s = statistics.median(map(max, durations.values())) / 1e9
+    # From the first action of any rank to the last.
+    pipeline_s = statistics.median(max(ends[step]) - min(begins[step]) for step in ends) / 1e9
+    layers = run.surveys[0].header.settings.get("num_layers")
+    return _Measured(
+        schedule,
+        measured_costs(run, schedule),
+        step_s,
+        outside_s=max(0.0, step_s - pipeline_s),
+        fixed_bytes=max(fixed) if fixed else None,
+        activation_bytes=max(activations, default=0.0),
+        num_layers=layers if isinstance(layers, int) else None,
+        traffic=measured_traffic(run.surveys, schedule.placement),
+        stash_ratio=run.surveys[0].stash_ratio,
+    )
 
 
 def table(found: Forecast, limit: int = 20) -> str:
     """Return the predictions as text, with the flags to paste."""
     rows = [("schedule", "step ms", "bubble %", "sent MiB", "memory GiB")]
     shown = found.predictions[:limit]
-    rows += [
-        (p.label, f"{1e3 * p.step_s:.1f}", f"{100 * p.bubble_ratio:.1f}", _mib(p), _gib(p))
-        for p in shown
-    ]
+    for p in shown:
+        sent = "-" if p.sent_bytes is None else f"{p.sent_bytes / 2**20:.4g}"
+        times = f"{1e3 * p.step_s:.1f}", f"{100 * p.bubble_ratio:.1f}"
+        rows.append((p.label, *times, sent, _gib(p)))
     traced = f"traced: {found.measured}, step {1e3 * found.measured_s:.1f} ms"
-    for own in found.predictions:
-        if own.label == found.measured:
-            traced += f", itself predicted as {1e3 * own.step_s:.1f} ms"
+    if found.own is not None:
+        traced += f", itself predicted as {1e3 * found.own.step_s:.1f} ms"
     if found.shared_cpus is not None:
         traced += f" for ranks with a CPU or a device each ({found.shared_cpus})"
     lines = [f"{traced}; predicted:", aligned(rows)]
@@ -409,11 +535,6 @@ def table(found: Forecast, limit: int = 20) -> str:
 
 def _dynamic_label(label: str, policy: object) -> str:
     return f"{label} dpp {policy}"
-
-
-def _mib(prediction: Prediction) -> str:
-    sent = prediction.sent_bytes
-    return "-" if sent is None else f"{sent / 2**20:.4g}"
 
 
 def _gib(prediction: Prediction) -> str:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from megatron_ext.errors import DataError
 from megatron_ext.schedules.search.length_balance import LengthCost
 from megatron_ext.tools.trace.aggregate import read_run
-from megatron_ext.tools.trace.measured_costs import load_schedule
+from megatron_ext.tools.trace.reader import load_schedule
 from megatron_ext.tracing.records import ACTION_NAMES, sizes_in
 
 __all__ = ["MeasuredCost", "Point", "fit", "measured_length_cost"]

@@ -1,4 +1,4 @@
-"""Finds the traces of a run in its folder, and reads the file of a rank, one iteration at a time.
+"""Finds the traces of a run and its table, and reads the file of a rank, one iteration at a time.
 
 A file may still grow, or end where its rank died: what cannot be read is skipped and counted.
 """
@@ -9,14 +9,23 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_ext.errors import DataError
-from megatron_ext.tracing.records import FILE_NAME, FORMAT, Header, Span
+from megatron_ext.errors import DataError, ScheduleError
+from megatron_ext.schedules import commands
+from megatron_ext.schedules.table import table_files
+from megatron_ext.schedules.table.costs import Costs
+from megatron_ext.text_file import read_text
+from megatron_ext.tracing.records import FILE_NAME, FORMAT, SCHEDULE_FILE, Header, Span
 
-__all__ = ["Iteration", "TraceFile", "open_run"]
+if TYPE_CHECKING:
+    from megatron_ext.schedules.table.actions import Schedule
+
+__all__ = ["Iteration", "TraceFile", "load_schedule", "open_run"]
 
 _MAX_HEADER_BYTES = 1 << 20
+_MAX_TABLE_BYTES = 64 << 20
+_MAX_STAGES = 10_000
 
 
 @dataclass
@@ -113,6 +122,28 @@ def open_run(directory: Path | str) -> tuple[list[TraceFile], list[str]]:
     if count > 0:
         notes.append(f"{count} of {ranks} ranks left no trace")
     return [by_rank[rank] for rank in sorted(by_rank)], notes
+
+
+def load_schedule(directory: Path) -> Schedule | None:
+    """Return the table of a run, or None if the run wrote none.
+
+    Raises:
+        DataError: The file is damaged or of impossible size.
+    """
+    path = directory / SCHEDULE_FILE
+    try:
+        schedule = table_files.from_json(read_text(path, _MAX_TABLE_BYTES))
+        placement = schedule.placement
+        if not (0 < placement.num_ranks <= _MAX_STAGES and placement.num_stages <= _MAX_STAGES):
+            raise ScheduleError(f"it has {placement.num_stages} stages")
+        commands.evaluate(schedule, Costs())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except (ScheduleError, ValueError, RecursionError, TypeError, IndexError) as error:
+        raise DataError(f"{path} is damaged: {error}; delete it, or trace the run again") from error
+    return schedule
 
 
 def _header(path: Path) -> Header | str:

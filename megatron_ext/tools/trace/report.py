@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules.drawing.palette import KINDS, NAMES, SPANS, ink, variables
 from megatron_ext.schedules.table.transforms import literal_rows, table_rank
-from megatron_ext.tools.trace import summary
 from megatron_ext.tools.trace.detect import Finding, detect, link_speeds
-from megatron_ext.tools.trace.forecast import Forecast, predict
-from megatron_ext.tools.trace.measured_costs import load_schedule, planned
+from megatron_ext.tools.trace.forecast import Forecast, planned, predict
+from megatron_ext.tools.trace.reader import load_schedule
+from megatron_ext.tools.trace.survey import Figures, figures
 from megatron_ext.tracing.records import ACTION_NAMES
 
 if TYPE_CHECKING:
@@ -60,17 +60,22 @@ _Row = dict[str, Any]
 def page(run: Run) -> str:
     """Return the HTML of the report on a run."""
     notes = list(run.notes)
-    total = summary.figures(run.surveys)
+    total = figures(run.surveys)
     timelines = _measured(run)
-    plan = _planned(run, notes)
-    if plan is not None:
-        timelines.append(_planned_rows(plan))
+    plan = None
+    try:
+        if (schedule := load_schedule(run.directory)) is not None:
+            plan = planned(run, schedule)
+            timelines.append(_planned_rows(plan))
+    except DataError as error:
+        notes.append(f"no planned step: {error}")
     slow = detect(run)[:_MAX_ROWS]
     try:
         found = predict(run)
     except (DataError, ScheduleError) as error:
         notes.append(f"no forecast: {error}")
         found = None
+    whole = total.busy_ns + sum(total.idle_ns.values()) or 1
     content = {
         "title": _title_of(run, plan),
         "folder": run.directory.resolve().name,
@@ -88,7 +93,10 @@ def page(run: Run) -> str:
         "ranks": [_rank(run, index) for index in range(min(len(run.surveys), _MAX_ROWS))],
         "heat": [_heat_row(run, index) for index in range(min(len(run.surveys), _MAX_RANKS))],
         "steps": [step.number for step in run.surveys[0].steps],
-        "causes": _causes(total, len(run.surveys)),
+        "causes": [
+            (cause, len(run.surveys) * time_ns / 1e3, time_ns / whole)
+            for cause, time_ns in list(total.idle_ns.items())[:_MAX_ROWS]
+        ],
         "links": _links(run),
         "slow": [[finding.what, f"{finding.factor:.2f}"] for finding in slow],
         "settings": _settings(run),
@@ -112,9 +120,7 @@ def _title_of(run: Run, plan: Timeline | None) -> str:
     return f"{name} on {count} ranks, {plan.schedule.total_microbatches} micro-batches a step"
 
 
-def _verdict(
-    total: summary.Figures, found: Forecast | None, slow: list[Finding]
-) -> list[tuple[str, str]]:
+def _verdict(total: Figures, found: Forecast | None, slow: list[Finding]) -> list[tuple[str, str]]:
     """Return (question, answer) pairs: where the time goes, what to change, what to mistrust."""
     whole = total.busy_ns + sum(total.idle_ns.values()) + total.after_ns or 1
     waits = sum(ns for cause, ns in total.idle_ns.items() if cause.startswith(_INPUT))
@@ -160,7 +166,7 @@ def _forecast(found: Forecast | None) -> list[list[str]]:
     ]
 
 
-def _cards(total: summary.Figures, plan: Timeline | None, ranks: int) -> list[tuple[str, str]]:
+def _cards(total: Figures, plan: Timeline | None, ranks: int) -> list[tuple[str, str]]:
     cards = [
         (f"{total.step_ns / 1e6:.1f} ms", "step, median"),
         (f"{total.pipeline_ns / 1e6:.1f} ms", "of it in the pipeline"),
@@ -179,7 +185,7 @@ def _cards(total: summary.Figures, plan: Timeline | None, ranks: int) -> list[tu
 
 def _rank(run: Run, index: int) -> _Row:
     survey = run.surveys[index]
-    mine = summary.figures([survey])
+    mine = figures([survey])
     moving = {cause: us for cause, us in mine.idle_ns.items() if cause in ("send", "weights")}
     idle = sum(mine.idle_ns.values())
     parts = [
@@ -215,14 +221,6 @@ def _heat_row(run: Run, index: int) -> list[float]:
     ]
 
 
-def _causes(total: summary.Figures, ranks: int) -> list[tuple[str, float, float]]:
-    whole = total.busy_ns + sum(total.idle_ns.values()) or 1
-    return [
-        (cause, ranks * time_ns / 1e3, time_ns / whole)
-        for cause, time_ns in list(total.idle_ns.items())[:_MAX_ROWS]
-    ]
-
-
 def _links(run: Run) -> list[list[str]]:
     by_rank = {survey.header.rank: survey for survey in run.surveys}
     rows = []
@@ -234,9 +232,9 @@ def _links(run: Run) -> list[list[str]]:
         rows.append([
             f"rank {speed.source}",
             f"rank {speed.target}",
-            f"{speed.messages / steps:.4g}",
-            f"{speed.bytes / steps / 2**20:.2f}",
-            f"{speed.waited_ns / steps / 1e6:.2f}",
+            f"{speed.link.messages / steps:.4g}",
+            f"{speed.link.bytes / steps / 2**20:.2f}",
+            f"{speed.link.waited_ns / steps / 1e6:.2f}",
             "" if speed.delay_ns is None else f"{speed.delay_ns / 1e6:.3f}",
             "" if rate is None else f"{rate / 2**20:.1f}",
             str(wire),
@@ -320,15 +318,6 @@ def _title(span: Span) -> str:
         other = about.get("to", about.get("from", ""))
         return f"{'to' if span.name == 'send' else 'from'} rank {other}"
     return str(about.get("microbatch", span.name))
-
-
-def _planned(run: Run, notes: list[str]) -> Timeline | None:
-    try:
-        schedule = load_schedule(run.directory)
-        return None if schedule is None else planned(run, schedule)
-    except DataError as error:
-        notes.append(f"no planned step: {error}")
-        return None
 
 
 def _planned_rows(plan: Timeline) -> _Row:

@@ -1,34 +1,40 @@
 """The survey of one rank's trace: times by cause, costs, links and message stamps, in one pass.
 
 The size of a survey is bounded, so the surveys of all ranks fit in memory, and several processes
-can make them.
+can make them. The page, the forecast and the lines of text are made of surveys.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.tracing.records import ACTION_NAMES, Header, Span
 
 if TYPE_CHECKING:
     from megatron_ext.tools.trace.reader import Iteration, TraceFile
 
-__all__ = ["Link", "MessageKey", "RankSurvey", "Sample", "Step", "survey"]
+__all__ = ["Figures", "Link", "MessageKey", "RankSurvey", "Sample", "Step", "figures",
+           "message_key", "survey", "text"]  # fmt: skip
 
 MAX_STEPS = 20_000
 """Number of iterations that a survey keeps separately; it ignores further ones."""
 _MAX_SAMPLED_ITERATIONS = 16
 _MAX_STAMPS = 20_000
+_MAX_LINES = 16
+"""Ranks that have a line of text of their own."""
 
 _WORK = frozenset(ACTION_NAMES.values())
 _IDLE = ("wait", "send", "weights")
 """Spans in which a rank computes nothing."""
+_OTHER_END = {"send": "to", "receive": "from", "wait": "on"}
+"""By name of a span about a message: its attribute with the other rank."""
 
 
 class MessageKey(NamedTuple):
@@ -123,8 +129,6 @@ class RankSurvey:
     actions: dict[tuple[str, int], Sample] = field(default_factory=dict)
     """By name and stage: from the begin of an action to the begin of what follows it, without
     waiting, so that what the runtime does around an action belongs to it."""
-    times: dict[str, Sample] = field(default_factory=dict)
-    """By name of everything that is no action."""
     links: dict[int, Link] = field(default_factory=dict)
     """By the global rank that sent."""
     wires: dict[int, str] = field(default_factory=dict)
@@ -137,7 +141,7 @@ class RankSurvey:
     sent: dict[tuple[str, int], int] = field(default_factory=lambda: defaultdict(int))
     """Bytes of the messages that it sent, by kind and stage."""
     counted: int = 0
-    """Iterations that `actions`, `times`, `links` and `sent` are about."""
+    """Iterations that `actions`, `links` and `sent` are about."""
     iterations: int = 0
     spans: int = 0
     damaged: int = 0
@@ -173,7 +177,10 @@ def survey(file: TraceFile, full: int = 0) -> RankSurvey:
         DataError: See `reader.TraceFile.iterations`.
     """
     found = RankSurvey(file.path, file.header, full)
-    messages = _Messages(file.header.rank)
+    # The messages of some iterations, evenly spread, and of the same ones on all ranks: by number
+    # their begin, and their spans that are about a message.
+    kept: dict[int, tuple[int, list[tuple[MessageKey, Span]]]] = {}
+    stride = 1
     for iteration in file.iterations():
         spans = iteration.spans
         found.iterations += 1
@@ -188,50 +195,28 @@ def survey(file: TraceFile, full: int = 0) -> RankSurvey:
             if span.name == "wire":
                 peer = _whole(span.attributes.get("peer"))
                 found.wires[peer] = str(span.attributes.get("wire"))
-        messages.take(iteration)
-    messages.give(found)
+        if iteration.number % stride:
+            continue
+        keyed = ((message_key(found.header.rank, iteration.number, span), span) for span in spans)
+        about = [(key, span) for key, span in keyed if key is not None]
+        kept[iteration.number] = iteration.begin_ns, about
+        while len(kept) > 1 and (
+            len(kept) > _MAX_SAMPLED_ITERATIONS
+            or sum(len(about) for _, about in kept.values()) > _MAX_STAMPS
+        ):
+            stride *= 2
+            kept = {number: one for number, one in kept.items() if number % stride == 0}
+    for begin_ns, about in kept.values():
+        waits = set[MessageKey]()
+        for key, span in about:
+            if span.name == "wait":
+                waits.add(key)
+                continue
+            found.stamps[key] = begin_ns + span.begin_ns, begin_ns + span.end_ns
+            if key in waits:
+                found.waited.add(key)
     found.damaged = file.damaged
     return found
-
-
-class _Messages:
-    """The messages of some iterations: evenly spread, and the same iterations on all ranks."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._stride = 1
-        self._kept: dict[int, tuple[int, list[tuple[MessageKey, Span]]]] = {}
-        """By iteration: its begin, and its spans that are about a message."""
-
-    def take(self, iteration: Iteration) -> None:
-        """Keep an iteration if it is among the chosen ones; with too many, choose fewer."""
-        if iteration.number % self._stride:
-            return
-        about = []
-        for span in iteration.spans:
-            if span.name in ("send", "receive", "wait"):
-                key = message_key(self._rank, iteration.number, span)
-                if key is not None:
-                    about.append((key, span))
-        self._kept[iteration.number] = iteration.begin_ns, about
-        while len(self._kept) > 1 and (
-            len(self._kept) > _MAX_SAMPLED_ITERATIONS
-            or sum(len(kept) for _, kept in self._kept.values()) > _MAX_STAMPS
-        ):
-            self._stride *= 2
-            self._kept = {n: kept for n, kept in self._kept.items() if n % self._stride == 0}
-
-    def give(self, found: RankSurvey) -> None:
-        """Note when each message was sent or received, and which were waited for."""
-        for begin_ns, about in self._kept.values():
-            waits: set[MessageKey] = set()
-            for key, span in about:
-                if span.name == "wait":
-                    waits.add(key)
-                    continue
-                found.stamps[key] = begin_ns + span.begin_ns, begin_ns + span.end_ns
-                if key in waits:
-                    found.waited.add(key)
 
 
 _begin_of = operator.itemgetter(1)
@@ -245,7 +230,10 @@ def _step(iteration: Iteration, stash_ratio: float) -> Step:
     idle: dict[str, int] = {}
     for span in iteration.spans:
         if span.name in _IDLE and begin <= span.begin_ns < end:
-            cause = _cause(span)
+            cause, on = span.name, span.attributes.get("on")
+            if cause == "wait":
+                cause = str(span.attributes.get("cause", "unknown"))
+                cause += "" if on is None else f" of rank {on}"
             idle[cause] = idle.get(cause, 0) + span.end_ns - span.begin_ns
     other = end - begin - busy - sum(idle.values())
     if other > 0:
@@ -267,14 +255,6 @@ def _step(iteration: Iteration, stash_ratio: float) -> Step:
         given("activation_bytes", 0),
         given("microbatches", 0),
     )
-
-
-def _cause(span: Span) -> str:
-    if span.name != "wait":
-        return span.name
-    cause = str(span.attributes.get("cause", "unknown"))
-    on = span.attributes.get("on")
-    return cause if on is None else f"{cause} of rank {on}"
 
 
 def _peak_live(work: list[Span], stash_ratio: float = 1.0) -> float:
@@ -305,9 +285,8 @@ def _peak_live(work: list[Span], stash_ratio: float = 1.0) -> float:
 
 
 def _count(found: RankSurvey, spans: Sequence[Span]) -> None:
-    """Add the durations of an iteration and what came over its links."""
+    """Add the durations of an iteration's actions, and what it sent and received."""
     costs: dict[tuple[str, int], list[int]] = defaultdict(list)
-    times: dict[str, list[int]] = defaultdict(list)
     action: tuple[str, int] | None = None
     found.counted += 1
     begun = ended = 0
@@ -318,16 +297,11 @@ def _count(found: RankSurvey, spans: Sequence[Span]) -> None:
             action = None
         if name in _WORK:
             action, begun, ended = (name, about.get("stage", 0)), begin, end
-            continue
-        if name == "wire":
-            continue
-        times[name].append(end - begin)
-        if name == "send":
+        elif name == "send":
             of = str(about.get("for")), _whole(about.get("stage"))
             found.sent[of] += _whole(about.get("bytes"))
-        source = about.get("from") if name == "receive" else about.get("on")
-        if name in ("receive", "wait") and type(source) is int:
-            link = found.links.setdefault(source, Link())
+        elif name in ("receive", "wait") and type(about.get(_OTHER_END[name])) is int:
+            link = found.links.setdefault(about[_OTHER_END[name]], Link())
             if name == "wait":
                 link.waited_ns += end - begin
             else:
@@ -337,26 +311,96 @@ def _count(found: RankSurvey, spans: Sequence[Span]) -> None:
         costs[action].append(ended - begun)
     for of_action, values_ns in costs.items():
         found.actions.setdefault(of_action, Sample()).add(values_ns)
-    for of_name, values_ns in times.items():
-        found.times.setdefault(of_name, Sample()).add(values_ns)
 
 
 def message_key(rank: int, iteration: int, span: Span) -> MessageKey | None:
     """Return which message a span of a rank is about, None if it is about none."""
     about = span.attributes
-    try:
-        if span.name == "send":
-            source, target = rank, about["to"]
-        else:
-            source, target = about["from" if span.name == "receive" else "on"], rank
-        key = MessageKey(
-            iteration, source, target, about["for"], about["stage"], about["microbatch"]
-        )
-    except KeyError:
+    if span.name not in _OTHER_END or about.get("for") not in ("F", "B"):
         return None
-    numbers = (key.source, key.target, key.stage, key.microbatch)
-    return key if all(type(n) is int for n in numbers) and key.kind in ("F", "B") else None
+    numbers: list[Any] = [
+        about.get(name) for name in (_OTHER_END[span.name], "stage", "microbatch")
+    ]
+    if any(type(number) is not int for number in numbers):
+        return None
+    other, stage, microbatch = numbers
+    source, target = (rank, other) if span.name == "send" else (other, rank)
+    return MessageKey(iteration, source, target, about["for"], stage, microbatch)
 
 
 def _whole(value: object) -> int:
     return value if isinstance(value, int) and value > 0 else 0
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Summary of the steps of one or more ranks; times in nanoseconds."""
+
+    step_ns: float
+    """Median time of an iteration."""
+    pipeline_ns: float
+    """Median of the time from the first to the last action."""
+    busy_ns: float
+    """Mean per step in actions."""
+    idle_ns: dict[str, float]
+    """Mean per step, by cause."""
+    after_ns: float
+    """Mean per step after the last action."""
+    memory_bytes: int
+    peak_live: int
+    peak_kept: float
+    out_of_order_ratio: float
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Share of the pipeline's time that is in no action."""
+        total = self.busy_ns + sum(self.idle_ns.values())
+        return sum(self.idle_ns.values()) / total if total else 0.0
+
+
+def figures(surveys: Iterable[RankSurvey]) -> Figures:
+    """Summarise the steps of some ranks, without each rank's first step, which warms up."""
+    steps = [step for survey in surveys for step in survey.complete_steps]
+    if not steps:
+        return Figures(0, 0, 0, {}, 0, 0, 0, 0, 0)
+    idle: dict[str, float] = defaultdict(float)
+    for step in steps:
+        for cause, time_ns in step.idle_ns.items():
+            idle[cause] += time_ns / len(steps)
+    actions = sum(step.actions for step in steps)
+    return Figures(
+        step_ns=statistics.median(step.duration_ns for step in steps),
+        pipeline_ns=statistics.median(step.pipeline_ns for step in steps),
+        busy_ns=statistics.fmean(step.busy_ns for step in steps),
+        idle_ns=dict(sorted(idle.items(), key=lambda item: -item[1])),
+        after_ns=statistics.fmean(step.after_ns for step in steps),
+        memory_bytes=max(step.memory_bytes for step in steps),
+        peak_live=max(step.peak_live for step in steps),
+        peak_kept=max(step.peak_kept for step in steps),
+        out_of_order_ratio=sum(step.out_of_order for step in steps) / actions if actions else 0.0,
+    )
+
+
+def text(surveys: Sequence[RankSurvey]) -> str:
+    """Return the figures of a run: all ranks together, then what each waits for."""
+    total = figures(surveys)
+    spans = sum(survey.spans for survey in surveys)
+    lines = [
+        f"{len(surveys)} ranks, {max(s.iterations for s in surveys)} iterations, {spans} spans",
+        (
+            f"step {total.step_ns / 1e6:.1f} ms, bubble {100 * total.bubble_ratio:.1f} % of the "
+            f"pipeline's time, {100 * total.out_of_order_ratio:.1f} % of the actions out of order"
+        ),
+    ]
+    for survey in surveys[:_MAX_LINES]:
+        mine = figures([survey])
+        causes = ", ".join(
+            f"{cause} {time_ns / 1e6:.1f} ms" for cause, time_ns in list(mine.idle_ns.items())[:3]
+        )
+        lines.append(
+            f"  {survey.header.label}: busy {mine.busy_ns / 1e6:.1f} ms; {causes or 'never idle'}; "
+            f"peak memory {mine.memory_bytes / 2**30:.2f} GiB"
+        )
+    if len(surveys) > _MAX_LINES:
+        lines.append(f"  and {len(surveys) - _MAX_LINES} further ranks")
+    return "\n".join(lines)

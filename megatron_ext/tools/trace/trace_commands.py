@@ -7,9 +7,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from megatron_ext import files
 from megatron_ext.errors import ArgumentsError, DataError
@@ -21,8 +21,49 @@ _Subparsers = argparse._SubParsersAction
 
 def add_subcommands(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
     """Register `aggregate` and `report`."""
-    _add_aggregate(subparsers)
-    _add_report(subparsers)
+    parser = subparsers.add_parser(
+        "aggregate",
+        help="merge the traces of all ranks into one Chrome trace",
+        description="Merge the traces of a run, with a row for each rank and arrows from "
+        "sends to receives, for ui.perfetto.dev or chrome://tracing.",
+    )
+    parser.add_argument(
+        "--trace-dir",
+        "--benchmark_dir",  # its name in the release before
+        "--benchmark-dir",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder of the run, such as benchmark/data-1-pipeline-4-tensor-1-pp",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="output file (default: NAME-aggregated.json in the folder of the run)",
+    )
+    parser.add_argument(
+        "--detect", action="store_true", help="also name slow ranks and links; exit code 1 if any"
+    )
+    parser.set_defaults(run=_run_aggregate)
+    parser = subparsers.add_parser(
+        "report",
+        help="make a page that explains a traced run",
+        description="Write one HTML file without any reference to the network: the timeline "
+        "beside the planned one, what each rank waited for, memory, links and settings.",
+    )
+    parser.add_argument("--trace-dir", type=Path, metavar="DIR", help="folder of the run")
+    # Its form in the release before.
+    parser.add_argument("directory", type=Path, nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="output file (default: report.html in the folder of the run)",
+    )
+    parser.set_defaults(run=_run_report)
 
 
 def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
@@ -47,15 +88,34 @@ def add_to_plan(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
 
 
 def _run_plan(args: argparse.Namespace) -> int:
+    simulated: Callable[[argparse.Namespace], int] = args.run_simulated
     if args.from_trace is None:
         if args.memory_gb is not None:
             raise ArgumentsError(
                 "--memory-gb needs the memory of a traced run; add --from-trace DIR"
             )
-        simulated: Any = args.run_simulated
-        return int(simulated(args))
-    if args.lengths is not None:
-        return _run_lengths(args)
+        return simulated(args)
+    if args.lengths is not None:  # simulated with what a length costs in the traced run
+        from megatron_ext.tools.trace.length_costs import measured_length_cost
+
+        for flag, value in (
+            ("--length-costs", args.length_costs),
+            ("--hidden-size", args.hidden_size),
+            ("--memory-gb", args.memory_gb),
+        ):
+            if value is not None:
+                raise ArgumentsError(
+                    f"--from-trace tells --lengths what a length costs; leave {flag} out"
+                )
+        measured = measured_length_cost(args.from_trace)
+        args.length_costs = f"{measured.cost.linear:.6g},{measured.cost.quadratic:.6g}"
+        print(
+            f"--length-costs {args.length_costs}: seconds of all stages for a token, and for a "
+            f"pair of tokens of one sample; {measured.num_points} measurements, median error "
+            f"{100 * measured.error:.1f} %",
+            file=sys.stderr,
+        )
+        return simulated(args)
     from megatron_ext.tools.trace import forecast
 
     found = forecast.forecast(args.from_trace, args.memory_gb)
@@ -68,81 +128,6 @@ def _run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_lengths(args: argparse.Namespace) -> int:
-    """Predict what balancing gains with what a length costs in a traced run."""
-    from megatron_ext.tools.trace.length_costs import measured_length_cost
-
-    for flag, value in (
-        ("--length-costs", args.length_costs),
-        ("--hidden-size", args.hidden_size),
-        ("--memory-gb", args.memory_gb),
-    ):
-        if value is not None:
-            raise ArgumentsError(
-                f"--from-trace tells --lengths what a length costs; leave {flag} out"
-            )
-    measured = measured_length_cost(args.from_trace)
-    args.length_costs = f"{measured.cost.linear:.6g},{measured.cost.quadratic:.6g}"
-    print(
-        f"--length-costs {args.length_costs}: seconds of all stages for a token, and for a pair of "
-        f"tokens of one sample; {measured.num_points} measurements, median error "
-        f"{100 * measured.error:.1f} %",
-        file=sys.stderr,
-    )
-    simulated: Any = args.run_simulated
-    return int(simulated(args))
-
-
-def _add_aggregate(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "aggregate",
-        help="merge the traces of all ranks into one Chrome trace",
-        description="Merge the traces of a run, with a row for each rank and arrows from "
-        "sends to receives, for ui.perfetto.dev or chrome://tracing.",
-    )
-    parser.add_argument(
-        "--trace-dir",
-        "--benchmark_dir",  # its name in the release before
-        "--benchmark-dir",
-        dest="benchmark_dir",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="folder of the run, such as benchmark/data-1-pipeline-4-tensor-1-pp",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="output file (default: NAME-aggregated.json in the folder of the run)",
-    )
-    parser.add_argument(
-        "--detect", action="store_true", help="also name slow ranks and links; exit code 1 if any"
-    )
-    parser.set_defaults(run=_run_aggregate)
-
-
-def _add_report(subparsers: _Subparsers[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "report",
-        help="make a page that explains a traced run",
-        description="Write one HTML file without any reference to the network: the timeline "
-        "beside the planned one, what each rank waited for, memory, links and settings.",
-    )
-    parser.add_argument("--trace-dir", type=Path, metavar="DIR", help="folder of the run")
-    # Its form in the release before.
-    parser.add_argument("directory", type=Path, nargs="?", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="output file (default: report.html in the folder of the run)",
-    )
-    parser.set_defaults(run=_run_report)
-
-
 def _gigabytes(text: str) -> float:
     with suppress(ValueError):
         if 0 < float(text) < float("inf"):
@@ -151,13 +136,13 @@ def _gigabytes(text: str) -> float:
 
 
 def _run_aggregate(args: argparse.Namespace) -> int:
-    from megatron_ext.tools.trace import aggregate, detect, summary
+    from megatron_ext.tools.trace import aggregate, detect, survey
 
-    run = aggregate.read_run(args.benchmark_dir)
-    output = args.output or aggregate.aggregated_name(args.benchmark_dir)
+    run = aggregate.read_run(args.trace_dir)
+    output = args.output or aggregate.aggregated_name(args.trace_dir)
     size = aggregate.write_chrome_trace(run, output)
-    _tell(run.notes)
-    print(summary.text(run.surveys))
+    _print_notes(run.notes)
+    print(survey.text(run.surveys))
     print(f"wrote {output} ({size / 2**20:.1f} MiB); open it at https://ui.perfetto.dev")
     if not args.detect:
         return 0
@@ -180,7 +165,7 @@ def _run_report(args: argparse.Namespace) -> int:
     if directory is None:
         raise ArgumentsError("--trace-dir is missing; give the folder of a traced run")
     run = aggregate.read_run(directory)
-    _tell(run.notes)
+    _print_notes(run.notes)
     output = args.output or directory / "report.html"
     try:
         files.write_text(output, page(run))
@@ -191,8 +176,7 @@ def _run_report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(notes: object) -> None:
-    assert isinstance(notes, list)
+def _print_notes(notes: Sequence[str]) -> None:
     for note in notes[:20]:
         print(f"note: {note}", file=sys.stderr)
     if len(notes) > 20:

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.schedules import Costs, generate, simulate
-from megatron_ext.tools.trace import summary
 from megatron_ext.tools.trace.aggregate import aggregated_name, read_run, write_chrome_trace
 from megatron_ext.tools.trace.detect import detect
-from megatron_ext.tools.trace.survey import Sample
+from megatron_ext.tools.trace.survey import Sample, figures
 from tests.commands import run_package
 from tests.tools.trace.runs import COSTS, MS, trace_of, write_run
 
@@ -42,7 +41,7 @@ def test_every_rank_has_a_row_and_every_message_an_arrow(tmp_path: Path) -> None
 def test_the_figures_are_those_of_the_simulated_step(tmp_path: Path) -> None:
     timeline = simulate(generate("1f1b", 4, 8), COSTS)
     run = read_run(write_run(tmp_path, costs=COSTS))
-    first = summary.figures(run.surveys[:1])
+    first = figures(run.surveys[:1])
     assert first.pipeline_ns == pytest.approx(1e9 * timeline.makespan)
     assert first.busy_ns == pytest.approx(1e9 * timeline.ideal)
     waited = sum(first.idle_ns.values())
@@ -50,7 +49,7 @@ def test_the_figures_are_those_of_the_simulated_step(tmp_path: Path) -> None:
     assert {cause for cause, time_ns in first.idle_ns.items() if time_ns} == {"input of rank 1"}
     assert first.peak_live == 4
     assert first.out_of_order_ratio == 2 / 16
-    assert summary.figures(run.surveys[3:]).peak_live == 1
+    assert figures(run.surveys[3:]).peak_live == 1
 
 
 @pytest.mark.parametrize("offset_ns", [250 * MS, -7 * MS])

@@ -14,7 +14,7 @@ from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules import Costs, generate, simulate
 from megatron_ext.schedules.table.memory import activation_peaks
 from megatron_ext.tools.trace import forecast
-from megatron_ext.tools.trace.measured_costs import StageCosts
+from megatron_ext.tools.trace.forecast import StageCosts
 from megatron_ext.tracing.records import SCHEDULE_FILE
 from tests.commands import run_package
 from tests.tools.trace.runs import COSTS, trace_of, write_run

@@ -10,7 +10,7 @@ from megatron_ext.schedules import generate, simulate
 from megatron_ext.schedules.table.placement import linear, loop, v
 from megatron_ext.tools.trace import forecast
 from megatron_ext.tools.trace.aggregate import read_run
-from megatron_ext.tools.trace.traffic import Traffic, measured_traffic
+from megatron_ext.tools.trace.forecast import Traffic, measured_traffic
 from tests.tools.trace.runs import trace_of, write_run
 
 MESSAGE = 1024
