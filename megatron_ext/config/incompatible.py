@@ -106,6 +106,13 @@ def _global_aux_loss(types: Any) -> bool:
     return "global_aux_loss" in _several(types)
 
 
+def _balance_misses_tokens(
+    balance: Any, z_loss: Any, experts: Any, per_token: Any, granularity: Any, modules: Any
+) -> bool:
+    recomputes = granularity == "full" or (granularity and "moe" in (modules or ()))
+    return bool(experts and (any(_several(balance)) or z_loss) and (per_token or recomputes))
+
+
 _GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
 _GRAPH_FLAGS = "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph)"
 
@@ -361,13 +368,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
             lambda name: name not in (None, "local"),
         ),
         Rule(
-            ("tensor_model_parallel_size",),
-            "--tensor-model-parallel-size above 1",
-            "ranks of a tensor-parallel group pass on whole micro-batches",
-            "use more stages or --use-distributed-optimizer instead",
-            lambda ranks: (ranks or 1) > 1,
-        ),
-        Rule(
             ("context_parallel_size",),
             "--context-parallel-size above 1",
             "it divides the sequence too",
@@ -375,10 +375,35 @@ RULES: dict[str, tuple[Rule, ...]] = {
             lambda ranks: (ranks or 1) > 1,
         ),
         Rule(
-            ("num_experts",),
-            "--num-experts",
-            "the router balances the tokens of a whole micro-batch",
-            "leave the slices out",
+            ("moe_router_load_balancing_type",),
+            "--moe-router-load-balancing-type other than none, aux_loss and seq_aux_loss",
+            "it balances the tokens of a slice, not of a micro-batch",
+            "use aux_loss or seq_aux_loss",
+            lambda types: (
+                not {None, "none", "aux_loss", "seq_aux_loss"}.issuperset(_several(types))
+            ),
+        ),
+        Rule(
+            ("moe_expert_capacity_factor",),
+            "--moe-expert-capacity-factor",
+            "an expert drops the tokens of a slice that are too many for it, not of a micro-batch",
+            "leave it out",
+            lambda factor: factor is not None,
+        ),
+        Rule(
+            (
+                "moe_aux_loss_coeff",
+                "moe_z_loss_coeff",
+                "num_experts",
+                "calculate_per_token_loss",
+                "recompute_granularity",
+                "recompute_modules",
+            ),
+            "--moe-aux-loss-coeff or --moe-z-loss-coeff with --calculate-per-token-loss or "
+            "recomputed experts (--recompute-granularity full, --recompute-modules moe)",
+            "the loss of a slice counts the tokens of all slices in their forwards",
+            "recompute other modules (--recompute-modules core_attn), or leave the losses out",
+            _balance_misses_tokens,
         ),
         Rule(
             ("mtp_num_layers",),
@@ -430,6 +455,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "its tables of rotary positions begin with the slice",
             "add --no-rope-fusion",
             lambda latent, fuses: latent and fuses,
+        ),
+        Rule(
+            _GRAPHS,
+            _GRAPH_FLAGS,
+            "they replay tensors of one shape",
+            "leave one of them out",
+            _records_graphs,
         ),
     ),
     # For a transport of ours under Megatron's own schedules.
@@ -533,6 +565,8 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_s
     if config.balance == "pack":
         refuse("balance pack", args, RULES["pack"])
     if config.slices > 1:
+        # A spec chooses the layers, not `transformer_impl`; they are checked at the first step.
+        args.transformer_impl = None
         refuse(f"slices {config.slices}", args, RULES["slices"])
     if config.variable_seq_lengths:
         refuse("variable_seq_lengths", args, RULES["lengths"])

@@ -106,6 +106,11 @@ class Pipeline:
         config = replace(self.config, schedule=self.name, dynamic=None, transport=self.config.wire)
         return replace(self, config=config)
 
+    def with_attention(self, share: float) -> Pipeline:
+        """Return the same pipeline, with slices cut for a share of attention in a forward."""
+        costs = replace(self.costs, attention=share)
+        return replace(self, config=replace(self.config, costs=costs))
+
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return the table for a number of micro-batches of one replica, generated once.
 

@@ -1,6 +1,6 @@
 """Patches that let Megatron's layers compute a slice of a sequence.
 
-They act only inside `KeptAttention.of`, which the runtime opens for the actions of sliced tables.
+They act only inside `KeptState.of`, which the runtime opens for the actions of sliced tables.
 """
 
 from __future__ import annotations
@@ -16,58 +16,82 @@ __all__ = ["PATCHES"]
 _RUNTIME = "megatron_ext.runtime.sliced_compute"
 
 
-def _attention() -> Any:
-    """Return what keeps keys and values; None if no runtime of slices is loaded."""
+def _state() -> Any:
+    """Return what layers keep; None if no runtime of slices is loaded."""
     runtime, found = sys.modules.get(_RUNTIME), active.active()
-    return None if runtime is None or found is None else found.state(runtime.KeptAttention)
+    return None if runtime is None or found is None else found.state(runtime.KeptState)
 
 
 def _runs_slice() -> bool:
-    found = _attention()
+    found = _state()
     return found is not None and found.running is not None
 
 
 def _attend(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Let the queries of a slice attend to all tokens up to its end."""
-    return _attention().attend(call, instance, *args, **kwargs)
+    return _state().attend(call, instance, *args, **kwargs)
 
 
-def _positions(
-    call: Call,
-    _instance: Any,
-    args: Args,
-    kwargs: Kwargs,
-) -> Any:
+def _positions(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return the rotary positions of a slice, from its first token on."""
-    return call(*args, **{**kwargs, "offset": _attention().running.begin})
+    return call(*args, **{**kwargs, "offset": _state().running.begin})
 
+
+def _balance(_call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Weigh the probabilities of a slice by the tokens of all slices."""
+    return _state().balance(*args, **kwargs)
+
+
+def _share(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Make the average over a slice a part of the average over the micro-batch."""
+    return call(*args, **kwargs) * _state().running.share
+
+
+def _patch(name: str, target: str, fn: Any, reason: str, order: int = 0) -> Patch:
+    return Patch(
+        id=f"slices.{name}",
+        target=f"megatron.core.{target}",
+        fn=fn,
+        when=_runs_slice,
+        order=order,
+        feature="schedules",
+        reason=reason,
+    )
+
+
+_POSITIONS = "counts positions from the first token that it is given"
+_EMBEDDINGS = "models.common.embeddings"
 
 PATCHES = (
-    Patch(
-        id="slices.attention",
-        target="megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
-        fn=_attend,
-        when=_runs_slice,
+    _patch(
+        "attention",
+        "transformer.dot_product_attention:DotProductAttention.forward",
+        _attend,
+        "attends to the tokens that it is given, but those of a slice need all before them",
         order=-10,  # before what runs packed sequences, which slices refuse
-        feature="schedules",
-        reason="attends to the tokens that it is given, but those of a slice need all before them",
     ),
-    Patch(
-        id="slices.rotary_positions",
-        target="megatron.core.models.common.embeddings.rotary_pos_embedding:"
-        "RotaryEmbedding.forward",
-        fn=_positions,
-        when=_runs_slice,
-        feature="schedules",
-        reason="counts positions from the first token that it is given",
+    _patch(
+        "rotary_positions",
+        f"{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.forward",
+        _positions,
+        _POSITIONS,
     ),
-    Patch(
-        id="slices.yarn_positions",
-        target="megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:"
-        "YarnRotaryEmbedding.forward",
-        fn=_positions,
-        when=_runs_slice,
-        feature="schedules",
-        reason="counts positions from the first token that it is given",
+    _patch(
+        "yarn_positions",
+        f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward",
+        _positions,
+        _POSITIONS,
+    ),
+    _patch(
+        "balance",
+        "transformer.moe.moe_utils:switch_load_balancing_loss_func",
+        _balance,
+        "balances the tokens of a slice, as if there were no others in the micro-batch",
+    ),
+    _patch(
+        "z_loss",
+        "transformer.moe.moe_utils:z_loss_func",
+        _share,
+        "averages over the tokens that it is given, those of a slice",
     ),
 )

@@ -80,8 +80,8 @@ def forward_backward(
     # Slices have several lengths.
     travel = config.variable_seq_lengths or config.mtp_standalone or pipeline.config.slices > 1
     shapes = _shapes(config, groups, length, micro_batch_size, adjust_tensor_shapes_fn, travel)
-    runtime = runtime_of(pipeline, groups, chunks, iterators, config, shapes)
-    table = runtime.table(num_microbatches, config, length, backward=not forward_only)
+    runtime = runtime_of(pipeline, groups, chunks, iterators, config, shapes, length)
+    table = runtime.table(num_microbatches, backward=not forward_only)
     balanced = None if forward_only else runtime.balanced(table, config)
     if balanced is not None:
         iterators = [balanced.iterator(items) for items in iterators]

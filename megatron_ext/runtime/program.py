@@ -22,7 +22,6 @@ from megatron_ext.schedules.table.communication import (
     reduction_order,
 )
 from megatron_ext.schedules.table.route_plan import most_hops
-from megatron_ext.schedules.table.slices import shares_of_equal_cost
 from megatron_ext.schedules.table.transforms import forward_only, slots_for_forward
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.transport.base import Expected
@@ -134,7 +133,6 @@ def make_table(
     *,
     backward: bool,
     routes: tuple[Route, ...] = (),
-    attention: float = 0.0,
 ) -> Table:
     """Generate and validate the table for a number of micro-batches.
 
@@ -144,7 +142,6 @@ def make_table(
         rank: Pipeline rank of this process.
         backward: Whether to train; otherwise the table has forwards only.
         routes: The model's routes.
-        attention: Share of core attention in the cost of a micro-batch, by which slices are cut.
 
     Raises:
         ScheduleError: The schedule cannot run this number of micro-batches.
@@ -155,9 +152,7 @@ def make_table(
         # Nothing bounds what routes have under way but the number of micro-batches.
         slots = slots_for_forward(schedule) + num_microbatches * most_hops(routes, placement)
         return Table(replace(schedule, routes=routes), rank, slots)
-    schedule = pipeline.schedule(num_microbatches)
-    slices = shares_of_equal_cost(schedule.num_slices, attention)
-    schedule = replace(schedule, routes=routes, slices=slices)
+    schedule = replace(pipeline.schedule(num_microbatches), routes=routes)
     # Checked at the start of the run for the batch sizes known then; this may be another one.
     if pipeline.transport == "torch":
         check_queues(schedule)

@@ -37,7 +37,7 @@ from megatron_ext.runtime.program import (
     make_table,
 )
 from megatron_ext.runtime.run_ahead import device_of, run_ahead_of
-from megatron_ext.runtime.sliced_compute import KeptAttention, SlicedCompute
+from megatron_ext.runtime.sliced_compute import KeptState, SlicedCompute
 from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.runtime.sync import GradientSync, ParameterSync
 from megatron_ext.runtime.te_layers import overwrites_first
@@ -207,9 +207,7 @@ class Runtime:
         cost = self.pipeline.config.length_costs or cost_of_model(config)
         return BalancedStep(table.schedule, self.pipeline.costs, cost, self.replicas)
 
-    def table(
-        self, num_microbatches: int, config: Any, seq_length: int, *, backward: bool
-    ) -> Table:
+    def table(self, num_microbatches: int, *, backward: bool) -> Table:
         """Return the cached table for a number of micro-batches.
 
         Collective over the pipeline, data- and tensor-parallel groups if the table is new: they
@@ -222,17 +220,8 @@ class Runtime:
         if key not in self._tables:
             rank = self.groups.pp.rank()
             routes = () if self.trees is None else self.trees.declared.routes
-            attention = 0.0
-            if self.pipeline.config.slices > 1:
-                cost = self.pipeline.config.length_costs or cost_of_model(config)
-                attention = cost.attention_share(seq_length)
             table = make_table(
-                self.pipeline,
-                num_microbatches,
-                rank,
-                backward=backward,
-                routes=routes,
-                attention=attention,
+                self.pipeline, num_microbatches, rank, backward=backward, routes=routes
             )
             members = [self.groups.pp, self.groups.dp_cp, self.groups.tp]
             check_agreement(table, members, self.device)
@@ -286,7 +275,7 @@ class Runtime:
         except BaseException as error:
             # Peers end their waits with this error now, if the wire can, not with their time-outs.
             self.splits.clear()
-            active.required().state(KeptAttention).clear()
+            active.required().state(KeptState).clear()
             self.transport.abort(str(error))
             raise
         if not call.forward_only and not self._has_split:
@@ -385,6 +374,7 @@ def runtime_of(
     iterators: Sequence[Any],
     config: Any,
     shapes: Shapes,
+    seq_length: int,
 ) -> Runtime:
     """Return the runtime of a pipeline group; create it at the first step.
 
@@ -398,6 +388,9 @@ def runtime_of(
     found = runtimes.by_group.get(id(groups.pp))
     if found is not None:
         return found
+    if pipeline.config.slices > 1:
+        cost = pipeline.config.length_costs or cost_of_model(config)
+        pipeline = pipeline.with_attention(cost.attention_share(seq_length))
     placement = pipeline.placement
     _check_fit(pipeline, placement, groups, chunks)
     device = device_of(chunks)

@@ -8,11 +8,12 @@ when the backward of the slice that made them begins. Sources of the idea: SlimP
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -23,23 +24,28 @@ from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import MicrobatchData, StageCompute
 from megatron_ext.schedules.table.slices import token_bounds
+from megatron_ext.upstream.signatures import megatron_arguments
 
 if TYPE_CHECKING:
     from megatron_ext.runtime.compute import Tensors
     from megatron_ext.schedules.table.actions import Action
 
-__all__ = ["KeptAttention", "SlicedCompute", "SlicedData"]
+__all__ = ["KeptState", "SlicedCompute", "SlicedData", "with_earlier_slices"]
 
 
-class _Running(NamedTuple):
+@dataclass
+class _Running:
     """The slice whose forward or backward runs."""
 
-    microbatch: tuple[int, int]
-    """Stage and micro-batch."""
+    kept: _Microbatch
     number: int
     """Position of the slice in its micro-batch."""
     begin: int
     """First of its tokens."""
+    share: float
+    """Its tokens, as a share of the micro-batch's."""
+    num_losses: int = 0
+    """Balancing losses so far; in a forward, layers come in the same order for all slices."""
 
 
 class _Kept:
@@ -81,8 +87,48 @@ class _Joined(torch.autograd.Function):
         return own if later is None else own + later, None, None
 
 
-class KeptAttention:
-    """The keys and values of a configuration's micro-batches in slices, by stage and layer.
+@dataclass
+class _Balanced:
+    """What the slices so far add up to in one router, `[experts]` each."""
+
+    counts: torch.Tensor | float = 0.0
+    """Tokens sent to each expert."""
+    probabilities: torch.Tensor | float = 0.0
+
+
+class _Balance(torch.autograd.Function):
+    """The balancing loss of a slice: `factor` times its probabilities times all slices' counts.
+
+    Its value is what the slice adds to the loss of the slices so far, so that values add up to the
+    micro-batch's. Its gradient needs the counts of later slices, which are known in a backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, own: torch.Tensor, counts: torch.Tensor, sums: _Balanced, factor: float
+    ) -> torch.Tensor:
+        ctx.sums, ctx.factor = sums, factor
+        before = torch.sum(sums.probabilities * torch.as_tensor(sums.counts))
+        sums.probabilities, sums.counts = sums.probabilities + own, sums.counts + counts
+        return (torch.sum(sums.probabilities * sums.counts) - before) * factor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return gradients[0] * ctx.factor * ctx.sums.counts, None, None, None
+
+
+@dataclass
+class _Microbatch:
+    """What the layers of one stage keep of a micro-batch."""
+
+    attention: dict[int, tuple[_Kept, _Kept]] = field(default_factory=dict)
+    """Keys and values by id of the layer."""
+    balanced: defaultdict[int, _Balanced] = field(default_factory=lambda: defaultdict(_Balanced))
+    """By position of a balancing loss in a forward."""
+
+
+class KeptState:
+    """What layers keep of micro-batches in slices, from the first forward to the last backward.
 
     The running slice is a plain attribute: autograd may run a backward, and with it recomputation,
     in another thread.
@@ -90,16 +136,36 @@ class KeptAttention:
 
     def __init__(self) -> None:
         self.running: _Running | None = None
-        self._kept: dict[tuple[int, int], dict[int, tuple[_Kept, _Kept]]] = {}
+        self.microbatches: defaultdict[tuple[int, int], _Microbatch] = defaultdict(_Microbatch)
+        """By stage and number."""
 
     @contextmanager
-    def of(self, stage: int, microbatch: int, number: int, begin: int) -> Iterator[None]:
-        """Let the layers that run in the block compute a slice, from token `begin` on."""
-        self.running = _Running((stage, microbatch), number, begin)
+    def of(self, stage: int, microbatch: int, number: int, bounds: Sequence[int]) -> Iterator[None]:
+        """Let the layers that run in the block compute a slice.
+
+        Args:
+            stage: Global index of the stage.
+            microbatch: 0 to m-1.
+            number: Position of the slice in it.
+            bounds: The first token of each slice, and the number of all tokens.
+        """
+        begin, end = bounds[number : number + 2]
+        kept = self.microbatches[stage, microbatch]
+        self.running = _Running(kept, number, begin, (end - begin) / bounds[-1])
         try:
             yield
         finally:
             self.running = None
+
+    def with_earlier(
+        self, layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of all tokens up to the end of the slice, `[s, ...]` each."""
+        running = self.running
+        assert running is not None
+        keys, values = running.kept.attention.setdefault(id(layer), (_Kept(), _Kept()))
+        key = _Joined.apply(key, keys, running.number)
+        return key, _Joined.apply(value, values, running.number)
 
     def attend(
         self,
@@ -130,30 +196,72 @@ class KeptAttention:
             raise ScheduleError(
                 "a micro-batch of packed sequences cannot run in slices; leave the slices out"
             )
-        running = self.running
-        assert running is not None
-        layers = self._kept.setdefault(running.microbatch, {})
-        keys, values = layers.setdefault(id(layer), (_Kept(), _Kept()))
-        key = _Joined.apply(key, keys, running.number)
-        value = _Joined.apply(value, values, running.number)
+        key, value = self.with_earlier(layer, key, value)
         if attention_mask is None:
             square = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
             attention_mask = square.triu_(len(key) - len(query) + 1)[None, None]
         result: torch.Tensor = call(query, key, value, attention_mask, **others)
         return result
 
-    def num_layers(self, stage: int, microbatch: int) -> int:
-        """Return how many layers keep keys and values of a micro-batch."""
-        return len(self._kept.get((stage, microbatch), ()))
+    def balance(
+        self,
+        probs: torch.Tensor,
+        tokens_per_expert: torch.Tensor,
+        total_num_tokens: float,
+        topk: int,
+        num_experts: int,
+        moe_aux_loss_coeff: float,
+        fused: bool = False,
+    ) -> torch.Tensor:
+        """Return the share of a slice in the balancing loss of its micro-batch, a scalar.
 
-    def drop(self, stage: int, microbatch: int) -> None:
-        """Forget a micro-batch whose backward is complete."""
-        self._kept.pop((stage, microbatch), None)
+        Takes the arguments of Megatron's `switch_load_balancing_loss_func`.
+
+        Args:
+            probs: Of the tokens of the slice on this rank, `[tokens, experts]`.
+            tokens_per_expert: Tokens of the slice that each expert gets, `[experts]`.
+            total_num_tokens: Tokens of the slice.
+            topk: Experts of a token.
+            num_experts: All of them.
+            moe_aux_loss_coeff: Factor of the loss.
+            fused: Ignored; Megatron's kernel computes the same.
+        """
+        running = self.running
+        assert running is not None
+        sums = running.kept.balanced[running.num_losses]
+        running.num_losses += 1
+        all_tokens = total_num_tokens / running.share
+        factor = num_experts * moe_aux_loss_coeff / (topk * all_tokens * all_tokens)
+        loss: torch.Tensor = _Balance.apply(probs.sum(dim=0), tokens_per_expert, sums, factor)
+        return loss
 
     def clear(self) -> None:
         """Forget all after a failed step."""
         self.running = None
-        self._kept.clear()
+        self.microbatches.clear()
+
+
+def with_earlier_slices(
+    layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Join keys and values with those of the earlier slices of the micro-batch that runs.
+
+    For causal attention of a model of one's own, which declares `runs_in_slices = True`: call it
+    once in each forward of the layer. Outside slices it returns what it gets.
+
+    Args:
+        layer: The layer; it keeps them.
+        key: Of the tokens that the layer got, `[s, ...]`.
+        value: The same of values.
+
+    Returns:
+        Keys and values of all tokens of the micro-batch up to the last one of `key`, and the
+        position of the first one of `key`.
+    """
+    state = active.required().state(KeptState)
+    if state.running is None:
+        return key, value, 0
+    return *state.with_earlier(layer, key, value), state.running.begin
 
 
 _ALONG_SEQUENCE = ("tokens", "input_ids", "labels", "loss_mask", "position_ids")
@@ -234,7 +342,7 @@ class SlicedCompute(StageCompute):
     def __post_init__(self) -> None:
         """Cut the data of the step, and keep apart what the loss of a slice is divided by."""
         call = self.call
-        self.attention = active.required().state(KeptAttention)
+        self.kept = active.required().state(KeptState)
         multiple = call.config.tensor_model_parallel_size if call.config.sequence_parallel else 1
         self._bounds = token_bounds(self.table.schedule.slices, call.seq_length, multiple)
         self.call = replace(
@@ -258,7 +366,7 @@ class SlicedCompute(StageCompute):
         if kind == "F" and part == 0:
             _check_model(self._stage(stage).model)
         self._number = number
-        with self.attention.of(stage, microbatch, part, self._bounds[part]):
+        with self.kept.of(stage, microbatch, part, self._bounds):
             outputs = super().run(numbered, inputs)
         if kind == "F":
             if part == 0:
@@ -267,7 +375,7 @@ class SlicedCompute(StageCompute):
             if is_last_slice and self._stage(stage).is_last:
                 self._complete_loss(stage, microbatch)
         elif part == 0:
-            self.attention.drop(stage, microbatch)
+            del self.kept.microbatches[stage, microbatch]
         return outputs
 
     def saved_tensors(self, action: Action) -> tuple[Tensors, Tensors] | None:
@@ -279,8 +387,16 @@ class SlicedCompute(StageCompute):
 
     def _forward_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """Run the user's forward step, whose loss is divided by the tokens of the micro-batch."""
-        output, loss_of = self._whole_call.forward_step_func(*args, **kwargs)
         number = self._number
+        part = number % self.table.schedule.num_slices
+        arguments = megatron_arguments()
+        if arguments is not None:  # tensor-parallel ranks receive a batch in buffers of this length
+            arguments.seq_length = self._bounds[part + 1] - self._bounds[part]
+        try:
+            output, loss_of = self._whole_call.forward_step_func(*args, **kwargs)
+        finally:
+            if arguments is not None:
+                arguments.seq_length = self._bounds[-1]
 
         def loss(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             found = loss_of(tensor, *args, **kwargs)
@@ -310,14 +426,17 @@ class SlicedCompute(StageCompute):
             for number in numbers:
                 outputs = self._live[stage, number][1]
                 assert outputs[0] is not None
-                outputs[0] = outputs[0] / whole
+                outputs[0] /= whole  # in place, as Megatron divides it
         reports = [self.reports.pop(number) for number in numbers]
         self.reports[first] = {name: _sum(name, reports) for name in reports[0]}
 
     def _check_kept(self, stage: int, microbatch: int) -> None:
         """Check the effect of the patches: each layer has kept keys and values."""
-        layers = len(unwrap_model(self._stage(stage).model).decoder.layers)
-        kept = self.attention.num_layers(stage, microbatch)
+        model = unwrap_model(self._stage(stage).model)
+        if getattr(model, "runs_in_slices", False):
+            return
+        layers = len(model.decoder.layers)
+        kept = len(self.kept.microbatches[stage, microbatch].attention)
         if kept != layers:
             raise ScheduleError(
                 f"{kept} of {layers} layers of stage {stage} kept keys and values for later slices "
@@ -345,6 +464,8 @@ def _check_model(model: torch.nn.Module) -> None:
     from megatron.core.models.gpt import GPTModel  # other models need not import it
 
     reader = unwrap_model(model)
+    if getattr(reader, "runs_in_slices", False):  # see with_earlier_slices
+        return
     wrong = None
     if type(reader) is not GPTModel:
         wrong = f"a {type(reader).__name__}"
@@ -360,5 +481,6 @@ def _check_model(model: torch.nn.Module) -> None:
     if wrong is not None:
         raise ScheduleError(
             f"slices are for a GPTModel with causal DotProductAttention in all layers "
-            f"(--transformer-impl local), not for {wrong}; leave the slices out"
+            f"(--transformer-impl local), and for models that declare runs_in_slices "
+            f"(docs/slices.md), not for {wrong}; leave the slices out"
         )

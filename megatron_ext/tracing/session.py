@@ -6,7 +6,6 @@ import atexit
 import os
 import platform
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -37,6 +36,7 @@ from megatron_ext.tracing.records import (
     directory_name,
     size_fields,
 )
+from megatron_ext.upstream.signatures import megatron_arguments
 from megatron_ext.version import __version__
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def subscribe(found: Active) -> None:
     if timeout_s is not None:
         session.watchdog = Watchdog(session.activity, timeout_s)
     if wanted is not None:
-        device, args = devices.current(), _megatron_args()
+        device, args = devices.current(), megatron_arguments()
         on_host = device.timing_event() is None
         session.recorder = Recorder(
             lambda: _identity(found),
@@ -299,18 +299,12 @@ def _about(message: Message) -> dict[str, Any]:
     return about | {"part": message.part} if message.part else about
 
 
-def _megatron_args() -> Any:
-    """Return Megatron's arguments; None in programs that parse none."""
-    found = sys.modules.get("megatron.training.global_vars")
-    return None if found is None else found._GLOBAL_ARGS
-
-
 def _identity(found: Active) -> tuple[Path, Header]:
     """Return the folder of the run and the identity of this rank; needs Megatron's groups."""
     import torch.distributed as dist
     from megatron.core import parallel_state as groups
 
-    args, job, pipeline = _megatron_args(), found.job, found.pipeline
+    args, job, pipeline = megatron_arguments(), found.job, found.pipeline
     sizes = (
         groups.get_data_parallel_world_size(with_context_parallel=True),
         groups.get_pipeline_model_parallel_world_size(),

@@ -8,6 +8,7 @@ reverts a change. It imports nothing of Megatron before the first use.
 from __future__ import annotations
 
 import inspect
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Collection
 from functools import cache
@@ -23,6 +24,7 @@ __all__ = [
     "flag_destination",
     "is_multi_module",
     "linear_parameters",
+    "megatron_arguments",
     "mtp_on_this_rank",
     "needed_of_models",
     "parameters",
@@ -40,6 +42,12 @@ def parameters(place: str) -> tuple[str, ...]:
     """
     module, _, name = place.partition(":")
     return tuple(inspect.signature(getattr(import_module(module), name)).parameters)
+
+
+def megatron_arguments() -> Any:
+    """Return the arguments that Megatron's `get_args` gives; None in programs that parse none."""
+    found = sys.modules.get("megatron.training.global_vars")
+    return None if found is None else found._GLOBAL_ARGS
 
 
 def attribute(name: str, *modules: str) -> Any:

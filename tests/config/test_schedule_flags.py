@@ -309,7 +309,11 @@ REFUSED = {
             [f"--pipeline-slices 4 cannot run with {refused}", remedy],
         )
         for flags, refused, remedy in [
-            ("--num-experts 4", "--num-experts: the router", "leave the slices out"),
+            ("--num-experts 4 --moe-aux-loss-coeff 1e-2 --calculate-per-token-loss",
+             "--moe-aux-loss-coeff or --moe-z-loss-coeff with", "or leave the losses out"),
+            ("--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor: an", "leave it out"),
+            ("--moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type other",
+             "use aux_loss"),
             ("--mtp-num-layers 1", "--mtp-num-layers: its last tokens", "leave the slices out"),
             ("--window-size 4,0", "--window-size: Megatron's mask", "leave the slices out"),
             ("--reset-attention-mask", "packed sequences", "leave the slices out"),
@@ -318,10 +322,6 @@ REFUSED = {
             ("--trace", "--trace yet", "leave one of them out"),
         ]
     },
-    "slices and tensor-parallel ranks": (
-        PP4 + "--pipeline-schedule zb-h1 --pipeline-slices 4 --tensor-model-parallel-size 2", 8,
-        ["--pipeline-slices 4 cannot run with --tensor-model-parallel-size above 1", "use more"],
-    ),
     "slices of Megatron's schedule": (
         PP4 + "--pipeline-slices 4", 4,
         ["--pipeline-slices 4 is for schedules of this package; add --pipeline-schedule NAME"],
@@ -360,6 +360,8 @@ def test_what_cannot_run_is_refused_with_what_can() -> None:
         ({"sft": True}, "leave the slices out"),
         ({"dataloader_type": "external"}, "leave the slices out"),
         ({"fp8": "hybrid"}, "use --bf16"),
+        ({"num_experts": 4, "moe_z_loss_coeff": 0.1, "recompute_granularity": "full"}, "core_attn"),
+        ({"cuda_graph_impl": "local"}, "leave one of them out"),
     ],
 )
 def test_slices_refuse_what_the_cpu_corrects_or_lacks(

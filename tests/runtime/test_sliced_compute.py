@@ -14,11 +14,14 @@ from tests.patches.single import start_parallel, without
 from tests.ranks import RanksFailed, require_training, run_ranks
 from tests.runtime.capture import GPT, PP2, PP4, Captured, train
 from tests.runtime.test_equality import assert_equal
-from tests.training.helpers import LLAMA, MLA, bert_flags
+from tests.training.helpers import LLAMA, MLA, MOE, bert_flags
 
 UNCLIPPED = "--clip-grad 0 "
 SLICES = "--pipeline-slices 4 "
 slow = partial(pytest.param, marks=pytest.mark.slow)
+TP_SP = "--tensor-model-parallel-size 2 --sequence-parallel "
+# Large enough for a wrong balance to change the losses of later steps.
+BALANCED = MOE.replace("1e-2", "1.0") + "--moe-z-loss-coeff 0.1 "
 EIGHT_LAYERS = "--num-layers 8 --global-batch-size 16 "
 
 
@@ -52,6 +55,8 @@ def check_losses(found: Captured, whole: Captured, tolerance: float = 1e-6) -> N
         slow(4, PP4 + EIGHT_LAYERS, "zb-v --use-dpp"),
         slow(4, PP4 + EIGHT_LAYERS, "v-half"),
         slow(4, PP2 + EIGHT_LAYERS + "--overlap-grad-reduce ", "zb-h1"),
+        slow(4, PP2 + TP_SP, "zb-v --use-dpp"),
+        slow(2, PP2 + LLAMA + BALANCED, "zb-v --use-dpp"),
     ],
 )
 def test_every_table_of_slices_computes_the_same(num_ranks: int, flags: str, schedule: str) -> None:
@@ -68,20 +73,23 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 @pytest.mark.parametrize(
     ("flags", "tolerance"),
     [
-        (LLAMA, 1e-6),
-        (MLA.replace("--mtp-num-layers 1 ", ""), 1e-6),
-        (FULL, 1e-6),
-        slow(LLAMA + "--recompute-granularity selective ", 1e-6),
-        slow(LLAMA + "--calculate-per-token-loss ", 1e-6),
-        slow(LLAMA + "--eval-iters 1 --eval-interval 1 ", 1e-6),
-        slow("--bf16 --no-masked-softmax-fusion ", 1e-3),
-        slow("--pipeline-transport shm ", 1e-6),
+        pytest.param(LLAMA, 1e-6, id="llama"),
+        pytest.param(LLAMA + TP_SP, 1e-6, id="tensor parallel"),
+        pytest.param(LLAMA + BALANCED, 1e-6, id="experts"),
+        pytest.param(MLA.replace("--mtp-num-layers 1 ", ""), 1e-6, id="latent"),
+        pytest.param(FULL, 1e-6, id="recomputed"),
+        slow(LLAMA + "--recompute-granularity selective ", 1e-6, id="recomputed attention"),
+        slow(LLAMA + "--calculate-per-token-loss ", 1e-6, id="per token"),
+        slow(LLAMA + "--eval-iters 1 --eval-interval 1 ", 1e-6, id="evaluated"),
+        slow("--bf16 --no-masked-softmax-fusion ", 1e-3, id="bf16"),
+        slow("--pipeline-transport shm ", 1e-6, id="shm"),
+        slow(LLAMA + TP_SP + BALANCED, 1e-6, id="tensor parallel experts"),
     ],
 )
 def test_models(flags: str, tolerance: float) -> None:
-    flags = GPT + PP2 + flags
-    found = train(2, f"{flags}{SLICES}--pipeline-schedule zb-h1 ")
-    check_losses(found, stock(2, flags), tolerance)
+    num_ranks, flags = 4 if TP_SP in flags else 2, GPT + PP2 + flags
+    found = train(num_ranks, f"{flags}{SLICES}--pipeline-schedule zb-h1 ")
+    check_losses(found, stock(num_ranks, flags), tolerance)
 
 
 SHARDED = "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce "
@@ -109,6 +117,13 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "recomputed attention": {"recompute_granularity": "selective"},
     "tied": {"tied": True},
+    "experts": {
+        "num_moe_experts": 4,
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.3, 0.5],
+        "moe_z_loss_coeff": 0.2,
+        "add_bias_linear": False,
+    },
 }
 
 
@@ -122,7 +137,7 @@ def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) 
 
     small_gpt.SEQUENCE = SEQUENCE
     start_parallel()
-    attention = use(None).state(sliced_compute.KeptAttention)
+    kept = use(None).state(sliced_compute.KeptState)
     model = small_gpt.build(use_ddp=False, **PLAIN, **settings)
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
@@ -149,14 +164,13 @@ def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) 
     with without(*taken_out):
         losses = []
         for number, part in enumerate(parts):
-            with attention.of(0, 0, number, BOUNDS[number]):
+            with kept.of(0, 0, number, BOUNDS):
                 losses.append(loss_of(part))
         for number in reversed(range(len(parts))):
-            with attention.of(0, 0, number, BOUNDS[number]):
+            with kept.of(0, 0, number, BOUNDS):
                 losses[number].backward()
-    for layers in attention._kept.values():
-        for pair in layers.values():
-            assert not any(kept.made or kept.gradients for kept in pair), "kept after the backward"
+    for pair in kept.microbatches[0, 0].attention.values():
+        assert not any(tensors.made or tensors.gradients for tensors in pair), "kept after backward"
     return max(
         ((p.grad - whole[name]).abs().max() / whole[name].abs().max()).item()
         for name, p in model.named_parameters()
@@ -169,10 +183,55 @@ def test_gradients_are_those_of_the_whole_sequence(name: str) -> None:
     assert worst < 2e-6
 
 
-@pytest.mark.parametrize("patch", ["slices.attention", "slices.rotary_positions"])
-def test_each_patch_is_needed(patch: str) -> None:
-    [worst] = run_ranks(1, worst_difference, {}, (patch,))
+@pytest.mark.parametrize(
+    ("patch", "model"),
+    [
+        ("attention", "tied"),
+        ("rotary_positions", "tied"),
+        ("balance", "experts"),
+        ("z_loss", "experts"),
+    ],
+)
+def test_each_patch_is_needed(patch: str, model: str) -> None:
+    [worst] = run_ranks(1, worst_difference, MODELS[model], (f"slices.{patch}",))
     assert worst > 1e-3
+
+
+def own_attention() -> float:
+    """Return by how much gradients of an attention of one's own differ from the whole's."""
+    import torch
+
+    from megatron_ext.runtime.sliced_compute import KeptState, with_earlier_slices
+    from tests.pipelines import use
+
+    kept = use(None).state(KeptState)
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 24, dtype=torch.float64)
+    hidden = torch.randn(SEQUENCE, 1, 8, dtype=torch.float64)
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        query, key, value = layer(x).chunk(3, dim=-1)
+        key, value, begin = with_earlier_slices(layer, key, value)
+        is_later = torch.arange(len(key)) > (torch.arange(len(x)) + begin)[:, None]
+        scores = torch.einsum("qbh,kbh->qk", query, key).masked_fill(is_later, -torch.inf)
+        return (scores.softmax(-1) @ value[:, 0]).square().sum()
+
+    loss_of(hidden).backward()
+    whole = layer.weight.grad.clone()
+    layer.zero_grad()
+    losses = []
+    for number, (begin, end) in enumerate(pairwise(BOUNDS)):
+        with kept.of(0, 0, number, BOUNDS):
+            losses.append(loss_of(hidden[begin:end]))
+    for number in reversed(range(len(losses))):
+        with kept.of(0, 0, number, BOUNDS):
+            losses[number].backward()
+    return (layer.weight.grad - whole).abs().max().item()
+
+
+def test_attention_of_ones_own_reads_earlier_slices() -> None:
+    [worst] = run_ranks(1, own_attention)
+    assert worst < 1e-12
 
 
 def test_batches_are_cut_by_name() -> None:
@@ -219,7 +278,8 @@ def test_a_slice_counts_its_share_of_activations() -> None:
     from megatron_ext.runtime.runtime import Measured, StepMeasure
     from tests.pipelines import make_pipeline
 
-    table = make_table(make_pipeline("1f1b", 2, 4, slices=4), 4, 0, backward=True, attention=0.5)
+    pipeline = make_pipeline("1f1b", 2, 4, slices=4).with_attention(0.5)
+    table = make_table(pipeline, 4, 0, backward=True)
     measured = Measured()
     row = table.schedule.rows[0]
     StepMeasure(table, measured).end_step([(i, action, 0.1) for i, action in enumerate(row)], 1.0)
