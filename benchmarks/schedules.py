@@ -54,7 +54,7 @@ from benchmarks.common.json_output import add_json, write_json  # noqa: E402
 from benchmarks.schedule_harness import expected, launch, rank, report, scenarios  # noqa: E402
 from benchmarks.schedule_harness.metrics import Figures, evaluate  # noqa: E402
 from benchmarks.schedule_harness.noise import SCENARIOS  # noqa: E402
-from benchmarks.schedule_harness.ops import OpTimes, Sizes, Step  # noqa: E402
+from benchmarks.schedule_harness.ops import Sizes, Step  # noqa: E402
 from benchmarks.schedule_harness.systems import (  # noqa: E402
     Own,
     System,
@@ -137,7 +137,7 @@ def figures_of(results: dict[str, Result], sizes: Sizes) -> dict[str, Figures]:
         system.name: evaluate(
             results[system.name].steps,
             system.placement(sizes.pp),
-            OpTimes(sizes.forward_s, system.share(sizes.pp)),
+            system.times(sizes),
         )
         for system in systems
     }

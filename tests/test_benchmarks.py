@@ -54,6 +54,21 @@ def test_own_schedules_run_their_table_and_keep_what_the_simulator_says(name: st
     assert figures.peak_live == figures.peak_of_order == timeline.peak_activations
 
 
+@pytest.mark.parametrize("name", ["zb-h1", pytest.param("zb-v", marks=pytest.mark.slow)])
+def test_slices_run_their_table_and_keep_what_the_simulator_says(name: str) -> None:
+    system = Own(name, name, transport="shm", slices=4, attention=0.5)
+    schedule = generate(name, PP, MICROBATCHES, costs=Costs(attention=0.5), slices=4)
+    steps = measure(system)
+    for row, [step] in zip(schedule.rows, steps, strict=True):
+        assert [op[:3] for op in step.ops] == [(s, kind, 4 * m + part) for s, kind, m, part in row]
+    times = system.times(Sizes(PP, MICROBATCHES, FORWARD_S, warmup=1, steps=1, timeout_s=60))
+    figures = evaluate(steps, system.placement(PP), times)
+    timeline = simulate(schedule, Costs(attention=0.5))
+    assert figures.optimum_s == pytest.approx(FORWARD_S * timeline.makespan)
+    assert figures.ideal_s == pytest.approx(FORWARD_S * timeline.ideal)
+    assert figures.peak_live == pytest.approx(timeline.peak_activations, abs=0.01)
+
+
 @pytest.mark.parametrize("name", PEERS)
 def test_peers_run_every_op_once(name: str) -> None:
     system = PEERS[name]

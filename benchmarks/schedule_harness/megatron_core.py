@@ -29,6 +29,8 @@ __all__ = ["Chunk", "initialize", "make_config", "prepare", "record_steps", "ste
 class Chunk(torch.nn.Module):
     """A stage as Megatron's schedules expect a model chunk to be."""
 
+    runs_in_slices = True
+
     def __init__(self, probe: Probe, config: TransformerConfig, vp_stage: int | None) -> None:
         super().__init__()
         self.stage = EmulatedStage(probe)
@@ -41,9 +43,12 @@ class Chunk(torch.nn.Module):
         """Take the input of the next forward."""
         [self._input] = tensors
 
-    def forward(self, data: Iterator[torch.Tensor]) -> torch.Tensor:
+    def forward(self, data: Iterator[dict[str, torch.Tensor]]) -> torch.Tensor:
         """Run on the given input, or without one on the next of the data."""
-        return self.stage(next(data) if self._input is None else self._input)
+        if self._input is not None:
+            return self.stage(self._input)
+        tokens = next(data)["tokens"]
+        return self.stage(tokens.T[..., None].expand(-1, -1, MESSAGE_SHAPE[-1]))
 
 
 def initialize(pp: int, virtual_pp: int | None) -> None:
@@ -82,14 +87,19 @@ def make_config(pp: int, **options: Any) -> TransformerConfig:
     )
 
 
-def _forward_step(data: Iterator[torch.Tensor], chunk: Chunk) -> tuple[torch.Tensor, Any]:
-    return chunk(data), lambda output: (output.mean(), {"loss": output.detach().mean()})
+def _forward_step(data: Iterator[Any], chunk: Chunk) -> tuple[torch.Tensor, Any]:
+    def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        count = torch.tensor(output.numel())
+        return output.sum(), count, {"loss": torch.stack([output.detach().sum(), count])}
+
+    return chunk(data), loss
 
 
 def step_keywords(chunks: list[Chunk], num_microbatches: int) -> dict[str, Any]:
     """Return the arguments of a forward-backward function."""
     seq_length, micro_batch_size, _ = MESSAGE_SHAPE
-    data = torch.zeros(MESSAGE_SHAPE, device=chunks[0].stage.probe.device)
+    device = chunks[0].stage.probe.device
+    data = {"tokens": torch.zeros(micro_batch_size, seq_length, device=device)}
     return {
         "forward_step_func": _forward_step,
         "data_iterator": [itertools.repeat(data) for _ in chunks],

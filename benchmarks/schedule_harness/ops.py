@@ -5,13 +5,17 @@ The parent of the ranks imports this too, so it imports neither torch nor Megatr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from megatron_ext.schedules import Kind
 
-__all__ = ["Op", "OpTimes", "Sizes", "Step"]
+__all__ = ["SEQUENCE_LENGTH", "Op", "OpTimes", "Sizes", "Step"]
+
+SEQUENCE_LENGTH = 1024
+"""Of the emulated model, in tokens: enough for slices of any cost."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,15 @@ class OpTimes:
     """Forward of one device share (1/pp of the model); both gradients take as long."""
     share: float
     """Part of a device share that one stage is."""
+    slices: Mapping[Kind, Sequence[float]] = field(
+        default_factory=lambda: dict.fromkeys(("F", "B", "I", "W"), (1.0,)), kw_only=True
+    )
+    """By kind: the shares of a micro-batch's slices in its time."""
 
     def seconds(self, kind: Kind, stage: int, microbatch: int) -> float:
-        """Return the time of one op. All stages and micro-batches are equal (no jitter yet)."""
-        return self.forward_s * self.share * (2 if kind == "B" else 1)
+        """Return the time of one op; in sliced tables, micro-batches are slices."""
+        seconds = self.forward_s * self.share * (2 if kind == "B" else 1)
+        return seconds * self.slices[kind][microbatch % len(self.slices[kind])]
 
 
 class Step(NamedTuple):
@@ -63,7 +72,7 @@ class Step(NamedTuple):
     begin_s: float
     end_s: float
     ops: list[Op]
-    peak_live: int
-    """Activations of stages."""
+    peak_live: float
+    """Activations of stages, in whole micro-batches."""
     cpu_s: float
     """Processor time of the rank."""

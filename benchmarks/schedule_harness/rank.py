@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from .noise import SCENARIOS, NoisyTimes
-from .ops import OpTimes, Sizes, Step
+from .ops import Sizes, Step
 
 if TYPE_CHECKING:
     from .stage import Probe
@@ -94,7 +94,7 @@ def prepare(
     _bind(sizes.pp)
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=sizes.timeout_s))
-    probe = Probe(OpTimes(sizes.forward_s, system.share(sizes.pp)), waits=waits)
+    probe = Probe(system.times(sizes), waits=waits)
     step = system.prepare(sizes.pp, sizes.num_microbatches, probe, sizes.timeout_s)
     gc.collect()
     gc.freeze()  # what is there now stays: collections between steps need not look at it

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import late
 from .noise import NoisyTimes
-from .ops import Op
+from .ops import SEQUENCE_LENGTH, Op
 
 if TYPE_CHECKING:
     from megatron_ext.schedules import Kind
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MESSAGE_SHAPE", "EmulatedStage", "Probe", "oversleep_s"]
 
-MESSAGE_SHAPE = (64, 1, 256)
+MESSAGE_SHAPE = (SEQUENCE_LENGTH, 1, 16)
 """Sequence, batch, hidden: 64 KiB in fp32."""
 
 
@@ -62,8 +62,8 @@ class Probe:
     """Where stages keep their tensors."""
     records: list[tuple[int, Kind, int, float, float]] = field(default_factory=list)
     """Of ops, as `Op` has it; made one when no op waits for that."""
-    peak_live: int = 0
-    """Most activations of stages that were alive at once."""
+    peak_live: float = 0
+    """Most activations of stages that were alive at once, in whole micro-batches."""
     cpu_s: float = 0.0
     """Processor time that this thread spent in ops."""
     splitting: bool = False
@@ -80,7 +80,7 @@ class Probe:
     """Of the op that runs."""
     _later_s: dict[Kind, float] = field(default_factory=dict)
     """By kind: how much later than asked its ops end, on the median."""
-    _alive: list[StorageWeakRef] = field(default_factory=list)
+    _alive: list[tuple[StorageWeakRef, float]] = field(default_factory=list)
 
     def op(self, kind: Kind, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Record what runs inside as one op."""
@@ -116,11 +116,12 @@ class Probe:
 
     def keep(self, activation: torch.Tensor) -> None:
         """Count a new activation: until nothing, no graph and no stash, holds its storage."""
-        self._alive = [storage for storage in self._alive if not storage.expired()]
-        self._alive.append(StorageWeakRef(activation.untyped_storage()))
-        self.peak_live = max(self.peak_live, len(self._alive))
+        self._alive = [alive for alive in self._alive if not alive[0].expired()]
+        share = len(activation) / MESSAGE_SHAPE[0]
+        self._alive.append((StorageWeakRef(activation.untyped_storage()), share))
+        self.peak_live = max(self.peak_live, sum(share for _, share in self._alive))
 
-    def take(self) -> tuple[list[Op], int]:
+    def take(self) -> tuple[list[Op], float]:
         """Return ops and peak since the last call."""
         taken = [Op(*record) for record in self.records], self.peak_live
         self.records, self.peak_live = [], 0

@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig
 from megatron_ext.config.sized_pipeline import Pipeline
 from megatron_ext.schedules import UNIT, Costs, Placement, generate, registered
+from megatron_ext.schedules.search.length_balance import LengthCost
 from megatron_ext.schedules.table.placement import linear, loop, v
+from megatron_ext.schedules.table.slices import shares_of_equal_cost
 from megatron_ext.schedules.table.transforms import split_backwards
+
+from .ops import SEQUENCE_LENGTH, OpTimes
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import DevicePath, TransportName
     from megatron_ext.schedules import Schedule
 
+    from .ops import Sizes
     from .stage import Probe
 
 __all__ = ["Own", "Peer", "System", "all_systems", "device_systems", "disturbed_systems"]
@@ -51,6 +56,10 @@ class System(ABC):
     def share(self, pp: int) -> float:
         """Return which part of 1/pp of the model one stage is."""
         return pp / self.placement(pp).num_stages
+
+    def times(self, sizes: Sizes) -> OpTimes:
+        """Return how long its ops have to take."""
+        return OpTimes(sizes.forward_s, self.share(sizes.pp))
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,10 @@ class Own(System):
     """As training is told by --use-dpp and its options."""
     splits: bool = False
     """Whether the backwards of a static table are split, as --use-dpp splits them."""
+    slices: int = 1
+    """As training is told by --pipeline-slices."""
+    attention: float = 0.0
+    """Share of attention in a forward, by which slices are cut."""
 
     @property
     def weight_copies(self) -> int:
@@ -111,13 +124,26 @@ class Own(System):
             transport=self.transport,
             device_path=self.device_path,
             dynamic=self.dynamic,
+            slices=self.slices,
+            length_costs=self._length_cost(),
         )
         made = _SplitPipeline if self.splits else Pipeline
         return made(config, pp, per_replica)
 
+    def _length_cost(self) -> LengthCost | None:
+        if self.slices == 1:
+            return None
+        return LengthCost(1 - self.attention, self.attention / SEQUENCE_LENGTH)
+
+    def times(self, sizes: Sizes) -> OpTimes:
+        """Return how long its ops have to take."""
+        shares = shares_of_equal_cost(self.slices, self.attention)
+        slices = Costs(attention=self.attention).slice_factors(shares)
+        return replace(super().times(sizes), slices=slices)
+
     def check(self, pp: int, num_microbatches: int) -> None:
         """Raise ScheduleError, with the rule, if there is no such schedule of these sizes."""
-        generate(self.schedule, pp, num_microbatches, **self.options)
+        generate(self.schedule, pp, num_microbatches, slices=self.slices, **self.options)
 
     def placement(self, pp: int) -> Placement:
         """Return where the stages are."""
