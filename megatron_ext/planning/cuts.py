@@ -1,0 +1,125 @@
+"""Cuts the layers of a model into the stages of a placement, so that no rank works longest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from megatron_ext.errors import ScheduleError
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.table.placement import Placement
+
+__all__ = ["cut", "layout_of", "loads"]
+
+
+def cut(
+    layers: Sequence[float],
+    first: float,
+    last: float,
+    placement: Placement,
+    *,
+    least_last: int = 1,
+) -> list[int]:
+    """Return the number of layers of each stage that makes the longest work of a rank shortest.
+
+    Exact where each rank has one stage: dynamic programming over (stage, end), by longest stage,
+    then by the sum of squares. Where a rank has several, that is the start, and single layers then
+    move from the busiest rank to any other while this helps.
+
+    Args:
+        layers: Work of each transformer layer, in any unit.
+        first: Work of the first stage besides its layers: the embedding.
+        last: Work of the last stage besides its layers: MTP and loss.
+        placement: The rank of each stage.
+        least_last: Layers that the last stage needs; every other needs one.
+
+    Raises:
+        ScheduleError: There are too few layers.
+    """
+    stages, count = placement.num_stages, len(layers)
+    upto = [0.0, *accumulate(layers)]
+    never = (float("inf"), 0.0)
+    # Filling each stage up to this, one after the other, reaches the end.
+    enough = (upto[-1] + first + last) / stages + max(*layers, first, last)
+    best = [(0.0, 0.0), *[never] * count]
+    starts: list[list[int]] = []
+    for stage in range(stages):
+        least = least_last if stage == stages - 1 else 1
+        extra = first * (stage == 0) + last * (stage == stages - 1)
+        found, froms = [never] * (count + 1), [0] * (count + 1)
+        left = max(0, stages - stage - 2 + least_last)  # layers that later stages need
+        for end in range(stage + least, count - left + 1) if stage < stages - 1 else (count,):
+            for start in range(end - least, stage - 1, -1):
+                work = upto[end] - upto[start] + extra
+                if work > min(enough, found[end][0]):
+                    break  # an earlier start only makes it longer
+                total = (max(best[start][0], work), best[start][1] + work * work)
+                if total < found[end]:
+                    found[end], froms[end] = total, start
+        best = found
+        starts.append(froms)
+    if best[count] == never:
+        raise ScheduleError(f"{count} layers do not divide into {stages} stages")
+    counts, end = [], count
+    for froms in reversed(starts):
+        counts.append(end - froms[end])
+        end = froms[end]
+    counts.reverse()
+    if stages > placement.num_ranks:
+        _move(counts, layers, first, last, placement, least_last)
+    return counts
+
+
+def loads(
+    counts: Sequence[int], layers: Sequence[float], first: float, last: float, placement: Placement
+) -> list[float]:
+    """Return the work of each rank under a cut, in the unit of the layers."""
+    found, start = [0.0] * placement.num_ranks, 0
+    for stage, count in enumerate(counts):
+        found[placement.rank_of[stage]] += sum(layers[start : start + count])
+        start += count
+    found[placement.rank_of[0]] += first
+    found[placement.rank_of[-1]] += last
+    return found
+
+
+def _move(
+    counts: list[int],
+    layers: Sequence[float],
+    first: float,
+    last: float,
+    placement: Placement,
+    least_last: int,
+) -> None:
+    """Move single layers from the busiest rank while its load, then the sum of squares, falls."""
+
+    def value() -> tuple[float, float, int]:
+        now = loads(counts, layers, first, last, placement)
+        return round(max(now), 12), round(sum(load * load for load in now), 12), max(counts)
+
+    reached = value()
+    for _ in range(4 * len(layers)):
+        now = loads(counts, layers, first, last, placement)
+        better = None
+        busiest = max(range(len(now)), key=now.__getitem__)
+        for giver in placement.stages_of[busiest]:
+            if counts[giver] <= (least_last if giver == len(counts) - 1 else 1):
+                continue
+            counts[giver] -= 1
+            for taker in range(len(counts)):
+                counts[taker] += 1
+                better = min(better or (reached, 0, 0), (value(), giver, taker))
+                counts[taker] -= 1
+            counts[giver] += 1
+        if better is None or better[0] >= reached:
+            return
+        reached, giver, taker = better
+        counts[giver] -= 1
+        counts[taker] += 1
+
+
+def layout_of(counts: Sequence[int], mtp_layers: int) -> str:
+    """Return the stages in the notation of `--pipeline-model-parallel-layout`."""
+    return "E" + "|".join("t" * count for count in counts) + "m" * mtp_layers + "L"

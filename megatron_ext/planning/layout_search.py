@@ -1,0 +1,478 @@
+"""Searches sizes, cuts, schedules and recomputation for the shortest step, with a lower bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.planning.cuts import cut, layout_of
+from megatron_ext.planning.layer_costs import (
+    FULL,
+    Part,
+    Sharding,
+    gather_s,
+    model_flops,
+    part_of,
+    recompute_flags,
+    recompute_modes,
+)
+from megatron_ext.schedules.generators.catalog import generate, get, registered
+from megatron_ext.schedules.search.simulate import simulate
+from megatron_ext.schedules.table.costs import Costs
+
+if TYPE_CHECKING:
+    from megatron_ext.planning.hardware import Device
+    from megatron_ext.planning.model_sizes import ModelSizes
+
+__all__ = ["FIXABLE", "Found", "Job", "Plan", "Sizes3D", "forecast", "search"]
+
+FIXABLE = ("tp", "pp", "vp", "cp", "ep", "micro_batch", "schedule", "recompute", "layout")
+_GIB = 2.0**30
+_STATE_BYTES = 12
+"""Of the optimizer for each parameter: fp32 weights, Adam's two moments."""
+_GRADIENT_BYTES, _WEIGHT_BYTES = 4, 2
+_ENOUGH = 3
+"""Micro-batches for each rank after which a table repeats itself: more are extrapolated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be planned."""
+
+    model: ModelSizes
+    device: Device
+    num_devices: int
+    global_batch: int
+    sequence: int
+    is_8bit: bool = False
+    fused_loss: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Values that the user gives, by the names of `FIXABLE`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes3D:
+    """Everything but cut and schedule."""
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    micro_batch: int
+    mode: frozenset[str]
+    num_microbatches: int
+    replicas: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A layout with its forecast."""
+
+    job: Job
+    sizes: Sizes3D
+    schedule: str
+    chunks: int
+    counts: tuple[int, ...]
+    """Layers of each stage."""
+    shares: tuple[float, ...]
+    """Share of the work on each rank."""
+    step_s: float
+    bound_s: float
+    """No order and no cut makes these sizes faster."""
+    pipeline_s: float
+    """Of the step: the table."""
+    memory_gib: tuple[float, ...]
+    """At its worst moment, by rank."""
+
+    @cached_property
+    def tokens_per_s(self) -> float:
+        """For each device."""
+        job = self.job
+        return job.global_batch * job.sequence / self.step_s / job.num_devices
+
+    @property
+    def tflops(self) -> float:
+        """For each device, as Megatron counts."""
+        return self.tokens_per_s * model_flops(self.job.model, self.job.sequence) / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Share of the device's peak of the precision in use."""
+        device = self.job.device
+        return self.tflops * 1e12 / (device.flops_8bit if self.job.is_8bit else device.flops)
+
+    @property
+    def layout(self) -> str | None:
+        """The cut in Megatron's notation; None without a pipeline."""
+        return layout_of(self.counts, self.job.model.mtp_layers) if self.sizes.pp > 1 else None
+
+    @property
+    def limit(self) -> str:
+        """What most of the time beyond useful work goes to."""
+        sizes = self.sizes
+        bubble = self.pipeline_s - self.bound_s
+        others = {"bubble and uneven stages": bubble, "step": self.step_s - self.pipeline_s}
+        others |= _exposed(self.job, sizes)
+        return max(others, key=others.__getitem__)
+
+    @property
+    def flags(self) -> str:
+        """Megatron's flags, with ours, that make it so."""
+        sizes, job = self.sizes, self.job
+        words = [f"--tensor-model-parallel-size {sizes.tp}"]
+        words += ["--sequence-parallel"] if sizes.tp > 1 else []
+        words.append(f"--pipeline-model-parallel-size {sizes.pp}")
+        if sizes.pp > 1:
+            chosen = get(self.schedule).flags or f"--pipeline-schedule {self.schedule}"
+            # A layout says how many stages there are.
+            words.append(chosen.partition(" --num-virtual")[0])
+            words.append(f"--pipeline-model-parallel-layout '{self.layout}'")
+        words += [f"--context-parallel-size {sizes.cp}"] if sizes.cp > 1 else []
+        if job.model.num_experts:
+            words.append(f"--expert-model-parallel-size {sizes.ep}")
+            words.append("--expert-tensor-parallel-size 1")
+        words.append(f"--micro-batch-size {sizes.micro_batch}")
+        words.append(f"--global-batch-size {job.global_batch} --seq-length {job.sequence}")
+        words.append("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
+        words.append(recompute_flags(sizes.mode))
+        return " ".join(filter(None, words))
+
+
+@dataclass
+class Found:
+    """Result of a search."""
+
+    plans: list[Plan] = field(default_factory=list)
+    """The best, shortest step first."""
+    bound_s: float = math.inf
+    """No layout of the space is faster."""
+    num_sizes: int = 0
+    num_evaluated: int = 0
+    is_complete: bool = True
+    """False: it was interrupted, and the bound is of the sizes that were left, too."""
+
+    @property
+    def gap(self) -> float:
+        """How far the answer is from the bound."""
+        return self.plans[0].step_s / self.bound_s - 1
+
+
+def search(
+    job: Job,
+    keep: int = 5,
+    progress: Callable[[Found, int], None] = lambda _found, _left: None,
+) -> Found:
+    """Return the layouts with the shortest steps: branch and bound over all sizes.
+
+    Sizes are visited by their bound, so that everything that could still beat the worst of the
+    best is evaluated, with every schedule and its cut. Interrupted, it returns the best so far.
+
+    Raises:
+        ArgumentsError: The fixed values, or the devices and the batch, allow no sizes.
+    """
+    space = list(_space(job))
+    bounds = ((_bound(job, sizes), index, sizes) for index, sizes in enumerate(space))
+    todo = sorted(each for each in bounds if each[0] < math.inf)
+    if not space:
+        raise ArgumentsError(
+            f"{job.num_devices} devices and --global-batch-size {job.global_batch} allow no sizes"
+            f"{' with ' + str(dict(job.fixed)) if job.fixed else ''}; use a batch that the "
+            "replicas divide, or fix less"
+        )
+    found = Found(num_sizes=len(space))
+    possible: list[float] = []
+    try:
+        for position, (bound, _, sizes) in enumerate(todo):
+            if len(found.plans) == keep and bound >= found.plans[-1].step_s:
+                possible.append(bound)
+                break
+            progress(found, len(todo) - position)
+            fitting = []
+            for schedule, chunks in _orders(job, sizes):
+                plan = forecast(job, sizes, schedule, chunks, job.fixed.get("layout"))
+                found.num_evaluated += 1
+                if plan is not None:
+                    fitting.append(plan)
+            if fitting:
+                possible.append(bound)
+                distinct: dict[Any, Plan] = {}
+                for plan in sorted([*found.plans, *fitting], key=lambda plan: plan.step_s):
+                    distinct.setdefault((plan.sizes, plan.schedule), plan)
+                found.plans = list(distinct.values())[:keep]
+    except KeyboardInterrupt:
+        found.is_complete = False
+        possible.append(todo[position][0])
+    found.bound_s = min(possible, default=math.inf)
+    return found
+
+
+def _powers(limit: int) -> list[int]:
+    return [2**n for n in range(max(1, limit).bit_length())]
+
+
+def _space(job: Job) -> Iterator[Sizes3D]:
+    """Yield all sizes that Megatron accepts, whether or not they fit into memory."""
+    model, total, fixed = job.model, job.num_devices, job.fixed
+
+    def choices(name: str, usual: list[int]) -> list[int]:
+        return [fixed[name]] if name in fixed else usual
+
+    most_stages = model.num_layers + (1 if model.mtp_layers else 0)
+    modes = recompute_modes(model)
+    if "recompute" in fixed:
+        modes = [fixed["recompute"]]
+    for tp in choices("tp", _powers(min(job.device.node_size, model.query_groups * 2, 8))):
+        if total % tp or model.heads % tp or model.query_groups % tp or model.ffn % tp:
+            continue
+        pipelines = [p for p in range(1, min(most_stages, 64, total) + 1) if not total // tp % p]
+        for pp in choices("pp", pipelines):
+            for cp in choices("cp", _powers(job.sequence // 4096)):
+                if total % (tp * pp * cp) or job.sequence % (2 * cp * tp):
+                    continue
+                replicas = total // (tp * pp * cp)
+                experts = [1]
+                if model.num_experts:
+                    most = math.gcd(model.num_experts, total // pp)
+                    experts = [n for n in _powers(most) if most % n == 0]
+                for micro_batch in choices("micro_batch", _powers(8)):
+                    each, rest = divmod(job.global_batch, replicas * micro_batch)
+                    if rest or not each:
+                        continue
+                    for ep in choices("ep", experts):
+                        if total // pp % ep or (model.num_experts or 1) % ep:
+                            continue
+                        for mode in modes:
+                            yield Sizes3D(
+                                tp=tp,
+                                pp=pp,
+                                cp=cp,
+                                ep=ep,
+                                micro_batch=micro_batch,
+                                mode=mode,
+                                num_microbatches=each,
+                                replicas=replicas,
+                            )
+
+
+def _orders(job: Job, sizes: Sizes3D) -> Iterator[tuple[str, int]]:
+    """Yield schedules and their stages on each rank."""
+    fixed, pp = job.fixed, sizes.pp
+    if pp == 1:
+        yield "none", 1
+        return
+    most = (job.model.num_layers + (1 if job.model.mtp_layers else 0)) // pp
+    for name, generator in registered().items():
+        if name == "gpipe" or name != fixed.get("schedule", name):
+            continue
+        if not generator.free_chunks:
+            if fixed.get("vp", generator.num_chunks) == generator.num_chunks:
+                yield name, generator.num_chunks
+            continue
+        for chunks in [fixed["vp"]] if "vp" in fixed else range(2, min(most, 8) + 1):
+            if chunks > 1:
+                yield name, chunks
+
+
+@lru_cache(maxsize=4096)
+def _parts(job_key: tuple[Any, ...], sizes: Sizes3D) -> tuple[list[Part], Part, Part]:
+    """Return all layers, what the first stage has besides, and what the last has."""
+    model, device, sequence, is_8bit, fused_loss = job_key
+    by = Sharding(
+        tensor=sizes.tp,
+        context=sizes.cp,
+        expert=sizes.ep,
+        micro_batch=sizes.micro_batch,
+        sequence=sequence,
+        is_8bit=is_8bit,
+        fused_loss=fused_loss,
+    )
+    alone = sizes.pp == 1
+    kinds = {
+        is_moe: part_of(model, "moe" if is_moe else "dense", by, device, sizes.mode)
+        for is_moe in set(model.moe_layers)
+    }
+    last = part_of(model, "loss", by, device, holds_embedding=alone)
+    if model.mtp_layers:
+        mtp = part_of(model, "mtp", by, device, sizes.mode, holds_embedding=alone)
+        transient = max(last.transient, mtp.transient)
+        last = _total([last, mtp])._replace(transient=transient)
+    first = part_of(model, "embedding", by, device)
+    return [kinds[is_moe] for is_moe in model.moe_layers], first, last
+
+
+def _key(job: Job) -> tuple[Any, ...]:
+    return (job.model, job.device, job.sequence, job.is_8bit, job.fused_loss)
+
+
+def _total(parts: list[Part]) -> Part:
+    if not parts:
+        return Part(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    columns = list(zip(*parts, strict=True))
+    return Part(*map(sum, columns[:-1]), max(columns[-1]))
+
+
+def _bound(job: Job, sizes: Sizes3D) -> float:
+    """Return a time that no order and no cut of these sizes beats; infinite if none fits.
+
+    The busiest rank has at least the mean of the work, and one micro-batch has to pass all stages
+    forwards and backwards.
+    """
+    layers, first, last = _parts(_key(job), sizes)
+    whole = _total([*layers, first, last])
+    d, experts = sizes.replicas * sizes.cp, _expert_replicas(job, sizes)
+    static = whole.params * _per_parameter(2 * d) + whole.expert_params * _per_parameter(
+        2 * experts
+    )
+    if sizes.pp > 1:  # v-half keeps the least of all schedules
+        static += min(sizes.num_microbatches, sizes.pp // 2 + 1) * whole.saved
+    if static / sizes.pp > (job.device.memory_gib - job.device.reserve_gib) * _GIB:
+        return math.inf
+    return max(sizes.num_microbatches * whole.work / sizes.pp, whole.forward + whole.input)
+
+
+def _expert_replicas(job: Job, sizes: Sizes3D) -> int:
+    return job.num_devices // (sizes.pp * sizes.ep)
+
+
+def _per_parameter(replicas: int) -> float:
+    return _WEIGHT_BYTES + _GRADIENT_BYTES + _STATE_BYTES / replicas
+
+
+@lru_cache(maxsize=4096)
+def _table(name: str, pp: int, num_microbatches: int, chunks: int | None) -> Any:
+    return generate(name, pp, num_microbatches, chunks)
+
+
+def forecast(
+    job: Job, sizes: Sizes3D, schedule: str, chunks: int, counts: Sequence[int] | None = None
+) -> Plan | None:
+    """Return the plan of a schedule, or None if it is impossible or too large for the memory.
+
+    Args:
+        job: What is to be planned.
+        sizes: Everything but cut and schedule.
+        schedule: A registered name.
+        chunks: Stages on each rank.
+        counts: Layers of each stage; None: the best cut.
+    """
+    layers, first, last = _parts(_key(job), sizes)
+    device, pp, m = job.device, sizes.pp, sizes.num_microbatches
+    limit = (device.memory_gib - device.reserve_gib) * _GIB
+    whole = _total([*layers, first, last])
+    if pp == 1:
+        table, twins, stages = None, 1, [whole]
+        counts, rank_of = [len(layers)], (0,)
+        in_flight = [whole.saved]
+        span = m * whole.work
+    else:
+        simulated = m
+        if m > 2 * _ENOUGH * pp:  # the same remainder for tables that come in rounds
+            simulated = m - (m - _ENOUGH * pp) // (2 * pp) * 2 * pp
+        generator = get(schedule)
+        if pp // generator.twins * chunks > len(layers) + (1 if job.model.mtp_layers else 0):
+            return None
+        try:
+            table = _table(schedule, pp, simulated, chunks if generator.free_chunks else None)
+            placement = table.placement
+            counts = counts or cut(
+                [layer.work for layer in layers],
+                first.work,
+                last.work,
+                placement,
+                least_last=0 if job.model.mtp_layers else 1,
+            )
+        except ScheduleError:
+            return None
+        if len(counts) != placement.num_stages:
+            return None
+        twins, rank_of = placement.twins, placement.rank_of
+        stages, start = [], 0
+        for stage, count in enumerate(counts):
+            own = layers[start : start + count]
+            own += [first] * (stage == 0) + [last] * (stage == len(counts) - 1)
+            stages.append(_total(own))
+            start += count
+        in_flight = [_peak(row, [stage.saved for stage in stages]) for row in table.rows]
+    num_ranks = len(in_flight)
+    by_rank = [
+        _total([stages[s] for s in range(len(stages)) if rank_of[s] == rank])
+        for rank in range(num_ranks)
+    ]
+    d, experts = sizes.replicas * sizes.cp * twins, _expert_replicas(job, sizes) * twins
+    message = 2 * job.sequence * sizes.micro_batch * job.model.hidden / sizes.cp / sizes.tp
+    memory = tuple(
+        rank.params * _per_parameter(d)
+        + rank.expert_params * _per_parameter(experts)
+        + kept
+        + rank.transient
+        + (4 * message if pp > 1 else 0)
+        for rank, kept in zip(by_rank, in_flight, strict=True)
+    )
+    if max(memory) > limit:
+        return None
+    if table is not None:
+        far = job.num_devices // pp * (twins) >= device.node_size
+        rate = device.network_bytes if far else device.link_bytes
+        costs = Costs(
+            whole.forward / pp,
+            whole.input / pp,
+            whole.weight / pp,
+            latency=device.message_s + message / (rate * device.collective),
+            stage_scale=tuple(stage.work / whole.work * len(stages) for stage in stages),
+        )
+        span = simulate(table, costs).makespan
+        span += (m - simulated) / twins * max(rank.work for rank in by_rank)
+    around = max(_around_step(job, sizes, rank, d, experts) for rank in by_rank)
+    return Plan(
+        job=job,
+        sizes=sizes,
+        schedule=schedule,
+        chunks=chunks,
+        counts=tuple(counts),
+        shares=tuple(rank.work / whole.work / twins for rank in by_rank),
+        step_s=span + around,
+        bound_s=_bound(job, sizes),
+        pipeline_s=span,
+        memory_gib=tuple(size / _GIB for size in memory),
+    )
+
+
+def _peak(row: Any, saved: list[float]) -> float:
+    """Return the most bytes of activations that a rank keeps, in the order of its row."""
+    now = most = 0.0
+    for action in row:
+        if action.kind == "F":
+            now += saved[action.stage]
+            most = max(most, now)
+        elif action.kind in ("B", "W"):
+            now -= saved[action.stage]
+    return most
+
+
+def _around_step(job: Job, sizes: Sizes3D, rank: Part, d: int, experts: int) -> float:
+    """Return the seconds of a step that the pipeline does not hide: reductions and optimizer."""
+    device = job.device
+    spans = [(rank.params, d, sizes.tp), (rank.expert_params, experts, sizes.ep)]
+    reduced, gathered, updated = 0.0, 0.0, 0.0
+    for params, replicas, stride in spans:
+        if params:
+            reduced += gather_s(device, _GRADIENT_BYTES * params, replicas, stride)
+            gathered += gather_s(device, _WEIGHT_BYTES * params, replicas, stride)
+            updated += params / replicas * 34 / (device.memory_bytes * device.memory)
+    shown = max(0.0, reduced - rank.input - rank.weight) + max(0.0, gathered - rank.forward)
+    return updated + shown
+
+
+def _exposed(job: Job, sizes: Sizes3D) -> dict[str, float]:
+    """Return the seconds of a step that recomputation takes."""
+    if not sizes.mode:
+        return {}
+    layers, first, last = _parts(_key(job), sizes)
+    plain = _parts(_key(job), replace(sizes, mode=frozenset()))
+    each = _total([*layers, first, last]).work - _total([*plain[0], *plain[1:]]).work
+    name = "recomputation" + (" of whole layers" if sizes.mode == FULL else "")
+    return {name: each * sizes.num_microbatches / sizes.pp}

@@ -1,0 +1,301 @@
+"""The sizes of a model, from an example, Megatron's flags or a Hugging Face config."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import ArgumentsError
+
+__all__ = ["ModelSizes", "flags_of_config", "read_model", "sizes_of_flags"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """What the weights, the operations and the activations of a model follow from."""
+
+    name: str
+    hidden: int
+    heads: int
+    query_groups: int
+    head_size: int
+    """Of queries and keys, rotary part included."""
+    value_size: int
+    ffn: int
+    """Width of the dense feed-forward network."""
+    gated: bool
+    """SwiGLU: two projections up, one down."""
+    vocabulary: int
+    """Padded."""
+    is_tied: bool
+    """Whether the output layer shares the embedding's weights."""
+    learned_positions: int
+    biases: bool
+    qkv_biases: bool
+    norm_weights: int
+    """Vectors of a norm: 1 (RMSNorm) or 2 (LayerNorm)."""
+    qk_norm: bool
+    moe_layers: tuple[bool, ...]
+    """Of each transformer layer: whether its feed-forward network is a mixture of experts."""
+    num_experts: int
+    top_k: int
+    expert_ffn: int
+    shared_ffn: int
+    """Of the shared experts together; 0: none."""
+    is_latent: bool
+    """Multi-latent attention."""
+    query_rank: int
+    """0: queries are not compressed."""
+    key_value_rank: int
+    rotary_size: int
+    mtp_layers: int
+    sequence: int | None
+    """Length in tokens, if the source gives one."""
+    flags: tuple[str, ...]
+    """Megatron's flags of this model."""
+
+    @property
+    def num_layers(self) -> int:
+        """Transformer layers, without those of multi-token prediction."""
+        return len(self.moe_layers)
+
+
+def read_model(source: Path | None, size: str | None, flags: Sequence[str]) -> ModelSizes:
+    """Return the sizes of a model.
+
+    Args:
+        source: A folder with `model.env` (an example) or `config.json` (Hugging Face), or such a
+            `config.json`; None: the flags say everything.
+        size: Which size of an example; None: its default.
+        flags: Megatron's flags, which win over those of the source.
+
+    Raises:
+        ArgumentsError: The source cannot be read, or a size is missing.
+    """
+    if source is None:
+        if not flags:
+            raise ArgumentsError(
+                "there is no model; use --model examples/llama3, --model config.json, or flags of "
+                "Megatron's behind --, such as -- --num-layers 32 --hidden-size 4096 ..."
+            )
+        return sizes_of_flags(flags, "flags")
+    if (source / "model.env").is_file():
+        own, name = _flags_of_example(source, size)
+    else:
+        path = source / "config.json" if source.is_dir() else source
+        if size is not None:
+            raise ArgumentsError(f"--size {size} is for a folder with model.env; leave it out")
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+            own = flags_of_config(config)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ArgumentsError(
+                f"--model {source} gives no sizes ({type(error).__name__}: {error}); use a folder "
+                "with model.env, such as examples/llama3, or a Hugging Face config.json"
+            ) from error
+        name = str(config.get("_name_or_path") or path.parent.name or path.stem)
+    return sizes_of_flags([*own, *flags], name)
+
+
+def _flags_of_example(folder: Path, size: str | None) -> tuple[list[str], str]:
+    # The flags are arrays of a shell script, so the shell reads them.
+    script = (
+        'source "$1"; SIZE=${2:-$DEFAULT_SIZE}; LLM_TRAINING=() SHARDED=() TINY_TRAINING=(); '
+        'declare -F "size_$SIZE" >/dev/null || { compgen -A function size_ | cut -c6- | '
+        'paste -sd" "; exit 3; }; VOCAB_SIZE=; size_"$SIZE"; printf "%s\\n" "$TITLE $SIZE" '
+        '--vocab-size "$VOCAB_SIZE" "${ARCHITECTURE[@]}" "${MODEL[@]}"'
+    )
+    command = ["bash", "-c", script, "plan", str(folder / "model.env"), size or ""]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode == 3:
+        raise ArgumentsError(f"--size {size}: {folder} has {done.stdout.strip()}; use one of these")
+    if done.returncode:
+        raise ArgumentsError(
+            f"{folder / 'model.env'} cannot be read: {done.stderr.strip()}; run it with bash"
+        )
+    name, *flags = done.stdout.splitlines()
+    return flags, name
+
+
+_INTEGERS = (
+    "num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels "
+    "vocab-size padded-vocab-size make-vocab-size-divisible-by max-position-embeddings "
+    "seq-length num-experts moe-router-topk moe-ffn-hidden-size "
+    "moe-shared-expert-intermediate-size q-lora-rank kv-lora-rank qk-head-dim "
+    "qk-pos-emb-head-dim v-head-dim mtp-num-layers"
+)
+_SWITCHES = (
+    "swiglu disable-bias-linear group-query-attention add-qkv-bias multi-latent-attention "
+    "qk-layernorm untie-embeddings-and-output-weights"
+)
+
+
+def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
+    """Return the sizes that flags of Megatron's describe, with its defaults; others are ignored.
+
+    Raises:
+        ArgumentsError: A size is missing or no number.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag in _INTEGERS.split():
+        parser.add_argument(f"--{flag}", type=int)
+    for flag in _SWITCHES.split():
+        parser.add_argument(f"--{flag}", action="store_true")
+    parser.add_argument("--moe-layer-freq", default="1")
+    parser.add_argument("--normalization", default="LayerNorm")
+    parser.add_argument("--position-embedding-type", default="learned_absolute")
+    try:
+        given, _ = parser.parse_known_args(_joined(flags))
+    except argparse.ArgumentError as error:
+        raise ArgumentsError(f"{error}; give a whole number") from error
+    needed = {"--num-layers": given.num_layers, "--hidden-size": given.hidden_size}
+    needed["--num-attention-heads"] = given.num_attention_heads
+    needed["--padded-vocab-size"] = given.padded_vocab_size or given.vocab_size
+    for flag, value in needed.items():
+        if value is None or value < 1:
+            raise ArgumentsError(f"{flag} is {value or 'missing'}; give the size of the model")
+    hidden, heads = given.hidden_size, given.num_attention_heads
+    if given.padded_vocab_size is None:
+        unit = given.make_vocab_size_divisible_by or 128
+        given.padded_vocab_size = -(-given.vocab_size // unit) * unit
+    ffn = given.ffn_hidden_size
+    if ffn is None:  # Megatron's rule
+        ffn = int(8 * hidden / 3 / 64) * 64 if given.swiglu else 4 * hidden
+    channels = given.kv_channels or hidden // heads
+    rotary = (given.qk_pos_emb_head_dim or 64) if given.multi_latent_attention else 0
+    latent = given.multi_latent_attention
+    experts = given.num_experts or 0
+    groups = given.num_query_groups if given.group_query_attention else heads
+    positions = given.max_position_embeddings or given.seq_length or 0
+    return ModelSizes(
+        name=name,
+        hidden=hidden,
+        heads=heads,
+        query_groups=groups or 1,
+        head_size=(given.qk_head_dim or 128) + rotary if latent else channels,
+        value_size=(given.v_head_dim or 128) if latent else channels,
+        ffn=ffn,
+        gated=given.swiglu,
+        vocabulary=given.padded_vocab_size,
+        is_tied=not given.untie_embeddings_and_output_weights,
+        learned_positions=positions if given.position_embedding_type == "learned_absolute" else 0,
+        biases=not given.disable_bias_linear,
+        qkv_biases=given.add_qkv_bias or not given.disable_bias_linear,
+        norm_weights=1 if given.normalization == "RMSNorm" else 2,
+        qk_norm=given.qk_layernorm,
+        moe_layers=_moe_layers(given.moe_layer_freq, given.num_layers, experts),
+        num_experts=experts,
+        top_k=given.moe_router_topk or 2,
+        expert_ffn=given.moe_ffn_hidden_size or ffn,
+        shared_ffn=given.moe_shared_expert_intermediate_size or 0,
+        is_latent=latent,
+        query_rank=given.q_lora_rank or 0,
+        key_value_rank=given.kv_lora_rank or 32,
+        rotary_size=rotary,
+        mtp_layers=given.mtp_num_layers or 0,
+        sequence=given.seq_length,
+        flags=tuple(flags),
+    )
+
+
+def _joined(flags: Sequence[str]) -> list[str]:
+    """Return the flags with empty values, such as that of an example's vocabulary, left out."""
+    words = list(flags)
+    for index in range(len(words) - 1, 0, -1):
+        if not words[index]:
+            del words[index - 1 : index + 1]
+    return words
+
+
+def _moe_layers(frequency: str, num_layers: int, experts: int) -> tuple[bool, ...]:
+    """Return which layers have experts, of a number or an expression as `([0]*3+[1]*58)`."""
+    if not experts:
+        return (False,) * num_layers
+
+    def value(node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        if isinstance(node, ast.List):
+            return [value(each) for each in node.elts]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+            left, right = value(node.left), value(node.right)
+            return left + right if isinstance(node.op, ast.Add) else left * right
+        raise ValueError(frequency)
+
+    try:
+        found = value(ast.parse(frequency.strip("'\""), mode="eval").body)
+        pattern = [n % found == 0 for n in range(num_layers)] if isinstance(found, int) else found
+        if len(pattern) != num_layers:
+            raise ValueError(frequency)
+    except (ValueError, SyntaxError, TypeError, ZeroDivisionError) as error:
+        raise ArgumentsError(
+            f"--moe-layer-freq {frequency} does not describe {num_layers} layers; use a number or "
+            f"a list, such as ([0]*1+[1]*{num_layers - 1})"
+        ) from error
+    return tuple(map(bool, pattern))
+
+
+def flags_of_config(config: Mapping[str, Any]) -> list[str]:
+    """Return Megatron's flags for the model of a Hugging Face `config.json`.
+
+    Raises:
+        KeyError: The configuration is not of a decoder that these flags describe.
+    """
+    config = config.get("text_config", config)  # of the language model of a multimodal one
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    heads = config["num_attention_heads"]
+    flags = {
+        "num-layers": layers,
+        "hidden-size": hidden,
+        "ffn-hidden-size": config["intermediate_size"],
+        "num-attention-heads": heads,
+        "padded-vocab-size": config["vocab_size"],
+        "max-position-embeddings": config.get("max_position_embeddings", 4096),
+        "normalization": "RMSNorm",
+        "position-embedding-type": "rope",
+        "mtp-num-layers": config.get("num_nextn_predict_layers"),
+    }
+    switches = ["swiglu", "disable-bias-linear"]
+    if config.get("attention_bias") or config.get("model_type") == "qwen2":
+        switches.append("add-qkv-bias")
+    if not config.get("tie_word_embeddings", False):
+        switches.append("untie-embeddings-and-output-weights")
+    if config.get("kv_lora_rank"):
+        switches += ["multi-latent-attention", "qk-layernorm"]
+        flags |= {
+            "q-lora-rank": config.get("q_lora_rank"),
+            "kv-lora-rank": config["kv_lora_rank"],
+            "qk-head-dim": config["qk_nope_head_dim"],
+            "qk-pos-emb-head-dim": config["qk_rope_head_dim"],
+            "v-head-dim": config["v_head_dim"],
+        }
+    else:
+        flags["kv-channels"] = config.get("head_dim") or hidden // heads
+        if config.get("num_key_value_heads", heads) != heads:
+            switches.append("group-query-attention")
+            flags["num-query-groups"] = config["num_key_value_heads"]
+        if config.get("model_type", "").startswith("qwen3"):
+            switches.append("qk-layernorm")
+    names = ("n_routed_experts", "num_local_experts", "num_experts")
+    experts = next((config[name] for name in names if config.get(name)), None)
+    if experts:
+        width = config.get("moe_intermediate_size") or config["intermediate_size"]
+        shared = config.get("shared_expert_intermediate_size")
+        first = config.get("first_k_dense_replace", 0)
+        flags |= {
+            "num-experts": experts,
+            "moe-router-topk": config["num_experts_per_tok"],
+            "moe-ffn-hidden-size": width,
+            "moe-shared-expert-intermediate-size": shared
+            or (config.get("n_shared_experts") or 0) * width
+            or None,
+            "moe-layer-freq": f"([0]*{first}+[1]*{layers - first})",
+        }
+    words = [word for key, value in flags.items() if value for word in (f"--{key}", str(value))]
+    return words + [f"--{switch}" for switch in switches]

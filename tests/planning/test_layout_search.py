@@ -1,0 +1,131 @@
+"""The search against exhaustive search, its memory and time against published measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.errors import ArgumentsError
+from megatron_ext.planning import layout_search
+from megatron_ext.planning.hardware import DEVICES
+from megatron_ext.planning.layout_search import Job, Plan, forecast, search
+from megatron_ext.planning.model_sizes import ModelSizes, sizes_of_flags
+
+TINY = (
+    "--num-layers 5 --hidden-size 256 --num-attention-heads 4 --padded-vocab-size 4096 --swiglu "
+    "--max-position-embeddings 512"
+)
+
+
+def tiny(extra: str = "") -> ModelSizes:
+    return sizes_of_flags(f"{TINY} {extra}".split(), "tiny")
+
+
+def every_plan(job: Job) -> list[Plan]:
+    """All sizes, schedules and cuts that fit."""
+    found = []
+    for sizes in layout_search._space(job):
+        for schedule, chunks in layout_search._orders(job, sizes):
+            layers, stages = job.model.num_layers, sizes.pp * chunks
+            cuts = [None]
+            if sizes.pp > 1:
+                if schedule in ("bitpipe", "dualpipe"):
+                    stages //= 2
+                cuts = [
+                    [b - a for a, b in zip((0, *ends), (*ends, layers), strict=True)]
+                    for ends in combinations(range(1, layers), stages - 1)
+                ]
+            plans = (forecast(job, sizes, schedule, chunks, counts) for counts in cuts)
+            found += [plan for plan in plans if plan is not None]
+    return found
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from(["", "--num-experts 4 --moe-router-topk 2", "--mtp-num-layers 1"]),
+    st.sampled_from([2, 4]),
+    st.sampled_from([4, 8, 12]),
+    st.sampled_from([0.03, 0.06, 0.12, 4.0]),
+)
+def test_the_bound_is_below_the_optimum_and_the_answer_close_to_it(
+    extra: str, devices: int, batch: int, memory_gib: float
+) -> None:
+    device = dataclasses.replace(DEVICES["cpu"], memory_gib=memory_gib, reserve_gib=0.0)
+    job = Job(
+        model=tiny(extra), device=device, num_devices=devices, global_batch=batch, sequence=512,
+        fixed={"micro_batch": 1},
+    )  # fmt: skip
+    found, plans = search(job), every_plan(job)
+    if not found.plans:
+        return
+    optimum = min(plan.step_s for plan in plans)
+    assert found.bound_s <= optimum + 1e-9
+    # The cut shortens the work of the busiest rank; an order may like another one better.
+    assert optimum - 1e-9 <= found.plans[0].step_s <= 1.06 * optimum
+    for plan in plans:
+        assert plan.bound_s <= plan.step_s
+
+
+def test_an_interrupted_search_gives_the_best_so_far() -> None:
+    job = Job(
+        model=tiny(), device=DEVICES["cpu"], num_devices=4, global_batch=8, sequence=512
+    )  # fmt: skip
+
+    def interrupt(found: layout_search.Found, _left: int) -> None:
+        if found.num_evaluated > 3 and found.plans:
+            raise KeyboardInterrupt
+
+    found, whole = search(job, progress=interrupt), search(job)
+    assert not found.is_complete
+    assert found.plans
+    assert found.bound_s <= whole.plans[0].step_s <= found.plans[0].step_s
+
+
+def test_sizes_that_nothing_allows_are_an_error() -> None:
+    job = Job(
+        model=tiny(), device=DEVICES["cpu"], num_devices=8, global_batch=7, sequence=512,
+        fixed={"tp": 1, "pp": 1},
+    )  # fmt: skip
+    with pytest.raises(ArgumentsError, match="8 devices and --global-batch-size 7 allow no sizes"):
+        search(job)
+
+
+_DENSE = "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
+_DENSE += "--untie-embeddings-and-output-weights --group-query-attention "
+_LLAMA_70B = (
+    f"{_DENSE}--num-layers 12 --hidden-size 8192 --num-attention-heads 64 --num-query-groups 8 "
+    "--ffn-hidden-size 28672 --padded-vocab-size 128256"
+)
+_LLAMA_405B = (
+    f"{_DENSE}--num-layers 4 --hidden-size 16384 --num-attention-heads 128 --num-query-groups 16 "
+    "--ffn-hidden-size 53248 --padded-vocab-size 128256"
+)
+MEASURED = [
+    # SimuMax v1.2, docs/b200: model, layers, TP, PP, DP, GiB that PyTorch allocated on B200.
+    (_LLAMA_70B, 12, 1, 2, 4, 66.55),
+    (_LLAMA_70B, 12, 2, 1, 4, 60.68),
+    (_LLAMA_70B, 12, 4, 1, 2, 39.07),
+    (_LLAMA_70B, 12, 8, 1, 1, 28.29),
+    (_LLAMA_405B, 4, 1, 2, 4, 87.08),
+    (_LLAMA_405B, 4, 2, 1, 4, 81.59),
+    (_LLAMA_405B, 4, 4, 1, 2, 52.89),
+    (_LLAMA_405B, 4, 8, 1, 1, 38.57),
+]
+
+
+@pytest.mark.parametrize(("flags", "layers", "tp", "pp", "dp", "gib"), MEASURED)
+def test_memory_is_that_which_others_measured(
+    flags: str, layers: int, tp: int, pp: int, dp: int, gib: float
+) -> None:
+    job = Job(
+        model=sizes_of_flags(flags.split(), "llama"), device=DEVICES["b200"],
+        num_devices=tp * pp * dp, global_batch=8 * dp, sequence=4096, fused_loss=True,
+        fixed={"tp": tp, "pp": pp, "micro_batch": 1, "recompute": frozenset(),
+               "schedule": "1f1b", "layout": [layers // pp] * pp},
+    )  # fmt: skip
+    [plan, *_] = search(job).plans
+    assert max(plan.memory_gib) == pytest.approx(gib, rel=0.016)

@@ -1,0 +1,122 @@
+"""Sizes of models from examples, flags and Hugging Face configurations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.errors import ArgumentsError
+from megatron_ext.planning.hardware import DEVICES, parse_devices
+from megatron_ext.planning.layer_costs import Sharding, model_flops, part_of
+from megatron_ext.planning.model_sizes import ModelSizes, read_model
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def parameters(model: ModelSizes) -> float:
+    """All weights, without multi-token prediction."""
+    kinds: list[Any] = ["embedding", "loss"]
+    kinds += ["moe" if is_moe else "dense" for is_moe in model.moe_layers]
+    parts = [part_of(model, kind, Sharding(sequence=4096), DEVICES["h100"]) for kind in kinds]
+    return sum(part.params + part.expert_params for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("folder", "size", "billions"),
+    [  # as published: 671B, 235.7B, 8.03B, 70.55B, 46.7B
+        ("deepseek-v3", None, 671.03),
+        ("deepseek-v2", None, 235.74),
+        ("llama3", "8b", 8.03),
+        ("llama3", "70b", 70.55),
+        ("mixtral", None, 46.70),
+    ],
+)
+def test_an_example_has_the_published_number_of_parameters(
+    folder: str, size: str | None, billions: float
+) -> None:
+    model = read_model(EXAMPLES / folder, size, [])
+    assert parameters(model) / 1e9 == pytest.approx(billions, abs=0.011)
+
+
+def test_operations_are_counted_as_megatron_counts_them() -> None:
+    """Megatron-Bridge publishes both rates of a run: 734 TFLOP/s at 1,633 tokens/s, 8k tokens."""
+    llama = read_model(EXAMPLES / "llama3", "70b", [])
+    assert model_flops(llama, 8192) == pytest.approx(734e12 / 1633, rel=0.003)
+    deepseek = read_model(EXAMPLES / "deepseek-v3", None, [])
+    assert model_flops(deepseek, 4096) == pytest.approx(1276e12 / 4912, rel=0.005)
+
+
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "intermediate_size": 18432,
+    "vocab_size": 129280, "tie_word_embeddings": False, "n_routed_experts": 256,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+    "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "num_nextn_predict_layers": 1, "max_position_embeddings": 163840,
+}  # fmt: skip
+
+
+def test_a_hugging_face_config_gives_the_sizes_of_the_example(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    ours, theirs = read_model(EXAMPLES / "deepseek-v3", None, []), read_model(tmp_path, None, [])
+    for name in set(vars(ours)) - {"name", "flags", "sequence"}:
+        assert getattr(ours, name) == getattr(theirs, name), name
+
+
+def test_flags_win_over_the_source(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    flags = ["--num-layers", "6", "--moe-layer-freq", "2", "--seq-length", "512"]
+    model = read_model(tmp_path, None, flags)
+    assert model.moe_layers == (True, False) * 3
+    assert model.sequence == 512
+
+
+@pytest.mark.parametrize(
+    ("source", "size", "flags", "message"),
+    [
+        (None, None, [], "there is no model; use --model examples/llama3"),
+        (None, None, ["--num-layers", "4"], "--hidden-size is missing; give the size"),
+        (None, None, ["--num-layers", "four"], "give a whole number"),
+        ("llama3", "9b", [], "--size 9b: .* has 8b 70b tiny|--size 9b: .* has .*8b.*; use one"),
+        ("nowhere", None, [], "nowhere gives no sizes .*; use a folder with model.env"),
+        ("llama3", "8b", ["--num-experts", "4", "--moe-layer-freq", "[1]*3"], "32 layers; use"),
+        ("llama3", "8b", ["--num-experts", "4", "--moe-layer-freq", "open('x')"], "32 layers"),
+    ],
+)
+def test_bad_input_is_one_line(
+    source: str | None, size: str | None, flags: list[str], message: str
+) -> None:
+    path = None if source is None else EXAMPLES / source
+    with pytest.raises(ArgumentsError, match=message) as caught:
+        read_model(path, size, flags)
+    assert "\n" not in str(caught.value)
+
+
+def test_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse_devices("8xH100") == (8, DEVICES["h100"])
+    Path("mine.json").write_text(json.dumps({"base": "h100", "memory_gib": 64.0}))
+    count, mine = parse_devices("64xmine.json")
+    assert (count, mine.name, mine.memory_gib) == (64, "mine", 64.0)
+    assert mine.flops == DEVICES["h100"].flops
+    assert mine.sources["memory_gib"] == "given by mine.json"
+    Path("bad.json").write_text('{"base": "h100", "speed": 1}')
+    for text, message in (
+        ("h100", "is no number and kind"),
+        ("0xh100", "is no number and kind"),
+        ("8xh900", "h900 is unknown; use h100"),
+        ("8xbad.json", "describes no device"),
+        ("8xnone.json", "describes no device"),
+    ):
+        with pytest.raises(ArgumentsError, match=message):
+            parse_devices(text)
+
+
+def test_every_number_of_a_device_has_a_source() -> None:
+    for device in DEVICES.values():
+        rates = {"flops", "memory_bytes", "link_bytes", "gemm", "gemm_8bit"}
+        assert device.name == "cpu" or rates <= set(device.sources), device.name

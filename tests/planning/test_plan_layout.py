@@ -1,0 +1,136 @@
+"""`megatron-ext plan --devices`, and its flags in the real validation."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext import cli
+from megatron_ext.planning.model_sizes import read_model
+from tests.config.test_schedule_flags import outcomes
+from tests.ranks import require_training, run_ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+REST = (
+    "--micro-batch-size 1 --train-iters 5 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 127 --eval-interval 1000 --bf16"
+)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert cli.main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("example", "size", "devices", "batch", "fix"),
+    [
+        ("llama3", "8b", "8xh100", 512, "cp=1"),  # more needs Transformer Engine, which is not here
+        ("llama3", "70b", "64xh100", 128, "tp=4,cp=1"),
+        ("mixtral", None, "64xh100", 256, "tp=1,cp=1"),
+        ("deepseek-v2", None, "128xh200", 1024, "tp=1,cp=1,micro_batch=1"),
+        ("deepseek-v3", None, "256xh200", 1024, "tp=2,cp=1,micro_batch=1"),
+        ("deepseek-v3", None, "256xh200", 1024, "pp=16,tp=2,schedule=zb-v,recompute=full"),
+    ],
+)
+def test_training_takes_the_flags_of_every_plan(
+    capsys: pytest.CaptureFixture[str],
+    example: str,
+    size: str | None,
+    devices: str,
+    batch: int,
+    fix: str,
+) -> None:
+    require_training()
+    chosen = ["--size", size] if size else []
+    found = planned(
+        capsys, "--model", str(EXAMPLES / example), *chosen, "--devices", devices,
+        "--global-batch-size", str(batch), "--fix", fix,
+    )  # fmt: skip
+    model = read_model(EXAMPLES / example, size, []).flags
+    own, vocabulary = list(model), model.index("--vocab-size")
+    del own[vocabulary : vocabulary + 2]
+    cases = [
+        ("gpt", f"{REST} {' '.join(own)} {plan['flags']}".replace("'", ""), world_of(devices))
+        for plan in found["plans"]
+    ]
+    for (_, flags, _), result in zip(cases, run_ranks(1, outcomes, cases)[0], strict=True):
+        assert isinstance(result, dict), f"{flags}: {result}"
+    assert found["bound_s"] <= found["plans"][0]["step_s"]
+    assert found["gap"] == pytest.approx(found["plans"][0]["step_s"] / found["bound_s"] - 1)
+
+
+def world_of(devices: str) -> int:
+    return int(devices.partition("x")[0])
+
+
+LLAMA = ["--model", str(EXAMPLES / "llama3"), "--size", "8b"]
+
+
+def test_the_table_names_bound_gap_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(["plan", *LLAMA, "--devices", "8xh100", "--global-batch-size", "64", "--explain"])
+        == 0
+    )
+    printed = capsys.readouterr().out
+    assert re.search(r"bound: .* is below [\d.]+ s; the first is within [\d.]+ %", printed)
+    flags = re.findall(r"^  \d  (--tensor.*)$", printed, re.MULTILINE)
+    assert len(flags) == 5
+    assert "NVIDIA, H100 SXM" in printed
+    assert "the second is" in printed
+
+
+def test_fixed_values_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = "Et*8|t*8|t*9|t*7,L"
+    found = planned(
+        capsys, *LLAMA, "--devices", "8xb200", "--global-batch-size", "64",
+        "--fix", f"tp=1,pp=4,cp=1,micro_batch=2,schedule=zb-h1,recompute=none,layout={layout}",
+    )  # fmt: skip
+    [plan] = found["plans"]
+    assert plan["layout"].count("|") == 3
+    assert [stage.count("t") for stage in plan["layout"].split("|")] == [8, 8, 9, 7]
+    assert (plan["pp"], plan["micro_batch"], plan["schedule"]) == (4, 2, "zb-h1")
+    assert plan["tokens_per_s_per_gpu"] == pytest.approx(64 * 8192 / plan["step_s"] / 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*LLAMA, "--devices", "8xh100"], "--global-batch-size is missing"),
+        ([*LLAMA], "--model needs --devices"),
+        (["--fp8"], "--fp8 needs --devices"),
+        (["gpt"], "unknown argument gpt"),
+        (["--devices", "8xh100", "--global-batch-size", "8"], "there is no model"),
+        ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--pp", "2"], "--fix pp=8"),
+        ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "zp=2"], "no zp"),
+        ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "pp=x"], "pp=2"),
+        ([*LLAMA, "--devices", "1xh100", "--global-batch-size", "64"], r"not fit .*; use [24]"),
+        (
+            [*LLAMA, "--devices", "1xh100", "--global-batch-size", "1", "--memory-gib", ".2"],
+            "use devices with more memory",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", *arguments]) != 0
+    shown = capsys.readouterr().err.strip()
+    assert re.search(message, shown), shown
+    assert "\n" not in shown
+
+
+def test_it_starts_without_torch_and_megatron() -> None:
+    code = (
+        "import sys; from megatron_ext import cli; "
+        f"cli.main(['plan', *{LLAMA!r}, '--devices', '8xh100', '--global-batch-size', '16', "
+        "'--json']); sys.exit(bool({'torch', 'megatron'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
