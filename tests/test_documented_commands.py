@@ -62,6 +62,7 @@ def test_a_command_of_ours_runs(
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hostfiles").symlink_to(REPO / "hostfiles")
+    (tmp_path / "examples").symlink_to(REPO / "examples")
     (tmp_path / "pretrain_gpt.py").touch()
     lengths = "\n".join(str(1 + 977 * n % 4001) for n in range(4000))
     (tmp_path / "lengths.txt").write_text(lengths, encoding="utf-8")

@@ -136,6 +136,8 @@ COMMANDS = {
     "upstream/tree.py",
     "upstream/releases.py",
     "schedules/commands.py",
+    "planning/plan_command.py",
+    "planning/model_sizes.py",  # Megatron's flags describe a model
     "upstream/signatures.py",  # calls Megatron's functions that take parsed arguments
 }
 PATCHES_ON_TRAINING = {"patches/arguments.py", "patches/disaggregation.py", "patches/trace.py"}
