@@ -9,7 +9,7 @@ equal shares of the tokens.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -137,8 +137,8 @@ class _Ledger:
         if is_8bit:
             self.rate = device.flops_8bit * device.gemm_8bit
         self.traffic = device.memory_bytes * device.memory
-        self.forward: Counter[str] = Counter()
-        self.saved: Counter[str] = Counter()
+        self.forward: defaultdict[str, float] = defaultdict(float)
+        self.saved: defaultdict[str, float] = defaultdict(float)
         self.input = self.weight = 0.0
         self.largest = 0.0
         """Bytes of the largest weight, whose gradient Transformer Engine allocates once more."""
@@ -191,7 +191,7 @@ def part_of(
         holds_embedding: Whether the embedding's weights are on the rank anyway, so that tied output
             layers and MTP need no copy.
     """
-    t, hidden = by.tensor, model.hidden
+    t, hidden = by.tensor, float(model.hidden)
     rows = by.sequence * by.micro_batch / by.context
     wide = rows * hidden / t  # elements of [s, b, h] on this rank
     table = model.vocabulary * hidden / t
@@ -276,7 +276,7 @@ def part_of(
 
 def _attention(books: _Ledger, model: ModelSizes, by: Sharding, rows: float, wide: float) -> float:
     """Add norms, residuals and attention; return the weights on this rank without norms."""
-    t, hidden, device = by.tensor, model.hidden, books.device
+    t, hidden, device = by.tensor, float(model.hidden), books.device
     heads = model.heads / t
     queries, values = heads * model.head_size, heads * model.value_size
     books.saved["base"] += 4 * wide  # inputs of both norms
@@ -358,7 +358,7 @@ def _closed(
 
 def model_flops(model: ModelSizes, sequence: int) -> float:
     """Return the operations of a step for each token, as Megatron counts them for its TFLOP/s."""
-    hidden, heads = model.hidden, model.heads
+    hidden, heads = float(model.hidden), model.heads
     queries, values = heads * model.head_size, heads * model.value_size
     if model.is_latent:
         plain, latent = model.head_size - model.rotary_size, model.key_value_rank

@@ -312,7 +312,7 @@ def _total(parts: list[Part]) -> Part:
     if not parts:
         return Part(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     columns = list(zip(*parts, strict=True))
-    return Part(*map(sum, columns[:-1]), max(columns[-1]))
+    return Part._make([*map(sum, columns[:-1]), max(columns[-1])])
 
 
 def _bound(job: Job, sizes: Sizes3D) -> float:
