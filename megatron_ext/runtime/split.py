@@ -35,6 +35,8 @@ from megatron_ext.runtime.weight_gradients import (
     Record,
     WeightGradient,
     accumulate,
+    in_stream,
+    stream_of_backward,
 )
 
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ class SplitBackward:
         self._key: _Key | None = None
         self._waiting: dict[_Key, list[WeightGradient]] = {}
         self._marked: list[torch.nn.Parameter] = []
+        self._streams: dict[int, Any] = {}
+        """By id of a weight: the stream in which its layer runs backward."""
         self._modules: dict[int, DelayedModules] = {}
         self._progress: Progress | None = None
         self.has_deferred = False
@@ -147,7 +151,8 @@ class SplitBackward:
         # a collective, so tensor-parallel ranks run their Ws in one order.
         fetching = Fetching(chain.from_iterable(by_weight.values()))
         for weight, gradients in by_weight.items():
-            accumulate(gradients, fetching)
+            with in_stream(self._streams[weight]):
+                accumulate(gradients, fetching)
             finished(weight)
         if modules is not None:
             modules.run(microbatch, finished)
@@ -170,6 +175,7 @@ class SplitBackward:
         # uses directly. They stay until W.
         self.has_deferred = True
         self._waiting.setdefault(key, []).append(gradient)
+        self._streams[id(gradient.weight)] = stream_of_backward(gradient.weight)
         self._marked.append(gradient.weight)
 
     def _unmark(self) -> None:

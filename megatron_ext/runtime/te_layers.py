@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,8 @@ def prepare_config(config: Any) -> None:
         # Megatron allows it only together with its own overlap of expert communication, and checks
         # that when a configuration is created.
         config.delay_wgrad_compute = True
+        # A reduce-scatter under W would hold back what I is for.
+        config.tp_comm_bulk_wgrad = False
 
 
 def why_not(config: Any, *, here: bool = True) -> str | None:
@@ -59,17 +62,6 @@ def why_not(config: Any, *, here: bool = True) -> str | None:
                 f"Transformer Engine {get_te_version()} cannot postpone weight gradients; use 2.3 "
                 "or later, or --transformer-impl local"
             )
-    if not config.gradient_accumulation_fusion:
-        return (
-            "Transformer Engine's postponed weight gradients reach main_grad only with gradient "
-            "accumulation fusion; leave out --no-gradient-accumulation-fusion, or use "
-            "--transformer-impl local"
-        )
-    if getattr(config, "tp_comm_overlap", False):
-        return (
-            "Transformer Engine does not postpone weight gradients with --tp-comm-overlap; leave "
-            "it out, or use --transformer-impl local"
-        )
     return None
 
 
@@ -121,11 +113,26 @@ class DelayedModules:
         # DDP's hooks expect bias gradients in I. Most layers let Megatron add their bias, and then
         # autograd computes its gradient there. A layer that adds its bias itself (attention's QKV
         # projection) gets both gradients from one GEMM, so both stay in I (`left_whole`).
-        self._layers = [layer for layer in reversed(built) if not _adds_its_bias(layer)]
+        self._layers = [
+            layer
+            for layer in reversed(built)
+            if not _adds_its_bias(layer) and not _loses_its_parts(layer)
+        ]
         self.weights = frozenset(weight for layer in self._layers for weight in _weights(layer))
         """Ids of the parameters of the layers that postpone."""
         self._counted = [0] * len(self._layers)
         self._notes: deque[tuple[int, list[int]]] = deque()
+        self._streams: dict[int, Any] = {}
+        """By id of a layer: the stream in which it runs backward."""
+        for layer in self._layers:
+            layer.wgrad_store.put = partial(self._put, layer)
+        self._unfused = [
+            weight
+            for layer in self._layers
+            if not layer.fuse_wgrad_accumulation
+            for weight in _matrices(layer)
+            if hasattr(weight, "main_grad")
+        ]
 
     @property
     def is_empty(self) -> bool:
@@ -136,10 +143,25 @@ class DelayedModules:
     def delaying(self) -> Iterator[None]:
         """Return a context in which the layers postpone their weight gradients."""
         self._switch(on=True)
+        for weight in self._unfused:
+            # DDP's hooks fire in I, want a gradient and add it, unless it is added already.
+            gradient = weight.main_grad.new_zeros((), dtype=weight.dtype)
+            weight.grad, weight.grad_added_to_main_grad = gradient.expand(weight.shape), True
         try:
             yield
         finally:
             self._switch(on=False)
+            for weight in self._unfused:
+                weight.grad, weight.grad_added_to_main_grad = None, False
+
+    def _put(self, layer: Any, operands: list[Any], product: Callable[..., Any]) -> None:
+        """Queue the operands of a weight gradient in place of `WeightGradStore.put`."""
+        from megatron_ext.runtime.weight_gradients import stream_of_backward
+
+        if any(getattr(layer, name, False) for name in _GATHERS_IN_USER_BUFFERS):
+            operands = [_copied(operand) for operand in operands]
+        self._streams[id(layer)] = stream_of_backward(next(layer.parameters()))
+        type(layer.wgrad_store).put(layer.wgrad_store, operands, product)
 
     def _switch(self, *, on: bool) -> None:
         for layer in self._layers:
@@ -176,12 +198,16 @@ class DelayedModules:
             )
         self._notes.popleft()
         self._counted = [all_ - now for all_, now in zip(self._counted, counts, strict=True)]
-        with self.delaying():
+        from megatron_ext.runtime.weight_gradients import in_stream
+
+        self._switch(on=True)
+        try:
             for layer, remaining in zip(self._layers, self._counted, strict=True):
-                with _biases_are_done(layer):
-                    while _queued(layer) > remaining:
-                        layer.backward_dw()  # one entry, or two in a layer with two weights
+                with in_stream(self._streams.get(id(layer))), _biases_are_done(layer):
+                    _compute(layer, remaining)
                 finished(*_weights(layer))
+        finally:
+            self._switch(on=False)
 
     def waiting(self) -> list[int]:
         """Return the micro-batches whose W has not run, oldest first."""
@@ -196,6 +222,53 @@ class DelayedModules:
                 layer.wgrad_store.context.queue.clear()
 
 
+def _compute(layer: Any, remaining: int) -> None:
+    """Run a layer's `backward_dw` until so many entries are left in its queue.
+
+    Without gradient accumulation fusion `backward_dw` leaves a gradient in `grad`, over what is
+    there, and W adds it to `main_grad`: DDP's hook has fired in I.
+    """
+    weights = [] if layer.fuse_wgrad_accumulation else _matrices(layer)
+    older = [weight.grad for weight in weights]
+    # Summed first and added once, as autograd does for several uses of a weight: the same bits.
+    totals: list[Any] = [None] * len(weights)
+    while _queued(layer) > remaining:
+        for weight in weights:
+            weight.grad = None
+        layer.backward_dw()  # one entry, or two in a layer with two weights
+        for index, weight in enumerate(weights):
+            if weight.grad is not None:
+                total = totals[index]
+                totals[index] = weight.grad if total is None else total + weight.grad
+    for weight, kept, total in zip(weights, older, totals, strict=True):
+        main_grad = getattr(weight, "main_grad", None)
+        weight.grad = kept
+        if total is not None and main_grad is not None:
+            main_grad.add_(total)
+        elif total is not None:
+            weight.grad = total if kept is None else kept + total
+
+
+_GATHERS_IN_USER_BUFFERS = ("ub_bulk_dgrad", "ub_overlap_ag_dgrad", "ub_overlap_ag")
+"""Settings of a layer with --tp-comm-overlap whose operands may lie in a buffer that the backward
+of the next layer fills again."""
+
+
+def _copied(operand: Any) -> Any:
+    """Return an operand in memory of its own; a quantised one keeps its object."""
+    if not hasattr(operand, "prepare_for_saving"):
+        return operand.clone()
+    tensors, holder = operand.prepare_for_saving()
+    holder.restore_from_saved([None if one is None else one.clone() for one in tensors])
+    return holder
+
+
+def _matrices(layer: Any) -> list[Any]:
+    """Return the weights whose gradients a layer postpones."""
+    named = layer.named_parameters(recurse=False)
+    return [one for name, one in named if "weight" in name and "layer_norm" not in name]
+
+
 def _weights(layer: Any) -> list[int]:
     return [id(parameter) for parameter in layer.parameters(recurse=False)]
 
@@ -207,6 +280,12 @@ def _adds_its_bias(layer: Any) -> bool:
     if hasattr(layer, "fc1_bias"):  # two weights; the first bias is never Megatron's
         return True
     return bool(layer.apply_bias) and not getattr(layer, "gemm_bias_unfused_add", False)
+
+
+def _loses_its_parts(layer: Any) -> bool:
+    """Whether `backward_dw` sets the gradient of a copy, put together of several weights."""
+    several = len(getattr(layer, "weight_names", ())) > 1 and not hasattr(layer, "num_gemms")
+    return several and not layer.fuse_wgrad_accumulation
 
 
 @contextmanager

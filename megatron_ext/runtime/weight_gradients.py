@@ -12,7 +12,8 @@ The idea comes from "Zero Bubble Pipeline Parallelism" (Qi et al., 2023).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,9 +33,11 @@ __all__ = [
     "WeightGradient",
     "accumulate",
     "grouped_product",
+    "in_stream",
     "is_splittable",
     "linear",
     "mark_embedding",
+    "stream_of_backward",
 ]
 
 _EMBEDDING = "megatron_ext_is_embedding"
@@ -102,6 +105,33 @@ class Fetching:
         if self._ahead:
             self._ahead.popleft().fetch(_BUFFERS[self._num_started % 2])
             self._num_started += 1
+
+
+def stream_of_backward(weight: torch.Tensor) -> Any:
+    """Return the stream in which the backward of a weight's layer runs now; None on a CPU."""
+    if weight.device.type == "cpu":
+        return None
+    return torch.get_device_module(weight.device).current_stream(weight.device)
+
+
+@contextmanager
+def in_stream(stream: Any) -> Iterator[None]:
+    """Work in a stream, after the work of the current one and before what that will do next."""
+    # Megatron's shared experts run in a stream of their own (--moe-shared-expert-overlap), which
+    # their operands belong to. Freed by another stream's W, that memory would be given to the next
+    # kernel of their own while W still reads it.
+    if stream is None:
+        yield
+        return
+    runtime = torch.get_device_module(stream.device)
+    current = runtime.current_stream(stream.device)
+    if current == stream:
+        yield
+        return
+    stream.wait_stream(current)
+    with runtime.stream(stream):
+        yield
+    current.wait_stream(stream)
 
 
 @torch.no_grad()

@@ -6,8 +6,13 @@ receive that is posted too early stops a rank; with eight a missing wait reads p
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import dataclass
 
+import pytest
+import torch
+
+from megatron_ext import devices
+from megatron_ext.runtime.split import SplitBackward
 from megatron_ext.transport import torch_dist  # noqa: F401  (mutants are looked for there)
 from tests.disaggregation.test_training import FBD, RECOMPUTE, SHIP, run_role, together
 from tests.fake_musa.queued import queued
@@ -54,6 +59,50 @@ def test_layers_that_gather_their_input_ahead_of_w(schedule: str) -> None:
     found = train(4, f"{sizes}--pipeline-schedule {schedule} ", device="musa", env=env)
     assert found.transports == ["TorchTransport"]
     assert_equal(found, stock(4, sizes))
+
+
+@dataclass
+class _Product:
+    """A weight gradient whose operands belong to the stream of its layer."""
+
+    weight: torch.nn.Parameter
+    operands: list[torch.Tensor]
+    fused = False
+
+    def fetch(self, buffer: str) -> None:
+        """Do nothing."""
+
+    def compute(self) -> torch.Tensor:
+        return self.operands.pop().t() @ self.operands.pop()
+
+
+def _beside_the_rest() -> list[float]:
+    """Return the gradient of a layer in a stream of its own, whose next kernels are there."""
+    device = devices.current().torch_device(0)
+    runtime = torch.get_device_module(device)
+    split, side = SplitBackward(), runtime.Stream(device)
+    weight = torch.nn.Parameter(torch.zeros(8, 8, device=device))
+    for microbatch in range(4):
+        with runtime.stream(side), split.defer(0, microbatch):
+            operands = [torch.full((8, 8), 1.0 + microbatch, device=device) for _ in range(2)]
+            assert split.record is not None
+            split.record(_Product(weight, operands))
+            del operands
+        runtime.current_stream(device).wait_stream(side)
+    for microbatch in range(4):
+        split.run(0, microbatch)
+        with runtime.stream(side):
+            for _ in range(4):  # takes the memory that W has freed
+                torch.full((8, 8), -1.0, device=device)
+    return weight.grad.flatten().tolist()
+
+
+@pytest.mark.parametrize("connections", [1, 8])
+def test_w_reads_its_operands_in_the_stream_of_its_layer(connections: int) -> None:
+    """Megatron's shared experts run in a stream of their own, which gets its memory back at W."""
+    env = queued(connections=connections, kernel_us=500)
+    [found] = run_ranks(1, _beside_the_rest, device="musa", env=env)
+    assert found == [8.0 * (1 + 4 + 9 + 16)] * 64
 
 
 def _waits_in_steps(argv: list[str]) -> list[dict[tuple[str, str, str], int]]:

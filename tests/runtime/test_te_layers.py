@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,10 @@ class _Store:
     def __init__(self, delay: bool) -> None:
         self.context = queue.Queue() if delay else None
         self.enabled = delay
+
+    def put(self, operands: list[Any], product: Any) -> None:
+        assert self.enabled
+        self.context.put([operands, product])
 
     def delay_wgrad_compute(self) -> bool:
         return self.enabled
@@ -46,7 +51,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         bias_grad = None
         if ctx.store.delay_wgrad_compute():
-            ctx.store.context.put((x, grad, ctx.biased))
+            ctx.store.put([x, grad], partial(_products, ctx.weight, biased=ctx.biased))
         else:
             bias_grad = _products(ctx.weight, x, grad, ctx.biased)
         return grad @ weight, None, bias_grad, None
@@ -68,7 +73,7 @@ class _Layer(torch.nn.Module):
         self.wgrad_store = _Store(delay)
         self.weight = torch.nn.Parameter(torch.randn(4, 4))
         self.weight.main_grad = torch.zeros(4, 4)
-        self.use_bias = False
+        self.use_bias, self.fuse_wgrad_accumulation = False, True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Linear.apply(x, self.weight, None, self.wgrad_store)
@@ -76,7 +81,8 @@ class _Layer(torch.nn.Module):
     def backward_dw(self) -> None:
         """Do as `TransformerEngineBaseModule.backward_dw`."""
         assert self.wgrad_store.enabled
-        bias_grad = _products(self.weight, *self.wgrad_store.context.get_nowait())
+        operands, product = self.wgrad_store.context.get_nowait()
+        bias_grad = product(*operands)
         if self.use_bias and self.bias.grad is None:
             self.bias.grad = bias_grad.to(self.bias.dtype)
 
@@ -167,6 +173,141 @@ def test_each_w_takes_the_entries_of_its_micro_batch() -> None:
         assert all(map(torch.allclose, _main_grads(chunk), gradients))
     assert split.pending() == []
     split.run(1, 2)  # nothing is left to do
+
+
+class _UnfusedLinear(torch.autograd.Function):
+    """Gradients without accumulation fusion: the sum in `grad` is what DDP adds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, store: _Store) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.store = store
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if ctx.store.delay_wgrad_compute():
+            ctx.store.put([x, grad], lambda x, grad: grad.t() @ x)
+            return grad @ weight, None, None
+        return grad @ weight, grad.t() @ x, None
+
+
+class _UnfusedLayer(_Layer):
+    def __init__(self, delay: bool, *, by_ddp: bool) -> None:
+        super().__init__(delay)
+        self.fuse_wgrad_accumulation = False
+        if not by_ddp:
+            del self.weight.main_grad
+            return
+        self.weight.grad_added_to_main_grad = False
+        # As DDP does, on the node that autograd reaches without a gradient too.
+        self.node = self.weight.expand_as(self.weight).grad_fn.next_functions[0][0]
+        self.node.register_hook(lambda *_: _ddp_hook(self.weight))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _UnfusedLinear.apply(x, self.weight, self.wgrad_store)
+
+    def backward_dw(self) -> None:
+        operands, product = self.wgrad_store.context.get_nowait()
+        self.weight.grad = product(*operands)
+
+
+def _ddp_hook(weight: torch.Tensor) -> None:
+    assert weight.grad is not None, "it is not safe to overlap reductions"
+    if not weight.grad_added_to_main_grad:
+        weight.main_grad.add_(weight.grad)
+    weight.grad = None
+
+
+class _Unfused(torch.nn.Module):
+    def __init__(self, delay: bool, *, by_ddp: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.once, self.twice = (_UnfusedLayer(delay, by_ddp=by_ddp) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.twice(self.twice(self.once(x)))
+
+
+@pytest.mark.parametrize("by_ddp", [True, False])
+def test_gradients_without_accumulation_fusion_are_those_of_whole_backwards(by_ddp: bool) -> None:
+    """Bit for bit: in `main_grad`, or without DDP in `grad`; a whole backward is among them."""
+    chunk, whole, split = (*(_Unfused(d, by_ddp=by_ddp) for d in (True, False)), SplitBackward())
+    split.register_modules(0, chunk)
+    _backwards(split, chunk, 2, stage=0)
+    for microbatch in range(2):
+        split.run(0, microbatch)
+        _loss(whole, microbatch).backward()
+    for model in (chunk, whole):
+        _loss(model, 2).backward()
+    for found, expected in zip(chunk.parameters(), whole.parameters(), strict=True):
+        name = "main_grad" if by_ddp else "grad"
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+        assert (found.grad is None) == by_ddp
+
+
+class _InBuffer(_Layer):
+    """A layer that gathers its input for W in a buffer, as with --tp-comm-overlap."""
+
+    buffer = torch.empty(5, 4)
+
+    def __init__(self, delay: bool) -> None:
+        super().__init__(delay)
+        self.ub_bulk_dgrad = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Linear.apply(x, self.weight, None, _Gathering(self.wgrad_store, self.buffer))
+
+
+class _Gathering:
+    """A store whose layers fill one buffer, one after the other."""
+
+    def __init__(self, store: _Store, buffer: torch.Tensor) -> None:
+        self._store, self._buffer = store, buffer
+
+    def delay_wgrad_compute(self) -> bool:
+        return self._store.delay_wgrad_compute()
+
+    def put(self, operands: list[torch.Tensor], product: Any) -> None:
+        self._store.put([self._buffer.copy_(operands[0]), operands[1]], product)
+
+
+def test_operands_in_a_buffer_outlive_the_next_layer() -> None:
+    chunk, whole, split = torch.nn.Sequential(), torch.nn.Sequential(), SplitBackward()
+    for model, delay in ((chunk, True), (whole, False)):
+        torch.manual_seed(4)
+        model.extend(_InBuffer(delay) for _ in range(3))
+    split.register_modules(0, chunk)
+    _backwards(split, chunk, 2, stage=0)
+    for microbatch in range(2):
+        split.run(0, microbatch)
+        _loss(whole, microbatch).backward()
+    for found, expected in zip(chunk, whole, strict=True):
+        assert torch.equal(found.weight.main_grad, expected.weight.main_grad)
+
+
+class _Quantised:
+    """The operand of a product in 8 bits: Transformer Engine takes its tensors out and back."""
+
+    def __init__(self) -> None:
+        self.data, self.scale = torch.ones(2), None
+
+    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], _Quantised]:
+        tensors = [self.data, self.scale]
+        self.data = self.scale = None
+        return tensors, self
+
+    def restore_from_saved(self, tensors: list[torch.Tensor | None]) -> None:
+        self.data, self.scale = tensors
+
+
+def test_quantised_operands_get_memory_of_their_own() -> None:
+    operand = _Quantised()
+    buffer = operand.data
+    assert te_layers._copied(operand) is operand
+    buffer.zero_()
+    assert operand.data.tolist() == [1.0, 1.0]
 
 
 class _Biased(torch.nn.Module):
@@ -350,24 +491,13 @@ def test_layers_are_told_before_they_are_built(te_version: Any) -> None:
     prepare_config(local)
     prepare_config(config)
     assert [c.delay_wgrad_compute for c in (absent, local, config)] == [False, False, True]
+    assert not config.tp_comm_bulk_wgrad
 
 
-@pytest.mark.parametrize(
-    ("version", "settings", "reason"),
-    [
-        ("2.2.0", {}, "Transformer Engine 2.2.0"),
-        ("2.9.0", {"gradient_accumulation_fusion": False}, "accumulation fusion"),
-        ("2.9.0", {"tp_comm_overlap": True}, "--tp-comm-overlap"),
-    ],
-)
-def test_what_its_layers_cannot_do_is_said(
-    version: str, settings: dict[str, Any], reason: str, te_version: Any
-) -> None:
-    te_version(version)
-    answer = why_not(_config(**settings))
-    assert answer is not None
-    assert reason in answer
-    assert why_not(_config(transformer_impl="local", **settings)) is None
+def test_old_layers_cannot_postpone(te_version: Any) -> None:
+    te_version("2.2.0")
+    assert "Transformer Engine 2.2.0" in (why_not(_config()) or "")
+    assert why_not(_config(transformer_impl="local")) is None
 
 
 def test_its_layers_can_be_split(te_version: Any) -> None:
@@ -375,6 +505,7 @@ def test_its_layers_can_be_split(te_version: Any) -> None:
     te_version("2.3.0")
     assert why_not(_config()) is None
     assert why_not(_config(add_bias_linear=True)) is None
+    assert why_not(_config(tp_comm_overlap=True, gradient_accumulation_fusion=False)) is None
 
 
 @pytest.mark.parametrize("flag", ["add_bias_linear", "add_qkv_bias"])
