@@ -1,9 +1,9 @@
 """Maps the rank of a process in a disaggregated job to its role and position.
 
-Tensor-parallel ranks are innermost, then the two roles, then data-parallel replicas, then pipeline
-stages. So the two roles of one part of the model are neighbours, the last process of the job is a
-backward rank of the last stage, and the order of either role is Megatron's own. For TP 2, PP 2 and
-one replica:
+Tensor-parallel ranks are innermost, then the two roles, then context-parallel ranks, data-parallel
+replicas and pipeline stages. So the two roles of one part of the model are neighbours, the last
+process of the job is a backward rank of the last stage, and the order of either role is Megatron's
+own. For TP 2, PP 2 and one replica:
 
     plain   0 1 forward, 2 3 backward of stage 0; 4 5 forward, 6 7 backward of stage 1
     merged  0 forward, 1 2 backward of stage 0; 3 forward, 4 5 backward of stage 1
@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
     role: Role
     dp: int
-    """Data-parallel replica."""
+    """Data-parallel replica, or with context parallelism the part of a sequence in it."""
     pp: int
     """Pipeline stage."""
     tp: int
@@ -41,7 +41,8 @@ class RankMap:
     """Tensor-parallel size of the backward ranks."""
     pp: int
     dp: int
-    """Replicas of the model; forward ranks and backward ranks hold one copy each."""
+    """Copies of the model that forward ranks hold, and backward ranks: data-parallel replicas times
+    context-parallel ranks, which hold the same weights."""
     merged: bool = False
     """Whether one forward rank replaces all tensor-parallel ranks of its stage."""
 
@@ -85,7 +86,7 @@ class RankMap:
         return [Place("backward", place.dp, place.pp, tp) for tp in shards]
 
 
-def rank_map(world_size: int, *, tp: int, pp: int, merged: bool) -> RankMap:
+def rank_map(world_size: int, *, tp: int, pp: int, merged: bool, cp: int = 1) -> RankMap:
     """Return the map of a job with `world_size` processes.
 
     Args:
@@ -93,14 +94,17 @@ def rank_map(world_size: int, *, tp: int, pp: int, merged: bool) -> RankMap:
         tp: Tensor-parallel size.
         pp: Pipeline-parallel size.
         merged: Whether the forward ranks of a tensor-parallel group are one process.
+        cp: Context-parallel size.
 
     Raises:
         ArgumentsError: The number of processes does not fit; the message names numbers that do.
     """
-    ranks_of_replica = (tp + 1 if merged else 2 * tp) * pp
+    ranks_of_replica = (tp + 1 if merged else 2 * tp) * pp * cp
     replicas, rest = divmod(world_size, ranks_of_replica)
     if rest or not replicas:
         rule = f"(TP + 1) x PP = ({tp} + 1) x {pp}" if merged else f"2 x TP x PP = 2 x {tp} x {pp}"
+        if cp > 1:
+            rule = rule.replace(" = ", " x CP = ") + f" x {cp}"
         near = [n * ranks_of_replica for n in (replicas, replicas + 1) if n]
         raise ArgumentsError(
             f"the job has {world_size} processes, but --forward-backward-disaggregating needs "
@@ -108,4 +112,4 @@ def rank_map(world_size: int, *, tp: int, pp: int, merged: bool) -> RankMap:
             f"{'' if merged else ' (an even data-parallel size, which it halves)'}; start "
             f"{' or '.join(map(str, near))} processes, or change a parallel size"
         )
-    return RankMap(tp, pp, replicas, merged)
+    return RankMap(tp, pp, replicas * cp, merged)

@@ -109,6 +109,22 @@ def _layout(chunks: Sequence[torch.nn.Module]) -> _Layout:
     ]
 
 
+def _buffers(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    """Return what a stage saves besides its weights, such as the bias of a router's experts."""
+    return [
+        buffer
+        for chunk in unwrap_model(list(chunks))
+        for module in chunk.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    ]
+
+
+def _travels_as(buffer: torch.Tensor) -> torch.dtype:
+    # Routers keep their bias in fp32, but only from their first forward on.
+    return torch.float32 if buffer.is_floating_point() else buffer.dtype
+
+
 class WeightSender:
     """The side of a backward rank.
 
@@ -133,11 +149,14 @@ class WeightSender:
             self._isend(torch.frombuffer(layout, dtype=torch.uint8), _message(job, 0, header=True))
 
     def send(self, *, updated: bool) -> None:
-        """Send the weights, or the message that they are unchanged."""
+        """Send buffers, and the weights or the message that they are unchanged."""
         begin_s = time.perf_counter()
-        # With loss scaling the optimizer may have skipped the step.
+        # With loss scaling the optimizer may have skipped the step, but buffers have changed.
+        states = [buffer.to(_travels_as(buffer)) for buffer in _buffers(self._chunks)]
+        parts = [state.reshape(-1).view(torch.uint8).cpu() for state in states]
         self._link.begin([], 1)
-        self._isend(torch.tensor([updated], dtype=torch.uint8), _message(self._job, 0))
+        notice = torch.cat([torch.tensor([updated], dtype=torch.uint8), *parts])
+        self._isend(notice, _message(self._job, 0))
         if updated:
             self._link.begin([], 1)
             for number, flat in enumerate(self._flats(), start=1):
@@ -180,6 +199,7 @@ class WeightReceiver:
     def __init__(self, job: Job, link: RoleLink, chunks: Sequence[torch.nn.Module]) -> None:
         self._job = job
         self._link = link
+        self._chunks = chunks
         self._sources = [job.ranks.rank(place) for place in job.weight_partners]
         weights = list(_weights(job, chunks))
         self._buckets = self._filled(weights) if job.shares_weights else list(_portions(weights))
@@ -201,9 +221,15 @@ class WeightReceiver:
     def receive(self) -> None:
         """Wait for the weights of the next step, and load them if they are new."""
         self._link.begin([self._expected(rank, 0, torch.uint8) for rank in self._sources], 1)
-        flags = [self._link.recv_from(rank, _message(self._job, 0)) for rank in self._sources]
+        notices = [self._link.recv_from(rank, _message(self._job, 0)) for rank in self._sources]
         begin_s = time.perf_counter()
-        if any(bool(updated) for updated in flags):
+        taken = 1  # all sources hold the same buffers
+        for buffer in _buffers(self._chunks):
+            dtype = _travels_as(buffer)
+            end = taken + buffer.numel() * dtype.itemsize
+            buffer.data = notices[0][taken:end].clone().view(dtype).view(buffer.shape)
+            taken = end
+        if any(bool(notice[0]) for notice in notices):
             self._link.begin(
                 [
                     self._expected(rank, number, bucket[0].weight.parameter.dtype)

@@ -55,6 +55,8 @@ def test_the_number_of_processes_gives_the_replicas(
 ) -> None:
     ranks = RankMap(tp, pp, dp, merged)
     assert rank_map(ranks.num_ranks, tp=tp, pp=pp, merged=merged) == ranks
+    twice = RankMap(tp, pp, 2 * dp, merged)
+    assert rank_map(twice.num_ranks, tp=tp, pp=pp, merged=merged, cp=2) == twice
 
 
 @pytest.mark.parametrize(

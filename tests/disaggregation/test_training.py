@@ -57,6 +57,10 @@ DROPOUT = GPT.replace("--hidden-dropout 0 --attention-dropout 0", "--microbatch-
 BF16 = "--bf16 "
 MOE_LAYERS = f"{MOE}--swiglu --disable-bias-linear "
 EP2 = MOE_LAYERS + "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+EXPERT_BIAS = (
+    "--moe-router-enable-expert-bias --moe-router-score-function sigmoid "
+    "--moe-router-bias-update-rate 0.1 "
+)
 MTP = "--mtp-num-layers 1 --position-embedding-type rope "
 ETP1 = "--expert-tensor-parallel-size 1 "
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
@@ -82,8 +86,8 @@ slow = pytest.mark.slow
         (2, 2, 1, DROPOUT + BF16),
         (1, 1, 2, DROPOUT + EP2 + SHARDED),
         (1, 2, 1, DROPOUT + MTP),
-        pytest.param(1, 2, 1, GPT + MOE_LAYERS, marks=slow),
-        pytest.param(1, 2, 2, GPT + EP2 + BF16, marks=slow),
+        (1, 2, 1, GPT + MOE_LAYERS + EXPERT_BIAS),
+        pytest.param(1, 2, 2, GPT + EP2 + BF16 + EXPERT_BIAS, marks=slow),
         pytest.param(2, 2, 2, GPT + EP2 + ETP1 + SHARDED, marks=slow),
         pytest.param(4, 1, 1, DROPOUT, marks=slow),
         pytest.param(2, 4, 1, GPT, marks=slow),
@@ -149,6 +153,48 @@ def test_lengths_may_vary(activations: str) -> None:
     flags += "--micro-batch-size 1 --variable-seq-lengths " + activations.removesuffix(SHIP)
     megatrons, _ = together(run_ranks(2, run_varying, flags.split()))
     ours, _ = together(run_ranks(4, run_varying, (flags + FBD + activations[-len(SHIP) :]).split()))
+    assert_equal(ours, megatrons)
+
+
+def run_in_parts(argv: list[str]) -> tuple[str, Captured]:
+    """Train as one rank with attention over parts of sequences, as Transformer Engine has it."""
+    from megatron_ext import devices
+
+    setattr(type(devices.current()), "argument_errors", lambda *_: [])  # noqa: B010
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region as gather
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    build: Any = DotProductAttention.__init__
+
+    def of_one_part(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        size, config.context_parallel_size = config.context_parallel_size, 1
+        build(self, config, *args, **kwargs)
+        config.context_parallel_size = size
+
+    def attend(_self: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+        group = parallel_state.get_context_parallel_group()
+        parts, half = group.size(), query.size(0) // 2
+        keys, values = (gather(part.contiguous(), group=group) for part in (key, value))
+        # Of 2n equal pieces a rank has one of the beginning and one of the end.
+        pieces = [torch.cat((torch.arange(half) + r * half,
+                             torch.arange(half) + (2 * parts - 1 - r) * half))
+                  for r in range(parts)]  # fmt: skip
+        scores = torch.einsum("sbhd,tbhd->bhst", query, keys) / query.size(-1) ** 0.5
+        later = torch.cat(pieces) > pieces[group.rank()][:, None]
+        weights = scores.masked_fill(later, float("-inf")).softmax(-1)
+        return torch.einsum("bhst,tbhd->sbhd", weights, values).flatten(2)
+
+    setattr(DotProductAttention, "__init__", of_one_part)  # noqa: B010
+    setattr(DotProductAttention, "forward", attend)  # noqa: B010
+    return run_role(argv)
+
+
+def test_parts_of_a_sequence_have_their_own_forward_ranks() -> None:
+    flags = GPT + PP2 + SHARDED + "--context-parallel-size 2 "
+    megatrons, _ = together(run_ranks(4, run_in_parts, flags.split()))
+    ours, _ = together(run_ranks(8, run_in_parts, (flags + FBD).split(), timeout_s=240))
     assert_equal(ours, megatrons)
 
 

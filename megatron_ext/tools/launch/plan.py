@@ -86,7 +86,7 @@ class Parallel:
         instead of each tensor-parallel group if those are merged.
         """
         backward = self.tensor * self.context
-        forward = 1 if self.merged else backward if self.disaggregated else 0
+        forward = self.context if self.merged else backward if self.disaggregated else 0
         return (backward + forward) * self.pipeline
 
     def data_parallel(self, world_size: int) -> int:
