@@ -1,7 +1,7 @@
 """Reads the device from the raw command line, before any parser exists.
 
 `megatron.core` copies names of the device at import, before a parser knows Megatron's flags. No
-other setting is read this way; after parsing, `config/device_flags.py` checks that both agree.
+other setting is read this way; after parsing, `config/hosting.py` checks that both agree.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def of_forward_rank(argv: Sequence[str], environ: Mapping[str, str]) -> str | No
     parser.add_argument("--ignore-forward-tensor-parallel", action="store_true")
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument(FORWARD_FLAG, dest="device")
     try:
         given, _ = parser.parse_known_args(list(argv))
@@ -66,6 +67,7 @@ def of_forward_rank(argv: Sequence[str], environ: Mapping[str, str]) -> str | No
             tp=given.tensor_model_parallel_size,
             pp=given.pipeline_model_parallel_size,
             merged=given.ignore_forward_tensor_parallel,
+            cp=given.context_parallel_size,
         )
         role = ranks.place(int(environ.get("RANK", "0"))).role
     except (argparse.ArgumentError, ArgumentsError, ValueError, ZeroDivisionError):

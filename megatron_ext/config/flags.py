@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NoReturn
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from megatron_ext.config import (
-    disaggregation_flags,
-    schedule_flags,
-    stages,
-    trace_flags,
-    transport_flags,
+from megatron_ext.config import stages
+from megatron_ext.config.early import FORWARD_FLAG
+from megatron_ext.config.pipeline_config import (
+    BALANCES,
+    DEVICE_PATHS,
+    TRANSPORTS,
+    ConfigurationError,
+    Disaggregation,
+    DynamicOrder,
+    PipelineConfig,
+    Tracing,
 )
-from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
 from megatron_ext.config.sized_pipeline import base_table
 from megatron_ext.devices import CHOICES
-from megatron_ext.errors import ArgumentsError
+from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.schedules.generators.catalog import CSV_PREFIX, get, registered
+from megatron_ext.schedules.search.length_balance import LengthCost
+from megatron_ext.schedules.search.policies import POLICIES
+from megatron_ext.schedules.table.costs import UNIT, Costs
+from megatron_ext.schedules.table.memory import stash_ratio
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.table.actions import Option
 
 __all__ = [
     "DROPPED",
     "FIELD_OF",
+    "FLAG",
     "add_arguments",
     "completed",
     "flag_names",
@@ -31,6 +46,11 @@ __all__ = [
     "read_words",
     "said_by",
 ]
+
+_Parsed = TypeVar("_Parsed")
+
+FLAG = "--forward-backward-disaggregating"
+_DPP = "--use-dpp"
 
 DROPPED = {"--data-impl": "datasets are always the memory-mapped ones"}
 """Flags that Megatron-LM has dropped, each with the reason why it is not needed any more. They are
@@ -51,7 +71,7 @@ _FLAG_OF = {
     "checksums": "--pipeline-checksum",
     "node_ips": "--node-ips",
     "variable_seq_lengths": "--variable-seq-lengths",
-    "disaggregation": disaggregation_flags.FLAG,
+    "disaggregation": FLAG,
     "tracing": "--trace",
     "interval": "--trace-interval",
     "iterations": "--trace-iterations",
@@ -167,9 +187,180 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         action="store_true",
         help="Print the table of patches on rank 0 before training.",
     )
-    schedule_flags.add_flags(group)
-    disaggregation_flags.add_flags(group)
-    trace_flags.add_flags(group)
+    group.add_argument(
+        "--pipeline-schedule",
+        metavar="NAME",
+        help=f"Pipeline schedule: {', '.join(registered())}, or csv:FILE. `megatron-ext plan` "
+        "compares them. Without it Megatron's own 1F1B or interleaved schedule runs.",
+    )
+    group.add_argument(
+        "--enable-bitpipe-schedule",
+        action="store_true",
+        help="The same as --pipeline-schedule bitpipe.",
+    )
+    for generator in registered().values():
+        for key, values in generator.options.items():
+            group.add_argument(
+                generator.flag(key),
+                choices=values,
+                help=f"Option of --pipeline-schedule {generator.name} (default: {values[0]}).",
+            )
+    group.add_argument(
+        "--pipeline-transport",
+        choices=TRANSPORTS,
+        help="Transport between pipeline ranks, under Megatron's own schedules too: "
+        "torch.distributed, shared memory of one host, TCP or RDMA; over the last three, GPU "
+        "tensors go through pinned memory. auto picks the best for each pair of ranks: GPUs of one "
+        "host exchange tensors directly if they can; other pairs use torch.distributed, or RDMA or "
+        "TCP with --use-dpp (default: "
+        f"{TRANSPORTS[0]}; with --use-dpp: auto).",
+    )
+    group.add_argument(
+        "--node-ips",
+        nargs="+",
+        metavar="ADDRESS",
+        help="Addresses for --pipeline-transport auto, tcp and rdma: one for each node, in the "
+        "order of ranks, or one for each rank (default: those on the route to MASTER_ADDR).",
+    )
+    group.add_argument(
+        "--pipeline-device-path",
+        choices=DEVICE_PATHS,
+        help="How GPU tensors reach ranks of the same host over --pipeline-transport shm or auto: "
+        "staged through pinned memory, or from GPU to GPU by CUDA IPC, which every pair of GPUs "
+        "must support. auto: under --pipeline-transport auto by CUDA IPC where a pair can, "
+        f"otherwise staged (default: {DEVICE_PATHS[0]}).",
+    )
+    group.add_argument(
+        "--pipeline-checksum",
+        action="store_true",
+        help="Checksum the bytes of each message over --pipeline-transport auto, shm, tcp or rdma, "
+        "so that faulty memory or a faulty network ends the job instead of changing its results. "
+        "Costs about a copy at both ends. Descriptors of messages always have a checksum.",
+    )
+    group.add_argument(
+        "--pipeline-costs",
+        metavar="F,I,W[,LATENCY[,LAUNCH]]",
+        help="Durations, in any consistent unit, of forward, input gradient and weight gradient on "
+        "1/pp of the model, of a message, and of launching an action on a device. The schedule is "
+        "generated and simulated for them "
+        f"(default: {UNIT}).",
+    )
+    group.add_argument(
+        "--pipeline-slices",
+        type=int,
+        default=PipelineConfig.slices,
+        metavar="K",
+        help="Cut the sequence of each micro-batch into K slices of equal cost, which run through "
+        "the pipeline one by one: about 1/K of the bubble, and of the activations beyond one "
+        "micro-batch (default: 1, whole micro-batches).",
+    )
+    group.add_argument(
+        "--pipeline-balance",
+        choices=BALANCES,
+        default=PipelineConfig.balance,
+        help="For data of variable or packed lengths. order: let the micro-batches of a step enter "
+        "the pipeline in an order that follows from their lengths. pack: before that, share out "
+        "the micro-batches of all data-parallel replicas by cost. The gradient is the same sum in "
+        "another order (default: off).",
+    )
+    group.add_argument(
+        "--pipeline-length-costs",
+        metavar="A,B",
+        help="With --pipeline-balance or --pipeline-slices: a sample of L tokens costs "
+        "A*L + B*L^2, in any unit, for example as `megatron-ext plan --lengths FILE --from-trace "
+        "DIR` measures it (default: what follows from the shape of the model).",
+    )
+    group.add_argument(
+        _DPP,
+        action="store_true",
+        help="Dynamic pipeline parallelism: each rank runs the next action that is ready, instead "
+        "of waiting for the next one of the table. The table is that of --pipeline-schedule, by "
+        "default interleaved where the model has virtual stages, else 1f1b.",
+    )
+    group.add_argument(
+        "--dpp-policy",
+        choices=tuple(POLICIES),
+        help=f"With {_DPP}: which action runs first if several are ready. hint follows the table "
+        "and its bound on memory, the others may keep the activations of all micro-batches "
+        f"(default: {next(iter(POLICIES))}).",
+    )
+    group.add_argument(
+        "--dpp-extra-activations",
+        type=int,
+        metavar="N",
+        help=f"With {_DPP} and hint: micro-batches that a rank may keep beyond the table's peak "
+        f"(default: {DynamicOrder().margin}).",
+    )
+    group.add_argument(
+        "--variable-seq-lengths",
+        action="store_true",
+        help="Micro-batches may have sequences of different lengths, up to "
+        "--max-position-embeddings: shapes travel with the tensors, under every schedule.",
+    )
+    group.add_argument(
+        "--microbatch-rng",
+        action="store_true",
+        help="Draw dropout masks by iteration, stage and micro-batch, so that all schedules, "
+        "Megatron's own too, draw the same ones. Implied by --use-dpp.",
+    )
+    group.add_argument(
+        FLAG,
+        action="store_true",
+        help="Run forward passes and backward passes in different processes: 2 x TP x PP processes "
+        "for each replica, so the data-parallel size is halved and has to be even.",
+    )
+    group.add_argument(
+        "--ignore-forward-tensor-parallel",
+        action="store_true",
+        help=f"With {FLAG}: one forward process replaces all tensor-parallel ranks of its "
+        "stage, so a replica has (TP + 1) x PP processes.",
+    )
+    modes = get("fbd").options["activations"]
+    group.add_argument(
+        "--fbd-activations",
+        choices=modes,
+        help=f"With {FLAG}: recompute: backward ranks run the forward again; ship: forward ranks "
+        "send them the input of each layer, which needs full uniform recomputation (default: "
+        f"{modes[0]}).",
+    )
+    group.add_argument(
+        FORWARD_FLAG,
+        choices=CHOICES[1:],
+        help=f"With {FLAG}: device of the forward ranks (default: that of the backward ranks).",
+    )
+    group.add_argument(
+        "--trace",
+        action="store_true",
+        help="Record a timeline of each rank in benchmark/<run>/; see `megatron-ext aggregate` "
+        "and `megatron-ext report`.",
+    )
+    group.add_argument(
+        "--trace-interval",
+        type=int,
+        metavar="N",
+        help=f"With --trace: length of an interval, in iterations (default: {Tracing.interval}).",
+    )
+    group.add_argument(
+        "--trace-iterations",
+        type=int,
+        metavar="K",
+        help="With --trace: record the first K iterations of each interval (default: "
+        f"{Tracing().num_iterations}, or all of a shorter interval).",
+    )
+    group.add_argument(
+        "--trace-dir",
+        type=Path,
+        metavar="DIR",
+        help="With --trace: output folder of this run (default: in benchmark/, named after the "
+        "run's sizes).",
+    )
+    group.add_argument(
+        "--hang-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="End the job when a training step makes no progress for this long, and name the rank "
+        "that the others wait for (default: the process groups' time-out applies).",
+    )
     for flag, reason in DROPPED.items():
         group.add_argument(flag, metavar="VALUE", help=f"Ignored: {reason}.")
     return parser
@@ -188,12 +379,36 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
         ArgumentsError: The flags contradict each other.
         ScheduleError: The schedule does not exist.
     """
+    name: str | None = getattr(args, "pipeline_schedule", None)
+    if getattr(args, "enable_bitpipe_schedule", False):
+        if name not in (None, "bitpipe"):
+            raise ArgumentsError(
+                f"--enable-bitpipe-schedule and --pipeline-schedule {name} name two schedules; "
+                "leave one of them out"
+            )
+        name = "bitpipe"
+    if name is None and getattr(args, "use_dpp", False):
+        name = base_table(stages.chunks_of_megatron(args))
+    chunks = None if name is None else stages.num_chunks(args, name)
     try:
         return PipelineConfig(
-            **schedule_flags.schedule_fields(args),
-            **transport_flags.transport_fields(args),
-            disaggregation=disaggregation_flags.disaggregation(args),
-            tracing=trace_flags.tracing(args),
+            schedule=name,
+            chunks=chunks,
+            options=_options(args, name),
+            slices=getattr(args, "pipeline_slices", None) or PipelineConfig.slices,
+            costs=_parsed(args, "--pipeline-costs", Costs.parse),
+            dynamic=_dynamic_order(args),
+            balance=getattr(args, "pipeline_balance", None) or PipelineConfig.balance,
+            length_costs=_parsed(args, "--pipeline-length-costs", LengthCost.parse),
+            **_stash_fields(args, name, chunks),
+            transport=getattr(args, "pipeline_transport", None),
+            device_path=getattr(args, "pipeline_device_path", None) or PipelineConfig.device_path,
+            checksums=bool(getattr(args, "pipeline_checksum", False)),
+            node_ips=tuple(getattr(args, "node_ips", None) or ()),
+            # Megatron's own time-out of collectives.
+            message_timeout_s=60.0 * (getattr(args, "distributed_timeout_minutes", None) or 10),
+            disaggregation=_disaggregation(args),
+            tracing=_tracing(args),
             hang_timeout_s=getattr(args, "hang_timeout", None),
             variable_seq_lengths=bool(getattr(args, "variable_seq_lengths", False)),
             microbatch_rng=bool(getattr(args, "microbatch_rng", False)),
@@ -201,6 +416,117 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
         )
     except ConfigurationError as error:
         raise ArgumentsError(error.worded(flag_names(args))) from None
+
+
+def _options(args: Namespace, name: str | None) -> dict[str, Option]:
+    """Return the given options of the schedule; an option of another schedule is an error."""
+    said: dict[str, Option] = {}
+    for generator in registered().values():
+        for key in generator.options:
+            flag = generator.flag(key)
+            value = getattr(args, flag[2:].replace("-", "_"), None)
+            if value is None:
+                continue
+            if generator.name != name:
+                chosen = "none was chosen" if name is None else f"{name} was chosen"
+                raise ArgumentsError(
+                    f"{flag} is for {generator.name}, but {chosen}; leave it out, or use "
+                    f"--pipeline-schedule {generator.name}"
+                )
+            said[key] = value
+    return said
+
+
+def _parsed(args: Namespace, flag: str, parse: Callable[[str], _Parsed]) -> _Parsed | None:
+    text = getattr(args, flag[2:].replace("-", "_"), None)
+    if text is None:
+        return None
+    try:
+        return parse(text)
+    except ScheduleError as error:
+        raise ArgumentsError(f"{flag}: {error}") from error
+
+
+def _dynamic_order(args: Namespace) -> DynamicOrder | None:
+    policy = getattr(args, "dpp_policy", None)
+    extra = getattr(args, "dpp_extra_activations", None)
+    if not getattr(args, "use_dpp", False):
+        for flag, value in (("--dpp-policy", policy), ("--dpp-extra-activations", extra)):
+            if value is not None:
+                raise ArgumentsError(f"{flag} is for {_DPP}; add it, or leave {flag} out")
+        return None
+    return DynamicOrder(policy=policy or DynamicOrder.policy, extra_activations=extra)
+
+
+def _stash_fields(args: Namespace, name: str | None, chunks: int | None) -> dict[str, Any]:
+    """Return the fields of a `PipelineConfig` about what layers hold between I and W.
+
+    Args:
+        args: Arguments with upstream's names.
+        name: The schedule; None: Megatron's own.
+        chunks: Stages on each rank; None: the schedule's default.
+    """
+    if name is None:
+        return {}
+    granularity = getattr(args, "recompute_granularity", None)
+    if getattr(args, "recompute_activations", False):
+        granularity = "selective"
+    whole, at_a_time = 0.0, 1
+    if granularity == "full":
+        whole, given = 1.0, getattr(args, "recompute_num_layers", None) or 1
+        if getattr(args, "recompute_method", None) == "block":  # so many of each stage
+            generator = None if name.startswith(CSV_PREFIX) else get(name)
+            each = chunks or (1 if generator is None else generator.num_chunks // generator.twins)
+            recomputed = given * each * args.pipeline_model_parallel_size
+            whole = min(1.0, recomputed / (getattr(args, "num_layers", None) or recomputed))
+        else:
+            at_a_time = given
+    te = getattr(args, "transformer_impl", None) == "transformer_engine"
+    ratio = stash_ratio(
+        getattr(args, "tensor_model_parallel_size", 1),
+        sequence_parallel=bool(getattr(args, "sequence_parallel", False)),
+        # Megatron's own layers keep their part of a sequence and gather it again.
+        keeps_gathered=te and find_spec("transformer_engine") is not None,
+        recomputed=(getattr(args, "recompute_modules", None) or ())
+        if granularity == "selective"
+        else (),
+        recomputed_layers=whole,
+        kept_inputs=1 / at_a_time,
+        divides_inputs=bool(getattr(args, "distribute_saved_activations", False)),
+    )
+    # The order of a file is the user's.
+    at_once = whole == 1 and not name.startswith(CSV_PREFIX)
+    return {"stash_ratio": ratio, "weights_at_once": at_once}
+
+
+def _tracing(args: Namespace) -> Tracing | None:
+    if not getattr(args, "trace", False):
+        for dest in ("trace_interval", "trace_iterations", "trace_dir"):
+            if getattr(args, dest, None) is not None:
+                flag = f"--{dest.replace('_', '-')}"
+                raise ArgumentsError(f"{flag} is for traces; add --trace, or leave it out")
+        return None
+    interval: int | None = args.trace_interval
+    iterations: int | None = args.trace_iterations
+    if interval is None:
+        interval = max(Tracing.interval, iterations or 0)
+    return Tracing(interval=interval, iterations=iterations, directory=args.trace_dir)
+
+
+def _disaggregation(args: Namespace) -> Disaggregation | None:
+    if getattr(args, "forward_backward_disaggregating", False):
+        return Disaggregation(
+            activations=args.fbd_activations or Disaggregation.activations,
+            merged=args.ignore_forward_tensor_parallel,
+            forward_device=args.fbd_forward_device,
+        )
+    for dest in ("ignore_forward_tensor_parallel", "fbd_activations", "fbd_forward_device"):
+        if getattr(args, dest, None):
+            raise ArgumentsError(
+                f"--{dest.replace('_', '-')} is for forward ranks, but there are none; add {FLAG}, "
+                "or leave it out"
+            )
+    return None
 
 
 def said_by(words: Sequence[str], source: str) -> dict[str, object]:
@@ -233,7 +559,7 @@ def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
         name = base_table(stages.chunks_of_megatron(args))
     if name is not None and chunks is None:
         chunks = stages.num_chunks(args, name)
-    fields = {} if config.stash_ratio > 1 else schedule_flags.stash_fields(args, name, chunks)
+    fields = {} if config.stash_ratio > 1 else _stash_fields(args, name, chunks)
     return replace(config, schedule=name, chunks=chunks, **fields)
 
 

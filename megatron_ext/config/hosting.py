@@ -25,6 +25,7 @@ from megatron_ext.config.incompatible import (
     RULES,
     Refusal,
     Rule,
+    dropped,
     forbids_splitting,
     refusals,
     rules_of_dynamic_order,
@@ -45,6 +46,7 @@ from megatron_ext.disaggregation.ranks import rank_map
 from megatron_ext.errors import ArgumentsError, ScheduleError, UserError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate
 from megatron_ext.schedules.search.queues import check_queues
+from megatron_ext.schedules.table.placement import linear
 from megatron_ext.schedules.table.validation import validate
 from megatron_ext.upstream.tree import setting_names
 
@@ -119,6 +121,13 @@ class Preflight:
     def refuse(self, subject: str, args: Namespace, rules: Iterable[Rule]) -> None:
         """Add the settings that exclude a feature, see `incompatible.refusals`."""
         self.add(ArgumentsError, refusals(subject, args, rules))
+
+    def drop(self, args: Namespace, rules: Iterable[Rule]) -> None:
+        """Switch settings off, and say so."""
+        for rule in rules:
+            if rule.refuses(args):
+                self.arguments[rule.reads[0]] = False
+                self.changes.append(f"{rule.flag} is dropped: {rule.reason}")
 
     def collecting(self, rule: str, args: Namespace | None = None) -> _Collecting:
         """Return a context that makes errors inside it refusals; the check goes on after it.
@@ -203,9 +212,6 @@ def preflight(
         # Configuration objects hold both; Megatron derives this one from the layout.
         args.num_virtual_stages_per_pipeline_rank = None
     args.world_size = world_size or given.get("world_size")
-    if args.world_size is None:
-        sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
-        args.world_size = math.prod((*sizes, args.context_parallel_size))
     args.__dict__["_read"].clear()
     found = inspect(args, config, here=False)
     read = args.__dict__["_read"].union(
@@ -276,6 +282,13 @@ def _inspect_roles(
     """Check forward and backward ranks; a wrong number of processes ends the check."""
     assert config.disaggregation is not None
     found.refuse(FLAG, args, (*ROLE_RULES, *RULES["schedule"]))
+    found.drop(args, (*RULES["dropped"], *RULES["dropped_by_line"]))
+    with found.collecting("num_layers"):
+        if here or getattr(args, "num_layers", None):
+            line = linear(args.pipeline_model_parallel_size)
+            arguments, changes = stages.flags_for(args, line, FLAG)
+            found.arguments |= arguments
+            found.changes += changes
     if profiles_with_torch(args):
         found.notices.append("--use-pytorch-profiler profiles backward ranks only")
     if here:
@@ -283,12 +296,14 @@ def _inspect_roles(
             found.job = job_of(args, config)
             found.arguments |= role_arguments(args, found.job)
         return
-    rank_map(
-        _world_size(args),
-        tp=args.tensor_model_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-        merged=config.disaggregation.merged,
-    )
+    if args.world_size:
+        rank_map(
+            args.world_size,
+            tp=args.tensor_model_parallel_size,
+            pp=args.pipeline_model_parallel_size,
+            merged=config.disaggregation.merged,
+            cp=args.context_parallel_size,
+        )
 
 
 def _inspect_schedule(
@@ -320,6 +335,7 @@ def _inspect_schedule(
     if batches is not None:
         prove(pipeline, batches)
     found.refuse(subject, args, rules_of_table(pipeline.full))
+    found.drop(args, dropped(pipeline.full))
     if config.dynamic is not None:
         found.refuse("--use-dpp", args, rules_of_dynamic_order(args, pipeline.placement))
     with found.collecting("transformer_impl"):
@@ -327,7 +343,7 @@ def _inspect_schedule(
     found.pipeline = pipeline
     with found.collecting("num_layers"):
         if here or getattr(args, "num_layers", None):
-            arguments, changes = stages.flags_for(args, pipeline)
+            arguments, changes = stages.flags_for(args, pipeline.placement, subject)
             found.arguments |= arguments
             found.changes += changes
         else:
@@ -363,6 +379,11 @@ def _with_splittable_layers(
         notice = left_whole(args, here=here)
         if notice is not None:
             found.notices.append(f"--pipeline-schedule {pipeline.name}: {notice}")
+        if getattr(args, "tp_comm_overlap", False) and args.transformer_impl != "local":
+            found.notices.append(
+                f"--pipeline-schedule {pipeline.name}: --tp-comm-overlap hides no reduce-scatter "
+                "under weight gradients, which run later, and their gathered operands are copied"
+            )
         return pipeline
     if pipeline.dynamic is not None:
         whole = replace(pipeline, splits=False)
@@ -553,15 +574,14 @@ def _worlds(args: Namespace, pp: int) -> int:
     """Return the number of copies of the whole pipeline that the processes form."""
     tp = args.tensor_model_parallel_size
     cp = getattr(args, "context_parallel_size", 1)
-    ranks = tp * pp * cp
-    if args.world_size % ranks:
+    ranks, world_size = tp * pp * cp, _world_size(args)
+    if world_size % ranks:
         raise ArgumentsError(
-            f"world size {args.world_size} is not a multiple of tensor {tp} x pipeline {pp} x "
+            f"world size {world_size} is not a multiple of tensor {tp} x pipeline {pp} x "
             f"context {cp} = {ranks}; start {ranks} processes or a multiple, or lower a parallel "
             "size"
         )
-    worlds: int = args.world_size // ranks
-    return worlds
+    return int(world_size // ranks)
 
 
 def _global_batches(args: Namespace, full: int) -> list[int]:
@@ -645,7 +665,10 @@ def device_arguments(args: Namespace, config: PipelineConfig) -> dict[str, Any]:
 
 
 def _world_size(args: Namespace) -> int:
-    return int(getattr(args, "world_size", None) or 1)
+    """Return the number of ranks, or where it is unknown that of one replica."""
+    sizes = ("tensor_model", "pipeline_model", "context")
+    of_replica = math.prod(getattr(args, f"{kind}_parallel_size", 1) for kind in sizes)
+    return int(getattr(args, "world_size", None) or of_replica)
 
 
 def tell(args: Namespace, message: str, *values: object) -> None:

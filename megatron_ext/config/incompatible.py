@@ -24,6 +24,7 @@ __all__ = [
     "RULES",
     "Refusal",
     "Rule",
+    "dropped",
     "forbids_splitting",
     "refusals",
     "refuse",
@@ -138,18 +139,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "leave it out, or use Megatron's own schedule",
         ),
         Rule(
-            ("delay_wgrad_compute",),
-            "--delay-wgrad-compute",
-            "weight gradients run where the table says",
-            "leave it out and use a schedule that splits backwards, such as zb-h1 or zb-v",
-        ),
-        Rule(
-            ("defer_embedding_wgrad_compute",),
-            "--defer-embedding-wgrad-compute",
-            "weight gradients run where the table says",
-            "leave it out, or use Megatron's own schedule",
-        ),
-        Rule(
             ("fine_grained_activation_offloading", "cpu_offloading", "cpu_offloading_num_layers"),
             "--fine-grained-activation-offloading or --cpu-offloading-num-layers",
             "it follows the order of Megatron's own schedules",
@@ -172,12 +161,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "--use-legacy-models",
             "legacy models do not know their stage",
             "leave it out",
-        ),
-        Rule(
-            ("overlap_param_gather_with_optimizer_step",),
-            "--overlap-param-gather-with-optimizer-step",
-            "it relies on the order of Megatron's interleaved schedule",
-            "use --overlap-param-gather alone",
         ),
         Rule(
             ("moe_paged_stash", "moe_expert_rank_capacity_factor"),
@@ -209,6 +192,41 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "use --global-batch-size",
         ),
     ),
+    # What a schedule of ours does itself, or does without: dropped where flags are read, refused
+    # where a program has already built its configuration.
+    "dropped": (
+        Rule(
+            ("delay_wgrad_compute",),
+            "--delay-wgrad-compute",
+            "weight gradients run where the table says",
+            "leave it out",
+        ),
+        Rule(
+            ("defer_embedding_wgrad_compute",),
+            "--defer-embedding-wgrad-compute",
+            "weight gradients run where the table says, that of the output layer too",
+            "leave it out",
+        ),
+    ),
+    # The same of schedules that split backwards.
+    "dropped_by_split": (
+        Rule(
+            ("overlap_dispatch_backward_with_experts_wgrad",),
+            "--overlap-dispatch-backward-with-experts-wgrad",
+            "the table postpones the weight gradients of experts already",
+            "leave it out",
+        ),
+    ),
+    # The same of schedules with one stage on each rank.
+    "dropped_by_line": (
+        Rule(
+            ("overlap_param_gather_with_optimizer_step",),
+            "--overlap-param-gather-with-optimizer-step",
+            "it gathers the first of several chunks while the others take their step, and each "
+            "rank has one chunk",
+            "leave it out",
+        ),
+    ),
     # For schedules that split backwards.
     "split": (
         Rule(
@@ -217,19 +235,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "gradients of weights and of the rest are complete at different times",
             "leave one of them out, or use 1f1b or interleaved",
             lambda instances, overlaps: (instances or 1) > 1 and overlaps,
-        ),
-        Rule(
-            ("overlap_dispatch_backward_with_experts_wgrad",),
-            "--overlap-dispatch-backward-with-experts-wgrad",
-            "it postpones the weight gradients of experts, which the table does already",
-            "leave it out, or use 1f1b or interleaved",
-        ),
-        Rule(
-            ("moe_shared_expert_overlap",),
-            "--moe-shared-expert-overlap",
-            "the shared expert computes in a stream of its own, which may reuse the operands of "
-            "its weight gradients before W has read them",
-            "leave it out, or use 1f1b or interleaved",
         ),
         Rule(
             ("use_transformer_engine_op_fuser", "num_experts"),
@@ -534,6 +539,14 @@ def rules_of_table(table: Schedule) -> tuple[Rule, ...]:
     return rules + RULES["twins"] if table.placement.twins == 2 else rules
 
 
+def dropped(table: Schedule) -> tuple[Rule, ...]:
+    """Return the rules of settings that a table does itself, or does without."""
+    placement = table.placement
+    rules = RULES["dropped"] + (RULES["dropped_by_split"] if table.splits_backward else ())
+    one_chunk = placement.num_stages == placement.num_ranks
+    return rules + RULES["dropped_by_line"] if one_chunk else rules
+
+
 def rules_of_dynamic_order(args: Namespace, placement: Placement) -> tuple[Rule, ...]:
     """Return the rules of ranks that choose their order.
 
@@ -576,7 +589,8 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_s
         refuse(f"transport {config.wire}", args, RULES["transport"])
         return
     subject = f"schedule {pipeline.name}"
-    refuse(subject, args, (*RULES["schedule"], *rules_of_table(pipeline.full)))
+    table = pipeline.full
+    refuse(subject, args, (*RULES["schedule"], *dropped(table), *rules_of_table(table)))
     if pipeline.is_folded:
         refuse(subject, args, RULES["placed"])
     if config.dynamic is not None:

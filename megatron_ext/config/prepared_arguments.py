@@ -2,7 +2,8 @@
 
 `prepare` runs between parsing and Megatron's own validation: it translates the flags, works out the
 arguments that Megatron needs to host the pipeline, and activates the configuration. `check` runs
-after the validation and compares what Megatron computed with what was prepared.
+after the validation, compares what Megatron computed with what was prepared, and logs what runs:
+the pipeline with its simulated makespan, bubble and memory.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config import announcements, hosting, roles
+from megatron_ext.config import hosting, roles
 from megatron_ext.config.active import (
     Active,
     activate_configuration,
@@ -18,11 +19,20 @@ from megatron_ext.config.active import (
     required,
 )
 from megatron_ext.errors import ArgumentsError
+from megatron_ext.schedules import commands
+from megatron_ext.schedules.search.dynamic import simulate_dynamic
+from megatron_ext.schedules.search.patience import NOTABLE, quiet
+from megatron_ext.schedules.search.policies import Hint
+from megatron_ext.schedules.search.simulate import simulate
+from megatron_ext.schedules.table.memory import activation_peaks
 
 if TYPE_CHECKING:
     from megatron_ext.config.pipeline_config import PipelineConfig
+    from megatron_ext.config.sized_pipeline import Pipeline
+    from megatron_ext.schedules.search.simulate import Timeline
+    from megatron_ext.schedules.table.costs import Costs
 
-__all__ = ["check", "prepare", "rewritten"]
+__all__ = ["check", "order_in_words", "prepare", "rewritten", "running", "warning"]
 
 _REWRITTEN = "megatron_ext_rewritten"
 """The attribute in which `_rewrite` keeps (old, new) of the arguments that it changed."""
@@ -72,8 +82,6 @@ def check(args: Namespace) -> None:
     if found.config.variable_seq_lengths:
         args.variable_seq_lengths = True  # no flag of Megatron's; its validation clears it
     try:
-        if found.job is not None:
-            roles.check_roles(args)
         if found.pipeline is not None:
             hosting.check_pipeline(args, found.pipeline)
     except ArgumentsError:
@@ -97,10 +105,10 @@ def _tell_what_runs(args: Namespace) -> None:
         over = found.transport_only.transport
         hosting.tell(args, "pipeline schedule: Megatron's own; messages over %s", over)
     if found.pipeline is not None:
-        hosting.tell(args, "%s", announcements.running(found.pipeline))
+        hosting.tell(args, "%s", running(found.pipeline))
         slower = None
         if found.config.dynamic is not None:
-            slower = announcements.warning(found.pipeline)
+            slower = warning(found.pipeline)
         if slower is not None:
             hosting.tell(args, "%s", slower)
         between = found.pipeline.placement.num_stages - 2
@@ -139,3 +147,69 @@ def _rewrite(args: Namespace, wanted: dict[str, Any]) -> None:
     if wanted:
         changes = {dest: (getattr(args, dest, None), value) for dest, value in wanted.items()}
         vars(args).update({**wanted, _REWRITTEN: changes})
+
+
+def running(pipeline: Pipeline) -> str:
+    """Return a line about the pipeline that runs, with its simulated bubble and memory."""
+    if pipeline.dynamic is None:
+        timeline = commands.evaluate(pipeline.full, pipeline.costs)
+        order = ""
+    else:
+        timeline = _dynamic_timeline(pipeline, pipeline.costs)
+        order = f"{order_in_words(pipeline)}; "
+    schedule = timeline.schedule
+    hosted = f" (two mirrored pipelines of {pipeline.pp // 2})" if pipeline.twins == 2 else ""
+    peak = timeline.peak_activations
+    config = pipeline.config
+    if pipeline.dynamic is None:
+        peak = max(activation_peaks(schedule, config.stash_ratio))
+    at_once = ""
+    if config.weights_at_once and schedule.splits_backward:
+        at_once = (
+            f"; W runs right after I: all layers are recomputed, and W needs "
+            f"{config.stash_ratio:g} times what a micro-batch keeps before"
+        )
+    return (
+        f"pipeline schedule: {schedule.label} on {pipeline.pp} ranks{hosted}, "
+        f"{schedule.total_microbatches} micro-batches: {order}bubble {timeline.bubble:g} "
+        f"({100 * timeline.bubble_ratio:.1f} %), peak {peak:g} activations, "
+        f"simulated for costs {pipeline.costs}; messages over {pipeline.transport}{at_once}"
+    )
+
+
+def order_in_words(pipeline: Pipeline) -> str:
+    """Describe the policy of a pipeline and its bound on memory, for the log."""
+    assert pipeline.dynamic is not None
+    policy = pipeline.policy(pipeline.num_microbatches, 0)
+    schedule = pipeline.full
+    share = schedule.pp / schedule.num_stages
+    if isinstance(policy, Hint):
+        most = share * policy.cap
+        bound = f"at most {most:g} activations (+{pipeline.dynamic.margin})"
+        if pipeline.config.stash_ratio > 1:
+            bound += f", {pipeline.config.stash_ratio:g} between I and W"
+    else:
+        bound = f"no bound on activations, up to {schedule.num_microbatches}"
+    split = "" if pipeline.splits else ", backwards whole"
+    return f"dynamic order by {pipeline.dynamic.policy}, {bound}{split}"
+
+
+def _dynamic_timeline(pipeline: Pipeline, costs: Costs) -> Timeline:
+    """Simulate a dynamic pipeline."""
+    m = pipeline.num_microbatches
+    return simulate_dynamic(pipeline.schedule(m), lambda rank: pipeline.policy(m, rank), costs)
+
+
+def warning(pipeline: Pipeline) -> str | None:
+    """Return advice if the static order is as fast while nothing is late, else None."""
+    calm = quiet(pipeline.costs)
+    static = pipeline.static().full
+    ratio = simulate(static, calm).makespan / _dynamic_timeline(pipeline, calm).makespan
+    if ratio >= 1 + NOTABLE:
+        return None
+    less = 100 * (1 - ratio)
+    takes = f"takes {less:.1f} % less time than" if ratio < 1 - NOTABLE else "is as fast as"
+    return (
+        f"while no message and no micro-batch is late, the order of {pipeline.name} itself {takes} "
+        f"--use-dpp (simulated); leave --use-dpp out unless links or micro-batches vary"
+    )

@@ -10,7 +10,8 @@ from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices
-from megatron_ext.config.disaggregation_flags import FLAG, FORWARD_FLAG
+from megatron_ext.config.early import FORWARD_FLAG
+from megatron_ext.config.flags import FLAG
 from megatron_ext.config.incompatible import Rule
 from megatron_ext.disaggregation.job import Job
 from megatron_ext.disaggregation.ranks import rank_map
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "FLAG",
     "ROLE_RULES",
-    "check_roles",
     "has_dropout",
     "job_of",
     "profiles_with_torch",
@@ -48,6 +48,7 @@ def job_of(args: Namespace, config: PipelineConfig) -> Job:
             tp=args.tensor_model_parallel_size,
             pp=args.pipeline_model_parallel_size,
             merged=wanted.merged,
+            cp=getattr(args, "context_parallel_size", 1),
         ),
         args.rank,
         activations=wanted.activations,
@@ -76,28 +77,15 @@ def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
     return wanted
 
 
-def check_roles(args: Namespace) -> None:
-    """Compare Megatron's completed arguments with the job.
-
-    Raises:
-        ArgumentsError: The flags ask for several chunks on each rank.
-    """
-    if getattr(args, "virtual_pipeline_model_parallel_size", None):
-        raise ArgumentsError(
-            f"{FLAG} has one stage on each rank, but the flags make "
-            f"{args.virtual_pipeline_model_parallel_size}; leave the flags of virtual pipeline "
-            "stages out, or give --pipeline-model-parallel-layout one stage for each rank"
-        )
-
-
 def roles_in_words(args: Namespace, job: Job) -> str:
     """Return a log line about the disaggregated schedule and its simulated bubble."""
-    count = args.global_batch_size // (args.micro_batch_size * job.ranks.dp)
+    replicas = job.ranks.dp // getattr(args, "context_parallel_size", 1)
+    count = args.global_batch_size // (args.micro_batch_size * replicas)
     timeline = commands.evaluate(job.schedule(count), UNIT)
     forwards, backwards = (job.ranks.role_size(role) for role in ("forward", "backward"))
     return (
         f"pipeline schedule: {timeline.schedule.label} on {job.ranks.num_ranks} processes: "
-        f"{forwards} forward and {backwards} backward ranks, {job.ranks.dp} replica(s), {count} "
+        f"{forwards} forward and {backwards} backward ranks, {replicas} replica(s), {count} "
         f"micro-batches: makespan {timeline.makespan / 2:g} forwards of a stage, bubble "
         f"{100 * timeline.bubble_ratio:.1f} %"
     )
@@ -191,19 +179,6 @@ _DROPOUT = ("hidden_dropout", "attention_dropout")
 
 ROLE_RULES = (
     Rule(
-        ("context_parallel_size",),
-        "--context-parallel-size above 1",
-        "only tensor-parallel ranks exchange tensors between the roles",
-        "use 1, and --sequence-parallel to reduce activations",
-        _above_one,
-    ),
-    Rule(
-        ("moe_router_enable_expert_bias",),
-        "--moe-router-enable-expert-bias",
-        "that bias is not a weight, so forward ranks would not receive it",
-        "balance experts with --moe-aux-loss-coeff",
-    ),
-    Rule(
         ("moe_input_jitter_eps",),
         "--moe-input-jitter-eps",
         "both roles would draw their own noise",
@@ -241,12 +216,6 @@ ROLE_RULES = (
         "forward ranks ship the inputs of a stage's layers, not those of multi-token prediction",
         "use --fbd-activations recompute",
         lambda kind, layers: kind == "ship" and layers,
-    ),
-    Rule(
-        ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
-        "--num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank",
-        "each rank has one stage",
-        "leave them out",
     ),
     Rule(
         ("use_tp_pp_dp_mapping",),

@@ -156,14 +156,21 @@ def num_chunks(args: Namespace, name: str) -> int | None:
     return made if made is not None and made > 1 else get(name).num_chunks
 
 
-def flags_for(args: Namespace, pipeline: Pipeline) -> tuple[dict[str, Any], list[str]]:
+def flags_for(
+    args: Namespace, placement: Placement, subject: str
+) -> tuple[dict[str, Any], list[str]]:
     """Return the arguments that make Megatron build the stages of a schedule, and changed cuts.
+
+    Args:
+        args: Parsed arguments.
+        placement: The stages.
+        subject: The flag that chose them.
 
     Raises:
         ArgumentsError: The user's flags contradict each other.
         ScheduleError: The model cannot have these stages.
     """
-    placement, said = pipeline.placement, _said(args)
+    said = _said(args)
     layers, chunks = _num_layers(args), placement.num_stages // placement.num_ranks
     mtp = getattr(args, "mtp_num_layers", None) or 0
     wanted: dict[str, Any] = {"pipeline_model_parallel_size": placement.num_ranks}
@@ -195,14 +202,14 @@ def flags_for(args: Namespace, pipeline: Pipeline) -> tuple[dict[str, Any], list
             fitting = " or ".join(str(n * stages) for n in (fewer, fewer + 1) if n)
             raise ScheduleError(
                 f"{layers} layers of a hybrid model do not divide into the {stages} stages of "
-                f"--pipeline-schedule {pipeline.name}; use --num-layers {fitting}"
+                f"{subject}; use --num-layers {fitting}"
             )
         letters = iter(pattern.replace("|", ""))
         counts = spread(layers, placement.num_stages, first, last)
         cut = "|".join("".join(islice(letters, count)) for count in counts)
         given = args.hybrid_layer_pattern or args.hybrid_override_pattern
         wanted |= {"hybrid_layer_pattern": given.replace(pattern, cut, 1)} | dict.fromkeys(replaced)
-        return wanted, [f"the stages of --pipeline-schedule {pipeline.name}: {_PATTERN} '{cut}'"]
+        return wanted, [f"the stages of {subject}: {_PATTERN} '{cut}'"]
     cut = layout_string(
         layers, placement, mtp_num_layers=mtp, layout=layout, first=first, last=last
     )
@@ -212,7 +219,7 @@ def flags_for(args: Namespace, pipeline: Pipeline) -> tuple[dict[str, Any], list
         return wanted, []
     instead = [f"--{dest.replace('_', '-')}" for dest in replaced]
     instead += [f"{_LAYOUT} {layout}"] if layout is not None else []
-    line = f"the {placement.num_stages} stages of --pipeline-schedule {pipeline.name}: {_LAYOUT}"
+    line = f"the {placement.num_stages} stages of {subject}: {_LAYOUT}"
     return wanted, [f"{line} '{cut}'" + (f" in place of {', '.join(instead)}" if instead else "")]
 
 

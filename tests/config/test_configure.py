@@ -203,8 +203,13 @@ _INSTANCES = {"num_distributed_optimizer_instances": 2, "overlap_grad_reduce": T
 _OFFLOAD = {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
 _BY_PROGRAMS: list[tuple[dict[str, Any], dict[str, Any], bool, str]] = [
     ({"schedule": "zb-h1"}, {}, False, ""),
-    ({"schedule": "zb-h1"}, _SHARED, False, "cannot run with --moe-shared-expert-overlap"),
-    ({"schedule": "1f1b"}, _SHARED, False, ""),
+    ({"schedule": "zb-h1"}, _SHARED, False, ""),
+    (
+        {"schedule": "1f1b"},
+        {"defer_embedding_wgrad_compute": True, "gradient_accumulation_fusion": True},
+        False,
+        "cannot run with --defer-embedding-wgrad-compute",
+    ),
     ({"schedule": "zb-h1"}, _INSTANCES, True, "--num-distributed-optimizer-instances > 1"),
     ({"schedule": "1f1b"}, _INSTANCES, True, ""),
     ({"schedule": "1f1b"}, {"cuda_graph_impl": "local"}, False, "cannot run with CUDA graphs"),

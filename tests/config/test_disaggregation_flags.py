@@ -13,7 +13,6 @@ from tests.runtime.capture import GPT, PP2
 FBD = "--forward-backward-disaggregating "
 MERGED = FBD + "--ignore-forward-tensor-parallel "
 MOE = "--num-experts 4 --swiglu --disable-bias-linear "
-EXPERT_BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid "
 MTP = "--mtp-num-layers 1 --position-embedding-type rope "
 SHIP = (
     "--fbd-activations ship --recompute-granularity full --recompute-method uniform "
@@ -33,9 +32,6 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
         (FBD + PP2 + "--pipeline-device-path ipc", 4, "go through the host; leave it out"),
         (FBD + PP2 + "--enable-bitpipe-schedule", 4, "it brings its own schedule"),
         (MERGED + TP2 + MOE, 3, "shards of experts are not merged"),
-        (FBD + PP2 + MOE + EXPERT_BIAS, 4, "that bias is not a weight"),
-        (FBD + PP2 + "--num-layers-per-virtual-pipeline-stage 1", 4, "each rank has one stage"),
-        (FBD + PP2 + "--pipeline-model-parallel-layout Et|t|t|tL", 4, "the flags make 2"),
         (FBD + PP2 + "--fbd-activations ship", 4, "add --recompute-granularity full"),
         (FBD + PP2 + SHIP + MTP, 4, "not those of multi-token prediction"),
         (MERGED + PP2 + TP2 + "--hidden-dropout 0.1", 6, "draws other masks than the shards"),
@@ -52,9 +48,24 @@ def test_what_is_refused(flags: str, world: int, rule: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "cut",
+    [
+        "--num-layers-per-virtual-pipeline-stage 1",
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--pipeline-model-parallel-layout Et|t|t|tL",
+    ],
+)
+def test_each_rank_has_one_stage(cut: str, caplog: pytest.LogCaptureFixture) -> None:
+    args = parse("gpt", (GPT + FBD + PP2 + cut).split(), {"WORLD_SIZE": "4"})
+    assert args.virtual_pipeline_model_parallel_size is None
+    assert args.pipeline_model_parallel_layout == "Ett|ttL"
+    instead = cut.split(maxsplit=1)[0]
+    assert f"--pipeline-model-parallel-layout 'Ett|ttL' in place of {instead}" in caplog.text
+
+
+@pytest.mark.parametrize(
     ("dest", "value", "rule"),
     [
-        ("context_parallel_size", 2, "--context-parallel-size above 1: only tensor-parallel ranks"),
         ("rerun_mode", "report_stats", "--rerun-mode report_stats: it reruns each step"),
         (
             "error_injection_rate",

@@ -14,7 +14,7 @@ import pytest
 
 import megatron_ext
 from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, Tracing
-from megatron_ext.config import schedule_flags
+from megatron_ext.config import flags
 from megatron_ext.config.flags import add_arguments, completed, pipeline_config
 from megatron_ext.errors import ArgumentsError, ScheduleError, UserError
 from megatron_ext.schedules.table.costs import Costs
@@ -149,7 +149,7 @@ def test_flags_are_one_translation(flags: str, config: PipelineConfig) -> None:
 def test_what_transformer_engine_keeps_for_w_follows_from_flags(
     monkeypatch: pytest.MonkeyPatch, installed: bool, settings: dict[str, Any], ratio: float
 ) -> None:
-    monkeypatch.setattr(schedule_flags, "find_spec", lambda name: name if installed else None)
+    monkeypatch.setattr(flags, "find_spec", lambda name: name if installed else None)
     args = add_arguments(ArgumentParser()).parse_args(["--pipeline-schedule", "zb-v"])
     te = {"transformer_impl": "transformer_engine", "sequence_parallel": True}
     vars(args).update({**te, "tensor_model_parallel_size": 4, **settings})

@@ -41,17 +41,20 @@ def test_all_refusals_are_collected() -> None:
         "cuda_graph_impl": "transformer_engine",
         "delay_wgrad_compute": True,
         "global_batch_size": 15,
-        "gradient_accumulation_fusion": False,
+        "moe_paged_stash": True,
         "ckpt_format": "torch",
         "save": "/checkpoints",
     }
     assert rules(settings) == [
         "cuda_graph_impl",
-        "delay_wgrad_compute",
+        "moe_paged_stash",
         "global_batch_size",
         "ckpt_format",
-        "transformer_impl",
     ]
+    assert any(
+        "--delay-wgrad-compute is dropped" in line
+        for line in preflight({**SIZES, **settings}, ZB_V).changes
+    )
     found = preflight({**SIZES, **settings}, ZB_V)
     for refusal in found.refusals:
         assert refusal.reason
@@ -63,9 +66,9 @@ def test_all_refusals_are_collected() -> None:
 
 
 def test_a_training_names_all_refusals_too() -> None:
-    args = Namespace(**SIZES, delay_wgrad_compute=True, cuda_graph_impl="local")
+    args = Namespace(**SIZES, moe_paged_stash=True, cuda_graph_impl="local")
     assert [one.rule for one in preflight(args, ZB_V).refusals] == rules(
-        {"delay_wgrad_compute": True, "cuda_graph_impl": "local"}
+        {"moe_paged_stash": True, "cuda_graph_impl": "local"}
     )
 
 
@@ -79,8 +82,7 @@ def test_a_training_names_all_refusals_too() -> None:
             ["moe_token_dispatcher_type"],
         ),
         ({"num_moe_experts": 8, "use_transformer_engine_op_fuser": True}, {}, None),
-        ({"tp_comm_overlap": True}, {}, ["transformer_impl"]),
-        ({"tp_comm_overlap": True, "transformer_impl": "local"}, {}, []),
+        ({"tp_comm_overlap": True, "gradient_accumulation_fusion": False}, {}, []),
         ({"pipeline_model_parallel_size": 1}, {}, ["pipeline_schedule"]),
     ],
 )
@@ -114,11 +116,10 @@ def test_words_of_a_command_line() -> None:
     assert found.pipeline is not None
     assert (found.pipeline.name, found.pipeline.num_microbatches) == ("zb-v", 16)
     words += " --no-gradient-accumulation-fusion --fp8-format hybrid --delay-wgrad-compute"
+    words += " --cuda-graph-impl local"
     found = preflight(words.split(), world_size=8)
-    assert [refusal.rule for refusal in found.refusals] == [
-        "delay_wgrad_compute",
-        "transformer_impl",
-    ]
+    assert [refusal.rule for refusal in found.refusals] == ["cuda_graph_impl"]
+    assert [line.split()[0] for line in found.changes] == ["--delay-wgrad-compute"]
     words = "--use-dpp --pipeline-schedule zb-v --dpp-policy wrong"
     with pytest.raises(megatron_ext.errors.ArgumentsError, match="invalid choice"):
         preflight(words.split())
@@ -130,7 +131,11 @@ def test_words_of_a_command_line() -> None:
         (PipelineConfig(dynamic=DynamicOrder()), {}, []),
         (PipelineConfig(dynamic=DynamicOrder()), {"fp8": "hybrid", "fp8_recipe": "delayed"}, 1),
         (PipelineConfig(disaggregation=Disaggregation()), {}, []),
-        (PipelineConfig(disaggregation=Disaggregation()), {"context_parallel_size": 2}, 1),
+        (
+            PipelineConfig(disaggregation=Disaggregation()),
+            {"context_parallel_size": 2, "world_size": 32},
+            [],
+        ),
         (PipelineConfig(disaggregation=Disaggregation()), {"world_size": 8}, ["disaggregation"]),
         (PipelineConfig(), {"cuda_graph_impl": "local"}, []),
         (PipelineConfig(transport="tcp"), {"use_ring_exchange_p2p": True}, 1),

@@ -11,8 +11,8 @@ import pytest
 
 from megatron_ext import devices
 from megatron_ext.config import active, hosting
+from megatron_ext.config.flags import add_arguments
 from megatron_ext.config.prepared_arguments import check, prepare
-from megatron_ext.config.schedule_flags import add_flags
 from megatron_ext.errors import ArgumentsError, UserError
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.table import table_files
@@ -27,7 +27,7 @@ def args(monkeypatch: pytest.MonkeyPatch) -> Namespace:
     """Arguments as parsed, enough for a schedule, on a device that runs anything."""
     monkeypatch.setattr(hosting, "device_arguments", lambda *_: {})
     parser = ArgumentParser()
-    add_flags(parser)
+    add_arguments(parser)
     return Namespace(
         **vars(parser.parse_args([])),
         pipeline_model_parallel_size=4,
@@ -137,20 +137,16 @@ def test_layers_that_are_left_whole_are_told(
         ("cuda_graph_impl", "local", "1f1b"),
         ("enable_cuda_graph", True, "1f1b"),
         ("overlap_moe_expert_parallel_comm", True, "1f1b"),
-        ("delay_wgrad_compute", True, "zb-h1"),
         ("fine_grained_activation_offloading", True, "1f1b"),
         ("use_megatron_fsdp", True, "1f1b"),
         ("use_torch_fsdp2", True, "1f1b"),
         ("decoder_num_layers", 4, "1f1b"),
-        ("defer_embedding_wgrad_compute", True, "1f1b"),
         ("cuda_graph_impl", "full_iteration", "1f1b"),
         ("moe_paged_stash", True, "1f1b"),
         ("moe_expert_rank_capacity_factor", 1.5, "1f1b"),
         ("tensor_parallel_num_weight_shards", 2, "1f1b"),
         ("expert_tensor_parallel_num_weight_shards", 2, "1f1b"),
         ("step_batch_size_schedule", "0:8 1B:16", "1f1b"),
-        ("overlap_dispatch_backward_with_experts_wgrad", True, "zb-h1"),
-        ("moe_shared_expert_overlap", True, "zb-h1"),
         ("is_hybrid_model", True, "zb-v"),
         ("hybrid_layer_pattern", "M*M-", "zb-v"),
         ("use_mp_args_from_checkpoint_args", True, "bitpipe"),
@@ -169,8 +165,7 @@ def test_features_that_order_computation_are_refused(
     ("dest", "value", "schedule"),
     [
         ("hybrid_layer_pattern", "M*M-", "1f1b"),
-        ("overlap_dispatch_backward_with_experts_wgrad", True, "1f1b"),
-        ("moe_shared_expert_overlap", True, "1f1b"),
+        ("moe_shared_expert_overlap", True, "zb-v"),
         ("tensor_parallel_num_weight_shards", 1, "zb-h1"),
     ],
 )
@@ -194,6 +189,27 @@ def test_graphs_of_whole_steps_are_refused_with_a_transport_of_ours(
         prepare(args)
     args.pipeline_transport = "torch"
     prepare(args)
+
+
+@pytest.mark.parametrize(
+    ("setting", "drop", "keep"),
+    [
+        ("delay_wgrad_compute", ["1f1b", "zb-v"], []),
+        ("defer_embedding_wgrad_compute", ["1f1b", "zb-v"], []),
+        ("overlap_dispatch_backward_with_experts_wgrad", ["zb-h1"], ["interleaved"]),
+        ("overlap_param_gather_with_optimizer_step", ["zb-h1"], ["interleaved", "zb-v"]),
+    ],
+)
+def test_what_the_table_does_itself_is_dropped(
+    args: Namespace, setting: str, drop: list[str], keep: list[str], caplog: Any
+) -> None:
+    for schedule in (*drop, *keep):
+        setattr(args, setting, True)
+        caplog.clear()
+        choose(args, schedule)
+        assert getattr(args, setting) is (schedule in keep)
+        flag = f"--{setting.replace('_', '-')} is dropped: "
+        assert any(flag in line for line in caplog.messages) is (schedule in drop)
 
 
 def test_a_group_size_without_effect_is_logged(
@@ -238,8 +254,6 @@ def test_what_has_less_effect_than_it_seems_is_logged(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"moe_shared_expert_overlap": True},
-        {"overlap_dispatch_backward_with_experts_wgrad": True},
         {"use_transformer_engine_op_fuser": True, "num_experts": 4},
         {"num_distributed_optimizer_instances": 2, "overlap_grad_reduce": True},
     ],

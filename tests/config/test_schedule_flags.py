@@ -293,10 +293,6 @@ REFUSED = {
         "--pipeline-model-parallel-size 8 --enable-bitpipe-schedule --global-batch-size 14", 8,
         ["global batch of 14", "2 replicas (two for each mirrored", "--global-batch-size 12 or 16"],
     ),
-    "deferred": (
-        PP4 + "--pipeline-schedule zb-h1 --defer-embedding-wgrad-compute", 4,
-        ["cannot run with --defer-embedding-wgrad-compute", "use Megatron's own schedule"],
-    ),
     "shared out experts": (
         PP4 + "--pipeline-schedule 1f1b --pipeline-balance pack --num-experts 4 "
         "--moe-router-load-balancing-type global_aux_loss", 4,

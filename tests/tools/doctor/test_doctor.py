@@ -59,9 +59,9 @@ def test_flags_of_a_training_are_checked() -> None:
         "found": "zb-v takes these flags",
         "remedy": "",
     }
-    done = run_package("doctor", "--", *flags.split(), "--delay-wgrad-compute")
+    done = run_package("doctor", "--", *flags.split(), "--cuda-graph-impl", "local")
     assert done.returncode == 1
-    assert "FAIL training: --pipeline-schedule zb-v cannot run with --delay-wgrad" in done.stdout
+    assert "FAIL training: --pipeline-schedule zb-v cannot run with CUDA graphs" in done.stdout
 
 
 def test_a_failed_check_is_a_line_with_a_remedy_and_exit_code_1(tmp_path: Path) -> None:
