@@ -1,11 +1,16 @@
 """How many training recipes each schedule accepts, by `megatron_ext.preflight`.
 
     python benchmarks/recipes.py FILE [--why SCHEDULE] [--json FILE]
+    python benchmarks/recipes.py --features > TABLES
 
 FILE is a JSON list of recipes: `flags` (settings by the names of Megatron's arguments, of its
 configuration objects or of Megatron-Bridge's), `name`, `source`, `pp`, `gpus`, and `counted`
 (whether the sums include the recipe). Recipes without a pipeline are left out. `--why` lists what
 one schedule refuses: recipes by rule, of at least 256 GPUs, and those that nothing else refuses.
+
+Disaggregation gets forward ranks beside those of the recipe, so twice its GPUs.
+
+`--features` prints the tables of `docs/recipes.md`, from the rules.
 
 Tables of thousands of micro-batches take seconds to prove, so a long step is cut: it keeps four
 rounds of the pipeline and what is left over.
@@ -24,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.json_output import add_json, write_json
 from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, preflight
+from megatron_ext.config.incompatible import RULES
+from megatron_ext.config.roles import ROLE_RULES
 
 SCHEDULES = {
     name: PipelineConfig(schedule=name)
@@ -34,6 +41,116 @@ SCHEDULES["disaggregation"] = PipelineConfig(disaggregation=Disaggregation())
 LARGE = 256
 """GPUs of a large recipe."""
 
+SIZES = {
+    "num_layers": 32,
+    "seq_length": 4096,
+    "micro_batch_size": 1,
+    "global_batch_size": 128,
+    "pipeline_model_parallel_size": 4,
+    "world_size": 64,
+    "use_distributed_optimizer": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "add_bias_linear": False,
+}
+"""Settings that all schedules accept, to which those of `FEATURES` are added."""
+_EXPERTS = {"num_experts": 64, "moe_token_dispatcher_type": "alltoall"}
+FEATURES: dict[str, dict[str, Any]] = {
+    "tensor and sequence parallelism": {
+        "tensor_model_parallel_size": 4,
+        "sequence_parallel": True,
+    },
+    "context parallelism": {"context_parallel_size": 2},
+    "expert parallelism, DeepEP or HybridEP": {
+        **_EXPERTS,
+        "expert_model_parallel_size": 4,
+        "moe_token_dispatcher_type": "flex",
+    },
+    "`--moe-router-enable-expert-bias`": {**_EXPERTS, "moe_router_enable_expert_bias": True},
+    "`--moe-shared-expert-overlap`": {
+        **_EXPERTS,
+        "moe_shared_expert_intermediate_size": 1024,
+        "moe_shared_expert_overlap": True,
+    },
+    "`--mtp-num-layers`": {"mtp_num_layers": 1},
+    "`--overlap-grad-reduce`, `--overlap-param-gather`": {
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    },
+    "`--overlap-param-gather-with-optimizer-step`": {
+        "overlap_param_gather_with_optimizer_step": True
+    },
+    "`--num-distributed-optimizer-instances` 2 with `--overlap-grad-reduce`": {
+        "num_distributed_optimizer_instances": 2,
+        "overlap_grad_reduce": True,
+    },
+    "`--use-megatron-fsdp`": {"use_megatron_fsdp": True},
+    "full recomputation": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "`--fine-grained-activation-offloading`": {"fine_grained_activation_offloading": True},
+    "`--no-gradient-accumulation-fusion`": {"gradient_accumulation_fusion": False},
+    "`--tp-comm-overlap`": {
+        "tensor_model_parallel_size": 4,
+        "sequence_parallel": True,
+        "tp_comm_overlap": True,
+    },
+    "`--fp8-recipe delayed`": {"fp8": "hybrid", "fp8_recipe": "delayed"},
+    "`--fp8-recipe mxfp8`": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
+    "`--fp8-param-gather`": {"fp8": "e4m3", "fp8_param_gather": True},
+    "`--delay-wgrad-compute`": {"delay_wgrad_compute": True},
+    "`--defer-embedding-wgrad-compute`": {"defer_embedding_wgrad_compute": True},
+    "`--overlap-moe-expert-parallel-comm`": {**_EXPERTS, "overlap_moe_expert_parallel_comm": True},
+    "`--overlap-dispatch-backward-with-experts-wgrad`": {
+        **_EXPERTS,
+        "overlap_dispatch_backward_with_experts_wgrad": True,
+    },
+    "CUDA graphs": {"cuda_graph_impl": "transformer_engine"},
+    "`--moe-paged-stash`": {**_EXPERTS, "moe_paged_stash": True},
+    "`--use-transformer-engine-op-fuser` with experts": {
+        **_EXPERTS,
+        "use_transformer_engine_op_fuser": True,
+    },
+    "virtual stages": {"num_layers_per_virtual_pipeline_stage": 2},
+    "a layout of another number of stages": {
+        "pipeline_model_parallel_layout": "Et*4|" + "t*4|" * 14 + "L",
+        "num_layers": 60,
+    },
+    "layers of the first and last stage": {
+        "decoder_first_pipeline_num_layers": 6,
+        "decoder_last_pipeline_num_layers": 6,
+    },
+    "embedding and loss in the split": {
+        "num_layers": 30,
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+    },
+    "hybrid models (Mamba)": {"hybrid_layer_pattern": "M*M-M*M-" * 4},
+    "`--ckpt-format` other than torch_dist": {"ckpt_format": "torch", "save": "checkpoints"},
+    "`--rampup-batch-size`": {"rampup_batch_size": [64, 64, 1000]},
+    "`--step-batch-size-schedule`": {"step_batch_size_schedule": "0:64 1B:128"},
+}
+"""Features of recipes, as settings."""
+_SCOPES = {
+    "schedule": "every schedule of ours, disaggregation",
+    "dropped": "none: dropped",
+    "dropped_by_split": "none: dropped where backwards are split",
+    "dropped_by_line": "none: dropped where each rank has one stage",
+    "split": "schedules that split backwards (`--use-dpp` leaves them whole)",
+    "folded": "V and W placements",
+    "placed": "V and W placements, in programs that build their model",
+    "twins": "two mirrored pipelines",
+    "microbatch_rng": "`--microbatch-rng`, and with it `--use-dpp` and disaggregation with dropout",
+    "dynamic": "`--use-dpp` with several replicas",
+    "crossed": "`--use-dpp` on mirrored pipelines",
+    "pack": "`--pipeline-balance pack`",
+    "lengths": "`--variable-seq-lengths`",
+    "transport": "a transport of ours under Megatron's own schedules",
+}
+"""Under which schedules each group of rules holds."""
+
 
 def shorter(flags: dict[str, Any]) -> dict[str, Any]:
     """Return the flags of a recipe with at most six rounds of micro-batches in a step."""
@@ -41,26 +158,59 @@ def shorter(flags: dict[str, Any]) -> dict[str, Any]:
     tp, pp, cp = (flags.get(f"{kind}_parallel_size") or 1 for kind in sizes)
     batch, micro_batch = flags.get("global_batch_size"), flags.get("micro_batch_size")
     if not batch or not micro_batch or flags.get("rampup_batch_size"):
-        return flags
+        return dict(flags)
     step = micro_batch * max(1, (flags.get("world_size") or tp * pp * cp) // (tp * pp * cp))
     if batch % step or batch // step <= 6 * pp:
-        return flags
+        return dict(flags)
     return {**flags, "global_batch_size": step * (4 * pp + batch // step % (2 * pp))}
 
 
 def refused(recipe: dict[str, Any], config: PipelineConfig) -> list[str]:
     """Return the rules that refuse a recipe under a configuration, each once."""
-    found = preflight(shorter(recipe["flags"]), config)
+    flags = shorter(recipe["flags"])
+    if config.disaggregation is not None and flags.get("world_size"):
+        flags["world_size"] *= 2  # forward ranks stand beside those of the recipe
+    found = preflight(flags, config)
     return list(dict.fromkeys(refusal.rule for refusal in found.refusals))
+
+
+def features() -> str:
+    """Return, in Markdown, which features go with which schedules, and what the rules refuse."""
+    plain = {name: preflight(SIZES, config) for name, config in SCHEDULES.items()}
+    lines = [f"| feature | {' | '.join(SCHEDULES)} |", "|---" * (len(SCHEDULES) + 1) + "|"]
+    for feature, settings in FEATURES.items():
+        cells = []
+        for name, config in SCHEDULES.items():
+            found, usual = preflight({**SIZES, **settings}, config), plain[name]
+            changes = " ".join(set(found.changes) - set(usual.changes))
+            cells.append(
+                "**no**" if not found.accepted
+                else "dropped" if " is dropped: " in changes
+                else "cut anew" if " stages of " in changes
+                else "in part" if set(found.notices) - set(usual.notices)
+                else "yes"
+            )  # fmt: skip
+        lines.append(f"| {feature} | {' | '.join(cells)} |")
+    lines += ["", "| setting | with | why not | instead |", "|---|---|---|---|"]
+    for group, rules in {**RULES, "roles": ROLE_RULES}.items():
+        scope = "disaggregation" if group == "roles" else _SCOPES[group]
+        lines += [f"| {one.flag} | {scope} | {one.reason} | {one.remedy} |" for one in rules]
+    return "\n".join(lines)
 
 
 def main() -> None:
     """Print the table, or what refuses recipes under one schedule."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, metavar="FILE", help="the recipes")
+    parser.add_argument("file", type=Path, metavar="FILE", nargs="?", help="the recipes")
+    parser.add_argument("--features", action="store_true", help="tables of features in Markdown")
     parser.add_argument("--why", choices=SCHEDULES, metavar="SCHEDULE", help="rank its refusals")
     add_json(parser)
     args = parser.parse_args()
+    if args.features:
+        print(features())
+        return
+    if args.file is None:
+        parser.error("FILE is missing: give the recipes, or --features")
 
     recipes = [one for one in json.loads(args.file.read_text()) if (one["pp"] or 1) > 1]
     if args.why:

@@ -271,3 +271,14 @@ def test_recipes_are_counted_by_schedule_and_by_what_refuses_them(tmp_path: Path
     assert [row["bitpipe"] for row in table.values()] == [0] * 4
     done = run_python(*program, "--why", "zb-v")
     assert done.stdout.splitlines()[1].split() == ["cuda_graph_impl", "1", "0", "1"]
+
+
+def test_the_page_of_recipes_is_current() -> None:
+    text = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    [written] = re.findall(
+        r"<!-- features: begin -->\n(.*)\n<!-- features: end -->", text, re.DOTALL
+    )
+    done = run_python(str(ROOT / "benchmarks/recipes.py"), "--features")
+    assert written == done.stdout.strip(), (
+        "copy what `python benchmarks/recipes.py --features` prints"
+    )
