@@ -323,7 +323,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "--fp8-recipe delayed",
             "scales are reduced over data-parallel replicas inside each layer, and they run their "
             "layers in different orders",
-            "add --tp-only-amax-red, or use another recipe",
+            "use --fp8-recipe tensorwise, or tp_only_amax_red in a program's configuration",
             lambda recipe, fp8, tp_only: recipe == "delayed" and fp8 and not tp_only,
         ),
     ),
