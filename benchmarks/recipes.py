@@ -146,6 +146,7 @@ _SCOPES = {
     "dynamic": "`--use-dpp` with several replicas",
     "crossed": "`--use-dpp` on mirrored pipelines",
     "pack": "`--pipeline-balance pack`",
+    "slices": "`--pipeline-slices`",
     "lengths": "`--variable-seq-lengths`",
     "transport": "a transport of ours under Megatron's own schedules",
 }

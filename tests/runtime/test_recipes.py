@@ -196,12 +196,13 @@ def scaled(flags: dict[str, Any]) -> tuple[str, str]:
         if modules:
             words.append("--recompute-granularity selective --recompute-modules")
             words += modules
+    # What Bridge sets by default is not among the settings.
+    words += ["--overlap-grad-reduce"] * bool(value("overlap_grad_reduce", "overlap_param_gather"))
     words += [
         f"--{name.replace('_', '-')}"
         for name in (
             "add_qkv_bias",
             "calculate_per_token_loss",
-            "overlap_grad_reduce",
             "overlap_param_gather",
             "use_distributed_optimizer",
         )
