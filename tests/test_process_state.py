@@ -172,7 +172,6 @@ def test_nothing_behind_the_configuration_reads_flags() -> None:
 
 BOUNDARIES = (
     "__init__.py",
-    "config/early.py",
     "config/environment.py",
     "devices/__init__.py",
     "devices/gloo.py",

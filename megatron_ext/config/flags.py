@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from megatron_ext.config import stages
-from megatron_ext.config.early import FORWARD_FLAG
+from megatron_ext.config.environment import FORWARD_FLAG
 from megatron_ext.config.pipeline_config import (
     BALANCES,
     DEVICE_PATHS,

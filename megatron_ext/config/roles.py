@@ -10,7 +10,7 @@ from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices
-from megatron_ext.config.early import FORWARD_FLAG
+from megatron_ext.config.environment import FORWARD_FLAG
 from megatron_ext.config.flags import FLAG
 from megatron_ext.config.incompatible import Rule
 from megatron_ext.disaggregation.job import Job

@@ -1,8 +1,8 @@
 """Device backends `cpu`, `cuda` and `musa`, and the one of this process.
 
 The process selects once, before the import of upstream, from `MEGATRON_EXT_DEVICE` or
-`--device-backend` (`config/early.py`); `auto` picks the first whose software stack is installed.
-Only modules of this package name devices and collective backends.
+`--device-backend` (`config/environment.py`); `auto` picks the first whose software stack is
+installed. Only modules of this package name devices and collective backends.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _PROCESS = _Process()
 
 
 def requested(argv: Sequence[str] | None = None) -> str:
-    """Return the name that the user requested, or `auto` (`config/early.py`).
+    """Return the name that the user requested, or `auto` (`config/environment.py`).
 
     Args:
         argv: The command line; `sys.argv` if left out.
@@ -67,7 +67,7 @@ def requested(argv: Sequence[str] | None = None) -> str:
     Raises:
         DeviceError: The name is not one of `CHOICES`.
     """
-    from megatron_ext.config.early import requested_device
+    from megatron_ext.config.environment import requested_device
 
     name, source = requested_device(argv)
     if name not in CHOICES:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config.active import clear_configuration
-from megatron_ext.config.early import of_forward_rank
+from megatron_ext.config.environment import of_forward_rank
 from megatron_ext.errors import ArgumentsError
 from tests.ranks import losses, parse
 from tests.runtime.capture import GPT, PP2
