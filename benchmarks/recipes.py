@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common.json_output import add_json, write_json
 from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, preflight
 from megatron_ext.config.incompatible import RULES
-from megatron_ext.config.roles import ROLE_RULES
 
 SCHEDULES = {
     name: PipelineConfig(schedule=name)
@@ -148,6 +147,7 @@ _SCOPES = {
     "pack": "`--pipeline-balance pack`",
     "slices": "`--pipeline-slices`",
     "lengths": "`--variable-seq-lengths`",
+    "roles": "disaggregation",
     "transport": "a transport of ours under Megatron's own schedules",
 }
 """Under which schedules each group of rules holds."""
@@ -193,9 +193,10 @@ def features() -> str:
             )  # fmt: skip
         lines.append(f"| {feature} | {' | '.join(cells)} |")
     lines += ["", "| setting | with | why not | instead |", "|---|---|---|---|"]
-    for group, rules in {**RULES, "roles": ROLE_RULES}.items():
-        scope = "disaggregation" if group == "roles" else _SCOPES[group]
-        lines += [f"| {one.flag} | {scope} | {one.reason} | {one.remedy} |" for one in rules]
+    for group, rules in RULES.items():
+        lines += [
+            f"| {one.flag} | {_SCOPES[group]} | {one.reason} | {one.remedy} |" for one in rules
+        ]
     return "\n".join(lines)
 
 

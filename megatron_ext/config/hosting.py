@@ -34,7 +34,6 @@ from megatron_ext.config.incompatible import (
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
 from megatron_ext.config.roles import (
     FLAG,
-    ROLE_RULES,
     has_dropout,
     job_of,
     profiles_with_torch,
@@ -214,9 +213,7 @@ def preflight(
     args.world_size = world_size or given.get("world_size")
     args.__dict__["_read"].clear()
     found = inspect(args, config, here=False)
-    read = args.__dict__["_read"].union(
-        *(rule.reads for rules in (*RULES.values(), ROLE_RULES) for rule in rules)
-    )
+    read = args.__dict__["_read"].union(*(rule.reads for rules in RULES.values() for rule in rules))
     read |= {*_USUAL, "seq_length"}
     unread = [name for name in given if renamed.get(name, name) not in read]
     megatrons = setting_names() if unread else frozenset()
@@ -281,7 +278,7 @@ def _inspect_roles(
 ) -> None:
     """Check forward and backward ranks; a wrong number of processes ends the check."""
     assert config.disaggregation is not None
-    found.refuse(FLAG, args, (*ROLE_RULES, *RULES["schedule"]))
+    found.refuse(FLAG, args, (*RULES["roles"], *RULES["schedule"]))
     found.drop(args, (*RULES["dropped"], *RULES["dropped_by_line"]))
     with found.collecting("num_layers"):
         if here or getattr(args, "num_layers", None):

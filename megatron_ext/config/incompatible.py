@@ -122,6 +122,10 @@ def _records_graphs(implementation: Any, *older: Any) -> bool:
     return implementation not in (None, "none") or any(older)
 
 
+_SHIPS = "fbd_activations"
+_MERGES = "ignore_forward_tensor_parallel"
+_DROPOUT = ("hidden_dropout", "attention_dropout")
+
 RULES: dict[str, tuple[Rule, ...]] = {
     # For every schedule.
     "schedule": (
@@ -467,6 +471,117 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "they replay tensors of one shape",
             "leave one of them out",
             _records_graphs,
+        ),
+    ),
+    # For forward and backward ranks.
+    "roles": (
+        Rule(
+            ("moe_input_jitter_eps",),
+            "--moe-input-jitter-eps",
+            "both roles would draw their own noise",
+            "leave it out",
+        ),
+        Rule(
+            ("fp8_param_gather",),
+            "--fp8-param-gather",
+            "Megatron has it with the distributed optimizer only, and forward ranks have no "
+            "optimizer",
+            "leave it out",
+        ),
+        Rule(
+            # Its steps are forward only from 0.20 on, which both roles take for an evaluation.
+            ("freeze_all_layers",),
+            "--freeze-all-layers",
+            "backward ranks have nothing to do",
+            "leave one of them out",
+        ),
+        Rule(
+            ("moe_use_upcycling", "ckpt_convert_format"),
+            "--moe-use-upcycling or --ckpt-convert-format",
+            "forward ranks neither load nor save checkpoints",
+            "convert the checkpoint in a run without disaggregation",
+        ),
+        Rule(
+            (_MERGES, "num_experts"),
+            "--ignore-forward-tensor-parallel and --num-experts",
+            "shards of experts are not merged",
+            "leave one of them out",
+            lambda merges, experts: merges and experts,
+        ),
+        Rule(
+            (_SHIPS, "mtp_num_layers"),
+            "--fbd-activations ship and --mtp-num-layers",
+            "forward ranks ship the inputs of a stage's layers, not those of multi-token "
+            "prediction",
+            "use --fbd-activations recompute",
+            lambda kind, layers: kind == "ship" and layers,
+        ),
+        Rule(
+            ("use_tp_pp_dp_mapping",),
+            "--use-tp-pp-dp-mapping",
+            "the two roles of a stage are neighbours in the default order of ranks",
+            "leave it out",
+        ),
+        Rule(
+            ("use_mp_args_from_checkpoint_args",),
+            "--use-mp-args-from-checkpoint-args",
+            "the parallel sizes on the command line determine the roles",
+            "give them as flags",
+        ),
+        Rule(
+            ("exit_duration_in_mins", "exit_signal_handler"),
+            "--exit-duration-in-mins or --exit-signal-handler",
+            "forward and backward ranks would decide to exit at different steps",
+            "use --exit-interval or --train-iters",
+        ),
+        Rule(
+            ("rerun_mode",),
+            "--rerun-mode report_stats",
+            "it reruns each step, and forward ranks do not",
+            "leave it out",
+            lambda mode: mode == "report_stats",
+        ),
+        Rule(
+            ("error_injection_rate",),
+            "--error-injection-rate",
+            "injected errors are found by rerunning steps, and forward ranks do not rerun them",
+            "leave it out",
+        ),
+        Rule(
+            ("full_validation", "multiple_validation_sets"),
+            "--full-validation or --multiple-validation-sets",
+            "backward ranks do not read that data",
+            "use --eval-iters",
+        ),
+        Rule(
+            (_SHIPS, "recompute_granularity", "recompute_method", "recompute_num_layers"),
+            "--fbd-activations ship alone",
+            "backward ranks recompute each layer from its shipped input",
+            "add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1, "
+            "or use --fbd-activations recompute",
+            lambda kind, *recomputed: kind == "ship" and recomputed != ("full", "uniform", 1),
+        ),
+        Rule(
+            ("fbd_forward_device", *_DROPOUT),
+            "--fbd-forward-device and dropout",
+            "another device draws other masks",
+            "add --hidden-dropout 0 --attention-dropout 0, or leave it out",
+            lambda device, *dropout: device and any(dropout),
+        ),
+        Rule(
+            (_SHIPS, "fp8", "fp4", "distribute_saved_activations"),
+            "--fbd-activations ship and --fp8-format, --fp4-format or "
+            "--distribute-saved-activations",
+            "those recompute layers in another way",
+            "use --fbd-activations recompute",
+            lambda kind, *ways: kind == "ship" and any(ways),
+        ),
+        Rule(
+            (_MERGES, *_DROPOUT),
+            "--ignore-forward-tensor-parallel and dropout",
+            "one process draws other masks than the shards of a stage",
+            "add --hidden-dropout 0 --attention-dropout 0, or leave it out",
+            lambda merges, *dropout: merges and any(dropout),
         ),
     ),
     # For a transport of ours under Megatron's own schedules.
