@@ -191,6 +191,7 @@ def run_in_parts(argv: list[str]) -> tuple[str, Captured]:
     return run_role(argv)
 
 
+@pytest.mark.short_s(10)
 def test_parts_of_a_sequence_have_their_own_forward_ranks() -> None:
     flags = GPT + PP2 + SHARDED + "--context-parallel-size 2 "
     megatrons, _ = together(run_ranks(4, run_in_parts, flags.split()))
