@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.moe.router import Router
 from megatron.core.utils import unwrap_model
 
 from megatron_ext.message import Message
@@ -110,11 +111,12 @@ def _layout(chunks: Sequence[torch.nn.Module]) -> _Layout:
 
 
 def _buffers(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
-    """Return what a stage saves besides its weights, such as the bias of a router's experts."""
+    """Return what routers save besides their weights, such as the bias of their experts."""
     return [
         buffer
         for chunk in unwrap_model(list(chunks))
         for module in chunk.modules()
+        if isinstance(module, Router)
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
     ]
