@@ -460,7 +460,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         ),
         Rule(
             ("multi_latent_attention", "apply_rope_fusion"),
-            "--apply-rope-fusion with --multi-latent-attention",
+            "fused rotary positions with --multi-latent-attention",
             "its tables of rotary positions begin with the slice",
             "add --no-rope-fusion",
             lambda latent, fuses: latent and fuses,
