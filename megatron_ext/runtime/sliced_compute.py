@@ -44,6 +44,8 @@ class _Running:
     """First of its tokens."""
     share: float
     """Its tokens, as a share of the micro-batch's."""
+    mask: torch.Tensor | None = None
+    """True where a token must not attend, `[1, 1, s, tokens up to its end]`; for all layers."""
     num_losses: int = 0
     """Balancing losses so far; in a forward, layers come in the same order for all slices."""
 
@@ -197,9 +199,13 @@ class KeptState:
                 "a micro-batch of packed sequences cannot run in slices; leave the slices out"
             )
         key, value = self.with_earlier(layer, key, value)
+        running = self.running
+        assert running is not None
         if attention_mask is None:
-            square = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
-            attention_mask = square.triu_(len(key) - len(query) + 1)[None, None]
+            if running.mask is None:
+                rows = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
+                running.mask = rows.triu_(len(key) - len(query) + 1)[None, None]
+            attention_mask = running.mask
         result: torch.Tensor = call(query, key, value, attention_mask, **others)
         return result
 

@@ -197,6 +197,44 @@ def test_each_patch_is_needed(patch: str, model: str) -> None:
     assert worst > 1e-3
 
 
+def saved_bytes(num_slices: int) -> float:
+    """Return what autograd keeps of a micro-batch's forwards, in tensors that are no weights."""
+    import torch
+
+    from megatron_ext.runtime import sliced_compute
+    from megatron_ext.schedules.table.slices import shares_of_equal_cost, token_bounds
+    from tests.pipelines import use
+    from tests.runtime import small_gpt
+
+    length = small_gpt.SEQUENCE = 1024
+    start_parallel()
+    kept = use(None).state(sliced_compute.KeptState)
+    model = small_gpt.build(use_ddp=False, **PLAIN, recompute_granularity="selective")
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    bounds = token_bounds(shares_of_equal_cost(num_slices, 0.3), length)
+    tokens = torch.arange(length)[None] % small_gpt.VOCABULARY
+    outputs = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        for number, (begin, end) in enumerate(pairwise(bounds)):
+            with kept.of(0, 0, number, bounds):
+                part = tokens[:, begin:end]
+                outputs.append(model(part, torch.arange(begin, end)[None], None, labels=part))
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+def test_slices_keep_no_more_than_their_micro_batch() -> None:
+    """Within 5 %, as tables count them, where attention is recomputed."""
+    [whole], [sliced] = run_ranks(1, saved_bytes, 1), run_ranks(1, saved_bytes, 8)
+    assert sliced == pytest.approx(whole, rel=0.05)
+
+
 def own_attention() -> float:
     """Return by how much gradients of an attention of one's own differ from the whole's."""
     import torch

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext import cli
+from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules import Action, Costs, Schedule, generate, simulate, validate
 from megatron_ext.schedules.drawing import render
@@ -24,6 +25,7 @@ from megatron_ext.schedules.table.memory import measure
 from megatron_ext.schedules.table.placement import linear
 from megatron_ext.schedules.table.slices import shares_of_equal_cost
 from megatron_ext.schedules.table.validation import check_first_gradients
+from tests.pipelines import make_pipeline
 from tests.schedules.strategies import schedules
 
 
@@ -200,3 +202,17 @@ def test_the_picture_of_slices() -> None:
         "1|.    F0.0 F0.1 I0.1 F1.0 I0.0 W0.1 F1.1 I1.1 W0.0 I1.0 W1.1 W1.0",
         f"{kinds}, F0.1 slice 1 of micro-batch 0, one column: 0.5",
     ]
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "interleaved"])
+def test_a_dynamic_order_keeps_the_bound_on_memory_in_slices(name: str) -> None:
+    policy = DynamicOrder(policy="hint", extra_activations=0)
+    pipeline = make_pipeline(name, 4, 8, slices=4, dynamic=policy).with_attention(0.5)
+    table, shorter = pipeline.full, 0
+    bound = simulate(table).peak_activations
+    for seed in range(3):
+        costs = Costs(attention=0.5, jitter=0.5, link_jitter=0.5, latency=0.2, seed=seed)
+        found = simulate_dynamic(table, lambda rank: pipeline.policy(8, rank), costs)
+        assert found.peak_activations <= bound
+        shorter += found.makespan < simulate(table, costs).makespan
+    assert shorter == 3, "ranks did not run what was ready instead of waiting"
