@@ -67,13 +67,14 @@ def test_every_table_of_slices_computes_the_same(num_ranks: int, flags: str, sch
     check_losses(found, stock(num_ranks, flags))
 
 
+EP = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 
 
 @pytest.mark.parametrize(
     ("flags", "tolerance"),
     [
-        pytest.param(LLAMA, 1e-6, id="llama"),
+        slow(LLAMA, 1e-6, id="llama"),
         pytest.param(LLAMA + TP_SP, 1e-6, id="tensor parallel"),
         pytest.param(LLAMA + BALANCED, 1e-6, id="experts"),
         pytest.param(MLA.replace("--mtp-num-layers 1 ", ""), 1e-6, id="latent"),
@@ -84,10 +85,11 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
         slow("--bf16 --no-masked-softmax-fusion ", 1e-3, id="bf16"),
         slow("--pipeline-transport shm ", 1e-6, id="shm"),
         slow(LLAMA + TP_SP + BALANCED, 1e-6, id="tensor parallel experts"),
+        slow(LLAMA + BALANCED + EP, 1e-6, id="expert parallel"),
     ],
 )
 def test_models(flags: str, tolerance: float) -> None:
-    num_ranks, flags = 4 if TP_SP in flags else 2, GPT + PP2 + flags
+    num_ranks, flags = 4 if TP_SP in flags or EP in flags else 2, GPT + PP2 + flags
     found = train(num_ranks, f"{flags}{SLICES}--pipeline-schedule zb-h1 ")
     check_losses(found, stock(num_ranks, flags), tolerance)
 
