@@ -160,6 +160,31 @@ def test_the_own_stream_needs_no_care() -> None:
     assert _alone(_freed_in_order, kernel_us=5_000) == (True, float(_SIZE), [7.0])
 
 
+def _freed_on_a_side_stream():
+    """Free what a side stream has yet to read; take memory after a wait for it, and before."""
+    side, found = torch.musa.Stream(), []
+    for waits in (True, False):
+        ones = torch.ones(_SIZE, device="musa")
+        host = torch.empty(_SIZE, pin_memory=True)
+        torch.musa.synchronize()
+        with torch.musa.stream(side):
+            host.copy_(ones, non_blocking=True)
+            del ones
+        if waits:
+            torch.musa.current_stream().wait_stream(side)
+        torch.empty(1, device="musa")
+        torch.musa.synchronize()
+        found.append(host.unique().tolist())
+    return found
+
+
+def test_freed_memory_is_another_tensors_when_its_stream_takes_memory_again() -> None:
+    """Megatron wraps models so: their weights move on a stream that the default one waits for."""
+    with_it, without = _alone(_freed_on_a_side_stream, copy_us=100_000)
+    assert with_it == [1.0]
+    assert without != [1.0]
+
+
 def _pinned_memory_freed():
     stays = torch.ones(_SIZE, pin_memory=True)
     on_device = stays.to("musa", non_blocking=True)

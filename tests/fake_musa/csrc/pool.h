@@ -3,8 +3,9 @@
 // A block belongs to the stream that was current at its allocation. Once freed it is immediately
 // available again, to that stream only, whose order protects earlier uses. Another stream that uses
 // a block has to be recorded (record_stream); then the block returns once that stream has completed
-// the work it had when the block was freed. Memory never returns to the system, and freed blocks
-// are overwritten in the order of their stream, so a late reader finds poison, not a segfault.
+// the work it had when the block was freed. Memory never returns to the system. Freed blocks are
+// overwritten when their stream next takes memory, in the order of that stream, so a late reader
+// finds poison, not a segfault: from then on, and not before, a block may belong to somebody else.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -38,6 +39,7 @@ class Pool {
         const std::lock_guard<std::mutex> lock(mutex_);
         return_retired();
         const StreamKey stream = current_stream_key(device.index());
+        overwrite_freed(stream);
         const size_t size = (nbytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
         Block* block = reuse(stream, size);
         if (block == nullptr) {
@@ -103,12 +105,20 @@ class Pool {
     }
 
     void make_free(Block* block) {
-        Task task;
-        task.kind = Kind::kPoison;
-        task.name = "the end of a block";
-        task.run = [data = block->data, size = block->size] { std::memset(data, kPoison, size); };
-        Device::instance().submit(block->stream, std::move(task));
         free_[block->stream][block->size].push_back(block);
+        freed_[block->stream].push_back(block);
+    }
+
+    void overwrite_freed(StreamKey stream) {
+        for (const Block* const block : std::exchange(freed_[stream], {})) {
+            Task task;
+            task.kind = Kind::kPoison;
+            task.name = "the end of a block";
+            task.run = [data = block->data, size = block->size] {
+                std::memset(data, kPoison, size);
+            };
+            Device::instance().submit(stream, std::move(task));
+        }
     }
 
     void return_retired() {
@@ -143,6 +153,7 @@ class Pool {
 
     std::mutex mutex_;
     std::map<StreamKey, std::map<size_t, std::vector<Block*>>> free_;
+    std::map<StreamKey, std::vector<Block*>> freed_;  // and not yet overwritten
     std::vector<Retired> retired_;
     int64_t reserved_bytes_ = 0;
 };
