@@ -1,7 +1,7 @@
-"""Static schedules on emulated devices over their own collectives, which match nothing by name.
+"""Messages of emulated devices over their own collectives, which match nothing by name.
 
 This is what a GPU does by default: NCCL as well ignores tags and runs what one communicator is
-given one after the other. The bits are those of Megatron's own schedule on the CPU.
+given one after the other. `tests/test_matrix.py` has the schedules.
 """
 
 from __future__ import annotations
@@ -17,47 +17,9 @@ from megatron_ext.message import Message
 from megatron_ext.transport.base import Expected
 from megatron_ext.transport.torch_dist import Channel, TorchTransport
 from tests.ranks import run_ranks
-from tests.runtime.capture import GPT, PP2, PP4, train
-from tests.runtime.test_equality import UNCLIPPED, VPP2, assert_equal, stock
+from tests.runtime.capture import PP2, PP4, train
+from tests.runtime.test_equality import UNCLIPPED, assert_equal
 from tests.training.helpers import NO_DROPOUT, bert_flags
-
-_FLAGS = GPT + UNCLIPPED + "--num-layers 8 --global-batch-size 16 --train-iters 2 "
-
-_CASES = {
-    "gpipe": (2, PP2, PP2),
-    "1f1b": (4, PP4, PP4),
-    "interleaved": (2, PP2 + VPP2, PP2 + VPP2),
-    "zb-h1": (4, PP4, PP4),
-    "zb-v": (2, PP2, PP2),
-    "v-half": (4, PP4, PP4),
-    "dualpipe-v": (2, PP2, PP2),
-    "dualpipe": (4, PP4, PP2),
-    "bitpipe": (4, PP4, PP2),
-    "bitpipe --bitpipe-order paper": (4, PP4, PP2),
-}
-_QUICK = ("interleaved", "bitpipe")
-"""A loop, and twins; `test_queued_schedules.py` has all on a device that runs behind the host."""
-
-
-@pytest.mark.usefixtures("emulated_musa")
-@pytest.mark.parametrize(
-    "schedule",
-    [pytest.param(one, marks=[] if one in _QUICK else [pytest.mark.slow]) for one in _CASES],
-)
-def test_every_schedule(schedule: str) -> None:
-    ranks, ours, theirs = _CASES[schedule]
-    found = train(ranks, f"{_FLAGS}{ours}--pipeline-schedule {schedule} ", device="musa")
-    assert found.tables[0].split()[0] == schedule.split(maxsplit=1)[0]
-    assert found.transports == ["TorchTransport"]
-    assert_equal(found, stock(ranks, _FLAGS + theirs))
-
-
-@pytest.mark.usefixtures("emulated_musa")
-def test_evaluation_between_steps() -> None:
-    flags = _FLAGS.replace("--eval-iters 0", "--eval-iters 1 --eval-interval 1") + PP2
-    found = train(2, flags + "--pipeline-schedule zb-v ", device="musa")
-    assert found.tables[1:] == ["forward-only"]
-    assert_equal(found, stock(2, _FLAGS + PP2))
 
 
 def _shapes_of_both() -> None:

@@ -1,7 +1,7 @@
-"""Static schedules on a device that runs behind the host, over its communicators: the CPU's bits.
+"""Steps on a device that runs behind the host: the CPU's bits, whatever is late.
 
-What is emulated, and what it stands for: `tests/fake_musa/README.md`. With one hardware queue a
-receive that is posted too early stops a rank; with eight a missing wait reads poison.
+`tests/test_matrix.py` has every schedule there. What is emulated, and what it stands for:
+`tests/fake_musa/README.md`.
 """
 
 from __future__ import annotations
@@ -18,36 +18,11 @@ from tests.disaggregation.test_training import FBD, RECOMPUTE, SHIP, run_role, t
 from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks
 from tests.runtime.capture import GPT, PP2, PP4, run_here, train
-from tests.runtime.test_equality import UNCLIPPED, VPP2, assert_equal, stock
+from tests.runtime.test_equality import UNCLIPPED, assert_equal, stock
 
 pytestmark = pytest.mark.usefixtures("emulated_musa")
 
 _FLAGS = GPT + UNCLIPPED + "--num-layers 8 --global-batch-size 16 --train-iters 2 "
-
-_CASES = {
-    "gpipe": (PP4, PP4),
-    "1f1b": (PP4, PP4),
-    "interleaved": (PP4 + VPP2, PP4 + VPP2),
-    "zb-h1": (PP4, PP4),
-    "zb-v": (PP4, PP4),
-    "v-half": (PP4, PP4),
-    "dualpipe-v": (PP4, PP4),
-    "dualpipe": (PP4, PP2),
-    "bitpipe": (PP4, PP2),
-    "bitpipe --bitpipe-order paper": (PP4, PP2),
-}
-
-
-@pytest.mark.parametrize("connections", [1, 8])
-@pytest.mark.parametrize("schedule", _CASES)
-def test_every_schedule_over_its_communicators(schedule: str, connections: int) -> None:
-    ours, theirs = _CASES[schedule]
-    flags = f"{_FLAGS}{ours}--pipeline-schedule {schedule} --pipeline-transport torch "
-    env = queued(connections=connections, jitter_us=100, seed=connections)
-    found = train(4, flags, device="musa", env=env)
-    assert found.tables[0].split()[0] == schedule.split(maxsplit=1)[0]
-    assert found.transports == ["TorchTransport"]
-    assert_equal(found, stock(4, _FLAGS + theirs))
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
@@ -152,17 +127,6 @@ _ORDERS = {
     "dynamic": "--pipeline-schedule zb-h1 --use-dpp ",
     "Megatron's own": "",
 }
-
-
-@pytest.mark.parametrize("connections", [1, 8])
-@pytest.mark.parametrize("way", ["ipc", "staged", "tcp"])
-@pytest.mark.parametrize("order", _ORDERS)
-def test_other_ways_between_devices(order: str, way: str, connections: int) -> None:
-    env = queued(connections=connections, jitter_us=100, seed=connections)
-    found = train(4, f"{_FLAGS}{PP4}{_ORDERS[order]}{_WAYS[way]}", device="musa", env=env)
-    taken = "DirectTransport" if way == "ipc" else "StagedTransport"
-    assert found.transports == [taken]
-    assert_equal(found, stock(4, _FLAGS + PP4))
 
 
 @pytest.mark.parametrize("connections", [1, 8])

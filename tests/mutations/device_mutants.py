@@ -13,7 +13,7 @@ _TORCH = "megatron_ext.transport.torch_dist"
 _QUEUED = "tests/transport/test_queued.py::test_nothing_is_read_or_freed_too_early"
 _ONE_WAY = "tests/transport/test_queued.py::test_a_buffer_is_used_again_when_its_reader_has_read"
 _MEMORY = "tests/transport/test_device_memory.py"
-_SCHEDULES = "tests/devices/test_queued_schedules.py::test_every_schedule_over_its_communicators"
+_SCHEDULE = "tests/test_matrix.py::test_bits_of_megatrons_own[zb-v, one queue torch, four stages]"
 
 _LOOKING_AHEAD = "tests/runtime/test_looking_ahead.py"
 _RUN_AHEAD = "tests/runtime/test_run_ahead.py"
@@ -162,7 +162,7 @@ DEVICE_MUTANTS = (
         _TORCH,
         "self._waiting[0].after <= self._calls:",
         "self._waiting[0].after <= self._calls + 2:",
-        (f"{_SCHEDULES}[1f1b-1]",),
+        (_SCHEDULE,),
     ),
     Mutant(
         "the host runs ahead without a bound",
@@ -210,6 +210,6 @@ DEVICE_MUTANTS = (
         "            use_local_synchronization=True,\n"
         "        )\n"
         "        if True:\n",
-        (f"{_SCHEDULES}[1f1b-1]",),
+        (_SCHEDULE,),
     ),
 )

@@ -21,6 +21,7 @@ EVERY = [
     PP4 + "--enable-bitpipe-schedule ",
     PP4 + "--enable-bitpipe-schedule --bitpipe-order paper --bitpipe-routing local ",
 ]
+ZB_V = PP2 + "--pipeline-schedule zb-v "
 PATIENT = PP2 + "--pipeline-schedule zb-h1 --use-dpp --dpp-extra-activations 0 "
 """Ranks wait for the head of this table (patience.py), which shows in nothing but time."""
 # All on four ranks with two replicas. The norm that clips is added up rank by rank.
@@ -33,8 +34,8 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
     return start, report(run(4, start + PP2))
 
 
-@pytest.mark.parametrize("schedule", [*EVERY, PATIENT])
-def test_gpt(gpt: tuple[str, list[str]], schedule: str) -> None:
+@pytest.mark.parametrize("schedule", [ZB_V, PATIENT])
+def test_the_log_says_what_runs_and_how_it_went(gpt: tuple[str, list[str]], schedule: str) -> None:
     start, stock = gpt
     ended = run(4, start + schedule)
     assert report(ended) == stock
