@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ext import DynamicOrder, PipelineConfig, preflight
+from megatron_ext import Disaggregation, DynamicOrder, PipelineConfig, preflight
 from megatron_ext.config.stages import parse_layout
+from tests.disaggregation.test_training import FBD, run_role, together
 from tests.ranks import run_ranks
 from tests.runtime import capture
 from tests.runtime.capture import Captured, run_here
@@ -230,11 +231,21 @@ def _by_training() -> Iterator[Any]:
 @pytest.mark.parametrize(("schedule", "flags", "ours", "names"), _by_training())
 def test_published_recipes_train(schedule: str, flags: str, ours: str, names: list[str]) -> None:
     """Bit for bit as under Megatron's own schedule, at a size for four ranks."""
-    dynamic = DynamicOrder() if schedule == "use-dpp" else None
-    config = PipelineConfig(schedule=None if dynamic else schedule, dynamic=dynamic)
+    if schedule == "use-dpp":
+        chosen, config = "--use-dpp ", PipelineConfig(dynamic=DynamicOrder())
+    elif schedule == "disaggregation":
+        chosen, config = FBD, PipelineConfig(disaggregation=Disaggregation())
+    else:
+        # Two mirrored pipelines have half of the ranks each.
+        chosen = capture.PP4 if schedule == "bitpipe" else ""
+        chosen += f"--pipeline-schedule {schedule} "
+        config = PipelineConfig(schedule=schedule)
     for name in names:
         assert preflight(RECIPES[name]["flags"], config).accepted, name
     flags = f"{capture.GPT}{UNCLIPPED}--train-iters 2 --global-batch-size 16 {flags}"
-    chosen = "--use-dpp " if dynamic else f"--pipeline-schedule {schedule} "
-    found = capture.train(4, flags + ours + chosen)
+    words = flags + ours + chosen
+    if chosen == FBD:
+        found, _ = together(run_ranks(8, run_role, words.split(), timeout_s=240))
+    else:
+        found = capture.train(4, words)
     assert_equal(found, stock(4, flags))
