@@ -42,7 +42,7 @@ def cut(
     upto = [0.0, *accumulate(layers)]
     never = (float("inf"), 0.0)
     # Filling each stage up to this, one after the other, reaches the end.
-    enough = (upto[-1] + first + last) / stages + max(*layers, first, last)
+    enough = max((upto[-1] + first + last) / stages, first, last) + max(layers)
     best = [(0.0, 0.0), *[never] * count]
     starts: list[list[int]] = []
     for stage in range(stages):

@@ -6,7 +6,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.config.stages import parse_layout
@@ -33,6 +33,7 @@ def shortest(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(WORK, min_size=5, max_size=10), WORK, WORK, st.integers(2, 5), st.integers(0, 1))
+@example([0.5, 0.5, 0.5, 0.5, 1.0], 0.5, 1.0, 5, 1)  # no stage can have fewer layers
 def test_a_cut_for_one_stage_on_each_rank_is_the_best(
     layers: list[float], first: float, last: float, ranks: int, least_last: int
 ) -> None:
