@@ -27,15 +27,10 @@ if TYPE_CHECKING:
 __all__ = ["DeviceClock", "HostClock", "Recorder", "Sampling", "check_writable"]
 
 _LOG = logging.getLogger(__name__)
-WAIT_NS = 20_000
-"""Shortest wait of a receive that gets a separate span."""
 MAX_KEPT = 20_000
 """Spans that are kept before they are written in the middle of an iteration."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors that come and go with what else is on the disk; another folder was no mistake."""
-
-_CAUSES = {"D": "leader", "C": "credit"}
-"""By kind of message: the cause of a wait for it, where that is no input."""
 
 _Stamp = Any
 """A moment: nanoseconds on the host, an event on a device."""
@@ -141,9 +136,9 @@ class Recorder:
     active: bool = field(default=False, init=False)
     """Whether an iteration is being traced."""
     notes: dict[str, int] = field(default_factory=dict, init=False)
-    """Further fields of the closing record, given while the iteration runs."""
-    _wires: dict[int, str] = field(default_factory=dict, init=False)
-    """Of peers that were connected since the last traced iteration."""
+    """Further figures of the iteration, given while it runs."""
+    wires: dict[int, str] = field(default_factory=dict, init=False)
+    """By global rank of peers that were connected since the last traced iteration."""
     _file: IO[str] | None = field(default=None, init=False)
     _ended: bool = field(default=False, init=False)
     """Whether nothing more can be written."""
@@ -183,48 +178,14 @@ class Recorder:
         if len(self._kept) >= MAX_KEPT:
             self._write(None)
 
-    def received(
-        self,
-        begin: _Stamp,
-        end: _Stamp,
-        waited_ns: int,
-        source: int,
-        about: Mapping[str, Any],
-        size_bytes: int,
-    ) -> None:
-        """Record a receive, with a separate span for its wait if that exceeds the fixed cost.
-
-        Args:
-            begin: Begin of the receive.
-            end: End of the receive.
-            waited_ns: Time that the transport slept meanwhile.
-            source: Global rank of the sender.
-            about: The message.
-            size_bytes: Size of the message.
-        """
-        arrived = begin
-        if waited_ns >= WAIT_NS:
-            on = {"cause": _CAUSES.get(about["for"], "input"), "on": source, **about}
-            arrived = begin + waited_ns if isinstance(begin, int) else end
-            self.add("wait", begin, on, arrived)
-        self.add("receive", arrived, {"from": source, **about, "bytes": size_bytes}, end)
-
-    def connected(self, wires: Mapping[int, str]) -> None:
-        """Set the wires to peers, for the next iteration that is written.
-
-        Args:
-            wires: By global rank.
-        """
-        self._wires |= wires
-
     def end_iteration(self) -> None:
         """Write the iteration that runs, if one is traced."""
         if not self.active:
             return
         end = self.clock.stamp()
-        for peer, wire in self._wires.items():
+        for peer, wire in self.wires.items():
             self.add("wire", end, {"peer": peer, "wire": wire}, end)
-        self._wires = {}
+        self.wires.clear()
         [duration_ns] = self.clock.resolve([end], self._begin_ns)
         on_host = isinstance(self.clock, HostClock)
         wall_ns = duration_ns if on_host else time.monotonic_ns() - self._begin_ns

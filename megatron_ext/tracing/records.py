@@ -77,7 +77,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """Who wrote a file, and what it ran."""
+    """Identity of the rank that wrote a file, and of its run."""
 
     rank: int
     """Global rank."""

@@ -2,8 +2,8 @@
 
 Every rank counts the work of its steps anyway; at each log line one reduction of a few numbers sums
 the counts of all ranks. That is an additional collective, so only runs with `--trace` or a writer
-have it. It covers schedules of this package only: under Megatron's own, waiting cannot be told from
-work.
+have it. It covers schedules of this package only: under Megatron's own, waiting cannot be
+distinguished from work.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from megatron_ext.config import active
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Scalars", "are_asked_for", "report", "since_last"]
+__all__ = ["are_asked_for", "line_of", "report", "since_last"]
 
 _WRITERS = ("tensorboard_dir", "wandb_project")
 _SHOWN = "MEGATRON_EXT_STEP_BUBBLE"
 """Set to 1 on all ranks by what shows `upstream/person_view.py` instead of the log."""
+# Share of the ranks' time in steps that is in no action; activations and gradients of all ranks
+# together; share of the actions that ran before an earlier one of the table.
+_BUBBLE, _SENT, _JUMPED = "pipeline/bubble", "pipeline/sent bytes per s", "pipeline/out of order"
 
 
 @dataclass
@@ -31,34 +34,6 @@ class _Last:
     """When the counts were read last, and what they were."""
 
     read: tuple[float, list[float]] | None = None
-
-
-@dataclass(frozen=True)
-class Scalars:
-    """Of all ranks, since they were asked for last."""
-
-    bubble_ratio: float
-    """Share of the ranks' time in steps that is in no action."""
-    sent_bytes_per_s: float
-    """By all ranks together, activations and gradients."""
-    out_of_order_ratio: float
-    """Share of the actions that ran before an earlier one of the table."""
-
-    def tags(self) -> dict[str, float]:
-        """Return the values by the names that they are written under."""
-        return {
-            "pipeline/bubble": self.bubble_ratio,
-            "pipeline/sent bytes per s": self.sent_bytes_per_s,
-            "pipeline/out of order": self.out_of_order_ratio,
-        }
-
-    def __str__(self) -> str:
-        """Return the progress line."""
-        return (
-            f" pipeline: bubble {100 * self.bubble_ratio:.1f} %, "
-            f"{self.sent_bytes_per_s / 2**20:.1f} MiB/s between ranks, "
-            f"{100 * self.out_of_order_ratio:.1f} % of the actions out of order"
-        )
 
 
 def are_asked_for(settings: Mapping[str, Any]) -> bool:
@@ -82,26 +57,31 @@ def report(iteration: int, writer: Any, wandb: Any) -> None:
     """
     import torch.distributed as dist
 
-    if active.pipeline() is None:
-        return
-    found = since_last()
+    found = None if active.pipeline() is None else since_last()
     if found is None:
         return
     if writer is not None:
-        for tag, value in found.tags().items():
+        for tag, value in found.items():
             writer.add_scalar(tag, value, iteration)
     if wandb is not None:
-        wandb.log(found.tags(), iteration)
-    if dist.get_rank() != dist.get_world_size() - 1:
-        return
-    if os.environ.get(_SHOWN) == "1" or sys.stdout.isatty():
+        wandb.log(found, iteration)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    if is_last and (os.environ.get(_SHOWN) == "1" or sys.stdout.isatty()):
         # Where the line of the step follows, so that they stay together.
-        sys.stdout.write(f"{found}\n")
+        sys.stdout.write(f"{line_of(found)}\n")
         sys.stdout.flush()
 
 
-def since_last() -> Scalars | None:
-    """Sum the counts of all ranks since the last call; None if no step ran."""
+def line_of(found: Mapping[str, float]) -> str:
+    """Return the progress line."""
+    return (
+        f" pipeline: bubble {100 * found[_BUBBLE]:.1f} %, {found[_SENT] / 2**20:.1f} MiB/s between "
+        f"ranks, {100 * found[_JUMPED]:.1f} % of the actions out of order"
+    )
+
+
+def since_last() -> dict[str, float] | None:
+    """Sum the counts of all ranks since the last call, by tag; None if no step ran."""
     import torch
     import torch.distributed as dist
 
@@ -129,4 +109,5 @@ def since_last() -> Scalars | None:
     if not wall_s or not actions:
         return None
     passed_s /= dist.get_world_size()
-    return Scalars(max(0.0, 1 - busy_s / wall_s), sent / max(passed_s, 1e-9), jumped / actions)
+    bubble = max(0.0, 1 - busy_s / wall_s)
+    return {_BUBBLE: bubble, _SENT: sent / max(passed_s, 1e-9), _JUMPED: jumped / actions}

@@ -63,6 +63,10 @@ _SETTINGS = (
 )  # fmt: skip
 """Arguments of Megatron that may explain a duration."""
 
+_WAIT_NS = 20_000
+"""Shortest wait of a receive that gets a separate span."""
+_CAUSES = {"D": "leader", "C": "credit"}
+"""By kind of message: the cause of a wait for it, where that is no input."""
 _COLLECTIVES = {"reduce": "the reduction of gradients", "optimizer": "the optimizer step"}
 
 
@@ -215,7 +219,7 @@ class Session(Observer):
     def connected(self, wires: Mapping[int, str]) -> None:
         """Note which wire reaches which peer."""
         if self.recorder is not None:
-            self.recorder.connected(wires)
+            self.recorder.wires |= wires
 
     def begin_messages(self, expected: Sequence[Expected]) -> None:
         """Register the expected messages."""
@@ -241,12 +245,15 @@ class Session(Observer):
         """Record a receive, and what of it was waiting."""
         recorder, began = self.recorder, self._began_message
         if recorder is not None and began is not None:
-            end = recorder.stamp()
-            if message.kind == "W":
-                recorder.add("weights", began, {"from": source, "bytes": num_bytes}, end)
-            else:
-                waited_ns = round(1e9 * waited_s)
-                recorder.received(began, end, waited_ns, source, _about(message), num_bytes)
+            end, about, waited_ns = recorder.stamp(), _about(message), round(1e9 * waited_s)
+            name = "weights" if message.kind == "W" else "receive"
+            if about and waited_ns >= _WAIT_NS:
+                on = {"cause": _CAUSES.get(message.kind, "input"), "on": source, **about}
+                # Of a device's events only the last tells when the message was there.
+                arrived = began + waited_ns if isinstance(began, int) else end
+                recorder.add("wait", began, on, arrived)
+                began = arrived
+            recorder.add(name, began, {"from": source, **about, "bytes": num_bytes}, end)
         self._outstanding.pop(message, None)
         self._now("goes on")
 

@@ -60,13 +60,15 @@ def test_weights_and_biases_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
         def log(self, values: dict[str, float], step: int) -> None:
             logged.append((values, step))
 
-    found = scalars.Scalars(0.25, 2**20, 0.5)
+    values = 0.25, 2.0**20, 0.5
+    tags = "pipeline/bubble", "pipeline/sent bytes per s", "pipeline/out of order"
+    found = dict(zip(tags, values, strict=True))
     monkeypatch.setattr(scalars.active, "pipeline", lambda: "a schedule")
     monkeypatch.setattr(scalars, "since_last", lambda: found)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     scalars.report(7, None, Run())
-    assert logged == [(found.tags(), 7)]
-    assert str(found) == (
+    assert logged == [(found, 7)]
+    assert scalars.line_of(found) == (
         " pipeline: bubble 25.0 %, 1.0 MiB/s between ranks, 50.0 % of the actions out of order"
     )

@@ -72,7 +72,7 @@ def write_run(
         )  # fmt: skip
         recorder = Recorder(lambda header=header: (directory, header), clock)
         if wire_of is not None:
-            recorder.connected({peer: wire_of(rank, peer) for peer in range(pp) if peer != rank})
+            recorder.wires |= {peer: wire_of(rank, peer) for peer in range(pp) if peer != rank}
         origin = 5_000 * MS + clock_offset_ns(rank)
         for count in counts:
             timeline = timelines[count]
