@@ -112,24 +112,24 @@ def check_requirements() -> Iterator[Finding]:
         except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
             continue
         extras = metadata.metadata(package).get_all("Provides-Extra") or []
-        # What an extra of ours names may be absent, but has to fit; developers' tools need not.
+        # Packages of our extras may be absent, but have to fit; developers' tools need not.
         extras = [name for name in extras if package == "megatron-ext" and name != "dev"]
-        for asked in map(Requirement, lines):
-            applies = asked.marker.evaluate if asked.marker else lambda _: True
+        for requirement in map(Requirement, lines):
+            applies = requirement.marker.evaluate if requirement.marker else lambda _: True
             needed = applies({"extra": ""})
-            if asked.name in ("torch", "megatron-core") or not (
+            if requirement.name in ("torch", "megatron-core") or not (
                 needed or any(applies({"extra": extra}) for extra in extras)
             ):
                 continue
-            found = installed(asked.name)
-            remedy = f"pip install '{asked.name}{asked.specifier}'"
+            found = installed(requirement.name)
+            remedy = f"pip install '{requirement.name}{requirement.specifier}'"
             if found is None and needed:
                 shown = f"not installed, {package} needs it"
-                yield Finding("FAIL", asked.name, shown, remedy)
+                yield Finding("FAIL", requirement.name, shown, remedy)
             # A vendor's build of a release, like 2.7.0a0+git, counts as that release.
-            elif found and not asked.specifier.contains(Version(found).base_version):
-                shown = f"{found}, {package} asks for {asked.specifier}"
-                yield Finding("WARN", asked.name, shown, remedy)
+            elif found and not requirement.specifier.contains(Version(found).base_version):
+                shown = f"{found}, {package} asks for {requirement.specifier}"
+                yield Finding("WARN", requirement.name, shown, remedy)
 
 
 def check_bridge() -> Iterator[Finding]:

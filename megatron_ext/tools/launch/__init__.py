@@ -8,5 +8,5 @@ work as JSON on its standard input, starts torchrun and ends every process of th
 that input ends: a launcher that died leaves nothing behind. No process is found or killed by name.
 
 Everything here is the standard library and psutil; torch is imported by `elastic` alone, which is
-torchrun. What a user can mend ends in a `LaunchError`: one line with the remedy.
+torchrun. Mistakes that a user can mend end in a `LaunchError`: one line with the remedy.
 """

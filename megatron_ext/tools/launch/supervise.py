@@ -279,7 +279,7 @@ def _watch(agents: Agents, plan: Plan, findings: Sequence[Message], display: Dis
     stop_at: float | None = None  # when the hosts that still run are stopped, after a failure
     alive_at = time.monotonic() + _ALIVE_S
 
-    def tell(message: Message) -> None:
+    def send_all(message: Message) -> None:
         for each in running:
             connections[each].send(message)
 
@@ -287,7 +287,7 @@ def _watch(agents: Agents, plan: Plan, findings: Sequence[Message], display: Dis
         index, message = agents.next_event(min(alive_at, stop_at or alive_at))
         now = time.monotonic()
         if now >= alive_at:
-            tell({"op": "alive"})
+            send_all({"op": "alive"})
             alive_at = now + _ALIVE_S
         if message == "signal":
             if not failures:
@@ -296,7 +296,7 @@ def _watch(agents: Agents, plan: Plan, findings: Sequence[Message], display: Dis
             # It may be stopping already, after a signal or a failure.
             what = "kills the job" if is_stopping else "stops the job; once more kills it"
             _logger.warning("%s: %s", signal.Signals(index).name, what)
-            tell({"op": "stop", "grace_s": 0 if is_stopping else plan.grace_s})
+            send_all({"op": "stop", "grace_s": 0 if is_stopping else plan.grace_s})
             is_stopping = True
         elif isinstance(message, dict) and index in running:
             running.discard(index)
@@ -318,7 +318,7 @@ def _watch(agents: Agents, plan: Plan, findings: Sequence[Message], display: Dis
             stop_at = stop_at or now + _SETTLE_S
             if now >= stop_at:
                 is_stopping, stop_at = True, None
-                tell({"op": "stop", "grace_s": plan.grace_s})
+                send_all({"op": "stop", "grace_s": plan.grace_s})
     notes = _end_lost(agents, plan, findings, lost)
     if stopped_by is not None:
         return Outcome(128 + stopped_by, stopped_by=signal.Signals(stopped_by).name)

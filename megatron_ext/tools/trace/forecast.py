@@ -123,18 +123,18 @@ class Forecast:
         own = self.own
         # Against its own prediction: what slowed the traced run down would slow any other.
         before_s = self.measured_s if own is None else own.step_s
-        told = []
+        choices = []
         for best in self.recommended:
             if own is not None and before_s <= (1 + _EQUAL) * best.step_s:
-                told.append(f"{self.measured} as traced, for none is predicted to be faster")
+                choices.append(f"{self.measured} as traced, for none is predicted to be faster")
                 continue
             gain = f"{1e3 * best.step_s:.1f} ms a step, {before_s / best.step_s:.2f} x as fast"
             if best.memory_bytes is not None:
                 gain += f", {best.memory_bytes / 2**30:.2f} GiB on a rank"
-            told.append(f"{best.label} ({gain})")
-        if len(told) > 1:
-            told[0] += f" where {self.recommended[0].weight_copies} copies of the weights fit"
-        return f"{', else '.join(told)}." if told else "no schedule that bounds memory fits."
+            choices.append(f"{best.label} ({gain})")
+        if len(choices) > 1:
+            choices[0] += f" where {self.recommended[0].weight_copies} copies of the weights fit"
+        return f"{', else '.join(choices)}." if choices else "no schedule that bounds memory fits."
 
 
 @dataclass(frozen=True)

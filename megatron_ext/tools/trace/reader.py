@@ -107,7 +107,7 @@ def open_run(directory: Path | str) -> tuple[list[TraceFile], list[str]]:
             continue
         other = by_rank.setdefault(header.rank, TraceFile(path, header))
         if other.path != path:
-            notes.append(f"{path.name} says that it is of rank {header.rank}, as does "
+            notes.append(f"{path.name} names rank {header.rank}, as does "
                          f"{other.path.name}; it is left out")  # fmt: skip
     if not by_rank:
         why = f": {notes[0]}" if notes else ""

@@ -226,7 +226,7 @@ def _links(run: Run) -> list[list[str]]:
     rows = []
     for speed in link_speeds(run)[:_MAX_ROWS]:
         target = by_rank[speed.target]
-        # A trace that does not tell was written by an older version: its transport, then.
+        # Messages of Megatron's own transport have no wire that we know.
         wire = target.wires.get(speed.source, target.header.settings.get("transport", ""))
         rate, steps = speed.bytes_per_s, max(1, target.counted)
         rows.append([
