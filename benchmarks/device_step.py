@@ -37,9 +37,8 @@ _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
 
 from benchmarks.common.json_output import add_json, write_json  # noqa: E402
-from benchmarks.schedule_harness import device_figures, launch  # noqa: E402
-from benchmarks.schedule_harness.device_figures import DeviceFigures, Row  # noqa: E402
-from benchmarks.schedule_harness.device_rank import measure_on_device  # noqa: E402
+from benchmarks.schedule_harness import device, launch  # noqa: E402
+from benchmarks.schedule_harness.device import DeviceFigures, Row  # noqa: E402
 from benchmarks.schedule_harness.noise import SCENARIOS  # noqa: E402
 from benchmarks.schedule_harness.ops import Sizes  # noqa: E402
 from benchmarks.schedule_harness.systems import Own, System, device_systems  # noqa: E402
@@ -125,13 +124,13 @@ def measure(args: argparse.Namespace, sizes: Sizes) -> tuple[dict[Row, DeviceFig
             try:
                 system.check(sizes.pp, sizes.num_microbatches)
                 steps = launch.run(
-                    measure_on_device, system, sizes, scenario, args.repetitions,
+                    device.measure_on_device, system, sizes, scenario, args.repetitions,
                     repeats=args.repetitions, device="musa", env=env,
                 )  # fmt: skip
             except (ScheduleError, RanksFailed) as error:
                 failed.append(f"{system.name}, {scenario}: {error}")
                 continue
-            found[row] = device_figures.device_figures(steps, system, sizes, scenario)
+            found[row] = device.device_figures(steps, system, sizes, scenario)
     return found, failed
 
 
@@ -165,9 +164,9 @@ def main() -> int:
         found, failed = measure(args, sizes)
     except NoCompiler as error:
         raise SystemExit(f"device_step.py: the emulated device cannot be built: {error}") from None
-    faster = device_figures.speeds(found, tables())
+    faster = device.speeds(found, tables())
     text = conditions(args, load)
-    print(f"{device_figures.device_table(found, faster)}\n\n{text}.")
+    print(f"{device.device_table(found, faster)}\n\n{text}.")
     for reason in failed:
         print(f"\n{reason}", file=sys.stderr)
     if args.json:

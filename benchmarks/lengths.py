@@ -4,7 +4,7 @@
         [--repetitions N] [--forward-ms T] [--only TEXT ...] [--simulate] [--json FILE] [--quick]
 
 A stage sleeps a*L + b*L^2 for each sample of a micro-batch, with a and b of Llama 3 8B. Lengths are
-drawn from published distributions (`length_harness/workloads.py`). Processes and messages are real.
+drawn from published distributions (`schedule_harness/lengths.py`). Processes and messages are real.
 The replicas of a step run one after another, since a machine has few cores, and the slowest counts.
 All lines of a table get the same batches, so the same tokens and the same gradient:
 
@@ -39,11 +39,18 @@ _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))  # the ranks are those of the tests
 
 from benchmarks.common.json_output import add_json, write_json  # noqa: E402
-from benchmarks.length_harness import on_rank  # noqa: E402
-from benchmarks.length_harness.expected import step_time  # noqa: E402
-from benchmarks.length_harness.ways import UPSTREAM, Batch, ScaledTimes, Way, ways  # noqa: E402
-from benchmarks.length_harness.workloads import WORKLOADS, Workload  # noqa: E402
 from benchmarks.schedule_harness import launch  # noqa: E402
+from benchmarks.schedule_harness.lengths import (  # noqa: E402
+    UPSTREAM,
+    WORKLOADS,
+    Batch,
+    ScaledTimes,
+    Way,
+    Workload,
+    step_time,
+    ways,
+)
+from benchmarks.schedule_harness.lengths import measure as measure_rows  # noqa: E402
 from benchmarks.schedule_harness.metrics import overhead, replay  # noqa: E402
 from benchmarks.schedule_harness.ops import Op, Sizes, Step  # noqa: E402
 
@@ -184,7 +191,7 @@ def run(way: Way, sizes: Sizes, batches: Sequence[Batch], repetitions: int) -> L
     """Run all replicas of all batches in one way, with the same processes."""
     rows = [row for batch in batches for row in batch.rows(way)]
     repeated = [row for row in rows for _ in range(repetitions)]
-    by_rank = launch.run(on_rank.measure, way.system, sizes, repeated, repeats=len(repeated))
+    by_rank = launch.run(measure_rows, way.system, sizes, repeated, repeats=len(repeated))
     steps: list[tuple[Step, ...]] = list(zip(*by_rank, strict=True))
     times = [max(s.end_s for s in step) - min(s.begin_s for s in step) for step in steps]
     replicas = batches[0].num_replicas

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import statistics
 import sys
 import time
@@ -41,7 +42,6 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from benchmarks.common.json_output import add_json, write_json  # noqa: E402
-from benchmarks.transport_harness.raw_socket import RawSocket  # noqa: E402
 from megatron_ext.message import Message  # noqa: E402
 from megatron_ext.transport.base import Expected  # noqa: E402
 from megatron_ext.transport.native_transport import NativeTransport  # noqa: E402
@@ -150,6 +150,49 @@ def native(
         run_id=run_id, wire=wire, slots=_SLOTS, slot_bytes=slot_bytes,
         spin_s=spin_s, for_device=for_device,
     )  # fmt: skip
+
+
+class _RawSocket:
+    """The least that TCP takes: both ends know what comes, and where it belongs."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._buffer = memoryview(bytearray(num_bytes))
+        # Rank 0 says in the store where it listens.
+        name, store = f"socket-{num_bytes}", dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 0:
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                listener.settimeout(_TIMEOUT_S)
+                store.set(name, str(listener.getsockname()[1]))
+                self._link, _ = listener.accept()
+        else:
+            address = "127.0.0.1", int(store.get(name))
+            self._link = socket.create_connection(address, _TIMEOUT_S)
+        self._link.settimeout(_TIMEOUT_S)
+        self._link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def start(self, count: int) -> None:
+        """Nothing has to be ready."""
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Send the next message."""
+        self._link.sendall(memoryview(tensor.numpy()))
+
+    def recv(self) -> object:
+        """Receive the next message, to where the one before was."""
+        left = self._buffer
+        while left:
+            num_bytes = self._link.recv_into(left)
+            if not num_bytes:
+                raise ConnectionError("the other rank ended the connection")
+            left = left[num_bytes:]
+        return self._buffer
+
+    def finish(self) -> None:
+        """All bytes have left."""
+
+    def close(self) -> None:
+        """End the connection."""
+        self._link.close()
 
 
 class _Queues:
@@ -291,7 +334,7 @@ def measure(num_bytes: int, rounds: int) -> dict[str, Times]:
 def _wires(num_bytes: int) -> dict[str, Exchange]:
     wires: dict[str, Exchange] = {
         "gloo": _Gloo(num_bytes),
-        "socket": RawSocket(num_bytes),
+        "socket": _RawSocket(num_bytes),
         "tcp": Messages(native("tcp", num_bytes, f"tcp-{num_bytes}")),
     }
     if num_bytes > _TCP_PIECE_BYTES:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.length_harness.ways import UPSTREAM, Batch, ScaledTimes, ways
-from benchmarks.length_harness.workloads import WORKLOADS
+from benchmarks.schedule_harness.lengths import UPSTREAM, WORKLOADS, Batch, ScaledTimes, ways
 from megatron_ext.schedules.search.length_balance import pack_in_file_order
 from tests.commands import run_python
 

@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.schedule_harness.device_figures import Row, device_figures, device_table, speeds
-from benchmarks.schedule_harness.device_rank import DeviceStep
+from benchmarks.schedule_harness.device import (
+    DeviceStep,
+    Row,
+    device_figures,
+    device_table,
+    speeds,
+)
 from benchmarks.schedule_harness.ops import Op, Sizes, Step
 from benchmarks.schedule_harness.systems import Own, Peer, device_systems
 from megatron_ext.schedules import registered, simulate

@@ -9,7 +9,8 @@ laptop can distinguish schedules and runtimes. `benchmarks/schedules.py` is the 
     systems.py    the systems to be measured, one for each row of the table
     megatron_core.py, torch_pipelining.py, own.py    one step of each system, on one rank
     noise.py, late.py    random durations of ops and messages
-    device_probe.py, device_rank.py, device_figures.py    the same on a device behind its host
+    device_probe.py, device.py    the same on a device behind its host
+    lengths.py    micro-batches of unequal lengths, and the ways to run them
     scenarios.py  comparison of systems in disturbed steps
     launch.py     starts the ranks
     wakeup.py     the wake-up latency of a process on this machine

@@ -1,1 +1,0 @@
-"""The baselines of `benchmarks/transport.py`."""
