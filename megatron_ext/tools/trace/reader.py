@@ -156,7 +156,8 @@ def _header(path: Path) -> Header | str:
     match _decode(line.decode("utf-8", "replace").rstrip("], \r\n") + "]"):
         case [{"name": "run", "args": {"format": int(number), **found}}, *_]:
             if number != FORMAT:
-                return f"it has another format than {FORMAT}; use the version that recorded it"
+                versions = f"it has format {number}, this version reads {FORMAT}"
+                return f"{versions}; read it with the version that recorded it"
         case _:
             return "it is not a trace, or its first line is damaged"
     try:
