@@ -89,7 +89,7 @@ def make_config(pp: int, **options: Any) -> TransformerConfig:
 
 def _forward_step(data: Iterator[Any], chunk: Chunk) -> tuple[torch.Tensor, Any]:
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        count = torch.tensor(output.numel())
+        count = torch.full((), output.numel(), device=output.device)  # no copy to it
         return output.sum(), count, {"loss": torch.stack([output.detach().sum(), count])}
 
     return chunk(data), loss

@@ -56,7 +56,9 @@ class OpTimes:
     share: float
     """Part of a device share that one stage is."""
     slices: Mapping[Kind, Sequence[float]] = field(
-        default_factory=lambda: dict.fromkeys(("F", "B", "I", "W"), (1.0,)), kw_only=True
+        default_factory=lambda: dict.fromkeys(("F", "B", "I", "W"), (1.0,)),
+        kw_only=True,
+        hash=False,  # simulations are cached by the times of their ops
     )
     """By kind: the shares of a micro-batch's slices in its time."""
 
