@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -76,7 +77,9 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def training(checkpoints: Path) -> list[str]:
     """Words for `launch`: the tiny Llama, from the last checkpoint, if there is one."""
     flags = f"{LLAMA} --train-iters 30 --save-interval 10 --save {checkpoints} --load {checkpoints}"
-    words = ["--raw", "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags.split()]
+    tree = os.environ.get("MEGATRON_LM_PATH")  # the hosts' logins do not have it
+    words = ["--env", f"MEGATRON_LM_PATH={tree}"] if tree else []
+    words += ["--raw", "--num-microbatches", "2", "--", "pretrain_gpt.py", *flags.split()]
     return [*words, "--use-dpp", "--microbatch-rng"]
 
 
