@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext.tracing import scalars
-from tests.ranks import _run_script, run_ranks, run_script
+from tests.ranks import _run_script, require_training, run_ranks, run_script
 from tests.runtime.capture import GPT, PP2
 from tests.scalars import written_scalars
 
@@ -42,6 +42,7 @@ def on_a_terminal(argv: list[str]) -> None:
 
 
 def test_training_without_a_tree_writes_them_and_a_line_on_a_terminal(tmp_path: Path) -> None:
+    require_training()
     argv = f"{GPT}{PP2}--pipeline-schedule 1f1b --tensorboard-dir {tmp_path}".split()
     run_ranks(4, on_a_terminal, argv)
     check(read(tmp_path))
