@@ -1,4 +1,4 @@
-"""What the launcher and the plain command line say before any parser knows Megatron's flags.
+"""The launcher's variables and the plain command line, read before any parser.
 
 `megatron.core` copies names of the device at import, so the device is read first; after parsing,
 `config/hosting.py` checks that both agree. No other flag is read this way. Each configuration reads

@@ -224,7 +224,7 @@ def preflight(
 def inspect(
     args: Namespace, asked: PipelineConfig | None = None, *, here: bool = True
 ) -> Preflight:
-    """Return what a configuration takes, changes and refuses, and what follows for Megatron.
+    """Check a configuration: what it takes, changes and refuses, and what follows for Megatron.
 
     Args:
         args: Arguments with upstream's names, not yet validated by Megatron.

@@ -148,24 +148,14 @@ def _gathers_late(args: Namespace) -> bool:
         return False  # replicas form groups, and each group has gathered by then
     if getattr(args, "fp4_param_gather", False):
         return False  # the gather moves quantised bytes
-    if _experts_are_apart(args):
-        return False  # experts have fewer, or other, replicas than the rest
+    if getattr(args, "num_experts", None):
+        tensor_parallel = getattr(args, "expert_tensor_parallel_size", None)
+        spread = (getattr(args, "expert_model_parallel_size", None) or 1) > 1
+        if spread or tensor_parallel not in (None, args.tensor_model_parallel_size):
+            return False  # experts have fewer, or other, replicas than the rest
     return bool(args.use_distributed_optimizer and getattr(args, "overlap_param_gather", False))
-
-
-def _experts_are_apart(args: Namespace) -> bool:
-    """Return whether experts are placed or split differently from the other layers."""
-    if not getattr(args, "num_experts", None):
-        return False
-    size = getattr(args, "expert_tensor_parallel_size", None)
-    cut_otherwise = size not in (None, args.tensor_model_parallel_size)
-    return cut_otherwise or _above_one(getattr(args, "expert_model_parallel_size", None))
 
 
 def has_dropout(args: Namespace) -> bool:
     """Return whether the model uses dropout."""
     return bool(args.hidden_dropout or args.attention_dropout)
-
-
-def _above_one(size: int | None) -> bool:
-    return (size or 1) > 1

@@ -40,6 +40,7 @@ _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _LAYERS = "--num-layers-per-virtual-pipeline-stage"
 _PATTERN = "--hybrid-layer-pattern"
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_HYBRID = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _UNEVEN = (
     "pipeline_model_parallel_layout",
@@ -193,7 +194,7 @@ def flags_for(
         if getattr(args, dest, None)
     }
     first, last = _ends(args, layout, placement.num_ranks)
-    if _is_hybrid(args):
+    if any(getattr(args, dest, None) for dest in _HYBRID):
         pattern = _pattern(args)
         if placement.name not in _DEALT:
             return wanted, []  # refused, see RULES["folded"]
@@ -276,11 +277,6 @@ def ends_of_layout(layout: str) -> tuple[float, float]:
     between = [count for count, is_tail in stages[1:] if not is_tail]
     usual = sum(between) / len(between) if between else max(count for count, _ in stages)
     return max(0.0, usual - stages[0][0]), max(0.0, len(tail) * usual - sum(tail))
-
-
-def _is_hybrid(args: Namespace) -> bool:
-    names = ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern")
-    return any(getattr(args, name, None) for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
