@@ -101,7 +101,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "`--fp8-param-gather`": {"fp8": "e4m3", "fp8_param_gather": True},
     "`--delay-wgrad-compute`": {"delay_wgrad_compute": True},
     "`--defer-embedding-wgrad-compute`": {"defer_embedding_wgrad_compute": True},
-    "`--overlap-moe-expert-parallel-comm`": {**_EXPERTS, "overlap_moe_expert_parallel_comm": True},
+    "`--overlap-moe-expert-parallel-comm`": {
+        **_EXPERTS,
+        "expert_model_parallel_size": 4,
+        "moe_token_dispatcher_type": "flex",
+        "overlap_moe_expert_parallel_comm": True,
+        "bf16": True,
+    },
     "`--overlap-dispatch-backward-with-experts-wgrad`": {
         **_EXPERTS,
         "overlap_dispatch_backward_with_experts_wgrad": True,
@@ -140,6 +146,7 @@ _SCOPES = {
     "split": "schedules that split backwards (`--use-dpp` leaves them whole)",
     "folded": "V and W placements",
     "placed": "V and W placements, in programs that build their model",
+    "pairs": "`--overlap-moe-expert-parallel-comm` with a schedule of ours",
     "twins": "two mirrored pipelines",
     "microbatch_rng": "`--microbatch-rng`, and with it `--use-dpp` and disaggregation with dropout",
     "dynamic": "`--use-dpp` with several replicas",

@@ -60,6 +60,7 @@ _FLAG_OF = {
     "schedule": "--pipeline-schedule",
     "pipeline_ranks": "--pipeline-model-parallel-size",
     "costs": "--pipeline-costs",
+    "pairs": "--overlap-moe-expert-parallel-comm",
     "dynamic": "--use-dpp",
     "policy": "--dpp-policy",
     "extra_activations": "--dpp-extra-activations",
@@ -400,6 +401,7 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
             dynamic=_dynamic_order(args),
             balance=getattr(args, "pipeline_balance", None) or PipelineConfig.balance,
             length_costs=_parsed(args, "--pipeline-length-costs", LengthCost.parse),
+            pairs=_takes_pairs(args, name),
             **_stash_fields(args, name, chunks),
             transport=getattr(args, "pipeline_transport", None),
             device_path=getattr(args, "pipeline_device_path", None) or PipelineConfig.device_path,
@@ -456,6 +458,20 @@ def _dynamic_order(args: Namespace) -> DynamicOrder | None:
                 raise ArgumentsError(f"{flag} is for {_DPP}; add it, or leave {flag} out")
         return None
     return DynamicOrder(policy=policy or DynamicOrder.policy, extra_activations=extra)
+
+
+def _takes_pairs(args: Namespace, name: str | None, *, wanted: bool = False) -> bool:
+    """Return whether a schedule pairs forwards with backwards: experts are on several ranks.
+
+    Args:
+        args: Arguments with upstream's names.
+        name: The schedule; None: Megatron's own, which overlaps in its own way.
+        wanted: Whether pairs were chosen without the flag.
+    """
+    wanted = wanted or bool(getattr(args, "overlap_moe_expert_parallel_comm", False))
+    experts = getattr(args, "num_experts", None)
+    ranks = getattr(args, "expert_model_parallel_size", None) or 1
+    return name is not None and wanted and bool(experts) and ranks > 1
 
 
 def _stash_fields(args: Namespace, name: str | None, chunks: int | None) -> dict[str, Any]:
@@ -560,7 +576,8 @@ def completed(args: Namespace, config: PipelineConfig) -> PipelineConfig:
     if name is not None and chunks is None:
         chunks = stages.num_chunks(args, name)
     fields = {} if config.stash_ratio > 1 else _stash_fields(args, name, chunks)
-    return replace(config, schedule=name, chunks=chunks, **fields)
+    pairs = _takes_pairs(args, name, wanted=config.pairs)
+    return replace(config, schedule=name, chunks=chunks, pairs=pairs, **fields)
 
 
 def flag_names(args: Namespace) -> dict[str, str]:

@@ -311,6 +311,15 @@ def _inspect_schedule(
     assert name is not None
     subject = f"--pipeline-schedule {name}"
     found.refuse(subject, args, RULES["schedule"])
+    if config.pairs:
+        found.refuse("--overlap-moe-expert-parallel-comm", args, RULES["pairs"])
+        found.arguments["overlap_moe_expert_parallel_comm"] = True
+    elif getattr(args, "overlap_moe_expert_parallel_comm", False):
+        found.notices.append(
+            "--overlap-moe-expert-parallel-comm has no effect without experts on several ranks "
+            "(--num-experts, --expert-model-parallel-size)"
+        )
+        found.arguments["overlap_moe_expert_parallel_comm"] = False
     twins, pp = twins_of(name), args.pipeline_model_parallel_size
     check_ranks(name, pp, twins)
     batches = None

@@ -137,12 +137,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
             _records_graphs,
         ),
         Rule(
-            ("overlap_moe_expert_parallel_comm",),
-            "--overlap-moe-expert-parallel-comm",
-            "it interleaves two micro-batches in its own order",
-            "leave it out, or use Megatron's own schedule",
-        ),
-        Rule(
             ("fine_grained_activation_offloading", "cpu_offloading", "cpu_offloading_num_layers"),
             "--fine-grained-activation-offloading or --cpu-offloading-num-layers",
             "it follows the order of Megatron's own schedules",
@@ -294,6 +288,63 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "--use-mp-args-from-checkpoint-args",
             "a checkpoint holds the sizes of one of the two mirrored pipelines",
             "give the sizes as flags",
+        ),
+    ),
+    # For forwards and backwards that run as pairs, through Megatron's schedule plans.
+    "pairs": (
+        Rule(
+            ("moe_token_dispatcher_type",),
+            "--moe-token-dispatcher-type allgather, Megatron's default",
+            "its communication is no step of its own",
+            "use alltoall or flex",
+            lambda dispatcher: dispatcher not in ("alltoall", "flex"),
+        ),
+        Rule(
+            ("bf16", "fp16"),
+            "single precision",
+            "Megatron's plans are for half precision",
+            "add --bf16",
+            # Recipes of Megatron-Bridge have it elsewhere.
+            lambda *halves: False in halves and not any(halves),
+        ),
+        Rule(
+            ("recompute_granularity", "recompute_method", "recompute_num_layers"),
+            "--recompute-granularity full",
+            "a plan runs the parts of a layer one by one",
+            "use --recompute-granularity selective",
+            lambda granularity, *more: granularity == "full" or any(more),
+        ),
+        Rule(
+            ("recompute_modules",),
+            "--recompute-modules moe",
+            "a plan runs the parts of a layer one by one",
+            "use core_attn, layernorm, mla_up_proj, mlp or moe_act",
+            lambda modules: "moe" in _several(modules),
+        ),
+        Rule(
+            ("moe_shared_expert_overlap",),
+            "--moe-shared-expert-overlap",
+            "the shared expert hides the communication that a partner would hide",
+            "leave one of them out",
+        ),
+        Rule(
+            ("mtp_num_layers",),
+            "--mtp-num-layers above 1",
+            "a plan takes one layer of multi-token prediction",
+            "use 1",
+            lambda layers: (layers or 0) > 1,
+        ),
+        Rule(
+            ("is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"),
+            "hybrid models (--hybrid-override-pattern, --hybrid-layer-pattern)",
+            "they have no plans in every release",
+            "leave one of them out",
+        ),
+        Rule(
+            ("variable_seq_lengths",),
+            "--variable-seq-lengths",
+            "Megatron's forward step gives plans no lengths",
+            "leave one of them out",
         ),
     ),
     # For random numbers by micro-batch.
@@ -475,6 +526,12 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     # For forward and backward ranks.
     "roles": (
+        Rule(
+            ("overlap_moe_expert_parallel_comm",),
+            "--overlap-moe-expert-parallel-comm",
+            "forwards and backwards are on different ranks",
+            "leave one of them out",
+        ),
         Rule(
             ("moe_input_jitter_eps",),
             "--moe-input-jitter-eps",
@@ -705,7 +762,15 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_s
         return
     subject = f"schedule {pipeline.name}"
     table = pipeline.full
-    refuse(subject, args, (*RULES["schedule"], *dropped(table), *rules_of_table(table)))
+    overlaps = getattr(args, "overlap_moe_expert_parallel_comm", None)
+    if overlaps not in (None, config.pairs):
+        raise ArgumentsError(
+            f"{subject} has pairs={config.pairs}, but the model "
+            f"overlap_moe_expert_parallel_comm={overlaps}; give both the same value"
+        )
+    # Megatron's other objects know nothing of experts.
+    of_pairs = RULES["pairs"] if config.pairs and overlaps is not None else ()
+    refuse(subject, args, (*RULES["schedule"], *of_pairs, *dropped(table), *rules_of_table(table)))
     if pipeline.is_folded:
         refuse(subject, args, RULES["placed"])
     if config.dynamic is not None:

@@ -202,6 +202,10 @@ class PipelineConfig:
     """Parts of equal cost that each micro-batch's sequence is cut into (`docs/slices.md`)."""
     costs: Costs | None = None
     """Durations that the table is generated and simulated for; None: `Costs()`, all equal."""
+    pairs: bool = False
+    """Whether a forward and the backward of another micro-batch run as one action, each hiding the
+    expert communication of the other. For models with experts on several ranks; from flags, where
+    Megatron overlaps that communication."""
     dynamic: DynamicOrder | None = None
     """Settings of the dynamic order; None: every rank runs the order of the table."""
     balance: Balance = "off"
@@ -273,11 +277,17 @@ class PipelineConfig:
             return
         self._check_schedule()
         self._check_transport()
+        if self.pairs and self.dynamic is not None:
+            raise ConfigurationError(
+                "{pairs} cannot run with {dynamic}: a rank that chooses its next action has no "
+                "partner for it yet; leave one of them out"
+            )
 
     def _check_slices(self) -> None:
         shares_of_equal_cost(self.slices)
         excluded = {
             "disaggregation": self.disaggregation is not None,
+            "pairs": self.pairs,
             "balance": self.balance != "off",
             "variable_seq_lengths": self.variable_seq_lengths,
             "tracing": self.tracing is not None,
@@ -299,6 +309,11 @@ class PipelineConfig:
             raise ConfigurationError(
                 "{disaggregation} cannot run with {schedule}, {dynamic} or {costs}: it brings its "
                 "own schedule; leave one of them out"
+            )
+        if self.pairs:
+            raise ConfigurationError(
+                "{disaggregation} cannot run with {pairs}: forwards and backwards are on different "
+                "ranks; leave one of them out"
             )
         if self.balance != "off":
             raise ConfigurationError(
@@ -330,7 +345,7 @@ class PipelineConfig:
                     "as 1f1b or interleaved, or leave it out",
                     how=self.balance,
                 )
-            for what in ("costs", "options"):
+            for what in ("costs", "options", "pairs"):
                 if getattr(self, what):
                     raise ConfigurationError(
                         f"{{{what}}} is for schedules of this package; add {{schedule}} NAME"

@@ -129,6 +129,7 @@ class Pipeline:
                 num_microbatches * self.twins,
                 self.config.chunks,
                 self.costs,
+                pairs=self.config.pairs,
                 slices=self.config.slices,
                 **self.config.options,
             )
@@ -137,7 +138,7 @@ class Pipeline:
                     f"{self.name} cuts micro-batches into {table.num_slices} slices; add "
                     f"--pipeline-slices {table.num_slices}"
                 )
-            if table.pairs:  # the runtime runs the two of a pair one after the other
+            if table.pairs and not self.config.pairs:  # a file's, whose two run one by one
                 options = {**table.options, "pairs": "apart"}
                 table = replace(table, pairs=(), options=options)
             if len(table.placement.twin_hops) % 2:

@@ -57,6 +57,24 @@ def _check_built(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
     refuse_built(instance, found.config, pipeline, ranks)
 
 
+def _has_pairs() -> bool:
+    pipeline = active.pipeline()
+    return pipeline is not None and pipeline.config.pairs
+
+
+def _allow_one_stage(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Have Megatron check its overlap as if a rank with one stage had one virtual stage."""
+    given = instance.virtual_pipeline_model_parallel_size
+    if given is not None or instance.pipeline_model_parallel_layout is not None:
+        call(*args, **kwargs)
+        return
+    instance.virtual_pipeline_model_parallel_size = 1
+    try:
+        call(*args, **kwargs)
+    finally:
+        instance.virtual_pipeline_model_parallel_size = None
+
+
 def _is_stock_and_draws_by_microbatch() -> bool:
     return randomness.enabled() and not is_chosen()
 
@@ -154,6 +172,16 @@ PATCHES = (
         feature="schedules",
         reason="programs that call megatron_ext.configure show their settings nowhere else, and "
         "some exclude the schedule",
+    ),
+    Patch(
+        id="schedules.pairs",
+        target="megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+        fn=_allow_one_stage,
+        when=_has_pairs,
+        order=20,  # inside schedules.model_config, which reads the true number
+        feature="schedules",
+        reason="overlaps expert communication under its interleaved schedule only; pairs need no "
+        "virtual stages",
     ),
     Patch(
         id="schedules.gradient_config",

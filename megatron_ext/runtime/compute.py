@@ -338,9 +338,21 @@ class StageCompute:
                 vp_stage=place.vp_stage,
                 is_last_stage=place.is_last,
             )
-        if not place.is_last:
+        return self._made(stage, microbatch, inputs, outputs, num_tokens, store)
+
+    def _made(
+        self,
+        stage: int,
+        microbatch: int,
+        inputs: Tensors,
+        outputs: Tensors,
+        num_tokens: torch.Tensor,
+        store: list[Any],
+    ) -> Tensors:
+        """Keep what a forward made; return its outputs in a form that `release` can free."""
+        if not self._stage(stage).is_last:
             check_handed_on(stage, microbatch, outputs, self.handed_on)
-            if not call.forward_only:
+            if not self.call.forward_only:
                 # A full backward hook on a stage's last module makes its output a view, which
                 # `release` could not free.
                 outputs = [
@@ -353,7 +365,7 @@ class StageCompute:
         self._num_tokens.append(num_tokens)
         if store:
             self.reports[microbatch] = store[0]
-        if not call.forward_only:
+        if not self.call.forward_only:
             self._live[stage, microbatch] = (inputs, outputs)
         return outputs
 
@@ -407,6 +419,10 @@ class StageCompute:
                 found = backward_step(inputs, outputs, gradients)
         else:
             found = backward_step(inputs, outputs, gradients)
+        return self._sent_back(inputs, found)
+
+    @staticmethod
+    def _sent_back(inputs: Tensors, found: Tensors) -> Tensors:
         # A stage may ignore an input, but the previous stage still waits for its gradient.
         return [
             torch.zeros_like(x) if x is not None and grad is None else grad

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from inspect import signature
 from itertools import repeat, tee
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
@@ -75,6 +76,8 @@ def forward_backward(
     groups = default_groups() if pg_collection is None else pg_collection
     if id(groups.pp) not in active.required().state(Runtimes).by_group:  # the first step
         _check_models(chunks)
+        if pipeline.config.pairs:
+            _check_plans(chunks, forward_step_func)
     config = get_model_config(chunks[0])
     length = decoder_seq_length or seq_length
     # Slices have several lengths.
@@ -175,6 +178,27 @@ def _check_models(chunks: Sequence[torch.nn.Module]) -> None:
                 "(ModelType.encoder_or_decoder) and `set_input_tensor(tensors)`; "
                 "docs/your-model.md has an example"
             )
+
+
+def _check_plans(chunks: Sequence[torch.nn.Module], step: Callable[..., Any]) -> None:
+    """Check that the forward step can make schedule plans, through which pairs run.
+
+    Raises:
+        ScheduleError: It cannot, or a model cannot.
+    """
+    remedy = "leave --overlap-moe-expert-parallel-comm out"
+    for chunk in map(unwrap_model, chunks):
+        if not hasattr(chunk, "build_schedule_plan"):
+            raise ScheduleError(
+                f"{type(chunk).__name__} cannot run in pairs, because it lacks the "
+                f"build_schedule_plan that Megatron's GPTModel has; {remedy}"
+            )
+    taken = signature(step).parameters.values()
+    if not any(p.name == "return_schedule_plan" or p.kind is p.VAR_KEYWORD for p in taken):
+        raise ScheduleError(
+            "the forward step cannot run in pairs, because it takes no return_schedule_plan; let "
+            f"it return model.build_schedule_plan(...) then, as in pretrain_gpt.py, or {remedy}"
+        )
 
 
 def _shapes(

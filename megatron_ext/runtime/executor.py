@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,9 +40,15 @@ __all__ = [
     "overrides",
 ]
 
+RunPair = Callable[["Action", "Action", "Tensors", "Tensors"], tuple["Tensors", "Tensors"]]
+"""Runs a forward and the backward of another micro-batch together: takes both and the inputs of
+each, as `Compute.run` does, and returns the outputs of each."""
+
 Executed = tuple[int, "Action", float]
-"""(position in table order, action, duration in seconds of host time). A plain tuple because one is
-created between every two actions."""
+"""(position in table order, action, duration in seconds of host time, of which the two of a pair
+have a half each). A plain tuple because one is created between every two actions."""
+
+_NOTHING = nullcontext()
 
 
 class Observer(TransportObserver):
@@ -81,7 +87,10 @@ class Observer(TransportObserver):
         """Called when the configuration ends."""
 
     def begin_action(self, action: Action) -> None:
-        """Called when an action's inputs have arrived, just before it computes."""
+        """Called when an action's inputs have arrived, just before it computes.
+
+        The forward of a pair begins before the backward, and ends after it.
+        """
 
     def end_action(self, position: int, action: Action) -> None:
         """Called when an action has computed, before its results are sent.
@@ -127,14 +136,17 @@ class ProfilerRanges(Observer):
     Megatron's `--profile` with nsys emits ranges of `record_function` as NVTX ranges.
     """
 
+    def __init__(self) -> None:
+        self._ranges: list[torch.profiler.record_function] = []
+
     def begin_action(self, action: Action) -> None:
         """Open the range of an action."""
-        self._range = torch.profiler.record_function(str(action))
-        self._range.__enter__()
+        self._ranges.append(torch.profiler.record_function(str(action)))
+        self._ranges[-1].__enter__()
 
     def end_action(self, position: int, action: Action) -> None:
         """Close it."""
-        self._range.__exit__(None, None, None)
+        self._ranges.pop().__exit__(None, None, None)
 
 
 class Compute(Protocol):
@@ -197,6 +209,8 @@ class Executor:
     timeout_s: float
     name_of: Callable[[int | None], str]
     """Names a global rank in error messages; None stands for this rank."""
+    run_pair: RunPair | None = None
+    """Runs both of a pair; None: the table has no pairs."""
     run_ahead: RunAhead | None = None
     """Bounds how far the host runs ahead of the device; None if the device is the host."""
     observers: Sequence[Observer] = ()
@@ -229,8 +243,9 @@ class Executor:
         self._remaining = dict(self.table.actions_by_stage)
         self.transport.begin([*self.order.expected(), *self.program.expected], self.table.slots)
         exchanges = self.program.exchanges
-        for position in self.order:
-            self._run(position, exchanges[position])
+        begins = self.table.begins
+        for number in self.order:
+            self._run(begins[number], exchanges[number])
         self.transport.flush(self.timeout_s)
         wall_s = time.perf_counter() - begin_s
         self._check_complete()
@@ -238,41 +253,50 @@ class Executor:
             observer.end_step(self._executed, wall_s)
 
     def _run(self, position: int, exchange: Exchange) -> None:
-        action = exchange.action
-        stage = action.stage
-        remaining, run_ahead = self._remaining[stage], self.run_ahead
-        is_last = remaining == 1
+        actions, partner, run_ahead = exchange.actions, exchange.partner, self.run_ahead
         # Before the inputs are received: on the device they would hold memory during the wait.
         if run_ahead is not None:
             run_ahead.wait_until(AHEAD - 1)
-        # Also before: the gather of parameters then overlaps the wait for the inputs.
-        if remaining == self.table.actions_by_stage[stage]:
-            self.parameters.before(stage)
+        for stage, *_ in actions:
+            # Also before: the gather of parameters then overlaps the wait for the inputs.
+            if self._remaining[stage] == self.table.actions_by_stage[stage]:
+                self.parameters.before(stage)
+            self._remaining[stage] -= 1
         inputs = self._inputs(exchange)
+        gradients = [] if partner is None else self._inputs(partner)
+        # Of a pair it is the backward: no forward is the last of its stage, or has saved tensors.
+        action = actions[-1]
+        stage, is_last = action.stage, not self._remaining[action.stage]
         # This reference keeps a backward's graph alive until its results have been sent.
         is_backward = action.kind in ("B", "I")
         saved = self.compute.saved_tensors(action) if is_backward else None
         for observer in self._begins:
-            observer.begin_action(action)
+            for begun in actions:
+                observer.begin_action(begun)
         if run_ahead is not None:
             run_ahead.begin()
         begin_s = time.perf_counter()
-        if is_last:
-            with self.gradients.around_last(action):
+        # An empty context would take as long as the bookkeeping.
+        with self.gradients.around_last(action) if is_last else _NOTHING:
+            if partner is None:
                 outputs = self.compute.run(action, inputs)
-        else:  # an empty context would take as long as the bookkeeping
-            outputs = self.compute.run(action, inputs)
-        end_s = time.perf_counter()
+            else:
+                assert self.run_pair is not None
+                outputs, found = self.run_pair(exchange.action, action, inputs, gradients)
+        took_s = (time.perf_counter() - begin_s) / len(actions)
         if run_ahead is not None:
-            run_ahead.record(action)
+            run_ahead.record(action if partner is None else " and ".join(map(str, actions)))
         for observer in self._ends:
-            observer.end_action(position, action)
+            for ended in reversed(actions):
+                observer.end_action(position + actions.index(ended), ended)
         if exchange.outputs:
             self._deliver(exchange, outputs)
+        if partner is not None and partner.outputs:
+            self._deliver(partner, found)
         # Send results before bookkeeping: freeing a backward's graph takes as long as a send.
         del saved
-        self._remaining[stage] = remaining - 1
-        self._executed.append((position, action, end_s - begin_s))
+        for index, ended in enumerate(actions, position):
+            self._executed.append((index, ended, took_s))
         if is_last:
             self.gradients.after(stage)
 
@@ -300,9 +324,10 @@ class Executor:
             return self.transport.recv(transfer.peer, transfer.message, self.timeout_s)
         except TransportError as error:
             exchanges = self.program.exchanges
+            number = next(n for n, each in enumerate(exchanges) if exchange in (each, each.partner))
             raise type(error)(
                 f"{self.name_of(None)} cannot run {exchange.action}, action "
-                f"{exchanges.index(exchange)} of its {len(exchanges)} in "
+                f"{number} of its {len(exchanges)} in "
                 f"{self.table.schedule.label}, and waits for {self.name_of(transfer.peer)}: {error}"
             ) from error
 

@@ -68,6 +68,11 @@ class Table:
         return exchanges(self.schedule, self.rank, self.window)
 
     @cached_property
+    def begins(self) -> Sequence[int]:
+        """Position of each exchange in the row: of its action, or of the first one of a pair."""
+        return self.schedule.begins(self.rank)
+
+    @cached_property
     def positions(self) -> Mapping[Action, int]:
         """Index of each of this rank's actions in table order."""
         return {action: index for index, action in enumerate(self.schedule.rows[self.rank])}
@@ -331,15 +336,7 @@ def make_program(table: Table, ends: Ends) -> Program:
         ends: Resolves its transfers to peers and tensors.
     """
     # Between two actions the device waits for the host, so nothing may be looked up there.
-    resolved = tuple(
-        exchange._replace(
-            awaits=tuple(_each(exchange.awaits, ends)),
-            inputs=tuple(_each(exchange.inputs, ends)),
-            grants=tuple(_each(exchange.grants, ends)),
-            outputs=tuple(_each(exchange.outputs, ends)),
-        )
-        for exchange in table.exchanges
-    )
+    resolved = tuple(_resolved(exchange, ends) for exchange in table.exchanges)
     if table.schedule.disaggregated:  # needs a transport that matches messages by name
         turns = [(transfer, 0) for transfer in table.arrivals]
     else:
@@ -358,13 +355,24 @@ def _turns(
 ) -> list[tuple[Transfer, int]]:
     """Return (transfer, number of transport calls before it is posted), in the shared order."""
     # What stays on this rank (LOCAL) is no call of the transport.
-    received = [sum(t.verb == "RECV" for t in exchange.inputs) for exchange in resolved]
-    sent = [sum(t.verb == "SEND" for t in exchange.outputs) for exchange in resolved]
+    received = [sum(t.verb == "RECV" for t in exchange.all_inputs) for exchange in resolved]
+    sent = [sum(t.verb == "SEND" for t in exchange.all_outputs) for exchange in resolved]
     calls = list(accumulate(map(add, received, sent), initial=0))
     return [
         (post.transfer, calls[post.before] + (received[post.before] if post.taken else 0))
         for post in table.order.posts(table.rank, leads=leads)
     ]
+
+
+def _resolved(exchange: Exchange, ends: Ends) -> Exchange:
+    partner = exchange.partner
+    return exchange._replace(
+        awaits=tuple(_each(exchange.awaits, ends)),
+        inputs=tuple(_each(exchange.inputs, ends)),
+        grants=tuple(_each(exchange.grants, ends)),
+        outputs=tuple(_each(exchange.outputs, ends)),
+        partner=None if partner is None else _resolved(partner, ends),
+    )
 
 
 def _each(transfers: Sequence[Transfer], ends: Ends) -> Iterator[Transfer]:

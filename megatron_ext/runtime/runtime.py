@@ -25,6 +25,7 @@ from megatron_ext.runtime.connect import channels_of, open_transport
 from megatron_ext.runtime.executor import Executed, Executor, Observer, num_out_of_order
 from megatron_ext.runtime.lengths import BalancedStep, ReplicaExchange, cost_of_model
 from megatron_ext.runtime.ordering import Agreement, LedOrder, Order, PolicyOrder, TableOrder, agree
+from megatron_ext.runtime.plans import PlannedCompute
 from megatron_ext.runtime.program import (
     Ends,
     Peers,
@@ -236,8 +237,11 @@ class Runtime:
         for stage, chunk in zip(stages, call.chunks, strict=True):
             self.splits.register_modules(stage, chunk)
         forms = None if self.trees is None else self.trees.forms(call, shapes)
+        pairs = not call.forward_only and bool(table.schedule.pairs_of(table.rank))
         if forms is None or self.trees is None:
-            kind = StageCompute if table.schedule.num_slices == 1 else SlicedCompute
+            kind: type[StageCompute] = PlannedCompute if pairs else StageCompute
+            if table.schedule.num_slices > 1:
+                kind = SlicedCompute
             compute = kind(call, table, len(shapes["F"]), shapes["B"], self.splits)
         else:
             compute = self.trees.compute(call, table, forms, self.splits)
@@ -261,6 +265,7 @@ class Runtime:
             transport=self.transport,
             timeout_s=self.pipeline.timeout_s,
             name_of=self._name_of,
+            run_pair=compute.run_pair if isinstance(compute, PlannedCompute) else None,
             run_ahead=self.run_ahead,
             observers=listening,
         )
@@ -395,6 +400,11 @@ def runtime_of(
     _check_fit(pipeline, placement, groups, chunks)
     device = device_of(chunks)
     trees = agree_trees(chunks, placement, groups.pp, shapes_travel=None in shapes["F"])
+    if trees is not None and pipeline.config.pairs:
+        raise ScheduleError(
+            f"{pipeline.name} cannot run pairs of stages that declare trees or routes, which "
+            "Megatron's schedule plans do not know; leave --overlap-moe-expert-parallel-comm out"
+        )
     twin = None
     if pipeline.twins == 2:  # the neighbour in the data-parallel group
         replicas = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())

@@ -218,11 +218,6 @@ def why_not(config: Any) -> str | None:
             "--defer-embedding-wgrad-compute moves the weight gradient of the output layer "
             "itself; leave it out where the backward is split"
         )
-    if config.overlap_moe_expert_parallel_comm:
-        return (
-            "--overlap-moe-expert-parallel-comm runs layers in an order of its own; leave it out "
-            "where the backward is split"
-        )
     if config.enable_autocast:
         return "the backward cannot be split under torch's autocast; use --bf16 or --fp16 instead"
     return te_layers.why_not(config)

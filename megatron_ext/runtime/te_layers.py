@@ -170,12 +170,16 @@ class DelayedModules:
 
     def note(self, microbatch: int) -> None:
         """Attribute the entries queued since the last call to this micro-batch."""
-        # The queues do not know micro-batches, but each `defer` ends with this call.
+        # The queues do not know micro-batches, but each `defer` ends with this call. With pairs
+        # there is a `defer` for each part of a layer.
         sizes = [_queued(layer) for layer in self._layers]
         added = [size - counted for size, counted in zip(sizes, self._counted, strict=True)]
-        if any(added):
-            self._counted = sizes
-            self._notes.append((microbatch, added))
+        if not any(added):
+            return
+        self._counted = sizes
+        if self._notes and self._notes[-1][0] == microbatch:
+            added = [sum(both) for both in zip(self._notes.pop()[1], added, strict=True)]
+        self._notes.append((microbatch, added))
 
     def run(self, microbatch: int, finished: Callable[..., None]) -> None:
         """Compute a micro-batch's postponed weight gradients, last layer first.

@@ -200,6 +200,14 @@ _SHARED = {
     "moe_token_dispatcher_type": "alltoall",
 }
 _INSTANCES = {"num_distributed_optimizer_instances": 2, "overlap_grad_reduce": True}
+_OVERLAP = {
+    **_EXPERTS,
+    "expert_model_parallel_size": 2,
+    "moe_token_dispatcher_type": "alltoall",
+    "overlap_moe_expert_parallel_comm": True,
+    "bf16": True,
+}
+_PAIRS = {"schedule": "1f1b", "pairs": True}
 _OFFLOAD = {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
 _BY_PROGRAMS: list[tuple[dict[str, Any], dict[str, Any], bool, str]] = [
     ({"schedule": "zb-h1"}, {}, False, ""),
@@ -234,6 +242,8 @@ _BY_PROGRAMS: list[tuple[dict[str, Any], dict[str, Any], bool, str]] = [
         False,
         "dynamic cannot run with --moe-router-load-balancing-type global_aux_loss",
     ),
+    (_PAIRS, _OVERLAP, False, ""),
+    (_PAIRS, _EXPERTS, False, "1f1b has pairs=True, but the model"),
     ({"transport": "shm"}, {"use_ring_exchange_p2p": True}, False, "--use-ring-exchange-p2p"),
     ({"transport": "shm"}, {}, False, ""),
     ({}, {"cuda_graph_impl": "local"}, False, ""),

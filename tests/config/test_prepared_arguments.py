@@ -136,7 +136,6 @@ def test_layers_that_are_left_whole_are_told(
     [
         ("cuda_graph_impl", "local", "1f1b"),
         ("enable_cuda_graph", True, "1f1b"),
-        ("overlap_moe_expert_parallel_comm", True, "1f1b"),
         ("fine_grained_activation_offloading", True, "1f1b"),
         ("use_megatron_fsdp", True, "1f1b"),
         ("use_torch_fsdp2", True, "1f1b"),
@@ -219,6 +218,72 @@ def test_a_group_size_without_effect_is_logged(
     choose(args, "1f1b")
     [line] = caplog.messages
     assert line.startswith("--microbatch-group-size-per-virtual-pipeline-stage has no effect")
+
+
+EXPERTS = {
+    "overlap_moe_expert_parallel_comm": True,
+    "num_experts": 4,
+    "expert_model_parallel_size": 2,
+    "moe_token_dispatcher_type": "alltoall",
+    "bf16": True,
+}
+
+
+def test_the_overlap_of_expert_communication_makes_pairs(args: Namespace) -> None:
+    vars(args).update(EXPERTS)
+    pipeline = choose(args, "dualpipe-v")
+    assert pipeline.config.pairs
+    assert any(pipeline.full.pairs)
+    assert args.overlap_moe_expert_parallel_comm
+
+
+@pytest.mark.parametrize("dest", ["num_experts", "expert_model_parallel_size"])
+def test_without_experts_on_several_ranks_there_are_no_pairs(
+    args: Namespace, caplog: pytest.LogCaptureFixture, dest: str
+) -> None:
+    vars(args).update({**EXPERTS, dest: None})
+    assert choose(args, "1f1b").full.pairs == ()
+    assert not args.overlap_moe_expert_parallel_comm, "Megatron refuses it"
+    assert caplog.messages[0].startswith("--overlap-moe-expert-parallel-comm has no effect")
+
+
+def test_what_a_table_does_anyway_is_dropped(
+    args: Namespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    vars(args).update({**EXPERTS, "delay_wgrad_compute": True})
+    choose(args, "zb-v")
+    assert not args.delay_wgrad_compute
+    assert any(line.startswith("--delay-wgrad-compute is dropped") for line in caplog.messages)
+
+
+def test_megatrons_own_overlap_is_left_alone(args: Namespace) -> None:
+    vars(args).update(EXPERTS)
+    prepare(args)
+    assert active.pipeline() is None
+    assert args.overlap_moe_expert_parallel_comm
+
+
+@pytest.mark.parametrize(
+    ("dest", "value", "reason"),
+    [
+        ("moe_token_dispatcher_type", "allgather", "use alltoall or flex"),
+        ("bf16", False, "add --bf16"),
+        ("recompute_granularity", "full", "use --recompute-granularity selective"),
+        ("recompute_modules", ["core_attn", "moe"], "use core_attn, layernorm"),
+        ("moe_shared_expert_overlap", True, "the shared expert hides"),
+        ("hybrid_layer_pattern", "M*M-", "hybrid models"),
+        ("variable_seq_lengths", True, "gives plans no lengths"),
+        ("use_dpp", True, "--overlap-moe-expert-parallel-comm cannot run with --use-dpp"),
+        ("microbatch_rng", True, "each has its own random numbers"),
+    ],
+)
+def test_what_plans_cannot_do_is_refused(
+    args: Namespace, dest: str, value: object, reason: str
+) -> None:
+    vars(args).update({**EXPERTS, dest: value})
+    args.pipeline_schedule = "1f1b"
+    with pytest.raises(ArgumentsError, match=reason):
+        prepare(args)
 
 
 MASKED = {"reset_attention_mask": True, "create_attention_mask_in_dataloader": True}

@@ -18,11 +18,31 @@ from tests.disaggregation.test_training import FBD, RECOMPUTE, SHIP, run_role, t
 from tests.fake_musa.queued import queued
 from tests.ranks import run_ranks
 from tests.runtime.capture import GPT, PP2, PP4, run_here, train
-from tests.runtime.test_equality import UNCLIPPED, assert_equal, stock
+from tests.runtime.test_equality import EP2, PAIRS, UNCLIPPED, assert_equal, stock
+from tests.training.helpers import LLAMA, MOE
 
 pytestmark = pytest.mark.usefixtures("emulated_musa")
 
 _FLAGS = GPT + UNCLIPPED + "--num-layers 8 --global-batch-size 16 --train-iters 2 "
+
+
+@pytest.mark.short_s(8)
+@pytest.mark.parametrize(
+    ("schedule", "connections"),
+    [
+        ("zb-v", 8),
+        pytest.param("zb-v", 1, marks=pytest.mark.slow),
+        pytest.param("1f1b", 1, marks=pytest.mark.slow),
+        pytest.param("1f1b", 8, marks=pytest.mark.slow),
+    ],
+)
+def test_pairs_have_a_stream_for_communication(schedule: str, connections: int) -> None:
+    """What a plan frees behind its forward is none of what the backward or W reads."""
+    flags = f"{GPT}{UNCLIPPED}{LLAMA}{MOE}{EP2}--bf16 --train-iters 2 {PP2}"
+    env = queued(connections=connections, jitter_us=100, seed=connections)
+    found = train(4, f"{flags}--pipeline-schedule {schedule} {PAIRS}", device="musa", env=env)
+    assert found.pairs > 0
+    assert_equal(found, stock(4, flags))
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])

@@ -56,14 +56,14 @@ MUTANTS = (
     Mutant(
         "gradients are reduced one action too early",
         f"{_RUNTIME}.executor",
-        "is_last = remaining == 1",
-        "is_last = remaining == 2",
+        "action.stage, not self._remaining[action.stage]",
+        "action.stage, self._remaining[action.stage] == 1",
     ),
     Mutant(
         "parameters are gathered after their first use",
         f"{_RUNTIME}.executor",
-        "is_last = remaining == 1",
-        "remaining == self.table.actions_by_stage[stage] - 1, remaining == 1",
+        "if self._remaining[stage] == self.table.actions_by_stage[stage]:",
+        "if self._remaining[stage] == self.table.actions_by_stage[stage] - 1:",
     ),
     Mutant(
         "reductions start as chunks are complete, whatever the order of the peers",

@@ -40,6 +40,8 @@ class Captured:
     """Classes of the transports that it opened."""
     orders: list[str] = field(default_factory=list)
     """Origin of the orders of its steps, without repetitions: table, or a policy's name."""
+    pairs: int = 0
+    """Forwards and backwards that ran together."""
 
 
 def train(
@@ -72,6 +74,7 @@ def train(
         together.losses = captured.losses if any(captured.losses) else together.losses
         together.tables, together.transports = captured.tables, captured.transports
         together.orders = together.orders if rank else captured.orders
+        together.pairs += captured.pairs
         for mine, theirs in zip(together.gradients, captured.gradients, strict=True):
             _merge(mine, theirs, rank)
         _merge(together.parameters, captured.parameters, rank)
@@ -139,6 +142,13 @@ def _telling(base: Any, captured: Captured, mean_delay_s: float) -> Any:
                 return run_action(*args, **kwargs)
 
             self.compute.run = late
+            run_pair = self.run_pair
+
+            def counted(*args: Any) -> Any:
+                captured.pairs += 1
+                return run_pair(*args)
+
+            self.run_pair = run_pair and counted
             super().run()
 
     return TellingExecutor

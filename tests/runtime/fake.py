@@ -62,6 +62,11 @@ class Compute:
             self.gradients.setdefault(stage, []).append((microbatch, sum(values)))
         return [] if kind == "W" else self._parts(result(action, values[0]))
 
+    def run_pair(
+        self, forward: Action, backward: Action, inputs: Tensors, gradients: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        return self.run(forward, inputs), self.run(backward, gradients)
+
     def _parts(self, value: float) -> Tensors:
         """The tensors of a hand-over differ by 1 each; in a backward that of the first is used."""
         return [torch.tensor([value + part], dtype=DTYPE) for part in range(self.num_parts)]
@@ -209,5 +214,6 @@ def executor(
         transport=wire,
         timeout_s=1.0,
         name_of=lambda rank: f"rank {table.rank if rank is None else rank}",
+        run_pair=compute.run_pair,
         observers=observers,
     )

@@ -332,6 +332,35 @@ def test_a_model_without_its_type_is_refused_where_megatron_reads_it() -> None:
     assert not told or told.startswith("Tower lacks `model_type`; ")
 
 
+def _without_plans() -> list[str]:
+    """Run pairs with a model that has no plans, then with a forward step that makes none."""
+    toy.start(1)
+    told = []
+    for lacks in ("the model", "the step"):
+        use(make_pipeline("1f1b", 1, M, pairs=True))
+        config = toy.config(
+            overlap_moe_expert_parallel_comm=True,
+            expert_model_parallel_size=2,
+            num_moe_experts=2,
+            moe_token_dispatcher_type="alltoall",
+            add_bias_linear=False,
+            bf16=True,
+        )
+        model = toy.chunks(config, [0])
+        if lacks == "the step":
+            model[0].build_schedule_plan = None
+        with pytest.raises(ScheduleError) as raised:
+            _step(config, model)
+        told.append(str(raised.value))
+    return told
+
+
+def test_pairs_need_plans_of_the_model_and_of_the_forward_step() -> None:
+    [(model, step)] = run_ranks(1, _without_plans)
+    assert model.startswith("Stage cannot run in pairs, because it lacks the build_schedule_plan")
+    assert step.startswith("the forward step cannot run in pairs, because it takes no return_")
+
+
 def _without_a_choice() -> bool:
     from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.helpers import LLAMA, MOE, NO_DROPOUT, bert_flags
+from tests.training.helpers import LLAMA, MLA, MOE, NO_DROPOUT, bert_flags
 
 from .capture import GPT, PP2, PP4, Captured, train
 
@@ -69,6 +69,32 @@ def test_few_and_odd_micro_batches(schedule: str, m: int) -> None:
 def test_bitpipe_on_eight_ranks() -> None:
     flags = GPT + UNCLIPPED + "--num-layers 16 --global-batch-size 32 " + SHARDED
     check(8, "bitpipe", flags, theirs=PP4, ours="--pipeline-model-parallel-size 8 ")
+
+
+PAIRS = "--overlap-moe-expert-parallel-comm "
+LATENT = f"{EIGHT_LAYERS}{MLA}{MOE}--moe-shared-expert-intermediate-size 32 "
+
+
+@pytest.mark.short_s(8)
+@pytest.mark.parametrize(
+    ("schedule", "model"),
+    [
+        pytest.param("1f1b", LLAMA + MOE, id="1f1b"),
+        pytest.param("zb-v", LLAMA + MOE, id="zb-v"),
+        *(
+            pytest.param(name, LLAMA + MOE, id=name, marks=pytest.mark.slow)
+            for name in ("zb-h1", "v-half", "dualpipe-v", "dualpipe")
+        ),
+        pytest.param("interleaved", LLAMA + MOE + VPP2, id="interleaved", marks=pytest.mark.slow),
+        pytest.param("dualpipe-v", LATENT, id="latent", marks=pytest.mark.slow),
+    ],
+)
+def test_pairs_hide_the_communication_of_experts(schedule: str, model: str) -> None:
+    flags = f"{GPT}{UNCLIPPED}--global-batch-size 16 {model}{EP2}--bf16 "
+    ours = (PP4 if schedule in TWINS else PP2) + f"--pipeline-schedule {schedule} {PAIRS}"
+    found = train(4, flags + ours)
+    assert found.pairs > 0
+    assert_equal(found, stock(4, flags + PP2))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])

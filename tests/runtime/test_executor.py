@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import MegatronExtError, TransportTimeout
 from megatron_ext.message import Message
+from megatron_ext.runtime.executor import Executed, Observer
 from megatron_ext.schedules import Action, Schedule, generate
 
 from . import fake
@@ -145,6 +146,37 @@ def test_an_action_that_was_never_executed_is_named(schedule: str, skipped: str)
     kept = [position for position, action in enumerate(row) if str(action) != skipped]
     with pytest.raises(MegatronExtError, match=f"{skipped} was never executed"):
         run_order(made, 0, Only(*kept))
+
+
+def test_both_of_a_pair_wait_for_all_inputs_and_hand_on_at_its_end() -> None:
+    schedule, log = generate("1f1b", 2, 3, pairs=True), list[str]()
+    table, seen = fake.table_of(schedule, 0), Seen()
+    assert [*schedule.cells(0)] == ["0F0", "0F1", "(0F2;0B0)OVERLAP_F_B", "0B1", "0B2"]
+    fake.executor(table, fake.Compute(log), fake.Wire(0, log), observers=[seen]).run()
+    begin = log.index("receive B0.0.0 from 1")
+    assert log[begin : begin + 5] == [
+        "receive B0.0.0 from 1", "0F2", "0B0", "send F1.2.0 to 1", "release",
+    ]  # fmt: skip
+    at = seen.log.index("begin 0F2")
+    assert seen.log[at : at + 4] == ["begin 0F2", "begin 0B0", "end 3 0B0", "end 2 0F2"]
+    assert seen.positions == list(range(len(schedule.rows[0])))
+
+
+class Seen(Observer):
+    """Notes what an observer learns."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.positions: list[int] = []
+
+    def begin_action(self, action: Action) -> None:
+        self.log.append(f"begin {action}")
+
+    def end_action(self, position: int, action: Action) -> None:
+        self.log.append(f"end {position} {action}")
+
+    def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
+        self.positions = [position for position, _, _ in executed]
 
 
 def test_an_action_cannot_run_before_what_it_takes() -> None:

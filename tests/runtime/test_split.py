@@ -223,7 +223,6 @@ def _config(**settings: Any) -> SimpleNamespace:
     usual = {
         "cuda_graph_impl": "none",
         "defer_embedding_wgrad_compute": False,
-        "overlap_moe_expert_parallel_comm": False,
         "enable_autocast": False,
         "transformer_impl": "local",
     }
@@ -235,7 +234,6 @@ def _config(**settings: Any) -> SimpleNamespace:
     [
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
         ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
-        ({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
         ({"enable_autocast": True}, "autocast"),
     ],
 )

@@ -175,6 +175,31 @@ def test_each_w_takes_the_entries_of_its_micro_batch() -> None:
     split.run(1, 2)  # nothing is left to do
 
 
+def test_a_backward_in_parts_is_one_w() -> None:
+    """As the nodes of a schedule plan run it, those of a partner in between."""
+    layers = [_Layer(), _Layer()]
+    split = SplitBackward()
+    split.register_modules(1, torch.nn.Sequential(*layers))
+    for microbatch in range(2):
+        with split.defer(1, microbatch):
+            middle = layers[0](torch.ones(2, 4))
+            cut = middle.detach().requires_grad_()
+            loss = layers[1](cut).sum()
+        with split.defer(1, microbatch):
+            loss.backward()
+        with split.defer(1, microbatch):
+            middle.backward(cut.grad)
+    assert split.pending() == [(1, 0), (1, 1)]
+    split.run(1, 0)
+    assert split.pending() == [(1, 1)]
+    first = [layer.weight.main_grad.clone() for layer in layers]
+    assert all(gradient.any() for gradient in first)
+    split.run(1, 1)
+    assert split.pending() == []
+    for layer, gradient in zip(layers, first, strict=True):
+        assert torch.allclose(layer.weight.main_grad, 2 * gradient)
+
+
 class _UnfusedLinear(torch.autograd.Function):
     """Gradients without accumulation fusion: the sum in `grad` is what DDP adds."""
 

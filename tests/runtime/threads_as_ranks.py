@@ -149,13 +149,14 @@ def chain(schedule: Schedule, start: float = 0.0) -> dict[Action, list[float]]:
 
 @st.composite
 def sized(draw: st.DrawFn) -> Schedule:
-    """A schedule of 2 to 6 ranks of any generator."""
-    name = draw(st.sampled_from(list(registered())))
+    """A schedule of 2 to 6 ranks of any generator, with or without pairs."""
+    name, pairs = draw(st.sampled_from(list(registered()))), draw(st.booleans())
     pp, count = draw(st.integers(2, 6)), draw(st.integers(1, 10))
     for ranks in (pp, pp + 1, 4):
         for number in range(count, count + 2 * ranks + 2):
             try:
-                return generate(name, ranks, number, 2 if registered()[name].free_chunks else None)
+                chunks = 2 if registered()[name].free_chunks else None
+                return generate(name, ranks, number, chunks, pairs=pairs)
             except ScheduleError:  # noqa: PERF203 - sizes are refused by an exception
                 continue
     raise AssertionError(f"{name} takes no size near pp {pp}, m {count}")

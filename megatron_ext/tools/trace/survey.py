@@ -226,7 +226,10 @@ def _step(iteration: Iteration, stash_ratio: float) -> Step:
     work = [span for span in iteration.spans if span.name in _WORK]
     begin = work[0].begin_ns if work else 0
     end = max((span.end_ns for span in work), default=0)
-    busy = sum(span.end_ns - span.begin_ns for span in work)
+    busy, covered = 0, begin
+    for span in work:  # the two of a pair overlap
+        busy += max(0, span.end_ns - max(span.begin_ns, covered))
+        covered = max(covered, span.end_ns)
     idle: dict[str, int] = {}
     for span in iteration.spans:
         if span.name in _IDLE and begin <= span.begin_ns < end:
@@ -291,6 +294,10 @@ def _count(found: RankSurvey, spans: Sequence[Span]) -> None:
     found.counted += 1
     begun = ended = 0
     for name, begin, end, about in spans:
+        # The two of a pair begin together, and neither has a price of its own.
+        if name in _WORK and 2 * begin < begun + ended:
+            action, ended = None, max(ended, end)
+            continue
         if action is not None and (name in _WORK or name in ("wait", "receive")):
             # What is done until the rank waits or computes again is the price of the action.
             costs[action].append(max(begin, ended) - begun)

@@ -52,15 +52,16 @@ def write_run(
     wire_of: Callable[[int, int], str] | None = None,
     sizes: Sequence[tuple[int, int]] = (),
     ramp: Sequence[int] = (),
+    pairs: bool = False,
 ) -> Path:
     """Simulate some steps and record them; return the folder of the run.
 
     With `sizes`, tokens and pairs of each micro-batch, the first rank notes them. With `ramp`, the
     first steps have so many micro-batches, the others `microbatches`.
     """
-    table = generate(schedule, pp, microbatches)
+    table = generate(schedule, pp, microbatches, pairs=pairs)
     counts = [*ramp, *[microbatches] * (iterations - len(ramp))]
-    tables = {count: generate(schedule, pp, count) for count in counts}
+    tables = {count: generate(schedule, pp, count, pairs=pairs) for count in counts}
     timelines = {count: simulate(tables[count], costs) for count in counts}
     directory = parent / directory_name((1, pp, 1), dynamic=False)
     for rank in range(pp):
@@ -76,12 +77,21 @@ def write_run(
         origin = 5_000 * MS + clock_offset_ns(rank)
         for count in counts:
             timeline = timelines[count]
-            ends = zip(timeline.starts[rank], timeline.ends[rank], strict=True)
+            begins = tables[count].begins(rank)
             step_ns = round(1e9 * timeline.makespan) + 20 * MS
             clock.now_ns = origin
             recorder.begin_iteration()
-            for exchange, (start, end) in zip(exchanges(tables[count], rank), ends, strict=True):
-                record(recorder, clock, origin, exchange, start, end, costs)
+            for exchange, at in zip(exchanges(tables[count], rank), begins, strict=True):
+                times = timeline.starts[rank][at], timeline.ends[rank][at]
+                halves = [exchange]
+                if exchange.partner is not None:
+                    first = exchange._replace(inputs=exchange.all_inputs, outputs=())
+                    halves = [
+                        first,
+                        exchange.partner._replace(inputs=(), outputs=exchange.all_outputs),
+                    ]
+                for half in halves:
+                    record(recorder, clock, origin, half, *times, costs)
             clock.now_ns = origin + step_ns - MS
             recorder.notes |= {"out_of_order": 2, "microbatches": count}
             for microbatch, size in enumerate(sizes if rank == 0 else ()):

@@ -52,6 +52,19 @@ def test_the_figures_are_those_of_the_simulated_step(tmp_path: Path) -> None:
     assert figures(run.surveys[3:]).peak_live == 1
 
 
+def test_a_pair_is_busy_once_and_no_measure_of_its_halves(tmp_path: Path) -> None:
+    schedule = generate("1f1b", 4, 8, pairs=True)
+    timeline = simulate(schedule, COSTS)
+    [first, *_] = read_run(write_run(tmp_path, costs=COSTS, pairs=True)).surveys
+    begins = schedule.begins(0)
+    busy = sum(timeline.ends[0][at] - timeline.starts[0][at] for at in begins)
+    assert figures([first]).busy_ns == pytest.approx(1e9 * busy)
+    alone = schedule.num_microbatches - len(schedule.pairs[0])
+    assert alone > 0
+    forward = first.actions["forward", 0]
+    assert (forward.median_ns, forward.count) == (10 * MS, 2 * alone)
+
+
 @pytest.mark.parametrize("offset_ns", [250 * MS, -7 * MS])
 def test_clocks_of_hosts_are_aligned_by_their_messages(tmp_path: Path, offset_ns: int) -> None:
     straight = chrome(write_run(tmp_path / "one"))

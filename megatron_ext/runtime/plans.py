@@ -1,0 +1,144 @@
+"""Runs stages through Megatron's schedule plans, so that two micro-batches can run as a pair.
+
+A plan cuts each layer into nodes: attention and router, dispatch, experts, combine. Megatron's
+`combined_forward_backward_step` runs the nodes of one forward and of one backward in turn, those
+that communicate in a stream of their own. It knows neither a schedule nor virtual stages, and the
+transport stays where the executor has it, before and after both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.pipeline_parallel import combined_1f1b, utils
+from megatron.core.pipeline_parallel import schedules as upstream
+
+from megatron_ext.runtime.compute import StageCompute
+from megatron_ext.upstream.signatures import parameters
+
+if TYPE_CHECKING:
+    from megatron_ext.runtime.compute import Tensors
+    from megatron_ext.schedules.table.actions import Action
+
+__all__ = ["PlannedCompute"]
+
+_Key = tuple[int, int]
+
+
+@dataclass
+class PlannedCompute(StageCompute):
+    """Runs the actions of a training step with pairs; those outside of pairs take plans too."""
+
+    def __post_init__(self) -> None:
+        """Make Megatron's stream for communication, once in a process."""
+        kind: dict[str, Any] = {}
+        if "high_priority" in parameters(f"{utils.__name__}:set_streams"):  # 0.18 and later
+            kind["high_priority"] = self.call.config.high_priority_a2a_comm_stream
+        utils.set_streams(**kind)
+
+    def run_pair(
+        self, forward: Action, backward: Action, inputs: Tensors, gradients: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """Run F of a micro-batch and B or I of another (`executor.RunPair`)."""
+        for tensor in inputs:
+            if tensor is not None:
+                tensor.requires_grad_()
+        return self._together(
+            (forward.stage, forward.microbatch),
+            inputs or [None] * self.num_inputs,
+            (backward.stage, backward.microbatch),
+            gradients or [None],
+        )
+
+    def forward(self, stage: int, microbatch: int, inputs: Tensors) -> Tensors:
+        """Run F alone, see `StageCompute.forward`."""
+        return self._together((stage, microbatch), inputs, None, [])[0]
+
+    def backward(self, stage: int, microbatch: int, gradients: Tensors, *, split: bool) -> Tensors:
+        """Run B or I alone, see `StageCompute.backward`; its plan knows whether it is split."""
+        return self._together(None, [], (stage, microbatch), gradients)[1]
+
+    def _together(
+        self, forward: _Key | None, inputs: Tensors, backward: _Key | None, gradients: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """Run a forward, a backward, or both; return the outputs of each."""
+        call = self.call
+        saved: tuple[Tensors, Tensors] = ([], [])
+        store: list[Any] = []
+        given: dict[str, Any] = dict.fromkeys(
+            ("forward_step_func", "data_iterator", "f_model", "b_model")
+        )
+        if forward is not None:
+            is_first = forward[0] not in self._stages  # in this step
+            place = self._stage(forward[0])
+            given |= {
+                "forward_step_func": self._planning(forward),
+                "data_iterator": place.data.view(forward[1]),
+                "f_model": place.model,
+                "f_model_chunk_id": place.vp_stage,
+                "is_first_microbatch": upstream.check_first_val_step(
+                    call.first_val_step, call.forward_only, is_first
+                ),
+                "current_microbatch": forward[1],
+            }
+        if backward is not None:
+            saved = self._live.pop(backward)
+            given["b_model"] = self._stage(backward[0]).model
+        outputs, num_tokens, found = combined_1f1b.combined_forward_backward_step(
+            **given,
+            num_microbatches=call.num_microbatches,
+            input_tensor=inputs,
+            forward_data_store=store,
+            b_input_tensor=saved[0],
+            b_output_tensor=saved[1],
+            b_output_tensor_grad=gradients,
+            config=call.config,
+            collect_non_loss_data=call.collect_non_loss_data,
+        )
+        if forward is not None:
+            for output in outputs:
+                # A layer of experts ends in the stream for communication, which owns its memory.
+                output.record_stream(torch.cuda.current_stream())
+            outputs = self._made(*forward, inputs, outputs, num_tokens, store)
+        return outputs, [] if backward is None else self._sent_back(saved[0], found)
+
+    def _planning(self, key: _Key) -> Callable[..., Any]:
+        """Return Megatron's forward step for a micro-batch, in the form that makes a plan."""
+        if key not in self.table.split_backwards:
+            return self.call.forward_step_func
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            plan, loss = self.call.forward_step_func(*args, **kwargs)
+            layers = (plan.get_layer(index) for index in range(plan.num_layers()))
+            for part in (plan, *layers):
+                for node in vars(part).values():
+                    if isinstance(node, utils.ScheduleNode):
+                        node.forward_func = self._deferring(key, node.forward_func)
+                        node.backward_func = self._deferring(key, node.backward_func)
+                        # Where the table says W, not behind the node.
+                        node.delay_wgrad_compute = False
+            return plan, loss
+
+        return step
+
+    def _deferring(self, key: _Key, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a part of a layer that leaves weight gradients to W.
+
+        In a pair the partner's parts come between, which may have another W, or none.
+        """
+        of_w = torch.cuda.current_stream()
+
+        def run(*args: Any) -> Any:
+            with self.splits.defer(*key):
+                made = function(*args)
+            for tensor in made if isinstance(made, tuple) else (made,):
+                if tensor is not None:
+                    # It may belong to the stream for communication, and W may read it: the output
+                    # layer's input, for one. That stream would reuse it while W still runs.
+                    tensor.record_stream(of_w)
+            return made
+
+        return run
