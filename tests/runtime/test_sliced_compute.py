@@ -42,6 +42,7 @@ def check_losses(found: Captured, whole: Captured, tolerance: float = 1e-6) -> N
         assert ours == pytest.approx(theirs, rel=tolerance, abs=0)
 
 
+@pytest.mark.short_s(20)
 @pytest.mark.parametrize(
     ("num_ranks", "flags", "schedule"),
     [
@@ -71,6 +72,7 @@ EP = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 
 
+@pytest.mark.short_s(30)
 @pytest.mark.parametrize(
     ("flags", "tolerance"),
     [
@@ -179,6 +181,7 @@ def worst_difference(settings: dict[str, Any], taken_out: tuple[str, ...] = ()) 
     )
 
 
+@pytest.mark.short_s(10)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_the_whole_sequence(name: str) -> None:
     [worst] = run_ranks(1, worst_difference, MODELS[name])
