@@ -55,7 +55,7 @@ def test_our_training_flags_are_these() -> None:
     assert flags == {
         "-h", "--help", "--device-backend", "--ext-list-patches",
         "--pipeline-schedule", "--enable-bitpipe-schedule", "--bitpipe-order", "--bitpipe-routing",
-        "--pipeline-costs",
+        "--pipeline-costs", "--pipeline-layout",
         "--use-dpp", "--dpp-policy", "--dpp-extra-activations",
         "--pipeline-slices", "--pipeline-balance", "--pipeline-length-costs",
         "--variable-seq-lengths", "--microbatch-rng",

@@ -247,6 +247,13 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         f"(default: {UNIT}).",
     )
     group.add_argument(
+        "--pipeline-layout",
+        choices=("auto",),
+        help="Cut the layers so that the busiest rank works least: embedding, dense layers, "
+        "experts, multi-token prediction and loss weigh what they cost (default: as many layers "
+        "to each stage, or Megatron's own flags).",
+    )
+    group.add_argument(
         "--pipeline-slices",
         type=int,
         default=PipelineConfig.slices,
@@ -390,6 +397,11 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
         name = "bitpipe"
     if name is None and getattr(args, "use_dpp", False):
         name = base_table(stages.chunks_of_megatron(args))
+    is_split = getattr(args, FLAG[2:].replace("-", "_"), False)
+    if name is None and not is_split and getattr(args, "pipeline_layout", None) is not None:
+        raise ArgumentsError(
+            "--pipeline-layout auto is for schedules of this package; add --pipeline-schedule NAME"
+        )
     chunks = None if name is None else stages.num_chunks(args, name)
     try:
         return PipelineConfig(

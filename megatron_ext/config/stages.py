@@ -178,9 +178,15 @@ def flags_for(
     if chunks > 1 and placement.num_ranks == 2:
         wanted["overlap_p2p_comm"] = True  # see ModelBuild.overlaps_p2p
     layout = said.value if said is not None and said.flag == _LAYOUT else None
+    auto = getattr(args, "pipeline_layout", None) == "auto"
     if layout is not None:
         _check_letters(layout, layers, mtp)
-    if _fits(args, said, placement):
+    if auto and (layout is not None or _is_hybrid(args)):
+        what = f"{_LAYOUT} {layout}" if layout is not None else "the pattern of a hybrid model"
+        raise ArgumentsError(
+            f"--pipeline-layout auto cuts the layers, and so does {what}; leave one of them out"
+        )
+    if not auto and _fits(args, said, placement):
         if said is None and chunks > 1:
             wanted["num_virtual_stages_per_pipeline_rank"] = chunks
         return wanted, []
@@ -211,12 +217,18 @@ def flags_for(
         given = args.hybrid_layer_pattern or args.hybrid_override_pattern
         wanted |= {"hybrid_layer_pattern": given.replace(pattern, cut, 1)} | dict.fromkeys(replaced)
         return wanted, [f"the stages of {subject}: {_PATTERN} '{cut}'"]
-    cut = layout_string(
-        layers, placement, mtp_num_layers=mtp, layout=layout, first=first, last=last
-    )
+    if auto:
+        from megatron_ext.planning.training_cut import layout_for
+
+        cut = layout_for(args, placement)
+    else:
+        cut = layout_string(
+            layers, placement, mtp_num_layers=mtp, layout=layout, first=first, last=last
+        )
     wanted |= {dest: False if old is True else None for dest, old in replaced.items()}
     wanted["pipeline_model_parallel_layout"] = cut
-    if layout == cut or (not replaced and layout is None and layers % placement.num_stages == 0):
+    is_even = not replaced and layout is None and layers % placement.num_stages == 0
+    if layout == cut or (is_even and not auto):
         return wanted, []
     instead = [f"--{dest.replace('_', '-')}" for dest in replaced]
     instead += [f"{_LAYOUT} {layout}"] if layout is not None else []

@@ -41,6 +41,8 @@ class Device:
     attention_forward: float = 0.55
     """Share of the bf16 peak that causal attention reaches, counting half of the square."""
     attention_backward: float = 0.42
+    attention_latent: float = 0.76
+    """Of these shares, what is reached where values are narrower than queries."""
     memory: float = 0.67
     """Share of the peak traffic that elementwise kernels reach."""
     collective: float = 0.67
@@ -48,6 +50,8 @@ class Device:
     all_to_all: float = 0.60
     kernel_s: float = 4e-6
     """Least time of a kernel."""
+    gemm_grouped: float = 0.74
+    """Of these shares, what products of experts in one kernel reach."""
     gemm_weight: float = 0.945
     """Of these shares, what weight gradients reach, which add to fp32."""
     message_s: float = 23e-6
@@ -72,7 +76,9 @@ _COMMON = dict.fromkeys(
         "message_s",
         "hop_s",
         "gemm_weight",
+        "gemm_grouped",
         "attention_backward",
+        "attention_latent",
     ),
     _ESTIMATE,
 ) | {
@@ -85,7 +91,8 @@ _HOPPER = {
     "link_bytes": "NVLink 4: 900 GB/s in both directions",
     "network_bytes": "one 400 Gb/s adapter for each device (DGX H100)",
     "gemm": "cuBLAS on H100: 700 to 750 TFLOP/s for 8192^3",
-    "gemm_8bit": "assumed",
+    "gemm_8bit": "fitted to one row: Llama 3 70B on 64 H100 in FP8, 731 TFLOP/s "
+    "(Megatron-Bridge, performance summary, 26.06)",
     "attention_forward": "FlashAttention-3 (2407.08608), causal, head 128, 4k to 16k",
 }
 
@@ -97,6 +104,7 @@ DEVICES = {
             memory_gib=79.1,
             flops=989e12,
             flops_8bit=1979e12,
+            gemm_8bit=0.74,
             memory_bytes=3350 * _GB,
             link_bytes=450 * _GB,
             network_bytes=50 * _GB,
@@ -107,6 +115,7 @@ DEVICES = {
             memory_gib=139.8,
             flops=989e12,
             flops_8bit=1979e12,
+            gemm_8bit=0.74,
             memory_bytes=4800 * _GB,
             link_bytes=450 * _GB,
             network_bytes=50 * _GB,
@@ -120,16 +129,18 @@ DEVICES = {
             memory_bytes=8000 * _GB,
             link_bytes=900 * _GB,
             network_bytes=50 * _GB,
-            gemm=0.485,
-            gemm_8bit=0.485,
+            gemm=0.455,
+            gemm_8bit=0.455,
             sources=_COMMON
             | {
                 "flops": "NVIDIA, DGX B200 data sheet, without sparsity",
                 "memory_bytes": "NVIDIA, DGX B200 data sheet",
                 "link_bytes": "NVLink 5: 1.8 TB/s in both directions",
                 "network_bytes": "one 400 Gb/s adapter for each device",
+                "gemm": "0.485 less 6 %, fitted to one row, Llama 70B, PP 2, 32 micro-batches; "
+                + _SIMUMAX,
                 **dict.fromkeys(
-                    ("gemm", "attention_forward", "attention_backward", "memory", "collective"),
+                    ("attention_forward", "attention_backward", "memory", "collective"),
                     _SIMUMAX,
                 ),
                 "all_to_all": _SIMUMAX,

@@ -37,17 +37,19 @@ FULL = frozenset({"full"})
 ASSUMPTIONS = {
     "activations": "kept as Transformer Engine keeps them, flash attention, no dropout: inputs and "
     "outputs of norms, queries, keys, values, attention output, both sides of the activation",
-    "logits": "10 bytes for each while the loss is computed (6 with --cross-entropy-loss-fusion), "
-    "and the output layer's weight gradient in bf16; 6 is from one of SimuMax's B200 rows",
-    "tensor parallelism": "two gathers and two scatters of [s, b, h] for each layer and pass; in "
-    "the backward one half runs behind products",
+    "logits": "10 bytes for each while the loss is computed, 4 with --cross-entropy-loss-fusion; "
+    "the 4 is fitted to SimuMax's B200 rows of Llama with one stage",
+    "tensor parallelism": "two gathers and two scatters of [s, b, h] for each layer and pass; "
+    "those that run behind products slow them as much",
     "context parallelism": "keys and values go round behind attention; what is longer shows",
-    "experts": "tokens balanced; all-to-all of every copy of a token, not behind computation",
+    "experts": "tokens balanced; all-to-all not behind computation, of every copy of a token, or "
+    "with --moe-token-dispatcher-type flex of one for each node",
     "8 bits": "weights of layers, not attention, embedding or output; casts read 2 and write 2 "
     "bytes",
     "data parallelism": "gradients are reduced in fp32 behind the last micro-batch's backward, "
     "parameters gathered in bf16 behind the first forward; what is longer shows",
-    "optimizer": "34 bytes of traffic for each parameter of the shard",
+    "optimizer": "34 bytes of traffic for each parameter of the shard; 8 for each gradient of the "
+    "rank, which is cleared and summed into the norm",
 }
 
 
@@ -79,6 +81,9 @@ class Part(NamedTuple):
     """Bytes from the forward to the backward."""
     transient: float
     """Bytes at the worst moment of the backward, beyond that."""
+    dummies: float
+    """Bytes of the weight gradients, one for each shape, that Transformer Engine hands to autograd
+    and keeps, while the real ones add to Megatron's buffers."""
 
     @property
     def work(self) -> float:
@@ -101,21 +106,29 @@ def gather_s(device: Device, size: float, ranks: int, stride: int = 1) -> float:
     )
 
 
-def all_to_all_s(device: Device, size: float, ranks: int) -> float:
-    """Return the seconds in which each of consecutive ranks sends `size` bytes to all."""
+def all_to_all_s(device: Device, size: float, ranks: int, once_of: int = 0) -> float:
+    """Return the seconds in which each of consecutive ranks sends `size` bytes to all.
+
+    With `once_of` k, k copies at random ranks cross the network once for each node.
+    """
     if ranks == 1:
         return 0.0
     near = min(ranks, device.node_size)
     inside = size * (near - 1) / ranks / device.link_bytes
     outside = size * (ranks - near) / ranks / device.network_bytes
+    if once_of and ranks > near:
+        share = near / ranks  # of the ranks, in one node
+        outside *= (1 - (1 - share) ** once_of) / share / once_of
     return device.message_s + max(inside, outside) / device.all_to_all
 
 
 def recompute_modes(model: ModelSizes) -> list[frozenset[str]]:
     """Return sets of modules to recompute, from none to whole layers."""
-    light = {"layernorm"} | ({"mla_up_proj"} if model.is_latent else set())
-    heavy = light | ({"moe"} if any(model.moe_layers) else {"mlp"})
-    return [frozenset(), frozenset(light), frozenset(heavy), FULL]
+    norms = frozenset({"layernorm"})
+    modes = [frozenset(), norms]
+    if model.is_latent:
+        modes += [frozenset({"mla_up_proj"}), norms | {"mla_up_proj"}]
+    return [*modes, modes[-1] | {"moe" if any(model.moe_layers) else "mlp"}, FULL]
 
 
 def recompute_flags(mode: frozenset[str]) -> str:
@@ -140,14 +153,14 @@ class _Ledger:
         self.forward: defaultdict[str, float] = defaultdict(float)
         self.saved: defaultdict[str, float] = defaultdict(float)
         self.input = self.weight = 0.0
-        self.largest = 0.0
-        """Bytes of the largest weight, whose gradient Transformer Engine allocates once more."""
+        self.dummies = 0.0
 
     def linear(
         self, module: str, rows: float, inputs: float, outputs: float, count: int = 1
     ) -> None:
         """Add `count` products [rows, inputs] x [inputs, outputs] and both of their gradients."""
-        operations = 2 * rows * inputs * outputs * count / self.rate
+        share = self.device.gemm_grouped if count > 1 else 1.0
+        operations = 2 * rows * inputs * outputs * count / self.rate / share
         of_weights = operations / self.device.gemm_weight
         ends, weights = rows * (inputs + outputs) * count, inputs * outputs * count
         casts = 4 * ends / self.traffic if self.is_8bit else 0.0
@@ -156,7 +169,7 @@ class _Ledger:
         self.forward[module] += once + casts / 2
         self.input += once + casts / 2
         self.weight += max(of_weights, (2 * ends + 8 * weights) / self.traffic, least)
-        self.largest = max(self.largest, 2 * weights)
+        self.dummies += 2 * inputs * outputs
 
     def pass_over(self, module: str, forward: float, backward: float, kernels: int = 1) -> None:
         """Add elementwise kernels by their bytes of traffic."""
@@ -207,13 +220,13 @@ def part_of(
         logits = rows * model.vocabulary / t
         each = 10 if by.fused_loss else 22
         books.pass_over("base", each * logits + 6 * wide, 10 * logits + 6 * wide, 8)
-        books.wait("base", exchange, exchange / 2)
+        books.wait("base", exchange, exchange)
         books.saved["base"] += 4 * wide
         weights = hidden * model.norm_weights
         if not (model.is_tied and holds_embedding):
             weights += table
-        kept = (6 if by.fused_loss else 10) * logits
-        return _closed(books, weights, 0.0, 0.0, frozenset(), kept + 2 * table)
+        kept = (4 if by.fused_loss else 10) * logits
+        return _closed(books, weights, 0.0, 0.0, frozenset(), kept)
     if kind == "mtp":
         layer = part_of(model, "moe" if model.moe_layers[-1] else "dense", by, device, mode)
         loss = part_of(model, "loss", by, device)
@@ -232,16 +245,17 @@ def part_of(
             count * layer.expert_params,
             count * (own.saved + layer.saved + loss.saved),
             max(layer.transient, loss.transient),
+            own.dummies,
         )
     weights = _attention(books, model, by, rows, wide)
-    books.wait("attention", 2 * exchange, exchange)
+    books.wait("attention", 2 * exchange, 2 * exchange)
     expert_weights, act = 0.0, 0.0
     if kind == "dense":
         up = model.ffn * (2 if model.gated else 1) / t
         books.linear("mlp", rows, hidden, up)
         act = _activation(books, model, "mlp", rows * model.ffn / t)
         books.linear("mlp", rows, model.ffn / t, hidden)
-        books.wait("mlp", 2 * exchange, exchange)
+        books.wait("mlp", 2 * exchange, 2 * exchange)
         weights += hidden * (up + model.ffn / t)
         weights += (up + hidden) * model.biases
     else:
@@ -254,7 +268,8 @@ def part_of(
         )
         # Permuted and sorted by expert on both ways: reads and writes of 2 bytes.
         books.pass_over("moe", 15 * chosen * hidden, 15 * chosen * hidden, 6)
-        there = 2 * all_to_all_s(device, 2 * chosen * hidden, by.expert)
+        once = model.top_k if model.sends_once else 0
+        there = 2 * all_to_all_s(device, 2 * chosen * hidden, by.expert, once)
         books.wait("moe", there, there)
         books.saved["moe"] += 2 * chosen * hidden
         books.linear("moe", chosen / local, hidden, up, local)
@@ -268,7 +283,7 @@ def part_of(
             books.linear("moe", rows, hidden, width * (2 if model.gated else 1))
             act = max(act, _activation(books, model, "moe", rows * width))
             books.linear("moe", rows, width, hidden)
-            books.wait("moe", 2 * exchange, exchange)
+            books.wait("moe", 2 * exchange, 2 * exchange)
             weights += hidden * width * (3 if model.gated else 2)
     weights += 2 * hidden * model.norm_weights
     return _closed(books, weights, expert_weights, 2 * wide, mode, act + 6 * wide)
@@ -313,8 +328,9 @@ def _attention(books: _Ledger, model: ModelSizes, by: Sharding, rows: float, wid
         weights += 2 * model.head_size * model.norm_weights * model.qk_norm
     # Half of the square: causal. Two products forward, five backward.
     square = by.sequence**2 * by.micro_batch / by.context * (queries + values)
-    forward = square / (device.flops * device.attention_forward) + 5 * device.kernel_s
-    backward = 2.5 * square / (device.flops * device.attention_backward) + 5 * device.kernel_s
+    rate = device.flops * (device.attention_latent if queries != values else 1.0)
+    forward = square / (rate * device.attention_forward) + 5 * device.kernel_s
+    backward = 2.5 * square / (rate * device.attention_backward) + 5 * device.kernel_s
     books.wait("attention", forward, backward)
     if by.context > 1:
         round_s = gather_s(device, 2 * rows * by.context * each, by.context, t)
@@ -352,7 +368,8 @@ def _closed(
         params,
         expert_params,
         saved,
-        transient + books.largest + (dropped if mode else 0.0),
+        transient + (dropped if mode else 0.0),
+        books.dummies,
     )
 
 

@@ -50,6 +50,8 @@ class Job:
     sequence: int
     is_8bit: bool = False
     fused_loss: bool = False
+    overlaps: bool = True
+    """Whether data-parallel communication runs behind computation."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Values that the user gives, by the names of `FIXABLE`."""
 
@@ -137,7 +139,8 @@ class Plan:
             words.append("--expert-tensor-parallel-size 1")
         words.append(f"--micro-batch-size {sizes.micro_batch}")
         words.append(f"--global-batch-size {job.global_batch} --seq-length {job.sequence}")
-        words.append("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
+        words.append("--use-distributed-optimizer")
+        words += ["--overlap-grad-reduce --overlap-param-gather"] if job.overlaps else []
         words.append(recompute_flags(sizes.mode))
         return " ".join(filter(None, words))
 
@@ -298,8 +301,7 @@ def _parts(job_key: tuple[Any, ...], sizes: Sizes3D) -> tuple[list[Part], Part, 
     last = part_of(model, "loss", by, device, holds_embedding=alone)
     if model.mtp_layers:
         mtp = part_of(model, "mtp", by, device, sizes.mode, holds_embedding=alone)
-        transient = max(last.transient, mtp.transient)
-        last = _total([last, mtp])._replace(transient=transient)
+        last = _total([last, mtp])
     first = part_of(model, "embedding", by, device)
     return [kinds[is_moe] for is_moe in model.moe_layers], first, last
 
@@ -310,9 +312,10 @@ def _key(job: Job) -> tuple[Any, ...]:
 
 def _total(parts: list[Part]) -> Part:
     if not parts:
-        return Part(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    columns = list(zip(*parts, strict=True))
-    return Part._make([*map(sum, columns[:-1]), max(columns[-1])])
+        return Part(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    *sums, transients, dummies = zip(*parts, strict=True)
+    # Layers of one kind have the same shapes.
+    return Part._make([*map(sum, sums), max(transients), sum(set(dummies))])
 
 
 def _bound(job: Job, sizes: Sizes3D) -> float:
@@ -364,7 +367,7 @@ def forecast(
     limit = (device.memory_gib - device.reserve_gib) * _GIB
     whole = _total([*layers, first, last])
     if pp == 1:
-        table, twins, stages = None, 1, [whole]
+        table, twins, parts = None, 1, [[*layers, first, last]]
         counts, rank_of = [len(layers)], (0,)
         in_flight = [whole.saved]
         span = m * whole.work
@@ -390,16 +393,17 @@ def forecast(
         if len(counts) != placement.num_stages:
             return None
         twins, rank_of = placement.twins, placement.rank_of
-        stages, start = [], 0
+        parts, start = [], 0
         for stage, count in enumerate(counts):
             own = layers[start : start + count]
             own += [first] * (stage == 0) + [last] * (stage == len(counts) - 1)
-            stages.append(_total(own))
+            parts.append(own)
             start += count
+        stages = [_total(own) for own in parts]
         in_flight = [_peak(row, [stage.saved for stage in stages]) for row in table.rows]
     num_ranks = len(in_flight)
     by_rank = [
-        _total([stages[s] for s in range(len(stages)) if rank_of[s] == rank])
+        _total([part for s, own in enumerate(parts) if rank_of[s] == rank for part in own])
         for rank in range(num_ranks)
     ]
     d, experts = sizes.replicas * sizes.cp * twins, _expert_replicas(job, sizes) * twins
@@ -409,7 +413,8 @@ def forecast(
         + rank.expert_params * _per_parameter(experts)
         + kept
         + rank.transient
-        + (4 * message if pp > 1 else 0)
+        + rank.dummies
+        + (2 * message if pp > 1 else 0)
         for rank, kept in zip(by_rank, in_flight, strict=True)
     )
     if max(memory) > limit:
@@ -462,7 +467,9 @@ def _around_step(job: Job, sizes: Sizes3D, rank: Part, d: int, experts: int) -> 
         if params:
             reduced += gather_s(device, _GRADIENT_BYTES * params, replicas, stride)
             gathered += gather_s(device, _WEIGHT_BYTES * params, replicas, stride)
-            updated += params / replicas * 34 / (device.memory_bytes * device.memory)
+            updated += params * (34 / replicas + 8) / (device.memory_bytes * device.memory)
+    if not job.overlaps:
+        return updated + reduced + gathered
     shown = max(0.0, reduced - rank.input - rank.weight) + max(0.0, gathered - rank.forward)
     return updated + shown
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_ext.errors import ArgumentsError
 
-__all__ = ["ModelSizes", "flags_of_config", "read_model", "sizes_of_flags"]
+__all__ = ["ModelSizes", "flags_of_config", "read_model", "sizes_of_arguments", "sizes_of_flags"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,9 @@ class ModelSizes:
     key_value_rank: int
     rotary_size: int
     mtp_layers: int
+    sends_once: bool
+    """Whether a token goes once to each node of its experts (dispatcher `flex`), not once to each
+    expert."""
     sequence: int | None
     """Length in tokens, if the source gives one."""
     flags: tuple[str, ...]
@@ -148,6 +151,7 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
     for flag in _SWITCHES.split():
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--moe-layer-freq", default="1")
+    parser.add_argument("--moe-token-dispatcher-type")
     parser.add_argument("--normalization", default="LayerNorm")
     parser.add_argument("--position-embedding-type", default="learned_absolute")
     try:
@@ -199,9 +203,30 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
         key_value_rank=given.kv_lora_rank or 32,
         rotary_size=rotary,
         mtp_layers=given.mtp_num_layers or 0,
+        sends_once="flex" in (given.moe_token_dispatcher_type or ""),
         sequence=given.seq_length,
         flags=tuple(flags),
     )
+
+
+def sizes_of_arguments(args: argparse.Namespace) -> ModelSizes:
+    """Return the sizes of Megatron's parsed arguments.
+
+    Raises:
+        ArgumentsError: A size is missing.
+    """
+    flags = []
+    values = "moe-layer-freq moe-token-dispatcher-type normalization position-embedding-type"
+    for flag in [*_INTEGERS.split(), *values.split()]:
+        value = getattr(args, flag.replace("-", "_"), None)
+        if value is not None:
+            flags += [f"--{flag}", str(value)]
+    for flag in _SWITCHES.split():
+        if getattr(args, flag.replace("-", "_"), False):
+            flags.append(f"--{flag}")
+    if not getattr(args, "add_bias_linear", True):
+        flags.append("--disable-bias-linear")
+    return sizes_of_flags(flags, "the model")
 
 
 def _joined(flags: Sequence[str]) -> list[str]:

@@ -63,6 +63,11 @@ def add_to_plan(subparsers: Any) -> None:
         "--cross-entropy-loss-fusion", action="store_true", help="the loss in one kernel"
     )
     group.add_argument(
+        "--no-overlap",
+        action="store_true",
+        help="gradients are reduced and parameters gathered while nothing computes",
+    )
+    group.add_argument(
         "--explain",
         action="store_true",
         help="also the assumptions with their sources, and why the second lost",
@@ -146,6 +151,7 @@ def _job(args: argparse.Namespace) -> Job:
         sequence=sequence,
         is_8bit=args.fp8,
         fused_loss=args.cross_entropy_loss_fusion,
+        overlaps=not args.no_overlap,
         fixed=fixed,
     )
 

@@ -322,6 +322,15 @@ REFUSED = {
         PP4 + "--pipeline-slices 4", 4,
         ["--pipeline-slices 4 is for schedules of this package; add --pipeline-schedule NAME"],
     ),
+    "a layout for Megatron's schedule": (
+        PP4 + "--pipeline-layout auto", 4,
+        ["--pipeline-layout auto is for schedules of this package; add --pipeline-schedule NAME"],
+    ),
+    "two layouts": (
+        PP4 + "--pipeline-schedule 1f1b --pipeline-layout auto "
+        "--pipeline-model-parallel-layout Et|tt|tt|tttL", 4,
+        ["--pipeline-layout auto cuts the layers, and so does", "leave one of them out"],
+    ),
     "slices without end": (
         PP4 + "--pipeline-schedule zb-h1 --pipeline-slices 65", 4,
         ["a micro-batch has 1 to 64 slices, got 65; use 4 or 8"],

@@ -1,0 +1,52 @@
+"""`--pipeline-layout auto`: the cut for the model, the schedule and the flags of a training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_ext.planning.cuts import cut, layout_of
+from megatron_ext.planning.hardware import DEVICES
+from megatron_ext.planning.layer_costs import FULL, Sharding, part_of
+from megatron_ext.planning.model_sizes import sizes_of_arguments
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from megatron_ext.schedules.table.placement import Placement
+
+__all__ = ["layout_for"]
+
+
+def layout_for(args: Namespace, placement: Placement) -> str:
+    """Return the layout in Megatron's notation under which the busiest rank works least.
+
+    What layers cost relative to each other hardly depends on the device, so it is an `h100`.
+
+    Raises:
+        ArgumentsError: The arguments do not say how large the model is.
+        ScheduleError: The layers do not divide into the stages.
+    """
+    model = sizes_of_arguments(args)
+    by = Sharding(
+        tensor=args.tensor_model_parallel_size,
+        context=getattr(args, "context_parallel_size", None) or 1,
+        expert=getattr(args, "expert_model_parallel_size", None) or 1,
+        micro_batch=getattr(args, "micro_batch_size", None) or 1,
+        sequence=model.sequence or 4096,
+    )
+    mode = frozenset[str]()
+    if getattr(args, "recompute_granularity", None) == "full":
+        mode = FULL
+    elif getattr(args, "recompute_granularity", None) == "selective":
+        mode = frozenset(getattr(args, "recompute_modules", None) or ())
+    device = DEVICES["h100"]
+    kinds = {
+        is_moe: part_of(model, "moe" if is_moe else "dense", by, device, mode).work
+        for is_moe in set(model.moe_layers)
+    }
+    first, last = (part_of(model, kind, by, device).work for kind in ("embedding", "loss"))
+    if model.mtp_layers:
+        last += part_of(model, "mtp", by, device, mode).work
+    layers = [kinds[is_moe] for is_moe in model.moe_layers]
+    counts = cut(layers, first, last, placement, least_last=0 if model.mtp_layers else 1)
+    return layout_of(counts, model.mtp_layers)

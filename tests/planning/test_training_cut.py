@@ -1,0 +1,55 @@
+"""`--pipeline-layout auto`, as Megatron's own parser takes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.config.test_schedule_flags import outcomes
+from tests.ranks import require_training, run_ranks
+
+MODEL = (
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 1 --global-batch-size 8 --train-iters 5 --lr 1e-3 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size {} --eval-interval 1000 "
+    "--pipeline-model-parallel-size 4 --pipeline-layout auto --num-layers {} {}"
+)
+CASES = {
+    # A vocabulary that weighs about three layers; none at all; layers that do not divide.
+    "1f1b, large vocabulary": (30000, 17, "--pipeline-schedule 1f1b", 4),
+    "zb-h1, small vocabulary": (127, 16, "--pipeline-schedule zb-h1", 4),
+    "zb-v": (30000, 19, "--pipeline-schedule zb-v", 8),
+    "interleaved": (
+        30000, 25, "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 3", 12,
+    ),
+    "MTP": (127, 13, "--pipeline-schedule zb-h1 --mtp-num-layers 1", 4),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Any]:
+    require_training()
+    cases = [("gpt", MODEL.format(*case[:3]), 4) for case in CASES.values()]
+    return dict(zip(CASES, run_ranks(1, outcomes, cases)[0], strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_megatron_takes_the_layout(made: dict[str, Any], name: str) -> None:
+    _, layers, _, stages = CASES[name]
+    result = made[name]
+    assert isinstance(result, dict), result
+    given = result["pipeline_model_parallel_layout"]
+    text = str(getattr(given, "input_data", given))
+    parts = text.split("|")
+    assert len(parts) == stages
+    assert sum(part.count("t") for part in parts) == layers
+    counts = [part.count("t") for part in parts]
+    if name == "1f1b, large vocabulary":
+        assert counts[-1] < min(counts[:-1])
+        assert any(f"--pipeline-model-parallel-layout '{text}'" in line for line in result["log"])
+    if name == "zb-h1, small vocabulary":
+        assert counts == [4] * 4
+    if name == "MTP":
+        assert parts[-1].endswith("mL")
+        assert counts[-1] < max(counts)
