@@ -328,7 +328,7 @@ REFUSED = {
     ),
     "two layouts": (
         PP4 + "--pipeline-schedule 1f1b --pipeline-layout auto "
-        "--pipeline-model-parallel-layout Et|tt|tt|tttL", 4,
+        "--pipeline-model-parallel-layout Etttt|tttt|tttt|ttttL", 4,
         ["--pipeline-layout auto cuts the layers, and so does", "leave one of them out"],
     ),
     "slices without end": (
