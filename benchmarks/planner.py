@@ -88,7 +88,7 @@ def main() -> None:
                 f"| {source} | {model} | {len(some)} | {summary([e[2] for e in some])} | {tail} |"
             )
     print(
-        "\n| model | devices | TP | PP | VPP | CP | EP | precision | measured | forecast | error |"
+        "\n| model | devices | TP | PP | VPP | CP | EP | precision | measured | forecast | time off |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for row, plan, error, _ in rows:

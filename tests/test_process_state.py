@@ -138,6 +138,7 @@ COMMANDS = {
     "schedules/commands.py",
     "planning/plan_command.py",
     "planning/model_sizes.py",  # Megatron's flags describe a model
+    "planning/training_cut.py",
     "upstream/signatures.py",  # calls Megatron's functions that take parsed arguments
 }
 PATCHES_ON_TRAINING = {"patches/arguments.py", "patches/disaggregation.py", "patches/trace.py"}

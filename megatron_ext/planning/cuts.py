@@ -41,8 +41,8 @@ def cut(
     stages, count = placement.num_stages, len(layers)
     upto = [0.0, *accumulate(layers)]
     never = (float("inf"), 0.0)
-    # Filling each stage up to this, one after the other, reaches the end.
-    enough = max((upto[-1] + first + last) / stages, first, last) + max(layers)
+    # Filling each stage up to this, one after the other, reaches the end; sums may round up.
+    enough = (max((upto[-1] + first + last) / stages, first, last) + max(layers)) * (1 + 1e-9)
     best = [(0.0, 0.0), *[never] * count]
     starts: list[list[int]] = []
     for stage in range(stages):

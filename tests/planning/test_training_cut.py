@@ -10,20 +10,22 @@ from tests.config.test_schedule_flags import outcomes
 from tests.ranks import require_training, run_ranks
 
 MODEL = (
-    "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
     "--micro-batch-size 1 --global-batch-size 8 --train-iters 5 --lr 1e-3 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size {} --eval-interval 1000 "
     "--pipeline-model-parallel-size 4 --pipeline-layout auto --num-layers {} {}"
 )
 CASES = {
     # A vocabulary that weighs about three layers; none at all; layers that do not divide.
-    "1f1b, large vocabulary": (30000, 17, "--pipeline-schedule 1f1b", 4),
+    "1f1b, large vocabulary": (128000, 17, "--pipeline-schedule 1f1b", 4),
     "zb-h1, small vocabulary": (127, 16, "--pipeline-schedule zb-h1", 4),
-    "zb-v": (30000, 19, "--pipeline-schedule zb-v", 8),
+    "zb-v": (128000, 19, "--pipeline-schedule zb-v", 8),
     "interleaved": (
-        30000, 25, "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 3", 12,
+        128000, 25, "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 3", 12,
     ),
-    "MTP": (127, 13, "--pipeline-schedule zb-h1 --mtp-num-layers 1", 4),
+    "MTP": (
+        127, 13, "--pipeline-schedule zb-h1 --mtp-num-layers 1 --position-embedding-type rope", 4,
+    ),
 }  # fmt: skip
 
 
