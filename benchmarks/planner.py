@@ -87,9 +87,8 @@ def main() -> None:
             print(
                 f"| {source} | {model} | {len(some)} | {summary([e[2] for e in some])} | {tail} |"
             )
-    print(
-        "\n| model | devices | TP | PP | VPP | CP | EP | precision | measured | forecast | time off |"
-    )
+    heads = "model|devices|TP|PP|VPP|CP|EP|precision|measured|forecast|time off"
+    print(f"\n| {heads.replace('|', ' | ')} |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for row, plan, error, _ in rows:
         if row["source"] == "Megatron-Bridge":
