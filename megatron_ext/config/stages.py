@@ -179,9 +179,10 @@ def flags_for(
         wanted["overlap_p2p_comm"] = True  # see ModelBuild.overlaps_p2p
     layout = said.value if said is not None and said.flag == _LAYOUT else None
     auto = getattr(args, "pipeline_layout", None) == "auto"
+    is_hybrid = any(getattr(args, dest, None) for dest in _HYBRID)
     if layout is not None:
         _check_letters(layout, layers, mtp)
-    if auto and (layout is not None or _is_hybrid(args)):
+    if auto and (layout is not None or is_hybrid):
         what = f"{_LAYOUT} {layout}" if layout is not None else "the pattern of a hybrid model"
         raise ArgumentsError(
             f"--pipeline-layout auto cuts the layers, and so does {what}; leave one of them out"
@@ -200,7 +201,7 @@ def flags_for(
         if getattr(args, dest, None)
     }
     first, last = _ends(args, layout, placement.num_ranks)
-    if any(getattr(args, dest, None) for dest in _HYBRID):
+    if is_hybrid:
         pattern = _pattern(args)
         if placement.name not in _DEALT:
             return wanted, []  # refused, see RULES["folded"]
