@@ -20,6 +20,7 @@ from megatron_ext.planning.hardware import DEVICES, parse_devices
 from megatron_ext.planning.layout_search import FIXABLE, Found, Job, Plan, search
 from megatron_ext.planning.model_sizes import read_model
 from megatron_ext.schedules.commands import aligned
+from megatron_ext.schedules.generators.catalog import get
 
 __all__ = ["add_to_plan", "as_dict"]
 
@@ -136,9 +137,14 @@ def _job(args: argparse.Namespace) -> Job:
         if key == "recompute":
             fixed[key] = frozenset() if value == "none" else frozenset(value.split("+"))
         elif key == "schedule":
-            fixed[key] = value
+            fixed[key] = get(value).name
         elif key == "layout":
             fixed[key] = [stage.count("t") for stage in parse_layout(value)]
+            if sum(fixed[key]) != model.num_layers:
+                raise ArgumentsError(
+                    f"--fix {item} has {sum(fixed[key])} layers, {model.name} has "
+                    f"{model.num_layers}; give t that many times"
+                )
         elif value.isdigit() and int(value) > 0:
             fixed[key] = int(value)
         else:
@@ -164,6 +170,10 @@ def _progress(found: Found, left: int) -> None:
 
 def _what_would_fit(job: Job) -> str:
     """Return the error for sizes that nothing fits, with the number of devices that would."""
+    without_limit = dataclasses.replace(job.device, memory_gib=1e9)
+    if not search(dataclasses.replace(job, device=without_limit), keep=1).plans:
+        values = ", ".join(f"{key}={value}" for key, value in job.fixed.items())
+        return f"--fix allows no layout, whatever fits into memory ({values}); fix less"
     for doublings in range(1, _MOST_DOUBLINGS + 1):
         count = job.num_devices * 2**doublings
         more = dataclasses.replace(job, num_devices=count)

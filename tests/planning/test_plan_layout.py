@@ -110,6 +110,26 @@ def test_fixed_values_stay(capsys: pytest.CaptureFixture[str]) -> None:
         ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--pp", "2"], "--fix pp=8"),
         ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "zp=2"], "no zp"),
         ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "pp=x"], "pp=2"),
+        (
+            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "schedule=zb-w"],
+            "did you mean zb-",
+        ),
+        (
+            [*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--fix", "layout=Et|tL"],
+            "has 2 layers, .* has 32",
+        ),
+        (
+            [
+                *LLAMA,
+                "--devices",
+                "8xh100",
+                "--global-batch-size",
+                "8",
+                "--fix",
+                "pp=4,layout=Et*16|t*16L",
+            ],
+            "--fix allows no layout",
+        ),
         ([*LLAMA, "--devices", "1xh100", "--global-batch-size", "64"], r"not fit .*; use [24]"),
         (
             [*LLAMA, "--devices", "1xh100", "--global-batch-size", "1", "--memory-gib", ".2"],
