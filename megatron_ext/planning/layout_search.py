@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -321,8 +322,8 @@ def _total(parts: list[Part]) -> Part:
 def _bound(job: Job, sizes: Sizes3D) -> float:
     """Return a time that no order and no cut of these sizes beats; infinite if none fits.
 
-    The busiest rank has at least the mean of the work, and one micro-batch has to pass all stages
-    forwards and backwards.
+    The busiest rank has at least the mean of the work, and its share of whole layers; and one
+    micro-batch has to pass all stages forwards and backwards.
     """
     layers, first, last = _parts(_key(job), sizes)
     whole = _total([*layers, first, last])
@@ -334,7 +335,12 @@ def _bound(job: Job, sizes: Sizes3D) -> float:
         static += min(sizes.num_microbatches, sizes.pp // 2 + 1) * whole.saved
     if static / sizes.pp > (job.device.memory_gib - job.device.reserve_gib) * _GIB:
         return math.inf
-    return max(sizes.num_microbatches * whole.work / sizes.pp, whole.forward + whole.input)
+    # Some rank has as many layers of one kind as if these were dealt out evenly, rounded up. Twins
+    # deal them out to half of the ranks, which run half of the micro-batches.
+    kinds = Counter(layer.work for layer in layers)
+    halves = max(-(-2 * count // sizes.pp) * work for work, count in kinds.items()) / 2
+    busiest = max(whole.work / sizes.pp, halves)
+    return max(sizes.num_microbatches * busiest, whole.forward + whole.input)
 
 
 def _expert_replicas(job: Job, sizes: Sizes3D) -> int:
