@@ -170,7 +170,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
             _say(line)
         for refusal in found.refusals:
             _say(f"error: {refusal}")
-        return 0 if found.accepted else 1
+        return 0 if found.accepted else 2
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("megatron-ext: %(message)s"))
     logger = logging.getLogger("megatron_ext")

@@ -203,7 +203,7 @@ def test_a_dry_run_asks_nobody_and_can_be_run_by_hand(tmp_path: Path) -> None:
 def test_a_dry_run_checks_the_flags_of_the_training() -> None:
     flags = "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --use-megatron-fsdp"
     done = launch("gone:2 addr=127.0.0.1", "--dry-run", "--", "job.py", *flags.split())
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stdout.startswith("# gone")
     assert "error: --pipeline-schedule zb-v cannot run with --use-megatron-fsdp" in done.stderr
 
