@@ -1,4 +1,4 @@
-"""What devices and links can do, with the source of every number."""
+"""Rates of devices and links, with the source of every number."""
 
 from __future__ import annotations
 

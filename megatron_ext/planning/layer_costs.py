@@ -1,4 +1,4 @@
-"""What each part of a model costs on one rank: seconds, parameters, bytes that are kept.
+"""Costs of each part of a model on one rank: seconds, parameters, bytes that are kept.
 
 A kernel takes the longer of its operations and its traffic, at the shares of the peaks that the
 device reaches, and at least `kernel_s`. Matrix products in bf16 read and write two bytes; weight

@@ -42,7 +42,7 @@ _ENOUGH = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be planned."""
+    """Question to the planner: a model, its devices and the batch."""
 
     model: ModelSizes
     device: Device
@@ -115,7 +115,7 @@ class Plan:
 
     @property
     def limit(self) -> str:
-        """What most of the time beyond useful work goes to."""
+        """Largest part of the time beyond useful work."""
         sizes = self.sizes
         bubble = self.pipeline_s - self.bound_s
         others = {"bubble and uneven stages": bubble, "step": self.step_s - self.pipeline_s}

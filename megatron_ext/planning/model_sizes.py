@@ -18,7 +18,7 @@ __all__ = ["ModelSizes", "flags_of_config", "read_model", "sizes_of_arguments", 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """What the weights, the operations and the activations of a model follow from."""
+    """Sizes from which the weights, operations and activations of a model follow."""
 
     name: str
     hidden: int

@@ -91,7 +91,7 @@ class _Joined(torch.autograd.Function):
 
 @dataclass
 class _Balanced:
-    """What the slices so far add up to in one router, `[experts]` each."""
+    """Sums over the slices so far in one router, `[experts]` each."""
 
     counts: torch.Tensor | float = 0.0
     """Tokens sent to each expert."""
@@ -121,7 +121,7 @@ class _Balance(torch.autograd.Function):
 
 @dataclass
 class _Microbatch:
-    """What the layers of one stage keep of a micro-batch."""
+    """State of one micro-batch that the layers of a stage keep."""
 
     attention: dict[int, tuple[_Kept, _Kept]] = field(default_factory=dict)
     """Keys and values by id of the layer."""
@@ -130,7 +130,7 @@ class _Microbatch:
 
 
 class KeptState:
-    """What layers keep of micro-batches in slices, from the first forward to the last backward.
+    """State of micro-batches in slices, kept by layers from first forward to last backward.
 
     The running slice is a plain attribute: autograd may run a backward, and with it recomputation,
     in another thread.
