@@ -88,7 +88,6 @@ def _upstream_has(flag: str) -> bool:
         ("1f1b", "--moe-paged-stash"),
         ("1f1b", "--moe-expert-rank-capacity-factor 1.5"),
         ("1f1b", "--tensor-parallel-num-weight-shards 2"),
-        ("zb-h1", "--overlap-dispatch-backward-with-experts-wgrad"),
         ("zb-v", "--hybrid-layer-pattern M*M-"),
     ],
 )
