@@ -136,7 +136,8 @@ install_core() {
         [[ -n ${MEGATRON_CORE:-} ]] || return 0 # pip takes the newest that this Python can have
     else
         say "takes megatron-core $version on Python 3.11 too (pip's --ignore-requires-python), in this environment only"
-        flags=(--ignore-requires-python)
+        # Alone: what it depends on would come for a later Python, too. The next step installs that.
+        flags=(--ignore-requires-python --no-deps)
     fi
     installing "megatron-core $version (step 2 of 3)" "$log" \
         "$PYTHON" -m pip install "${flags[@]}" "megatron-core==$version" || installation_failed "$log"
