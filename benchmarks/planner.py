@@ -21,13 +21,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron_ext.planning.hardware import parse_devices
-from megatron_ext.planning.layout_search import Job, Plan, search
+from megatron_ext.planning.layout_search import Layout, Question, search
 from megatron_ext.planning.model_sizes import sizes_of_flags
 
 ROWS = Path(__file__).with_suffix("").with_name("planner_rows.json")
 
 
-def forecast_of(row: dict[str, Any], flags: str) -> Plan:
+def forecast_of(row: dict[str, Any], flags: str) -> Layout:
     """Return the plan of a row, whose sizes are all fixed."""
     model = sizes_of_flags(flags.split(), row["model"])
     count, device = parse_devices(row["devices"])
@@ -37,7 +37,7 @@ def forecast_of(row: dict[str, Any], flags: str) -> Plan:
     fixed |= {"recompute": frozenset(), "schedule": schedule}
     if row["source"] == "SimuMax" and row["pp"] > 1:
         fixed["layout"] = [model.num_layers // row["pp"]] * row["pp"]
-    job = Job(
+    job = Question(
         model=model,
         # Bridge recomputes where it has to, which its summary does not say.
         device=replace(device, memory_gib=1e6),
@@ -52,7 +52,7 @@ def forecast_of(row: dict[str, Any], flags: str) -> Plan:
     return search(job).plans[0]
 
 
-def measured() -> list[tuple[dict[str, Any], Plan, float, float | None]]:
+def measured() -> list[tuple[dict[str, Any], Layout, float, float | None]]:
     """Return each row with its plan and the errors of time and memory, as shares."""
     data = json.loads(ROWS.read_text(encoding="utf-8"))
     found = []

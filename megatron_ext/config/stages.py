@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ext.config.pipeline_config import ConfigurationError
 from megatron_ext.errors import ArgumentsError, ScheduleError
+from megatron_ext.planning.cuts import layout_of
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, get
 
 if TYPE_CHECKING:
@@ -497,7 +498,7 @@ def layout_string(
     each, rest = divmod(num_layers, stages)
     if not rest and each + max(first, last) <= max(*counts, counts[0] + first, counts[-1] + last):
         counts = [each] * stages
-    return "E" + "|".join("t" * count for count in counts) + "m" * mtp + "L"
+    return layout_of(counts, mtp)
 
 
 def spread(num_layers: int, num_stages: int, first: float = 0, last: float = 0) -> list[int]:

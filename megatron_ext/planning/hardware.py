@@ -10,13 +10,13 @@ from typing import Any
 
 from megatron_ext.errors import ArgumentsError
 
-__all__ = ["DEVICES", "Device", "parse_devices"]
+__all__ = ["DEVICES", "DeviceKind", "parse_devices"]
 
 _GB = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class DeviceKind:
     """A kind of device in its node. Rates are per second and device, of one direction."""
 
     name: str
@@ -99,7 +99,7 @@ _HOPPER = {
 DEVICES = {
     device.name: device
     for device in (
-        Device(
+        DeviceKind(
             name="h100",
             memory_gib=79.1,
             flops=989e12,
@@ -110,7 +110,7 @@ DEVICES = {
             network_bytes=50 * _GB,
             sources=_COMMON | _HOPPER,
         ),
-        Device(
+        DeviceKind(
             name="h200",
             memory_gib=139.8,
             flops=989e12,
@@ -121,7 +121,7 @@ DEVICES = {
             network_bytes=50 * _GB,
             sources=_COMMON | _HOPPER,
         ),
-        Device(
+        DeviceKind(
             name="b200",
             memory_gib=178.3,
             flops=2250e12,
@@ -147,7 +147,7 @@ DEVICES = {
                 "gemm_8bit": "as in bf16; not measured",
             },
         ),
-        Device(
+        DeviceKind(
             name="gb200",
             memory_gib=184.0,
             node_size=64,
@@ -169,7 +169,7 @@ DEVICES = {
                 "attention_forward": _ESTIMATE,
             },
         ),
-        Device(
+        DeviceKind(
             name="mi300x",
             memory_gib=191.5,
             flops=1307e12,
@@ -193,7 +193,7 @@ DEVICES = {
                 "attention_backward": "assumed",
             },
         ),
-        Device(
+        DeviceKind(
             name="s5000",
             memory_gib=79.0,
             flops=500e12,
@@ -213,7 +213,7 @@ DEVICES = {
                 "attention_forward": "assumed",
             },
         ),
-        Device(
+        DeviceKind(
             name="cpu",
             memory_gib=4.0,
             reserve_gib=0.5,
@@ -230,10 +230,10 @@ DEVICES = {
 }
 
 
-def parse_devices(text: str) -> tuple[int, Device]:
+def parse_devices(text: str) -> tuple[int, DeviceKind]:
     """Return number and kind of `2048xh100` or `64xFILE.json`.
 
-    A file has the fields of `Device`, and may name the one that it changes as `base`.
+    A file has the fields of `DeviceKind`, and may name the one that it changes as `base`.
 
     Raises:
         ArgumentsError: The text is not of this form.
@@ -254,11 +254,11 @@ def parse_devices(text: str) -> tuple[int, Device]:
         own = dict.fromkeys(given, f"given by {name}")
         given["sources"] = own | given.get("sources", {})
         if base is None:
-            return int(found[1]), Device(**given)
+            return int(found[1]), DeviceKind(**given)
         given["sources"] = DEVICES[base].sources | given["sources"]
         return int(found[1]), replace(DEVICES[base], **given)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        names = ", ".join(each.name for each in fields(Device))
+        names = ", ".join(each.name for each in fields(DeviceKind))
         raise ArgumentsError(
             f"--devices: {name} describes no device ({error}); give {names}, or base and changes"
         ) from error

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from megatron_ext.planning.hardware import Device
+    from megatron_ext.planning.hardware import DeviceKind
     from megatron_ext.planning.model_sizes import ModelSizes
 
 __all__ = [
@@ -91,7 +91,7 @@ class Part(NamedTuple):
         return self.forward + self.input + self.weight
 
 
-def gather_s(device: Device, size: float, ranks: int, stride: int = 1) -> float:
+def gather_s(device: DeviceKind, size: float, ranks: int, stride: int = 1) -> float:
     """Return the seconds of a gather or scatter of `size` bytes in all over ranks of a stride."""
     if ranks == 1:
         return 0.0
@@ -106,7 +106,7 @@ def gather_s(device: Device, size: float, ranks: int, stride: int = 1) -> float:
     )
 
 
-def all_to_all_s(device: Device, size: float, ranks: int, once_of: int = 0) -> float:
+def all_to_all_s(device: DeviceKind, size: float, ranks: int, once_of: int = 0) -> float:
     """Return the seconds in which each of consecutive ranks sends `size` bytes to all.
 
     With `once_of` k, k copies at random ranks cross the network once for each node.
@@ -143,7 +143,7 @@ def recompute_flags(mode: frozenset[str]) -> str:
 class _Ledger:
     """Adds up the kernels of a part, by the module that would recompute them."""
 
-    def __init__(self, device: Device, *, is_8bit: bool) -> None:
+    def __init__(self, device: DeviceKind, *, is_8bit: bool) -> None:
         self.device = device
         self.rate = device.flops * device.gemm
         self.is_8bit = is_8bit
@@ -188,7 +188,7 @@ def part_of(
     model: ModelSizes,
     kind: Kind,
     by: Sharding,
-    device: Device,
+    device: DeviceKind,
     mode: frozenset[str] = frozenset(),
     *,
     holds_embedding: bool = True,

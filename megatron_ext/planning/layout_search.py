@@ -26,10 +26,10 @@ from megatron_ext.schedules.search.simulate import simulate
 from megatron_ext.schedules.table.costs import Costs
 
 if TYPE_CHECKING:
-    from megatron_ext.planning.hardware import Device
+    from megatron_ext.planning.hardware import DeviceKind
     from megatron_ext.planning.model_sizes import ModelSizes
 
-__all__ = ["FIXABLE", "Found", "Job", "Plan", "Sizes3D", "forecast", "search"]
+__all__ = ["FIXABLE", "Found", "Layout", "ParallelSizes", "Question", "forecast", "search"]
 
 FIXABLE = ("tp", "pp", "vp", "cp", "ep", "micro_batch", "schedule", "recompute", "layout")
 _GIB = 2.0**30
@@ -41,11 +41,11 @@ _ENOUGH = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Question:
     """Question to the planner: a model, its devices and the batch."""
 
     model: ModelSizes
-    device: Device
+    device: DeviceKind
     num_devices: int
     global_batch: int
     sequence: int
@@ -58,7 +58,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes3D:
+class ParallelSizes:
     """Everything but cut and schedule."""
 
     tp: int
@@ -72,11 +72,11 @@ class Sizes3D:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Layout:
     """A layout with its forecast."""
 
-    job: Job
-    sizes: Sizes3D
+    job: Question
+    sizes: ParallelSizes
     schedule: str
     chunks: int
     counts: tuple[int, ...]
@@ -150,7 +150,7 @@ class Plan:
 class Found:
     """Result of a search."""
 
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[Layout] = field(default_factory=list)
     """The best, shortest step first."""
     bound_s: float = math.inf
     """No layout of the space is faster."""
@@ -166,7 +166,7 @@ class Found:
 
 
 def search(
-    job: Job,
+    job: Question,
     keep: int = 5,
     progress: Callable[[Found, int], None] = lambda _found, _left: None,
 ) -> Found:
@@ -203,7 +203,7 @@ def search(
                     fitting.append(plan)
             if fitting:
                 possible.append(bound)
-                distinct: dict[Any, Plan] = {}
+                distinct: dict[Any, Layout] = {}
                 for plan in sorted([*found.plans, *fitting], key=lambda plan: plan.step_s):
                     distinct.setdefault((plan.sizes, plan.schedule), plan)
                 found.plans = list(distinct.values())[:keep]
@@ -218,7 +218,7 @@ def _powers(limit: int) -> list[int]:
     return [2**n for n in range(max(1, limit).bit_length())]
 
 
-def _space(job: Job) -> Iterator[Sizes3D]:
+def _space(job: Question) -> Iterator[ParallelSizes]:
     """Yield all sizes that Megatron accepts, whether or not they fit into memory."""
     model, total, fixed = job.model, job.num_devices, job.fixed
 
@@ -250,7 +250,7 @@ def _space(job: Job) -> Iterator[Sizes3D]:
                         if total // pp % ep or (model.num_experts or 1) % ep:
                             continue
                         for mode in modes:
-                            yield Sizes3D(
+                            yield ParallelSizes(
                                 tp=tp,
                                 pp=pp,
                                 cp=cp,
@@ -262,7 +262,7 @@ def _space(job: Job) -> Iterator[Sizes3D]:
                             )
 
 
-def _orders(job: Job, sizes: Sizes3D) -> Iterator[tuple[str, int]]:
+def _orders(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]:
     """Yield schedules and their stages on each rank."""
     fixed, pp = job.fixed, sizes.pp
     if pp == 1:
@@ -282,7 +282,7 @@ def _orders(job: Job, sizes: Sizes3D) -> Iterator[tuple[str, int]]:
 
 
 @lru_cache(maxsize=4096)
-def _parts(job_key: tuple[Any, ...], sizes: Sizes3D) -> tuple[list[Part], Part, Part]:
+def _parts(job_key: tuple[Any, ...], sizes: ParallelSizes) -> tuple[list[Part], Part, Part]:
     """Return all layers, what the first stage has besides, and what the last has."""
     model, device, sequence, is_8bit, fused_loss = job_key
     by = Sharding(
@@ -307,7 +307,7 @@ def _parts(job_key: tuple[Any, ...], sizes: Sizes3D) -> tuple[list[Part], Part, 
     return [kinds[is_moe] for is_moe in model.moe_layers], first, last
 
 
-def _key(job: Job) -> tuple[Any, ...]:
+def _key(job: Question) -> tuple[Any, ...]:
     return (job.model, job.device, job.sequence, job.is_8bit, job.fused_loss)
 
 
@@ -319,7 +319,7 @@ def _total(parts: list[Part]) -> Part:
     return Part._make([*map(sum, sums), max(transients), sum(set(dummies))])
 
 
-def _bound(job: Job, sizes: Sizes3D) -> float:
+def _bound(job: Question, sizes: ParallelSizes) -> float:
     """Return a time that no order and no cut of these sizes beats; infinite if none fits.
 
     The busiest rank has at least the mean of the work, and its share of whole layers; and one
@@ -343,7 +343,7 @@ def _bound(job: Job, sizes: Sizes3D) -> float:
     return max(sizes.num_microbatches * busiest, whole.forward + whole.input)
 
 
-def _expert_replicas(job: Job, sizes: Sizes3D) -> int:
+def _expert_replicas(job: Question, sizes: ParallelSizes) -> int:
     return job.num_devices // (sizes.pp * sizes.ep)
 
 
@@ -357,8 +357,12 @@ def _table(name: str, pp: int, num_microbatches: int, chunks: int | None) -> Any
 
 
 def forecast(
-    job: Job, sizes: Sizes3D, schedule: str, chunks: int, counts: Sequence[int] | None = None
-) -> Plan | None:
+    job: Question,
+    sizes: ParallelSizes,
+    schedule: str,
+    chunks: int,
+    counts: Sequence[int] | None = None,
+) -> Layout | None:
     """Return the plan of a schedule, or None if it is impossible or too large for the memory.
 
     Args:
@@ -438,7 +442,7 @@ def forecast(
         span = simulate(table, costs).makespan
         span += (m - simulated) / twins * max(rank.work for rank in by_rank)
     around = max(_around_step(job, sizes, rank, d, experts) for rank in by_rank)
-    return Plan(
+    return Layout(
         job=job,
         sizes=sizes,
         schedule=schedule,
@@ -464,7 +468,7 @@ def _peak(row: Any, saved: list[float]) -> float:
     return most
 
 
-def _around_step(job: Job, sizes: Sizes3D, rank: Part, d: int, experts: int) -> float:
+def _around_step(job: Question, sizes: ParallelSizes, rank: Part, d: int, experts: int) -> float:
     """Return the seconds of a step that the pipeline does not hide: reductions and optimizer."""
     device = job.device
     spans = [(rank.params, d, sizes.tp), (rank.expert_params, experts, sizes.ep)]
@@ -480,7 +484,7 @@ def _around_step(job: Job, sizes: Sizes3D, rank: Part, d: int, experts: int) -> 
     return updated + shown
 
 
-def _exposed(job: Job, sizes: Sizes3D) -> dict[str, float]:
+def _exposed(job: Question, sizes: ParallelSizes) -> dict[str, float]:
     """Return the seconds of a step that recomputation takes."""
     if not sizes.mode:
         return {}

@@ -17,7 +17,7 @@ from megatron_ext.config.stages import parse_layout
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.planning import layer_costs
 from megatron_ext.planning.hardware import DEVICES, parse_devices
-from megatron_ext.planning.layout_search import FIXABLE, Found, Job, Plan, search
+from megatron_ext.planning.layout_search import FIXABLE, Found, Layout, Question, search
 from megatron_ext.planning.model_sizes import read_model
 from megatron_ext.schedules.commands import aligned
 from megatron_ext.schedules.generators.catalog import get
@@ -25,6 +25,7 @@ from megatron_ext.schedules.generators.catalog import get
 __all__ = ["add_to_plan", "as_dict"]
 
 _FLAGS = ("model", "size", "devices", "global_batch_size", "seq_length", "fix", "memory_gib")
+_SWITCHES = ("fp8", "cross_entropy_loss_fusion", "no_overlap", "explain")
 _MOST_DOUBLINGS = 6
 
 
@@ -84,7 +85,7 @@ def _run_plan(args: argparse.Namespace) -> int:
         given = [
             f"--{name.replace('_', '-')}" for name in _FLAGS if getattr(args, name) is not None
         ]
-        given += [flag for flag in ("--fp8", "--explain") if getattr(args, flag[2:])]
+        given += [f"--{name.replace('_', '-')}" for name in _SWITCHES if getattr(args, name)]
         if given:
             raise ArgumentsError(f"{given[0]} needs --devices; add it, say --devices 64xh100")
         if args.model_flags:
@@ -119,7 +120,7 @@ def _run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _job(args: argparse.Namespace) -> Job:
+def _job(args: argparse.Namespace) -> Question:
     model = read_model(args.model, args.size, args.model_flags)
     count, device = parse_devices(args.devices)
     if args.memory_gib is not None:
@@ -149,7 +150,7 @@ def _job(args: argparse.Namespace) -> Job:
             fixed[key] = int(value)
         else:
             raise ArgumentsError(f"--fix {item} needs a positive whole number, such as {key}=2")
-    return Job(
+    return Question(
         model=model,
         device=device,
         num_devices=count,
@@ -168,7 +169,7 @@ def _progress(found: Found, left: int) -> None:
     print(line, end="", flush=True, file=sys.stderr)
 
 
-def _what_would_fit(job: Job) -> str:
+def _what_would_fit(job: Question) -> str:
     """Return the error for sizes that nothing fits, with the number of devices that would."""
     without_limit = dataclasses.replace(job.device, memory_gib=1e9)
     if not search(dataclasses.replace(job, device=without_limit), keep=1).plans:
@@ -264,7 +265,7 @@ def _explain(found: Found) -> None:
             print(f"  {each.name} {getattr(device, each.name):g}: {source}")
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
+def as_dict(plan: Layout) -> dict[str, Any]:
     """Return the figures of a plan under the keys of `plan --json`."""
     sizes = plan.sizes
     return {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.planning import layout_search
 from megatron_ext.planning.hardware import DEVICES
-from megatron_ext.planning.layout_search import Job, Plan, forecast, search
+from megatron_ext.planning.layout_search import Layout, Question, forecast, search
 from megatron_ext.planning.model_sizes import ModelSizes, sizes_of_flags
 
 TINY = (
@@ -25,7 +25,7 @@ def tiny(extra: str = "") -> ModelSizes:
     return sizes_of_flags(f"{TINY} {extra}".split(), "tiny")
 
 
-def every_plan(job: Job) -> list[Plan]:
+def every_plan(job: Question) -> list[Layout]:
     """All sizes, schedules and cuts that fit."""
     found = []
     for sizes in layout_search._space(job):
@@ -55,7 +55,7 @@ def test_the_bound_is_below_the_optimum_and_the_answer_close_to_it(
     extra: str, devices: int, batch: int, memory_gib: float
 ) -> None:
     device = dataclasses.replace(DEVICES["cpu"], memory_gib=memory_gib, reserve_gib=0.0)
-    job = Job(
+    job = Question(
         model=tiny(extra), device=device, num_devices=devices, global_batch=batch, sequence=512,
         fixed={"micro_batch": 1},
     )  # fmt: skip
@@ -71,7 +71,7 @@ def test_the_bound_is_below_the_optimum_and_the_answer_close_to_it(
 
 
 def test_an_interrupted_search_gives_the_best_so_far() -> None:
-    job = Job(
+    job = Question(
         model=tiny(), device=DEVICES["cpu"], num_devices=4, global_batch=8, sequence=512
     )  # fmt: skip
 
@@ -86,7 +86,7 @@ def test_an_interrupted_search_gives_the_best_so_far() -> None:
 
 
 def test_sizes_that_nothing_allows_are_an_error() -> None:
-    job = Job(
+    job = Question(
         model=tiny(), device=DEVICES["cpu"], num_devices=8, global_batch=7, sequence=512,
         fixed={"tp": 1, "pp": 1},
     )  # fmt: skip

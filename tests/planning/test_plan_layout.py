@@ -105,6 +105,8 @@ def test_fixed_values_stay(capsys: pytest.CaptureFixture[str]) -> None:
         ([*LLAMA, "--devices", "8xh100"], "--global-batch-size is missing"),
         ([*LLAMA], "--model needs --devices"),
         (["--fp8"], "--fp8 needs --devices"),
+        (["--no-overlap"], "--no-overlap needs --devices"),
+        (["--cross-entropy-loss-fusion"], "--cross-entropy-loss-fusion needs --devices"),
         (["gpt"], "unknown argument gpt"),
         (["--devices", "8xh100", "--global-batch-size", "8"], "there is no model"),
         ([*LLAMA, "--devices", "8xh100", "--global-batch-size", "8", "--pp", "2"], "--fix pp=8"),
