@@ -396,7 +396,9 @@ class SlicedCompute(StageCompute):
         number = self._number
         part = number % self.table.schedule.num_slices
         arguments = megatron_arguments()
-        if arguments is not None:  # tensor-parallel ranks receive a batch in buffers of this length
+        # Scripts give tensor-parallel ranks buffers of this length: upstream's, in `get_batch_on_
+        # this_tp_rank`, and that of the wheel (`training/wheel.py`), so one patch would not do.
+        if arguments is not None:
             arguments.seq_length = self._bounds[part + 1] - self._bounds[part]
         try:
             output, loss_of = self._whole_call.forward_step_func(*args, **kwargs)
