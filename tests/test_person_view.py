@@ -77,6 +77,14 @@ context-parallel sizes: None, tensor-model-parallel size: 2, pipeline-model-para
     ]
 
 
+def test_lines_of_two_ranks_may_stand_in_one() -> None:
+    rank = " > number of parameters on (tensor, pipeline) model parallel rank (0, %d): %d"
+    start = "[before the start of training step] datetime: 2026-11-25 04:52:50.011847"
+    assert short(f"{rank % (0, 800000)}{rank % (1, 790000)}\n\n{start}\n") == [
+        "training 1.6 million parameters"
+    ]
+
+
 def test_warnings_that_matter_and_our_lines_are_shown() -> None:
     assert short(
         "/x/backends.py:21: UserWarning: Apex is not installed. Falling back to Torch Norm",

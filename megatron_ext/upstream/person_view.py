@@ -24,7 +24,8 @@ _STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|(.*)")
 _VALIDATION = re.compile(r"validation loss at iteration (\d+)(?: on (\w+) set)? \| (.*)")
 _TESTED = re.compile(r"(\w[\w ]*) value: (\S+) \|")
 _WORLD = re.compile(r"using world size: (\d+), (.*)")
-_PARAMETERS = re.compile(r"> number of parameters on .* rank (\([\d, ]+\)): (\d+)")
+# torchrun runs Python unbuffered, where a line and its end are two writes: two ranks can share one.
+_PARAMETERS = re.compile(r"> number of parameters on [^>]* rank (\([\d, ]+\)): (\d+)")
 _SEQ_LENGTH = re.compile(r"  seq_length \.+ (\d+)")
 _BUBBLE = re.compile(r"pipeline: bubble ([\d.]+) %")
 _OURS = re.compile(r"(?:\[rank \d+\] )?megatron_ext(?:: |\s+runs )")
@@ -157,8 +158,9 @@ class PersonView:
             self._bubble = found[1]
         elif found := _SEQ_LENGTH.match(line):
             self.seq_length = self.seq_length or int(found[1])
-        elif found := _PARAMETERS.search(line):
-            self._parameters[found[1]] = int(found[2])
+        elif counts := _PARAMETERS.findall(line):
+            self._parameters |= {rank: int(count) for rank, count in counts}
+            return True
         return found is not None
 
     def _stage(self, line: str) -> list[str]:
