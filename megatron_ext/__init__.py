@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.version import __version__
 
 if TYPE_CHECKING:
+    from megatron_ext.config.entrances import configure
     from megatron_ext.config.hosting import preflight
     from megatron_ext.config.pipeline_config import (
         Disaggregation,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
         PipelineConfig,
         Tracing,
     )
-    from megatron_ext.config.programs import configure
     from megatron_ext.config.stages import ModelBuild
     from megatron_ext.patches.registry import Row
     from megatron_ext.runtime import routes
@@ -62,7 +62,7 @@ _MODULE_OF = {
     "ModelBuild": "megatron_ext.config.stages",
     "PipelineConfig": "megatron_ext.config.pipeline_config",
     "Tracing": "megatron_ext.config.pipeline_config",
-    "configure": "megatron_ext.config.programs",
+    "configure": "megatron_ext.config.entrances",
     "preflight": "megatron_ext.config.hosting",
     "routes": "megatron_ext.runtime.routes",
 }
@@ -114,9 +114,9 @@ def begin_iteration(number: int) -> None:
     Args:
         number: The step, counted over all resumed runs.
     """
-    from megatron_ext.config import randomness
+    from megatron_ext.config import active
 
-    randomness.begin_iteration(number)
+    active.begin_iteration(number)
 
 
 def report() -> list[Row]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.active import Active, activate_configuration, active
+from megatron_ext.config.active import Active, Pipeline, activate_configuration, active
 from megatron_ext.config.pipeline_config import PipelineConfig
-from megatron_ext.config.sized_pipeline import Pipeline
 
 if TYPE_CHECKING:
     from megatron_ext.runtime.split import SplitBackward

@@ -61,7 +61,7 @@ def test_our_training_flags_are_these() -> None:
         "--variable-seq-lengths", "--microbatch-rng",
         "--forward-backward-disaggregating", "--ignore-forward-tensor-parallel",
         "--fbd-activations",
-        "--fbd-forward-device",
+        "--fbd-forward-device",  # removed, and says so
         "--pipeline-transport", "--node-ips", "--pipeline-device-path", "--pipeline-checksum",
         "--trace", "--trace-interval", "--trace-iterations", "--trace-dir", "--hang-timeout",
         "--data-impl",

@@ -16,7 +16,7 @@ from .megatron_core import Chunk, initialize, make_config, record_steps, step_ke
 from .noise import NoisyTimes
 
 if TYPE_CHECKING:
-    from megatron_ext.config.sized_pipeline import Pipeline
+    from megatron_ext.config.active import Pipeline
     from megatron_ext.message import Message
     from megatron_ext.runtime.split import SplitBackward
 

@@ -292,9 +292,8 @@ def _prepare(case: Case) -> tuple[Callable[..., Any], Store, float]:
     from megatron.core import parallel_state
 
     if case.way == "1f1b":
-        from megatron_ext.config.active import Active, activate_configuration
+        from megatron_ext.config.active import Active, Pipeline, activate_configuration
         from megatron_ext.config.pipeline_config import PipelineConfig
-        from megatron_ext.config.sized_pipeline import Pipeline
         from megatron_ext.runtime.entry import forward_backward
 
         dist.init_process_group("gloo")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.config.active import Pipeline
 from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig
-from megatron_ext.config.sized_pipeline import Pipeline
 from megatron_ext.schedules import UNIT, Costs, Placement, generate, registered
 from megatron_ext.schedules.search.length_balance import LengthCost
 from megatron_ext.schedules.table.placement import linear, loop, v

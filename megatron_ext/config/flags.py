@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+import os
+import shlex
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from megatron_ext.config import stages
-from megatron_ext.config.environment import FORWARD_FLAG
+from megatron_ext.config.active import base_table
 from megatron_ext.config.pipeline_config import (
     BALANCES,
     DEVICE_PATHS,
@@ -22,7 +24,6 @@ from megatron_ext.config.pipeline_config import (
     PipelineConfig,
     Tracing,
 )
-from megatron_ext.config.sized_pipeline import base_table
 from megatron_ext.devices import CHOICES
 from megatron_ext.errors import ArgumentsError, ScheduleError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, get, registered
@@ -38,23 +39,30 @@ __all__ = [
     "DROPPED",
     "FIELD_OF",
     "FLAG",
+    "FLAGS",
     "add_arguments",
     "completed",
     "flag_names",
     "parse_words",
     "pipeline_config",
     "read_words",
+    "requested_flags",
     "said_by",
 ]
 
 _Parsed = TypeVar("_Parsed")
 
 FLAG = "--forward-backward-disaggregating"
+FLAGS = "MEGATRON_EXT_FLAGS"
+"""Flags of this package for programs that do not parse Megatron's command line."""
 _DPP = "--use-dpp"
 
 DROPPED = {"--data-impl": "datasets are always the memory-mapped ones"}
 """Flags that Megatron-LM has dropped, each with the reason why it is not needed any more. They are
 accepted with a notice and have no effect."""
+
+REMOVED = {"--fbd-forward-device": "leave it out: forward ranks compute on the same kind of device"}
+"""Flags of the release before that are refused, each with the remedy; kept for one release."""
 
 _FLAG_OF = {
     "schedule": "--pipeline-schedule",
@@ -91,6 +99,19 @@ class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise what is wrong with the words."""
         raise ArgumentsError(message)
+
+
+def requested_flags(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the words of `MEGATRON_EXT_FLAGS`, split as by a shell; none if it is not set.
+
+    Raises:
+        ArgumentsError: A quotation does not end.
+    """
+    text = environ.get(FLAGS, "")
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ArgumentsError(f"{FLAGS} is {text!r}: {error}; close the quotation") from None
 
 
 def parse_words(words: Sequence[str], source: str) -> Namespace:
@@ -332,11 +353,6 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         f"{modes[0]}).",
     )
     group.add_argument(
-        FORWARD_FLAG,
-        choices=CHOICES[1:],
-        help=f"With {FLAG}: device of the forward ranks (default: that of the backward ranks).",
-    )
-    group.add_argument(
         "--trace",
         action="store_true",
         help="Record a timeline of each rank in benchmark/<run>/; see `megatron-ext aggregate` "
@@ -371,6 +387,8 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     for flag, reason in DROPPED.items():
         group.add_argument(flag, metavar="VALUE", help=f"Ignored: {reason}.")
+    for flag in REMOVED:
+        group.add_argument(flag, nargs="?", const=True, help=SUPPRESS)
     return parser
 
 
@@ -387,6 +405,9 @@ def pipeline_config(args: Namespace) -> PipelineConfig:
         ArgumentsError: The flags contradict each other.
         ScheduleError: The schedule does not exist.
     """
+    for flag, remedy in REMOVED.items():
+        if getattr(args, flag[2:].replace("-", "_"), None) is not None:
+            raise ArgumentsError(f"{flag} was removed; {remedy}")
     name: str | None = getattr(args, "pipeline_schedule", None)
     if getattr(args, "enable_bitpipe_schedule", False):
         if name not in (None, "bitpipe"):
@@ -546,9 +567,8 @@ def _disaggregation(args: Namespace) -> Disaggregation | None:
         return Disaggregation(
             activations=args.fbd_activations or Disaggregation.activations,
             merged=args.ignore_forward_tensor_parallel,
-            forward_device=args.fbd_forward_device,
         )
-    for dest in ("ignore_forward_tensor_parallel", "fbd_activations", "fbd_forward_device"):
+    for dest in ("ignore_forward_tensor_parallel", "fbd_activations"):
         if getattr(args, dest, None):
             raise ArgumentsError(
                 f"--{dest.replace('_', '-')} is for forward ranks, but there are none; add {FLAG}, "

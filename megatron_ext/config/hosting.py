@@ -18,8 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices
 from megatron_ext.config import stages
-from megatron_ext.config.environment import Environment
-from megatron_ext.config.flags import DROPPED, completed, flag_names, pipeline_config, read_words
+from megatron_ext.config.active import Environment, Pipeline, base_table, twins_of
+from megatron_ext.config.flags import (
+    DROPPED,
+    FLAG,
+    completed,
+    flag_names,
+    pipeline_config,
+    read_words,
+)
 from megatron_ext.config.incompatible import (
     MEGATRON_FIELDS,
     RULES,
@@ -32,15 +39,13 @@ from megatron_ext.config.incompatible import (
     rules_of_table,
 )
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
-from megatron_ext.config.roles import (
-    FLAG,
+from megatron_ext.config.stages import check_ranks
+from megatron_ext.disaggregation.arguments import (
     has_dropout,
     job_of,
     profiles_with_torch,
     role_arguments,
 )
-from megatron_ext.config.sized_pipeline import Pipeline, base_table, twins_of
-from megatron_ext.config.stages import check_ranks
 from megatron_ext.disaggregation.ranks import rank_map
 from megatron_ext.errors import ArgumentsError, ScheduleError, UserError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate
@@ -52,7 +57,7 @@ from megatron_ext.upstream.tree import setting_names
 if TYPE_CHECKING:
     from megatron_ext.disaggregation.job import Job
 
-__all__ = ["Preflight", "check_pipeline", "inspect", "preflight", "tell", "torch_is_best"]
+__all__ = ["Preflight", "inspect", "preflight", "torch_is_best"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -443,32 +448,6 @@ def _inspect_own(found: Preflight, config: PipelineConfig, args: Namespace) -> N
     found.transport_only = pipeline
 
 
-def check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
-    """Compare the arguments that Megatron completed with the pipeline.
-
-    Raises:
-        ArgumentsError: Megatron computed a size that differs from that of the tables.
-    """
-    placement = pipeline.placement
-    found = {
-        "pipeline ranks": (args.pipeline_model_parallel_size, placement.num_ranks),
-        "chunks": (
-            getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
-            placement.num_stages // placement.num_ranks,
-        ),
-        "micro-batches": (
-            args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
-            pipeline.num_microbatches,
-        ),
-    }
-    for what, (megatrons, ours) in found.items():
-        if megatrons != ours:
-            raise ArgumentsError(
-                f"--pipeline-schedule {pipeline.name} was prepared for {ours} {what}, but Megatron "
-                f"made {megatrons} of the flags; leave out the flag that changes it"
-            )
-
-
 def prove(pipeline: Pipeline, batches: Batches) -> None:
     """Make and validate the table of every batch size of the run.
 
@@ -645,9 +624,8 @@ def device_arguments(args: Namespace, config: PipelineConfig) -> dict[str, Any]:
     Raises:
         ArgumentsError: One line for each mistake.
     """
-    device, roles = devices.current(), config.disaggregation
-    is_of_forward_ranks = roles is not None and roles.forward_device == device.name
-    if config.device not in {"auto", device.name} and not is_of_forward_ranks:
+    device = devices.current()
+    if config.device not in {"auto", device.name}:
         raise ArgumentsError(
             f"--device-backend {config.device} came after the {device.name} backend was armed "
             "(Megatron was imported before the arguments were known); set "
@@ -675,9 +653,3 @@ def _world_size(args: Namespace) -> int:
     sizes = ("tensor_model", "pipeline_model", "context")
     of_replica = math.prod(getattr(args, f"{kind}_parallel_size", 1) for kind in sizes)
     return int(getattr(args, "world_size", None) or of_replica)
-
-
-def tell(args: Namespace, message: str, *values: object) -> None:
-    """Log a notice on rank 0, as a warning: scripts without logging set-up hide lower levels."""
-    if getattr(args, "rank", 0) == 0:
-        _LOG.warning(message, *values)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_ext.errors import ArgumentsError
 
 if TYPE_CHECKING:
+    from megatron_ext.config.active import Pipeline
     from megatron_ext.config.pipeline_config import PipelineConfig
-    from megatron_ext.config.sized_pipeline import Pipeline
     from megatron_ext.schedules.table.actions import Schedule
     from megatron_ext.schedules.table.placement import Placement
 
@@ -617,13 +617,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1, "
             "or use --fbd-activations recompute",
             lambda kind, *recomputed: kind == "ship" and recomputed != ("full", "uniform", 1),
-        ),
-        Rule(
-            ("fbd_forward_device", *_DROPOUT),
-            "--fbd-forward-device and dropout",
-            "another device draws other masks",
-            "add --hidden-dropout 0 --attention-dropout 0, or leave it out",
-            lambda device, *dropout: device and any(dropout),
         ),
         Rule(
             (_SHIPS, "fp8", "fp4", "distribute_saved_activations"),

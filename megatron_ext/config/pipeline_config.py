@@ -2,7 +2,7 @@
 
     PipelineConfig(schedule="zb-v", transport="shm", tracing=Tracing(interval=50))
 
-It holds neither sizes of the job nor caches (`sized_pipeline.py`), and importing it is cheap.
+It holds neither sizes of the job nor caches (`active.Pipeline` does), and importing it is cheap.
 `flags.py` translates the command line into it; `megatron_ext.configure` accepts it directly.
 """
 
@@ -136,14 +136,10 @@ class Disaggregation:
     `[s, b, h]`."""
     merged: bool = False
     """Whether one forward process replaces all tensor-parallel ranks of its stage."""
-    forward_device: str | None = None
-    """Device backend of forward ranks; None: that of the backward ranks."""
 
     def __post_init__(self) -> None:
         """Check the values."""
         check_types(self)
-        if self.forward_device is not None:
-            _check_choice("forward_device", self.forward_device, DEVICES[1:])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from megatron_ext.planning.cuts import layout_of
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, get
 
 if TYPE_CHECKING:
-    from megatron_ext.config.sized_pipeline import Pipeline
+    from megatron_ext.config.active import Pipeline
     from megatron_ext.schedules.table.placement import Placement
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Device backends `cpu`, `cuda` and `musa`, and the one of this process.
 
 The process selects once, before the import of upstream, from `MEGATRON_EXT_DEVICE` or
-`--device-backend` (`config/environment.py`); `auto` picks the first whose software stack is
+`--device-backend`; `auto` picks the first whose software stack is
 installed. Only modules of this package name devices and collective backends.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
@@ -58,18 +59,23 @@ _PROCESS = _Process()
 """The device of this process."""
 
 
-def requested(argv: Sequence[str] | None = None) -> str:
-    """Return the name that the user requested, or `auto` (`config/environment.py`).
+def requested(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the name that the user requested, or `auto`; the environment precedes the flag.
 
     Args:
         argv: The command line; `sys.argv` if left out.
+        environ: The environment.
 
     Raises:
         DeviceError: The name is not one of `CHOICES`.
     """
-    from megatron_ext.config.environment import requested_device
-
-    name, source = requested_device(argv)
+    name, source = environ.get(_VARIABLE), _VARIABLE
+    if not name:
+        # Before any parser of Megatron's: it copies names of the device while it is imported. Once
+        # flags are parsed, `config/hosting.py` checks that both agree.
+        parser = ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument(_FLAG, dest="device", nargs="?", const="", default="auto")
+        name, source = str(parser.parse_known_args(argv)[0].device), _FLAG
     if name not in CHOICES:
         raise DeviceError(
             f"{source} is {name!r}, but the device backends are {', '.join(CHOICES)}; "

@@ -154,7 +154,7 @@ def _open(
         checksums=job.checksums,
         for_device=device.type != "cpu",
     )
-    # Through host memory, not between devices: roles may compute on different ones.
+    # Through host memory: the configuration refuses `device_path` ipc here.
     transport = staged(host, devices.current().copies(device), timeout_s=job.timeout_s)
     atexit.register(transport.close)
     return transport

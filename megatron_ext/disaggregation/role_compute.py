@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_ext.config import randomness
+from megatron_ext.config import active
 from megatron_ext.disaggregation.ship import Layers, Replay, Saved, replaying
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.runtime.compute import microbatch_rng
@@ -75,7 +75,7 @@ class RoleEnds:
 
     def _ships_generators(self) -> bool:
         """Return whether generator states are shipped; a stage may have no layers."""
-        return randomness.enabled() and bool(self.num_layers)
+        return active.draws_by_microbatch() and bool(self.num_layers)
 
 
 class ForwardCompute:
@@ -98,7 +98,7 @@ class ForwardCompute:
         stage, _, microbatch, _ = action
         saving: AbstractContextManager[Saved] = nullcontext(Saved(with_generators=False))
         if self._layers is not None:
-            saving = self._layers.saving(with_generators=randomness.enabled())
+            saving = self._layers.saving(with_generators=active.draws_by_microbatch())
         with saving as saved, torch.no_grad(), drawn(action):
             [made] = self._compute.forward(stage, microbatch, inputs or [None])
         results: Tensors = [made] if self._feeds_forward else []
@@ -188,6 +188,6 @@ class BackwardCompute:
 
 def drawn(action: Action) -> AbstractContextManager[None]:
     """Draw the same random numbers as a forward with a graph."""
-    if not randomness.enabled():
+    if not active.draws_by_microbatch():
         return nullcontext()
-    return microbatch_rng(randomness.iteration(), action.stage, action.microbatch)
+    return microbatch_rng(active.iteration(), action.stage, action.microbatch)

@@ -13,7 +13,6 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from megatron_ext.config import active
-from megatron_ext.config.environment import requested_flags
 from megatron_ext.patches import hooks
 from megatron_ext.patches.registry import REGISTRY
 
@@ -34,6 +33,8 @@ def arm() -> None:
 
 
 def _begin(name: str) -> None:
+    from megatron_ext.config.flags import requested_flags
+
     module = import_module(name)
     REGISTRY.register([patch for patch in module.PATCHES if patch not in REGISTRY])
     found = active.active()

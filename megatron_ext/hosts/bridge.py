@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices
-from megatron_ext.config import active, prepared_arguments, programs, randomness
-from megatron_ext.config.environment import FLAGS, requested_flags
-from megatron_ext.config.flags import parse_words
+from megatron_ext.config import active, entrances
+from megatron_ext.config.flags import FLAGS, parse_words, requested_flags
 from megatron_ext.errors import ArgumentsError, DataError, ScheduleError
 from megatron_ext.hosts.bridge_requirements import check_installed
 from megatron_ext.hosts.bridge_settings import Settings
@@ -70,7 +69,7 @@ def _validate(call: Callable[..., Any], instance: Any, args: _Args, kwargs: _Key
         active.clear_configuration()
         settings.restore()
         if asked is not None:  # the program may retry with another Bridge configuration
-            programs.await_host(asked)
+            entrances.await_host(asked)
         if isinstance(error, ArgumentsError | ScheduleError):
             message = settings.in_fields(str(error), from_python=asked is not None)
             kind = ScheduleError if isinstance(error, ScheduleError) else ArgumentsError
@@ -134,12 +133,12 @@ def _prepare(settings: Settings, asked: PipelineConfig | None, words: Namespace 
                 "pretrain_gpt.py"
             )
         vars(arguments).update(vars(words))
-    prepared_arguments.prepare(arguments, asked)
+    entrances.prepare(arguments, asked)
     _refuse_decentralized(settings.container)
     hosted = active.required().state(_Hosted)
     hosted.settings, hosted.arguments = settings, arguments
     settings.keep(_COMPLETED)
-    settings.write({**prepared_arguments.rewritten(arguments), **_stages()})
+    settings.write({**entrances.rewritten(arguments), **_stages()})
     settings.container.set_data_parallel_size()
     _add_hook(settings.container.model)
 
@@ -192,7 +191,7 @@ def _check(settings: Settings) -> None:
     assert hosted.arguments is not None
     completed = _arguments(settings)
     vars(hosted.arguments).update(vars(completed))
-    prepared_arguments.check(hosted.arguments)
+    entrances.check(hosted.arguments)
 
 
 def _refuse_own_pipelines(model: Any) -> None:
@@ -294,7 +293,7 @@ def _train_step(call: Callable[..., Any], _instance: Any, args: _Args, kwargs: _
     hosted = active.required().state(_Hosted)
     if hosted.arguments is not None:
         hosted.arguments.iteration = _step_of(state)
-    randomness.begin_iteration(_step_of(state))
+    active.begin_iteration(_step_of(state))
     losses, *others = call(*args, **kwargs)
     if not active.is_folded():
         return losses, *others

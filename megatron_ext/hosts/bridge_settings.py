@@ -1,7 +1,7 @@
 """Converts Megatron-Bridge's configuration to Megatron's arguments and back.
 
 The checks whether a schedule fits a job, and the settings that host it, use upstream's argument
-names (`megatron_ext/config/prepared_arguments.py`). Bridge has these as fields of several
+names (`megatron_ext/config/entrances.py`). Bridge has these as fields of several
 dataclasses, mostly under the same names.
 """
 

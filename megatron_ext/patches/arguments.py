@@ -30,8 +30,7 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         The same parser.
     """
     from megatron_ext import devices
-    from megatron_ext.config.environment import FLAGS, requested_flags
-    from megatron_ext.config.flags import add_arguments, said_by
+    from megatron_ext.config.flags import FLAGS, add_arguments, requested_flags, said_by
 
     add_arguments(parser)
     parser.set_defaults(**said_by(requested_flags(), FLAGS))
@@ -67,17 +66,17 @@ def _validate(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Namespa
 
     In between, a schedule rewrites some arguments, because Megatron hosts it under other sizes.
     """
-    from megatron_ext.config import prepared_arguments
+    from megatron_ext.config import entrances
     from megatron_ext.patches.listing import text_table
 
     given = args[0] if args else kwargs["args"]
     REGISTRY.raise_mismatches()
-    prepared_arguments.prepare(given)
+    entrances.prepare(given)
     try:
         validated: Namespace = call(*args, **kwargs)
     except (AssertionError, ArithmeticError, ValueError) as error:
         raise ArgumentsError(f"Megatron-LM refused the arguments: {message_of(error)}") from error
-    prepared_arguments.check(validated)
+    entrances.check(validated)
     if getattr(validated, "ext_list_patches", False) and getattr(validated, "rank", 0) == 0:
         for line in text_table(REGISTRY.rows()).splitlines():
             _LOG.warning("%s", line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from megatron_ext.config import active, randomness
+from megatron_ext.config import active
 from megatron_ext.patches.registry import Args, Call, Kwargs, Patch
 
 __all__ = ["PATCHES", "is_chosen", "log_statistics_of"]
@@ -76,7 +76,7 @@ def _allow_one_stage(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> N
 
 
 def _is_stock_and_draws_by_microbatch() -> bool:
-    return randomness.enabled() and not is_chosen()
+    return active.draws_by_microbatch() and not is_chosen()
 
 
 def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -93,7 +93,7 @@ def _draw_by_microbatch(call: Call, _instance: Any, args: Args, kwargs: Kwargs) 
 
 
 def _begin_iteration(call: Call, _instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    randomness.begin_iteration(kwargs["iteration"])
+    active.begin_iteration(kwargs["iteration"])
     return call(*args, **kwargs)
 
 
@@ -206,7 +206,7 @@ PATCHES = (
         id="schedules.iteration",
         target="megatron.training.training:train_step",
         fn=_begin_iteration,
-        when=randomness.enabled,
+        when=active.draws_by_microbatch,
         feature="schedules",
         reason="does not pass the number of the training step to schedules, which need it to seed "
         "a micro-batch",

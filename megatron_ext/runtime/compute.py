@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import random
 from megatron.core.utils import make_viewless_tensor
 
 from megatron_ext import devices
-from megatron_ext.config import randomness
+from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.lengths import check_handed_on, refusing_long_sequences
 from megatron_ext.runtime.run_ahead import device_of
@@ -175,9 +175,9 @@ def rng_of_this_step(stage: int, microbatch: int) -> AbstractContextManager[None
 
     Does nothing if seeding by micro-batch is off or gradients are disabled, as in evaluation.
     """
-    if not (randomness.enabled() and torch.is_grad_enabled()):
+    if not (active.draws_by_microbatch() and torch.is_grad_enabled()):
         return _UNCHANGED
-    return microbatch_rng(randomness.iteration(), stage, microbatch)
+    return microbatch_rng(active.iteration(), stage, microbatch)
 
 
 def _set(host: torch.Tensor, device: Any, tracked: Mapping[str, Any]) -> None:
@@ -192,7 +192,7 @@ def _set(host: torch.Tensor, device: Any, tracked: Mapping[str, Any]) -> None:
 
 def _fresh(state: Any, device: torch.device, *key: int | str) -> Any:
     """Return a state of the same type as `state`, seeded for a key."""
-    seed = randomness.seed_of(*key)
+    seed = active.seed_of(*key)
     if isinstance(state, torch.Generator):  # a tracker whose states CUDA graphs can capture
         fresh = state.clone_state()
         fresh.manual_seed(seed)
@@ -279,7 +279,7 @@ class StageCompute:
 
     @cached_property
     def _draws_by_microbatch(self) -> bool:
-        return randomness.enabled()
+        return active.draws_by_microbatch()
 
     def run(self, action: Action, inputs: Tensors) -> Tensors:
         """Run one action for the executor (`executor.Compute`).

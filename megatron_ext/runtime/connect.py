@@ -23,7 +23,7 @@ from megatron_ext.transport.staging import staged
 from megatron_ext.transport.torch_dist import Channel, TorchTransport
 
 if TYPE_CHECKING:
-    from megatron_ext.config.sized_pipeline import Pipeline
+    from megatron_ext.config.active import Pipeline
     from megatron_ext.devices.backend import Sharing
     from megatron_ext.runtime.program import Peers, Shapes
     from megatron_ext.schedules.table.placement import Placement

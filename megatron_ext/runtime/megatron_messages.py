@@ -28,7 +28,7 @@ from megatron_ext.transport.observed import observed
 from megatron_ext.upstream.signatures import default_groups
 
 if TYPE_CHECKING:
-    from megatron_ext.config.sized_pipeline import Pipeline
+    from megatron_ext.config.active import Pipeline
     from megatron_ext.message import MessageKind
     from megatron_ext.schedules.table.communication import Transfer
     from megatron_ext.transport.base import Transport

@@ -27,7 +27,7 @@ from megatron_ext.schedules.table.validation import validate
 from megatron_ext.transport.base import Expected
 
 if TYPE_CHECKING:
-    from megatron_ext.config.sized_pipeline import Pipeline
+    from megatron_ext.config.active import Pipeline
     from megatron_ext.message import Message, MessageKind
     from megatron_ext.schedules.table.actions import Action, Schedule
     from megatron_ext.schedules.table.communication import Exchange

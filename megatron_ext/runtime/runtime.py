@@ -50,7 +50,7 @@ from megatron_ext.transport.torch_dist import groups_of_ranks
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron_ext.config.sized_pipeline import Pipeline
+    from megatron_ext.config.active import Pipeline
     from megatron_ext.runtime.megatron_messages import StockStep
     from megatron_ext.runtime.ordering import Agreement
     from megatron_ext.runtime.program import Table

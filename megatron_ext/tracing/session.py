@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext import devices, files
-from megatron_ext.config.sized_pipeline import base_table
+from megatron_ext.config.active import base_table
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.executor import Executed, Observer, num_out_of_order
 from megatron_ext.runtime.lengths import item_size

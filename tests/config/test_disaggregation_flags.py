@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.config.prepared_arguments import prepare
+from megatron_ext.config.entrances import prepare
 from megatron_ext.disaggregation.job import current
 from megatron_ext.errors import ArgumentsError
 from tests.ranks import parse
@@ -37,6 +37,7 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
         (MERGED + PP2 + TP2 + "--hidden-dropout 0.1", 6, "draws other masks than the shards"),
         ("--ignore-forward-tensor-parallel", 1, "but there are none; add --forward-backward"),
         ("--fbd-activations ship", 1, "but there are none; add --forward-backward"),
+        (FBD + PP2 + "--fbd-forward-device cpu", 4, "was removed; leave it out"),
         ("--pipeline-schedule fbd " + PP2, 2, "use --forward-backward-disaggregating"),
     ],
 )  # fmt: skip

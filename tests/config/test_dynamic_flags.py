@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config.entrances import order_in_words, warning
 from megatron_ext.config.pipeline_config import DynamicOrder
-from megatron_ext.config.prepared_arguments import order_in_words, warning
 from megatron_ext.schedules import Costs, generate
 from megatron_ext.schedules.search.patience import gains
 from tests.commands import run_package

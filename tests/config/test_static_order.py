@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config.active import Pipeline
 from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig
-from megatron_ext.config.sized_pipeline import Pipeline
 from megatron_ext.schedules import Costs
 
 

@@ -16,8 +16,7 @@ import pytest
 import megatron_ext
 from megatron_ext import PipelineConfig, hosts
 from megatron_ext.config import active
-from megatron_ext.config.environment import requested_flags
-from megatron_ext.config.flags import said_by
+from megatron_ext.config.flags import requested_flags, said_by
 from megatron_ext.config.incompatible import RULES, refuse
 from megatron_ext.errors import ArgumentsError, UserError
 from megatron_ext.hosts import bridge_requirements

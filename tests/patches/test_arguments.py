@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from megatron_ext import devices
-from megatron_ext.config.prepared_arguments import prepare
+from megatron_ext.config.entrances import prepare
 from megatron_ext.devices.cpu import CpuDevice
 from megatron_ext.errors import ArgumentsError
 from megatron_ext.patches.arguments import prepare_parser

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.config import randomness
+from megatron_ext.config import active
 from megatron_ext.config.active import Active, activate_configuration
 from megatron_ext.config.pipeline_config import DynamicOrder
 from megatron_ext.errors import TransportTimeout
@@ -80,7 +80,7 @@ def _train(
         stage.draw = None if seed is None else random.Random(f"{seed} {dist.get_rank()}")
     losses = []
     for iteration in range(3):
-        randomness.begin_iteration(iteration)
+        active.begin_iteration(iteration)
         reports = get_forward_backward_func()(
             forward_step_func=toy.forward_step,
             data_iterator=[_samples(last_batch) for _ in model],

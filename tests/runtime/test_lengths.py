@@ -30,7 +30,7 @@ from . import fake, threads_as_ranks, toy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_ext.config.sized_pipeline import Pipeline
+    from megatron_ext.config.active import Pipeline
 
 STEPS = 4
 """Of each model. Each has its own number of micro-batches, and the last one is an evaluation."""

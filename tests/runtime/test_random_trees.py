@@ -22,7 +22,7 @@ from . import toy
 from .random_stages import RandomStage, alone
 
 if TYPE_CHECKING:
-    from megatron_ext.config.sized_pipeline import Pipeline
+    from megatron_ext.config.active import Pipeline
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "gpipe", "dualpipe-v")
 STEPS = 5

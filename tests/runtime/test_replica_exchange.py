@@ -29,7 +29,7 @@ from tests.ranks import run_ranks
 from . import toy
 
 if TYPE_CHECKING:
-    from megatron_ext.config.sized_pipeline import Pipeline
+    from megatron_ext.config.active import Pipeline
 
 LENGTHS = (40, 3, 25, 3, 40, 7, 12, 5, 31, 1, 2, 6, 38, 4, 9, 8)
 """Of the file: replica 0 reads every other one, from the first, and has all the long ones."""

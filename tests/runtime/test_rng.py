@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.config import randomness
+from megatron_ext.config import active
 from megatron_ext.config.active import clear_configuration
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import microbatch_rng, rng_of_this_step
@@ -80,7 +80,7 @@ def test_a_step_that_nobody_counts_is_an_error() -> None:
         with rng_of_this_step(0, 0):
             pass  # off: no iteration is needed
         with pytest.raises(ScheduleError, match="need a seed; give --microbatch-rng"):
-            randomness.seed_of(1)
+            active.seed_of(1)
         use(None, seed=5)
         with (
             pytest.raises(ScheduleError, match="the iteration is not known"),
@@ -89,10 +89,10 @@ def test_a_step_that_nobody_counts_is_an_error() -> None:
             pass
         with torch.no_grad(), rng_of_this_step(0, 0):
             pass  # evaluation
-        assert randomness.seed_of(1, "a") != randomness.seed_of(1, "b")
-        here = randomness.seed_of(1)
+        assert active.seed_of(1, "a") != active.seed_of(1, "b")
+        here = active.seed_of(1)
         use(None, seed=6)
-        assert randomness.seed_of(1) != here
+        assert active.seed_of(1) != here
     finally:
         clear_configuration()
 

@@ -33,7 +33,7 @@ from megatron_ext.upstream import tree as upstream
 from megatron_ext.version import __version__, code_hash, installed
 
 if TYPE_CHECKING:
-    from megatron_ext.config.sized_pipeline import Pipeline
+    from megatron_ext.config.active import Pipeline
     from megatron_ext.tools.launch.plan import Plan
     from megatron_ext.tools.launch.ssh import Ssh
 

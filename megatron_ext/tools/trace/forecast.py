@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.config.active import Pipeline
 from megatron_ext.config.pipeline_config import DynamicOrder, PipelineConfig
-from megatron_ext.config.sized_pipeline import Pipeline
 from megatron_ext.errors import DataError, ScheduleError
 from megatron_ext.schedules import commands
 from megatron_ext.schedules.commands import aligned

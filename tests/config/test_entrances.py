@@ -11,15 +11,15 @@ import pytest
 
 from megatron_ext import devices
 from megatron_ext.config import active, hosting
+from megatron_ext.config.entrances import check, prepare
 from megatron_ext.config.flags import add_arguments
-from megatron_ext.config.prepared_arguments import check, prepare
 from megatron_ext.errors import ArgumentsError, UserError
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.table import table_files
 from tests.pipelines import make_pipeline
 
 if TYPE_CHECKING:
-    from megatron_ext.config.sized_pipeline import Pipeline
+    from megatron_ext.config.active import Pipeline
 
 
 @pytest.fixture

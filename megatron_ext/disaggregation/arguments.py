@@ -9,20 +9,15 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext import devices
-from megatron_ext.config.environment import FORWARD_FLAG
-from megatron_ext.config.flags import FLAG
 from megatron_ext.disaggregation.job import Job
 from megatron_ext.disaggregation.ranks import rank_map
-from megatron_ext.errors import ArgumentsError
 from megatron_ext.schedules import commands
 from megatron_ext.schedules.table.costs import UNIT
 
 if TYPE_CHECKING:
-    from megatron_ext.config.pipeline_config import Disaggregation, PipelineConfig
+    from megatron_ext.config.pipeline_config import PipelineConfig
 
 __all__ = [
-    "FLAG",
     "has_dropout",
     "job_of",
     "profiles_with_torch",
@@ -40,7 +35,7 @@ def job_of(args: Namespace, config: PipelineConfig) -> Job:
     wanted, wire = config.disaggregation, config.wire
     assert wanted is not None
     assert wire != "torch", "the configuration refuses it"
-    job = Job(
+    return Job(
         rank_map(
             args.world_size,
             tp=args.tensor_model_parallel_size,
@@ -58,9 +53,6 @@ def job_of(args: Namespace, config: PipelineConfig) -> Job:
         checksums=config.checksums,
         gathers_late=_gathers_late(args),
     )
-    if job.role == "forward":
-        _check_device(wanted)
-    return job
 
 
 def role_arguments(args: Namespace, job: Job) -> dict[str, Any]:
@@ -87,16 +79,6 @@ def roles_in_words(args: Namespace, job: Job) -> str:
         f"micro-batches: makespan {timeline.makespan / 2:g} forwards of a stage, bubble "
         f"{100 * timeline.bubble_ratio:.1f} %"
     )
-
-
-def _check_device(wanted: Disaggregation) -> None:
-    asked, name = wanted.forward_device, devices.current().name
-    if asked not in (None, name):
-        raise ArgumentsError(
-            f"{FORWARD_FLAG} {asked} came after the {name} backend was armed (Megatron was "
-            "imported before the command line was known); start the script with "
-            "`python -m megatron_ext`"
-        )
 
 
 def _forward_settings(args: Namespace, job: Job) -> dict[str, Any]:

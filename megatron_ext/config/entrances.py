@@ -1,0 +1,433 @@
+"""The two entrances: `prepare` and `check` for a command line, `configure` for a program.
+
+Megatron's training loop allows two points. `prepare` runs between parsing and Megatron's own
+validation: it translates the flags, works out the arguments that Megatron needs to host the
+pipeline, and activates the configuration. `check` runs after the validation, compares what Megatron
+computed with what was prepared, and logs what runs: the pipeline with its simulated makespan,
+bubble and memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, overload
+
+import megatron_ext
+from megatron_ext import devices, hosts
+from megatron_ext.config.active import (
+    Active,
+    Pipeline,
+    activate_configuration,
+    base_table,
+    clear_configuration,
+    required,
+    twins_of,
+)
+from megatron_ext.config.hosting import inspect, torch_is_best
+from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig, is_of_type
+from megatron_ext.config.stages import ModelBuild, build_of, check_ranks
+from megatron_ext.disaggregation.arguments import roles_in_words
+from megatron_ext.errors import ArgumentsError, DeviceError
+from megatron_ext.patches.registry import REGISTRY
+from megatron_ext.schedules import commands
+from megatron_ext.schedules.search.dynamic import simulate_dynamic
+from megatron_ext.schedules.search.patience import NOTABLE, quiet
+from megatron_ext.schedules.search.policies import Hint
+from megatron_ext.schedules.search.simulate import simulate
+from megatron_ext.schedules.table.memory import activation_peaks
+from megatron_ext.schedules.table.validation import validate
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.search.simulate import Timeline
+    from megatron_ext.schedules.table.costs import Costs
+
+__all__ = [
+    "await_host",
+    "check",
+    "configure",
+    "order_in_words",
+    "prepare",
+    "rewritten",
+    "running",
+    "warning",
+]
+
+_LOG = logging.getLogger(__name__)
+
+_REWRITTEN = "megatron_ext_rewritten"
+"""The attribute in which `_rewrite` keeps (old, new) of the arguments that it changed."""
+
+
+def prepare(args: Namespace, asked: PipelineConfig | None = None) -> None:
+    """Activate a configuration, and set the arguments that let Megatron host it.
+
+    A second call with the same arguments changes nothing; upstream's tools may make one.
+
+    Args:
+        args: Parsed arguments with upstream's names; changed in place.
+        asked: The argument of `configure`; None: the flags say what to run.
+
+    Raises:
+        ArgumentsError: The flags contradict each other, or Megatron's own flags.
+        ScheduleError: The schedule does not exist, or not for these sizes.
+    """
+    clear_configuration()
+    given = _as_given(args)
+    found = inspect(given, asked)
+    found.raise_refusals()
+    _rewrite(args, found.arguments)
+    for line in (*found.changes, *found.notices):
+        _tell(given, "%s", line)
+    assert found.config is not None
+    activate_configuration(
+        Active(
+            found.config,
+            found.pipeline,
+            transport_only=found.transport_only,
+            job=found.job,
+            world_size=int(getattr(given, "world_size", None) or 1),
+            seed=given.seed if found.config.draws_by_microbatch else None,
+            asked=asked,
+        )
+    )
+
+
+def check(args: Namespace) -> None:
+    """Compare Megatron's completed arguments with the prepared ones; log what runs.
+
+    Raises:
+        ArgumentsError: They differ.
+    """
+    found = required()
+    if found.config.variable_seq_lengths:
+        args.variable_seq_lengths = True  # no flag of Megatron's; its validation clears it
+    try:
+        if found.pipeline is not None:
+            _check_pipeline(args, found.pipeline)
+    except ArgumentsError:
+        clear_configuration()
+        raise
+    _tell_what_runs(args)
+
+
+def _check_pipeline(args: Namespace, pipeline: Pipeline) -> None:
+    """Compare the arguments that Megatron completed with the pipeline.
+
+    Raises:
+        ArgumentsError: Megatron computed a size that differs from that of the tables.
+    """
+    placement = pipeline.placement
+    found = {
+        "pipeline ranks": (args.pipeline_model_parallel_size, placement.num_ranks),
+        "chunks": (
+            getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
+            placement.num_stages // placement.num_ranks,
+        ),
+        "micro-batches": (
+            args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
+            pipeline.num_microbatches,
+        ),
+    }
+    for what, (megatrons, ours) in found.items():
+        if megatrons != ours:
+            raise ArgumentsError(
+                f"--pipeline-schedule {pipeline.name} was prepared for {ours} {what}, but Megatron "
+                f"made {megatrons} of the flags; leave out the flag that changes it"
+            )
+
+
+def _tell_what_runs(args: Namespace) -> None:
+    found = required()
+    job = found.job
+    if job is not None:
+        if job.rank == 0:
+            _tell(args, "%s", roles_in_words(args, job))
+        return
+    if getattr(args, "rank", 0) != 0:
+        return
+    if found.config.tracing is not None and getattr(args, "skip_train", False):
+        _tell(args, "--trace records training steps; --skip-train leaves none to record")
+    if found.transport_only is not None:
+        over = found.transport_only.transport
+        _tell(args, "pipeline schedule: Megatron's own; messages over %s", over)
+    if found.pipeline is not None:
+        _tell(args, "%s", running(found.pipeline))
+        slower = None
+        if found.config.dynamic is not None:
+            slower = warning(found.pipeline)
+        if slower is not None:
+            _tell(args, "%s", slower)
+        between = found.pipeline.placement.num_stages - 2
+        # Transformer Engine reads no mask; Megatron's own attention takes a causal one without it.
+        has_mask = getattr(args, "reset_attention_mask", False) and getattr(
+            args, "create_attention_mask_in_dataloader", False
+        )
+        if has_mask and between > 0 and getattr(args, "transformer_impl", None) == "local":
+            _tell(
+                args,
+                "--reset-attention-mask: Megatron gives the mask to the first and the last stage "
+                "only, so layers of the %d stages between attend across documents",
+                between,
+            )
+
+
+def _as_given(args: Namespace) -> Namespace:
+    """Return the arguments as they were before `_rewrite`; later changes by others stay."""
+    given = Namespace(**vars(args))
+    for dest, (old, new) in vars(given).pop(_REWRITTEN, {}).items():
+        if getattr(given, dest, None) == new:
+            setattr(given, dest, old)
+    return given
+
+
+def rewritten(args: Namespace) -> dict[str, Any]:
+    """Return the arguments that `prepare` changed, with their new values."""
+    return {dest: new for dest, (_old, new) in getattr(args, _REWRITTEN, {}).items()}
+
+
+def _rewrite(args: Namespace, wanted: dict[str, Any]) -> None:
+    """Set arguments for Megatron and remember the old values. Nothing else changes arguments."""
+    given = _as_given(args)
+    vars(args).update(vars(given))
+    vars(args).pop(_REWRITTEN, None)
+    if wanted:
+        changes = {dest: (getattr(args, dest, None), value) for dest, value in wanted.items()}
+        vars(args).update({**wanted, _REWRITTEN: changes})
+
+
+def running(pipeline: Pipeline) -> str:
+    """Return a line about the pipeline that runs, with its simulated bubble and memory."""
+    if pipeline.dynamic is None:
+        timeline = commands.evaluate(pipeline.full, pipeline.costs)
+        order = ""
+    else:
+        timeline = _dynamic_timeline(pipeline, pipeline.costs)
+        order = f"{order_in_words(pipeline)}; "
+    schedule = timeline.schedule
+    hosted = f" (two mirrored pipelines of {pipeline.pp // 2})" if pipeline.twins == 2 else ""
+    peak = timeline.peak_activations
+    config = pipeline.config
+    if pipeline.dynamic is None:
+        peak = max(activation_peaks(schedule, config.stash_ratio))
+    at_once = ""
+    if config.weights_at_once and schedule.splits_backward:
+        at_once = (
+            f"; W runs right after I: all layers are recomputed, and W needs "
+            f"{config.stash_ratio:g} times what a micro-batch keeps before"
+        )
+    return (
+        f"pipeline schedule: {schedule.label} on {pipeline.pp} ranks{hosted}, "
+        f"{schedule.total_microbatches} micro-batches: {order}bubble {timeline.bubble:g} "
+        f"({100 * timeline.bubble_ratio:.1f} %), peak {peak:g} activations, "
+        f"simulated for costs {pipeline.costs}; messages over {pipeline.transport}{at_once}"
+    )
+
+
+def order_in_words(pipeline: Pipeline) -> str:
+    """Describe the policy of a pipeline and its bound on memory, for the log."""
+    assert pipeline.dynamic is not None
+    policy = pipeline.policy(pipeline.num_microbatches, 0)
+    schedule = pipeline.full
+    share = schedule.pp / schedule.num_stages
+    if isinstance(policy, Hint):
+        most = share * policy.cap
+        bound = f"at most {most:g} activations (+{pipeline.dynamic.margin})"
+        if pipeline.config.stash_ratio > 1:
+            bound += f", {pipeline.config.stash_ratio:g} between I and W"
+    else:
+        bound = f"no bound on activations, up to {schedule.num_microbatches}"
+    split = "" if pipeline.splits else ", backwards whole"
+    return f"dynamic order by {pipeline.dynamic.policy}, {bound}{split}"
+
+
+def _dynamic_timeline(pipeline: Pipeline, costs: Costs) -> Timeline:
+    """Simulate a dynamic pipeline."""
+    m = pipeline.num_microbatches
+    return simulate_dynamic(pipeline.schedule(m), lambda rank: pipeline.policy(m, rank), costs)
+
+
+def warning(pipeline: Pipeline) -> str | None:
+    """Return advice if the static order is as fast while nothing is late, else None."""
+    calm = quiet(pipeline.costs)
+    static = pipeline.static().full
+    ratio = simulate(static, calm).makespan / _dynamic_timeline(pipeline, calm).makespan
+    if ratio >= 1 + NOTABLE:
+        return None
+    less = 100 * (1 - ratio)
+    takes = f"takes {less:.1f} % less time than" if ratio < 1 - NOTABLE else "is as fast as"
+    return (
+        f"while no message and no micro-batch is late, the order of {pipeline.name} itself {takes} "
+        f"--use-dpp (simulated); leave --use-dpp out unless links or micro-batches vary"
+    )
+
+
+def _tell(args: Namespace, message: str, *values: object) -> None:
+    """Log a notice on rank 0, as a warning: scripts without logging set-up hide lower levels."""
+    if getattr(args, "rank", 0) == 0:
+        _LOG.warning(message, *values)
+
+
+@overload
+def configure(config: PipelineConfig) -> None: ...
+
+
+@overload
+def configure(
+    config: PipelineConfig,
+    *,
+    pipeline_ranks: int,
+    num_microbatches: int,
+    num_layers: int,
+    mtp_num_layers: int | None = None,
+    layout: str | None = None,
+    world_size: int | None = None,
+    seed: int | None = None,
+) -> ModelBuild: ...
+
+
+def configure(
+    config: PipelineConfig,
+    *,
+    pipeline_ranks: int | None = None,
+    num_microbatches: int | None = None,
+    num_layers: int | None = None,
+    mtp_num_layers: int | None = None,
+    layout: str | None = None,
+    world_size: int | None = None,
+    seed: int | None = None,
+) -> ModelBuild | None:
+    """Activate a configuration, and return what to build the model with.
+
+    For programs that do not parse Megatron's command line. Call it in every process of the job,
+    with the same arguments, before you create process groups and the model. `megatron.core` may be
+    imported earlier unless `config.device` is given. From then on
+    `megatron.core.pipeline_parallel.get_forward_backward_func` returns the schedule. Another call,
+    or `deconfigure`, ends this configuration.
+
+    Without any size it waits for a host that knows them, `pretrain` or `finetune` of
+    Megatron-Bridge, which then builds the model accordingly; it returns None.
+
+    Args:
+        config: The settings.
+        pipeline_ranks: Ranks of one pipeline, of both where a schedule mirrors two.
+        num_microbatches: Of one step of these ranks, both mirrored pipelines together.
+        num_layers: Transformer layers of the model, without those of multi-token prediction.
+        mtp_num_layers: Layers of multi-token prediction.
+        layout: Which layers each stage has, in Megatron's notation; None: the same number in each.
+        world_size: Ranks of the job; None: one pipeline.
+        seed: Of the run; needed where random numbers are drawn by micro-batch, as with `dynamic`.
+
+    Raises:
+        UserError: A size is missing or impossible, the sizes do not fit the configuration, the
+            device was named too late, or no host is installed.
+        UpstreamMismatch: Active patches do not fit the installed Megatron.
+    """
+    if not isinstance(config, PipelineConfig):
+        raise ArgumentsError(
+            f"configure takes a PipelineConfig, not a {type(config).__name__}; for example "
+            'configure(PipelineConfig(schedule="zb-v"), pipeline_ranks=4, ...)'
+        )
+    needed = {
+        "pipeline_ranks": pipeline_ranks,
+        "num_microbatches": num_microbatches,
+        "num_layers": num_layers,
+    }
+    others = {"world_size": world_size, "mtp_num_layers": mtp_num_layers, "seed": seed}
+    sizes = {name: v for name, v in {**needed, **others}.items() if v is not None}
+    for name, value in sizes.items():
+        least = 1 if name in needed or name == "world_size" else 0
+        if not is_of_type(value, int) or value < least:
+            raise ArgumentsError(f"{name} {value!r} must be a whole number of at least {least}")
+    if not is_of_type(layout, str | None):
+        raise ArgumentsError(f"layout {layout!r} must be a string in Megatron's notation")
+    missing = [name for name in needed if name not in sizes]
+    if missing and (sizes or layout is not None):
+        raise ArgumentsError(f"configure needs all sizes; give {', '.join(missing)} too")
+    clear_configuration()
+    _select_device(config.device)
+    megatron_ext.activate()
+    REGISTRY.raise_mismatches()
+    if not sizes:
+        hosts.check_some_host()
+        await_host(config)
+        return None
+    _begin(config)
+    if config.draws_by_microbatch and seed is None:
+        raise ConfigurationError(
+            "{microbatch_rng} and {dynamic} need a seed; pass seed, the same on all ranks"
+        )
+    assert pipeline_ranks is not None
+    assert num_microbatches is not None
+    assert num_layers is not None
+    world_size = world_size or pipeline_ranks
+    pipeline = _pipeline(config, pipeline_ranks, num_microbatches, world_size)
+    build = build_of(pipeline, num_layers, mtp_num_layers=mtp_num_layers, layout=layout)
+    runs = config.schedule is not None or config.dynamic is not None
+    served = not runs and pipeline_ranks > 1 and pipeline.transport != "torch"
+    activate_configuration(
+        Active(
+            config,
+            pipeline if runs else None,
+            transport_only=pipeline if served else None,
+            world_size=world_size,
+            seed=seed if config.draws_by_microbatch else None,
+            asked=config,
+        )
+    )
+    return build
+
+
+def await_host(config: PipelineConfig) -> None:
+    """Keep a configuration until a host (`megatron_ext/hosts/`) gives the sizes of its job."""
+    _begin(config)
+    activate_configuration(Active(config, asked=config, is_sized=False))
+
+
+def _begin(config: PipelineConfig) -> None:
+    """End the active configuration, and refuse what programs without flags cannot have."""
+    clear_configuration()
+    if config.disaggregation is not None:
+        raise ConfigurationError(
+            "{disaggregation} needs a training loop that supports both roles; start Megatron's own "
+            "with --forward-backward-disaggregating"
+        )
+
+
+def _select_device(name: str) -> None:
+    if name == "auto":
+        return
+    found = devices.take(name)
+    if found.name != name:
+        raise DeviceError(
+            f"device {name} came after the {found.name} backend was armed (megatron.core was "
+            f"imported before); call configure first, or set MEGATRON_EXT_DEVICE={name}"
+        )
+
+
+def _pipeline(
+    config: PipelineConfig, pipeline_ranks: int, num_microbatches: int, world_size: int
+) -> Pipeline:
+    """Return the pipeline, after proving that its table exists."""
+    name = config.schedule or base_table(config.chunks)
+    twins = twins_of(name)
+    if config.schedule is not None or config.dynamic is not None:
+        check_ranks(name, pipeline_ranks, twins)
+    if num_microbatches % twins:
+        raise ConfigurationError(
+            "{num_microbatches} {count} must be even for the two mirrored pipelines of {name}; "
+            "use {fewer} or {more}",
+            count=num_microbatches,
+            name=name,
+            fewer=num_microbatches - 1,
+            more=num_microbatches + 1,
+        )
+    pipeline = Pipeline(
+        replace(config, schedule=name),
+        pipeline_ranks,
+        num_microbatches // twins,
+        over_torch=torch_is_best(config, world_size),
+    )
+    validate(pipeline.full)
+    return pipeline
