@@ -131,7 +131,7 @@ COMMANDS = {
     "__main__.py",
     "cli.py",
     "devices/__init__.py",  # the device, before Megatron's parser
-    "disaggregation/arguments.py",  # for config/hosting.py
+    "disaggregation/role_settings.py",  # for config/hosting.py
     "upstream/parent.py",
     "upstream/runner.py",
     "upstream/person_view.py",

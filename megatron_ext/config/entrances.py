@@ -28,7 +28,7 @@ from megatron_ext.config.active import (
 from megatron_ext.config.hosting import inspect, torch_is_best
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig, is_of_type
 from megatron_ext.config.stages import ModelBuild, build_of, check_ranks
-from megatron_ext.disaggregation.arguments import roles_in_words
+from megatron_ext.disaggregation.role_settings import roles_in_words
 from megatron_ext.errors import ArgumentsError, DeviceError
 from megatron_ext.patches.registry import REGISTRY
 from megatron_ext.schedules import commands

@@ -40,13 +40,13 @@ from megatron_ext.config.incompatible import (
 )
 from megatron_ext.config.pipeline_config import ConfigurationError, PipelineConfig
 from megatron_ext.config.stages import check_ranks
-from megatron_ext.disaggregation.arguments import (
+from megatron_ext.disaggregation.ranks import rank_map
+from megatron_ext.disaggregation.role_settings import (
     has_dropout,
     job_of,
     profiles_with_torch,
     role_arguments,
 )
-from megatron_ext.disaggregation.ranks import rank_map
 from megatron_ext.errors import ArgumentsError, ScheduleError, UserError
 from megatron_ext.schedules.generators.catalog import CSV_PREFIX, generate
 from megatron_ext.schedules.search.queues import check_queues

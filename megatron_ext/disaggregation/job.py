@@ -1,6 +1,6 @@
 """The disaggregated job that this process is part of.
 
-`arguments.py` creates it. Patches and trainers query `current`; None: disaggregation is off.
+`role_settings.py` creates it. Patches and trainers query `current`; None: disaggregation is off.
 """
 
 from __future__ import annotations
