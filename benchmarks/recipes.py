@@ -149,6 +149,7 @@ _SCOPES = {
     "pairs": "`--overlap-moe-expert-parallel-comm` with a schedule of ours",
     "twins": "two mirrored pipelines",
     "microbatch_rng": "`--microbatch-rng`, and with it `--use-dpp` and disaggregation with dropout",
+    "stock_microbatch_rng": "`--microbatch-rng` under Megatron's own schedules",
     "dynamic": "`--use-dpp` with several replicas",
     "crossed": "`--use-dpp` on mirrored pipelines",
     "pack": "`--pipeline-balance pack`",

@@ -246,7 +246,8 @@ def inspect(
         config = replace(config, microbatch_rng=True)  # both roles must draw the same masks
     found.config = config
     if config.draws_by_microbatch:
-        found.refuse("--microbatch-rng", args, RULES["microbatch_rng"])
+        stock = RULES["stock_microbatch_rng"] if config.schedule is None else ()
+        found.refuse("--microbatch-rng", args, (*RULES["microbatch_rng"], *stock))
     if config.balance == "pack":
         found.refuse("--pipeline-balance pack", args, RULES["pack"])
     if config.slices > 1:

@@ -295,17 +295,9 @@ RULES: dict[str, tuple[Rule, ...]] = {
         Rule(
             ("moe_token_dispatcher_type",),
             "--moe-token-dispatcher-type allgather, Megatron's default",
-            "its communication is no step of its own",
+            "it gathers tokens in a buffer that the other one of the pair writes",
             "use alltoall or flex",
             lambda dispatcher: dispatcher not in ("alltoall", "flex"),
-        ),
-        Rule(
-            ("bf16", "fp16"),
-            "single precision",
-            "Megatron's plans are for half precision",
-            "add --bf16",
-            # Recipes of Megatron-Bridge have it elsewhere.
-            lambda *halves: False in halves and not any(halves),
         ),
         Rule(
             ("recompute_granularity", "recompute_method", "recompute_num_layers"),
@@ -356,11 +348,14 @@ RULES: dict[str, tuple[Rule, ...]] = {
             "leave one of them out",
             _records_graphs,
         ),
+    ),
+    # The same under Megatron's own schedules.
+    "stock_microbatch_rng": (
         Rule(
             ("overlap_moe_expert_parallel_comm",),
             "--overlap-moe-expert-parallel-comm",
             "it interleaves two micro-batches, and each has its own random numbers",
-            "leave one of them out",
+            "add --pipeline-schedule interleaved, or leave one of them out",
         ),
     ),
     # For data-parallel replicas that choose their order independently.
@@ -739,7 +734,8 @@ def refuse_built(built: Any, config: PipelineConfig, pipeline: Pipeline, world_s
     renamed = {dest: fields[name] for dest, name in MEGATRON_FIELDS.items() if name in fields}
     args = Namespace(**{**fields, **renamed, "world_size": world_size})
     if config.draws_by_microbatch:
-        refuse("microbatch_rng", args, RULES["microbatch_rng"])
+        stock = RULES["stock_microbatch_rng"] if config.schedule is None else ()
+        refuse("microbatch_rng", args, (*RULES["microbatch_rng"], *stock))
     if config.balance == "pack":
         refuse("balance pack", args, RULES["pack"])
     if config.slices > 1:

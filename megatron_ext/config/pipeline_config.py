@@ -273,11 +273,6 @@ class PipelineConfig:
             return
         self._check_schedule()
         self._check_transport()
-        if self.pairs and self.dynamic is not None:
-            raise ConfigurationError(
-                "{pairs} cannot run with {dynamic}: a rank that chooses its next action has no "
-                "partner for it yet; leave one of them out"
-            )
 
     def _check_slices(self) -> None:
         shares_of_equal_cost(self.slices)

@@ -62,17 +62,22 @@ def _has_pairs() -> bool:
     return pipeline is not None and pipeline.config.pairs
 
 
-def _allow_one_stage(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Have Megatron check its overlap as if a rank with one stage had one virtual stage."""
-    given = instance.virtual_pipeline_model_parallel_size
-    if given is not None or instance.pipeline_model_parallel_layout is not None:
-        call(*args, **kwargs)
-        return
-    instance.virtual_pipeline_model_parallel_size = 1
+def _check_without_overlap(call: Call, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Have Megatron check everything but its own overlap, whose limits are wider in pairs."""
+    given = {name: getattr(instance, name) for name in _CHECKED_WITH_OVERLAP}
+    vars(instance).update(dict.fromkeys(given, False))
     try:
         call(*args, **kwargs)
     finally:
-        instance.virtual_pipeline_model_parallel_size = None
+        vars(instance).update(given)
+
+
+_CHECKED_WITH_OVERLAP = (
+    "overlap_moe_expert_parallel_comm",
+    "delay_wgrad_compute",
+    "ep_overlap_early_attn_memory_release",
+)
+"""The overlap, and what Megatron accepts only with it."""
 
 
 def _is_stock_and_draws_by_microbatch() -> bool:
@@ -176,12 +181,12 @@ PATCHES = (
     Patch(
         id="schedules.pairs",
         target="megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-        fn=_allow_one_stage,
+        fn=_check_without_overlap,
         when=_has_pairs,
-        order=20,  # inside schedules.model_config, which reads the true number
+        order=20,  # inside schedules.model_config, which reads the true settings
         feature="schedules",
-        reason="overlaps expert communication under its interleaved schedule only; pairs need no "
-        "virtual stages",
+        reason="checks its own overlap of expert communication, under its interleaved schedule; "
+        "pairs need neither virtual stages nor half precision",
     ),
     Patch(
         id="schedules.gradient_config",

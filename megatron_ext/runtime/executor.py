@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_ext.runtime.ordering import Order
     from megatron_ext.runtime.program import Program, Table
     from megatron_ext.runtime.run_ahead import RunAhead
-    from megatron_ext.schedules.table.actions import Action
+    from megatron_ext.schedules.table.actions import Action, Kind
     from megatron_ext.schedules.table.communication import Exchange, Transfer
     from megatron_ext.transport.base import Transport
 
@@ -99,6 +99,12 @@ class Observer(TransportObserver):
             position: Index of the action in table order.
             action: The action that ran.
         """
+
+    def begin_exchange(self) -> None:
+        """Called when experts are about to exchange tokens, in the stream that does; pairs only."""
+
+    def end_exchange(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Called behind it, with the action that it belongs to."""
 
     def end_step(self, executed: Sequence[Executed], wall_s: float) -> None:
         """Called when a step is complete.
@@ -244,15 +250,20 @@ class Executor:
         self.transport.begin([*self.order.expected(), *self.program.expected], self.table.slots)
         exchanges = self.program.exchanges
         begins = self.table.begins
-        for number in self.order:
-            self._run(begins[number], exchanges[number])
+        for choice in self.order:
+            if isinstance(choice, int):
+                exchange = exchanges[choice]
+                self._run(range(begins[choice], begins[choice] + len(exchange.actions)), exchange)
+            else:
+                forward, backward = choice
+                self._run(choice, exchanges[forward]._replace(partner=exchanges[backward]))
         self.transport.flush(self.timeout_s)
         wall_s = time.perf_counter() - begin_s
         self._check_complete()
         for observer in observers:
             observer.end_step(self._executed, wall_s)
 
-    def _run(self, position: int, exchange: Exchange) -> None:
+    def _run(self, positions: Sequence[int], exchange: Exchange) -> None:
         actions, partner, run_ahead = exchange.actions, exchange.partner, self.run_ahead
         # Before the inputs are received: on the device they would hold memory during the wait.
         if run_ahead is not None:
@@ -287,16 +298,16 @@ class Executor:
         if run_ahead is not None:
             run_ahead.record(action if partner is None else " and ".join(map(str, actions)))
         for observer in self._ends:
-            for ended in reversed(actions):
-                observer.end_action(position + actions.index(ended), ended)
+            for position, ended in zip(reversed(positions), reversed(actions), strict=True):
+                observer.end_action(position, ended)
         if exchange.outputs:
             self._deliver(exchange, outputs)
         if partner is not None and partner.outputs:
             self._deliver(partner, found)
         # Send results before bookkeeping: freeing a backward's graph takes as long as a send.
         del saved
-        for index, ended in enumerate(actions, position):
-            self._executed.append((index, ended, took_s))
+        for position, ended in zip(positions, actions, strict=True):
+            self._executed.append((position, ended, took_s))
         if is_last:
             self.gradients.after(stage)
 
@@ -324,7 +335,7 @@ class Executor:
             return self.transport.recv(transfer.peer, transfer.message, self.timeout_s)
         except TransportError as error:
             exchanges = self.program.exchanges
-            number = next(n for n, each in enumerate(exchanges) if exchange in (each, each.partner))
+            number = next(n for n, each in enumerate(exchanges) if exchange.action in each.actions)
             raise type(error)(
                 f"{self.name_of(None)} cannot run {exchange.action}, action "
                 f"{number} of its {len(exchanges)} in "

@@ -101,14 +101,19 @@ def leaders(peers: Sequence[Iterable[int]]) -> list[int]:
     return [root(rank) for rank in range(len(peers))]
 
 
+Choice = int | tuple[int, int]
+"""What a rank runs next: the position of an exchange of the table, or those of a forward and a
+backward, as a pair."""
+
+
 class Order(Protocol):
     """The order in which one rank runs its actions in one step."""
 
     def expected(self) -> list[Expected]:
         """Return the messages that the order itself receives, beyond those of the actions."""
 
-    def __iter__(self) -> Iterator[int]:
-        """Yield positions in the table; the caller runs each action before it asks for the next."""
+    def __iter__(self) -> Iterator[Choice]:
+        """Yield choices; the caller runs each before it asks for the next."""
 
     def handed(self, message: Message) -> None:
         """Record that a tensor is available for another stage of this rank."""
@@ -124,7 +129,7 @@ class TableOrder:
         """Return nothing: a static order needs no messages."""
         return []
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Choice]:
         """Yield the positions in ascending order."""
         return iter(range(len(self.table.exchanges)))
 
@@ -141,11 +146,11 @@ class _Pace:
     ran_s: float = 0.0
     ran_units: float = 0.0
 
-    def ended(self, index: int, took_s: float) -> None:
-        """Count an action."""
+    def ended(self, indices: Sequence[int], took_s: float) -> None:
+        """Count an action, or a pair."""
         self.ran_s += took_s
         if self.durations:
-            self.ran_units += self.durations[index]
+            self.ran_units += sum(self.durations[index] for index in indices)
 
     def seconds(self, units: float) -> float:
         """Return what a number of cost units takes; 0 until an action has ended."""
@@ -172,8 +177,8 @@ class PolicyOrder:
     pace: _Pace = field(init=False)
     _arrived: Counter[Message] = field(default_factory=Counter, init=False)
     """Tensors that have arrived of each message of several, and notices of their launches."""
-    _running: deque[int] = field(default_factory=deque, init=False)
-    """Actions that the device has not ended, oldest first."""
+    _running: deque[Sequence[int]] = field(default_factory=deque, init=False)
+    """Actions that the device has not ended, alone or as pairs, oldest first."""
     _idle_s: float = field(default=0.0, init=False)
     """When this rank had nothing to run any more, by the host's clock."""
 
@@ -186,8 +191,8 @@ class PolicyOrder:
         """Return nothing: a policy decides by the messages of the actions."""
         return []
 
-    def __iter__(self) -> Iterator[int]:
-        """Choose an action, send its position to the followers, and yield it.
+    def __iter__(self) -> Iterator[Choice]:
+        """Choose an action, or a pair, send its position to the followers, and yield it.
 
         Raises:
             TransportTimeout: No action is ready, and nothing arrived for `timeout_s`.
@@ -205,20 +210,27 @@ class PolicyOrder:
             ahead.wait_until(0)
             ahead.listen(self.transport.wake)
         try:
-            for number in range(len(self.table.exchanges)):
-                index = self._choose()
-                position = self.table.positions[progress.row[index]]
-                for follower in self.followers:
-                    choice = torch.tensor([position], dtype=torch.int32)  # on the CPU: no sync
-                    self.transport.isend(choice, follower, Message("D", 0, number))
+            number = 0
+            while progress.left:
+                indices = self._choose()
+                positions = [self.table.positions[progress.row[index]] for index in indices]
+                for position in positions:
+                    # Of a pair the forward is marked; the backward follows.
+                    marked = len(positions) > 1 and position == positions[0]
+                    sent = position + marked * len(progress.row)
+                    for follower in self.followers:
+                        choice = torch.tensor([sent], dtype=torch.int32)  # on the CPU: no sync
+                        self.transport.isend(choice, follower, Message("D", 0, number))
+                    number += 1
                 begin_s = time.perf_counter()
-                yield position
+                yield positions[0] if len(positions) == 1 else (positions[0], positions[1])
                 if ahead is None:
-                    self.pace.ended(index, time.perf_counter() - begin_s)
+                    self.pace.ended(indices, time.perf_counter() - begin_s)
                 else:
-                    self._running.append(index)
+                    self._running.append(indices)
                 # On a device it has only been launched; what it enables runs behind it.
-                progress.finished(index)
+                for index in indices:
+                    progress.finished(index)
             # Nothing waits for the end of the last.
             while len(self._running) > 1:
                 self._wait()
@@ -230,7 +242,7 @@ class PolicyOrder:
         """Mark the tensor as arrived; its consumer may become ready."""
         self._note([message])
 
-    def _choose(self) -> int:
+    def _choose(self) -> Sequence[int]:
         self._idle_s = time.perf_counter()
         self._sleep(0.0)
         # On a device, choose while the last action runs if the policy looks ahead, so that a launch
@@ -243,7 +255,7 @@ class PolicyOrder:
             if left_s > 0:
                 self._sleep(left_s)
             elif (index := self.policy.choose()) is not None:
-                return index
+                return self.policy.with_partner(index)
             else:
                 self._wait()
 
@@ -294,10 +306,8 @@ class PolicyOrder:
         who = f"rank {dist.get_rank()} (pipeline rank {self.table.rank})"
         label = self.table.schedule.label
         if self._running:
-            return (
-                f"{who}: {progress.row[self._running[0]]} of {label} did not end on its device for "
-                f"{self.timeout_s:g} s"
-            )
+            running = " and ".join(str(progress.row[index]) for index in self._running[0])
+            return f"{who}: {running} of {label} did not end on its device for {self.timeout_s:g} s"
         remaining = [
             action for index, action in enumerate(progress.row) if not progress.done[index]
         ]
@@ -312,7 +322,7 @@ class PolicyOrder:
 
 @dataclass
 class LedOrder:
-    """Follows the leader's decisions, one message per action."""
+    """Follows the leader's decisions, one message per action; a pair takes two."""
 
     table: Table
     transport: Transport
@@ -327,16 +337,25 @@ class LedOrder:
             for number in range(len(self.table.exchanges))
         ]
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Choice]:
         """Receive and yield the leader's decisions.
 
         Raises:
             TransportError: A decision timed out, or the leader failed.
         """
         # Decisions carry their number as micro-batch: they may arrive ahead of their turn.
-        for number in range(len(self.table.exchanges)):
+        count = len(self.table.exchanges)
+        forward = None
+        for number in range(count):
             choice = self.transport.recv(self.leader, Message("D", 0, number), self.timeout_s)
-            yield int(choice.item())
+            position = int(choice.item())
+            if position >= count:
+                forward = position - count
+            elif forward is not None:
+                yield forward, position
+                forward = None
+            else:
+                yield position
 
     def handed(self, message: Message) -> None:
         """Do nothing: only what the leader has received counts."""

@@ -8,20 +8,23 @@ transport stays where the executor has it, before and after both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.pipeline_parallel import combined_1f1b, utils
 from megatron.core.pipeline_parallel import schedules as upstream
 
-from megatron_ext.runtime.compute import StageCompute
+from megatron_ext.runtime.compute import StageCompute, rng_of_this_step
 from megatron_ext.upstream.signatures import parameters
 
 if TYPE_CHECKING:
     from megatron_ext.runtime.compute import Tensors
-    from megatron_ext.schedules.table.actions import Action
+    from megatron_ext.runtime.executor import Observer
+    from megatron_ext.schedules.table.actions import Action, Kind
 
 __all__ = ["PlannedCompute"]
 
@@ -31,6 +34,9 @@ _Key = tuple[int, int]
 @dataclass
 class PlannedCompute(StageCompute):
     """Runs the actions of a training step with pairs; those outside of pairs take plans too."""
+
+    observers: Sequence[Observer] = ()
+    """Those that exchanges of tokens are reported to."""
 
     def __post_init__(self) -> None:
         """Make Megatron's stream for communication, once in a process."""
@@ -87,17 +93,22 @@ class PlannedCompute(StageCompute):
         if backward is not None:
             saved = self._live.pop(backward)
             given["b_model"] = self._stage(backward[0]).model
-        outputs, num_tokens, found = combined_1f1b.combined_forward_backward_step(
-            **given,
-            num_microbatches=call.num_microbatches,
-            input_tensor=inputs,
-            forward_data_store=store,
-            b_input_tensor=saved[0],
-            b_output_tensor=saved[1],
-            b_output_tensor_grad=gradients,
-            config=call.config,
-            collect_non_loss_data=call.collect_non_loss_data,
-        )
+        drawing: AbstractContextManager[None] = nullcontext()
+        if forward is not None and self._draws_by_microbatch:
+            # A backward draws nothing: what recomputes has the numbers of its forward.
+            drawing = rng_of_this_step(*forward)
+        with drawing:
+            outputs, num_tokens, found = combined_1f1b.combined_forward_backward_step(
+                **given,
+                num_microbatches=call.num_microbatches,
+                input_tensor=inputs,
+                forward_data_store=store,
+                b_input_tensor=saved[0],
+                b_output_tensor=saved[1],
+                b_output_tensor_grad=gradients,
+                config=call.config,
+                collect_non_loss_data=call.collect_non_loss_data,
+            )
         if forward is not None:
             for output in outputs:
                 # A layer of experts ends in the stream for communication, which owns its memory.
@@ -107,13 +118,20 @@ class PlannedCompute(StageCompute):
 
     def _planning(self, key: _Key) -> Callable[..., Any]:
         """Return Megatron's forward step for a micro-batch, in the form that makes a plan."""
-        if key not in self.table.split_backwards:
-            return self.call.forward_step_func
+        splits = key in self.table.split_backwards
 
         def step(*args: Any, **kwargs: Any) -> Any:
             plan, loss = self.call.forward_step_func(*args, **kwargs)
-            layers = (plan.get_layer(index) for index in range(plan.num_layers()))
-            for part in (plan, *layers):
+            layers = [plan.get_layer(index) for index in range(plan.num_layers())]
+            for layer in layers if self._reads_experts_input else ():
+                layer.mlp.free_input = False
+            for layer in layers if self.observers else ():
+                for node in (layer.moe_dispatch, layer.moe_combine):
+                    if isinstance(node, utils.ScheduleNode):  # none of a layer without experts
+                        node.forward_func = self._observed("F", key, node.forward_func)
+                        kind: Kind = "I" if splits else "B"
+                        node.backward_func = self._observed(kind, key, node.backward_func)
+            for part in (plan, *layers) if splits else ():
                 for node in vars(part).values():
                     if isinstance(node, utils.ScheduleNode):
                         node.forward_func = self._deferring(key, node.forward_func)
@@ -123,6 +141,28 @@ class PlannedCompute(StageCompute):
             return plan, loss
 
         return step
+
+    @cached_property
+    def _reads_experts_input(self) -> bool:
+        """Return whether weight gradients of experts read what the dispatch has returned.
+
+        Several experts read a copy that is sorted by them. Megatron 0.16 frees it anyway.
+        """
+        config = self.call.config
+        return bool(config.num_moe_experts == config.expert_model_parallel_size)
+
+    def _observed(self, kind: Kind, key: _Key, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return an exchange of tokens that observers see."""
+
+        def run(*args: Any) -> Any:
+            for observer in self.observers:
+                observer.begin_exchange()
+            made = function(*args)
+            for observer in self.observers:
+                observer.end_exchange(kind, *key)
+            return made
+
+        return run
 
     def _deferring(self, key: _Key, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a part of a layer that leaves weight gradients to W.

@@ -158,6 +158,8 @@ def make_table(
         slots = slots_for_forward(schedule) + num_microbatches * most_hops(routes, placement)
         return Table(replace(schedule, routes=routes), rank, slots)
     schedule = replace(pipeline.schedule(num_microbatches), routes=routes)
+    if pipeline.dynamic is not None:  # ranks choose their pairs themselves
+        schedule = replace(schedule, pairs=())
     # Checked at the start of the run for the batch sizes known then; this may be another one.
     if pipeline.transport == "torch":
         check_queues(schedule)

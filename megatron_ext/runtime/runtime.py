@@ -22,7 +22,13 @@ from megatron_ext.config import active
 from megatron_ext.errors import ScheduleError
 from megatron_ext.runtime.compute import Call, MicrobatchData, StageCompute, TwinExchange
 from megatron_ext.runtime.connect import channels_of, open_transport
-from megatron_ext.runtime.executor import Executed, Executor, Observer, num_out_of_order
+from megatron_ext.runtime.executor import (
+    Executed,
+    Executor,
+    Observer,
+    num_out_of_order,
+    overrides,
+)
 from megatron_ext.runtime.lengths import BalancedStep, ReplicaExchange, cost_of_model
 from megatron_ext.runtime.ordering import Agreement, LedOrder, Order, PolicyOrder, TableOrder, agree
 from megatron_ext.runtime.plans import PlannedCompute
@@ -237,7 +243,10 @@ class Runtime:
         for stage, chunk in zip(stages, call.chunks, strict=True):
             self.splits.register_modules(stage, chunk)
         forms = None if self.trees is None else self.trees.forms(call, shapes)
-        pairs = not call.forward_only and bool(table.schedule.pairs_of(table.rank))
+        pairs = not call.forward_only and (
+            bool(table.schedule.pairs_of(table.rank))
+            or (self.pipeline.config.pairs and self.agreement is not None)
+        )
         if forms is None or self.trees is None:
             kind: type[StageCompute] = PlannedCompute if pairs else StageCompute
             if table.schedule.num_slices > 1:
@@ -255,6 +264,8 @@ class Runtime:
             listening += self.observers
             for observer in self.observers:
                 observer.begin_step(compute)
+            if isinstance(compute, PlannedCompute):
+                compute.observers = [o for o in listening if overrides(o, "end_exchange")]
         executor = Executor(
             table=table,
             program=self._program(table, shapes, call.config.pipeline_dtype, forms),

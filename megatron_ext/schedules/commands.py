@@ -560,8 +560,9 @@ def training_flags(schedule: Schedule, costs: Costs = UNIT) -> str:
     else:
         chosen = get(schedule.name).chosen_by(schedule)
     made_for = "" if costs == UNIT else f" --pipeline-costs {costs}"
+    paired = " --overlap-moe-expert-parallel-comm" if schedule.pairs else ""
     size = schedule.num_stages if schedule.disaggregated else schedule.pp
-    return f"--pipeline-model-parallel-size {size} {chosen}{made_for}"
+    return f"--pipeline-model-parallel-size {size} {chosen}{made_for}{paired}"
 
 
 _HEADS = ("schedule", "makespan", "ideal", "bubble", "bubble %", "peak act.", "weights", "messages")

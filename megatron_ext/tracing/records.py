@@ -56,6 +56,8 @@ ACTION_NAMES = {
 }
 """By kind of action: how its spans are called."""
 _ACTIONS = frozenset(ACTION_NAMES.values())
+_EXCHANGES = 1000
+"""Distance of a rank's second row, that of the stream in which experts exchange tokens."""
 
 
 class Span(NamedTuple):
@@ -63,7 +65,7 @@ class Span(NamedTuple):
 
     name: str
     """One of `ACTION_NAMES`, or `send`, `receive`, `wait`, `reduce`, `optimizer`, `weights`,
-    `wire`."""
+    `wire`, `exchange`."""
     begin_ns: int
     """Since the begin of the iteration."""
     end_ns: int
@@ -72,7 +74,8 @@ class Span(NamedTuple):
     ranks), for (F: an activation, B: a gradient), stage that needs it, microbatch, bytes. `wait`:
     cause (input, slot, leader, credit, flush) and, for an input, on (the global rank), for, stage,
     microbatch. `wire`, which takes no time: peer (global rank), and wire, which carries its
-    messages."""
+    messages. `exchange`, of tokens with other experts, in a stream of its own: of (F, B or I),
+    stage, microbatch."""
 
 
 @dataclass(frozen=True)
@@ -129,12 +132,17 @@ def labels(header: Header) -> list[dict[str, Any]]:
     pid, tid = header.row
     place = f"data {header.data} pipeline {header.pipeline}"
     host = f" on {header.host}" if header.host else ""
-    return [
+    found: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": place}},
         {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}},
         {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid,
          "args": {"name": f"rank {header.rank}{host}"}},
     ]  # fmt: skip
+    if header.settings.get("pairs"):
+        name = {"name": f"rank {header.rank}{host}, exchanges of experts"}
+        row = {"pid": pid, "tid": tid + _EXCHANGES}
+        found.append({"name": "thread_name", "ph": "M", **row, "args": name})
+    return found
 
 
 def header_line(header: Header) -> str:
@@ -176,12 +184,15 @@ def iteration_line(
             goes on in the next line.
     """
     place = '"ph":"X","pid":{},"tid":{}'.format(*row)
+    beside = f'"ph":"X","pid":{row[0]},"tid":{row[1] + _EXCHANGES}'
     parts = []
     for name, start, stop, attributes in spans:
         title = name
         if name == "wait":
             on = attributes.get("on")
             title = f"wait: {attributes.get('cause')}" if on is None else f"wait for rank {on}"
+        elif name == "exchange":
+            title = f"{attributes.get('of')} {attributes.get('microbatch', '')}"
         elif name in _ACTIONS:
             title = f"{name} {attributes.get('microbatch', '')}"
         about = ",".join([
@@ -189,7 +200,8 @@ def iteration_line(
             for key, value in attributes.items()
         ])  # fmt: skip
         parts.append(
-            f',{{"name":"{title}","cat":"{name}",{place},"ts":{_us(begin_ns + start)},'
+            f',{{"name":"{title}","cat":"{name}",{beside if name == "exchange" else place},'
+            f'"ts":{_us(begin_ns + start)},'
             f'"dur":{_us(stop - start)},"args":{{{about}}}}}'
         )
     if end is not None:

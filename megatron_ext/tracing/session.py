@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.active import Active
     from megatron_ext.message import Message
     from megatron_ext.runtime.compute import StageCompute
-    from megatron_ext.schedules.table.actions import Action, Schedule
+    from megatron_ext.schedules.table.actions import Action, Kind, Schedule
     from megatron_ext.transport.base import Expected
     from megatron_ext.transport.observed import WaitsFor
 
@@ -118,6 +118,7 @@ class Session(Observer):
         """By outstanding message: its sender."""
         self._began_collective: Any = None
         self._began_action: Any = None
+        self._began_exchange: Any = None
         self._began_message: Any = None
         self._in_iteration = False
         self._collectives = 0
@@ -202,6 +203,15 @@ class Session(Observer):
             if saved is not None:
                 chunk = compute.table.schedule.placement.chunk_of(stage)
                 self.made(stage, saved[1], compute.call.chunks[chunk])
+
+    def begin_exchange(self) -> None:
+        """Stamp the stream that exchanges the tokens of experts."""
+        self._began_exchange = self._stamp()
+
+    def end_exchange(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Record the exchange."""
+        about = {"of": kind, "microbatch": microbatch, "stage": stage}
+        self._record("exchange", self._began_exchange, about)
 
     def made(self, stage: int, outputs: Sequence[Any], model: torch.nn.Module) -> None:
         """Measure what the first recorded forward of a stage keeps for its backward."""
@@ -336,6 +346,7 @@ def _identity(found: Active) -> tuple[Path, Header]:
     if pipeline is not None:  # includes settings that other flags imply
         settings |= {"pipeline_schedule": pipeline.name, "transport": pipeline.transport}
         settings["stash_ratio"] = pipeline.config.stash_ratio
+        settings["pairs"] = pipeline.config.pairs
         if pipeline.dynamic is not None:
             settings["dpp_policy"] = pipeline.dynamic.policy
             settings["dpp_extra_activations"] = pipeline.dynamic.margin

@@ -256,6 +256,13 @@ def test_what_a_table_does_anyway_is_dropped(
     assert any(line.startswith("--delay-wgrad-compute is dropped") for line in caplog.messages)
 
 
+def test_megatrons_own_overlap_cannot_draw_by_micro_batch(args: Namespace) -> None:
+    vars(args).update({**EXPERTS, "microbatch_rng": True, "seed": 1234})
+    with pytest.raises(ArgumentsError, match="add --pipeline-schedule interleaved"):
+        prepare(args)
+    choose(args, "interleaved")
+
+
 def test_megatrons_own_overlap_is_left_alone(args: Namespace) -> None:
     vars(args).update(EXPERTS)
     prepare(args)
@@ -267,14 +274,11 @@ def test_megatrons_own_overlap_is_left_alone(args: Namespace) -> None:
     ("dest", "value", "reason"),
     [
         ("moe_token_dispatcher_type", "allgather", "use alltoall or flex"),
-        ("bf16", False, "add --bf16"),
         ("recompute_granularity", "full", "use --recompute-granularity selective"),
         ("recompute_modules", ["core_attn", "moe"], "use core_attn, layernorm"),
         ("moe_shared_expert_overlap", True, "the shared expert hides"),
         ("hybrid_layer_pattern", "M*M-", "hybrid models"),
         ("variable_seq_lengths", True, "gives plans no lengths"),
-        ("use_dpp", True, "--overlap-moe-expert-parallel-comm cannot run with --use-dpp"),
-        ("microbatch_rng", True, "each has its own random numbers"),
     ],
 )
 def test_what_plans_cannot_do_is_refused(

@@ -55,11 +55,12 @@ def test_it_learns(model: str, on_cpu: Callable[[str], list[float]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["dualpipe-v", "1f1b"])
+@pytest.mark.parametrize("schedule", ["dualpipe-v", "zb-v", "1f1b", "bitpipe"])
 def test_deepseek_in_pairs(schedule: str, tmp_path: Path) -> None:
     """The command of its README, which nothing in the model's own flags but `moe` excludes."""
     flags = f"--bf16 --pipeline-schedule {schedule} --overlap-moe-expert-parallel-comm "
-    flags += "--recompute-modules mla_up_proj layernorm"
+    flags += "--recompute-modules mla_up_proj layernorm "
+    flags += "--pipeline-model-parallel-size 4" if schedule == "bitpipe" else ""
     found = train("deepseek-v3", tmp_path, *flags.split(), ranks=4)
     assert found[-1] < found[0]
 

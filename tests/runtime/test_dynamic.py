@@ -27,7 +27,17 @@ from tests.training.helpers import LLAMA, MOCK, MOE, NO_DROPOUT, bert_flags
 
 from . import toy
 from .capture import PP2, PP4, train
-from .test_equality import EP2, SHARDED, TP2, VPP2, assert_equal, stock
+from .test_equality import (
+    EP2,
+    EXPERTS,
+    PAIRS,
+    SHARDED,
+    TP2,
+    UNCLIPPED,
+    VPP2,
+    assert_equal,
+    stock,
+)
 
 M = 8
 SEEDS = range(20)
@@ -196,6 +206,19 @@ def test_a_rank_with_nothing_to_run_says_what_its_table_waits_for() -> None:
     message = run_ranks(2, _alone)[1]
     assert "rank 1 (pipeline rank 1) can run none of its 24 remaining actions in 1f1b" in message
     assert "the first of the table is 1F0, which needs the activation that stage 1" in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["zb-v", "1f1b", "interleaved"])
+def test_members_of_an_expert_group_choose_the_same_pairs(schedule: str) -> None:
+    """With dropout, under delays: each forward draws what it draws alone."""
+    flags = f"{MOCK}{UNCLIPPED}--eval-iters 0 --global-batch-size 16 {EP2}{EXPERTS}--train-iters 2 "
+    flags += PP2 + (VPP2 if schedule == "interleaved" else "")
+    dynamic = f"{flags}--pipeline-schedule {schedule} --use-dpp {PAIRS}"
+    found = train(4, dynamic, mean_delay_s=MEAN_DELAY_S)
+    assert found.pairs > 0
+    static = f"{flags}--pipeline-schedule {schedule} --microbatch-rng "
+    assert_equal(found, train(4, static))
 
 
 def test_ranks_that_share_a_group_follow_the_lowest_one() -> None:

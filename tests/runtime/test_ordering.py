@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_ext.errors import TransportTimeout
 from megatron_ext.message import Message
-from megatron_ext.runtime.ordering import PolicyOrder
+from megatron_ext.runtime.ordering import LedOrder, PolicyOrder
 from megatron_ext.runtime.program import Table
 from megatron_ext.schedules import generate
 from megatron_ext.schedules.search.policies import Hint, Patience
@@ -211,3 +212,35 @@ def test_a_jump_is_chosen_ahead_unless_an_input_may_come_in_time(
         index = policy.choose()
         assert index is not None
         assert str(schedule.rows[0][index]) == "0F2"
+
+
+class _Decisions:
+    """Tells of all gradients at once; brings the leader's decisions to its followers."""
+
+    def __init__(self, *gradients: Message) -> None:
+        self._gradients = list(gradients)
+        self._sent: dict[Message, Any] = {}
+
+    def poll(self, timeout_s: float) -> Sequence[Message]:
+        told, self._gradients = self._gradients, []
+        return told
+
+    def isend(self, tensor: Any, rank: int, message: Message) -> None:
+        self._sent[message] = tensor
+
+    def recv(self, rank: int, message: Message, timeout_s: float) -> Any:
+        return self._sent.pop(message)
+
+
+def test_followers_run_the_pairs_of_their_leader() -> None:
+    schedule = generate("1f1b", 2, 4, pairs=True)
+    wire: Any = _Decisions(*(Message("B", 0, microbatch) for microbatch in range(4)))
+    policy = Hint(schedule, 0, cap=4, weights_fill=False)
+    table = Table(replace(schedule, pairs=()), 0, slots=2)
+    chosen = list(PolicyOrder(policy, table, wire, {"F": 1, "B": 1}, (1,), TIMEOUT_S))
+    pairs = [choice for choice in chosen if isinstance(choice, tuple)]
+    assert pairs
+    for forward, backward in pairs:
+        assert schedule.rows[0][forward].kind == "F"
+        assert schedule.rows[0][backward].kind == "B"
+    assert list(LedOrder(table, wire, 0, TIMEOUT_S)) == chosen

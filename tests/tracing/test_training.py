@@ -23,6 +23,7 @@ from megatron_ext.tracing.session import subscribe
 from tests.commands import run_package
 from tests.ranks import losses, run_ranks, run_script, start_script
 from tests.runtime.capture import GPT, PP2, PP4
+from tests.runtime.test_equality import EP2, EXPERTS, PAIRS
 from tests.tools.trace.test_report import content
 
 if TYPE_CHECKING:
@@ -105,6 +106,24 @@ def test_a_dynamic_run_is_recorded_put_together_explained_and_planned(tmp_path: 
     assert sent["1f1b"] == 3 * 2 * 4 * message
     ends = {rank for rank in range(4) for step in run.files[rank].iterations() if _told(step)}
     assert ends == {0, 3}, "ranks that read data note how much"
+
+
+@pytest.mark.slow
+def test_exchanges_of_experts_have_a_row_beside_the_actions(tmp_path: Path) -> None:
+    flags = f"{GPT}{PP2}{EP2}{EXPERTS}--global-batch-size 16 --pipeline-schedule 1f1b {PAIRS}"
+    _, run = train(flags, tmp_path / "run")
+    for rank in range(4):
+        found = [span for span in spans(run, rank) if span.name == "exchange"]
+        # A dispatch and a combine, forwards and backwards: two layers, eight micro-batches.
+        assert len(found) == 3 * 2 * 2 * 2 * 8
+        assert {span.attributes["of"] for span in found} == {"F", "B"}
+    output = tmp_path / "all.json"
+    write_chrome_trace(run, output)
+    events = json.loads(output.read_text())
+    rows = {(event["cat"] == "exchange", event["tid"]) for event in events if event["ph"] == "X"}
+    assert rows == {(False, 0), (True, 1000)}
+    predictions = forecast.forecast(tmp_path / "run").predictions
+    assert any(prediction.hidden for prediction in predictions)
 
 
 def _told(step: Iteration) -> bool:

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from megatron_ext.errors import ScheduleError
-from megatron_ext.schedules.search.pairing import marked_pairs, paired
+from megatron_ext.schedules.search.pairing import exchanging, marked_pairs, paired
 from megatron_ext.schedules.search.slicing import sliced
 from megatron_ext.schedules.table.actions import Option, Schedule
 from megatron_ext.schedules.table.costs import UNIT, Costs
@@ -248,6 +248,8 @@ def generate(
             raise ScheduleError(f"{what} must be at least 1, got {number}")
     if pairs and num_slices > 1:
         raise ScheduleError(f"{name}: slices cannot run as pairs yet; leave one of the two out")
+    if pairs:
+        costs = exchanging(costs)
     shares_of_equal_cost(num_slices)
     _check_bounds(generator, pp, num_microbatches * num_slices, chunks or generator.num_chunks)
     if generator.twins == 2:

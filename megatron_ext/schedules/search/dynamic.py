@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
@@ -246,7 +246,8 @@ class _Run:
         self._clock = Clock(schedule, costs)
         self._policies = [policies(rank) for rank in range(len(schedule.rows))]
         self._rows: list[list[Action]] = [[] for _ in schedule.rows]
-        self._running: list[int | None] = [None] * len(schedule.rows)
+        self._pairs: list[set[int]] = [set() for _ in schedule.rows]
+        self._running: list[Sequence[int]] = [()] * len(schedule.rows)
         self._events = [_Event(0.0, True, rank) for rank in range(len(schedule.rows))]
 
     def timeline(self) -> Timeline:
@@ -263,7 +264,8 @@ class _Run:
         left = sum(policy.progress.left for policy in self._policies)
         if left:
             raise ScheduleError(f"the policies of {self._schedule.label} left {left} actions")
-        done = replace(self._schedule, rows=tuple(map(tuple, self._rows)), pairs=())
+        pairs = tuple(map(frozenset, self._pairs)) if any(self._pairs) else ()
+        done = replace(self._schedule, rows=tuple(map(tuple, self._rows)), pairs=pairs)
         starts, ends = self._clock.starts, self._clock.ends
         return Timeline(done, self._costs, tuple(starts), tuple(ends))
 
@@ -280,24 +282,34 @@ class _Run:
         if event.time < again:
             heapq.heappush(self._events, _Event(again, True, rank))
             return
-        index = self._running[rank] = policy.choose()
+        index = policy.choose()
         if index is not None:
-            self._run(rank, policy.progress.row[index], event.time)
+            indices = self._running[rank] = policy.with_partner(index)
+            self._run(rank, [policy.progress.row[each] for each in indices], event.time)
 
     def _after_last(self, rank: int) -> Policy:
         """Return the policy of a rank, which knows that the last action has run."""
         policy = self._policies[rank]
-        running, self._running[rank] = self._running[rank], None
-        if running is not None:
-            policy.progress.finished(running)
+        running, self._running[rank] = self._running[rank], ()
+        for index in running:
+            policy.progress.finished(index)
         return policy
 
-    def _run(self, rank: int, action: Action, now: float) -> None:
-        self._rows[rank].append(action)
-        end = self._clock.run(rank, action, now)
-        for message, arrival in self._outputs(action, end):
-            self._announce(message, arrival)
+    def _run(self, rank: int, actions: Sequence[Action], now: float) -> None:
+        end = self._take(rank, actions, now)
+        for action in actions:
+            for message, arrival in self._outputs(action, end):
+                self._announce(message, arrival)
         heapq.heappush(self._events, _Event(end, True, rank))
+
+    def _take(self, rank: int, actions: Sequence[Action], now: float) -> float:
+        """Run an action, or a pair, from `now` on; return when it ends."""
+        row = self._rows[rank]
+        row += actions
+        if len(actions) == 1:
+            return self._clock.run(rank, actions[0], now)
+        self._pairs[rank].add(len(row) - 2)
+        return self._clock.run_pair(rank, actions[0], actions[1], now)
 
     def _outputs(self, action: Action, end: float) -> Iterator[tuple[Message, float]]:
         """Return the messages that an action makes, with their arrival."""
@@ -341,17 +353,18 @@ class _DeviceRun(_Run):
         if event.time < again and not (event.time < idle and policy.looks_ahead()):
             heapq.heappush(self._events, _Event(again, True, rank))
             return
-        index = self._running[rank] = policy.choose()
+        index = policy.choose()
         if index is not None:
-            self._launch(rank, policy.progress.row[index], event.time, idle)
+            indices = self._running[rank] = policy.with_partner(index)
+            self._launch(rank, [policy.progress.row[each] for each in indices], event.time, idle)
 
-    def _launch(self, rank: int, action: Action, now: float, idle: float) -> None:
-        """Run an action once it is launched, its input is there and the device is idle."""
+    def _launch(self, rank: int, actions: Sequence[Action], now: float, idle: float) -> None:
+        """Run an action, or a pair, once it is launched, its input is there and the device idle."""
         launched = self._launched[rank] = now + self._costs.launch
-        self._rows[rank].append(action)
-        there = 0.0 if action.kind == "W" else self._arrivals.get(tensor_of(action), 0.0)
-        end = self._clock.run(rank, action, max(launched, idle, there))
-        for message, arrival in self._outputs(action, end):
+        needed = [tensor_of(action) for action in actions if action.kind != "W"]
+        there = max((self._arrivals.get(message, 0.0) for message in needed), default=0.0)
+        end = self._take(rank, actions, max(launched, idle, there))
+        for message, arrival in (out for action in actions for out in self._outputs(action, end)):
             if self._schedule.placement.rank_of[message.stage] == rank:
                 self._announce(message, launched)  # it is there for everything launched later
             else:

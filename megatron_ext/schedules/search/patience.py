@@ -12,6 +12,9 @@ latency, so jumping ahead immediately makes them slower. Two strategies avoid th
 
 The second never loses. Among the strategies that lose nothing, simulation picks the one that is
 faster when durations vary a little.
+
+Tables with pairs take the second. A rank whose head only lacks its partner waits for it, but no
+longer than what the pair gains.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ext.errors import ScheduleError
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
+from megatron_ext.schedules.search.pairing import exchanging
 from megatron_ext.schedules.search.policies import (
     Hint,
     Patience,
@@ -32,7 +36,7 @@ from megatron_ext.schedules.search.policies import (
     activation_cap,
     make_policy,
 )
-from megatron_ext.schedules.search.simulate import simulate
+from megatron_ext.schedules.search.simulate import Clock, simulate
 from megatron_ext.schedules.table.costs import UNIT, Costs
 from megatron_ext.schedules.table.transforms import split_backwards
 from megatron_ext.schedules.table.validation import validate
@@ -96,6 +100,8 @@ def policies(
             f"{schedule.label}: backwards of a stage are not in the order of micro-batches, in "
             "which a dynamic order adds gradients; sort them, or leave --use-dpp out"
         )
+    if schedule.pairs:
+        costs = exchanging(costs)
     cap = activation_cap(schedule, extra_activations, stash_ratio)
     made = partial(make_policy, name, schedule, cap=cap, stash_ratio=stash_ratio)
 
@@ -111,7 +117,7 @@ def policies(
         return at_once
     calm = quiet(costs)
     static = simulate(schedule, calm)
-    if simulate_dynamic(schedule, at_once, calm).makespan <= static.makespan:
+    if not schedule.pairs and simulate_dynamic(schedule, at_once, calm).makespan <= static.makespan:
         return at_once
     patience = [waits_of(static, rank) for rank in range(len(schedule.rows))]
 
@@ -133,6 +139,8 @@ def policies(
         draws = (replace(calm, jitter=_JITTER, seed=seed) for seed in range(_DRAWS))
         return sum(simulate_dynamic(schedule, policy, these).makespan for these in draws)
 
+    if schedule.pairs:  # a rank that never waits finds few partners
+        return patiently
     candidates = filter(loses_nothing, (filling, patiently))
     return min(candidates, key=time_with_jitter, default=at_once)
 
@@ -146,9 +154,17 @@ def waits_of(static: Timeline, rank: int) -> Patience:
     """
     starts, ends = static.starts[rank], static.ends[rank]
     margin = _MARGIN * static.costs.forward
+    row, pairs = static.schedule.rows[rank], static.schedule.pairs_of(rank)
+    clock = Clock(static.schedule, static.costs)
+    durations = list(map(clock.time_of, row))
+    gains = [0.0] * len(row) if pairs else []
+    for index in pairs:
+        alone = durations[index] + durations[index + 1]
+        gains[index] = alone - (ends[index] - starts[index])
     return Patience(
         waits=[start - free + margin for start, free in zip(starts, [0.0, *ends], strict=False)],
-        durations=[end - start for start, end in zip(starts, ends, strict=True)],
+        durations=durations,
+        gains=gains,
     )
 
 

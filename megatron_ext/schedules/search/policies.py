@@ -83,6 +83,8 @@ class Patience:
     """By position of the head: time from when the rank is idle until it may skip the head."""
     durations: Sequence[float]
     """By position: duration of the action by these costs; calibrates the unit."""
+    gains: Sequence[float] = ()
+    """By position of the head: what it saves in the table's pair, alone 0. Empty: no pairs."""
 
 
 class Policy(Protocol):
@@ -106,6 +108,12 @@ class Policy(Protocol):
 
     def choose(self) -> int | None:
         """Choose the next action: its position in the rank's row, or None if none may run."""
+
+    def with_partner(self, index: int) -> tuple[int, ...]:
+        """Return the action that was just chosen, and with pairs what runs with it.
+
+        The forward of a pair comes first.
+        """
 
 
 class Curve:
@@ -198,6 +206,9 @@ class Hint:
         self.patience = patience
         self._head = 0
         self._weights_fill = weights_fill
+        self._pairs = schedule.pairs_of(rank)
+        self._follows = False
+        """Whether the last chosen action follows its input."""
 
     def again(self) -> Hint:
         """Return the policy of another step."""
@@ -210,9 +221,9 @@ class Hint:
         if self.patience is None:
             return 0.0
         self._advance()
-        if not self.progress.left or self._runs_head():
+        if not self.progress.left or ((runs := self._runs_head()) and not self._lacks_partner()):
             return 0.0
-        return self.patience.waits[self._head]
+        return (self.patience.gains if runs else self.patience.waits)[self._head]
 
     def looks_ahead(self) -> bool:
         """Return whether the head can run or follow, or another action can and nothing is due."""
@@ -220,7 +231,7 @@ class Hint:
         if not self.progress.left:
             return False
         if self._runs_head():
-            return True
+            return not self._lacks_partner()
         if self.patience is not None:
             return False
         if self._first() is None:
@@ -231,6 +242,7 @@ class Hint:
         """Choose the first ready and admissible action, else one that can follow its input."""
         self._advance()
         found = self._first()
+        self._follows = found is None
         if found is not None:
             index: int | None = heapq.heappop(found)
         else:
@@ -241,6 +253,25 @@ class Hint:
             self.progress.chosen()
             self.live += self._rest.take(index)
         return index
+
+    def with_partner(self, index: int) -> tuple[int, ...]:
+        """Return a forward with the first ready backward, and the other way round."""
+        found = None if self._follows else self._partners(index)
+        if found is None:
+            return (index,)
+        other = heapq.heappop(found)
+        self.live += self._rest.take(other)
+        return _forward_first(self.progress, index, other)
+
+    def _partners(self, index: int) -> list[int] | None:
+        """Return the ready actions of which the first can be the partner of another."""
+        found = _others(self.progress, index) if self._pairs else None
+        return found if found is not None and self._is_admissible(found[0]) else None
+
+    def _lacks_partner(self) -> bool:
+        """Return whether the table pairs the head with an action that has not run, and none can."""
+        head = self._head
+        return head in self._pairs and not self.progress.done[head + 1] and not self._partners(head)
 
     def _change(self, action: Action) -> float:
         return self._changes[action.kind] * self._slices[action.slice]
@@ -297,6 +328,7 @@ class Greedy:
     def __init__(self, schedule: Schedule, rank: int, *, depth_first: bool) -> None:
         self.progress = Progress(_reordered(schedule, rank, depth_first), rank)
         self.depth_first = depth_first
+        self._pairs = bool(schedule.pairs)
         self.patience: Patience | None = None
         self._backward_next = True
 
@@ -326,6 +358,28 @@ class Greedy:
                 self._backward_next = heap is not progress.backwards
                 return heapq.heappop(heap)
         return None
+
+    def with_partner(self, index: int) -> tuple[int, ...]:
+        """Return an action with the first ready one of the other direction."""
+        found = _others(self.progress, index) if self._pairs else None
+        if found is None:
+            return (index,)
+        return _forward_first(self.progress, index, heapq.heappop(found))
+
+
+def _others(progress: Progress, index: int) -> list[int] | None:
+    """Return the ready actions of which the first may run in a pair with another; None: none."""
+    action = progress.row[index]
+    if action.kind == "W":
+        return None
+    found = progress.backwards if action.kind == "F" else progress.forwards
+    if not found or progress.row[found[0]].microbatch == action.microbatch:
+        return None
+    return found
+
+
+def _forward_first(progress: Progress, one: int, two: int) -> tuple[int, int]:
+    return (one, two) if progress.row[one].kind == "F" else (two, one)
 
 
 def _reordered(schedule: Schedule, rank: int, depth_first: bool) -> Schedule:

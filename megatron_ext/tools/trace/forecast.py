@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,8 @@ class Prediction:
     """Bytes that stages hand on in a step, see `Traffic`; None: unknown from the trace."""
     weight_copies: int = 1
     """Ranks that hold the weights of one stage."""
+    hidden: float | None = None
+    """Part of the experts' exchanges that runs behind computation; None: the trace has none."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the prediction under the keys of `plan --from-trace --json`."""
@@ -82,6 +85,7 @@ class Prediction:
             "memory_bytes": self.memory_bytes,
             "bounds_memory": self.bounds_memory,
             "sent_bytes": self.sent_bytes,
+            "all_to_all_hidden": self.hidden,
         }
 
 
@@ -147,6 +151,8 @@ class StageCosts:
     latency_s: float
     jitter: float
     """Sigma of the logarithm of an action's time."""
+    all_to_all: float = 0.0
+    """Part of forwards and input gradients in which experts exchange tokens; 0: not known."""
 
     def resampled(self, num_stages: int) -> StageCosts:
         """Return the costs of the same model cut into another number of equal stages.
@@ -182,6 +188,7 @@ class StageCosts:
             latency=self.latency_s,
             stage_scale=tuple(total / mean for total in totals),
             jitter=self.jitter if jitter else 0.0,
+            all_to_all=self.all_to_all,
         )
 
 
@@ -223,7 +230,17 @@ def measured_costs(run: Run, schedule: Schedule) -> StageCosts:
     forwards, inputs, weights = zip(*rows, strict=True)
     delays = [speed.delay_ns for speed in link_speeds(run) if speed.delay_ns is not None]
     latency_s = statistics.median(delays) / 1e9 if delays else 0.0
-    return StageCosts(forwards, inputs, weights, latency_s, statistics.median(sigmas or [0.0]))
+    exchanged_s = sum(_exchange_s(run, stage) for stage in range(schedule.num_stages))
+    share = min(1.0, exchanged_s / sum(forwards))
+    jitter = statistics.median(sigmas or [0.0])
+    return StageCosts(forwards, inputs, weights, latency_s, jitter, share)
+
+
+def _exchange_s(run: Run, stage: int) -> float:
+    """Return what a forward of a stage exchanges between experts, in seconds."""
+    key = ACTION_NAMES["F"], stage
+    found = [s.exchanges[key].median_ns for s in run.surveys if key in s.exchanges]
+    return statistics.median(found) / 1e9 if found else 0.0
 
 
 def planned(run: Run, schedule: Schedule) -> Timeline:
@@ -335,7 +352,8 @@ def predict(run: Run, memory_gb: float | None = None) -> Forecast:
     notes = list(run.notes)
     measured = _measured(run, schedule, notes)
     found, left_out = [], []
-    for pipeline in _pipelines(schedule, measured.stash_ratio):
+    pairs = (False, True) if measured.costs.all_to_all else (False,)
+    for pipeline in _pipelines(schedule, measured.stash_ratio, pairs):
         try:
             found.append(_predict(measured, pipeline))
         except ScheduleError as error:  # noqa: PERF203 - each schedule may refuse
@@ -377,15 +395,16 @@ def _shared_cpus(run: Run) -> str | None:
     return f"{ranks[worst]} ranks shared {len(cpus[worst])} CPUs"
 
 
-def _pipelines(measured: Schedule, stash_ratio: float) -> Iterator[Pipeline]:
+def _pipelines(measured: Schedule, stash_ratio: float, pairs: Sequence[bool]) -> Iterator[Pipeline]:
     """Yield every configuration that fits the ranks and micro-batches of a run."""
     seen: set[tuple[object, ...]] = set()
-    for generator in registered().values():
+    for generator, paired in product(registered().values(), pairs):
         count = measured.total_microbatches // generator.twins
         for variant in commands.variants(generator, None, {}):
             options = dict(variant)
             chunks = options.pop("chunks", None)
             config = PipelineConfig(
+                pairs=paired,
                 schedule=generator.name,
                 chunks=None if chunks is None else int(chunks),
                 options=options,
@@ -394,7 +413,8 @@ def _pipelines(measured: Schedule, stash_ratio: float) -> Iterator[Pipeline]:
             yield Pipeline(config, measured.pp, count)
             for policy in POLICIES:
                 # All policies but hint ignore the order of the table.
-                where = policy, generator.num_chunks if chunks is None else chunks, generator.twins
+                number = generator.num_chunks if chunks is None else chunks
+                where = policy, number, generator.twins, paired
                 if policy == DynamicOrder.policy or where not in seen:
                     seen.add(where)
                     ordered = replace(config, dynamic=DynamicOrder(policy=policy))
@@ -467,6 +487,7 @@ def _of_table(measured: _Measured, pipeline: Pipeline, costs: Costs) -> Predicti
         bounds_memory=pipeline.dynamic is None or pipeline.dynamic.policy == DynamicOrder.policy,
         sent_bytes=None if traffic is None else traffic.under(static.placement),
         weight_copies=static.weight_copies,
+        hidden=statistics.fmean(step.hidden for step in steps) if costs.all_to_all else None,
     )
 
 
@@ -508,12 +529,14 @@ def _measured(run: Run, schedule: Schedule, notes: list[str]) -> _Measured:
 
 def table(found: Forecast, limit: int = 20) -> str:
     """Return the predictions as text, with the flags to paste."""
-    rows = [("schedule", "step ms", "bubble %", "sent MiB", "memory GiB")]
     shown = found.predictions[:limit]
+    hides = any(p.hidden is not None for p in shown)
+    rows = [("schedule", "step ms", "bubble %", "sent MiB", "memory GiB", *["hidden %"] * hides)]
     for p in shown:
         sent = "-" if p.sent_bytes is None else f"{p.sent_bytes / 2**20:.4g}"
         times = f"{1e3 * p.step_s:.1f}", f"{100 * p.bubble_ratio:.1f}"
-        rows.append((p.label, *times, sent, _gib(p)))
+        hidden = [] if p.hidden is None else [f"{100 * p.hidden:.0f}"]
+        rows.append((p.label, *times, sent, _gib(p), *hidden))
     traced = f"traced: {found.measured}, step {1e3 * found.measured_s:.1f} ms"
     if found.own is not None:
         traced += f", itself predicted as {1e3 * found.own.step_s:.1f} ms"

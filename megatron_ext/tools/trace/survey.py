@@ -129,6 +129,8 @@ class RankSurvey:
     actions: dict[tuple[str, int], Sample] = field(default_factory=dict)
     """By name and stage: from the begin of an action to the begin of what follows it, without
     waiting, so that what the runtime does around an action belongs to it."""
+    exchanges: dict[tuple[str, int], Sample] = field(default_factory=dict)
+    """By the same keys: what an action exchanges between experts, alone as in pairs."""
     links: dict[int, Link] = field(default_factory=dict)
     """By the global rank that sent."""
     wires: dict[int, str] = field(default_factory=dict)
@@ -293,7 +295,13 @@ def _count(found: RankSurvey, spans: Sequence[Span]) -> None:
     action: tuple[str, int] | None = None
     found.counted += 1
     begun = ended = 0
+    exchanged: dict[tuple[str, int, int], int] = defaultdict(int)
     for name, begin, end, about in spans:
+        if name == "exchange":
+            kind = ACTION_NAMES.get(str(about.get("of")), "")
+            key = kind, _whole(about.get("stage")), _whole(about.get("microbatch"))
+            exchanged[key] += end - begin
+            continue
         # The two of a pair begin together, and neither has a price of its own.
         if name in _WORK and 2 * begin < begun + ended:
             action, ended = None, max(ended, end)
@@ -318,6 +326,8 @@ def _count(found: RankSurvey, spans: Sequence[Span]) -> None:
         costs[action].append(ended - begun)
     for of_action, values_ns in costs.items():
         found.actions.setdefault(of_action, Sample()).add(values_ns)
+    for (of_kind, stage, _), exchanged_ns in exchanged.items():
+        found.exchanges.setdefault((of_kind, stage), Sample()).add([exchanged_ns])
 
 
 def message_key(rank: int, iteration: int, span: Span) -> MessageKey | None:

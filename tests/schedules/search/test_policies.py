@@ -12,10 +12,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import ScheduleError
+from megatron_ext.message import Message
 from megatron_ext.schedules import Costs, Schedule, generate, simulate, validate
 from megatron_ext.schedules.search.dynamic import simulate_dynamic
 from megatron_ext.schedules.search.patience import policies, quiet
-from megatron_ext.schedules.search.policies import POLICIES, Curve, PolicyName, make_policy
+from megatron_ext.schedules.search.policies import (
+    POLICIES,
+    Curve,
+    Hint,
+    Patience,
+    PolicyName,
+    make_policy,
+)
 from megatron_ext.schedules.table.memory import activation_peaks, measure, stash_ratio
 from megatron_ext.schedules.table.transforms import split_backwards, weights_at_once
 from megatron_ext.schedules.table.validation import check_first_gradients
@@ -245,3 +253,56 @@ def test_no_step_leaves_anything_to_the_next(table: str, name: PolicyName, launc
     first = simulate_dynamic(schedule, factory, costs)
     simulate_dynamic(schedule, factory, Costs(jitter=0.5, seed=2, launch=launch))
     assert simulate_dynamic(schedule, factory, costs) == first
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
+@pytest.mark.parametrize("jitter", [0.0, 0.3])
+@pytest.mark.parametrize("launch", [0.0, 0.01])
+def test_ranks_pair_what_is_ready(name: str, jitter: float, launch: float) -> None:
+    costs = Costs(all_to_all=0.5, latency=0.05, jitter=jitter, launch=launch)
+
+    def step(*, pairs: bool) -> Timeline:
+        split = split_backwards(generate(name, 4, 16, pairs=pairs))
+        made = policies("hint", split, extra_activations=1, costs=Costs(all_to_all=0.5))
+        return simulate_dynamic(split, made, costs)
+
+    found = step(pairs=True)
+    validate(found.schedule)
+    assert found.hidden > 0.45
+    assert found.makespan < 0.9 * step(pairs=False).makespan
+
+
+def test_a_greedy_rule_pairs_what_is_ready() -> None:
+    split = split_backwards(generate("interleaved", 4, 16, pairs=True))
+    found = simulate_dynamic(split, policies("depth-first", split), Costs(all_to_all=0.5))
+    validate(found.schedule)
+    assert found.hidden > 0.3
+
+
+def test_a_partner_is_awaited_for_no_longer_than_the_pair_gains() -> None:
+    schedule = generate("1f1b", 2, 4, pairs=True)
+    row, number = schedule.rows[0], len(schedule.rows[0])
+    [first, *_] = sorted(schedule.pairs_of(0))
+    gains = [2.5 * (index == first) for index in range(number)]
+    patience = Patience(waits=[9.0] * number, durations=[1.0] * number, gains=gains)
+
+    def at_the_pair() -> Hint:
+        policy = Hint(schedule, 0, cap=4, weights_fill=False, patience=patience)
+        for index in range(first):
+            assert policy.wait() == 0
+            assert policy.choose() == index
+            assert policy.with_partner(index) == (index,)
+            policy.progress.finished(index)
+        return policy
+
+    alone, together = at_the_pair(), at_the_pair()
+    assert alone.wait() == 2.5
+    assert not alone.looks_ahead()
+    assert alone.choose() == first
+    assert alone.with_partner(first) == (first,)
+    together.progress.arrived(Message("B", 0, row[first + 1].microbatch))
+    assert together.wait() == 0
+    assert together.looks_ahead()
+    assert together.choose() == first
+    assert together.with_partner(first) == (first, first + 1)
+    assert together.live == alone.live - 1

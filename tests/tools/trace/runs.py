@@ -112,6 +112,10 @@ def record(recorder, clock, origin, exchange, start, end, costs) -> None:
         if begin > before:
             recorder.add("wait", before, {"cause": "input", "on": arriving.peer, **about})
         recorder.add("receive", begin, {"from": arriving.peer, **about, "bytes": 1024})
+    if costs.all_to_all and kind == "F":
+        exchanged = begin + round(1e9 * costs.all_to_all * costs.forward)
+        about = {"of": kind, "stage": stage, "microbatch": microbatch}
+        recorder.add("exchange", begin, about, exchanged)
     clock.now_ns = origin + round(1e9 * end)
     attributes = {"microbatch": microbatch, "model_chunk": 0, "stage": stage, "pp_rank": stage}
     recorder.add(ACTION_NAMES[kind], begin, attributes)

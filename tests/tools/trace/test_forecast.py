@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def test_predictions_are_simulations_with_the_costs_of_the_trace(
     interleaved = simulate(generate("interleaved", 4, 8, 2), costs).makespan
     step_s = found["interleaved chunks=2"].step_s
     assert step_s == pytest.approx(interleaved + OUTSIDE_S, rel=1e-4)
+    assert found["1f1b"].hidden is None, "no exchange was traced"
     assert {"1f1b dpp hint", "1f1b dpp breadth-first", "zb-v chunks=2"} <= found.keys()
     steps = [p.step_s for p in found.values()]
     assert steps == sorted(steps)
@@ -51,6 +53,24 @@ def test_uneven_stages_stay_uneven(tmp_path: Path) -> None:
     assert found["1f1b"].step_s == pytest.approx(
         simulate(generate("1f1b", 4, 8), costs).makespan + OUTSIDE_S, rel=1e-4
     )
+
+
+def test_exchanges_of_experts_tell_what_pairs_hide(tmp_path: Path) -> None:
+    costs = replace(EVEN, all_to_all=0.4)
+    found = predicted(write_run(tmp_path, costs=costs, pairs=True))
+    for name, label in (("1f1b", "1f1b"), ("zb-v", "zb-v chunks=2")):
+        paired, plain = found[f"{label} pairs=True"], found[label]
+        timeline = simulate(generate(name, 4, 8, pairs=True), costs)
+        assert paired.hidden == pytest.approx(timeline.hidden)
+        assert paired.step_s == pytest.approx(timeline.makespan + OUTSIDE_S, rel=1e-4)
+        assert plain.hidden == 0
+        flag = "--overlap-moe-expert-parallel-comm"
+        assert (flag in paired.flags, flag in plain.flags) == (True, False)
+    dynamic = found["zb-v chunks=2 pairs=True dpp hint"].hidden
+    assert dynamic is not None
+    assert dynamic > 0.3
+    text = forecast.table(forecast.forecast(tmp_path / "data-1-pipeline-4-tensor-1-pp"))
+    assert "hidden %" in text
 
 
 def test_memory_is_predicted_and_held(tmp_path: Path) -> None:
