@@ -32,6 +32,7 @@ from tests.versions.table import is_sound
 PP2 = "--pipeline-model-parallel-size 2 "
 ZB_V = PP2 + "--pipeline-schedule zb-v "
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather "
+EXCHANGE = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
 STREAMS = "--enable-mhc-connections --spec tests.upstream_script.streams LAYER "
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel "
 """A single process cannot take these; its checkpoint is the same without them."""
@@ -68,6 +69,13 @@ CASES = (
     Case("--use-dpp", PP2 + "--pipeline-schedule interleaved --use-dpp "),
     Case("disaggregation", PP2 + "--forward-backward-disaggregating ", ranks=4, their_ranks=2),
     Case("experts with bias, MLA, MTP", ZB_V, model=DEEPSEEK),
+    Case(
+        "experts in pairs, zb-v",
+        ZB_V + EXCHANGE + "--overlap-moe-expert-parallel-comm ",
+        model=DEEPSEEK,
+        theirs=PP2 + EXCHANGE,
+        ranks=4,
+    ),
     Case("tensor and sequence parallel, zb-v", ZB_V, model=TENSOR, ranks=4),
     Case(
         "overlapped distributed optimizer, zb-v",
