@@ -1,15 +1,21 @@
 """Forecasts of `megatron-ext plan` against steps and memory that others measured and published.
 
-    python benchmarks/planner.py
+    python benchmarks/planner.py [--rows] [--ranks]
 
-`planner_rows.json` holds the rows: 43 of SimuMax v1.2 (docs/b200: time and allocated memory) and
-those of Megatron-Bridge's performance summary whose model and device the planner knows
-(throughput). One row of each source set a rate (`hardware.py` names it), SimuMax's rows of Llama
-with one stage the bytes of a logit; nothing else was fitted to them.
+`planner_rows.json` holds the rows: 43 of SimuMax v1.2 (docs/b200: time and allocated memory), and
+144 of the performance summary of Megatron-Bridge, 26.02 to 26.08 (throughput), with the flags and
+the recomputation of the recipes of that release. Half of the configurations of the latter
+(`fitted`, shuffled by `random.Random(0)`, all rows of a configuration on one side) chose 28 rates
+of `hardware.py` and `layer_costs.py`. SimuMax's rows chose one, and those of Llama with one stage
+the bytes of a logit. Nothing else was fitted; the other half was only read.
+
+`--rows` prints each row of Megatron-Bridge. `--ranks` lets the planner search for each
+configuration, and prints where the published layout ranks: minutes.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -23,45 +29,62 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron_ext.planning.hardware import parse_devices
 from megatron_ext.planning.layout_search import Layout, Question, search
 from megatron_ext.planning.model_sizes import sizes_of_flags
+from megatron_ext.planning.techniques import Techniques, techniques_of_flags
 
 ROWS = Path(__file__).with_suffix("").with_name("planner_rows.json")
 
 
-def forecast_of(row: dict[str, Any], flags: str) -> Layout:
-    """Return the plan of a row, whose sizes are all fixed."""
+def question_of(row: dict[str, Any], flags: str, techniques: str | None) -> Question:
+    """Return the question of a row, whose sizes are all fixed.
+
+    Args:
+        row: A row of the file.
+        flags: Megatron's flags of its model.
+        techniques: Those of its techniques; None: Megatron's own, without any.
+    """
     model = sizes_of_flags(flags.split(), row["model"])
     count, device = parse_devices(row["devices"])
     names = ("tp", "pp", "cp", "ep", "micro_batch", "vp")
     schedule = "interleaved" if row["vp"] > 1 else "1f1b"
+    mode = row.get("recompute", "none")
     fixed = {name: row[name] for name in names}
-    fixed |= {"recompute": frozenset(), "schedule": schedule}
+    fixed |= {"recompute": frozenset(() if mode == "none" else mode.split("+"))}
+    fixed |= {"schedule": schedule}
     if row["source"] == "SimuMax" and row["pp"] > 1:
         fixed["layout"] = [model.num_layers // row["pp"]] * row["pp"]
-    job = Question(
+    plain = Techniques(precision=row["precision"])
+    if techniques is not None:
+        plain = techniques_of_flags(techniques.split(), row["precision"])
+    return Question(
         model=model,
-        # Bridge recomputes where it has to, which its summary does not say.
+        # Some recipes shard the weights as well, or keep activations on the host.
         device=replace(device, memory_gib=1e6),
         num_devices=count,
         global_batch=row["global_batch"],
         sequence=row["sequence"],
-        is_8bit=row["precision"] != "bf16",
+        techniques=plain,
         fused_loss=True,
-        overlaps=row["overlap"],
+        overlaps=row.get("overlap", True),
         fixed=fixed,
     )
-    return search(job).plans[0]
 
 
-def measured() -> list[tuple[dict[str, Any], Layout, float, float | None]]:
+Measured = tuple[dict[str, Any], Layout, float, float | None]
+
+
+def measured(*, asks_for_recipes: bool = True) -> list[Measured]:
     """Return each row with its plan and the errors of time and memory, as shares."""
     data = json.loads(ROWS.read_text(encoding="utf-8"))
     found = []
     for row in data["rows"]:
-        plan = forecast_of(row, data["models"][row["model"]])
+        techniques = row.get("flags")
+        if techniques is not None and not asks_for_recipes:
+            techniques = ""
+        plan = search(question_of(row, data["models"][row["model"]], techniques)).plans[0]
         if "step_s" in row:
             error = plan.step_s / row["step_s"] - 1
         else:
-            error = row["tflops"] / plan.tflops - 1
+            error = row["tokens_per_s"] / plan.tokens_per_s - 1
         memory = max(plan.memory_gib) / row["memory_gib"] - 1 if "memory_gib" in row else None
         found.append((row, plan, error, memory))
     return found
@@ -73,31 +96,84 @@ def summary(errors: Sequence[float]) -> str:
     return f"{100 * statistics.mean(sizes):.1f} | {100 * max(sizes):.1f}"
 
 
-def main() -> None:
-    """Print the tables of docs/planning.md."""
-    rows = measured()
+def ranks() -> list[tuple[dict[str, Any], int | None]]:
+    """Return each configuration of Megatron-Bridge with the rank of its layout among all.
+
+    Sizes alone are compared: tp, pp, cp, ep and micro-batch. None: it is not among the first 20.
+    """
+    data = json.loads(ROWS.read_text(encoding="utf-8"))
+    found: dict[str, tuple[dict[str, Any], int | None]] = {}
+    names = ("tp", "pp", "cp", "ep", "micro_batch")
+    for row in data["rows"]:
+        key = " ".join(str(row[name]) for name in ("model", "devices", "precision", *names))
+        if row["source"] == "SimuMax" or key in found:
+            continue
+        job = question_of(row, data["models"][row["model"]], row["flags"])
+        _, device = parse_devices(row["devices"])
+        sizes = []
+        for plan in search(replace(job, fixed={}, device=device), keep=60).plans:
+            own = [getattr(plan.sizes, name) for name in names]
+            if own not in sizes:
+                sizes.append(own)
+        theirs = [row[name] for name in names]
+        rank = sizes.index(theirs) + 1 if theirs in sizes else None
+        found[key] = (row, rank)
+        print(f"{key}: {rank}", file=sys.stderr)
+    return list(found.values())
+
+
+def print_errors(rows: Sequence[Measured], plain: Sequence[Measured]) -> None:
+    """Print errors of time and memory by source and model."""
     print("| source | model | rows | time, mean % | worst % | memory, mean % | worst % |")
     print("|---|---|---|---|---|---|---|")
-    for source in ("SimuMax", "Megatron-Bridge"):
-        own = [each for each in rows if each[0]["source"] == source]
-        for model in [*dict.fromkeys(row["model"] for row, *_ in own), "all"]:
-            some = [each for each in own if model in ("all", each[0]["model"])]
-            memory = [each for *_, each in some if each is not None]
-            tail = summary(memory) if memory else "- | -"
-            print(
-                f"| {source} | {model} | {len(some)} | {summary([e[2] for e in some])} | {tail} |"
-            )
-    heads = "model|devices|TP|PP|VPP|CP|EP|precision|measured|forecast|time off"
-    print(f"\n| {heads.replace('|', ' | ')} |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for row, plan, error, _ in rows:
-        if row["source"] == "Megatron-Bridge":
-            sizes = " | ".join(str(row[name]) for name in ("tp", "pp", "vp", "cp", "ep"))
-            figures = f"{row['tflops']} | {plan.tflops:.0f} | {100 * error:+.0f} %"
-            print(
-                f"| {row['model']} | {row['devices']} | {sizes} | {row['precision']} | {figures} |"
-            )
+    own = [each for each in rows if each[0]["source"] == "SimuMax"]
+    for model in [*dict.fromkeys(row["model"] for row, *_ in own), "all"]:
+        some = [each for each in own if model in ("all", each[0]["model"])]
+        memory = [each for *_, each in some if each is not None]
+        tail = f"{summary([e[2] for e in some])} | {summary(memory)}"
+        print(f"| SimuMax | {model} | {len(some)} | {tail} |")
+    print(
+        "\n| Megatron-Bridge | fitted to, rows | mean % | worst % | others, rows | mean % "
+        "| worst % | all without flags, mean % | worst % |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    own = [each for each in rows if each[0]["source"] != "SimuMax"]
+    bare = [each for each in plain if each[0]["source"] != "SimuMax"]
+    for model in [*dict.fromkeys(row["model"] for row, *_ in own), "all"]:
+        cells = []
+        for fitted in (True, False):
+            errors = [
+                each[2]
+                for each in own
+                if model in ("all", each[0]["model"]) and each[0]["fitted"] == fitted
+            ]
+            cells.append(f"{len(errors)} | {summary(errors)}" if errors else "0 | - | -")
+        rest = summary([each[2] for each in bare if model in ("all", each[0]["model"])])
+        print(f"| {model} | {' | '.join(cells)} | {rest} |")
+
+
+def main(words: Sequence[str] = ()) -> None:
+    """Print the tables of docs/planning.md."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", action="store_true", help="also each row of Megatron-Bridge")
+    parser.add_argument("--ranks", action="store_true", help="where the published layouts rank")
+    args = parser.parse_args(words)
+    rows = measured()
+    print_errors(rows, measured(asks_for_recipes=False))
+    if args.rows:
+        heads = "model|devices|TP|PP|VPP|CP|EP|batch|precision|release|measured|forecast|time off"
+        print(f"\n| {heads.replace('|', ' | ')} |\n|{'---|' * 13}")
+        for row, plan, error, _ in rows:
+            if row["source"] != "SimuMax":
+                names = ("model", "devices", "tp", "pp", "vp", "cp", "ep", "micro_batch")
+                cells = [*(row[name] for name in names), row["precision"], row["release"]]
+                cells += [row["tokens_per_s"], f"{plan.tokens_per_s:.0f}", f"{100 * error:+.0f} %"]
+                print(f"| {' | '.join(map(str, cells))} |")
+    if args.ranks:
+        found = [rank for _, rank in ranks()]
+        first = sum(rank is not None and rank <= 5 for rank in found)
+        print(f"\n{first} of {len(found)} published layouts rank in the first five")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -20,6 +20,7 @@ def cut(
     last: float,
     placement: Placement,
     *,
+    least_first: int = 1,
     least_last: int = 1,
 ) -> list[int]:
     """Return the number of layers of each stage that makes the longest work of a rank shortest.
@@ -33,7 +34,8 @@ def cut(
         first: Work of the first stage besides its layers: the embedding.
         last: Work of the last stage besides its layers: MTP and loss.
         placement: The rank of each stage.
-        least_last: Layers that the last stage needs; every other needs one.
+        least_first: Layers that the first stage needs.
+        least_last: Those that the last stage needs; every other needs one.
 
     Raises:
         ScheduleError: There are too few layers.
@@ -46,12 +48,13 @@ def cut(
     best = [(0.0, 0.0), *[never] * count]
     starts: list[list[int]] = []
     for stage in range(stages):
-        least = least_last if stage == stages - 1 else 1
+        least = least_last if stage == stages - 1 else least_first if stage == 0 else 1
         extra = first * (stage == 0) + last * (stage == stages - 1)
         found, froms = [never] * (count + 1), [0] * (count + 1)
         left = max(0, stages - stage - 2 + least_last)  # layers that later stages need
-        for end in range(stage + least, count - left + 1) if stage < stages - 1 else (count,):
-            for start in range(end - least, stage - 1, -1):
+        before = least_first + stage - 1 if stage else 0  # layers that earlier stages need
+        for end in range(before + least, count - left + 1) if stage < stages - 1 else (count,):
+            for start in range(end - least, before - 1, -1):
                 work = upto[end] - upto[start] + extra
                 if work > min(enough, found[end][0]):
                     break  # an earlier start only makes it longer
@@ -68,7 +71,7 @@ def cut(
         end = froms[end]
     counts.reverse()
     if stages > placement.num_ranks:
-        _move(counts, layers, first, last, placement, least_last)
+        _move(counts, layers, first, last, placement, (least_first, least_last))
     return counts
 
 
@@ -91,7 +94,7 @@ def _move(
     first: float,
     last: float,
     placement: Placement,
-    least_last: int,
+    least_ends: tuple[int, int],
 ) -> None:
     """Move single layers from the busiest rank while its load, then the sum of squares, falls."""
 
@@ -105,7 +108,8 @@ def _move(
         better = None
         busiest = max(range(len(now)), key=now.__getitem__)
         for giver in placement.stages_of[busiest]:
-            if counts[giver] <= (least_last if giver == len(counts) - 1 else 1):
+            ends = {0: least_ends[0], len(counts) - 1: least_ends[1]}
+            if counts[giver] <= ends.get(giver, 1):
                 continue
             counts[giver] -= 1
             for taker in range(len(counts)):

@@ -6,9 +6,12 @@ import json
 import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import ArgumentsError
+
+if TYPE_CHECKING:
+    from megatron_ext.planning.techniques import Precision
 
 __all__ = ["DEVICES", "DeviceKind", "parse_devices"]
 
@@ -24,11 +27,15 @@ class DeviceKind:
     """What a program can allocate."""
     reserve_gib: float = 5.0
     """Left free: the context, communicators, workspaces, and what the allocator fragments."""
+    processors: int = 1
+    """That each compute one tile of a product."""
     node_size: int = 8
     """Devices that the fast links join."""
     flops: float
     """Dense bf16."""
     flops_8bit: float
+    flops_4bit: float = 0.0
+    """0: the device has no such products."""
     memory_bytes: float
     """Peak traffic of its memory."""
     link_bytes: float
@@ -38,22 +45,44 @@ class DeviceKind:
     gemm: float = 0.70
     """Share of the peak that large matrix products reach in training."""
     gemm_8bit: float = 0.50
-    attention_forward: float = 0.55
+    """Scaled by tensor."""
+    gemm_block: float = 0.50
+    """In 8 bits, scaled by block."""
+    gemm_4bit: float = 0.40
+    attention_forward: float = 0.486
     """Share of the bf16 peak that causal attention reaches, counting half of the square."""
-    attention_backward: float = 0.42
-    attention_latent: float = 0.76
+    attention_backward: float = 0.371
+    attention_latent: float = 0.92
     """Of these shares, what is reached where values are narrower than queries."""
-    memory: float = 0.67
+    attention_8bit: float = 1.3
+    """How much faster attention in 8 bits is."""
+    memory: float = 0.61
     """Share of the peak traffic that elementwise kernels reach."""
     collective: float = 0.67
     """Share of a link that gathers and scatters reach."""
-    all_to_all: float = 0.60
+    all_to_all: float = 0.74
     kernel_s: float = 4e-6
     """Least time of a kernel."""
-    gemm_grouped: float = 0.74
-    """Of these shares, what products of experts in one kernel reach."""
+    gemm_grouped: float = 0.81
+    """Of these shares, what products of experts reach."""
+    gemm_fused: float = 0.74
+    """Of these shares, what they reach in one kernel with activation and quantization."""
+    scan_bytes: float = 92.0
+    """Traffic of a Mamba-2 layer's forward beside its products, for each of its channels."""
+    launch_s: float = 19.5e-6
+    """Of the host, for each kernel that is in no graph."""
+    split_launches: float = 1.82
+    """How many more launches layers take whose parts alternate with those of another batch."""
+    unfused: float = 57.0
+    """Bytes of traffic for each activation of experts with biases, which no kernel fuses."""
+    exposed: float = 0.365
+    """Share of the shorter of kernels and launches that shows where the host waits for counts."""
+    overlap: float = 0.66
+    """Share of communication that computation hides where a technique runs both at once."""
     gemm_weight: float = 0.945
     """Of these shares, what weight gradients reach, which add to fp32."""
+    tile_bytes: float = 256.0
+    """Of each operand's row, which a tile of a product loads before it computes."""
     message_s: float = 23e-6
     """Least time of a collective or message."""
     hop_s: float = 8.5e-6
@@ -61,113 +90,157 @@ class DeviceKind:
     sources: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
     """Where each number is from."""
 
+    def peak(self, precision: Precision) -> float:
+        """Return the operations per second of a precision, as the data sheet has them."""
+        if precision == "bf16":
+            return self.flops
+        return self.flops_4bit or self.flops_8bit if precision == "nvfp4" else self.flops_8bit
+
+    def product_rate(self, precision: Precision) -> float:
+        """Return the operations per second of large products in training."""
+        share = {
+            "bf16": self.gemm,
+            "fp8": self.gemm_8bit,
+            "mxfp8": self.gemm_block,
+            "nvfp4": self.gemm_4bit,
+        }[precision]
+        return self.peak(precision) * share
+
 
 _SIMUMAX = (
     "micro-benchmarks of SimuMax v1.2, configs/system/b200_bf16_ceperm.json "
     "(514 products, 32 attentions, collectives in a node); no step of training among them"
 )
-_ESTIMATE = "as on B200 by SimuMax's micro-benchmarks; not measured on this device"
-_COMMON = dict.fromkeys(
+_HALF = (
+    "chosen, with 27 others, for the least error on half of the configurations of "
+    "Megatron-Bridge's performance summary; benchmarks/planner.py says which"
+)
+_ESTIMATE = "as on B200; not measured on this device"
+_COMMON = dict.fromkeys(("kernel_s", "message_s", "hop_s", "collective", "gemm_weight"), _SIMUMAX)
+_COMMON |= dict.fromkeys(
     (
-        "memory",
-        "collective",
-        "all_to_all",
-        "kernel_s",
-        "message_s",
-        "hop_s",
-        "gemm_weight",
-        "gemm_grouped",
-        "attention_backward",
-        "attention_latent",
+        *("memory", "all_to_all", "gemm_grouped", "gemm_fused", "scan_bytes", "launch_s"),
+        *("exposed", "split_launches", "unfused", "overlap", "attention_forward"),
+        *("attention_backward", "attention_latent", "attention_8bit"),
     ),
-    _ESTIMATE,
-) | {
+    _HALF,
+)
+_COMMON |= {
+    "tile_bytes": "assumed: two steps of a loop over 128 bytes",
     "reserve_gib": "reserved less allocated memory of SimuMax's B200 runs: 1.0 to 4.3 GiB, "
     "and about 1 GiB for the context and communicators",
 }
-_HOPPER = {
-    "flops": "NVIDIA, H100 SXM and H200 data sheets, without sparsity",
-    "memory_bytes": "NVIDIA, H100 SXM and H200 data sheets",
-    "link_bytes": "NVLink 4: 900 GB/s in both directions",
-    "network_bytes": "one 400 Gb/s adapter for each device (DGX H100)",
-    "gemm": "cuBLAS on H100: 700 to 750 TFLOP/s for 8192^3",
-    "gemm_8bit": "fitted to one row: Llama 3 70B on 64 H100 in FP8, 731 TFLOP/s "
-    "(Megatron-Bridge, performance summary, 26.06)",
-    "attention_forward": "FlashAttention-3 (2407.08608), causal, head 128, 4k to 16k",
+_OTHERS = dict.fromkeys(_COMMON, _ESTIMATE) | {"reserve_gib": _COMMON["reserve_gib"]}
+_GEMM = ("gemm", "gemm_8bit", "gemm_block", "gemm_4bit")
+_HOPPER: dict[str, Any] = {
+    "processors": 132,
+    "flops": 989e12,
+    "flops_8bit": 1979e12,
+    "gemm": 0.658,
+    "gemm_8bit": 0.600,
+    "gemm_block": 0.600,
+    "attention_forward": 0.55,
+    "attention_backward": 0.42,
+    "memory": 0.68,
+    "link_bytes": 450 * _GB,
+    "network_bytes": 50 * _GB,
+    "sources": _COMMON
+    | {
+        "flops": "NVIDIA, H100 SXM and H200 data sheets, without sparsity",
+        "memory_bytes": "NVIDIA, H100 SXM and H200 data sheets",
+        "link_bytes": "NVLink 4: 900 GB/s in both directions",
+        "network_bytes": "one 400 Gb/s adapter for each device (DGX H100)",
+        "gemm": _HALF + "; cuBLAS reaches 700 to 750 TFLOP/s for 8192^3",
+        "gemm_8bit": _HALF,
+        "gemm_block": "as gemm_8bit",
+        "attention_forward": "FlashAttention-3 (2407.08608), causal, head 128, 4k to 16k",
+    },
 }
+_BLACKWELL: dict[str, Any] = {
+    "processors": 148,
+    "memory_bytes": 8000 * _GB,
+    "link_bytes": 900 * _GB,
+    "sources": _COMMON
+    | dict.fromkeys(_GEMM, _HALF + "; shares of a precision differ by one factor for each device")
+    | {
+        "flops": "NVIDIA, data sheet of DGX or NVL72, without sparsity",
+        "memory_bytes": "NVIDIA, data sheet of DGX or NVL72",
+        "link_bytes": "NVLink 5: 1.8 TB/s in both directions; of 72 devices in a rack, 64 used",
+        "network_bytes": "one adapter for each device: 400 Gb/s, with B300 and GB300 800 Gb/s",
+    },
+}
+# The host of these is a Grace, and a rack is one node.
+_RACK: dict[str, Any] = {"node_size": 64, "launch_s": 15.8e-6}
+# Exponentials take half as long as on B200.
+_ULTRA: dict[str, Any] = {"attention_forward": 0.70, "attention_backward": 0.537}
 
 DEVICES = {
     device.name: device
     for device in (
-        DeviceKind(
-            name="h100",
-            memory_gib=79.1,
-            flops=989e12,
-            flops_8bit=1979e12,
-            gemm_8bit=0.74,
-            memory_bytes=3350 * _GB,
-            link_bytes=450 * _GB,
-            network_bytes=50 * _GB,
-            sources=_COMMON | _HOPPER,
-        ),
-        DeviceKind(
-            name="h200",
-            memory_gib=139.8,
-            flops=989e12,
-            flops_8bit=1979e12,
-            gemm_8bit=0.74,
-            memory_bytes=4800 * _GB,
-            link_bytes=450 * _GB,
-            network_bytes=50 * _GB,
-            sources=_COMMON | _HOPPER,
-        ),
+        DeviceKind(name="h100", memory_gib=79.1, memory_bytes=3350 * _GB, **_HOPPER),
+        DeviceKind(name="h200", memory_gib=139.8, memory_bytes=4800 * _GB, **_HOPPER),
         DeviceKind(
             name="b200",
             memory_gib=178.3,
             flops=2250e12,
             flops_8bit=4500e12,
-            memory_bytes=8000 * _GB,
-            link_bytes=900 * _GB,
+            flops_4bit=9000e12,
             network_bytes=50 * _GB,
-            gemm=0.455,
-            gemm_8bit=0.455,
-            sources=_COMMON
+            gemm=0.462,
+            gemm_8bit=0.513,
+            gemm_block=0.483,
+            gemm_4bit=0.590,
+            **_BLACKWELL
             | {
-                "flops": "NVIDIA, DGX B200 data sheet, without sparsity",
-                "memory_bytes": "NVIDIA, DGX B200 data sheet",
-                "link_bytes": "NVLink 5: 1.8 TB/s in both directions",
-                "network_bytes": "one 400 Gb/s adapter for each device",
-                "gemm": "0.485 less 6 %, fitted to one row, Llama 70B, PP 2, 32 micro-batches; "
-                + _SIMUMAX,
-                **dict.fromkeys(
-                    ("attention_forward", "attention_backward", "memory", "collective"),
-                    _SIMUMAX,
-                ),
-                "all_to_all": _SIMUMAX,
-                "gemm_8bit": "as in bf16; not measured",
+                "sources": _BLACKWELL["sources"]
+                | {
+                    "gemm": "chosen on SimuMax's 43 rows, the only number that they gave; its "
+                    "micro-benchmarks have 0.49"
+                }
             },
         ),
         DeviceKind(
             name="gb200",
             memory_gib=184.0,
-            node_size=64,
             flops=2500e12,
             flops_8bit=5000e12,
-            memory_bytes=8000 * _GB,
-            link_bytes=900 * _GB,
+            flops_4bit=10000e12,
             network_bytes=50 * _GB,
-            gemm=0.60,
-            gemm_8bit=0.50,
-            sources=_COMMON
-            | {
-                "flops": "NVIDIA, GB200 NVL72 data sheet, without sparsity",
-                "memory_bytes": "NVIDIA, GB200 NVL72 data sheet",
-                "link_bytes": "NVLink 5: 1.8 TB/s in both directions, 72 devices, 64 used",
-                "network_bytes": "one 400 Gb/s adapter for each device",
-                "gemm": "assumed: above B200's of SimuMax, whose power limit is lower",
-                "gemm_8bit": "assumed",
-                "attention_forward": _ESTIMATE,
-            },
+            gemm=0.602,
+            gemm_8bit=0.557,
+            gemm_block=0.524,
+            gemm_4bit=0.641,
+            **_BLACKWELL,
+            **_RACK,
+        ),
+        DeviceKind(
+            name="b300",
+            memory_gib=268.0,
+            flops=2250e12,
+            flops_8bit=4500e12,
+            flops_4bit=13500e12,
+            network_bytes=100 * _GB,
+            gemm=0.603,
+            gemm_8bit=0.558,
+            gemm_block=0.525,
+            gemm_4bit=0.428,
+            **_BLACKWELL,
+            **_ULTRA,
+        ),
+        DeviceKind(
+            name="gb300",
+            memory_gib=276.0,
+            flops=2500e12,
+            flops_8bit=5000e12,
+            flops_4bit=15000e12,
+            network_bytes=100 * _GB,
+            gemm=0.704,
+            gemm_8bit=0.652,
+            gemm_block=0.613,
+            gemm_4bit=0.500,
+            **_BLACKWELL,
+            **_RACK,
+            **_ULTRA,
         ),
         DeviceKind(
             name="mi300x",
@@ -181,7 +254,7 @@ DEVICES = {
             gemm_8bit=0.40,
             attention_forward=0.35,
             attention_backward=0.25,
-            sources=_COMMON
+            sources=_OTHERS
             | {
                 "flops": "AMD, MI300X data sheet, without sparsity",
                 "memory_bytes": "AMD, MI300X data sheet",
@@ -202,7 +275,7 @@ DEVICES = {
             link_bytes=392 * _GB,
             network_bytes=50 * _GB,
             gemm=0.60,
-            sources=_COMMON
+            sources=_OTHERS
             | {
                 "flops": "Moore Threads' announcement of 1,000 TFLOP/s in 8 bits; bf16 half of it",
                 "memory_bytes": "Moore Threads' announcement",
@@ -223,7 +296,8 @@ DEVICES = {
             link_bytes=1 * _GB,
             network_bytes=1 * _GB,
             message_s=200e-6,
-            sources=_COMMON
+            launch_s=0.0,
+            sources=_OTHERS
             | {"flops": "one core; a stand-in, so that small models can be planned"},
         ),
     )

@@ -1,22 +1,25 @@
 """Costs of each part of a model on one rank: seconds, parameters, bytes that are kept.
 
 A kernel takes the longer of its operations and its traffic, at the shares of the peaks that the
-device reaches, and at least `kernel_s`. Matrix products in bf16 read and write two bytes; weight
-gradients add to four bytes, so products with few rows, such as those of many experts, are bound by
-memory. Tensor parallelism implies sequence parallelism. Experts are not divided by it, and get
-equal shares of the tokens.
+device reaches, and at least `kernel_s`; a layer the longer of its kernels and of their launches by
+the host, unless a graph has them. Weight gradients add to four bytes (or two), so products with few
+rows, such as those of many experts, are bound by memory. Tensor parallelism implies sequence
+parallelism. Experts are not divided by it, and get equal shares of the tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from megatron_ext.planning.techniques import Techniques
+
 if TYPE_CHECKING:
     from megatron_ext.planning.hardware import DeviceKind
-    from megatron_ext.planning.model_sizes import ModelSizes
+    from megatron_ext.planning.model_sizes import LayerKind, ModelSizes
 
 __all__ = [
     "ASSUMPTIONS",
@@ -31,7 +34,7 @@ __all__ = [
     "recompute_modes",
 ]
 
-Kind = Literal["embedding", "dense", "moe", "mtp", "loss"]
+Kind = Literal["embedding", "mtp", "loss"]
 FULL = frozenset({"full"})
 
 ASSUMPTIONS = {
@@ -39,14 +42,21 @@ ASSUMPTIONS = {
     "outputs of norms, queries, keys, values, attention output, both sides of the activation",
     "logits": "10 bytes for each while the loss is computed, 4 with --cross-entropy-loss-fusion; "
     "the 4 is fitted to SimuMax's B200 rows of Llama with one stage",
-    "tensor parallelism": "two gathers and two scatters of [s, b, h] for each layer and pass; "
-    "those that run behind products slow them as much",
+    "products": "in waves of tiles of 256 x 128, one on each processor, the last wave as long as a "
+    "full one; at least as long as their operands take through memory",
+    "host": "starts about 35 kernels for the forward of a dense layer and 110 of a mixture, twice "
+    "as many for the backward; graphs leave out the experts unless flags say otherwise; where the "
+    "host waits for the tokens of each expert, part of what runs at the same time shows",
+    "tensor parallelism": "two gathers and two scatters of [s, b, h] for each layer and pass, "
+    "mostly behind products, but with NVFP4 or --disable-tp-comm-overlap-ag not",
     "context parallelism": "keys and values go round behind attention; what is longer shows",
-    "experts": "tokens balanced; all-to-all not behind computation, of every copy of a token, or "
-    "with --moe-token-dispatcher-type flex of one for each node",
-    "8 bits": "weights of layers, not attention, embedding or output; casts read 2 and write 2 "
-    "bytes",
-    "data parallelism": "gradients are reduced in fp32 behind the last micro-batch's backward, "
+    "experts": "tokens balanced; all-to-all of one copy of a token for each rank and node, with "
+    "--moe-token-dispatcher-type alltoall of all; behind computation only with "
+    "--overlap-moe-expert-parallel-comm",
+    "precision": "products of layers, not attention, embedding or output; quantizing an element "
+    "moves 6 (fp8), 3.5 (mxfp8) or 10 bytes (nvfp4), of which the last two are fitted",
+    "data parallelism": "gradients are reduced in fp32, with --grad-reduce-in-bf16 in bf16, behind "
+    "the last micro-batch's backward, "
     "parameters gathered in bf16 behind the first forward; what is longer shows",
     "optimizer": "34 bytes of traffic for each parameter of the shard; 8 for each gradient of the "
     "rank, which is cleared and summed into the norm",
@@ -62,8 +72,18 @@ class Sharding:
     expert: int = 1
     micro_batch: int = 1
     sequence: int
-    is_8bit: bool = False
+    techniques: Techniques = field(default_factory=Techniques)
     fused_loss: bool = False
+
+
+_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}
+"""Of an operand's element in a product."""
+_CASTS = {"bf16": 0.0, "fp8": 6.0, "mxfp8": 3.5, "nvfp4": 10.0}
+"""Bytes of traffic for each element that is quantized, once with and once without transposing."""
+
+
+_LAUNCHES = {"bf16": 3, "fp8": 4, "mxfp8": 6, "nvfp4": 8}
+"""Kernels for the forward of a product with what quantizes its operands."""
 
 
 class Part(NamedTuple):
@@ -116,10 +136,15 @@ def all_to_all_s(device: DeviceKind, size: float, ranks: int, once_of: int = 0) 
     near = min(ranks, device.node_size)
     inside = size * (near - 1) / ranks / device.link_bytes
     outside = size * (ranks - near) / ranks / device.network_bytes
-    if once_of and ranks > near:
-        share = near / ranks  # of the ranks, in one node
-        outside *= (1 - (1 - share) ** once_of) / share / once_of
+    if once_of:  # by rank in a node, and by node on the network
+        inside *= _distinct(1 / ranks, once_of)
+        outside *= _distinct(near / ranks, once_of)
     return device.message_s + max(inside, outside) / device.all_to_all
+
+
+def _distinct(share: float, copies: int) -> float:
+    """Return which part of so many copies goes to different places of such a share."""
+    return (1 - (1 - share) ** copies) / share / copies
 
 
 def recompute_modes(model: ModelSizes) -> list[frozenset[str]]:
@@ -143,32 +168,66 @@ def recompute_flags(mode: frozenset[str]) -> str:
 class _Ledger:
     """Adds up the kernels of a part, by the module that would recompute them."""
 
-    def __init__(self, device: DeviceKind, *, is_8bit: bool) -> None:
-        self.device = device
-        self.rate = device.flops * device.gemm
-        self.is_8bit = is_8bit
-        if is_8bit:
-            self.rate = device.flops_8bit * device.gemm_8bit
+    def __init__(self, device: DeviceKind, by: Sharding, *, is_low: bool) -> None:
+        self.device, self.by = device, by
+        self.precision = by.techniques.precision if is_low else "bf16"
+        self.rate = device.product_rate(self.precision)
+        self.bytes, self.casts = _BYTES[self.precision], _CASTS[self.precision]
         self.traffic = device.memory_bytes * device.memory
         self.forward: defaultdict[str, float] = defaultdict(float)
         self.saved: defaultdict[str, float] = defaultdict(float)
         self.input = self.weight = 0.0
         self.dummies = 0.0
+        self.launches = 0.0
+        """Kernels of the forward that the host starts one by one; a backward has twice as many."""
+        self.waits = False
+        """Whether the host reads from the device how many tokens each expert got."""
 
-    def linear(
-        self, module: str, rows: float, inputs: float, outputs: float, count: int = 1
+    def linear(self, module: str, rows: float, inputs: float, outputs: float) -> None:
+        """Add a product [rows, inputs] x [inputs, outputs] and both of its gradients."""
+        self._products(module, rows, inputs, outputs, 1, self.rate, self.casts)
+        self.launch(module, _LAUNCHES[self.precision])
+
+    def experts(self, rows: float, inputs: float, outputs: float, count: int) -> None:
+        """Add products of `count` experts, each of which gets so many rows."""
+        fused = self.by.techniques.fuses_experts
+        share = self.device.gemm_fused if fused else self.device.gemm_grouped
+        casts = 0.5 * self.casts if fused else self.casts
+        self._products("moe", rows, inputs, outputs, count, self.rate * share, casts)
+        each = 0.0 if fused else 0.15 * _LAUNCHES[self.precision]
+        self.launch("moe", 6 + each * count)
+
+    def _products(
+        self,
+        module: str,
+        rows: float,
+        inputs: float,
+        outputs: float,
+        count: int,
+        rate: float,
+        casts: float,
     ) -> None:
-        """Add `count` products [rows, inputs] x [inputs, outputs] and both of their gradients."""
-        share = self.device.gemm_grouped if count > 1 else 1.0
-        operations = 2 * rows * inputs * outputs * count / self.rate / share
-        of_weights = operations / self.device.gemm_weight
-        ends, weights = rows * (inputs + outputs) * count, inputs * outputs * count
-        casts = 4 * ends / self.traffic if self.is_8bit else 0.0
-        least = self.device.kernel_s
-        once = max(operations, 2 * (ends + weights) / self.traffic, least)
-        self.forward[module] += once + casts / 2
-        self.input += once + casts / 2
-        self.weight += max(of_weights, (2 * ends + 8 * weights) / self.traffic, least)
+        low, least = self.bytes, self.device.kernel_s
+
+        def of(height: float, width: float, depth: float, size: float) -> float:
+            # A tile loads for as long as so many bytes take before it computes, and the last wave
+            # of tiles takes as long as a full one.
+            waits = 1 + self.device.tile_bytes / (low * depth)
+            tiles = math.ceil(height / 256) * math.ceil(width / 128) * count
+            waves = math.ceil(tiles / self.device.processors) * self.device.processors / tiles
+            operations = 2 * rows * inputs * outputs * count / rate
+            return max(operations * waits * waves, size / self.traffic, least)
+
+        everywhere, weights = rows * count, inputs * outputs * count
+        size = everywhere * (low * inputs + 2 * outputs) + low * weights
+        self.forward[module] += of(rows, outputs, inputs, size)
+        self.forward[module] += casts * everywhere * inputs / self.traffic
+        size = everywhere * (2 * inputs + low * outputs) + low * weights
+        self.input += of(rows, inputs, outputs, size)
+        self.input += casts * everywhere * outputs / self.traffic
+        size = low * everywhere * (inputs + outputs)
+        size += 2 * self.by.techniques.gradient_bytes * weights
+        self.weight += of(inputs, outputs, rows, size) / self.device.gemm_weight
         self.dummies += 2 * inputs * outputs
 
     def pass_over(self, module: str, forward: float, backward: float, kernels: int = 1) -> None:
@@ -176,24 +235,43 @@ class _Ledger:
         least = kernels * self.device.kernel_s
         self.forward[module] += max(forward / self.traffic, least)
         self.input += max(backward / self.traffic, least)
+        self.launch(module, kernels)
 
     def wait(self, module: str, forward: float, backward: float) -> None:
         """Add communication that computation does not hide, in seconds."""
         self.forward[module] += forward
         self.input += backward
 
+    def launch(self, module: str, kernels: float) -> None:
+        """Count kernels that are in no graph."""
+        graphs = self.by.techniques.graphs
+        outside = {"none": True, "router": module != "router", "layers": module == "moe"}
+        if outside.get(graphs, False):
+            self.launches += kernels
+            self.waits |= module == "moe"
+
+    def delay(self, seconds: float, times: float) -> float:
+        """Return the factor by which so many times the launches slow kernels of `seconds`."""
+        host = times * self.launches * self.device.launch_s
+        shown = 0.0
+        if self.waits and self.by.techniques.overlaps_experts:
+            host *= self.device.split_launches
+        elif self.waits:
+            shown = self.device.exposed * min(seconds, host)
+        return (max(seconds, host) + shown) / seconds
+
 
 @lru_cache(maxsize=100_000)
 def part_of(
     model: ModelSizes,
-    kind: Kind,
+    kind: Kind | LayerKind,
     by: Sharding,
     device: DeviceKind,
     mode: frozenset[str] = frozenset(),
     *,
     holds_embedding: bool = True,
 ) -> Part:
-    """Return what a part costs; `mtp` stands for all layers of multi-token prediction.
+    """Return what a layer or an end costs; `mtp` is all layers of multi-token prediction.
 
     Args:
         model: The sizes.
@@ -209,7 +287,9 @@ def part_of(
     wide = rows * hidden / t  # elements of [s, b, h] on this rank
     table = model.vocabulary * hidden / t
     exchange = gather_s(device, 2 * rows * hidden, t)
-    books = _Ledger(device, is_8bit=by.is_8bit and kind not in ("embedding", "loss"))
+    if by.techniques.overlaps_tensor:
+        exchange *= 1 - device.overlap
+    books = _Ledger(device, by, is_low=kind not in ("embedding", "loss"))
     if kind == "embedding":
         books.pass_over("base", 4 * wide, 10 * wide)
         books.wait("base", exchange, exchange)
@@ -228,7 +308,7 @@ def part_of(
         kept = (4 if by.fused_loss else 10) * logits
         return _closed(books, weights, 0.0, 0.0, frozenset(), kept)
     if kind == "mtp":
-        layer = part_of(model, "moe" if model.moe_layers[-1] else "dense", by, device, mode)
+        layer = part_of(model, model.mtp_kind, by, device, mode)
         loss = part_of(model, "loss", by, device)
         books.linear("base", rows, 2 * hidden, hidden / t)
         books.pass_over("base", 16 * wide, 24 * wide, 3)
@@ -247,57 +327,107 @@ def part_of(
             max(layer.transient, loss.transient),
             own.dummies,
         )
-    weights = _attention(books, model, by, rows, wide)
-    books.wait("attention", 2 * exchange, 2 * exchange)
-    expert_weights, act = 0.0, 0.0
-    if kind == "dense":
+    weights = expert_weights = act = 0.0
+    if kind in ("dense", "moe", "attention"):
+        weights += _attention(books, model, by, rows, wide)
+        books.wait("attention", 2 * exchange, 2 * exchange)
+    if kind == "mamba":
+        weights += _scan(books, model, rows, wide)
+        books.wait("mamba", 2 * exchange, 2 * exchange)
+    if kind in ("dense", "mlp"):
+        _norm(books, "layernorm", wide)
         up = model.ffn * (2 if model.gated else 1) / t
         books.linear("mlp", rows, hidden, up)
         act = _activation(books, model, "mlp", rows * model.ffn / t)
         books.linear("mlp", rows, model.ffn / t, hidden)
         books.wait("mlp", 2 * exchange, 2 * exchange)
-        weights += hidden * (up + model.ffn / t)
+        weights += hidden * (up + model.ffn / t) + hidden * model.norm_weights
         weights += (up + hidden) * model.biases
-    else:
-        tokens, chosen = rows / t, rows / t * model.top_k
-        local = model.num_experts // by.expert
-        up = model.expert_ffn * (2 if model.gated else 1)
-        books.linear("base", tokens, hidden, model.num_experts)
-        books.pass_over(
-            "base", 16 * tokens * model.num_experts, 16 * tokens * model.num_experts, 20
-        )
-        # Permuted and sorted by expert on both ways: reads and writes of 2 bytes.
-        books.pass_over("moe", 15 * chosen * hidden, 15 * chosen * hidden, 6)
-        once = model.top_k if model.sends_once else 0
-        there = 2 * all_to_all_s(device, 2 * chosen * hidden, by.expert, once)
-        books.wait("moe", there, there)
-        books.saved["moe"] += 2 * chosen * hidden
-        books.linear("moe", chosen / local, hidden, up, local)
-        act = _activation(books, model, "moe", chosen * model.expert_ffn)
-        books.linear("moe", chosen / local, model.expert_ffn, hidden, local)
-        expert_weights = local * hidden * (up + model.expert_ffn)
-        weights += hidden * model.num_experts
-        books.saved["base"] += 8 * tokens * model.num_experts
-        if model.shared_ffn:
-            width = model.shared_ffn / t
-            books.linear("moe", rows, hidden, width * (2 if model.gated else 1))
-            act = max(act, _activation(books, model, "moe", rows * width))
-            books.linear("moe", rows, width, hidden)
-            books.wait("moe", 2 * exchange, 2 * exchange)
-            weights += hidden * width * (3 if model.gated else 2)
-    weights += 2 * hidden * model.norm_weights
+    if kind in ("moe", "experts"):
+        _norm(books, "layernorm", wide)
+        outside, expert_weights, act = _experts(books, model, rows, exchange)
+        weights += outside + hidden * model.norm_weights
     return _closed(books, weights, expert_weights, 2 * wide, mode, act + 6 * wide)
 
 
+def _norm(books: _Ledger, module: str, wide: float) -> None:
+    """Add a norm and the sum with the residual."""
+    books.saved["base"] += 2 * wide
+    books.saved[module] += 2 * wide
+    books.pass_over(module, 4 * wide, 6 * wide)
+    books.pass_over("base", 6 * wide, 6 * wide)
+
+
+def _experts(
+    books: _Ledger, model: ModelSizes, rows: float, exchange: float
+) -> tuple[float, float, float]:
+    """Add a mixture of experts; return weights outside and inside, bytes of its gradients."""
+    by, device, hidden, width = books.by, books.device, float(model.hidden), model.expert_hidden
+    t = by.tensor
+    tokens, chosen = rows / t, rows / t * model.top_k
+    local = model.num_experts // by.expert
+    up = model.expert_ffn * (2 if model.gated else 1)
+    books.linear("router", tokens, hidden, model.num_experts)
+    books.pass_over("router", 16 * tokens * model.num_experts, 16 * tokens * model.num_experts, 20)
+    weights = hidden * model.num_experts
+    if width != hidden:
+        books.linear("moe", tokens, hidden, width)
+        books.linear("moe", tokens, width, hidden)
+        books.saved["moe"] += 4 * tokens * width
+        weights += 2 * hidden * width
+    # Permuted, and sorted by expert, on both ways: reads and writes of 2 bytes.
+    passes = (6 if by.techniques.sends_once else 15) * chosen * width
+    books.pass_over("moe", passes, passes, 6)
+    books.saved["moe"] += 2 * chosen * width
+    books.experts(chosen / local, width, up, local)
+    act = _activation(books, model, "moe", chosen * model.expert_ffn)
+    if model.biases and not by.techniques.fuses_experts:  # no kernel has both
+        passes = device.unfused * chosen * up
+        books.pass_over("moe", passes, passes, 4)
+    books.experts(chosen / local, model.expert_ffn, width, local)
+    books.saved["base"] += 8 * tokens * model.num_experts
+    if by.techniques.graphs == "step":  # what is kept goes to a buffer of fixed size and back
+        books.pass_over("moe", 2 * books.saved["moe"], 2 * books.saved["moe"], 2)
+    if model.shared_ffn:
+        own = model.shared_ffn / t
+        books.linear("moe", rows, hidden, own * (2 if model.gated else 1))
+        act = max(act, _activation(books, model, "moe", rows * own))
+        books.linear("moe", rows, own, hidden)
+        books.wait("moe", 2 * exchange, 2 * exchange)
+        weights += hidden * own * (3 if model.gated else 2)
+    once = model.top_k if by.techniques.sends_once else 0
+    there = 2 * all_to_all_s(device, 2 * chosen * width, by.expert, once)
+    if by.techniques.overlaps_experts:
+        there *= 1 - device.overlap
+    books.wait("moe", there, there)
+    books.launch("moe", 40)
+    return weights, local * width * (up + model.expert_ffn), act
+
+
+def _scan(books: _Ledger, model: ModelSizes, rows: float, wide: float) -> float:
+    """Add a Mamba-2 layer with its norm; return the weights on this rank."""
+    t, hidden = books.by.tensor, float(model.hidden)
+    _norm(books, "layernorm", wide)
+    inner = model.scan_heads * model.scan_head_size / t
+    states = 2 * model.scan_groups * model.scan_state / t
+    heads = model.scan_heads / t
+    books.linear("mamba", rows, hidden, 2 * inner + states + heads)
+    # Convolution, scan in chunks, gated norm: bound by memory, as Triton's kernels are.
+    size = rows * (inner + states)
+    books.saved["mamba"] += 2 * rows * (4 * inner + 2 * states)
+    scan = books.device.scan_bytes * size
+    books.pass_over("mamba", scan, 2.5 * scan, 14)
+    books.linear("mamba", rows, inner, hidden)
+    weights = hidden * (2 * inner + states + heads) + inner * hidden + 5 * (inner + states)
+    return weights + inner + 3 * heads + hidden * model.norm_weights
+
+
 def _attention(books: _Ledger, model: ModelSizes, by: Sharding, rows: float, wide: float) -> float:
-    """Add norms, residuals and attention; return the weights on this rank without norms."""
+    """Add attention with its norm; return the weights on this rank."""
     t, hidden, device = by.tensor, float(model.hidden), books.device
     heads = model.heads / t
     queries, values = heads * model.head_size, heads * model.value_size
-    books.saved["base"] += 4 * wide  # inputs of both norms
-    books.saved["layernorm"] += 4 * wide
-    books.pass_over("layernorm", 8 * wide, 12 * wide, 2)
-    books.pass_over("base", 12 * wide, 12 * wide, 2)
+    _norm(books, "layernorm", wide)
     if model.is_latent:
         plain, latent = model.head_size - model.rotary_size, model.key_value_rank
         keys = heads * (plain + model.value_size)
@@ -315,7 +445,8 @@ def _attention(books: _Ledger, model: ModelSizes, by: Sharding, rows: float, wid
             weights += hidden * queries
         books.saved["attention"] += 4 * rows * small / t
         books.saved["mla_up_proj"] += 2 * rows * (2 * queries + values)
-        books.pass_over("mla_up_proj", 8 * rows * queries, 8 * rows * queries, 6)
+        # Rotated in place, and keys put together: one kernel each.
+        books.pass_over("mla_up_proj", 5 * rows * queries, 5 * rows * queries, 6)
         each = queries + values
     else:
         groups = max(1.0, model.query_groups / t)
@@ -327,17 +458,23 @@ def _attention(books: _Ledger, model: ModelSizes, by: Sharding, rows: float, wid
         weights = (hidden + model.qkv_biases) * (queries + each)
         weights += 2 * model.head_size * model.norm_weights * model.qk_norm
     # Half of the square: causal. Two products forward, five backward.
-    square = by.sequence**2 * by.micro_batch / by.context * (queries + values)
+    seen = by.sequence * (1 - model.window_share)
+    seen += min(by.sequence, 2 * model.window) * model.window_share
+    square = seen * by.sequence * by.micro_batch / by.context * (queries + values)
     rate = device.flops * (device.attention_latent if queries != values else 1.0)
+    rate *= min(1.0, model.head_size / 128)  # exponentials take as long for small heads
+    if by.techniques.attends_in_8bit:
+        rate *= device.attention_8bit
     forward = square / (rate * device.attention_forward) + 5 * device.kernel_s
     backward = 2.5 * square / (rate * device.attention_backward) + 5 * device.kernel_s
     books.wait("attention", forward, backward)
+    books.launch("attention", 10)
     if by.context > 1:
         round_s = gather_s(device, 2 * rows * by.context * each, by.context, t)
         books.wait("attention", max(0.0, round_s - forward), max(0.0, 2 * round_s - backward))
     books.saved["attention"] += 2 * rows * values + 4 * rows * heads
     books.linear("attention", rows, values, hidden)
-    return weights + values * hidden + hidden * model.biases
+    return weights + values * hidden + hidden * model.biases + hidden * model.norm_weights
 
 
 def _activation(books: _Ledger, model: ModelSizes, module: str, elements: float) -> float:
@@ -361,10 +498,12 @@ def _closed(
     again = sum(books.forward[module] for module in modules)
     dropped = sum(books.saved[module] for module in modules)
     saved = kept_whole if mode == FULL else sum(books.saved.values()) - dropped
+    forward, backward = sum(books.forward.values()), books.input + again + books.weight
+    late = books.delay(backward, 2.0) if backward else 1.0
     return Part(
-        sum(books.forward.values()),
-        books.input + again,
-        books.weight,
+        forward * (books.delay(forward, 1.0) if forward else 1.0),
+        late * (books.input + again),
+        late * books.weight,
         params,
         expert_params,
         saved,
@@ -385,13 +524,26 @@ def model_flops(model: ModelSizes, sequence: int) -> float:
         attention += hidden * rank + rank * queries if rank else hidden * queries
     else:
         attention = hidden * (queries + model.query_groups * (model.head_size + model.value_size))
-    attention += values * hidden + sequence / 2 * (queries + values)
+    seen = sequence * (1 - model.window_share)
+    seen += min(sequence, 2 * model.window) * model.window_share
+    attention += values * hidden + seen / 2 * (queries + values)
     gates = 3 if model.gated else 2
-    routed = model.top_k * model.expert_ffn + model.shared_ffn
-    dense, moe = gates * hidden * model.ffn, gates * hidden * routed + hidden * model.num_experts
-    experts = sum(model.moe_layers) + (model.mtp_layers if model.moe_layers[-1] else 0)
-    layers = model.num_layers + model.mtp_layers
-    total = layers * attention + experts * moe + (layers - experts) * dense
-    total += model.mtp_layers * 2 * hidden * hidden
+    dense = gates * hidden * model.ffn
+    width = model.expert_hidden
+    moe = gates * (width * model.top_k * model.expert_ffn + hidden * model.shared_ffn)
+    moe += hidden * model.num_experts + (2 * hidden * width if width != hidden else 0)
+    inner = model.scan_heads * model.scan_head_size
+    states = 2 * model.scan_groups * model.scan_state
+    mamba = hidden * (3 * inner + states + model.scan_heads) + 3.5 * inner * model.scan_state
+    of = {
+        "dense": attention + dense,
+        "moe": attention + moe,
+        "mamba": mamba,
+        "attention": attention,
+        "mlp": dense,
+        "experts": moe,
+    }
+    total = sum(of[kind] for kind in model.kinds)
+    total += model.mtp_layers * (of[model.mtp_kind] + 2 * hidden * hidden)
     total += (1 + model.mtp_layers) * hidden * model.vocabulary
     return 6 * total

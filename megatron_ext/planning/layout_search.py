@@ -21,6 +21,7 @@ from megatron_ext.planning.layer_costs import (
     recompute_flags,
     recompute_modes,
 )
+from megatron_ext.planning.techniques import Techniques
 from megatron_ext.schedules.generators.catalog import generate, get, registered
 from megatron_ext.schedules.search.simulate import simulate
 from megatron_ext.schedules.table.costs import Costs
@@ -35,7 +36,7 @@ FIXABLE = ("tp", "pp", "vp", "cp", "ep", "micro_batch", "schedule", "recompute",
 _GIB = 2.0**30
 _STATE_BYTES = 12
 """Of the optimizer for each parameter: fp32 weights, Adam's two moments."""
-_GRADIENT_BYTES, _WEIGHT_BYTES = 4, 2
+_WEIGHT_BYTES = 2
 _ENOUGH = 3
 """Micro-batches for each rank after which a table repeats itself: more are extrapolated."""
 
@@ -49,7 +50,7 @@ class Question:
     num_devices: int
     global_batch: int
     sequence: int
-    is_8bit: bool = False
+    techniques: Techniques = field(default_factory=Techniques)
     fused_loss: bool = False
     overlaps: bool = True
     """Whether data-parallel communication runs behind computation."""
@@ -105,8 +106,7 @@ class Layout:
     @property
     def mfu(self) -> float:
         """Share of the device's peak of the precision in use."""
-        device = self.job.device
-        return self.tflops * 1e12 / (device.flops_8bit if self.job.is_8bit else device.flops)
+        return self.tflops * 1e12 / self.job.device.peak(self.job.techniques.precision)
 
     @property
     def layout(self) -> str | None:
@@ -141,6 +141,7 @@ class Layout:
         words.append(f"--micro-batch-size {sizes.micro_batch}")
         words.append(f"--global-batch-size {job.global_batch} --seq-length {job.sequence}")
         words.append("--use-distributed-optimizer")
+        words += ["--grad-reduce-in-bf16"] if job.techniques.gradient_bytes == 2 else []
         words += ["--overlap-grad-reduce --overlap-param-gather"] if job.overlaps else []
         words.append(recompute_flags(sizes.mode))
         return " ".join(filter(None, words))
@@ -225,7 +226,7 @@ def _space(job: Question) -> Iterator[ParallelSizes]:
     def choices(name: str, usual: list[int]) -> list[int]:
         return [fixed[name]] if name in fixed else usual
 
-    most_stages = model.num_layers + (1 if model.mtp_layers else 0)
+    most_stages = model.num_layers + 2
     modes = recompute_modes(model)
     if "recompute" in fixed:
         modes = [fixed["recompute"]]
@@ -268,7 +269,7 @@ def _orders(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]:
     if pp == 1:
         yield "none", 1
         return
-    most = (job.model.num_layers + (1 if job.model.mtp_layers else 0)) // pp
+    most = (job.model.num_layers + 2) // pp
     for name, generator in registered().items():
         if name == "gpipe" or name != fixed.get("schedule", name):
             continue
@@ -284,31 +285,28 @@ def _orders(job: Question, sizes: ParallelSizes) -> Iterator[tuple[str, int]]:
 @lru_cache(maxsize=4096)
 def _parts(job_key: tuple[Any, ...], sizes: ParallelSizes) -> tuple[list[Part], Part, Part]:
     """Return all layers, what the first stage has besides, and what the last has."""
-    model, device, sequence, is_8bit, fused_loss = job_key
+    model, device, sequence, techniques, fused_loss = job_key
     by = Sharding(
         tensor=sizes.tp,
         context=sizes.cp,
         expert=sizes.ep,
         micro_batch=sizes.micro_batch,
         sequence=sequence,
-        is_8bit=is_8bit,
+        techniques=techniques,
         fused_loss=fused_loss,
     )
     alone = sizes.pp == 1
-    kinds = {
-        is_moe: part_of(model, "moe" if is_moe else "dense", by, device, sizes.mode)
-        for is_moe in set(model.moe_layers)
-    }
+    kinds = {kind: part_of(model, kind, by, device, sizes.mode) for kind in set(model.kinds)}
     last = part_of(model, "loss", by, device, holds_embedding=alone)
     if model.mtp_layers:
         mtp = part_of(model, "mtp", by, device, sizes.mode, holds_embedding=alone)
         last = _total([last, mtp])
     first = part_of(model, "embedding", by, device)
-    return [kinds[is_moe] for is_moe in model.moe_layers], first, last
+    return [kinds[kind] for kind in model.kinds], first, last
 
 
 def _key(job: Question) -> tuple[Any, ...]:
-    return (job.model, job.device, job.sequence, job.is_8bit, job.fused_loss)
+    return (job.model, job.device, job.sequence, job.techniques, job.fused_loss)
 
 
 def _total(parts: list[Part]) -> Part:
@@ -328,8 +326,8 @@ def _bound(job: Question, sizes: ParallelSizes) -> float:
     layers, first, last = _parts(_key(job), sizes)
     whole = _total([*layers, first, last])
     d, experts = sizes.replicas * sizes.cp, _expert_replicas(job, sizes)
-    static = whole.params * _per_parameter(2 * d) + whole.expert_params * _per_parameter(
-        2 * experts
+    static = whole.params * _per_parameter(job, 2 * d) + whole.expert_params * _per_parameter(
+        job, 2 * experts
     )
     if sizes.pp > 1:  # v-half keeps the least of all schedules
         static += min(sizes.num_microbatches, sizes.pp // 2 + 1) * whole.saved
@@ -347,8 +345,8 @@ def _expert_replicas(job: Question, sizes: ParallelSizes) -> int:
     return job.num_devices // (sizes.pp * sizes.ep)
 
 
-def _per_parameter(replicas: int) -> float:
-    return _WEIGHT_BYTES + _GRADIENT_BYTES + _STATE_BYTES / replicas
+def _per_parameter(job: Question, replicas: int) -> float:
+    return _WEIGHT_BYTES + job.techniques.gradient_bytes + _STATE_BYTES / replicas
 
 
 @lru_cache(maxsize=4096)
@@ -386,8 +384,6 @@ def forecast(
         if m > 2 * _ENOUGH * pp:  # the same remainder for tables that come in rounds
             simulated = m - (m - _ENOUGH * pp) // (2 * pp) * 2 * pp
         generator = get(schedule)
-        if pp // generator.twins * chunks > len(layers) + (1 if job.model.mtp_layers else 0):
-            return None
         try:
             table = _table(schedule, pp, simulated, chunks if generator.free_chunks else None)
             placement = table.placement
@@ -396,7 +392,7 @@ def forecast(
                 first.work,
                 last.work,
                 placement,
-                least_last=0 if job.model.mtp_layers else 1,
+                **_least(job.model, pp // generator.twins * chunks),
             )
         except ScheduleError:
             return None
@@ -419,8 +415,8 @@ def forecast(
     d, experts = sizes.replicas * sizes.cp * twins, _expert_replicas(job, sizes) * twins
     message = 2 * job.sequence * sizes.micro_batch * job.model.hidden / sizes.cp / sizes.tp
     memory = tuple(
-        rank.params * _per_parameter(d)
-        + rank.expert_params * _per_parameter(experts)
+        rank.params * _per_parameter(job, d)
+        + rank.expert_params * _per_parameter(job, experts)
         + kept
         + rank.transient
         + rank.dummies
@@ -456,6 +452,13 @@ def forecast(
     )
 
 
+def _least(model: ModelSizes, stages: int) -> dict[str, int]:
+    """Return the layers that the ends need: none if embedding and loss have to be stages."""
+    short = stages - model.num_layers
+    last = 0 if model.mtp_layers or short > 0 else 1
+    return {"least_first": 0 if short > 1 - bool(model.mtp_layers) else 1, "least_last": last}
+
+
 def _peak(row: Any, saved: list[float]) -> float:
     """Return the most bytes of activations that a rank keeps, in the order of its row."""
     now = most = 0.0
@@ -475,7 +478,7 @@ def _around_step(job: Question, sizes: ParallelSizes, rank: Part, d: int, expert
     reduced, gathered, updated = 0.0, 0.0, 0.0
     for params, replicas, stride in spans:
         if params:
-            reduced += gather_s(device, _GRADIENT_BYTES * params, replicas, stride)
+            reduced += gather_s(device, job.techniques.gradient_bytes * params, replicas, stride)
             gathered += gather_s(device, _WEIGHT_BYTES * params, replicas, stride)
             updated += params * (34 / replicas + 8) / (device.memory_bytes * device.memory)
     if not job.overlaps:

@@ -9,11 +9,14 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_ext.errors import ArgumentsError
 
 __all__ = ["ModelSizes", "flags_of_config", "read_model", "sizes_of_arguments", "sizes_of_flags"]
+
+LayerKind = Literal["dense", "moe", "mamba", "attention", "mlp", "experts"]
+_HYBRID: dict[str, LayerKind] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +44,25 @@ class ModelSizes:
     norm_weights: int
     """Vectors of a norm: 1 (RMSNorm) or 2 (LayerNorm)."""
     qk_norm: bool
-    moe_layers: tuple[bool, ...]
-    """Of each transformer layer: whether its feed-forward network is a mixture of experts."""
+    window: int
+    """Keys that a query of a layer with sliding attention sees; 0: all before it."""
+    window_share: float
+    """Share of the attentions that slide."""
+    kinds: tuple[LayerKind, ...]
+    """Of each layer: `dense` and `moe` are attention and a feed-forward network, the latter's a
+    mixture of experts; a layer of a hybrid model is `mamba`, `attention`, `mlp` or `experts`."""
     num_experts: int
     top_k: int
     expert_ffn: int
     shared_ffn: int
     """Of the shared experts together; 0: none."""
+    expert_hidden: int
+    """Width of what routed experts get: `hidden`, or that of a latent mixture."""
+    scan_heads: int
+    """Of a Mamba-2 layer."""
+    scan_head_size: int
+    scan_state: int
+    scan_groups: int
     is_latent: bool
     """Multi-latent attention."""
     query_rank: int
@@ -55,9 +70,6 @@ class ModelSizes:
     key_value_rank: int
     rotary_size: int
     mtp_layers: int
-    sends_once: bool
-    """Whether a token goes once to each node of its experts (dispatcher `flex`), not once to each
-    expert."""
     sequence: int | None
     """Length in tokens, if the source gives one."""
     flags: tuple[str, ...]
@@ -65,8 +77,18 @@ class ModelSizes:
 
     @property
     def num_layers(self) -> int:
-        """Transformer layers, without those of multi-token prediction."""
-        return len(self.moe_layers)
+        """Layers, without those of multi-token prediction."""
+        return len(self.kinds)
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """Of each layer: whether it has a mixture of experts."""
+        return tuple(kind in ("moe", "experts") for kind in self.kinds)
+
+    @property
+    def mtp_kind(self) -> LayerKind:
+        """Kind of the layer in a head of multi-token prediction."""
+        return "moe" if self.moe_layers[-1] else "dense"
 
 
 def read_model(source: Path | None, size: str | None, flags: Sequence[str]) -> ModelSizes:
@@ -131,7 +153,8 @@ _INTEGERS = (
     "vocab-size padded-vocab-size make-vocab-size-divisible-by max-position-embeddings "
     "seq-length num-experts moe-router-topk moe-ffn-hidden-size "
     "moe-shared-expert-intermediate-size q-lora-rank kv-lora-rank qk-head-dim "
-    "qk-pos-emb-head-dim v-head-dim mtp-num-layers"
+    "qk-pos-emb-head-dim v-head-dim mtp-num-layers moe-latent-size mamba-num-heads mamba-head-dim "
+    "mamba-state-dim mamba-num-groups"
 )
 _SWITCHES = (
     "swiglu disable-bias-linear group-query-attention add-qkv-bias multi-latent-attention "
@@ -151,14 +174,18 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
     for flag in _SWITCHES.split():
         parser.add_argument(f"--{flag}", action="store_true")
     parser.add_argument("--moe-layer-freq", default="1")
-    parser.add_argument("--moe-token-dispatcher-type")
+    parser.add_argument("--hybrid-layer-pattern", "--hybrid-override-pattern")
+    parser.add_argument("--window-size")
+    parser.add_argument("--window-attn-skip-freq", type=int)
     parser.add_argument("--normalization", default="LayerNorm")
     parser.add_argument("--position-embedding-type", default="learned_absolute")
     try:
         given, _ = parser.parse_known_args(_joined(flags))
     except argparse.ArgumentError as error:
         raise ArgumentsError(f"{error}; give a whole number") from error
-    needed = {"--num-layers": given.num_layers, "--hidden-size": given.hidden_size}
+    pattern = (given.hybrid_layer_pattern or "").partition("/")[0].replace("|", "")
+    layers = len(pattern) or given.num_layers
+    needed = {"--num-layers": layers, "--hidden-size": given.hidden_size}
     needed["--num-attention-heads"] = given.num_attention_heads
     needed["--padded-vocab-size"] = given.padded_vocab_size or given.vocab_size
     for flag, value in needed.items():
@@ -177,6 +204,20 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
     experts = given.num_experts or 0
     groups = given.num_query_groups if given.group_query_attention else heads
     positions = given.max_position_embeddings or given.seq_length or 0
+    window = int((given.window_size or "0").strip("( )").partition(",")[0])
+    skipped = given.window_attn_skip_freq or 0
+    kinds: tuple[LayerKind, ...] = tuple(
+        "moe" if is_moe else "dense"
+        for is_moe in _moe_layers(given.moe_layer_freq, layers, experts)
+    )
+    if pattern:
+        if unknown := set(pattern) - set(_HYBRID):
+            raise ArgumentsError(
+                f"--hybrid-layer-pattern has {min(unknown)!r}; the planner knows "
+                f"{' '.join(_HYBRID)}"
+            )
+        kinds = tuple(_HYBRID[letter] for letter in pattern)
+    scan_heads = given.mamba_num_heads or 2 * hidden // (given.mamba_head_dim or 64)
     return ModelSizes(
         name=name,
         hidden=hidden,
@@ -193,17 +234,23 @@ def sizes_of_flags(flags: Sequence[str], name: str) -> ModelSizes:
         qkv_biases=given.add_qkv_bias or not given.disable_bias_linear,
         norm_weights=1 if given.normalization == "RMSNorm" else 2,
         qk_norm=given.qk_layernorm,
-        moe_layers=_moe_layers(given.moe_layer_freq, given.num_layers, experts),
+        window=window,
+        window_share=(1 - 1 / skipped if skipped else 1.0) if window else 0.0,
+        kinds=kinds,
         num_experts=experts,
         top_k=given.moe_router_topk or 2,
         expert_ffn=given.moe_ffn_hidden_size or ffn,
         shared_ffn=given.moe_shared_expert_intermediate_size or 0,
+        expert_hidden=given.moe_latent_size or hidden,
+        scan_heads=scan_heads,
+        scan_head_size=given.mamba_head_dim or 64,
+        scan_state=given.mamba_state_dim or 128,
+        scan_groups=given.mamba_num_groups or 8,
         is_latent=latent,
         query_rank=given.q_lora_rank or 0,
         key_value_rank=given.kv_lora_rank or 32,
         rotary_size=rotary,
         mtp_layers=given.mtp_num_layers or 0,
-        sends_once="flex" in (given.moe_token_dispatcher_type or ""),
         sequence=given.seq_length,
         flags=tuple(flags),
     )
@@ -216,7 +263,10 @@ def sizes_of_arguments(args: argparse.Namespace) -> ModelSizes:
         ArgumentsError: A size is missing.
     """
     flags = []
-    values = "moe-layer-freq moe-token-dispatcher-type normalization position-embedding-type"
+    values = (
+        "moe-layer-freq normalization position-embedding-type "
+        "hybrid-layer-pattern window-attn-skip-freq"
+    )
     for flag in [*_INTEGERS.split(), *values.split()]:
         value = getattr(args, flag.replace("-", "_"), None)
         if value is not None:

@@ -19,12 +19,16 @@ from megatron_ext.planning import layer_costs
 from megatron_ext.planning.hardware import DEVICES, parse_devices
 from megatron_ext.planning.layout_search import FIXABLE, Found, Layout, Question, search
 from megatron_ext.planning.model_sizes import read_model
+from megatron_ext.planning.techniques import PRECISIONS, techniques_of_flags
 from megatron_ext.schedules.commands import aligned
 from megatron_ext.schedules.generators.catalog import get
 
 __all__ = ["add_to_plan", "as_dict"]
 
-_FLAGS = ("model", "size", "devices", "global_batch_size", "seq_length", "fix", "memory_gib")
+_FLAGS = (
+    *("model", "size", "devices", "global_batch_size", "seq_length", "fix", "memory_gib"),
+    "precision",
+)
 _SWITCHES = ("fp8", "cross_entropy_loss_fusion", "no_overlap", "explain")
 _MOST_DOUBLINGS = 6
 
@@ -60,7 +64,13 @@ def add_to_plan(subparsers: Any) -> None:
     group.add_argument(
         "--memory-gib", type=float, metavar="G", help="what a device may hold (default: its own)"
     )
-    group.add_argument("--fp8", action="store_true", help="products of the layers in 8 bits")
+    group.add_argument(
+        "--precision",
+        type=str.lower,
+        choices=PRECISIONS,
+        help="of the layers' products (default: bf16); fp8 scales by tensor",
+    )
+    group.add_argument("--fp8", action="store_true", help="the same as --precision fp8")
     group.add_argument(
         "--cross-entropy-loss-fusion", action="store_true", help="the loss in one kernel"
     )
@@ -156,7 +166,9 @@ def _job(args: argparse.Namespace) -> Question:
         num_devices=count,
         global_batch=args.global_batch_size,
         sequence=sequence,
-        is_8bit=args.fp8,
+        techniques=techniques_of_flags(
+            model.flags, args.precision or ("fp8" if args.fp8 else "bf16")
+        ),
         fused_loss=args.cross_entropy_loss_fusion,
         overlaps=not args.no_overlap,
         fixed=fixed,
@@ -200,10 +212,9 @@ def _mode_name(mode: frozenset[str]) -> str:
 
 def _print(found: Found, took_s: float, *, explain: bool) -> None:
     job = found.plans[0].job
-    precision = "8 bits" if job.is_8bit else "bf16"
     print(
         f"{job.model.name} on {job.num_devices} x {job.device.name}: {job.global_batch} sequences "
-        f"of {job.sequence} tokens, {precision}\n"
+        f"of {job.sequence} tokens, {job.techniques.precision}\n"
     )
     heads = "  step s|MFU %|TFLOP/s|GiB|worst share|tp|pp|cp|ep|batch|number|schedule|recompute"
     rows = [heads.split("|")]

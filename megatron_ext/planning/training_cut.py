@@ -40,13 +40,10 @@ def layout_for(args: Namespace, placement: Placement) -> str:
     elif getattr(args, "recompute_granularity", None) == "selective":
         mode = frozenset(getattr(args, "recompute_modules", None) or ())
     device = DEVICES["h100"]
-    kinds = {
-        is_moe: part_of(model, "moe" if is_moe else "dense", by, device, mode).work
-        for is_moe in set(model.moe_layers)
-    }
+    kinds = {kind: part_of(model, kind, by, device, mode).work for kind in set(model.kinds)}
     first, last = (part_of(model, kind, by, device).work for kind in ("embedding", "loss"))
     if model.mtp_layers:
         last += part_of(model, "mtp", by, device, mode).work
-    layers = [kinds[is_moe] for is_moe in model.moe_layers]
+    layers = [kinds[kind] for kind in model.kinds]
     counts = cut(layers, first, last, placement, least_last=0 if model.mtp_layers else 1)
     return layout_of(counts, model.mtp_layers)

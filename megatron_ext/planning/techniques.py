@@ -1,0 +1,72 @@
+"""Ways to run the same model faster that flags of Megatron's ask for, and that costs depend on."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["PRECISIONS", "Precision", "Techniques", "techniques_of_flags"]
+
+Precision = Literal["bf16", "fp8", "mxfp8", "nvfp4"]
+Graphs = Literal["none", "router", "layers", "step"]
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp8", "mxfp8", "nvfp4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Techniques:
+    """How the products, launches and messages of a layer run."""
+
+    precision: Precision = "bf16"
+    """Of the products in layers; `fp8` scales by tensor, `mxfp8` and `nvfp4` by block."""
+    attends_in_8bit: bool = False
+    """Whether attention is in 8 bits, too."""
+    graphs: Graphs = "none"
+    """CUDA graphs: `router` has the router alone, `layers` all but the experts, `step` all."""
+    fuses_experts: bool = False
+    """Whether products of all experts, activation and quantization are one kernel."""
+    sends_once: bool = False
+    """Whether a token goes once to each rank and node of its experts (dispatcher `flex`), not once
+    to each expert."""
+    overlaps_experts: bool = False
+    """Whether all-to-all runs behind the computation of another micro-batch."""
+    overlaps_tensor: bool = False
+    """Whether gathers and scatters of tensor parallelism run behind products."""
+    gradient_bytes: int = 4
+    """Of an element of the gradients that add up, and are reduced."""
+
+
+def techniques_of_flags(flags: Sequence[str], precision: Precision = "bf16") -> Techniques:
+    """Return what flags of Megatron's ask for, and where they say nothing what tuned recipes have.
+
+    Those are graphs of all but the experts, the dispatcher `flex`, and tensor parallelism whose
+    communication overlaps. `--cuda-graph-impl none`, `--moe-token-dispatcher-type alltoall` and
+    `--disable-tp-comm-overlap-ag` are without.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--cuda-graph-impl", default="transformer_engine")
+    parser.add_argument("--cuda-graph-scope", "--cuda-graph-modules", nargs="*", default=[])
+    parser.add_argument("--moe-token-dispatcher-type", default="flex")
+    parser.add_argument("--use-transformer-engine-op-fuser", action="store_true")
+    parser.add_argument("--overlap-moe-expert-parallel-comm", action="store_true")
+    parser.add_argument("--disable-tp-comm-overlap-ag", action="store_true")
+    parser.add_argument("--fp8-dot-product-attention", action="store_true")
+    parser.add_argument("--grad-reduce-in-bf16", action="store_true")
+    given, _ = parser.parse_known_args(list(flags))
+    graphs: Graphs = "none"
+    if given.cuda_graph_impl != "none":
+        whole = "full_iteration" in (given.cuda_graph_impl, *given.cuda_graph_scope)
+        alone = given.cuda_graph_scope and not {"attn", "mamba"} & set(given.cuda_graph_scope)
+        graphs = "step" if whole else "router" if alone else "layers"
+    return Techniques(
+        precision=precision,
+        attends_in_8bit=given.fp8_dot_product_attention,
+        graphs=graphs,
+        fuses_experts=given.use_transformer_engine_op_fuser,
+        sends_once="flex" in given.moe_token_dispatcher_type,
+        overlaps_experts=given.overlap_moe_expert_parallel_comm,
+        # Products in 4 bits have no communication that overlaps.
+        overlaps_tensor=precision != "nvfp4" and not given.disable_tp_comm_overlap_ag,
+        gradient_bytes=2 if given.grad_reduce_in_bf16 else 4,
+    )
