@@ -139,7 +139,8 @@ COMMANDS = {
     "upstream/releases.py",
     "schedules/commands.py",
     "planning/plan_command.py",
-    "planning/model_sizes.py",  # Megatron's flags describe a model
+    "planning/model_sizes.py",
+    "planning/techniques.py",  # Megatron's flags describe a model
     "planning/training_cut.py",
     "upstream/signatures.py",  # calls Megatron's functions that take parsed arguments
 }
