@@ -293,13 +293,6 @@ RULES: dict[str, tuple[Rule, ...]] = {
     # For forwards and backwards that run as pairs, through Megatron's schedule plans.
     "pairs": (
         Rule(
-            ("moe_token_dispatcher_type",),
-            "--moe-token-dispatcher-type allgather, Megatron's default",
-            "it gathers tokens in a buffer that the other one of the pair writes",
-            "use alltoall or flex",
-            lambda dispatcher: dispatcher not in ("alltoall", "flex"),
-        ),
-        Rule(
             ("recompute_granularity", "recompute_method", "recompute_num_layers"),
             "--recompute-granularity full",
             "a plan runs the parts of a layer one by one",

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,8 +122,8 @@ class PlannedCompute(StageCompute):
         def step(*args: Any, **kwargs: Any) -> Any:
             plan, loss = self.call.forward_step_func(*args, **kwargs)
             layers = [plan.get_layer(index) for index in range(plan.num_layers())]
-            for layer in layers if self._reads_experts_input else ():
-                layer.mlp.free_input = False
+            for layer in layers:
+                self._keep_what_is_read(layer)
             for layer in layers if self.observers else ():
                 for node in (layer.moe_dispatch, layer.moe_combine):
                     if isinstance(node, utils.ScheduleNode):  # none of a layer without experts
@@ -142,14 +141,18 @@ class PlannedCompute(StageCompute):
 
         return step
 
-    @cached_property
-    def _reads_experts_input(self) -> bool:
-        """Return whether weight gradients of experts read what the dispatch has returned.
-
-        Several experts read a copy that is sorted by them. Megatron 0.16 frees it anyway.
-        """
-        config = self.call.config
-        return bool(config.num_moe_experts == config.expert_model_parallel_size)
+    def _keep_what_is_read(self, layer: Any) -> None:
+        """Let nothing of a layer be freed or overwritten that another part of it still reads."""
+        config, dispatch = self.call.config, layer.moe_dispatch
+        dispatcher = config.moe_token_dispatcher_type
+        if config.num_moe_experts == config.expert_model_parallel_size:
+            # A single expert reads the dispatched tokens, in W too; several read a sorted copy.
+            layer.mlp.free_input = False
+        if dispatcher == "allgather" and isinstance(dispatch, utils.ScheduleNode):
+            dispatch.free_input = False  # a view of what the router reads
+            gather = dispatch.forward_func
+            # It gathers into a buffer of all layers, which the partner's backward writes next.
+            dispatch.forward_func = lambda *args: gather(*args).clone()
 
     def _observed(self, kind: Kind, key: _Key, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return an exchange of tokens that observers see."""

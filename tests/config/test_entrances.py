@@ -273,7 +273,6 @@ def test_megatrons_own_overlap_is_left_alone(args: Namespace) -> None:
 @pytest.mark.parametrize(
     ("dest", "value", "reason"),
     [
-        ("moe_token_dispatcher_type", "allgather", "use alltoall or flex"),
         ("recompute_granularity", "full", "use --recompute-granularity selective"),
         ("recompute_modules", ["core_attn", "moe"], "use core_attn, layernorm"),
         ("moe_shared_expert_overlap", True, "the shared expert hides"),

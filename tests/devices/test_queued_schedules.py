@@ -34,6 +34,8 @@ _FLAGS = GPT + UNCLIPPED + "--num-layers 8 --global-batch-size 16 --train-iters 
         pytest.param("zb-v", 1, marks=pytest.mark.slow),
         pytest.param("1f1b", 1, marks=pytest.mark.slow),
         pytest.param("1f1b", 8, marks=pytest.mark.slow),
+        pytest.param("zb-v --use-dpp", 1, marks=pytest.mark.slow),
+        pytest.param("zb-v --use-dpp", 8, marks=pytest.mark.slow),
     ],
 )
 def test_pairs_have_a_stream_for_communication(schedule: str, connections: int) -> None:

@@ -94,6 +94,20 @@ MUTANTS = (
         ("tests/schedules/search/test_policies.py",),
     ),
     Mutant(
+        "a dynamic order waits for no partner",
+        "megatron_ext.schedules.search.policies",
+        "(self.patience.gains if runs else self.patience.waits)[self._head]",
+        "0.0 if runs else self.patience.waits[self._head]",
+        ("tests/schedules/search/test_policies.py",),
+    ),
+    Mutant(
+        "followers run a pair of their leader as two actions",
+        f"{_RUNTIME}.ordering",
+        "sent = position + marked * len(progress.row)",
+        "sent = position",
+        ("tests/runtime/test_ordering.py",),
+    ),
+    Mutant(
         "a slot is freed before the copy out of it has ended",
         "megatron_ext.transport.staging",
         "self._releases.after(copied, lambda: None, tensor)",

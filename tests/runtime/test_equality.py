@@ -78,6 +78,7 @@ LATENT = f"{EIGHT_LAYERS}{MLA}{MOE}--moe-shared-expert-intermediate-size 32 "
 EXPERTS = LLAMA + MOE + "--bf16 "
 _LATENT = LATENT + "--bf16 "
 _BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid "
+_ALLGATHER = "--moe-token-dispatcher-type allgather "
 _SELECTED = "--recompute-granularity selective --recompute-modules "
 _PAIRED = {
     "1f1b": ("1f1b", EXPERTS),
@@ -89,6 +90,11 @@ _PAIRED = {
     # An expert's own input, which W reads, is then what came in: 0.16 frees it.
     "one expert on each rank": ("zb-v", EXPERTS + "--num-experts 2 "),
     "one expert, whole backwards": ("1f1b", EXPERTS + "--num-experts 2 "),
+    "gathered": ("zb-v", EXPERTS + _ALLGATHER),
+    "gathered with tensor parallel": (
+        "1f1b",
+        EXPERTS + _ALLGATHER + TP2 + "--expert-tensor-parallel-size 1 ",
+    ),
     "experts on four ranks": ("zb-v", EXPERTS + "--expert-model-parallel-size 4 "),
     "tensor parallel": ("zb-v", EXPERTS + TP2 + "--expert-tensor-parallel-size 1 "),
     "single precision": ("zb-v", LLAMA + MOE),

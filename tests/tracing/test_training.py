@@ -114,8 +114,8 @@ def test_exchanges_of_experts_have_a_row_beside_the_actions(tmp_path: Path) -> N
     _, run = train(flags, tmp_path / "run")
     for rank in range(4):
         found = [span for span in spans(run, rank) if span.name == "exchange"]
-        # A dispatch and a combine, forwards and backwards: two layers, eight micro-batches.
-        assert len(found) == 3 * 2 * 2 * 2 * 8
+        # A dispatch and a combine, forwards and backwards: two layers, four micro-batches.
+        assert len(found) == 3 * 2 * 2 * 2 * 4
         assert {span.attributes["of"] for span in found} == {"F", "B"}
     output = tmp_path / "all.json"
     write_chrome_trace(run, output)
